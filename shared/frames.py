@@ -1,0 +1,113 @@
+"""Token events and the frames that carry them: one frame per decode step and api process.
+
+Invariants. `position` counts completion tokens from 0, without gaps within an attempt. A reader that has seen position
+p never sees another token for p: it drops what it has, and repairs a gap from the frame stream and the sequence's
+log. An event of an older attempt is dropped. The last event of a sequence carries `finish`, and nothing follows it.
+
+Structs are msgpack arrays (`array_like`): new fields go at the end, with a default.
+"""
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+
+
+class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
+    """A token and its fp32 log-probability."""
+
+    token: int
+    logprob: float
+
+
+class VersionSpan(msgspec.Struct, array_like=True, frozen=True):
+    """Completion positions [start, end) were computed with adapter version `version` ("" is the base)."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Finish(msgspec.Struct, array_like=True, frozen=True):
+    """Why a sequence ended."""
+
+    reason: FinishReason
+    stop_match: str | int | None = None  # the stop string or stop token id that ended it
+    error_code: str = ""  # of shared.errors, when reason is "error"
+    error_message: str = ""
+    cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+
+
+class TokenEvent(msgspec.Struct, array_like=True):
+    """New tokens of one sequence: one decode step's, or several in a log chunk.
+
+    `tokens` and `logprobs` have equal length, which is 0 in an event that carries only prompt logprobs or the
+    finish. `text` is the visible text delta, only of rows with stop strings (they hold text back); for all
+    others the reader decodes `tokens`.
+    """
+
+    seq: str
+    attempt: int
+    position: int  # of tokens[0]
+    tokens: list[int]
+    logprobs: list[float]
+    top_logprobs: list[list[TokenLogprob]] | None = None  # one list per token
+    text: str | None = None
+    version: str = ""  # adapter version of all tokens in this event
+    finish: Finish | None = None
+    prompt_logprobs: list[float | None] | None = None  # with the first event, when asked for
+    score_logprobs: list[float] | None = None  # kind "score": with the finish
+    prompt_top_logprobs: list[list[TokenLogprob]] | None = None
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.position + len(self.tokens)
+
+
+class Frame(msgspec.Struct, array_like=True):
+    """All events of one decode step for one api process."""
+
+    worker: str
+    sent_ms: int  # Unix time
+    events: list[TokenEvent]
+    schema: int = 1
+
+
+_encoder = msgspec.msgpack.Encoder()
+_frame_decoder = msgspec.msgpack.Decoder(Frame)
+_events_decoder = msgspec.msgpack.Decoder(list[TokenEvent])
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """msgpack bytes of a frame."""
+    return _encoder.encode(frame)
+
+
+def decode_frame(data: bytes) -> Frame:
+    """Read a frame; `msgspec.ValidationError` or `msgspec.DecodeError` when it is malformed."""
+    return _frame_decoder.decode(data)
+
+
+def encode_events(events: list[TokenEvent]) -> bytes:
+    """msgpack bytes of a log chunk."""
+    return _encoder.encode(events)
+
+
+def decode_events(data: bytes) -> list[TokenEvent]:
+    """Read a log chunk."""
+    return _events_decoder.decode(data)
+
+
+def spans_of(events: list[TokenEvent]) -> tuple[VersionSpan, ...]:
+    """Version spans over the tokens of consecutive events; they cover every position exactly once."""
+    spans: list[VersionSpan] = []
+    for event in events:
+        if not event.tokens:
+            continue
+        if spans and spans[-1].version == event.version and spans[-1].end == event.position:
+            spans[-1] = VersionSpan(event.version, spans[-1].start, event.end)
+        else:
+            spans.append(VersionSpan(event.version, event.position, event.end))
+    return tuple(spans)

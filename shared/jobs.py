@@ -1,0 +1,118 @@
+"""A job: a durable unit that a user submits and polls.
+
+State machine: queued -> running -> one of succeeded, failed, cancelled, expired (terminal, exactly one, never left).
+`failed` means that the job as a whole could not be done; a sample that went wrong is a result line with an error.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from shared.sequences import AdapterPolicy
+
+JobKind = Literal["generate", "rollout", "score"]
+JobState = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
+TERMINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled", "expired"})
+
+Message = dict[str, Any]  # an OpenAI chat message, as the chat template takes it
+Prompt = str | list[Message] | list[int]
+
+
+class RewardSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Which reward scores the completions; `options` go to it as keyword arguments, checked at submission."""
+
+    name: str
+    options: dict[str, Any] = {}
+
+
+class SamplingOverrides(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The sampling fields of a job, with the job's defaults (RL's: temperature 1, no filters)."""
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None  # sample s of prompt p draws with a seed derived from (seed, p, s)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    top_logprobs: int | None = None
+
+
+class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was asked for, without the inputs (they are stored apart, one JSON line a prompt)."""
+
+    id: str
+    kind: JobKind
+    model: str
+    total_prompts: int
+    n: int = 1
+    sampling: SamplingOverrides = SamplingOverrides()
+    reward: RewardSpec | None = None
+    adapter: str = ""
+    adapter_policy: AdapterPolicy = "follow"
+    metadata: dict[str, Any] = {}
+    deadline_ms: int = 0  # Unix time; 0: none
+    created_ms: int = 0
+
+    @property
+    def total(self) -> int:
+        """Samples in all; sample s of prompt p has ordinal p * n + s."""
+        return self.total_prompts * self.n
+
+
+class JobInput(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of input: a prompt, and what its reward needs.
+
+    kind "score" scores `completion` (text or token ids) after `prompt`.
+    """
+
+    prompt: Prompt
+    reference: Any = None
+    completion: str | list[int] | None = None
+    metadata: dict[str, Any] = {}
+
+
+class JobCounts(msgspec.Struct, frozen=True):
+    """Samples by state; they add up to `total`."""
+
+    total: int
+    queued: int  # not yet enqueued as sequences
+    running: int  # enqueued or decoding
+    succeeded: int
+    failed: int  # finish_reason "error"
+    cancelled: int
+    expired: int
+
+
+class JobUsage(msgspec.Struct, frozen=True):
+    """Tokens of the finished samples."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class JobStatus(msgspec.Struct, frozen=True):
+    """What `GET /v1/jobs/{id}` tells."""
+
+    id: str
+    kind: JobKind
+    model: str
+    status: JobState
+    counts: JobCounts
+    progress: float  # finished / total, 0..1
+    usage: JobUsage
+    mean_reward: float | None
+    reward_errors: int
+    created_ms: int
+    started_ms: int
+    finished_ms: int
+    complete_through: int  # every sample with ordinal below this is finished
+    error: str
+    metadata: dict[str, Any]

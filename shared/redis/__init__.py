@@ -1,0 +1,1 @@
+"""Everything that touches Redis: keys, client, queue, frames, jobs, registry."""

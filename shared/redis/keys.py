@@ -1,0 +1,176 @@
+"""Every key that we keep in Redis: its type, its owner, its time to live.
+
+Braces are Redis Cluster hash tags: the keys that one Lua call touches share a tag, so they sit on one slot.
+A key's owner is the only role that creates and deletes it. `DOCUMENTED` is what the key-leak test and
+docs/redis.md are checked against.
+"""
+
+from typing import NamedTuple
+
+PREFIX = "parallm"
+GROUP = "workers"  # the consumer group on every sequence stream
+
+DAY_S = 86_400
+SEQUENCE_TTL_S = 3_600  # of a finished sequence and its log
+REGISTRY_TTL_S = 7 * DAY_S  # model cards and tokenizers outlive their workers
+WORKER_TTL_S = 10  # refreshed by each heartbeat
+API_TTL_S = 60  # of an api's heartbeat and frame stream
+JOB_TTL_S = 7 * DAY_S  # from its last change
+IDEMPOTENCY_TTL_S = DAY_S
+REQUEST_TTL_S = SEQUENCE_TTL_S
+
+
+class KeyKind(NamedTuple):
+    """One documented family of keys; `pattern` is a redis-cli glob."""
+
+    pattern: str
+    type: str
+    owner: str
+    ttl: str
+    meaning: str
+
+
+def queue(model: str, sequence_class: str, worker: str = "") -> str:
+    """Stream of waiting and leased sequences of one class; with `worker`: those with affinity to it."""
+    suffix = f":{worker}" if worker else ""
+    return f"{PREFIX}:{{{model}}}:queue:{sequence_class}{suffix}"
+
+
+def sequence(model: str, seq: str) -> str:
+    """Hash of one sequence: spec, state, attempt, worker, api, cancel."""
+    return f"{PREFIX}:{{{model}}}:seq:{seq}"
+
+
+def sequence_log(model: str, seq: str) -> str:
+    """Stream of log chunks: every token of a sequence, for resume and takeover."""
+    return f"{PREFIX}:{{{model}}}:out:{seq}"
+
+
+def finished(model: str, job: str) -> str:
+    """Stream of the finished sequences of a job, until the job runner has recorded them."""
+    return f"{PREFIX}:{{{model}}}:finished:{job}"
+
+
+def dead_letters(model: str) -> str:
+    """Stream of sequences that killed their workers, or could not be read."""
+    return f"{PREFIX}:{{{model}}}:deadletters"
+
+
+def worker(model: str, worker_id: str) -> str:
+    """Hash of one worker's heartbeat."""
+    return f"{PREFIX}:{{{model}}}:worker:{worker_id}"
+
+
+def workers(model: str) -> str:
+    """Sorted set of worker ids by last heartbeat."""
+    return f"{PREFIX}:{{{model}}}:workers"
+
+
+def models() -> str:
+    """Sorted set of model names by last heartbeat of any of their workers."""
+    return f"{PREFIX}:models"
+
+
+def model_card(model: str) -> str:
+    """String: JSON of the model's card."""
+    return f"{PREFIX}:{{{model}}}:model"
+
+
+def tokenizer(sha256: str) -> str:
+    """String: JSON of a tokenizer bundle, named by its hash."""
+    return f"{PREFIX}:tokenizer:{sha256}"
+
+
+def frames(api: str) -> str:
+    """Stream of an api process's frames: what makes the live channel of the same name lossless."""
+    return f"{PREFIX}:api:{{{api}}}:frames"
+
+
+def frame_channel(api: str) -> str:
+    """Pub/sub channel of an api process's frames."""
+    return f"{PREFIX}:api:{{{api}}}:live"
+
+
+def api(api_id: str) -> str:
+    """Hash of one api process's heartbeat."""
+    return f"{PREFIX}:api:{{{api_id}}}"
+
+
+def control_channel(worker_id: str) -> str:
+    """Pub/sub channel on which a worker hears cancel and route messages."""
+    return f"{PREFIX}:ctl:{worker_id}"
+
+
+def request(request_id: str) -> str:
+    """Hash of a streamed request: what another api process needs to resume it."""
+    return f"{PREFIX}:request:{request_id}"
+
+
+def job(job_id: str) -> str:
+    """Hash of one job: spec, state, counts, cursor."""
+    return f"{PREFIX}:job:{{{job_id}}}"
+
+
+def job_inputs(job_id: str) -> str:
+    """List of a job's input lines (JSON), one a prompt."""
+    return f"{PREFIX}:job:{{{job_id}}}:inputs"
+
+
+def job_results(job_id: str, chunk: int) -> str:
+    """Hash ordinal -> trajectory (JSON), RESULTS_PER_CHUNK ordinals a key."""
+    return f"{PREFIX}:job:{{{job_id}}}:results:{chunk}"
+
+
+def job_lease(job_id: str) -> str:
+    """String: the runner whose tick advances the job right now."""
+    return f"{PREFIX}:job:{{{job_id}}}:lease"
+
+
+def jobs() -> str:
+    """Sorted set of job ids by creation time."""
+    return f"{PREFIX}:jobs"
+
+
+def active_jobs() -> str:
+    """Sorted set of the ids of jobs not yet terminal, by creation time."""
+    return f"{PREFIX}:jobs:active"
+
+
+def job_idempotency(key: str) -> str:
+    """String: the id of the job that was submitted under this idempotency key."""
+    return f"{PREFIX}:idem:job:{key}"
+
+
+RESULTS_PER_CHUNK = 256
+
+DOCUMENTED: tuple[KeyKind, ...] = (
+    KeyKind(
+        "parallm:{*}:queue:interactive", "stream", "api", "7 d, refreshed", "waiting and leased sequences"
+    ),
+    KeyKind(
+        "parallm:{*}:queue:batch", "stream", "job runner", "7 d, refreshed", "waiting and leased sequences"
+    ),
+    KeyKind(
+        "parallm:{*}:queue:*:*", "stream", "worker", "7 d, refreshed", "sequences with affinity to a worker"
+    ),
+    KeyKind("parallm:{*}:seq:*", "hash", "api or job runner", "1 h after its end", "one sequence's state"),
+    KeyKind("parallm:{*}:out:*", "stream", "worker", "1 h after its end", "one sequence's tokens, in chunks"),
+    KeyKind("parallm:{*}:finished:*", "stream", "job runner", "7 d", "results that no tick has recorded yet"),
+    KeyKind("parallm:{*}:deadletters", "stream", "worker", "7 d, 1,000 entries", "sequences given up"),
+    KeyKind("parallm:{*}:worker:*", "hash", "worker", "10 s", "heartbeat"),
+    KeyKind("parallm:{*}:workers", "sorted set", "worker", "7 d", "worker ids by heartbeat"),
+    KeyKind("parallm:models", "sorted set", "worker", "7 d", "model names by heartbeat"),
+    KeyKind("parallm:{*}:model", "string", "worker", "7 d", "model card, JSON"),
+    KeyKind("parallm:tokenizer:*", "string", "worker", "7 d", "tokenizer bundle, JSON, by sha256"),
+    KeyKind("parallm:api:{*}", "hash", "api", "60 s", "heartbeat"),
+    KeyKind("parallm:api:{*}:frames", "stream", "worker", "60 s, bounded", "token frames of one api process"),
+    KeyKind("parallm:request:*", "hash", "api", "1 h", "how to resume a streamed request"),
+    KeyKind("parallm:job:{*}", "hash", "api", "7 d", "one job's spec, state, counts"),
+    KeyKind("parallm:job:{*}:inputs", "list", "api", "7 d", "input lines, JSON"),
+    KeyKind("parallm:job:{*}:results:*", "hash", "job runner", "7 d", "trajectories, JSON, by ordinal"),
+    KeyKind("parallm:job:{*}:lease", "string", "job runner", "10 s", "which runner advances the job"),
+    KeyKind("parallm:jobs", "sorted set", "api", "7 d", "job ids by creation"),
+    KeyKind("parallm:jobs:active", "sorted set", "api", "7 d", "ids of jobs not yet terminal"),
+    KeyKind("parallm:idem:job:*", "string", "api", "1 d", "idempotency key -> job id"),
+    KeyKind("arq:*", "various", "job runner", "arq's own; 1 d at most", "arq's queue, jobs and results"),
+)

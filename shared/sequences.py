@@ -1,0 +1,158 @@
+"""A sequence: one prompt -> one completion, the unit of queueing, leasing and decoding.
+
+Who fills what: api or the job runner builds a `SequenceSpec` and enqueues it; the queue hands it to a worker as a
+`Claim`; the worker's engine turns it into `TokenEvent`s (shared/frames.py) and one `SequenceResult`.
+
+Messages travel as msgpack. `schema` is the version of the message; a reader refuses a newer one by name instead of
+guessing. Field names are never reused with another meaning.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from shared.frames import Finish, TokenLogprob, VersionSpan
+
+SCHEMA = 1
+
+SequenceClass = Literal["interactive", "batch"]
+SequenceKind = Literal["generate", "score"]
+AdapterPolicy = Literal["follow", "pin"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How one row draws its tokens. A row's draw depends on (seed, position) only, never on its batch.
+
+    Filters apply in this order: logit_bias and penalties on the raw logits, temperature, then top_k, top_p and
+    min_p on the tempered distribution (vLLM's order).
+    """
+
+    max_tokens: int
+    seed: int  # resolved at admission: a request without one gets a random one
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0  # OpenAI: on tokens of the completion
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # CTRL, arXiv 1909.05858: on tokens of prompt and completion
+    logit_bias: dict[int, float] = {}
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's end-of-sequence ids
+    ignore_eos: bool = False
+    min_tokens: int = 0  # no stop of any kind before this many tokens
+    include_stop_str: bool = False  # keep the matched stop string in the text
+    top_logprobs: int | None = None  # None: none; k: the k most likely tokens at each position
+    prompt_logprobs: int | None = None  # likewise for the prompt's own tokens (echo)
+
+
+class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a worker needs to decode one sequence, and where its tokens go."""
+
+    id: str  # unique; of a job: "<job>-<ordinal>", so that enqueueing again changes nothing
+    model: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    sequence_class: SequenceClass = "interactive"
+    kind: SequenceKind = "generate"
+    group: str = ""  # the sequences of one prompt share it; "" stands alone
+    score_ids: tuple[int, ...] = ()  # kind "score": the completion whose log-probabilities are wanted
+    api: str = ""  # the api process that gets frames; "": nobody streams
+    job: str = ""  # the job that gathers the result; "": none
+    adapter: str = ""  # "": base; "name": latest version; "name@k": that version
+    adapter_policy: AdapterPolicy = "pin"
+    kv_on_swap: Literal["keep", "recompute"] = "keep"
+    deadline_ms: int = 0  # Unix time; 0: none
+    enqueued_ms: int = 0  # Unix time
+    schema: int = SCHEMA
+
+    @property
+    def kv_tokens(self) -> int:
+        """Positions of KV that this sequence may come to hold; admission counts with it."""
+        if self.kind == "score":
+            return len(self.prompt_ids) + len(self.score_ids)
+        return len(self.prompt_ids) + self.sampling.max_tokens
+
+
+class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Unix times in milliseconds; 0 where it did not happen."""
+
+    enqueued_ms: int = 0
+    started_ms: int = 0  # claimed by the worker of the last attempt
+    first_token_ms: int = 0
+    finished_ms: int = 0
+
+
+class SequenceResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is left of a sequence when it has ended; committed exactly once."""
+
+    id: str
+    finish: Finish
+    worker: str
+    attempt: int
+    prompt_tokens: int
+    completion_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()  # fp32 log-probability of each completion token under the sampler's own
+    # distribution before temperature and filters (what a trainer calls mu at temperature 1)
+    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    spans: tuple[VersionSpan, ...] = ()
+    text: str | None = None  # only of rows with stop strings; else the reader decodes the ids
+    prompt_logprobs: tuple[float | None, ...] = ()
+    score_logprobs: tuple[float, ...] = ()
+    timings: Timings = Timings()
+    schema: int = SCHEMA
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """A leased sequence in a worker's hands: `entry` of `stream` is ours while the lease lasts."""
+
+    spec: SequenceSpec
+    stream: str
+    entry: str
+    attempt: int  # 1 for the first; writes of an older attempt are refused
+    cancelled: bool = False
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """What a worker tells the registry about the model that it serves; api and job runner plan with it."""
+
+    name: str
+    context_length: int  # prompt + completion, in tokens
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer_sha256: str
+    base_sha256: str  # of config and weights: an adapter of another base is refused
+    kv_bytes_per_token: int
+    dtype: str
+    quantization: str = ""  # "" or like "4 bits, groups of 64"
+    created: int = 0  # Unix seconds
+    schema: int = SCHEMA
+
+
+_encoder = msgspec.msgpack.Encoder()
+_spec_decoder = msgspec.msgpack.Decoder(SequenceSpec)
+_result_decoder = msgspec.msgpack.Decoder(SequenceResult)
+
+
+def encode(message: SequenceSpec | SequenceResult) -> bytes:
+    """msgpack bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode_spec(data: bytes) -> SequenceSpec:
+    """Read a spec; `msgspec.ValidationError` when it is malformed, ValueError when its schema is newer than ours."""
+    spec = _spec_decoder.decode(data)
+    _check_schema(spec.schema)
+    return spec
+
+
+def decode_result(data: bytes) -> SequenceResult:
+    """Read a result; errors as in `decode_spec`."""
+    result = _result_decoder.decode(data)
+    _check_schema(result.schema)
+    return result
+
+
+def _check_schema(schema: int) -> None:
+    if schema > SCHEMA:
+        raise ValueError(f"message has schema {schema}, this process reads up to {SCHEMA}: upgrade it")

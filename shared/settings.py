@@ -1,0 +1,192 @@
+"""One settings model per process: flags > environment (`PARALLM_*`) > YAML > defaults; unknown keys fail.
+
+`load(ServeSettings, argv)` parses a command line. `--config FILE` (or `PARALLM_CONFIG`) names the YAML file;
+`--dry-run` prints what was resolved, secrets hidden, and exits.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import yaml
+from pydantic import AliasChoices, Field, SecretStr, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
+
+from shared.errors import SetupError
+
+S = TypeVar("S", bound="ProcessSettings")
+
+
+class ProcessSettings(BaseSettings):
+    """What every process has."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PARALLM_",
+        extra="forbid",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        populate_by_name=True,
+        protected_namespaces=(),
+    )
+    config_file: ClassVar[Path | None] = None
+
+    redis: str = Field(
+        default="",
+        validation_alias=AliasChoices("redis", "redis_url", "PARALLM_REDIS_URL"),
+        description="Redis URL; empty: an embedded server is started",
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
+    log_json: bool | None = Field(default=None, description="JSON log lines; default: when not on a terminal")
+    dry_run: bool = Field(default=False, description="print the resolved settings and exit")
+    config: str = Field(default="", description="YAML file with settings")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags come through init; then the environment, then YAML."""
+        sources: list[PydanticBaseSettingsSource] = [init_settings, env_settings]
+        if cls.config_file is not None:
+            sources.append(YamlConfigSettingsSource(settings_cls, yaml_file=cls.config_file))
+        return tuple(sources)
+
+    def resolved(self) -> str:
+        """The settings as YAML, secrets hidden."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+class WorkerSettings(ProcessSettings):
+    """`mlx_parallm_worker`: one per Mac."""
+
+    model: str = Field(
+        default="models/tiny",
+        validation_alias=AliasChoices("model", "model_path", "PARALLM_MODEL"),
+        description="model folder or hub name",
+    )
+    served_model_name: str = Field(
+        default="", description="name in the API; default: the last part of --model"
+    )
+    worker_id: str = Field(default="", description="default: host name and a random part")
+    max_batch_size: int = Field(
+        default=32,
+        ge=1,
+        validation_alias=AliasChoices("max_batch_size", "max_batch", "PARALLM_MAX_BATCH_SIZE"),
+        description="rows that decode together",
+    )
+    prefill_batch_size: int = Field(default=8, ge=1, description="prompts that prefill together")
+    prefill_chunk: int = Field(default=512, ge=16, description="prompt tokens between two decode steps")
+    reserved_interactive_rows: int = Field(default=2, ge=0, description="rows that batch work never takes")
+    interactive_share: float = Field(
+        default=0.7, ge=0, le=1, description="share of rows when both classes wait"
+    )
+    kv_memory_gb: float = Field(
+        default=0, ge=0, description="KV memory limit; 0: half of what the model left free"
+    )
+    max_context: int = Field(default=0, ge=0, description="shorten the model's context; 0: the model's own")
+    dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
+        default="", description="default: the model's; float32 on a Linux CPU"
+    )
+    lease_ms: int = Field(
+        default=3000, ge=200, description="a dead worker's sequences move on after this long"
+    )
+    drain_grace_s: float = Field(default=30, ge=0, description="on SIGTERM: time for running rows to finish")
+    log_every_tokens: int = Field(
+        default=16, ge=1, description="tokens between two writes of a sequence's log"
+    )
+    trust_remote_code: bool = False
+
+
+class ApiSettings(ProcessSettings):
+    """The HTTP front end."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    default_max_tokens: int = Field(default=512, ge=1)
+    max_prompt_tokens: int = Field(default=0, ge=0, description="0: the model's context")
+    max_queue_size: int = Field(default=4096, ge=1, description="waiting interactive sequences before 429")
+    request_timeout_s: float = Field(default=600, gt=0, description="deadline of an interactive request")
+    max_request_bytes: int = Field(default=1_048_576, ge=1024)
+    max_upload_bytes: int = Field(
+        default=1_073_741_824, ge=1024, description="JSONL uploads, streamed to disk"
+    )
+    api_key: SecretStr = SecretStr("")
+    api_id: str = Field(default="", description="default: random")
+    uds: str = Field(default="", description="serve on a unix socket instead of a port")
+
+
+class RunnerSettings(ProcessSettings):
+    """The job runner (arq worker)."""
+
+    max_jobs: int = Field(default=16, ge=1, description="jobs that one runner advances at a time")
+    window: int = Field(default=512, ge=1, description="sequences of one job in flight")
+    reward_processes: int = Field(default=0, ge=0, description="0: one per core, at most 4")
+    reward_timeout_s: float = Field(default=5.0, gt=0)
+
+
+class ServeSettings(WorkerSettings, ApiSettings, RunnerSettings):
+    """`mlx_parallm_serve`: all of them on one machine."""
+
+    mode: Literal["inference_and_training", "inference_only", "training_only", "inference"] = "inference_only"
+    data_dir: Path = Field(default=Path(".parallm"), description="Redis data, uploads, caches")
+    workers: int = Field(default=1, ge=0, description="worker processes on this machine; 0: others will join")
+    api_processes: int = Field(default=1, ge=1)
+    redis_port: int = Field(
+        default=0, ge=0, le=65535, description="port of the embedded Redis; 0: a free one"
+    )
+
+    def of(self, kind: type[S]) -> S:
+        """The part of these settings that another process takes."""
+        mine = self.model_dump()
+        return kind.model_construct(**{name: mine[name] for name in kind.model_fields if name in mine})
+
+
+def load(kind: type[S], argv: list[str] | None = None) -> S:
+    """Settings of one process from a command line, the environment and YAML.
+
+    Raises SetupError naming the wrong key; exits 0 after `--help` and `--dry-run`.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    path = _config_path(args)
+    configured = type(kind.__name__, (kind,), {"config_file": path, "__module__": kind.__module__})
+    source: CliSettingsSource[Any] = CliSettingsSource(
+        configured, cli_parse_args=args, cli_prog_name=Path(sys.argv[0]).name
+    )
+    try:
+        flags = source()
+        settings = configured(**flags)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()]
+        raise SetupError("bad settings: " + "; ".join(lines)) from error
+    result = kind.model_construct(**settings.model_dump())
+    if result.dry_run:
+        print(result.resolved(), end="")
+        raise SystemExit(0)
+    return result
+
+
+def _config_path(args: list[str]) -> Path | None:
+    named = os.environ.get("PARALLM_CONFIG", "")
+    for i, arg in enumerate(args):
+        if arg == "--config" and i + 1 < len(args):
+            named = args[i + 1]
+        elif arg.startswith("--config="):
+            named = arg.split("=", 1)[1]
+    if not named:
+        return None
+    path = Path(named)
+    if not path.is_file():
+        raise SetupError(f"--config {named}: no such file")
+    return path

@@ -1,0 +1,39 @@
+"""A trajectory: what a rollout leaves behind, and what a trainer and a person read."""
+
+from typing import Any
+
+import msgspec
+
+from shared.frames import FinishReason, TokenLogprob, VersionSpan
+from shared.sequences import Timings
+
+
+class Reward(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A score of one completion; `error` is set, and `value` None, when the reward raised or timed out."""
+
+    name: str
+    value: float | None
+    components: dict[str, float] = {}
+    error: str = ""
+
+
+class Trajectory(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of a job's results (JSON), ordered by prompt and sample index."""
+
+    prompt_index: int
+    sample_index: int
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[float, ...]  # one per completion token, fp32, temperature 1, unfiltered
+    finish_reason: FinishReason
+    spans: tuple[VersionSpan, ...] = ()
+    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    stop_match: str | int | None = None
+    reward: Reward | None = None
+    error: str = ""
+    seed: int = 0
+    worker: str = ""
+    attempt: int = 0
+    timings: Timings = Timings()
+    metadata: dict[str, Any] = {}
