@@ -76,9 +76,7 @@ class WorkerSettings(ProcessSettings):
         validation_alias=AliasChoices("model", "model_path", "PARALLM_MODEL"),
         description="model folder or hub name",
     )
-    served_model_name: str = Field(
-        default="", description="name in the API; default: the last part of --model"
-    )
+    served_model_name: str = Field(default="", description="name in the API; default: the last part of --model")
     worker_id: str = Field(default="", description="default: host name and a random part")
     max_batch_size: int = Field(
         default=32,
@@ -89,23 +87,15 @@ class WorkerSettings(ProcessSettings):
     prefill_batch_size: int = Field(default=8, ge=1, description="prompts that prefill together")
     prefill_chunk: int = Field(default=512, ge=16, description="prompt tokens between two decode steps")
     reserved_interactive_rows: int = Field(default=2, ge=0, description="rows that batch work never takes")
-    interactive_share: float = Field(
-        default=0.7, ge=0, le=1, description="share of rows when both classes wait"
-    )
-    kv_memory_gb: float = Field(
-        default=0, ge=0, description="KV memory limit; 0: half of what the model left free"
-    )
+    interactive_share: float = Field(default=0.7, ge=0, le=1, description="share of rows when both classes wait")
+    kv_memory_gb: float = Field(default=0, ge=0, description="KV memory limit; 0: half of what the model left free")
     max_context: int = Field(default=0, ge=0, description="shorten the model's context; 0: the model's own")
     dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
         default="", description="default: the model's; float32 on a Linux CPU"
     )
-    lease_ms: int = Field(
-        default=3000, ge=200, description="a dead worker's sequences move on after this long"
-    )
+    lease_ms: int = Field(default=3000, ge=200, description="a dead worker's sequences move on after this long")
     drain_grace_s: float = Field(default=30, ge=0, description="on SIGTERM: time for running rows to finish")
-    log_every_tokens: int = Field(
-        default=16, ge=1, description="tokens between two writes of a sequence's log"
-    )
+    log_every_tokens: int = Field(default=16, ge=1, description="tokens between two writes of a sequence's log")
     trust_remote_code: bool = False
 
 
@@ -119,9 +109,7 @@ class ApiSettings(ProcessSettings):
     max_queue_size: int = Field(default=4096, ge=1, description="waiting interactive sequences before 429")
     request_timeout_s: float = Field(default=600, gt=0, description="deadline of an interactive request")
     max_request_bytes: int = Field(default=1_048_576, ge=1024)
-    max_upload_bytes: int = Field(
-        default=1_073_741_824, ge=1024, description="JSONL uploads, streamed to disk"
-    )
+    max_upload_bytes: int = Field(default=1_073_741_824, ge=1024, description="JSONL uploads, streamed to disk")
     api_key: SecretStr = SecretStr("")
     api_id: str = Field(default="", description="default: random")
     uds: str = Field(default="", description="serve on a unix socket instead of a port")
@@ -143,9 +131,7 @@ class ServeSettings(WorkerSettings, ApiSettings, RunnerSettings):
     data_dir: Path = Field(default=Path(".parallm"), description="Redis data, uploads, caches")
     workers: int = Field(default=1, ge=0, description="worker processes on this machine; 0: others will join")
     api_processes: int = Field(default=1, ge=1)
-    redis_port: int = Field(
-        default=0, ge=0, le=65535, description="port of the embedded Redis; 0: a free one"
-    )
+    redis_port: int = Field(default=0, ge=0, le=65535, description="port of the embedded Redis; 0: a free one")
 
     def of(self, kind: type[S]) -> S:
         """The part of these settings that another process takes."""
@@ -160,7 +146,7 @@ def load(kind: type[S], argv: list[str] | None = None) -> S:
     """
     args = list(sys.argv[1:] if argv is None else argv)
     path = _config_path(args)
-    configured = type(kind.__name__, (kind,), {"config_file": path, "__module__": kind.__module__})
+    configured: type[S] = type(kind.__name__, (kind,), {"config_file": path, "__module__": kind.__module__})
     source: CliSettingsSource[Any] = CliSettingsSource(
         configured, cli_parse_args=args, cli_prog_name=Path(sys.argv[0]).name
     )
