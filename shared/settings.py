@@ -7,7 +7,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import yaml
 from pydantic import AliasChoices, Field, SecretStr, ValidationError
@@ -66,6 +66,16 @@ class ProcessSettings(BaseSettings):
     def resolved(self) -> str:
         """The settings as YAML, secrets hidden."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    def environment(self) -> dict[str, str]:
+        """The settings as `PARALLM_*` variables for a child process; its command line stays free of secrets."""
+        variables: dict[str, str] = {}
+        for name, value in self:
+            if value is None or name in ("dry_run", "config"):
+                continue
+            text = value.get_secret_value() if isinstance(value, SecretStr) else str(value)
+            variables["PARALLM_REDIS_URL" if name == "redis" else f"PARALLM_{name.upper()}"] = text
+        return variables
 
 
 class WorkerSettings(ProcessSettings):
@@ -136,7 +146,7 @@ class ServeSettings(WorkerSettings, ApiSettings, RunnerSettings):
     def of(self, kind: type[S]) -> S:
         """The part of these settings that another process takes."""
         mine = self.model_dump()
-        return kind.model_construct(**{name: mine[name] for name in kind.model_fields if name in mine})
+        return cast(S, kind.model_construct(**{name: mine[name] for name in kind.model_fields if name in mine}))
 
 
 def load(kind: type[S], argv: list[str] | None = None) -> S:
@@ -156,7 +166,7 @@ def load(kind: type[S], argv: list[str] | None = None) -> S:
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()]
         raise SetupError("bad settings: " + "; ".join(lines)) from error
-    result = kind.model_construct(**settings.model_dump())
+    result = cast(S, kind.model_construct(**settings.model_dump()))
     if result.dry_run:
         print(result.resolved(), end="")
         raise SystemExit(0)

@@ -1,0 +1,146 @@
+"""`mlx_parallm_serve`: Redis, api, job runner and workers on one machine, as child processes.
+
+With `--redis URL` it joins an existing ring. Every process talks to the others through Redis alone, so a second
+machine's `mlx_parallm_worker --redis ...` is no different from the workers started here.
+"""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import httpx
+import structlog
+
+from api.supervisor import ChildSpec, Supervisor, wait_for
+from shared.errors import SetupError
+from shared.lifeline import follow_parent
+from shared.logs import configure
+from shared.redis.embedded import EmbeddedRedis
+from shared.settings import ApiSettings, RunnerSettings, ServeSettings, WorkerSettings, load
+
+log = structlog.get_logger()
+
+READY_TIMEOUT_S = 600.0  # a large model loads for minutes
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; the process's exit code."""
+    try:
+        settings = load(ServeSettings, argv)
+        configure(settings.log_level, settings.log_json)
+        if settings.mode in ("inference_and_training", "training_only"):
+            raise SetupError(
+                f"--mode {settings.mode}: the trainer is not part of this version yet; use --mode inference_only"
+            )
+        with _redis(settings) as url:
+            settings.redis = url
+            return asyncio.run(_serve(settings))
+    except SetupError as error:
+        print(f"mlx_parallm_serve: {error}", file=sys.stderr)
+        return 2
+
+
+def _redis(settings: ServeSettings) -> contextlib.AbstractContextManager[str]:
+    if settings.redis:
+        return contextlib.nullcontext(settings.redis)
+    return _embedded(settings)
+
+
+@contextlib.contextmanager
+def _embedded(settings: ServeSettings) -> Iterator[str]:
+    server = EmbeddedRedis(settings.data_dir, port=settings.redis_port or None)
+    url = server.start()
+    try:
+        yield url
+    finally:
+        server.stop()
+
+
+async def _serve(settings: ServeSettings) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    follow_parent(lambda: loop.call_soon_threadsafe(stop.set))
+    supervisor = Supervisor()
+    with _listen(settings) as listener:
+        try:
+            await _start_children(supervisor, settings, listener)
+            code = await _until_stopped(supervisor, settings, listener, stop)
+        finally:
+            await supervisor.stop()
+    return code
+
+
+def _listen(settings: ServeSettings) -> socket.socket:
+    """The one listening socket, which all api processes inherit."""
+    try:
+        listener = socket.create_server((settings.host, settings.port), backlog=2048)
+    except OSError as error:
+        raise SetupError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port"
+        ) from error
+    listener.set_inheritable(True)
+    return listener
+
+
+async def _start_children(supervisor: Supervisor, settings: ServeSettings, listener: socket.socket) -> None:
+    # Stopped in the reverse order: first no new requests, then jobs, then the workers drain.
+    for i in range(settings.workers):
+        part = settings.of(WorkerSettings)
+        part.worker_id = f"{settings.worker_id}-{i}" if settings.worker_id else ""
+        await supervisor.start(
+            ChildSpec(f"worker {i}", "worker", part.environment(), stop_timeout_s=settings.drain_grace_s + 10)
+        )
+    await supervisor.start(ChildSpec("job runner", "worker.jobs", settings.of(RunnerSettings).environment()))
+    fd = listener.fileno()
+    for i in range(settings.api_processes):
+        environment = settings.of(ApiSettings).environment()
+        await supervisor.start(ChildSpec(f"api {i}", "api", environment, arguments=("--fd", str(fd)), pass_fds=(fd,)))
+
+
+async def _until_stopped(
+    supervisor: Supervisor, settings: ServeSettings, listener: socket.socket, stop: asyncio.Event
+) -> int:
+    host, port = listener.getsockname()[:2]
+    url = f"http://{host}:{port}"
+    ready = asyncio.create_task(_announce_when_ready(url, settings))
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({stopped, supervisor.failed}, return_when=asyncio.FIRST_COMPLETED)
+    ready.cancel()
+    stopped.cancel()
+    if supervisor.failed.done():
+        log.error("serve.child_cannot_start", child=supervisor.failed.result().name)
+        return 2
+    return 0
+
+
+async def _announce_when_ready(url: str, settings: ServeSettings) -> None:
+    async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
+
+        async def answers() -> bool:
+            with contextlib.suppress(httpx.HTTPError):
+                path = "/readyz" if settings.workers else "/livez"
+                return (await client.get(url + path)).status_code == 200
+            return False
+
+        if not await wait_for(answers, READY_TIMEOUT_S):
+            log.error("serve.not_ready", after_s=READY_TIMEOUT_S)
+            return
+    model = settings.model
+    print(f"ParaLLM is ready: {url}/v1", flush=True)
+    print(f"join with another worker: mlx_parallm_worker --redis {_shown(settings.redis)} --model {model}", flush=True)
+
+
+def _shown(url: str) -> str:
+    """A Redis URL without its password."""
+    scheme, _, rest = url.partition("://")
+    credentials, at, host = rest.rpartition("@")
+    return f"{scheme}://{'***@' if at and credentials else ''}{host}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Child processes that live as long as we do: started, watched, restarted, stopped in order.
+
+Each child holds the read end of a pipe from us (its stdin) and leaves when it closes (shared/lifeline.py), so a
+`kill -9` of this process leaves nothing behind. Exit code 2 means "set up wrongly": such a child is not restarted.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+log = structlog.get_logger()
+
+SETUP_EXIT_CODE = 2
+FIRST_DELAY_S = 0.5
+LONGEST_DELAY_S = 10.0
+STEADY_AFTER_S = 60.0
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """How to start a child: a Python module, its settings as environment, inherited file descriptors."""
+
+    name: str
+    module: str
+    environment: dict[str, str]
+    arguments: tuple[str, ...] = ()
+    pass_fds: tuple[int, ...] = ()
+    stop_timeout_s: float = 15.0
+
+
+@dataclass
+class Child:
+    """A started child and the task that watches it."""
+
+    spec: ChildSpec
+    process: asyncio.subprocess.Process | None = None
+    watch: "asyncio.Task[None] | None" = None
+    restarts: int = 0
+    stopping: bool = False
+    exited: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Supervisor:
+    """Starts children and keeps them running."""
+
+    def __init__(self) -> None:
+        self._children: list[Child] = []
+        self.failed: asyncio.Future[ChildSpec] = asyncio.get_running_loop().create_future()
+
+    async def start(self, spec: ChildSpec) -> Child:
+        """Start one child and watch it from now on."""
+        child = Child(spec)
+        self._children.append(child)
+        await self._spawn(child)
+        child.watch = asyncio.create_task(self._watch(child))
+        return child
+
+    async def stop(self) -> None:
+        """Stop the children one by one, first started last; each may finish what it has under way."""
+        for child in reversed(self._children):
+            child.stopping = True
+            await self._stop_child(child)
+
+    def alive(self) -> bool:
+        """Whether every child runs."""
+        return all(c.process is not None and c.process.returncode is None for c in self._children)
+
+    async def _spawn(self, child: Child) -> None:
+        spec = child.spec
+        child.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            spec.module,
+            *spec.arguments,
+            stdin=asyncio.subprocess.PIPE,
+            env={**os.environ, **spec.environment, "PARALLM_PARENT_PIPE": "1"},
+            pass_fds=spec.pass_fds,
+            start_new_session=True,  # a Ctrl-C reaches us alone; we stop the children in order
+        )
+        log.debug("serve.started", child=spec.name, pid=child.process.pid)
+
+    async def _watch(self, child: Child) -> None:
+        delay = FIRST_DELAY_S
+        while True:
+            assert child.process is not None
+            began = time.monotonic()
+            code = await child.process.wait()
+            if child.stopping:
+                child.exited.set()
+                return
+            if code == SETUP_EXIT_CODE:
+                if not self.failed.done():
+                    self.failed.set_result(child.spec)
+                child.exited.set()
+                return
+            delay = FIRST_DELAY_S if time.monotonic() - began > STEADY_AFTER_S else min(LONGEST_DELAY_S, delay * 2)
+            log.warning("serve.child_died", child=child.spec.name, exit_code=code, restart_in_s=delay)
+            await asyncio.sleep(delay)
+            if child.stopping:
+                child.exited.set()
+                return
+            child.restarts += 1
+            await self._spawn(child)
+
+    async def _stop_child(self, child: Child) -> None:
+        process = child.process
+        if process is None or process.returncode is not None:
+            if child.watch is not None:
+                child.watch.cancel()
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), child.spec.stop_timeout_s)
+        except TimeoutError:
+            log.warning("serve.child_killed", child=child.spec.name, after_s=child.spec.stop_timeout_s)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def wait_for(condition: Callable[[], Awaitable[bool]], timeout_s: float, every_s: float = 0.1) -> bool:
+    """Poll an asynchronous condition until it holds or the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if await condition():
+            return True
+        await asyncio.sleep(every_s)
+    return False

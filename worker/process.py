@@ -1,0 +1,358 @@
+"""The worker's asyncio side: claim, renew, publish, cancel, heartbeat, drain. The engine thread does the rest.
+
+Data runs one way round: queue -> `_claim_forever` -> engine -> `Publisher` -> Redis. The loops share one table,
+`running`, touched only on the event loop.
+
+Invariants. A sequence sits in `running` from claim to commit, and its lease is renewed all that time. What the
+engine says of a sequence that is not in `running` is dropped. When a lease is lost the row is freed and
+nothing more is written for it.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import structlog
+from redis.exceptions import RedisError
+
+from shared.redis import keys
+from shared.redis.client import connect
+from shared.redis.sequence_queue import ClaimPlan, SequenceQueue
+from shared.redis.token_frames import FrameWriter, read_tokens
+from shared.redis.worker_registry import WorkerRegistry, WorkerState, WorkerStatus
+from shared.sequences import Claim, ModelCard
+from shared.settings import WorkerSettings
+from shared.text import TokenizerBundle
+from worker.engine.scheduler import SchedulerState, Shares, plan_claims
+from worker.engine.thread import EngineConfig, EngineThread, RowRequest, StepOutput
+from worker.publisher import Publisher
+from worker.running import Running, now_ms
+
+log = structlog.get_logger()
+
+HEARTBEAT_S = 2.0
+WAIT_S = 1.0  # longest block of an idle worker; stealing looks around this often
+REFRESH_MODEL_EVERY = 150  # heartbeats between two refreshes of card and tokenizer
+
+
+class WorkerProcess:
+    """One worker: an engine thread and the loops that connect it to the ring."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self.id = settings.worker_id or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:6]}"
+        self._lease_s = settings.lease_ms / 1000
+        self.running: dict[str, Running] = {}
+        self._freed = asyncio.Event()
+        self._state: WorkerState = "starting"
+        self._started_ms = now_ms()
+        self._others: list[str] = []
+        self._death: BaseException | None = None
+        self._stop = asyncio.Event()
+        self._rate = (time.monotonic(), 0)
+
+    async def run(self) -> int:
+        """Serve until stopped; the exit code: 0 after a drain, 1 after the engine's death."""
+        self._loop = asyncio.get_running_loop()
+        self._engine = EngineThread(self._engine_config(), self._on_step, self._on_death)
+        loaded = await asyncio.to_thread(self._engine.start)
+        self._card, self._tokenizer = loaded.card, loaded.tokenizer
+        self._redis = connect(self._settings.redis)
+        self._control = connect(self._settings.redis, blocking=True)
+        try:
+            await self._open(loaded.card, loaded.tokenizer)
+            await self._serve()
+        finally:
+            with contextlib.suppress(RedisError, OSError):
+                await self._registry.remove(self._card.name, self.id)
+            await asyncio.to_thread(self._engine.stop)
+            await self._queue.close()
+            await self._redis.aclose()
+            await self._control.aclose()
+        return 1 if self._death else 0
+
+    def stop(self) -> None:
+        """Begin to drain; safe in a signal handler of the loop."""
+        self._stop.set()
+
+    def _engine_config(self) -> EngineConfig:
+        s = self._settings
+        return EngineConfig(
+            model=s.model,
+            served_name=s.served_model_name or s.model.rstrip("/").rsplit("/", 1)[-1],
+            max_rows=s.max_batch_size,
+            prefill_rows=s.prefill_batch_size,
+            prefill_chunk=s.prefill_chunk,
+            kv_limit_bytes=int(s.kv_memory_gb * 1e9) or None,
+            dtype=s.dtype or None,
+            max_context=s.max_context or None,
+            trust_remote_code=s.trust_remote_code,
+        )
+
+    async def _open(self, card: ModelCard, tokenizer: TokenizerBundle) -> None:
+        self._queue = SequenceQueue(self._redis, card.name, lease_ms=self._settings.lease_ms)
+        self._registry = WorkerRegistry(self._redis)
+        self._publisher = Publisher(
+            FrameWriter(self._redis, card.name, self.id),
+            self.running,
+            self.id,
+            log_every_tokens=self._settings.log_every_tokens,
+            rows_changed=self._freed.set,
+            verify=self._renew,
+            stale_after_s=0.8 * self._lease_s,
+        )
+        await self._registry.register_model(card, tokenizer)
+        self._state = "ready"
+        await self._beat()
+        log.info("worker.ready", worker=self.id, model=card.name, rows=self._settings.max_batch_size)
+
+    async def _serve(self) -> None:
+        claiming = [
+            asyncio.create_task(self._forever("claim", self._claim_forever)),
+            asyncio.create_task(self._forever("reap", self._reap_forever)),
+        ]
+        tending = [
+            asyncio.create_task(self._forever("publish", self._publisher.run)),
+            asyncio.create_task(self._forever("renew", self._renew_forever)),
+            asyncio.create_task(self._forever("heartbeat", self._beat_forever)),
+            asyncio.create_task(self._forever("control", self._control_forever)),
+        ]
+        try:
+            await self._stop.wait()
+            await _cancel(claiming)
+            if self._death is None:
+                await self._drain()
+            await self._hand_back()
+        finally:
+            await _cancel(claiming + tending)
+
+    async def _forever(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
+        """Run a loop; a lost Redis is waited for, and any other error is logged and tried again."""
+        while True:
+            try:
+                await loop()
+            except (RedisError, OSError) as error:
+                log.warning("worker.redis_trouble", loop=name, error=str(error))
+            except Exception:
+                log.exception("worker.loop_failed", loop=name)
+            await asyncio.sleep(0.2)
+
+    # -- claiming
+
+    async def _claim_forever(self) -> None:
+        waiting: asyncio.Task[bool] | None = None
+        try:
+            while True:
+                self._freed.clear()
+                plan = self._plan()
+                claims = await self._queue.claim(self.id, plan, self._others) if plan.rows > 0 else []
+                if claims:
+                    await self._admit(claims)
+                    continue
+                freed = asyncio.create_task(self._freed.wait())
+                waits: set[asyncio.Task[bool]] = {asyncio.ensure_future(freed)}
+                if plan.rows > 0:
+                    waiting = waiting or asyncio.create_task(self._queue.wait(self.id, WAIT_S))
+                    waits.add(waiting)
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                freed.cancel()
+                if waiting is not None and waiting.done():
+                    waiting.result()
+                    waiting = None
+        finally:
+            if waiting is not None:
+                await _cancel([waiting])
+
+    def _plan(self) -> ClaimPlan:
+        interactive = batch = kv_tokens = 0
+        for row in self.running.values():
+            if not row.occupies_row:
+                continue
+            kv_tokens += row.claim.spec.kv_tokens
+            if row.claim.spec.sequence_class == "interactive":
+                interactive += 1
+            else:
+                batch += 1
+        limit = self._engine.stats().kv_limit_bytes // max(1, self._card.kv_bytes_per_token)
+        plan = plan_claims(
+            SchedulerState(
+                interactive_rows=interactive,
+                batch_rows=batch,
+                max_rows=self._settings.max_batch_size,
+                kv_tokens_free=max(0, limit - kv_tokens),
+            ),
+            Shares(self._settings.interactive_share, self._settings.reserved_interactive_rows),
+        )
+        return ClaimPlan(
+            rows=plan.rows,
+            interactive_first=plan.interactive_first,
+            batch_first=plan.batch_first,
+            batch_max=plan.batch_max,
+            kv_tokens=plan.kv_tokens,
+            worker_is_empty=interactive + batch == 0,
+        )
+
+    async def _admit(self, claims: list[Claim]) -> None:
+        requests: list[RowRequest] = []
+        for claim in claims:
+            prior = []
+            if claim.attempt > 1:
+                prior = await read_tokens(self._redis, self._card.name, claim.spec.id, 0, claim.spec.api)
+                log.info("worker.took_over", sequence=claim.spec.id, attempt=claim.attempt, events=len(prior))
+            self.running[claim.spec.id] = Running.after(claim, prior)
+            requests.append(RowRequest(claim.spec, claim.attempt, tuple(prior)))
+        self._engine.submit(requests)
+
+    async def _reap_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            rows = self._plan().rows
+            if rows > 0:
+                claims = await self._queue.reap(self.id, rows)
+                fresh = [claim for claim in claims if claim.spec.id not in self.running]
+                if fresh:
+                    log.info("worker.reaped", sequences=len(fresh))
+                    await self._admit(fresh)
+
+    # -- leases
+
+    async def _renew_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            await self._renew()
+
+    async def _renew(self) -> None:
+        began = time.monotonic()
+        if self.running:
+            lost = await self._queue.renew(self.id, [row.claim for row in self.running.values()])
+            for claim in lost:
+                row = self.running.get(claim.spec.id)
+                if row is not None and row.claim is claim and row.occupies_row:
+                    log.warning("worker.lease_lost", sequence=claim.spec.id, attempt=claim.attempt)
+                    del self.running[claim.spec.id]
+                    self._engine.cancel(claim.spec.id, "cancelled")
+                    self._freed.set()
+        self._publisher.verified_at = began
+
+    # -- the engine's side, called in its thread
+
+    def _on_step(self, output: StepOutput) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: we are stopping
+            self._loop.call_soon_threadsafe(self._publisher.take, output.events)
+
+    def _on_death(self, error: BaseException) -> None:
+        self._death = error
+        log.error("worker.engine_died", error=repr(error))
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._loop.call_soon_threadsafe(self._freed.set)
+
+    # -- control messages and heartbeat
+
+    async def _control_forever(self) -> None:
+        async with self._control.pubsub() as channel:
+            await channel.subscribe(keys.control_channel(self.id))
+            await self._reread_orders()
+            async for message in channel.listen():
+                if message["type"] == "message":
+                    self._obey(message["data"])
+
+    def _obey(self, data: bytes) -> None:
+        try:
+            order = msgspec.msgpack.decode(data, type=tuple[str, ...])
+        except msgspec.DecodeError:
+            log.warning("worker.bad_control_message", data=data[:80])
+            return
+        match order:
+            case ("cancel", seq):
+                if seq in self.running:
+                    self._engine.cancel(seq, "cancelled")
+            case ("route", seq, api):
+                row = self.running.get(seq)
+                if row is not None:
+                    row.api = api
+                    self._publisher.flush_log(seq)
+            case _:
+                log.warning("worker.unknown_control_message", order=order)
+
+    async def _reread_orders(self) -> None:
+        """Orders given while we were not subscribed stand in the sequence's hash."""
+        for row in list(self.running.values()):
+            key = keys.sequence(self._card.name, row.id)
+            cancel, api = await self._redis.hmget(key, ["cancel", "api"])
+            if cancel:
+                self._engine.cancel(row.id, "cancelled")
+            if api is not None and api.decode() != row.api:
+                self._obey(msgspec.msgpack.encode(("route", row.id, api.decode())))
+
+    async def _beat_forever(self) -> None:
+        beats = 0
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            beats += 1
+            if beats % REFRESH_MODEL_EVERY == 0:
+                await self._registry.register_model(self._card, self._tokenizer)
+            await self._beat()
+
+    async def _beat(self) -> None:
+        stats = self._engine.stats()
+        now, (then, tokens) = time.monotonic(), self._rate
+        self._rate = (now, self._publisher.tokens)
+        await self._registry.heartbeat(
+            WorkerStatus(
+                id=self.id,
+                model=self._card.name,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                state=self._state,
+                rows=stats.rows,
+                max_rows=self._settings.max_batch_size,
+                waiting=stats.waiting,
+                kv_bytes=stats.kv_bytes,
+                kv_limit_bytes=stats.kv_limit_bytes,
+                tokens_per_s=(self._publisher.tokens - tokens) / max(1e-3, now - then),
+                steps=stats.steps,
+                started_ms=self._started_ms,
+                heartbeat_ms=now_ms(),
+            )
+        )
+        live = await self._registry.workers(self._card.name)
+        self._others = [status.id for status in live if status.id != self.id]
+
+    # -- the end
+
+    async def _drain(self) -> None:
+        self._state = "draining"
+        log.info("worker.draining", rows=len(self.running), grace_s=self._settings.drain_grace_s)
+        await self._beat()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self._loop.time() + self._settings.drain_grace_s):
+                while self.running and self._death is None:
+                    self._freed.clear()
+                    await self._freed.wait()
+
+    async def _hand_back(self) -> None:
+        """Give what is left to the others at once, with all its tokens in the log."""
+        rows = [row for row in self.running.values() if row.occupies_row]
+        for row in rows:
+            self._publisher.flush_log(row.id)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(5):
+                await self._publisher.drained()
+        for row in rows:
+            row.occupies_row = False
+        if rows:
+            await self._queue.release(self.id, [row.claim for row in rows])
+            log.info("worker.handed_back", sequences=len(rows))
+        await self._queue.delete_worker_streams(self.id)
+
+
+async def _cancel(tasks: list[asyncio.Task[bool]] | list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

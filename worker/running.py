@@ -1,0 +1,147 @@
+"""What a worker remembers of one claimed sequence, from claim to commit.
+
+Tokens arrive as events from the engine. They go three ways: into frames for the api that streams them, into the
+sequence's log in chunks, and, at the end, into the result that is committed. `attempt` of everything written is
+the claim's, so a later owner's writes win.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+from shared.frames import Finish, TokenEvent, TokenLogprob, spans_of
+from shared.redis.token_frames import Commit
+from shared.sequences import Claim, SequenceResult, Timings
+
+
+def now_ms() -> int:
+    """Unix time in milliseconds."""
+    return time.time_ns() // 1_000_000
+
+
+@dataclass
+class Running:
+    """One claimed sequence: its events so far, and which of them the log has."""
+
+    claim: Claim
+    api: str
+    started_ms: int
+    first_token_ms: int = 0
+    occupies_row: bool = True  # false once the engine has finished it and only the commit is left
+    events: list[TokenEvent] = field(default_factory=list)
+    logged: int = 0  # events[:logged] are in the log
+    unlogged_tokens: int = 0
+
+    @classmethod
+    def after(cls, claim: Claim, prior: list[TokenEvent]) -> "Running":
+        """A fresh claim, or one taken over with the `prior` tokens of earlier attempts.
+
+        Prior events may have been read from an api's frame stream, which is short-lived, so they count as
+        unlogged: the log gets them again under this attempt, and readers drop what they have.
+        """
+        for event in prior:
+            event.attempt = claim.attempt
+        tokens = sum(len(event.tokens) for event in prior)
+        return cls(claim, claim.spec.api, now_ms(), events=list(prior), unlogged_tokens=tokens)
+
+    @property
+    def id(self) -> str:
+        """The sequence's id."""
+        return self.claim.spec.id
+
+    def add(self, event: TokenEvent) -> None:
+        """Take a new event of the engine."""
+        if event.tokens and not self.first_token_ms:
+            self.first_token_ms = now_ms()
+        self.events.append(event)
+        self.unlogged_tokens += len(event.tokens)
+
+    def take_chunk(self) -> list[TokenEvent]:
+        """The events that the log lacks, which from now on count as logged."""
+        chunk = self.events[self.logged :]
+        self.logged = len(self.events)
+        self.unlogged_tokens = 0
+        return merged(chunk)
+
+    def commit(self, worker_id: str) -> Commit:
+        """The commit of a sequence whose last event carries `finish`."""
+        return Commit(claim=self.claim, result=self._result(worker_id), last=self.take_chunk())
+
+    def _result(self, worker_id: str) -> SequenceResult:
+        finish = self.events[-1].finish
+        assert finish is not None, "commit before the end"
+        spec = self.claim.spec
+        text = [event.text for event in self.events if event.text is not None]
+        first = self.events[0]
+        return SequenceResult(
+            id=spec.id,
+            finish=finish,
+            worker=worker_id,
+            attempt=self.claim.attempt,
+            prompt_tokens=len(spec.prompt_ids),
+            completion_ids=tuple(token for event in self.events for token in event.tokens),
+            logprobs=tuple(logprob for event in self.events for logprob in event.logprobs),
+            top_logprobs=self._top_logprobs(),
+            spans=spans_of(self.events),
+            text="".join(text) if text else None,
+            prompt_logprobs=tuple(first.prompt_logprobs or ()),
+            score_logprobs=tuple(self.events[-1].score_logprobs or ()),
+            timings=Timings(spec.enqueued_ms, self.started_ms, self.first_token_ms, now_ms()),
+        )
+
+    def _top_logprobs(self) -> tuple[tuple[TokenLogprob, ...], ...]:
+        return tuple(tuple(top) for event in self.events for top in event.top_logprobs or ())
+
+    def end_early(self, finish: Finish) -> None:
+        """Close a sequence that the engine never finished."""
+        position = self.events[-1].end if self.events else 0
+        self.add(TokenEvent(self.id, self.claim.attempt, position, [], [], finish=finish))
+
+
+def merged(events: list[TokenEvent]) -> list[TokenEvent]:
+    """The same tokens in fewer events: neighbours of one version become one.
+
+    Events with text stay apart: a client that resumes inside one could not be given the rest of its text.
+    """
+    out: list[TokenEvent] = []
+    for event in events:
+        last = out[-1] if out else None
+        if last is None or not _joinable(last, event):
+            out.append(_copy(event))
+            continue
+        last.tokens += event.tokens
+        last.logprobs += event.logprobs
+        if event.top_logprobs is not None:
+            last.top_logprobs = (last.top_logprobs or []) + event.top_logprobs
+        last.finish = event.finish
+        last.score_logprobs = event.score_logprobs
+    return out
+
+
+def _joinable(last: TokenEvent, event: TokenEvent) -> bool:
+    return (
+        last.finish is None
+        and last.end == event.position
+        and (last.version == event.version or not event.tokens)
+        and last.text is None
+        and event.text is None
+        and (last.top_logprobs is None) == (event.top_logprobs is None)
+        and event.prompt_logprobs is None
+        and event.prompt_top_logprobs is None
+    )
+
+
+def _copy(event: TokenEvent) -> TokenEvent:
+    return TokenEvent(
+        event.seq,
+        event.attempt,
+        event.position,
+        list(event.tokens),
+        list(event.logprobs),
+        None if event.top_logprobs is None else list(event.top_logprobs),
+        event.text,
+        event.version,
+        event.finish,
+        event.prompt_logprobs,
+        event.score_logprobs,
+        event.prompt_top_logprobs,
+    )
