@@ -194,10 +194,10 @@ class DecoderShape(msgspec.Struct, frozen=True):
         if shape is None:
             return cls("whole")
         replaced = [(step["pattern"].get("String", ""), step["content"]) for step in steps if "pattern" in step]
-        strip = steps[-1] if kinds[-1] == "Strip" else {"content": " ", "start": 0, "stop": 0}
+        strip: dict[str, Any] = steps[-1] if kinds[-1] == "Strip" else {"content": " ", "start": 0, "stop": 0}
         if any(not pattern for pattern, _ in replaced) or strip["content"] != " " or strip["stop"]:
             return cls("whole")
-        return cls("pieces", tuple(replaced), "ByteFallback" in kinds, strip["start"])
+        return cls("pieces", tuple(replaced), "ByteFallback" in kinds, int(strip["start"]))
 
     def piece(self, spelling: str) -> str | bytes:
         """A token's share of the text: bytes when it may be half a character."""
