@@ -1,0 +1,185 @@
+"""Start everything, chat, run two rollout jobs while chatting, report, stop everything.
+
+`python -m api.demo --out demo-out`. Every token goes the way that a user's would: HTTP, queue, worker, stream.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from openai import AsyncOpenAI
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from api.client import InferenceClient
+from api.demo.prompts import arithmetic_job, gsm8k_job
+from api.demo.report import JobReport, percentile, show_table, write_histogram, write_summary
+from shared.jobs import JobStatus
+
+MODEL = "tiny"
+START_TIMEOUT_S = 120
+CHATS = 24  # streamed one after another while the jobs run
+QUESTIONS = ("hello", "What is 12 + 35?", "who are you?", "Count from 3 to 9.", "Repeat: apple river stone")
+
+console = Console(highlight=False)
+
+
+def main() -> int:
+    """Run the demo; 0 when every part of it succeeded."""
+    parser = argparse.ArgumentParser(prog="python -m api.demo", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("demo-out"))
+    parser.add_argument("--workers", type=int, default=2)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="parallm-demo-") as data_dir:
+        log_path = arguments.out / "serve.log"
+        with _ring(Path(data_dir), log_path, arguments.workers) as url:
+            return asyncio.run(_acts(url, arguments.out))
+
+
+@contextlib.contextmanager
+def _ring(data_dir: Path, log_path: Path, workers: int) -> Iterator[str]:
+    """A served tiny model; yields its URL."""
+    command = [sys.executable, "-m", "api.serve", "--model", f"models/{MODEL}", "--port", "0"]
+    command += ["--data-dir", str(data_dir), "--workers", str(workers)]
+    environment = {**os.environ, "PARALLM_PARENT_PIPE": "1"}
+    console.print(f"[bold]1[/] starting Redis, api, job runner and {workers} workers (log: {log_path})")
+    with log_path.open("w") as log:
+        server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, text=True
+        )
+        try:
+            began = time.monotonic()
+            url = _wait_until_ready(server, log_path)
+            console.print(f"  ready after {time.monotonic() - began:.1f} s at {url}")
+            yield url
+        finally:
+            server.terminate()
+            try:
+                server.wait(60)
+            except subprocess.TimeoutExpired:
+                server.kill()
+            if server.stdout is not None:
+                server.stdout.close()
+            if server.stdin is not None:
+                server.stdin.close()
+
+
+def _wait_until_ready(server: "subprocess.Popen[str]", log_path: Path) -> str:
+    assert server.stdout is not None
+    for line in server.stdout:
+        found = re.search(r"ready: (http://\S+)/v1", line)
+        if found:
+            return found.group(1)
+    raise SystemExit(f"the server ended before it was ready; see {log_path}")
+
+
+async def _acts(url: str, out: Path) -> int:
+    openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
+    async with openai, InferenceClient(url) as client:
+        await _chat(openai)
+        began = time.monotonic()
+        jobs = {
+            "arithmetic": await client.submit(arithmetic_job(MODEL)),
+            "gsm8k": await client.submit(gsm8k_job(MODEL)),
+        }
+        chats = asyncio.create_task(_chat_meanwhile(openai))
+        statuses = await _watch(client, {name: job.id for name, job in jobs.items()})
+        took_s = time.monotonic() - began
+        idle_ttft = await chats
+        reports = [await _report(client, name, status, out) for name, status in statuses.items()]
+    _finish(out, reports, idle_ttft, took_s)
+    return 0 if all(status.status == "succeeded" for status in statuses.values()) else 1
+
+
+async def _chat(openai: AsyncOpenAI) -> None:
+    console.print("[bold]2[/] one streamed chat answer, by the openai client")
+    question = "who are you?"
+    console.print(f"  user: {question}\n  assistant: ", end="")
+    stream = await openai.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": question}], stream=True, temperature=0, max_tokens=64
+    )
+    async for chunk in stream:
+        if chunk.choices:
+            console.print(chunk.choices[0].delta.content or "", end="", markup=False, soft_wrap=True)
+    console.print()
+
+
+async def _chat_meanwhile(openai: AsyncOpenAI) -> list[float]:
+    """Stream chats while the jobs saturate the workers; the seconds to each first token."""
+    seconds: list[float] = []
+    for i in range(CHATS):
+        began = time.monotonic()
+        stream = await openai.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": QUESTIONS[i % len(QUESTIONS)]}],
+            stream=True,
+            temperature=0,
+            max_tokens=48,
+        )
+        first = 0.0
+        async for chunk in stream:
+            if not first and chunk.choices and chunk.choices[0].delta.content:
+                first = time.monotonic() - began
+        seconds.append(first)
+    return seconds
+
+
+async def _watch(client: InferenceClient, jobs: dict[str, str]) -> dict[str, JobStatus]:
+    """Poll the jobs to their end, with a progress bar each."""
+    console.print("[bold]3[/] two rollout jobs, submitted and polled, while chats go on at higher priority")
+    columns = (TextColumn("  {task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+
+        async def watch(name: str, job_id: str) -> JobStatus:
+            task = progress.add_task(name, total=None)
+
+            def advance(status: JobStatus) -> None:
+                progress.update(task, total=status.counts.total, completed=_finished(status))
+
+            return await client.wait(job_id, progress=advance, poll_s=0.2)
+
+        ended = await asyncio.gather(*(watch(name, job_id) for name, job_id in jobs.items()))
+    return dict(zip(jobs, ended, strict=True))
+
+
+def _finished(status: JobStatus) -> int:
+    return status.counts.total - status.counts.queued - status.counts.running
+
+
+async def _report(client: InferenceClient, name: str, status: JobStatus, out: Path) -> JobReport:
+    """Write a job's trajectories to a file while adding them up."""
+    report = JobReport(name, status)
+    path = out / f"{name}.trajectories.jsonl"
+    with path.open("w") as file:
+        async for trajectory in client.results(status.id):
+            file.write(json.dumps(trajectory, separators=(",", ":")) + "\n")
+            report.add(trajectory)
+    return report
+
+
+def _finish(out: Path, reports: list[JobReport], ttft_s: list[float], took_s: float) -> None:
+    console.print(f"[bold]4[/] {sum(r.samples for r in reports)} trajectories in {took_s:.1f} s")
+    show_table(console, reports, took_s)
+    ms = [1000 * seconds for seconds in ttft_s]
+    console.print(
+        f"  chat during the jobs: {len(ms)} streams, time to first token "
+        f"p50 {percentile(ms, 50):.0f} ms, p99 {percentile(ms, 99):.0f} ms"
+    )
+    write_summary(out / "summary.json", reports, ms, took_s)
+    write_histogram(out / "rewards.png", reports)
+    names = ", ".join(sorted(path.name for path in out.iterdir()))
+    console.print(f"  written to {out}/: {names}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""The demo's figures: what a job's trajectories add up to, as a table, JSON and a picture."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shared.jobs import JobStatus
+
+
+@dataclass
+class JobReport:
+    """One job's figures, added up line by line."""
+
+    name: str
+    status: JobStatus
+    samples: int = 0
+    tokens: int = 0
+    rewards: list[float] = field(default_factory=list)
+    first_token_ms: list[float] = field(default_factory=list)
+    tokens_by_worker: Counter[str] = field(default_factory=Counter)
+
+    def add(self, trajectory: dict[str, Any]) -> None:
+        """Count one result line."""
+        self.samples += 1
+        tokens = len(trajectory["completion_ids"])
+        self.tokens += tokens
+        self.tokens_by_worker[trajectory.get("worker", "")] += tokens
+        reward = trajectory.get("reward") or {}
+        if reward.get("value") is not None:
+            self.rewards.append(reward["value"])
+        timings = trajectory.get("timings", {})
+        if timings.get("first_token_ms"):
+            self.first_token_ms.append(timings["first_token_ms"] - timings["enqueued_ms"])
+
+    @property
+    def seconds(self) -> float:
+        """From the job's first sequence to its end."""
+        return max(1e-3, (self.status.finished_ms - self.status.started_ms) / 1000)
+
+    def figures(self) -> dict[str, Any]:
+        """Everything for summary.json."""
+        return {
+            "job": self.status.id,
+            "status": self.status.status,
+            "samples": self.samples,
+            "completion_tokens": self.tokens,
+            "seconds": round(self.seconds, 3),
+            "tokens_per_s": round(self.tokens / self.seconds, 1),
+            "first_token_ms": {
+                "p50": percentile(self.first_token_ms, 50),
+                "p99": percentile(self.first_token_ms, 99),
+            },
+            "mean_reward": self.status.mean_reward,
+            "tokens_by_worker": dict(self.tokens_by_worker),
+        }
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """Nearest-rank percentile; 0 for no values."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def show_table(console: Console, reports: list[JobReport], took_s: float) -> None:
+    """One row a job."""
+    table = Table(box=None, padding=(0, 2))
+    for heading in (
+        "job",
+        "samples",
+        "tokens",
+        "tok/s",
+        "first token p50 / p99, ms",
+        "mean reward",
+        "tokens by worker",
+    ):
+        table.add_column(heading, justify="left" if heading in ("job", "tokens by worker") else "right")
+    for report in reports:
+        figures = report.figures()
+        first = figures["first_token_ms"]
+        reward = figures["mean_reward"]
+        table.add_row(
+            report.name,
+            str(report.samples),
+            str(report.tokens),
+            f"{figures['tokens_per_s']:.0f}",
+            f"{first['p50']:.0f} / {first['p99']:.0f}",
+            "-" if reward is None else f"{reward:.3f}",
+            ", ".join(f"{worker}: {tokens}" for worker, tokens in sorted(report.tokens_by_worker.items())),
+        )
+    console.print(table)
+    total = sum(report.tokens for report in reports)
+    console.print(f"  together {total} tokens, {total / took_s:.0f} tok/s")
+
+
+def write_summary(path: Path, reports: list[JobReport], chat_first_token_ms: list[float], took_s: float) -> None:
+    """summary.json."""
+    summary = {
+        "seconds": round(took_s, 3),
+        "jobs": {report.name: report.figures() for report in reports},
+        "chat_first_token_ms": {
+            "p50": percentile(chat_first_token_ms, 50),
+            "p99": percentile(chat_first_token_ms, 99),
+        },
+    }
+    path.write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def write_histogram(path: Path, reports: list[JobReport]) -> None:
+    """Rewards per job as a picture."""
+    import matplotlib  # only here: it takes a second to import
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(reports), figsize=(5 * len(reports), 3.2), squeeze=False)
+    for axis, report in zip(axes[0], reports, strict=True):
+        axis.hist(report.rewards, bins=10, range=(0, 1), color="#3b6ea5")
+        mean = sum(report.rewards) / max(1, len(report.rewards))
+        axis.set_title(f"{report.name}: {len(report.rewards)} samples, mean {mean:.3f}")
+        axis.set_xlabel("reward")
+        axis.set_ylabel("samples")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,125 @@
+"""Real rings for the tests: the processes of `mlx_parallm_serve`, started, looked at from outside, killed."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from shared.redis.client import connect
+from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
+
+ROOT = Path(__file__).parents[2]
+MODEL = "tiny"
+START_TIMEOUT_S = 90
+
+
+@dataclass
+class Process:
+    """A process of ours and what it has printed."""
+
+    popen: "subprocess.Popen[str]"
+    lines: list[str] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, module: str, *arguments: str, environment: dict[str, str] | None = None) -> "Process":
+        popen = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "PARALLM_PARENT_PIPE": "1", **(environment or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        process = cls(popen)
+        threading.Thread(target=process._read, daemon=True).start()
+        return process
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        with contextlib.suppress(ValueError):
+            for line in self.popen.stdout:
+                self.lines.append(line)
+
+    def wait_for_line(self, pattern: str, timeout_s: float = START_TIMEOUT_S) -> re.Match[str]:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for line in list(self.lines):
+                found = re.search(pattern, line)
+                if found:
+                    return found
+            if self.popen.poll() is not None:
+                break
+            threading.Event().wait(0.02)
+        raise AssertionError(f"no line like {pattern!r} in:\n{self.output}")
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 60) -> int:
+        if self.popen.poll() is None:
+            self.popen.send_signal(number)
+        try:
+            return self.popen.wait(timeout_s)
+        finally:
+            if self.popen.poll() is None:
+                self.popen.kill()
+                self.popen.wait()
+            for pipe in (self.popen.stdin, self.popen.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+
+@dataclass
+class Ring:
+    """A served tiny model."""
+
+    server: Process
+    url: str
+    redis_url: str
+
+    @property
+    def openai_url(self) -> str:
+        return f"{self.url}/v1"
+
+    def workers(self) -> list[WorkerStatus]:
+        """The live workers, read from Redis."""
+
+        async def read() -> list[WorkerStatus]:
+            redis = connect(self.redis_url)
+            try:
+                return await WorkerRegistry(redis).workers(MODEL)
+            finally:
+                await redis.aclose()
+
+        return asyncio.run(read())
+
+    def health(self) -> dict[str, object]:
+        return httpx.get(f"{self.url}/health", timeout=10).json()
+
+
+@contextlib.contextmanager
+def ring(data_dir: Path, *arguments: str) -> Iterator[Ring]:
+    """Start `mlx_parallm_serve` with the tiny model on a free port; stop it at the end and expect a clean exit."""
+    server = Process.start(
+        "api.serve", "--model", f"models/{MODEL}", "--port", "0", "--data-dir", str(data_dir), *arguments
+    )
+    try:
+        url = server.wait_for_line(r"ready: (http://\S+)/v1").group(1)
+        redis_url = server.wait_for_line(r"--redis (\S+)").group(1)
+        yield Ring(server, url, redis_url)
+        assert server.popen.poll() is None, f"the server died:\n{server.output}"
+    finally:
+        code = server.stop()
+    assert code == 0, f"exit code {code}:\n{server.output}"

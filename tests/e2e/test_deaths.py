@@ -1,0 +1,182 @@
+"""Real processes are killed in mid-work; from outside, nothing is lost and nothing doubled."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api.client import InferenceClient
+from tests.e2e.rings import MODEL, Process, Ring, ring
+from tests.waiting import wait_until
+
+LONG = {"model": MODEL, "prompt": "Count from 1 to 60.", "max_tokens": 1500, "ignore_eos": True, "seed": 5}
+
+
+def job_body(prompts: int, n: int, max_tokens: int) -> dict[str, Any]:
+    return {
+        "kind": "rollout",
+        "model": MODEL,
+        "prompts": [f"{i} + {i} = ?" for i in range(10, 10 + prompts)],
+        "n": n,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "seed": 3,
+        "references": [str(2 * i) for i in range(10, 10 + prompts)],
+        "reward": {"name": "exact"},
+    }
+
+
+async def results_of(client: InferenceClient, job_id: str) -> list[dict[str, Any]]:
+    return [line async for line in client.results(job_id)]
+
+
+def places(lines: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    return [(line["prompt_index"], line["sample_index"]) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory: pytest.TempPathFactory):
+    with ring(tmp_path_factory.mktemp("ring"), "--workers", "2", "--lease-ms", "1000") as started:
+        yield started
+
+
+async def test_two_workers_share_a_job_and_agree_with_one_another(two_workers: Ring) -> None:
+    async with InferenceClient(two_workers.url) as client:
+        job = await client.submit(job_body(prompts=24, n=4, max_tokens=48))
+        status = await client.wait(job.id, poll_s=0.1)
+        lines = await results_of(client, job.id)
+    assert status.status == "succeeded"
+    assert places(lines) == [(p, s) for p in range(24) for s in range(4)]
+    assert len({line["worker"] for line in lines}) == 2
+
+
+async def test_a_killed_worker_costs_no_sample_and_doubles_none(two_workers: Ring) -> None:
+    async with InferenceClient(two_workers.url) as client:
+        job = await client.submit(job_body(prompts=24, n=4, max_tokens=300))
+        victim = (await asyncio.to_thread(two_workers.workers))[0]
+
+        async def has_rows() -> bool:
+            return (await client.status(job.id)).counts.running > 0
+
+        await wait_until(has_rows, timeout_s=10)
+        os.kill(victim.pid, signal.SIGKILL)
+        status = await client.wait(job.id, poll_s=0.1)
+        lines = await results_of(client, job.id)
+    assert status.status == "succeeded"
+    assert status.counts.succeeded == 96
+    assert places(lines) == [(p, s) for p in range(24) for s in range(4)]
+    assert all(len(line["completion_ids"]) == len(line["logprobs"]) == 300 for line in lines)
+    assert max(line["attempt"] for line in lines) >= 2, "the killed worker had nothing in hand"
+
+
+async def test_a_stream_survives_its_worker_and_shows_the_same_tokens(two_workers: Ring) -> None:
+    async with httpx.AsyncClient(base_url=two_workers.url, timeout=60) as http:
+        whole = (await http.post("/v1/completions", json=LONG)).json()["choices"][0]["text"]
+        text, killed = "", False
+        async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+            async for chunk in chunks(response):
+                text += "".join(choice["text"] for choice in chunk["choices"])
+                if not killed and len(text) > 200:
+                    killed = True
+                    for worker in await asyncio.to_thread(two_workers.workers):
+                        if worker.rows:
+                            os.kill(worker.pid, signal.SIGKILL)
+                    if not any(w.rows for w in await asyncio.to_thread(two_workers.workers)):
+                        os.kill((await asyncio.to_thread(two_workers.workers))[0].pid, signal.SIGKILL)
+    assert text == whole
+
+
+async def test_a_stream_resumes_on_another_api_after_its_own_died(served: Ring) -> None:
+    first = Process.start("api", "--port", "0", "--redis", served.redis_url)
+    second = Process.start("api", "--port", "0", "--redis", served.redis_url)
+    try:
+        first_url = await asyncio.to_thread(api_url, first)
+        second_url = await asyncio.to_thread(api_url, second)
+        async with httpx.AsyncClient(timeout=60) as http:
+            whole = (await http.post(f"{served.url}/v1/completions", json=LONG)).json()["choices"][0]["text"]
+            body = {**LONG, "stream": True, "stream_options": {"include_event_ids": True}}
+            seen = Seen()
+            with contextlib.suppress(httpx.HTTPError):
+                async with http.stream("POST", f"{first_url}/v1/completions", json=body) as response:
+                    async for line in response.aiter_lines():
+                        seen.read(line)
+                        if len(seen.text) > 200 and first.popen.poll() is None:
+                            first.popen.kill()
+            assert not seen.done
+            async with http.stream(
+                "GET", f"{second_url}/v1/streams/{seen.id}", headers={"Last-Event-ID": seen.last_event_id}
+            ) as response:
+                assert response.status_code == 200, await response.aread()
+                async for line in response.aiter_lines():
+                    seen.read(line)
+        assert seen.done
+        assert seen.text == whole
+    finally:
+        first.stop()
+        second.stop()
+
+
+class Seen:
+    """What an SSE client has seen of a text completion."""
+
+    def __init__(self) -> None:
+        self.text = self.id = self.last_event_id = self._pending_id = ""
+        self.done = False
+
+    def read(self, line: str) -> None:
+        if line.startswith("id:"):
+            self._pending_id = line[3:].strip()
+        elif line == "data: [DONE]":
+            self.done = True
+        elif line.startswith("data: "):
+            chunk = json.loads(line[6:])
+            self.id = chunk["id"]
+            self.text += "".join(choice["text"] for choice in chunk["choices"])
+            self.last_event_id = self._pending_id
+
+
+async def chunks(response: httpx.Response):
+    async for line in response.aiter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line[6:])
+
+
+def api_url(process: Process) -> str:
+    return process.wait_for_line(r"(http://127\.0\.0\.1:\d+)").group(1)
+
+
+def test_nothing_is_left_running_after_the_server_was_killed(tmp_path: Path) -> None:
+    server = Process.start("api.serve", "--model", f"models/{MODEL}", "--port", "0", "--data-dir", str(tmp_path))
+    server.wait_for_line(r"ready: ")
+    redis_url = server.wait_for_line(r"--redis (\S+)").group(1)
+    port = int(redis_url.rsplit(":", 1)[1].split("/")[0])
+    children = children_of(server.popen.pid)
+    assert len(children) >= 4
+    server.stop(signal.SIGKILL)
+
+    async def gone() -> bool:
+        return not any(alive(pid) for pid in children)
+
+    asyncio.run(wait_until(gone, timeout_s=20))
+    with pytest.raises(OSError):
+        import socket
+
+        socket.create_connection(("127.0.0.1", port), timeout=1)
+
+
+def children_of(pid: int) -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+def alive(pid: int) -> bool:
+    import psutil
+
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

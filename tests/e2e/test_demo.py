@@ -1,0 +1,24 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.rings import ROOT
+
+
+def test_the_demo_chats_runs_two_jobs_and_writes_its_report(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "api.demo", "--out", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["jobs"]["arithmetic"]["samples"] == 64 * 8
+    assert summary["jobs"]["gsm8k"]["samples"] == 64 * 2
+    assert 0.1 < summary["jobs"]["arithmetic"]["mean_reward"] < 0.9
+    assert len(summary["jobs"]["arithmetic"]["tokens_by_worker"]) == 2
+    assert (tmp_path / "rewards.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "arithmetic.trajectories.jsonl").read_text().splitlines()) == 512

@@ -1,0 +1,33 @@
+"""What a run leaves in Redis: documented keys only, each with a time to live."""
+
+from fnmatch import fnmatchcase
+
+import httpx
+
+from api.client import InferenceClient
+from shared.redis import keys
+from shared.redis.client import connect
+from tests.e2e.rings import MODEL, Ring
+
+
+async def test_a_run_leaves_no_key_without_owner_or_ttl(served: Ring) -> None:
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+        body = {"model": MODEL, "prompt": "hello", "max_tokens": 8, "stream": True}
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+    async with InferenceClient(served.url) as client:
+        job = await client.submit({"kind": "generate", "model": MODEL, "prompts": ["hello"], "max_tokens": 8})
+        await client.wait(job.id, poll_s=0.1)
+    redis = connect(served.redis_url)
+    try:
+        found = [key.decode() async for key in redis.scan_iter(count=1000)]
+        assert len(found) > 8
+        undocumented = [key for key in found if not any(fnmatchcase(key, glob(k.pattern)) for k in keys.DOCUMENTED)]
+        immortal = [key for key in found if await redis.ttl(key) == -1]
+    finally:
+        await redis.aclose()
+    assert undocumented == []
+    assert immortal == []
+
+
+def glob(pattern: str) -> str:
+    return pattern.replace("[", "[[]")
