@@ -1,0 +1,148 @@
+"""Every error leaves as OpenAI's object: `{"error": {"message", "type", "param", "code"}}`.
+
+Our own errors carry their status; here pydantic's, Starlette's and Redis's are translated into ours.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field
+from redis.exceptions import RedisError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from shared.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    ParallmError,
+    PayloadTooLargeError,
+    QueueFullError,
+    ServiceUnavailableError,
+    UnsupportedParameterError,
+)
+
+log = structlog.get_logger()
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str = Field(description="what was wrong, where, and what to do")
+    type: str = Field(description="such as invalid_request_error, rate_limit_error, server_error")
+    param: str | None = Field(description="the field of the request, if one is to blame")
+    code: str | None = Field(description="a stable name of the error")
+
+
+class ErrorBody(BaseModel):
+    """The body of every response with a status of 400 and more."""
+
+    error: ErrorDetail
+
+
+class MethodNotAllowedError(InvalidRequestError):
+    """The path exists, the method does not."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI descriptions of the errors that a route may answer with."""
+    meanings = {
+        400: "The request is malformed or asks for something impossible; `error.param` names the field.",
+        404: "No such model, job, stream or adapter.",
+        409: "The request contradicts the present state.",
+        413: "The body is larger than this server takes.",
+        429: "Too much work is waiting; `Retry-After` says when to try again.",
+        503: "No live worker serves the model; `Retry-After` says when to try again.",
+        504: "The deadline passed before the request was complete.",
+    }
+    return {status: {"model": ErrorBody, "description": meanings[status]} for status in statuses}
+
+
+def error_object(error: ParallmError) -> bytes:
+    """JSON of the error object."""
+    detail = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    return msgspec.json.encode({"error": detail})
+
+
+def error_response(error: ParallmError) -> Response:
+    """The response for an error, with `Retry-After` where it helps."""
+    headers = {}
+    if isinstance(error, QueueFullError | ServiceUnavailableError):
+        headers["Retry-After"] = str(error.retry_after_s)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(error_object(error), error.status, headers, "application/json")
+
+
+def install(app: FastAPI) -> None:
+    """Make `app` answer all errors in our shape."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        ours = translate(request, error)
+        if ours.status >= 500:
+            log.error("api.error", status=ours.status, code=ours.code, error=str(error), path=request.url.path)
+        return error_response(ours)
+
+    for kind in (ParallmError, RequestValidationError, HTTPException, RedisError, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+def translate(request: Request, error: Exception) -> ParallmError:
+    """Our error for any exception that a route raises."""
+    if isinstance(error, ParallmError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return from_validation(error.errors())
+    if isinstance(error, HTTPException):
+        return _from_http(request, error)
+    if isinstance(error, RedisError | OSError):
+        return ServiceUnavailableError("Redis cannot be reached; try again")
+    return ParallmError("internal error; the server's log has the details under this x-request-id")
+
+
+def _from_http(request: Request, error: HTTPException) -> ParallmError:
+    route = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        return NotFoundError(f"unknown route: {route}")
+    if error.status_code == 405:
+        return MethodNotAllowedError(f"method not allowed: {route}")
+    if error.status_code == 413:
+        return PayloadTooLargeError(str(error.detail))
+    return InvalidRequestError(str(error.detail))
+
+
+def from_validation(errors: Sequence[Any]) -> InvalidRequestError:
+    """The first of pydantic's complaints, with the field's name as a user writes it."""
+    first = errors[0]
+    kind, message = str(first["type"]), str(first["msg"])
+    if kind == "json_invalid":
+        reason = first.get("ctx", {}).get("error", message)
+        return InvalidRequestError(f"the body is not valid JSON: {reason}")
+    param = _path(first["loc"])
+    if kind == "extra_forbidden":
+        return UnsupportedParameterError(f"unknown parameter '{param}'", param=param)
+    if kind == "unsupported":
+        return UnsupportedParameterError(f"'{param}': {message}", param=param)
+    if kind == "missing":
+        what = f"'{param}' is required" if param else "a JSON body is required"
+        return InvalidRequestError(what, param=param)
+    if kind == "model_attributes_type":
+        return InvalidRequestError("the body must be a JSON object (Content-Type: application/json)", param=param)
+    return InvalidRequestError(f"invalid '{param}': {message}" if param else message, param=param)
+
+
+def _path(location: Sequence[Any]) -> str | None:
+    """`("body", "messages", 0, "role")` -> `messages[0].role`; names of union branches are left out."""
+    path = ""
+    for part in location[1:] if location and location[0] in ("body", "query", "path") else location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif str(part).isidentifier() and str(part) not in ("str", "int", "float", "bool", "none"):
+            path += f".{part}" if path else str(part)
+    return path or None

@@ -1,0 +1,41 @@
+"""Logs are events with fields: `log.info("worker.claimed", job=job_id, slot=3)`.
+
+JSON lines when the output is not a terminal. Fields bound with `structlog.contextvars` (the request id) are on every
+line of their task; libraries that use `logging` come out in the same form.
+"""
+
+import logging
+import sys
+
+import structlog
+from structlog.typing import Processor
+
+
+def configure(level: str = "INFO", json: bool | None = None) -> None:
+    """Set up structlog and `logging`; `json=None` means JSON unless stderr is a terminal."""
+    as_json = not sys.stderr.isatty() if json is None else json
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    renderer: list[Processor] = (
+        [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer(default=str)]
+        if as_json
+        else [structlog.dev.ConsoleRenderer()]
+    )
+    structlog.configure(
+        processors=[*shared, *renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderer],
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(max(logging.getLevelNamesMapping()[level], logging.INFO))
