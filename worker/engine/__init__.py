@@ -1,0 +1,1 @@
+"""The continuous batch on MLX: one thread owns the model, plain data goes in and comes out (thread.py)."""

@@ -1,0 +1,279 @@
+"""One turn of the engine's loop: admit -> prefill -> decode -> events. Runs in the engine's thread only.
+
+Life of a row: `submit` puts it into `_waiting`; `_admit` moves it to the prefill lane or straight into the batch when a
+row and KV are free; `_decode` turns its tokens into events; `_leave` frees everything that it held.
+
+Invariants. A row is in exactly one of waiting, lane and batch, and its sequence id is in `_rows` all that time. Every
+submitted row gets exactly one event with a finish, and none after it; only one that is
+submitted again while it runs gives way to the newer attempt without a word.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import Literal
+
+import mlx.core as mx
+
+from shared.errors import EngineError, ParallmError
+from shared.frames import Finish, TokenEvent
+from shared.text import TextCodec
+from worker.engine.adapters import Adapters
+from worker.engine.admission import Limits
+from worker.engine.generator import RunningBatch
+from worker.engine.loader import LoadedModel
+from worker.engine.messages import BetweenSteps, EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
+from worker.engine.prefill import PrefillLane, PrefillTask, task_for, wants_prompt_logprobs
+from worker.engine.row_model import RowModel
+from worker.engine.rows import Row
+from worker.engine.scheduler import share_prefill
+from worker.engine.text import RowText
+
+log = logging.getLogger(__name__)
+
+FAILURES_IN_A_ROW = 3  # forwards that fail one after another before the engine gives up
+NO_DEADLINE = 1 << 62
+
+
+class Engine:
+    """The rows of one model on this machine."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, adapters: Adapters | None = None) -> None:
+        self._config = config
+        self._card = loaded.card
+        self._codec = TextCodec(loaded.tokenizer)
+        self._eos_ids = frozenset(loaded.card.eos_token_ids)
+        self._limits = Limits.of(loaded.card, loaded.kv_limit_bytes)
+        self._model = RowModel(loaded.model, adapters)
+        self._batch = RunningBatch(self._model, config)
+        score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
+        self._lane = PrefillLane(self._model, max(1, score_positions))
+        self._waiting: deque[Row] = deque()
+        self._rows: dict[str, Row] = {}
+        self._reserved_tokens = 0
+        self._next_deadline = NO_DEADLINE
+        self._events: list[TokenEvent] = []
+        self._hooks: list[BetweenSteps] = []
+        self._hooks_wait = False
+        self._steps = self._failures = 0
+        self._throughput = Throughput()
+
+    @property
+    def busy(self) -> bool:
+        """Whether the next turn has anything to do."""
+        return bool(self._rows or self._events or self._hooks_wait)
+
+    def submit(self, requests: Iterable[RowRequest]) -> None:
+        """Take sequences in; one that cannot run gets its finish in the next turn."""
+        for request in requests:
+            try:
+                self._take(request)
+            except ParallmError as error:
+                self._refuse(request, error)
+            except Exception as error:
+                log.exception("engine.bad_request seq=%s", request.spec.id)
+                self._refuse(request, EngineError(f"{type(error).__name__}: {error}"))
+
+    def cancel(self, seq_id: str, reason: Literal["cancelled", "deadline"] = "cancelled") -> None:
+        """End a sequence; unknown ones are ignored."""
+        row = self._rows.get(seq_id)
+        if row is not None:
+            self._end([row], Finish(reason))
+
+    def add_between_steps(self, hook: BetweenSteps) -> None:
+        """Let `hook` work between decode steps."""
+        self._hooks.append(hook)
+        self._hooks_wait = True
+
+    def turn(self) -> StepOutput:
+        """One turn of the loop."""
+        self._expire()
+        self._admit()
+        share = share_prefill(
+            self._config.prefill_chunk,
+            batch_waits=self._batch.prefilling > 0,
+            lane_waits=self._lane.first is not None,
+        )
+        if self._lane.first is not None:
+            self._prefill(share.lane)
+        if len(self._batch):
+            self._decode(share.batch)
+        if self._hooks:
+            self._run_hooks()
+        events, self._events = self._events, []
+        return StepOutput(events, len(self._rows))
+
+    def stats(self) -> EngineStats:
+        """A snapshot."""
+        waiting = len(self._waiting)
+        return EngineStats(
+            rows=len(self._rows) - waiting,
+            prefilling=len(self._rows) - waiting - self._batch.decoding,
+            waiting=waiting,
+            kv_bytes=self._reserved_tokens * self._limits.kv_bytes_per_token,
+            kv_limit_bytes=self._limits.kv_limit_bytes,
+            steps=self._steps,
+            tokens=self._throughput.tokens,
+            last_step_ms=time.monotonic_ns() // 1_000_000,
+            tokens_per_s=self._throughput.rate,
+        )
+
+    # -- in
+
+    def _take(self, request: RowRequest) -> None:
+        spec = request.spec
+        refusal = self._limits.refusal(spec)
+        if refusal is not None:
+            raise refusal
+        if spec.id in self._rows:
+            self._leave([self._rows[spec.id]])  # claimed again: the newer attempt is the one that counts
+        s = spec.sampling
+        text = RowText(self._codec, s.stop, s.include_stop_str) if s.stop and spec.kind == "generate" else None
+        row = Row(request, self._eos_ids, text)
+        finish = row.resume() if spec.kind == "generate" else None
+        if finish is not None:
+            self._events.append(row.last_event(finish))
+            return
+        self._model.adapters.admit(row)
+        self._rows[spec.id] = row
+        self._waiting.append(row)
+        if spec.deadline_ms:
+            self._next_deadline = min(self._next_deadline, spec.deadline_ms)
+
+    def _refuse(self, request: RowRequest, error: ParallmError) -> None:
+        position = sum(len(event.tokens) for event in request.prior)
+        finish = Finish("error", error_code=error.code or "", error_message=error.message)
+        self._events.append(TokenEvent(request.spec.id, request.attempt, position, [], [], finish=finish))
+
+    def _admit(self) -> None:
+        """Give rows and KV to those who wait, in order; the first one that does not fit stops the rest."""
+        admitted: list[Row] = []
+        while self._waiting and self._fits(self._waiting[0]):
+            row = self._waiting.popleft()
+            row.admitted = True
+            self._reserved_tokens += row.reserved_tokens
+            admitted.append(row)
+        tasks = [task_for(row) for row in admitted]
+        shared = Counter(task.key for task in tasks)
+        for task in tasks:
+            in_lane = task.scores or shared[task.key] > 1 or self._lane.has_equal(task)
+            if in_lane or task.rows[0].spec.kind == "score":
+                self._lane.add(task)
+            else:
+                self._batch.insert(task.rows, task.ids)
+
+    def _fits(self, row: Row) -> bool:
+        admitted = len(self._rows) - len(self._waiting)
+        if admitted == 0:
+            return True
+        tokens = self._reserved_tokens + row.reserved_tokens
+        return (
+            admitted < self._config.max_rows and tokens * self._limits.kv_bytes_per_token <= self._limits.kv_limit_bytes
+        )
+
+    # -- through
+
+    def _prefill(self, budget: int) -> None:
+        """Feed prompts in our lane; complete ones fork into the batch."""
+        while budget > 0 and (task := self._lane.first):
+            try:
+                with mx.stream(self._batch.stream):
+                    budget -= self._lane.feed(budget)
+            except Exception as error:
+                self._failed(self._lane.pop().rows, error)
+                return
+            if task.left:
+                continue
+            self._lane.pop()
+            self._scored(task)
+            rows = [row for row in task.rows if row.spec.kind == "generate"]
+            if rows:
+                self._batch.insert(rows, task.ids[-1:], task.kv if task.done else None)
+
+    def _scored(self, task: PrefillTask) -> None:
+        """Tell of the log-probabilities that a prefill brought."""
+        for row in task.rows:
+            prompt = len(row.spec.prompt_ids)
+            event = TokenEvent(row.spec.id, row.attempt, row.start, [], [])
+            if wants_prompt_logprobs(row):
+                event.prompt_logprobs = [None, *task.logprobs[: prompt - 1]]
+                if count := row.sampling.prompt_logprobs:
+                    event.prompt_top_logprobs = [[], *(top[:count] for top in task.top_logprobs[: prompt - 1])]
+            if row.spec.kind == "score":
+                event.score_logprobs = task.logprobs[prompt - 1 - task.score_from :]
+                event.finish = Finish("stop")
+                self._leave([row])
+            if event.prompt_logprobs is not None or event.finish is not None:
+                self._events.append(event)
+
+    def _decode(self, prefill_tokens: int) -> None:
+        try:
+            tokens = self._batch.step(prefill_tokens)
+        except Exception as error:
+            rows = self._batch.give_up()
+            self._batch = RunningBatch(self._model, self._config)
+            self._failed(rows, error)
+            return
+        self._failures = 0
+        if not tokens:
+            return
+        self._steps += 1
+        ended: list[Row] = []
+        for row, token in tokens:
+            draw, index = row.draws.popleft()
+            top = row.sampling.top_logprobs
+            tops = None if top is None else draw.top_logprobs(index, top)
+            event = row.event(token, draw.logprob(index), tops, draw.versions[index])
+            self._events.append(event)
+            if event.finish is not None:
+                ended.append(row)
+        self._throughput.add(len(tokens), time.monotonic())
+        if ended:
+            self._leave(ended)
+
+    def _run_hooks(self) -> None:
+        budget = self._config.between_steps_s
+        waits = [hook(budget) for hook in self._hooks]
+        self._hooks_wait = any(waits)
+
+    # -- out
+
+    def _expire(self) -> None:
+        """End the rows whose deadline has passed."""
+        if self._next_deadline == NO_DEADLINE:
+            return
+        now = time.time_ns() // 1_000_000
+        if now < self._next_deadline:
+            return
+        late = [row for row in self._rows.values() if 0 < row.spec.deadline_ms <= now]
+        self._end(late, Finish("deadline"))
+        left = (row.spec.deadline_ms for row in self._rows.values() if row.spec.deadline_ms)
+        self._next_deadline = min(left, default=NO_DEADLINE)
+
+    def _failed(self, rows: list[Row], error: Exception) -> None:
+        """A forward failed: its rows end, the engine goes on unless it keeps failing."""
+        log.error("engine.forward_failed rows=%d", len(rows), exc_info=error)
+        self._failures += 1
+        message = f"{type(error).__name__}: {error}"
+        self._end(rows, Finish("error", error_code=EngineError.code or "", error_message=message))
+        if self._failures >= FAILURES_IN_A_ROW:
+            raise error
+
+    def _end(self, rows: list[Row], finish: Finish) -> None:
+        self._events += [row.last_event(finish) for row in rows]
+        self._leave(rows)
+
+    def _leave(self, rows: list[Row]) -> None:
+        """Free what rows hold, wherever they are."""
+        self._batch.remove(rows)
+        for row in rows:
+            del self._rows[row.spec.id]
+            if row.admitted:
+                self._reserved_tokens -= row.reserved_tokens
+                self._lane.remove(row)
+            else:
+                self._waiting.remove(row)
+            self._model.adapters.release(row)

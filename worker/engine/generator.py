@@ -1,0 +1,98 @@
+"""The running batch: mlx-lm's `BatchGenerator`, unpatched and behind this file.
+
+Its three hooks are the row tag (rows.py), the row model (row_model.py) and one shared sampler (sampler.py). It looks
+one step ahead: when a token comes out, the forward after it is already under way.
+
+Invariants. Limits, stop tokens and finish reasons are ours, so BatchGenerator never ends a row by itself. A row is in
+`_rows` from insert to remove.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator
+
+from worker.engine.messages import EngineConfig
+from worker.engine.row_model import RowModel
+from worker.engine.rows import Row, RowTag
+from worker.engine.sampler import RowSampler
+
+_NEVER = 1 << 60
+
+
+class RunningBatch:
+    """The rows that prefill and decode together."""
+
+    def __init__(self, model: RowModel, config: EngineConfig) -> None:
+        self._model = model
+        sampler = RowSampler(model, config.top_candidates)
+        self._generator = BatchGenerator(
+            model,
+            sampler=sampler,
+            completion_batch_size=config.max_rows,
+            prefill_batch_size=config.prefill_rows,
+            prefill_step_size=config.prefill_chunk,
+        )
+        self._rows: dict[int, Row] = {}
+        self._prefilling: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def give_up(self) -> list[Row]:
+        """After a failed forward: the rows, which hold nothing here any more. The batch is not to be used again."""
+        rows = list(self._rows.values())
+        for row in rows:
+            row.uid = None
+        self._rows.clear()
+        return rows
+
+    @property
+    def prefilling(self) -> int:
+        """Rows that have no first token yet."""
+        return len(self._prefilling)
+
+    @property
+    def decoding(self) -> int:
+        """Rows that get a token in every step."""
+        return len(self._rows) - len(self._prefilling)
+
+    @property
+    def stream(self) -> Any:
+        """The stream that the batch computes on."""
+        return self._generator.stream
+
+    def insert(self, rows: list[Row], tokens: list[int], kv: list[Any] | None = None) -> None:
+        """Add rows that all feed `tokens` next; after `kv`, which is copied for each of them."""
+        caches = [[*(self._model.new_kv() if kv is None else kv), RowTag((row,))] for row in rows]
+        uids = self._generator.insert([list(tokens) for _ in rows], [_NEVER] * len(rows), caches=caches)
+        for uid, row in zip(uids, rows, strict=True):
+            row.uid = uid
+            self._rows[uid] = row
+        self._prefilling.update(uids)
+
+    def remove(self, rows: Iterable[Row]) -> None:
+        """Free these rows' places and KV."""
+        inside = [row for row in rows if row.uid is not None]
+        if inside:
+            with mx.stream(self.stream):
+                self._generator.remove([row.uid for row in inside])
+        for row in inside:
+            assert row.uid is not None
+            del self._rows[row.uid]
+            self._prefilling.discard(row.uid)
+            row.uid = None
+
+    def step(self, prefill_tokens: int) -> list[tuple[Row, int]]:
+        """One decode step and one chunk of prompts, about `prefill_tokens` in all; each row's new token."""
+        if self._prefilling:
+            self._generator.prefill_step_size = max(1, prefill_tokens // len(self._prefilling))
+        _, responses = self._generator.next()
+        rows = self._rows
+        tokens = [(rows[response.uid], response.token) for response in responses]
+        if self._prefilling:
+            self._prefilling.difference_update(response.uid for response in responses)
+        return tokens

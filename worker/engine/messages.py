@@ -1,0 +1,87 @@
+"""What goes into the engine thread and what comes out of it: plain data, no arrays, no mlx.
+
+`EngineConfig` is read once at start. `RowRequest` goes in, `StepOutput` comes out once per turn of the loop, and
+`EngineStats` may be read at any time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shared.frames import TokenEvent
+from shared.sequences import SequenceSpec
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How to load the model and how much of it runs at once."""
+
+    model: str  # a folder or a hub name
+    served_name: str = ""  # "": the last part of `model`
+    max_rows: int = 32  # rows that hold a place in the batch, prefilling ones included
+    prefill_rows: int = 8  # prompts that prefill together
+    prefill_chunk: int = 512  # prompt tokens between two decode steps, over all prompts
+    kv_limit_bytes: int | None = None  # None: half of what is free after loading
+    dtype: str | None = None  # None: the model's own; float32 on a CPU
+    max_context: int | None = None  # shortens the model's context
+    trust_remote_code: bool = False
+    top_candidates: int = 256  # tokens that are sorted before the whole vocabulary is (CPU only; sampler.py)
+    score_chunk_bytes: int = 64 << 20  # fp32 logits of a prompt that exist at one time
+    between_steps_s: float = 0.005  # time that hooks get between two decode steps
+
+
+@dataclass(frozen=True)
+class RowRequest:
+    """One sequence to decode; `prior` holds the events of earlier attempts, which it continues."""
+
+    spec: SequenceSpec
+    attempt: int = 1
+    prior: tuple[TokenEvent, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one turn of the loop brought."""
+
+    events: list[TokenEvent]
+    busy_rows: int
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot of the engine."""
+
+    rows: int = 0  # admitted: decoding or prefilling
+    prefilling: int = 0
+    waiting: int = 0  # submitted, not admitted
+    kv_bytes: int = 0  # reserved by the admitted rows
+    kv_limit_bytes: int = 0
+    steps: int = 0  # decode steps since start
+    tokens: int = 0  # completion tokens since start
+    last_step_ms: int = 0  # monotonic; now when the engine is idle: an old value means that it is stuck
+    tokens_per_s: float = 0.0  # over the last seconds
+
+
+OnStep = Callable[[StepOutput], None]
+OnDeath = Callable[[BaseException], None]
+BetweenSteps = Callable[[float], bool]
+"""Work that may run between two decode steps, such as writing an adapter slot or a train microbatch.
+
+It is called in the engine's thread with a time budget in seconds and returns True while more work is waiting.
+"""
+
+
+@dataclass
+class Throughput:
+    """Tokens per second over windows of about a second."""
+
+    tokens: int = 0
+    rate: float = 0.0
+    _since: tuple[float, int] = field(default=(0.0, 0))
+
+    def add(self, tokens: int, now: float) -> None:
+        """Count tokens at monotonic time `now`."""
+        self.tokens += tokens
+        then, before = self._since
+        if now - then >= 1.0:
+            self.rate = (self.tokens - before) / (now - then) if then else 0.0
+            self._since = (now, self.tokens)

@@ -1,0 +1,138 @@
+"""Our own prefill lane, beside BatchGenerator's: prompts that are scored, and prompts that several rows share.
+
+A task runs in chunks between decode steps. Logits of a chunk are reduced to log-probabilities at once: [L, V] of a
+long prompt never exists in one piece. What a task leaves is its KV, for the rows that fork from it, and the
+log-probabilities of the ids that it was asked about.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import mlx.core as mx
+
+from shared.frames import TokenLogprob
+from worker.engine.draw import most_likely, top_lists
+from worker.engine.row_model import RowModel
+from worker.engine.rows import Row, RowTag
+
+
+@dataclass
+class PrefillTask:
+    """One prompt. `ids[1 + n]`, n >= `score_from`, get a log-probability; the KV covers all but the last id."""
+
+    rows: list[Row]
+    ids: list[int]
+    score_from: int  # len(ids) - 1: score nothing
+    top_count: int = 0
+    done: int = 0  # ids that are in the KV
+    kv: list[Any] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of ids[1 + score_from :]
+    top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.key = (tuple(self.ids), self.rows[0].spec.adapter)  # tasks of equal keys have the same KV
+        self.is_batch = self.rows[0].spec.sequence_class == "batch"
+
+    @property
+    def left(self) -> int:
+        """Ids that still have to be fed."""
+        return len(self.ids) - 1 - self.done
+
+    @property
+    def scores(self) -> bool:
+        """Whether it brings log-probabilities."""
+        return self.score_from < len(self.ids) - 1
+
+
+def task_for(row: Row) -> PrefillTask:
+    """The task that a row needs: a score, its prompt's log-probabilities, or only KV to fork from."""
+    ids = row.context
+    if wants_prompt_logprobs(row):
+        return PrefillTask([row], ids, 0, row.sampling.prompt_logprobs or 0)
+    return PrefillTask([row], ids, len(row.spec.prompt_ids) - 1 if row.spec.kind == "score" else len(ids) - 1)
+
+
+def wants_prompt_logprobs(row: Row) -> bool:
+    """Asked for, and not already sent by an earlier attempt."""
+    return row.sampling.prompt_logprobs is not None and all(event.prompt_logprobs is None for event in row.prior)
+
+
+class PrefillLane:
+    """Tasks in order of arrival, interactive ones before batch ones; the first one runs."""
+
+    def __init__(self, model: RowModel, score_positions: int) -> None:
+        self._model = model
+        self._score_positions = score_positions  # positions whose logits may exist at one time
+        self._tasks: deque[PrefillTask] = deque()
+
+    @property
+    def first(self) -> PrefillTask | None:
+        """The running task."""
+        return self._tasks[0] if self._tasks else None
+
+    def add(self, task: PrefillTask) -> None:
+        """Queue a task, or join an equal one."""
+        if other := self._joinable(task):
+            other.rows += task.rows
+            other.score_from = min(other.score_from, task.score_from)
+            other.top_count = max(other.top_count, task.top_count)
+            return
+        ahead = sum(not other.is_batch for other in self._tasks) if not task.is_batch else len(self._tasks)
+        self._tasks.insert(ahead, task)
+
+    def has_equal(self, task: PrefillTask) -> bool:
+        """Whether `task` would join another."""
+        return self._joinable(task) is not None
+
+    def _joinable(self, task: PrefillTask) -> PrefillTask | None:
+        """An equal task; what it has fed already cannot be scored any more."""
+        for other in self._tasks:
+            if other.key == task.key and (other.done == 0 or not task.scores):
+                return other
+        return None
+
+    def remove(self, row: Row) -> None:
+        """Forget a row, and its task when nobody else waits for it."""
+        for task in self._tasks:
+            if row in task.rows:
+                task.rows.remove(row)
+                if not task.rows:
+                    self._tasks.remove(task)
+                return
+
+    def pop(self) -> PrefillTask:
+        """Take the first task out: it is complete, or failed."""
+        return self._tasks.popleft()
+
+    def feed(self, budget: int) -> int:
+        """Run one chunk of the first task, at most `budget` ids; its length."""
+        task = self._tasks[0]
+        length = min(budget, task.left)
+        if length == 0:
+            return 0
+        scores = task.done >= task.score_from
+        if scores:
+            length = min(length, self._score_positions)
+        else:
+            length = min(length, task.score_from - task.done)
+        task.kv = task.kv or self._model.new_kv()
+        ids_1L = mx.array(task.ids[task.done : task.done + length])[None]
+        logits_1LV = self._model(ids_1L, cache=[*task.kv, RowTag((task.rows[0],))])
+        if scores:
+            _collect(task, logits_1LV[0], task.ids[task.done + 1 : task.done + length + 1])
+        mx.eval([cache.state for cache in task.kv])
+        task.done += length
+        return length
+
+
+def _collect(task: PrefillTask, logits_LV: mx.array, targets: list[int]) -> None:
+    """Reduce a chunk's logits to the log-probabilities of the ids that follow."""
+    logprobs_LV = logits_LV - mx.logsumexp(logits_LV, axis=-1, keepdims=True)
+    chosen_L = mx.take_along_axis(logprobs_LV, mx.array(targets)[:, None], axis=-1)[:, 0]
+    if task.top_count:
+        count = min(task.top_count, logprobs_LV.shape[-1])
+        task.top_logprobs += top_lists(*most_likely(logprobs_LV, count))
+    task.logprobs += cast(list[float], chosen_L.tolist())

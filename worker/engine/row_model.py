@@ -1,0 +1,49 @@
+"""The model as BatchGenerator sees it: knows the rows of every forward and returns fp32 logits.
+
+The last element of `cache` is the batch's `RowTag`; the model itself gets the rest. What the sampler needs of the
+latest one-token forward is left here: rows, the versions they computed with, input ids and raw logits.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from worker.engine.adapters import Adapters, NoAdapters
+from worker.engine.rows import Row, RowTag
+
+
+class RowModel:
+    """Wraps a loaded mlx-lm model."""
+
+    def __init__(self, model: Any, adapters: Adapters | None = None) -> None:
+        self.model = model
+        self.adapters: Adapters = adapters or NoAdapters()
+        self.rows: tuple[Row, ...] = ()
+        self.versions: tuple[str, ...] = ()
+        self.tokens_B1: mx.array | None = None
+        self.logits_B1V: mx.array | None = None
+
+    @property
+    def layers(self) -> Sequence[Any]:
+        """BatchGenerator's way to count layers."""
+        layers: Sequence[Any] = self.model.layers
+        return layers
+
+    def new_kv(self) -> list[Any]:
+        """Empty KV of one row, one cache per layer."""
+        kv: list[Any] = make_prompt_cache(self.model)
+        return kv
+
+    def __call__(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
+        """Logits [B, L, V] in fp32; with bf16 logits a trainer's log-probabilities differ by up to 6e-2."""
+        tag: RowTag = cache[-1]
+        self.rows = tag.rows
+        self.versions = self.adapters.select(tag.rows)
+        logits_BLV: mx.array = self.model(tokens_BL, cache=cache[:-1]).astype(mx.float32)
+        # A prefill's logits are never computed, and must not be kept: they hold its whole graph.
+        is_decode_step = tokens_BL.shape[1] == 1
+        self.tokens_B1 = tokens_BL if is_decode_step else None
+        self.logits_B1V = logits_BLV if is_decode_step else None
+        return logits_BLV

@@ -1,0 +1,204 @@
+"""One sampler for all rows of a batch: BatchGenerator calls it once per decode step with the whole [B, V].
+
+Every row draws with its own parameters, in the order that `SamplingParams` documents: logit bias, min_tokens and
+penalties on the raw logits, temperature, then top_k, top_p and min_p. Log-probabilities that are reported are fp32
+log-softmax of the raw logits, before all of that: what a trainer calls mu at temperature 1.
+
+Invariants. Whatever depends on the rows only is prepared when the batch changes (`_Plan`), so a step costs few
+operations. Each call leaves one `Draw` and appends it to every row's `draws`; its numbers are pulled to the host once,
+when the step after it is already under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
+
+from shared.frames import TokenLogprob
+from worker.engine.draw import draw_by_weight, mix_seeds, most_likely, nucleus_threshold, top_lists, uniforms
+from worker.engine.penalties import LogitEdits, Penalties
+from worker.engine.row_model import RowModel
+from worker.engine.rows import Row
+
+SORT_ALL_BELOW = 1024  # a vocabulary this small is sorted whole: cheaper than asking whether candidates suffice
+
+
+class Draw:
+    """What one decode step left besides its tokens; pulled to the host when it is first asked for."""
+
+    __slots__ = ("_arrays", "_logprobs", "_top", "_top_index", "versions")
+
+    def __init__(
+        self,
+        versions: tuple[str, ...],
+        logprobs_B: mx.array,
+        top_TK: tuple[mx.array, mx.array] | None,
+        top_index: dict[int, int],
+    ) -> None:
+        self.versions = versions  # adapter version of each row at dispatch
+        self._arrays = (logprobs_B, top_TK)
+        self._logprobs: list[float] | None = None
+        self._top: list[list[TokenLogprob]] | None = None
+        self._top_index = top_index  # row of the batch -> row of the top arrays
+
+    def logprob(self, index: int) -> float:
+        """Of the token drawn for row `index`."""
+        if self._logprobs is None:
+            self._logprobs = cast(list[float], self._arrays[0].tolist())
+        return self._logprobs[index]
+
+    def top_logprobs(self, index: int, count: int) -> list[TokenLogprob]:
+        """The `count` most likely tokens of row `index`, best first."""
+        top_TK = self._arrays[1]
+        if count == 0 or top_TK is None:
+            return []
+        if self._top is None:
+            self._top = top_lists(*top_TK)
+        return self._top[self._top_index[index]][:count]
+
+
+class RowSampler:
+    """Draws the next token of every row of the batch that `model` has just computed."""
+
+    def __init__(self, model: RowModel, candidates: int = 256) -> None:
+        self._model = model
+        self._candidates = candidates
+        self._rows: tuple[Row, ...] = ()
+        self._plan: _Plan | None = None
+
+    def __call__(self, logprobs_BV: mx.array) -> mx.array:
+        """Token ids [B] uint32; `logprobs_BV` is the fp32 log-softmax of the raw logits."""
+        rows = self._model.rows
+        plan = self._plan
+        if plan is None or rows is not self._rows or plan.expired:
+            self._rows, self._plan = rows, (plan := _Plan(rows, logprobs_BV.shape[-1], self._candidates))
+        logits_B1V, tokens_B1 = self._model.logits_B1V, self._model.tokens_B1
+        assert logits_B1V is not None and tokens_B1 is not None, "the sampler runs after a one-token forward"
+        tokens_B = plan.draw(logits_B1V[:, -1, :], tokens_B1[:, 0])
+        self._model.logits_B1V = None
+        logprobs_B = mx.take_along_axis(logprobs_BV, tokens_B[:, None], axis=-1)[:, 0]
+        top_TK = plan.most_likely(logprobs_BV)
+        mx.async_eval(tokens_B, logprobs_B, *(top_TK or ()))  # type: ignore[no-untyped-call]
+        draw = Draw(self._model.versions, logprobs_B, top_TK, plan.top_index)
+        for index, row in enumerate(rows):
+            row.draws.append((draw, index))
+            row.position += 1
+        return tokens_B
+
+
+class _Plan:
+    """Tensors of one set of rows. F: rows with top_k or top_p. S: rows that are not greedy. T: top_logprobs."""
+
+    def __init__(self, rows: tuple[Row, ...], vocab: int, candidates: int) -> None:
+        self._edits = LogitEdits(rows, vocab)
+        self._penalties = Penalties(rows, vocab)
+        self._steps_left = self._edits.steps_valid or -1
+        self._size = len(rows)
+        drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
+        self._drawn = _Subset(drawn, len(rows))
+        if drawn:
+            self._prepare_draw([rows[index] for index in drawn], vocab, candidates)
+        wanted = [index for index, row in enumerate(rows) if row.sampling.top_logprobs]
+        self._top = _Subset(wanted, len(rows))
+        self.top_index = {index: at for at, index in enumerate(wanted)}
+        self._top_count = min(max((rows[index].sampling.top_logprobs or 0 for index in wanted), default=0), vocab)
+
+    @property
+    def expired(self) -> bool:
+        """Whether a row has reached its min_tokens since, so that the edits must be built again."""
+        return self._steps_left == 0
+
+    def _prepare_draw(self, rows: Sequence[Row], vocab: int, candidates: int) -> None:
+        sampling = [row.sampling for row in rows]
+        self._seeds_S = mix_seeds([s.seed for s in sampling])
+        self._positions_S = np.array([row.position for row in rows], np.int64)
+        self._inverse_temperature_S1 = _column([1 / s.temperature for s in sampling])
+        min_p = [s.min_p for s in sampling]
+        self._log_min_p_S1 = (
+            _column([np.log(p) if p > 0 else -np.inf for p in min_p]) if any(p > 0 for p in min_p) else None
+        )
+        top_k = [s.top_k if 0 < s.top_k < vocab else vocab for s in sampling]
+        top_p = [s.top_p if s.top_p < 1 else 2.0 for s in sampling]
+        filtered = [at for at in range(len(rows)) if top_k[at] < vocab or top_p[at] < 1]
+        self._filtered = _Subset(filtered, len(rows))
+        if filtered:
+            k, p = [top_k[at] for at in filtered], [top_p[at] for at in filtered]
+            self._top_k_F1, self._top_p_F1 = mx.array(k)[:, None], _column(p)
+            # On a GPU a partition is a full sort, so nothing is gained by taking fewer candidates.
+            sort_all = vocab <= SORT_ALL_BELOW or mx.default_device() != mx.Device(mx.cpu)
+            sort_all = sort_all or any(candidates < each < vocab for each in k)
+            self._vocab = vocab
+            self._candidates = vocab if sort_all else candidates
+            self._may_overflow = not sort_all and any(each == vocab for each in k)
+
+    def draw(self, logits_BV: mx.array, inputs_B: mx.array) -> mx.array:
+        """Token ids [B] uint32."""
+        self._steps_left -= 1
+        if not self._edits.is_empty:
+            logits_BV = self._edits.apply(logits_BV)
+        if not self._penalties.is_empty:
+            logits_BV = self._penalties.apply(logits_BV, inputs_B)
+        greedy_B = mx.argmax(logits_BV, axis=-1)
+        if self._drawn.is_empty:
+            return greedy_B
+        scores_SV = self._drawn.of(logits_BV) * self._inverse_temperature_S1
+        tokens_S = self._draw_filtered(scores_SV, self._drawn.of(greedy_B))
+        return self._drawn.put(greedy_B, tokens_S)
+
+    def _draw_filtered(self, scores_SV: mx.array, best_S: mx.array) -> mx.array:
+        top_S1 = mx.take_along_axis(scores_SV, best_S[:, None], axis=-1)
+        weights_SV = mx.exp(scores_SV - top_S1)
+        threshold_S1 = None if self._log_min_p_S1 is None else top_S1 + self._log_min_p_S1
+        if not self._filtered.is_empty:
+            nucleus_F1 = self._nucleus(self._filtered.of(scores_SV), self._filtered.of(weights_SV))
+            everything_S1 = mx.full(top_S1.shape, -float("inf"))
+            nucleus_S1 = self._filtered.put(everything_S1, nucleus_F1)
+            threshold_S1 = nucleus_S1 if threshold_S1 is None else mx.maximum(threshold_S1, nucleus_S1)
+        if threshold_S1 is not None:
+            weights_SV = mx.where(scores_SV >= threshold_S1, weights_SV, 0)
+        uniforms_S1 = uniforms(self._seeds_S, self._positions_S)
+        self._positions_S += 1
+        return draw_by_weight(weights_SV, uniforms_S1, best_S)
+
+    def _nucleus(self, scores_FV: mx.array, weights_FV: mx.array) -> mx.array:
+        mass_F1 = mx.sum(weights_FV, axis=-1, keepdims=True)
+        k_F1, p_F1 = self._top_k_F1, self._top_p_F1
+        threshold_F1, enough_F1 = nucleus_threshold(scores_FV, mass_F1, k_F1, p_F1, self._candidates)
+        if self._may_overflow and not mx.all(enough_F1).item():
+            threshold_F1, _ = nucleus_threshold(scores_FV, mass_F1, k_F1, p_F1, self._vocab)
+        return threshold_F1
+
+    def most_likely(self, logprobs_BV: mx.array) -> tuple[mx.array, mx.array] | None:
+        """Ids and log-probabilities [T, K] of the rows that asked for them."""
+        if self._top_count == 0:
+            return None
+        return most_likely(self._top.of(logprobs_BV), self._top_count)
+
+
+class _Subset:
+    """Some rows of a batch; costs nothing when it is all of them."""
+
+    def __init__(self, indices: list[int], size: int) -> None:
+        self.is_empty = not indices
+        self._is_all = len(indices) == size
+        if indices and not self._is_all:
+            self._indices = mx.array(indices)
+
+    def of(self, values: mx.array) -> mx.array:
+        """The subset's rows of `values`."""
+        return values if self._is_all else values[self._indices]
+
+    def put(self, values: mx.array, part: mx.array) -> mx.array:
+        """`values` with the subset's rows replaced by `part`."""
+        if self._is_all:
+            return part
+        out = mx.array(values)
+        out[self._indices] = part
+        return out
+
+
+def _column(values: Sequence[float]) -> mx.array:
+    return mx.array(np.array(values, np.float32)[:, None])
