@@ -1,0 +1,52 @@
+# make setup   a virtual environment with the locked dependencies (Linux CPU or macOS)
+# make demo    the whole service on one machine, with the tiny model
+# make test    check, then all tests
+# make check   format, lint, types and layers
+# make bench   measurements (never run by the tests)
+# make lock    resolve requirements.lock anew
+
+BIN := .venv/bin
+STAMP := .venv/.stamp
+
+.PHONY: setup demo test check bench lock clean
+
+setup: $(STAMP)
+
+# A name on PATH is not enough: version managers put shims there that do not run. Hence each is asked for its version.
+$(STAMP): requirements.lock pyproject.toml
+	@set -e; \
+	for python in python3.13 python3.12 python3.11 python3; do \
+	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$${found:-}" ]; then \
+	  echo "Python 3.11 or newer is needed, and none of python3.13, python3.12, python3.11, python3 is that." >&2; exit 1; \
+	fi; \
+	if ! $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then $$found -m venv --clear .venv; fi
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	-$(BIN)/python -m worker.engine.fast_blas
+	@touch $(STAMP)
+
+demo: setup
+	$(BIN)/python -m api.demo --out demo-out
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: setup check
+	$(BIN)/pytest -n 2 --dist loadfile
+
+bench: setup
+	$(BIN)/python -m tests.bench
+
+# Needs uv (https://docs.astral.sh/uv/). The default index is named, so that a local mirror cannot leave its hashes here.
+lock:
+	uv pip compile pyproject.toml --universal --python-version 3.11 --extra cpu --extra demo --extra dev \
+	  --generate-hashes --no-emit-index-url --no-emit-find-links --default-index https://pypi.org/simple \
+	  --custom-compile-command 'make lock' --output-file requirements.lock
+
+clean:
+	rm -rf .venv build dist *.egg-info demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
