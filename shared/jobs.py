@@ -55,6 +55,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     n: int = 1
     sampling: SamplingOverrides = SamplingOverrides()
     reward: RewardSpec | None = None
+    score_logprobs: bool = True  # kind "score": ask the model; False scores texts by the reward alone, without a model
     adapter: str = ""
     adapter_policy: AdapterPolicy = "follow"
     metadata: dict[str, Any] = {}
