@@ -56,7 +56,8 @@ def nucleus_threshold(
     goal_F1 = top_p_F1 * mass_F1
     kept_FK = in_top_k_FK & (cumulative_FK - weights_FK < goal_F1)
     last_F1 = mx.maximum(mx.sum(kept_FK, axis=-1, keepdims=True), 1) - 1
-    enough_F1 = (top_k_F1 <= count) | (cumulative_FK[:, -1:] >= goal_F1) | (count == vocab)
+    reaches_top_p_F1 = (top_k_F1 >= vocab) & (cumulative_FK[:, -1:] >= goal_F1)
+    enough_F1 = (top_k_F1 <= count) | reaches_top_p_F1 | (count == vocab)
     return mx.take_along_axis(top_FK, last_F1, axis=-1), enough_F1
 
 

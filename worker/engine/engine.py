@@ -159,8 +159,7 @@ class Engine:
         tasks = [task_for(row) for row in admitted]
         shared = Counter(task.key for task in tasks)
         for task in tasks:
-            in_lane = task.scores or shared[task.key] > 1 or self._lane.has_equal(task)
-            if in_lane or task.rows[0].spec.kind == "score":
+            if task.reports or shared[task.key] > 1 or self._lane.has_equal(task):
                 self._lane.add(task)
             else:
                 self._batch.insert(task.rows, task.ids)

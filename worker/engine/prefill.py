@@ -35,16 +35,12 @@ class PrefillTask:
     def __post_init__(self) -> None:
         self.key = (tuple(self.ids), self.rows[0].spec.adapter)  # tasks of equal keys have the same KV
         self.is_batch = self.rows[0].spec.sequence_class == "batch"
+        self.reports = any(row.spec.kind == "score" or wants_prompt_logprobs(row) for row in self.rows)
 
     @property
     def left(self) -> int:
         """Ids that still have to be fed."""
         return len(self.ids) - 1 - self.done
-
-    @property
-    def scores(self) -> bool:
-        """Whether it brings log-probabilities."""
-        return self.score_from < len(self.ids) - 1
 
 
 def task_for(row: Row) -> PrefillTask:
@@ -90,7 +86,7 @@ class PrefillLane:
     def _joinable(self, task: PrefillTask) -> PrefillTask | None:
         """An equal task; what it has fed already cannot be scored any more."""
         for other in self._tasks:
-            if other.key == task.key and (other.done == 0 or not task.scores):
+            if other.key == task.key and (other.done == 0 or not task.reports):
                 return other
         return None
 

@@ -1,0 +1,109 @@
+"""What is told of a model, and which models load."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from shared.errors import SetupError
+from shared.text import TextCodec
+from tests.engine.conftest import Bench, prompt_of, spec
+from tests.engine.small_models import BOS, EOS, LLAMA, QWEN3, write_model
+from worker.engine.loader import LoadedModel, base_sha256, load_model
+from worker.engine.messages import EngineConfig
+
+
+def test_the_card_describes_the_model(llama: LoadedModel) -> None:
+    card = llama.card
+    assert (card.name, card.context_length, card.vocab_size) == ("llama", 1024, 320)
+    assert card.eos_token_ids == (EOS,)
+    assert card.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, dimensions, fp32
+    assert (card.dtype, card.quantization) == ("float32", "")
+    assert card.tokenizer_sha256 == llama.tokenizer.sha256
+    assert card.modules["model.layers.1.mlp.down_proj"] == (128, 64)
+    assert card.modules["model.layers.0.self_attn.k_proj"] == (64, 32)
+    assert len(card.modules) == 14
+    assert llama.kv_limit_bytes > 1 << 20
+
+
+def test_the_tokenizer_travels(llama: LoadedModel) -> None:
+    codec = TextCodec(llama.tokenizer)
+    assert codec.decode(codec.encode("Grüße ☃")) == "Grüße ☃"
+    assert llama.tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert codec.decode([BOS, 65, EOS]) == "A"
+    assert "messages" in llama.tokenizer.chat_template
+
+
+def test_the_base_hash_names_config_and_weights(tmp_path: Path) -> None:
+    first, same = write_model(tmp_path / "a", LLAMA), write_model(tmp_path / "b", LLAMA)
+    assert base_sha256(first) == base_sha256(same)
+    assert base_sha256(first) != base_sha256(write_model(tmp_path / "c", LLAMA, seed=1))
+    config = json.loads((same / "config.json").read_text())
+    (same / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    assert base_sha256(first) != base_sha256(same)
+
+
+def test_context_and_name_can_be_set(llama_folder: Path) -> None:
+    loaded = load_model(EngineConfig(str(llama_folder), served_name="mine", max_context=100, kv_limit_bytes=12345))
+    assert (loaded.card.name, loaded.card.context_length, loaded.kv_limit_bytes) == ("mine", 100, 12345)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_dtypes_decode_with_fp32_logprobs(llama_folder: Path, dtype: str) -> None:
+    loaded = load_model(EngineConfig(str(llama_folder), dtype=dtype))
+    assert loaded.card.dtype == dtype
+    bench = Bench(loaded)
+    bench.submit(spec("s", prompt_of(10), top_logprobs=3), spec("t", prompt_of(10), temperature=1.0))
+    bench.run()
+    total = sum(2.718281828**each.logprob for each in (bench.events["s"][0].top_logprobs or [[]])[0])
+    assert 0 < total <= 1
+    assert len(bench.tokens("t")) == 12
+
+
+def test_an_unknown_dtype_is_refused(llama_folder: Path) -> None:
+    with pytest.raises(SetupError, match="dtype 'int3'"):
+        load_model(EngineConfig(str(llama_folder), dtype="int3"))
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+def test_a_quantised_model_loads_and_decodes_alike_in_any_batch(tmp_path: Path, config: dict[str, object]) -> None:
+    loaded = load_model(EngineConfig(str(write_model(tmp_path / "q4", config, bits=4))))
+    assert loaded.card.quantization == "4 bits, groups of 32"
+    assert loaded.card.modules["model.layers.0.self_attn.q_proj"] == (64, 64)
+    specs = [spec(f"s{i}", prompt_of(10 + i), temperature=float(i % 2), seed=i) for i in range(6)]
+    together = Bench(loaded)
+    together.submit(*specs)
+    together.run()
+    for each in specs:
+        alone = Bench(loaded)
+        alone.submit(each)
+        alone.run()
+        assert together.tokens(each.id) == alone.tokens(each.id)
+
+
+def test_sliding_window_caches_work_in_the_batch(llama: LoadedModel) -> None:
+    """A model whose layers keep a window only: rotating caches are merged, forked and filtered too."""
+    from mlx_lm.models.cache import RotatingKVCache
+
+    class Windowed:
+        layers = llama.model.layers
+
+        def make_cache(self) -> list[RotatingKVCache]:
+            return [RotatingKVCache(max_size=32) for _ in self.layers]
+
+        def __call__(self, tokens: mx.array, cache: list[RotatingKVCache]) -> mx.array:
+            logits: mx.array = llama.model(tokens, cache=cache)
+            return logits
+
+    loaded = replace(llama, model=Windowed())
+    prompts = [prompt_of(length) for length in (5, 50, 50, 70)]
+    bench = Bench(loaded)
+    bench.submit(*(spec(f"s{i}", prompt) for i, prompt in enumerate(prompts)))
+    bench.run()
+    for index, prompt in enumerate(prompts):
+        alone = Bench(loaded)
+        alone.submit(spec("s", prompt))
+        alone.run()
+        assert bench.tokens(f"s{index}") == alone.tokens("s")

@@ -1,0 +1,179 @@
+"""The distribution of each row is the one that a plain numpy reference computes."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.frames import TokenEvent
+from shared.sequences import SamplingParams, SequenceSpec
+from worker.engine.draw import draw_by_weight, mix_seeds, nucleus_threshold, uniforms
+from worker.engine.messages import RowRequest
+from worker.engine.rows import Row
+from worker.engine.sampler import _Plan
+
+PROMPT = (1, 2, 2, 3, 40)
+COMPLETION = [3, 3, 5, 7, 3]
+EOS = 9
+
+
+def params(**sampling: object) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 1000, "seed": 0} | sampling))  # type: ignore[arg-type]
+
+
+def row_of(sampling: SamplingParams, completion: list[int] = COMPLETION) -> Row:
+    prior = (TokenEvent("s", 1, 0, list(completion), [0.0] * len(completion)),)
+    return Row(RowRequest(SequenceSpec("s", "m", PROMPT, sampling), 2, prior), frozenset({EOS}), None)
+
+
+def reference(logits_V: np.ndarray, s: SamplingParams, completion: list[int] = COMPLETION) -> np.ndarray:
+    """Probabilities [V], in float64 and one step at a time."""
+    z = logits_V.astype(np.float64).copy()
+    for token, bias in s.logit_bias.items():
+        z[token] += bias
+    if len(completion) < s.min_tokens:
+        z[[*s.stop_token_ids, *([] if s.ignore_eos else [EOS])]] = -np.inf
+    for token in {*PROMPT, *completion}:
+        z[token] = z[token] / s.repetition_penalty if z[token] > 0 else z[token] * s.repetition_penalty
+    for token in set(completion):
+        z[token] -= s.frequency_penalty * completion.count(token) + s.presence_penalty
+    if s.temperature == 0:
+        return np.eye(len(z))[z.argmax()]
+    z = z / s.temperature
+    p = np.exp(z - z.max())
+    order = np.argsort(-p)
+    if s.top_k:
+        p[order[s.top_k :]] = 0
+    p /= p.sum()
+    if s.top_p < 1:
+        above = np.cumsum(p[order]) - p[order]
+        p[order[above >= s.top_p]] = 0
+    p[p < s.min_p * p.max()] = 0
+    return p / p.sum()
+
+
+def drawn(logits_V: np.ndarray, s: SamplingParams, count: int = 4000, candidates: int = 16) -> np.ndarray:
+    """Frequencies [V] of `count` rows that differ in their seeds only."""
+    rows = tuple(row_of(SamplingParams(**{**as_dict(s), "seed": seed})) for seed in range(count))
+    logits_BV = mx.broadcast_to(mx.array(logits_V.astype(np.float32)), (count, len(logits_V)))
+    tokens_B = _Plan(rows, len(logits_V), candidates).draw(logits_BV, mx.zeros((count,), mx.uint32))
+    assert tokens_B.dtype == mx.uint32
+    return np.bincount(np.array(tokens_B), minlength=len(logits_V)) / count
+
+
+def as_dict(s: SamplingParams) -> dict[str, object]:
+    return {name: getattr(s, name) for name in s.__struct_fields__}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
+        {"top_k": 1},
+        {"top_k": 7},
+        {"top_k": 500},
+        {"top_p": 0.3},
+        {"top_p": 0.9},
+        {"top_p": 0.9999},
+        {"top_k": 12, "top_p": 0.7},
+        {"top_k": 40, "top_p": 0.99, "temperature": 1.5},
+        {"min_p": 0.2},
+        {"min_p": 0.05, "top_p": 0.9, "top_k": 30, "temperature": 1.3},
+        {"logit_bias": {4: 6.0, 0: -100.0}},
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 0.9},
+        {"repetition_penalty": 1.8},
+        {"repetition_penalty": 0.7, "presence_penalty": -1.0, "temperature": 0.0},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "top_p": 0.8},
+        {"min_tokens": 6, "stop_token_ids": (3, 4)},
+        {"min_tokens": 5, "stop_token_ids": (3, 4)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("vocab", [50, 2048])
+def test_draws_follow_the_reference(sampling: dict[str, object], vocab: int) -> None:
+    logits_V = np.random.default_rng(1).normal(size=vocab) * 3
+    s = params(**sampling)
+    expected, got = reference(logits_V, s), drawn(logits_V, s)
+    assert not got[expected == 0].any(), "drew a token that the filters exclude"
+    deviation = np.sqrt(expected * (1 - expected) / 4000)
+    assert (np.abs(got - expected) <= 5 * deviation + 1e-3).all()
+
+
+def test_rows_with_different_parameters_share_a_call() -> None:
+    vocab, rng = 2048, np.random.default_rng(2)
+    logits_BV = rng.normal(size=(6, vocab)).astype(np.float32) * 3
+    each = [
+        params(temperature=0),
+        params(top_k=3),
+        params(top_p=0.999),
+        params(min_p=0.4),
+        params(frequency_penalty=2.0, top_k=2),
+        params(logit_bias={11: 100.0}),
+    ]
+    rows = tuple(map(row_of, each))
+    together = np.array(_Plan(rows, vocab, 16).draw(mx.array(logits_BV), mx.zeros((6,), mx.uint32)))
+    for index, row in enumerate(rows):
+        alone = _Plan((row,), vocab, 16).draw(mx.array(logits_BV[index : index + 1]), mx.zeros((1,), mx.uint32))
+        assert together[index] == alone.item()
+    assert together[0] == logits_BV[0].argmax()
+    assert together[5] == 11
+
+
+def test_counts_grow_by_the_token_that_the_host_has_not_seen() -> None:
+    vocab = 50
+    row = row_of(params(temperature=0.0, frequency_penalty=1.0), [])
+    logits = mx.array([[0.0, 0.9] + [-9.0] * (vocab - 2)])
+    plan = _Plan((row,), vocab, 256)
+    assert plan.draw(logits, mx.array([40])).item() == 1  # the input is the prompt's last token: not counted
+    assert plan.draw(logits, mx.array([1])).item() == 0
+    assert plan.draw(logits, mx.array([0])).item() == 1
+    row.tokens, row.position = [1, 0], 3  # rebuilt: the host knows two tokens, the third is in flight
+    assert _Plan((row,), vocab, 256).draw(logits, mx.array([1])).item() == 0
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    top_k=st.integers(1, 64),
+    top_p=st.floats(0.01, 1.0),
+    sharpness=st.floats(0.05, 8.0),
+    candidates=st.sampled_from([4, 16, 64]),
+)
+@settings(max_examples=80, deadline=None)
+def test_the_nucleus_is_the_reference_s(seed: int, top_k: int, top_p: float, sharpness: float, candidates: int) -> None:
+    scores_V = np.random.default_rng(seed).normal(size=64).astype(np.float32) * np.float32(sharpness)
+    scores_1V = mx.array(scores_V[None])
+    weights = mx.exp(scores_1V - scores_1V.max())
+    limit = mx.array([[top_p if top_p < 1 else 2.0]])
+    threshold, enough = nucleus_threshold(
+        scores_1V, weights.sum(-1, keepdims=True), mx.array([[top_k]]), limit, candidates
+    )
+    expected = reference(scores_V, params(top_k=top_k, top_p=top_p), []) > 0
+    if enough.item():
+        got = scores_V >= threshold.item()
+        assert abs(int(got.sum()) - int(expected.sum())) <= 1, "rounding may move the cut by one token"
+        assert (got[expected] if got.sum() >= expected.sum() else expected[got]).all()
+    else:
+        assert expected.sum() > candidates or candidates < top_k
+
+
+def test_draws_are_in_proportion_and_never_a_zero_weight() -> None:
+    weights_V = mx.array([0.0, 1.0, 0.0, 2.0, 1.0, 0.0])
+    grid = mx.arange(4000)[:, None] / 4000
+    tokens = draw_by_weight(mx.broadcast_to(weights_V, (4000, 6)), grid, mx.zeros((4000,), mx.uint32))
+    assert np.bincount(np.array(tokens), minlength=6).tolist() == [0, 1000, 0, 2000, 1000, 0]
+    edge = draw_by_weight(weights_V[None], mx.array([[1 - 2**-24]]), mx.array([3], mx.uint32))
+    assert edge.item() == 4
+
+
+def test_uniforms_are_uniform_and_differ_by_seed_and_position() -> None:
+    seeds = mix_seeds([*range(1000), -1, 2**63, 2**80 + 7])
+    drawn = np.concatenate([np.array(uniforms(seeds, np.full(1003, p)))[:, 0] for p in range(100)])
+    assert drawn.min() >= 0 and drawn.max() < 1
+    assert abs(drawn.mean() - 0.5) < 0.005
+    assert np.abs(np.histogram(drawn, 20, (0, 1))[0] / len(drawn) - 0.05).max() < 0.004
+    assert len(np.unique(drawn)) > 0.99 * len(drawn)
