@@ -110,7 +110,7 @@ class Claim(msgspec.Struct, frozen=True):
     stream: str
     entry: str
     attempt: int  # 1 for the first; writes of an older attempt are refused
-    cancelled: bool = False
+    alone: bool = False  # it has killed workers: nothing may run beside it
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -127,6 +127,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     quantization: str = ""  # "" or like "4 bits, groups of 64"
     created: int = 0  # Unix seconds
     schema: int = SCHEMA
+    modules: dict[str, tuple[int, int]] = {}  # that adapters may adapt: path -> (in, out); empty: not known
 
 
 _encoder = msgspec.msgpack.Encoder()

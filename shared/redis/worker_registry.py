@@ -1,0 +1,120 @@
+"""Who serves what: model cards and tokenizers, and the workers' heartbeats.
+
+A worker is live while its heartbeat hash exists (10 s). Cards and tokenizers stay for a week after the last worker, so
+that jobs can be planned while no worker is up.
+"""
+
+from typing import Literal
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.errors import NotFoundError
+from shared.redis import keys
+from shared.redis.client import server_time_ms
+from shared.sequences import ModelCard
+from shared.text import TokenizerBundle
+
+WorkerState = Literal["starting", "ready", "paused", "draining", "stuck"]
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One heartbeat."""
+
+    id: str
+    model: str
+    host: str
+    pid: int
+    state: WorkerState
+    rows: int
+    max_rows: int
+    waiting: int  # claimed, not yet in a row
+    kv_bytes: int
+    kv_limit_bytes: int
+    tokens_per_s: float
+    steps: int
+    started_ms: int
+    heartbeat_ms: int
+    adapters: dict[str, int] = {}  # name -> version that is loaded
+    extra: dict[str, float] = {}
+
+
+class WorkerRegistry:
+    """The registry in Redis."""
+
+    def __init__(self, redis: "Redis") -> None:
+        self._redis = redis
+
+    async def register_model(self, card: ModelCard, tokenizer: TokenizerBundle) -> None:
+        """Publish what a worker serves; refreshes the time to live."""
+        bundle = msgspec.json.encode(tokenizer)
+        async with self._redis.pipeline() as pipe:
+            pipe.set(keys.tokenizer(card.tokenizer_sha256), bundle, ex=keys.REGISTRY_TTL_S)
+            pipe.set(keys.model_card(card.name), msgspec.json.encode(card), ex=keys.REGISTRY_TTL_S)
+            await pipe.execute()
+
+    async def heartbeat(self, status: WorkerStatus) -> None:
+        """Say that a worker lives."""
+        key = keys.worker(status.model, status.id)
+        fields = msgspec.to_builtins(status)
+        fields["adapters"] = msgspec.json.encode(status.adapters)
+        fields["extra"] = msgspec.json.encode(status.extra)
+        async with self._redis.pipeline() as pipe:
+            pipe.hset(key, mapping=fields)
+            pipe.expire(key, keys.WORKER_TTL_S)
+            for index, member in ((keys.workers(status.model), status.id), (keys.models(), status.model)):
+                pipe.zadd(index, {member: status.heartbeat_ms})
+                pipe.expire(index, keys.REGISTRY_TTL_S)
+            pipe.expire(keys.model_card(status.model), keys.REGISTRY_TTL_S)
+            await pipe.execute()
+
+    async def remove(self, model: str, worker_id: str) -> None:
+        """Forget a worker that leaves in order."""
+        async with self._redis.pipeline() as pipe:
+            pipe.delete(keys.worker(model, worker_id))
+            pipe.zrem(keys.workers(model), worker_id)
+            await pipe.execute()
+
+    async def models(self) -> list[ModelCard]:
+        """Every model that is known, served right now or not."""
+        names = await self._redis.zrange(keys.models(), 0, -1)
+        cards = [await self.card(name.decode()) for name in names]
+        return [card for card in cards if card is not None]
+
+    async def card(self, model: str) -> ModelCard | None:
+        """A model's card; None when no worker has registered it."""
+        data = await self._redis.get(keys.model_card(model))
+        return None if data is None else msgspec.json.decode(data, type=ModelCard)
+
+    async def live_models(self) -> set[str]:
+        """Models that at least one live worker serves."""
+        names = [name.decode() for name in await self._redis.zrange(keys.models(), 0, -1)]
+        return {name for name in names if await self.workers(name)}
+
+    async def workers(self, model: str) -> list[WorkerStatus]:
+        """A model's live workers, by id; prunes those gone for more than an hour."""
+        index = keys.workers(model)
+        ids = [name.decode() for name in await self._redis.zrange(index, 0, -1)]
+        if not ids:
+            return []
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for worker_id in ids:
+                pipe.hgetall(keys.worker(model, worker_id))
+            found = await pipe.execute()
+        if not all(found):
+            await self._redis.zremrangebyscore(index, 0, await server_time_ms(self._redis) - 3_600_000)
+        return sorted((_status(fields) for fields in found if fields), key=lambda status: status.id)
+
+    async def tokenizer(self, sha256: str) -> TokenizerBundle:
+        """A tokenizer by its hash; NotFoundError when it has expired."""
+        data = await self._redis.get(keys.tokenizer(sha256))
+        if data is None:
+            raise NotFoundError(f"tokenizer {sha256[:12]} is not in the registry; start a worker that serves its model")
+        return msgspec.json.decode(data, type=TokenizerBundle)
+
+
+def _status(fields: dict[bytes, bytes]) -> WorkerStatus:
+    plain: dict[str, object] = {name.decode(): value.decode() for name, value in fields.items()}
+    for name in ("adapters", "extra"):
+        plain[name] = msgspec.json.decode(str(plain.get(name, "{}")))
+    return msgspec.convert(plain, WorkerStatus, strict=False)

@@ -1,0 +1,27 @@
+"""Fixtures for all layers. Tests that need Redis get a server of their own test process, on a free port."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from shared.redis.embedded import EmbeddedRedis
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(tmp_path_factory.mktemp("redis-server")) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(redis_server: EmbeddedRedis) -> Iterator[str]:
+    """A Redis without keys."""
+    import redis
+
+    client = redis.Redis.from_url(redis_server.url)
+    try:
+        client.flushall()
+        client.script_flush()
+        yield redis_server.url
+    finally:
+        client.close()
