@@ -74,7 +74,8 @@ class EmbeddedRedis:
             watchdog.stdin.close()
             watchdog.wait()
             watchdog.stdout.close()
-            _kill(self.pid)  # only a watchdog that was killed itself leaves the server behind
+            if watchdog.returncode == -signal.SIGKILL:
+                _kill(self.pid)  # a watchdog that was killed itself leaves the server behind
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
