@@ -1,0 +1,1 @@
+"""The HTTP front end, the client, and the supervisor of one machine's processes."""

@@ -124,7 +124,7 @@ def from_validation(errors: Sequence[Any]) -> InvalidRequestError:
     if kind == "json_invalid":
         reason = first.get("ctx", {}).get("error", message)
         return InvalidRequestError(f"the body is not valid JSON: {reason}")
-    param = _path(first["loc"])
+    param = _path(first["loc"], str(first.get("ctx", {}).get("param", "")))
     if kind == "extra_forbidden":
         return UnsupportedParameterError(f"unknown parameter '{param}'", param=param)
     if kind == "unsupported":
@@ -137,12 +137,12 @@ def from_validation(errors: Sequence[Any]) -> InvalidRequestError:
     return InvalidRequestError(f"invalid '{param}': {message}" if param else message, param=param)
 
 
-def _path(location: Sequence[Any]) -> str | None:
-    """`("body", "messages", 0, "role")` -> `messages[0].role`; names of union branches are left out."""
+def _path(location: Sequence[Any], field: str) -> str | None:
+    """`("body", "messages", 0)` and `role` -> `messages[0].role`; names of union branches are left out."""
     path = ""
     for part in location[1:] if location and location[0] in ("body", "query", "path") else location:
         if isinstance(part, int):
             path += f"[{part}]"
         elif str(part).isidentifier() and str(part) not in ("str", "int", "float", "bool", "none"):
             path += f".{part}" if path else str(part)
-    return path or None
+    return ".".join(filter(None, (path, field))) or None

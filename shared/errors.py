@@ -85,6 +85,18 @@ class UnknownAdapterError(NotFoundError):
     code = "adapter_not_found"
 
 
+class AdapterRejectedError(InvalidRequestError):
+    """An adapter that cannot be taken; the message names the file's key and the reason, and nothing has changed."""
+
+    code = "adapter_rejected"
+
+
+class AdapterDamagedError(ParallmError):
+    """The bytes of an adapter version are not the ones that were published."""
+
+    code = "adapter_damaged"
+
+
 class ConflictError(ParallmError):
     """The request contradicts the present state, such as a demanded policy version that is not there."""
 
@@ -137,6 +149,14 @@ class DeadlineExceededError(ParallmError):
     status = 504
     type = "timeout_error"
     code = "deadline_exceeded"
+
+
+class RequestCancelledError(ParallmError):
+    """Somebody cancelled the sequence while its client was waiting."""
+
+    status = 499
+    type = "cancelled"
+    code = "cancelled"
 
 
 class EngineError(ParallmError):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 VARIABLE = "PARALLM_PARENT_PIPE"
 
 
-def follow_parent(on_exit: Callable[[], None] | None = None) -> None:
+def follow_parent(on_exit: Callable[[], object] | None = None) -> None:
     """Watch the parent's pipe, if there is one; at its end call `on_exit` (from a thread), by default SIGTERM us."""
     if os.environ.get(VARIABLE) != "1":
         return
@@ -20,7 +20,7 @@ def follow_parent(on_exit: Callable[[], None] | None = None) -> None:
     threading.Thread(target=_watch, args=(leave,), name="lifeline", daemon=True).start()
 
 
-def _watch(leave: Callable[[], None]) -> None:
+def _watch(leave: Callable[[], object]) -> None:
     try:
         while os.read(0, 4096):
             pass

@@ -1,0 +1,1 @@
+"""What reinforcement learning needs besides OpenAI's endpoints: jobs."""

@@ -1,0 +1,110 @@
+"""`python -m api`: one api process under uvicorn. `--fd N` serves on an inherited listening socket."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import structlog
+import uvicorn
+
+from api.app import create_app
+from shared.errors import SetupError
+from shared.lifeline import follow_parent
+from shared.logs import configure
+from shared.settings import ApiSettings, load
+
+log = structlog.get_logger()
+
+SHUTDOWN_S = 10  # time for requests under way at SIGTERM
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; exit code 2 when set up wrongly."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        fd = take_fd(arguments)
+        settings = load(ApiSettings, arguments)
+        configure(settings.log_level, settings.log_json)
+        if not settings.redis:
+            raise SetupError(
+                "an api process needs Redis: --redis URL or PARALLM_REDIS_URL (mlx_parallm_serve starts one)"
+            )
+        listener = _listen(settings, fd)
+    except SetupError as error:
+        print(f"api: {error}", file=sys.stderr)
+        return 2
+    server = Server(_config(settings))
+    follow_parent()
+    if listener.family != socket.AF_UNIX:
+        host, port = listener.getsockname()[:2]
+        log.info("api.listening", url=f"http://{host}:{port}")
+    with listener:
+        server.run(sockets=[listener])
+    return 0 if server.started else 1
+
+
+class Server(uvicorn.Server):
+    """uvicorn, but SIGTERM is a clean exit: uvicorn raises the signal again when it is done."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Around serving."""
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+
+def take_fd(arguments: list[str]) -> int | None:
+    """Remove `--fd N` from the arguments and return N: it belongs to this process alone, not to the settings."""
+    for i, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name != "--fd":
+            continue
+        if not value and i + 1 < len(arguments):
+            value = arguments.pop(i + 1)
+        del arguments[i]
+        if not value.isdigit():
+            raise SetupError("--fd takes the number of an inherited listening socket")
+        return int(value)
+    return None
+
+
+def _listen(settings: ApiSettings, fd: int | None) -> socket.socket:
+    try:
+        if fd is not None:
+            return socket.socket(fileno=fd)
+        if settings.uds:
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(settings.uds)
+            listener.listen(2048)
+            return listener
+        return socket.create_server((settings.host, settings.port), backlog=2048)
+    except OSError as error:
+        where = f"fd {fd}" if fd is not None else settings.uds or f"{settings.host}:{settings.port}"
+        raise SetupError(f"cannot listen on {where}: {error.strerror}") from error
+
+
+def _config(settings: ApiSettings) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(settings),
+        http="httptools",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+        timeout_keep_alive=75,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

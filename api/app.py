@@ -1,0 +1,55 @@
+"""The HTTP front end: `create_app(settings)` puts routes, errors and the ring together."""
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import structlog
+from fastapi import FastAPI
+
+from api import errors
+from api.auth import ApiKey
+from api.context import RequestContext
+from api.generation import settled
+from api.limits import BodyLimit
+from api.openai import chat, completions, models, streams
+from api.ops import health
+from api.resume import stop_lingering
+from api.ring import Ring
+from api.rl import jobs
+from shared.settings import ApiSettings
+
+log = structlog.get_logger()
+
+
+def create_app(settings: ApiSettings) -> FastAPI:
+    """An app that joins the ring at startup; any number of processes may run one."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        ring = Ring(settings)
+        app.state.ring = ring
+        await ring.start()
+        log.info("api.started", api=ring.api_id)
+        try:
+            yield
+        finally:
+            ring.shutting_down = True
+            stop_lingering()
+            await settled()
+            await ring.stop()
+            log.info("api.stopped", api=ring.api_id)
+
+    app = FastAPI(
+        title="ParaLLM",
+        description="OpenAI's endpoints, and rollout jobs, on a ring of MLX workers.",
+        lifespan=lifespan,
+        responses={401: {"model": errors.ErrorBody, "description": "No API key, or a wrong one."}},
+    )
+    errors.install(app)
+    for module in (completions, chat, models, streams, jobs, health):
+        app.include_router(module.router)
+    app.add_middleware(BodyLimit, settings.max_request_bytes, settings.max_upload_bytes)
+    if key := settings.api_key.get_secret_value():
+        app.add_middleware(ApiKey, key)
+    app.add_middleware(RequestContext)
+    return app

@@ -1,0 +1,192 @@
+"""One request's sequences in flight: enqueued, read, and cancelled as soon as nobody waits for them.
+
+Invariants. The feed is open before anything is enqueued, so no token is missed. A sequence that has not finished when
+the request ends, however it ends, is cancelled.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import msgspec
+import structlog
+from redis.exceptions import RedisError
+
+from api.ring import Ring
+from shared.errors import (
+    DeadlineExceededError,
+    ParallmError,
+    RequestCancelledError,
+    from_code,
+)
+from shared.frames import Finish, TokenEvent
+from shared.redis.frame_reader import TokenFeed
+from shared.sequences import AdapterPolicy, SamplingParams, SequenceKind, SequenceSpec
+
+log = structlog.get_logger()
+
+DEADLINE_GRACE_S = 2.0  # the worker enforces the deadline; without a worker we do, this much later
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+_cancelling: set["asyncio.Task[None]"] = set()
+
+Events = list[tuple[int, TokenEvent]]  # (index of the sequence, event)
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What a request asks of the workers: `n` completions for each prompt."""
+
+    id: str
+    model: str
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: SamplingParams
+    n: int = 1
+    kind: SequenceKind = "generate"
+    adapter: str = ""
+    adapter_policy: AdapterPolicy = "pin"
+    deadline_ms: int = 0
+
+    def specs(self, api_id: str) -> list[SequenceSpec]:
+        """One sequence for each completion; sample s of prompt p has index p * n + s."""
+        now = int(1000 * time.time())
+        return [
+            SequenceSpec(
+                id=f"{self.id}-{p * self.n + s}",
+                model=self.model,
+                prompt_ids=prompt,
+                sampling=msgspec.structs.replace(self.sampling, seed=_sample_seed(self.sampling.seed, s)),
+                kind=self.kind,
+                group=f"{self.id}-p{p}" if self.n > 1 else "",
+                api=api_id,
+                adapter=self.adapter,
+                adapter_policy=self.adapter_policy,
+                deadline_ms=self.deadline_ms,
+                enqueued_ms=now,
+            )
+            for p, prompt in enumerate(self.prompts)
+            for s in range(self.n)
+        ]
+
+
+class Generation:
+    """The sequences of one request while their tokens come in."""
+
+    def __init__(self, ring: Ring, model: str, seqs: list[str], deadline_ms: int) -> None:
+        self._ring = ring
+        self._model = model
+        self._deadline_ms = deadline_ms
+        self._seqs = seqs
+        self._history: Events = []
+        self._places: list[int] = []  # of a resumed request: where the sequences of the feed stand among all
+        self.unfinished = dict.fromkeys(seqs)
+        self._feed: TokenFeed | None = None
+
+    @classmethod
+    async def start(cls, ring: Ring, work: Work) -> "Generation":
+        """Open the feed and enqueue; QueueFullError when too much is waiting."""
+        specs = work.specs(ring.api_id)
+        generation = cls(ring, work.model, [spec.id for spec in specs], work.deadline_ms)
+        generation._feed = ring.frames.open(work.model, generation._seqs)
+        try:
+            await ring.queue(work.model).enqueue(specs)
+        except BaseException as error:
+            if isinstance(error, ParallmError):
+                generation.unfinished = {}  # refused as a whole; any other error may have come after the enqueueing
+            generation.close()
+            raise
+        return generation
+
+    @classmethod
+    def resume(
+        cls, ring: Ring, model: str, seqs: list[str], history: list[list[TokenEvent]], deadline_ms: int
+    ) -> "Generation":
+        """Go on with sequences that run already; `history` holds what each has said so far, from its first token."""
+        generation = cls(ring, model, seqs, deadline_ms)
+        generation._history = [(index, event) for index, events in enumerate(history) for event in events]
+        places = [i for i, events in enumerate(history) if not events or events[-1].finish is None]
+        start = [history[i][-1].end if history[i] else 0 for i in places]
+        generation._places = places
+        generation._feed = ring.frames.open(model, [seqs[i] for i in places], start)
+        return generation
+
+    async def batches(self) -> AsyncIterator[Events]:
+        """All events that are ready, again and again until every sequence has finished.
+
+        Raises what ended a sequence before its time: its deadline, a cancellation, an error of the engine.
+        """
+        if self._history:
+            history, self._history = self._history, []
+            yield self._checked(history)
+        while self.unfinished:
+            events = await self._next()
+            yield self._checked([(self._places[i], event) for i, event in events] if self._places else events)
+
+    def _checked(self, events: Events) -> Events:
+        for _, event in events:
+            if event.finish is not None:
+                self.unfinished.pop(event.seq, None)
+                raise_failure(event.finish)
+        return events
+
+    async def _next(self) -> Events:
+        assert self._feed is not None, "read before start"
+        if not self._deadline_ms:
+            return await self._feed.next()
+        left_s = self._deadline_ms / 1000 - time.time() + DEADLINE_GRACE_S
+        try:
+            async with asyncio.timeout(left_s):
+                return await self._feed.next()
+        except TimeoutError:
+            raise DeadlineExceededError("the deadline passed before the request was complete") from None
+
+    def leave(self) -> list[str]:
+        """Stop reading and let the sequences run on; returns those that have not finished."""
+        if self._feed is not None:
+            self._feed.close()
+        unfinished, self.unfinished = list(self.unfinished), {}
+        return unfinished
+
+    def close(self) -> None:
+        """The request is over: what has not finished is cancelled, without waiting for Redis."""
+        if unfinished := self.leave():
+            task = asyncio.create_task(self._cancel(unfinished))
+            _cancelling.add(task)
+            task.add_done_callback(_cancelling.discard)
+
+    async def _cancel(self, seqs: list[str]) -> None:
+        try:
+            await self._ring.queue(self._model).cancel(seqs)
+            log.info("api.cancelled", sequences=len(seqs), first=seqs[0])
+        except (RedisError, OSError) as error:
+            log.warning("api.cancel_failed", error=str(error), sequences=len(seqs))
+
+
+async def settled() -> None:
+    """Wait for cancellations that are under way; at shutdown."""
+    if _cancelling:
+        await asyncio.wait(_cancelling, timeout=5)
+
+
+def raise_failure(finish: Finish) -> None:
+    """Raise the error of a sequence that did not end by itself."""
+    if finish.reason == "deadline":
+        raise DeadlineExceededError("the deadline passed before the request was complete")
+    if finish.reason == "cancelled":
+        raise RequestCancelledError("the request was cancelled")
+    if finish.reason == "error":
+        raise from_code(finish.error_code, finish.error_message or "the engine failed on this sequence")
+
+
+def by_choice(events: Events) -> Iterator[tuple[int, list[TokenEvent]]]:
+    """Events grouped by sequence, in the order in which the sequences first appear."""
+    if len(events) == 1:
+        yield events[0][0], [events[0][1]]
+        return
+    grouped: dict[int, list[TokenEvent]] = {}
+    for index, event in events:
+        grouped.setdefault(index, []).append(event)
+    yield from grouped.items()
+
+
+def _sample_seed(seed: int, sample: int) -> int:
+    """Samples of one prompt draw differently; sample 0 draws with the request's own seed."""
+    return (seed + sample * _SEED_STRIDE) % 2**63

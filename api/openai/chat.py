@@ -1,0 +1,129 @@
+"""POST /v1/chat/completions: messages through the model's chat template, then as any completion."""
+
+import asyncio
+import time
+import uuid
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from api.errors import error_responses
+from api.generation import Work
+from api.openai.choices import ReplyPlan
+from api.openai.completions import ENCODE_IN_THREAD_CHARS
+from api.openai.replies import reply
+from api.openai.sampling import adapter_of, check_prompts, deadline, room_for, sampling_of
+from api.openai.schemas import ChatCompletionRequest, ChatMessage
+from api.ring import Ring, ServedModel, ring_of
+from shared.errors import InvalidRequestError
+from shared.settings import ApiSettings
+from shared.text import TextCodec
+
+router = APIRouter(tags=["openai"])
+
+_OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+@router.post(
+    "/v1/chat/completions",
+    summary="Answer a chat",
+    responses={
+        200: {"description": "A chat completion object, or server-sent chunks when `stream` is true"},
+        **error_responses(400, 404, 413, 429, 503, 504),
+    },
+)
+async def create_chat_completion(
+    body: ChatCompletionRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]
+) -> Response:
+    """OpenAI's chat completions for text, with vLLM's extras."""
+    served = await ring.served(body.model)
+    prompt = await _encoded(served.codec, body)
+    work, plan = plan_chat(body, prompt, served, ring.settings)
+    return await reply(ring, request, served, work, plan, bool(body.stream))
+
+
+async def _encoded(codec: TextCodec, body: ChatCompletionRequest) -> list[int]:
+    variables = body.chat_template_kwargs or {}
+    if wrong := sorted(variables.keys() & _OWN_VARIABLES):
+        raise InvalidRequestError(f"'{wrong[0]}' is not a template variable of its own", param="chat_template_kwargs")
+    text = codec.render_chat(
+        template_messages(body.messages), add_generation_prompt=body.add_generation_prompt is not False, **variables
+    )
+    special = bool(body.add_special_tokens)  # the template writes them itself
+    if len(text) > ENCODE_IN_THREAD_CHARS:
+        return await asyncio.to_thread(codec.encode, text, special)
+    return codec.encode(text, special)
+
+
+def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: text as one string, `developer` as `system`, call arguments as objects."""
+    shown: list[dict[str, Any]] = []
+    for message in messages:
+        fields = message.model_dump(exclude_none=True)
+        if isinstance(message.content, list):
+            fields["content"] = "".join(part.text for part in message.content)
+        fields.setdefault("content", "")
+        if message.role == "developer":
+            fields["role"] = "system"
+        if message.tool_calls:
+            fields["tool_calls"] = [_with_object_arguments(call) for call in message.tool_calls]
+        shown.append(fields)
+    return shown
+
+
+def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": msgspec.json.decode(function["arguments"] or "{}")}}
+    except msgspec.DecodeError as error:
+        raise InvalidRequestError(f"'arguments' of a tool call is not JSON: {error}", param="messages") from error
+
+
+def plan_chat(
+    body: ChatCompletionRequest, prompt: list[int], served: ServedModel, settings: ApiSettings
+) -> tuple[Work, ReplyPlan]:
+    """What to ask of the workers, and what to make of their tokens."""
+    card = served.card
+    check_prompts([prompt], card, settings, "messages")
+    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    param = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
+    plan = ReplyPlan(
+        id=f"chatcmpl-{uuid.uuid4().hex}",
+        endpoint="chat",
+        created=int(time.time()),
+        served=card.name,
+        model=body.model or card.name,
+        fingerprint=served.fingerprint,
+        prompts=(tuple(prompt),),
+        n=body.n or 1,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        event_ids=bool(body.stream_options and body.stream_options.include_event_ids),
+        token_ids=bool(body.return_token_ids),
+        name_tokens_by_id=bool(body.return_tokens_as_token_ids),
+        eos_token_ids=card.eos_token_ids,
+        show_stop_token=bool(body.include_stop_str_in_output),
+        deadline_ms=deadline(settings),
+    )
+    work = Work(
+        id=plan.id,
+        model=card.name,
+        prompts=plan.prompts,
+        sampling=sampling_of(
+            body,
+            card,
+            room_for([prompt], card, asked, settings.default_max_tokens, param=param),
+            top_logprobs=plan.logprobs or None,
+            prompt_logprobs=body.prompt_logprobs,
+        ),
+        n=plan.n,
+        adapter=adapter_of(body),
+        adapter_policy=body.adapter_policy or "pin",
+        deadline_ms=plan.deadline_ms,
+    )
+    return work, plan

@@ -1,0 +1,166 @@
+"""From token events to what one choice of a reply says next.
+
+`ReplyPlan` is plain data: all that is needed to write a reply. A resumable stream keeps it in Redis, so that another
+api process can go on writing.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from shared.frames import Finish, TokenEvent, TokenLogprob
+from shared.text import TextCodec, TextStream
+
+Endpoint = Literal["completions", "chat"]
+
+
+class ReplyPlan(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Shape of a reply."""
+
+    id: str
+    endpoint: Endpoint
+    created: int
+    served: str  # the model that computes it
+    model: str  # its name in the reply
+    fingerprint: str
+    prompts: tuple[tuple[int, ...], ...]
+    n: int = 1
+    echo: tuple[str, ...] = ()  # prompt texts that come before their completions; (): no echo
+    logprobs: int | None = None  # None: none; k: with the k most likely tokens
+    prompt_logprobs: int | None = None  # likewise, as vLLM shows them
+    include_usage: bool = False
+    event_ids: bool = False
+    token_ids: bool = False
+    name_tokens_by_id: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    show_stop_token: bool = False  # the text of a stop token id that the request named
+    scores_only: bool = False  # the prompt is scored, nothing is generated
+    deadline_ms: int = 0
+
+    @property
+    def choices(self) -> int:
+        """Number of choices."""
+        return len(self.prompts) * self.n
+
+    def sequence(self, choice: int) -> str:
+        """Id of the sequence behind a choice."""
+        return f"{self.id}-{choice}"
+
+
+class Delta(msgspec.Struct):
+    """What is new in one choice."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    top_logprobs: list[list[TokenLogprob]] | None
+    first: bool  # nothing of this choice was shown before
+    finish: Finish | None
+    seen_tokens: int = 0  # so many of `tokens` the client of a resumed stream has; of `text` only new text is here
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[list[TokenLogprob]] | None = None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """OpenAI's name of it."""
+        return None if self.finish is None else self.finish.reason
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How much of a choice a client has seen."""
+
+    tokens: int = 0
+    chars: int = 0
+    ended: bool = False
+    begun: bool = False
+
+
+NOTHING_SEEN = Progress()
+
+
+class Choice:
+    """One choice while its events come in. With `seen` it shows only what lies beyond."""
+
+    __slots__ = (
+        "_decoder", "_eos", "_show_stop", "_skip_chars", "_skip_tokens", "begun", "cached", "chars", "ended",
+        "seen_end", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, plan: ReplyPlan, codec: TextCodec, seen: Progress = NOTHING_SEEN) -> None:
+        self._decoder = TextStream(codec)
+        self._eos = plan.eos_token_ids
+        self._show_stop = plan.show_stop_token
+        self._skip_tokens = seen.tokens
+        self._skip_chars = seen.chars
+        self.begun = seen.begun  # something of it was shown
+        self.seen_end = seen.ended
+        self.tokens = 0
+        self.chars = 0
+        self.cached = 0
+        self.ended = False
+
+    def take(self, events: list[TokenEvent]) -> Delta:
+        """All that the events add, as one delta."""
+        event = events[0] if len(events) == 1 else join(events)
+        finish = event.finish
+        text = self._text(event)
+        self.tokens += len(event.tokens)
+        self.chars += len(text)
+        if finish is not None:
+            self.ended = True
+            self.cached = finish.cached_tokens
+        delta = Delta(text, event.tokens, event.logprobs, event.top_logprobs, not self.begun, finish)
+        delta.prompt_logprobs = event.prompt_logprobs
+        delta.prompt_top_logprobs = event.prompt_top_logprobs
+        if self._skip_tokens or self._skip_chars:
+            self._skip(delta)
+        return delta
+
+    def _text(self, event: TokenEvent) -> str:
+        if event.text is not None:
+            return event.text
+        finish = event.finish
+        if finish is None:
+            return self._decoder.push(event.tokens)
+        shown = event.tokens[:-1] if self._hides_last(event.tokens, finish) else event.tokens
+        return self._decoder.push(shown) + self._decoder.flush()
+
+    def _hides_last(self, tokens: list[int], finish: Finish) -> bool:
+        """Whether the last token is what ended the completion, and no part of its text."""
+        return ends_with_stop_token(tokens, finish, self._eos) and not (
+            self._show_stop and finish.stop_match is not None
+        )
+
+    def _skip(self, delta: Delta) -> None:
+        delta.seen_tokens, chars = min(self._skip_tokens, len(delta.tokens)), min(self._skip_chars, len(delta.text))
+        self._skip_tokens -= delta.seen_tokens
+        self._skip_chars -= chars
+        delta.text = delta.text[chars:]
+
+
+def ends_with_stop_token(tokens: list[int], finish: Finish, eos_token_ids: tuple[int, ...]) -> bool:
+    """Whether a stop token, rather than a stop string or a limit, ended these tokens."""
+    if finish.reason != "stop" or not tokens or isinstance(finish.stop_match, str):
+        return False
+    return tokens[-1] in eos_token_ids if finish.stop_match is None else tokens[-1] == finish.stop_match
+
+
+def join(events: list[TokenEvent]) -> TokenEvent:
+    """Consecutive events of one sequence as one."""
+    first, last = events[0], events[-1]
+    texts = [event.text for event in events]
+    tops = [event.top_logprobs for event in events if event.top_logprobs is not None]
+    return TokenEvent(
+        first.seq,
+        last.attempt,
+        first.position,
+        [token for event in events for token in event.tokens],
+        [logprob for event in events for logprob in event.logprobs],
+        [top for part in tops for top in part] if tops else None,
+        None if all(text is None for text in texts) else "".join(text or "" for text in texts),
+        last.version,
+        last.finish,
+        next((event.prompt_logprobs for event in events if event.prompt_logprobs is not None), None),
+        last.score_logprobs,
+        next((event.prompt_top_logprobs for event in events if event.prompt_top_logprobs is not None), None),
+    )

@@ -1,0 +1,150 @@
+"""Server-sent events of a stream. What is the same in every chunk of a request is encoded once.
+
+Writing a chunk costs a few microseconds: the text is encoded by msgspec, the rest are bytes that lie ready.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from api.openai.choices import Choice, Delta, Progress, ReplyPlan
+from api.openai.logprobs import TextLogprobs, TextOffsets, TokenNames
+from shared.text import TextCodec
+
+DONE = b"data: [DONE]\n\n"
+_json = msgspec.json.Encoder()
+_FINISH = {None: b"null", "stop": b'"stop"', "length": b'"length"'}
+
+
+class ChunkWriter:
+    """Writes the events of one stream."""
+
+    def __init__(self, plan: ReplyPlan, codec: TextCodec) -> None:
+        kind = "chat.completion.chunk" if plan.endpoint == "chat" else "text_completion"
+        start = {"id": plan.id, "object": kind, "created": plan.created, "model": plan.model}
+        self._head = b"data: " + _json.encode({**start, "system_fingerprint": plan.fingerprint})[:-1]
+        self._tail = b',"usage":null}\n\n' if plan.include_usage else b"}\n\n"
+        opened = b'"delta":' if plan.endpoint == "chat" else b'"text":'
+        self._choice_heads = [
+            b'%s,"choices":[{"index":%d,%s' % (self._head, index, opened) for index in range(plan.choices)
+        ]
+        self._plan = plan
+        self._chat = plan.endpoint == "chat"
+        self._plain = plan.logprobs is None and not plan.token_ids
+        self._names = TokenNames(codec, plan.name_tokens_by_id)
+        top = plan.logprobs or 0
+        self._offsets = [TextOffsets(codec, self._names, top) for _ in range(plan.choices)]
+
+    def role(self, index: int) -> bytes:
+        """The chunk that opens a chat choice."""
+        body = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+        if self._plan.token_ids and index == 0:
+            body += b',"prompt_token_ids":' + _json.encode(self._plan.prompts[0])
+        return self._choice_heads[index] + body + self._tail
+
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        """The chunk for a delta; empty when there is nothing to say."""
+        text, finish = delta.text, delta.finish
+        if self._plan.echo and delta.first:
+            text = self._plan.echo[index // self._plan.n] + text
+        if self._plain:
+            if finish is None:
+                return self._plain_chunk(index, text) if text else b""
+            rest = self._rest(index, delta)
+        else:
+            rest = self._rest(index, delta)
+            if not text and finish is None and delta.seen_tokens == len(delta.tokens):
+                return b""
+        encoded = _json.encode(text)
+        if self._chat:
+            encoded = b'{"content":%s}' % encoded if text or finish is None else b"{}"
+        return b"%s%s%s%s" % (self._choice_heads[index], encoded, rest, self._tail)
+
+    def _plain_chunk(self, index: int, text: str) -> bytes:
+        shape = (
+            b'%s{"content":%s},"logprobs":null,"finish_reason":null}]%s'
+            if self._chat
+            else b'%s%s,"logprobs":null,"finish_reason":null}]%s'
+        )
+        return shape % (self._choice_heads[index], _json.encode(text), self._tail)
+
+    def _rest(self, index: int, delta: Delta) -> bytes:
+        finish = delta.finish
+        rest = b',"logprobs":%s,"finish_reason":%s' % (self._logprobs(index, delta), _FINISH[delta.finish_reason])
+        if finish is not None and finish.stop_match is not None:
+            rest += b',"stop_reason":' + _json.encode(finish.stop_match)
+        if self._plan.token_ids:
+            rest += b',"token_ids":' + _json.encode(delta.tokens[delta.seen_tokens :])
+            if delta.first and not self._chat:
+                rest += b',"prompt_token_ids":' + _json.encode(self._plan.prompts[index // self._plan.n])
+        return rest + b"}]"
+
+    def _logprobs(self, index: int, delta: Delta) -> bytes:
+        if self._plan.logprobs is None:
+            return b"null"
+        seen = delta.seen_tokens
+        if not self._chat:
+            return _json.encode(self._text_logprobs(index, delta))
+        tops = delta.top_logprobs[seen:] if delta.top_logprobs is not None else None
+        shown = self._names.chat(delta.tokens[seen:], delta.logprobs[seen:], tops)
+        return b'{"content":%s,"refusal":null}' % _json.encode(shown)
+
+    def _text_logprobs(self, index: int, delta: Delta) -> TextLogprobs:
+        plan, offsets = self._plan, self._offsets[index]
+        prompt = index // plan.n
+        echoed = TextLogprobs()
+        if plan.echo and delta.prompt_logprobs is not None:
+            echoed = offsets.prompt(
+                plan.echo[prompt], plan.prompts[prompt], delta.prompt_logprobs, delta.prompt_top_logprobs
+            )
+        completion = offsets.completion(delta.tokens, delta.logprobs, delta.top_logprobs).beyond(delta.seen_tokens)
+        return echoed + completion if delta.first else completion
+
+    def usage(self, choices: Sequence[Choice]) -> bytes:
+        """The last chunk before [DONE], when the request wants the counts."""
+        counts = _json.encode(usage(self._plan, choices))
+        return b'%s,"choices":[],"usage":%s}\n\n' % (self._head, counts)
+
+
+class PromptDetails(msgspec.Struct):
+    """Prompt tokens whose KV came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+def usage(plan: ReplyPlan, choices: Sequence[Choice]) -> Usage:
+    """Counts; a prompt counts once, however many samples it has."""
+    prompt = sum(map(len, plan.prompts))
+    completion = sum(choice.tokens for choice in choices)
+    cached = sum(max(choice.cached for choice in choices[p : p + plan.n]) for p in range(0, len(choices), plan.n))
+    return Usage(prompt, completion, prompt + completion, PromptDetails(cached))
+
+
+def event_id(choices: Sequence[Choice]) -> bytes:
+    """The `id:` line when so much has been shown: `index:tokens:chars[:end]` of each choice begun, comma-separated."""
+    parts = [
+        f"{index}:{choice.tokens}:{choice.chars}{':end' if choice.ended else ''}"
+        for index, choice in enumerate(choices)
+        if choice.begun
+    ]
+    return f"id: {','.join(parts)}\n".encode()
+
+
+def seen_until(event: str, choices: int) -> list[Progress]:
+    """Read an event id; ValueError when it is none of ours."""
+    seen = [Progress() for _ in range(choices)]
+    for part in filter(None, event.split(",")):
+        index, tokens, chars, *ended = part.split(":")
+        if not 0 <= int(index) < choices or ended not in ([], ["end"]) or min(int(tokens), int(chars)) < 0:
+            raise ValueError(event)
+        seen[int(index)] = Progress(int(tokens), int(chars), bool(ended), begun=True)
+    return seen

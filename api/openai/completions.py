@@ -1,0 +1,127 @@
+"""POST /v1/completions: text or token ids in, text (and token ids) out."""
+
+import asyncio
+import time
+import uuid
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from api.errors import error_responses
+from api.generation import Work
+from api.openai.choices import ReplyPlan
+from api.openai.replies import reply, whole_body
+from api.openai.sampling import adapter_of, check_prompts, deadline, room_for, sampling_of
+from api.openai.schemas import CompletionRequest
+from api.ring import Ring, ServedModel, ring_of
+from shared.errors import InvalidRequestError
+from shared.frames import Finish, TokenEvent
+from shared.settings import ApiSettings
+from shared.text import TextCodec
+
+router = APIRouter(tags=["openai"])
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+MAX_CHOICES = 1024
+ENCODE_IN_THREAD_CHARS = 8192  # a longer text would hold up other requests' tokens
+
+
+@router.post(
+    "/v1/completions",
+    summary="Complete text",
+    responses={
+        200: {"description": "A completion object, or server-sent chunks when `stream` is true"},
+        **error_responses(400, 404, 413, 429, 503, 504),
+    },
+)
+async def create_completion(
+    body: CompletionRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]
+) -> Response:
+    """OpenAI's legacy completions with vLLM's extras: token ids in and out, prompt log-probabilities, n samples."""
+    served = await ring.served(body.model)
+    prompts = [await encoded(served.codec, prompt, body.add_special_tokens is not False) for prompt in body.prompt]
+    work, plan = plan_completion(body, prompts, served, ring.settings)
+    if plan.scores_only and plan.logprobs is None and plan.prompt_logprobs is None and not body.stream:
+        return Response(_echoed(plan, served.codec), media_type="application/json")
+    return await reply(ring, request, served, work, plan, bool(body.stream))
+
+
+async def encoded(codec: TextCodec, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
+    """Ids of a prompt; long texts are encoded in a thread."""
+    if not isinstance(prompt, str):
+        return prompt
+    if len(prompt) > ENCODE_IN_THREAD_CHARS:
+        return await asyncio.to_thread(codec.encode, prompt, add_special_tokens)
+    return codec.encode(prompt, add_special_tokens)
+
+
+def plan_completion(
+    body: CompletionRequest, prompts: list[list[int]], served: ServedModel, settings: ApiSettings
+) -> tuple[Work, ReplyPlan]:
+    """What to ask of the workers, and what to make of their tokens."""
+    card, n = served.card, body.n or 1
+    if len(prompts) * n > MAX_CHOICES:
+        raise InvalidRequestError(f"at most {MAX_CHOICES} choices a request; use /v1/jobs for more", param="prompt")
+    check_prompts(prompts, card, settings, "prompt")
+    scores_only = body.max_tokens == 0
+    if scores_only and n > 1:
+        raise InvalidRequestError("'max_tokens' 0 goes with 'n' 1", param="n")
+    max_tokens = room_for(prompts, card, body.max_tokens, DEFAULT_MAX_TOKENS)
+    plan = ReplyPlan(
+        id=f"cmpl-{uuid.uuid4().hex}",
+        endpoint="completions",
+        created=int(time.time()),
+        served=card.name,
+        model=body.model or card.name,
+        fingerprint=served.fingerprint,
+        prompts=tuple(map(tuple, prompts)),
+        n=n,
+        echo=_echo_texts(body, prompts, served.codec),
+        logprobs=body.logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        event_ids=bool(body.stream_options and body.stream_options.include_event_ids),
+        token_ids=bool(body.return_token_ids),
+        name_tokens_by_id=bool(body.return_tokens_as_token_ids),
+        eos_token_ids=card.eos_token_ids,
+        show_stop_token=bool(body.include_stop_str_in_output),
+        scores_only=scores_only,
+        deadline_ms=deadline(settings),
+    )
+    of_prompt = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
+    sampling = sampling_of(
+        body,
+        card,
+        max_tokens,
+        top_logprobs=body.logprobs or None,
+        prompt_logprobs=max(of_prompt) if of_prompt else None,
+    )
+    if scores_only and sampling.prompt_logprobs is None:
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=0)
+    work = Work(
+        id=plan.id,
+        model=card.name,
+        prompts=plan.prompts,
+        sampling=sampling,
+        n=n,
+        kind="score" if scores_only else "generate",
+        adapter=adapter_of(body),
+        adapter_policy=body.adapter_policy or "pin",
+        deadline_ms=plan.deadline_ms,
+    )
+    return work, plan
+
+
+def _echo_texts(body: CompletionRequest, prompts: list[list[int]], codec: TextCodec) -> tuple[str, ...]:
+    if not body.echo:
+        return ()
+    texts = zip(body.prompt, prompts, strict=True)
+    return tuple(asked if isinstance(asked, str) else codec.decode(ids) for asked, ids in texts)
+
+
+def _echoed(plan: ReplyPlan, codec: TextCodec) -> bytes:
+    """An echo without scores needs no worker."""
+    events = [TokenEvent(plan.sequence(i), 0, 0, [], [], finish=Finish("length")) for i in range(plan.choices)]
+    return whole_body(plan, codec, events)

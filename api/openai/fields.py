@@ -1,0 +1,103 @@
+"""Field types of the request schemas: what a value may be, and which values we refuse by name.
+
+A parameter that OpenAI or vLLM knows and we do not support is accepted with a value that means "off"; any other value
+is refused, since ignoring it would change what the answer means.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+
+def complaint(param: str, reason: str, *, unsupported: bool = False) -> PydanticCustomError:
+    """An error that names `param`, a field of the model at hand, as the one to blame."""
+    kind = "unsupported" if unsupported else "invalid"
+    return PydanticCustomError(kind, "{reason}", {"reason": reason, "param": param})
+
+
+class RequestModel(BaseModel):
+    """Base of all bodies: unknown fields are refused, and so is what `off` lists unless its value asks for nothing."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    off: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # known, not supported -> the values that mean "off"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_off(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not (named := data.keys() & cls.off.keys()):
+            return data
+        for name in sorted(named):
+            value = data[name]
+            if value is not None and not any(type(value) is type(off) and value == off for off in cls.off[name]):
+                raise complaint(name, "this server does not support it", unsupported=True)
+        return {name: value for name, value in data.items() if name not in named}
+
+
+def _stop(value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
+        return ()
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise complaint("", "a string or a list of strings")
+    if len(stops) > 16 or not all(stops):
+        raise complaint("", "at most 16 strings, none of them empty")
+    return tuple(stops)
+
+
+def _prompt(value: Any) -> Any:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise complaint("", "a string, token ids, or a non-empty list of either")
+    if _is_ids(value):
+        return [value]
+    if all(isinstance(item, str) for item in value) or all(isinstance(item, list) and _is_ids(item) for item in value):
+        return value
+    raise complaint("", "strings and token ids cannot be mixed, and ids are integers")
+
+
+def _is_ids(value: list[Any]) -> bool:
+    return all(type(item) is int for item in value)
+
+
+def _logit_bias(value: Any) -> Any:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise complaint("", "an object of token id to bias")
+    try:
+        bias = {int(token): float(amount) for token, amount in value.items()}
+    except (TypeError, ValueError):
+        raise complaint("", "keys are token ids, values are numbers") from None
+    if any(not -100 <= amount <= 100 for amount in bias.values()):
+        raise complaint("", "values lie between -100 and 100")
+    return bias
+
+
+Stop = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_stop),
+    Field(default=(), description="up to 16 strings that end the completion", json_schema_extra={"examples": [["\n"]]}),
+]
+Prompts = Annotated[
+    list[str] | list[list[int]],
+    BeforeValidator(_prompt),
+    WithJsonSchema(
+        {
+            "description": "text or token ids; a list of several gives several choices",
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ],
+        }
+    ),
+]
+LogitBias = Annotated[
+    dict[int, float],
+    BeforeValidator(_logit_bias),
+    Field(default_factory=dict, description="token id -> added to its logit, -100 to 100"),
+]

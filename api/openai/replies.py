@@ -1,0 +1,181 @@
+"""Answer a request: as a stream of chunks, or whole. Both begin with sequences in flight and a plan of the reply."""
+
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import msgspec
+import structlog
+from fastapi import Request
+from redis.exceptions import RedisError
+from starlette.responses import Response
+
+from api.errors import error_object
+from api.generation import Events, Generation, Work, by_choice
+from api.openai.choices import Choice, ReplyPlan, join
+from api.openai.chunks import DONE, ChunkWriter, event_id, usage
+from api.openai.logprobs import TextLogprobs, TextOffsets, TokenNames
+from api.resume import reading, remember
+from api.ring import Ring, ServedModel
+from api.sse import EventStream, until_disconnected
+from shared.errors import ParallmError, ServiceUnavailableError
+from shared.frames import TokenEvent
+from shared.text import TextCodec
+
+log = structlog.get_logger()
+
+
+async def reply(
+    ring: Ring, request: Request, served: ServedModel, work: Work, plan: ReplyPlan, stream: bool
+) -> Response:
+    """Enqueue the work and answer with its tokens."""
+    if stream and plan.event_ids:
+        await remember(ring, plan)
+    generation = await Generation.start(ring, work)
+    if stream:
+        return EventStream(stream_events(ring, generation, plan, served.codec))
+    try:
+        gathered = await until_disconnected(gather(generation, plan.choices), request.receive)
+    finally:
+        generation.close()
+    if gathered is None:
+        return Response(status_code=499)
+    return Response(whole_body(plan, served.codec, gathered), media_type="application/json")
+
+
+async def stream_events(
+    ring: Ring, generation: Generation, plan: ReplyPlan, codec: TextCodec, choices: list[Choice] | None = None
+) -> AsyncGenerator[bytes, None]:
+    """All bytes of a stream, to [DONE], which comes after an error, too.
+
+    A resumed stream passes `choices` that know what its client has seen.
+    """
+    choices = choices or [Choice(plan, codec) for _ in range(plan.choices)]
+    writer = ChunkWriter(plan, codec)
+    resumable = reading(ring, plan, generation.leave) if plan.event_ids else contextlib.nullcontext()
+    try:
+        with resumable:
+            try:
+                if plan.endpoint == "chat" and (opening := _roles(writer, plan, choices)):
+                    yield opening
+                async for events in generation.batches():
+                    if out := _chunks(writer, plan, choices, events):
+                        yield out
+            except (ParallmError, RedisError, OSError) as error:
+                generation.close()
+                yield b"data: %s\n\n%s" % (error_object(_told(error)), DONE)
+                return
+        yield (writer.usage(choices) if plan.include_usage else b"") + DONE
+    finally:
+        generation.close()
+
+
+def _chunks(writer: ChunkWriter, plan: ReplyPlan, choices: Sequence[Choice], events: Events) -> bytes:
+    out: list[bytes] = []
+    for index, new in by_choice(events):
+        choice = choices[index]
+        chunk = writer.chunk(index, choice.take(new))
+        if chunk and not choice.seen_end:
+            choice.begun = True
+            out += (event_id(choices), chunk) if plan.event_ids else (chunk,)
+    return b"".join(out)
+
+
+def _roles(writer: ChunkWriter, plan: ReplyPlan, choices: Sequence[Choice]) -> bytes:
+    out: list[bytes] = []
+    for index, choice in enumerate(choices):
+        if not choice.begun:
+            choice.begun = True
+            out += (event_id(choices), writer.role(index)) if plan.event_ids else (writer.role(index),)
+    return b"".join(out)
+
+
+def _told(error: Exception) -> ParallmError:
+    if isinstance(error, ParallmError):
+        return error
+    log.error("api.stream_lost_redis", error=str(error))
+    return ServiceUnavailableError("Redis cannot be reached; try again")
+
+
+async def gather(generation: Generation, count: int) -> list[TokenEvent]:
+    """All events of each sequence as one."""
+    events: list[list[TokenEvent]] = [[] for _ in range(count)]
+    async for batch in generation.batches():
+        for index, event in batch:
+            events[index].append(event)
+    return [join(own) for own in events]
+
+
+def whole_body(plan: ReplyPlan, codec: TextCodec, gathered: Sequence[TokenEvent]) -> bytes:
+    """JSON of a reply that is not streamed; each choice is decoded once."""
+    choices = [Choice(plan, codec) for _ in gathered]
+    texts = [choice.take([event]).text for choice, event in zip(choices, gathered, strict=True)]
+    shape = _chat_choice if plan.endpoint == "chat" else _text_choice
+    body: dict[str, Any] = {
+        "id": plan.id,
+        "object": "chat.completion" if plan.endpoint == "chat" else "text_completion",
+        "created": plan.created,
+        "model": plan.model,
+        "system_fingerprint": plan.fingerprint,
+        "choices": [shape(plan, codec, i, texts[i], event) for i, event in enumerate(gathered)],
+        "usage": usage(plan, choices),
+    }
+    if plan.endpoint == "chat":
+        names = TokenNames(codec, plan.name_tokens_by_id)
+        if plan.token_ids:
+            body["prompt_token_ids"] = plan.prompts[0]
+        if plan.prompt_logprobs is not None:
+            body["prompt_logprobs"] = _prompt_logprobs(plan, names, 0, gathered[0])
+    return msgspec.json.encode(body)
+
+
+def _chat_choice(plan: ReplyPlan, codec: TextCodec, index: int, text: str, event: TokenEvent) -> dict[str, Any]:
+    shown = None
+    if plan.logprobs is not None:
+        names = TokenNames(codec, plan.name_tokens_by_id)
+        shown = {"content": names.chat(event.tokens, event.logprobs, event.top_logprobs), "refusal": None}
+    message = {"role": "assistant", "content": text, "refusal": None}
+    return {"index": index, "message": message, "logprobs": shown, **_ending(plan, event)}
+
+
+def _text_choice(plan: ReplyPlan, codec: TextCodec, index: int, text: str, event: TokenEvent) -> dict[str, Any]:
+    prompt = index // plan.n
+    names = TokenNames(codec, plan.name_tokens_by_id)
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": plan.echo[prompt] + text if plan.echo else text,
+        "logprobs": None if plan.logprobs is None else _text_logprobs(plan, codec, names, index, event),
+        **_ending(plan, event),
+    }
+    if plan.token_ids:
+        choice["prompt_token_ids"] = plan.prompts[prompt]
+    if plan.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = _prompt_logprobs(plan, names, prompt, event)
+    return choice
+
+
+def _text_logprobs(plan: ReplyPlan, codec: TextCodec, names: TokenNames, index: int, event: TokenEvent) -> TextLogprobs:
+    offsets = TextOffsets(codec, names, plan.logprobs or 0)
+    echoed = TextLogprobs()
+    prompt = index // plan.n
+    if plan.echo and event.prompt_logprobs is not None:
+        echoed = offsets.prompt(
+            plan.echo[prompt], plan.prompts[prompt], event.prompt_logprobs, event.prompt_top_logprobs
+        )
+    return echoed + offsets.completion(event.tokens, event.logprobs, event.top_logprobs)
+
+
+def _prompt_logprobs(plan: ReplyPlan, names: TokenNames, prompt: int, event: TokenEvent) -> Any:
+    ids = plan.prompts[prompt]
+    return names.of_prompt(ids, event.prompt_logprobs or [None] * len(ids), event.prompt_top_logprobs)
+
+
+def _ending(plan: ReplyPlan, event: TokenEvent) -> dict[str, Any]:
+    finish = event.finish
+    assert finish is not None, "gathered before the end"
+    ending: dict[str, Any] = {"finish_reason": "length" if plan.scores_only else finish.reason}
+    if finish.stop_match is not None:
+        ending["stop_reason"] = finish.stop_match
+    if plan.token_ids:
+        ending["token_ids"] = event.tokens
+    return ending

@@ -1,0 +1,222 @@
+"""The bodies of the OpenAI endpoints, with vLLM's extras. Every field is known by name; unknown ones are refused."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from api.openai.fields import LogitBias, Prompts, RequestModel, Stop, complaint
+from shared.sequences import AdapterPolicy
+
+MAX_N = 256
+MAX_TOP_LOGPROBS = 20
+
+StrictId = Annotated[int, Field(strict=True, ge=0)]
+
+Off = dict[str, tuple[Any, ...]]  # parameters that we do not support -> the values that ask for nothing
+_STREAM_OFF: Off = {
+    "include_obfuscation": (False,),
+    "continuous_usage_stats": (False,),
+}
+_SAMPLING_OFF: Off = {
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "priority": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "collect_trajectory": (False,),
+    "scoring_function": (),
+}
+_COMPLETION_OFF: Off = {
+    **_SAMPLING_OFF,
+    "suffix": ("",),
+    "store": (False,),
+}
+_MESSAGE_OFF: Off = {
+    "refusal": (),
+    "audio": (),
+    "function_call": (),
+}
+_CHAT_OFF: Off = {
+    **_SAMPLING_OFF,
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "best_of": (1,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "service_tier": (
+        "auto",
+        "default",
+    ),
+    "store": (False,),
+}
+
+
+class StreamOptions(RequestModel):
+    """What a stream carries besides tokens."""
+
+    off: ClassVar[Off] = _STREAM_OFF
+
+    include_usage: bool | None = Field(default=None, description="a last chunk with the token counts")
+    include_event_ids: bool | None = Field(
+        default=None,
+        description="`id:` lines, with which GET /v1/streams/{id} resumes the stream on any api process",
+    )
+
+
+class SamplingFields(RequestModel):
+    """What both endpoints share."""
+
+    model: str | None = Field(default=None, description="a served model; may be left out when only one is served")
+    n: int | None = Field(default=1, ge=1, le=MAX_N, description="completions for each prompt, from one prefill")
+    temperature: float | None = Field(default=1.0, ge=0, le=2, description="0 is greedy")
+    top_p: float | None = Field(default=1.0, ge=0, le=1)
+    presence_penalty: float | None = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=0.0, ge=-2, le=2)
+    logit_bias: LogitBias
+    seed: int | None = Field(
+        default=None, ge=-(2**63), lt=2**63, description="the same seed draws the same tokens, whatever the batch"
+    )
+    stop: Stop
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(default=None, description="accepted, not used")
+    metadata: dict[str, Any] | None = Field(default=None, description="accepted, not used")
+    # vLLM's
+    top_k: int | None = Field(default=0, ge=-1, description="0 or -1: off")
+    min_p: float | None = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=1.0, gt=0, le=10)
+    stop_token_ids: list[StrictId] | None = None
+    ignore_eos: bool | None = False
+    min_tokens: int | None = Field(default=0, ge=0, description="nothing stops the completion before this many tokens")
+    include_stop_str_in_output: bool | None = False
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    return_token_ids: bool | None = Field(default=False, description="adds `prompt_token_ids` and `token_ids`")
+    return_tokens_as_token_ids: bool | None = Field(default=False, description="logprobs name tokens `token_id:<id>`")
+    add_special_tokens: bool | None = None
+    # ours
+    adapter: str | None = Field(default=None, description="an adapter (`name`) or a version of it (`name@k`)")
+    lora_adapter: str | None = Field(default=None, description="the same as `adapter`")
+    adapter_policy: AdapterPolicy | None = Field(
+        default=None, description="follow: newest version at each decode step; pin: the version at the start"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "SamplingFields":
+        if self.stream_options is not None and not self.stream:
+            raise complaint("stream_options", "'stream_options' needs 'stream': true")
+        if self.adapter and self.lora_adapter and self.adapter != self.lora_adapter:
+            raise complaint("adapter", "'adapter' and 'lora_adapter' name different adapters")
+        if self.stream and self.prompt_logprobs is not None:
+            raise complaint("prompt_logprobs", "'prompt_logprobs' does not go with 'stream'")
+        return self
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions."""
+
+    off: ClassVar[Off] = _COMPLETION_OFF
+
+    prompt: Prompts
+    max_tokens: int | None = Field(
+        default=None, ge=0, description="default 16; 0 goes with `echo` and scores the prompt"
+    )
+    logprobs: int | None = Field(
+        default=None, ge=0, le=MAX_TOP_LOGPROBS, description="log-probabilities, with the k most likely tokens"
+    )
+    echo: bool | None = Field(default=False, description="the prompt comes before the completion")
+    best_of: int | None = Field(default=None, ge=1, description="accepted when equal to n")
+
+    @model_validator(mode="after")
+    def _possible(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise complaint("best_of", "supported only when equal to 'n'", unsupported=True)
+        if self.max_tokens == 0 and not self.echo:
+            raise complaint("max_tokens", "'max_tokens' 0 needs 'echo': true")
+        return self
+
+
+class ContentPart(RequestModel):
+    """A part of a message; text alone."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(RequestModel):
+    """One message of a chat."""
+
+    off: ClassVar[Off] = _MESSAGE_OFF
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_parts(cls, data: Any) -> Any:
+        content = data.get("content") if isinstance(data, dict) else None
+        for i, part in enumerate(content if isinstance(content, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                reason = f"parts of type '{kind}' are not supported, only 'text'"
+                raise complaint(f"content[{i}]", reason, unsupported=True)
+        return data
+
+    @model_validator(mode="after")
+    def _complete(self) -> "ChatMessage":
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise complaint("content", f"a message of role '{self.role}' needs 'content'")
+        return self
+
+
+class ResponseFormat(RequestModel):
+    """Plain text is the only format so far."""
+
+    type: Literal["text"]
+
+
+class ChatCompletionRequest(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    off: ClassVar[Off] = _CHAT_OFF
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1, description="OpenAI's newer name of max_tokens")
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    response_format: Annotated[ResponseFormat | None, BeforeValidator(lambda value: _text_format(value))] = None
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="variables of the chat template")
+    add_generation_prompt: bool | None = True
+    parallel_tool_calls: bool | None = Field(default=None, description="accepted, without tools it means nothing")
+    safety_identifier: str | None = Field(default=None, description="accepted, not used")
+    prompt_cache_key: str | None = Field(default=None, description="accepted, not used")
+    prompt_cache_retention: str | None = Field(default=None, description="accepted, not used")
+
+    @model_validator(mode="after")
+    def _possible(self) -> "ChatCompletionRequest":
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise complaint("max_tokens", "'max_tokens' and 'max_completion_tokens' differ")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise complaint("top_logprobs", "'top_logprobs' needs 'logprobs': true")
+        return self
+
+
+def _text_format(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "text":
+        raise complaint("", f"type '{kind}' is not supported, only 'text'", unsupported=True)
+    return value

@@ -1,0 +1,114 @@
+"""The api process's hands in the ring: Redis, the models that workers serve, the frames that come back."""
+
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+
+from fastapi import Request
+from redis.asyncio import Redis
+
+from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownModelError
+from shared.redis.client import connect
+from shared.redis.frame_reader import FrameReader
+from shared.redis.job_store import JobStore
+from shared.redis.sequence_queue import SequenceQueue
+from shared.redis.worker_registry import WorkerRegistry
+from shared.sequences import ModelCard
+from shared.settings import ApiSettings
+from shared.text import CodecCache, TextCodec
+
+LOOK_AGAIN_S = 1.0  # how old the view of live models may be
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model with at least one live worker, and what is needed to use it."""
+
+    card: ModelCard
+    codec: TextCodec
+    queue: SequenceQueue
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: changes when weights or tokenizer do."""
+        return f"fp_{self.card.base_sha256[:10]}{self.card.tokenizer_sha256[:6]}"
+
+
+class Ring:
+    """Everything that outlives a request in this process."""
+
+    def __init__(self, settings: ApiSettings) -> None:
+        self.settings = settings
+        self.api_id = settings.api_id or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:8]}"
+        self.shutting_down = False
+        self.redis: Redis = connect(settings.redis)
+        self.registry = WorkerRegistry(self.redis)
+        self.codecs = CodecCache(self.registry)
+        self.jobs = JobStore(self.redis)
+        self.frames = FrameReader(settings.redis, self.api_id)
+        self._queues: dict[str, SequenceQueue] = {}
+        self._live: dict[str, ModelCard] = {}
+        self._looked = float("-inf")
+
+    async def start(self) -> None:
+        """Subscribe to our frames and announce this process."""
+        await self.frames.start()
+
+    async def stop(self) -> None:
+        """Let go of Redis."""
+        await self.frames.stop()
+        await self.redis.aclose()
+
+    async def live_models(self) -> dict[str, ModelCard]:
+        """Cards of the models that a live worker serves, at most a second old."""
+        if time.monotonic() - self._looked > LOOK_AGAIN_S:
+            live = await self.registry.live_models()
+            self._live = {card.name: card for card in await self.registry.models() if card.name in live}
+            self._looked = time.monotonic()
+        return self._live
+
+    async def served(self, name: str | None) -> ServedModel:
+        """The model of a request; without a name, the only one that is served."""
+        live = await self.live_models()
+        if name is None:
+            name = _only(list(live))
+        card = live.get(name)
+        if card is None:
+            if await self.registry.card(name) is None:
+                raise UnknownModelError(f"model '{name}' does not exist; served: {_listed(live)}", param="model")
+            raise ServiceUnavailableError(f"no live worker serves model '{name}' at the moment")
+        return ServedModel(card, await self.codecs.codec(card), self.queue(name))
+
+    async def known(self, name: str) -> tuple[ModelCard, TextCodec]:
+        """Card and codec of a model, whether or not a worker lives."""
+        card = await self.registry.card(name)
+        if card is None:
+            raise UnknownModelError(f"model '{name}' does not exist", param="model")
+        return card, await self.codecs.codec(card)
+
+    def queue(self, model: str) -> SequenceQueue:
+        """The sequence queue of a model."""
+        queue = self._queues.get(model)
+        if queue is None:
+            queue = SequenceQueue(self.redis, model, max_waiting={"interactive": self.settings.max_queue_size})
+            self._queues[model] = queue
+        return queue
+
+
+def ring_of(request: Request) -> Ring:
+    """The ring of the app that serves a request."""
+    ring: Ring = request.app.state.ring
+    return ring
+
+
+def _only(names: list[str]) -> str:
+    if not names:
+        raise ServiceUnavailableError("no live worker serves any model at the moment")
+    if len(names) > 1:
+        raise InvalidRequestError(f"'model' is required: {_listed(names)} are served", param="model")
+    return names[0]
+
+
+def _listed(names: "dict[str, ModelCard] | list[str]") -> str:
+    return ", ".join(sorted(names)) or "none"
