@@ -4,6 +4,7 @@ import time
 from dataclasses import replace
 
 import mlx.core as mx
+import msgspec
 import pytest
 
 from shared.errors import (
@@ -163,6 +164,16 @@ def test_an_engine_that_keeps_failing_gives_up(bench: Bench) -> None:
         for index in range(3):
             bench.submit(spec(f"s{index}", [1, 2, 3]))
             bench.run()
+
+
+def test_interactive_sequences_wait_before_batch_ones(llama: LoadedModel) -> None:
+    bench = Bench(llama, max_rows=1)
+    batch = [msgspec.structs.replace(spec(f"b{i}", [1]), sequence_class="batch") for i in range(3)]
+    bench.submit(*batch, spec("i0", [1]))
+    bench.turn()
+    bench.submit(spec("i1", [1]))
+    bench.run()
+    assert list(bench.events) == ["i0", "i1", "b0", "b1", "b2"]
 
 
 def test_a_newer_attempt_takes_the_place_of_an_older_one(bench: Bench) -> None:

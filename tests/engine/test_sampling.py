@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shared.frames import TokenEvent
 from shared.sequences import SamplingParams, SequenceSpec
-from worker.engine.draw import draw_by_weight, mix_seeds, nucleus_threshold, uniforms
+from worker.engine.draw import draw_by_chance, mix_seeds, nucleus_threshold, uniforms
 from worker.engine.messages import RowRequest
 from worker.engine.rows import Row
 from worker.engine.sampler import _Plan
@@ -57,7 +57,7 @@ def drawn(logits_V: np.ndarray, s: SamplingParams, count: int = 4000, candidates
     """Frequencies [V] of `count` rows that differ in their seeds only."""
     rows = tuple(row_of(SamplingParams(**{**as_dict(s), "seed": seed})) for seed in range(count))
     logits_BV = mx.broadcast_to(mx.array(logits_V.astype(np.float32)), (count, len(logits_V)))
-    tokens_B = _Plan(rows, len(logits_V), candidates).draw(logits_BV, mx.zeros((count,), mx.uint32))
+    tokens_B = _Plan(rows, len(logits_V), candidates).draw(logits_BV, mx.zeros((count, 1), mx.uint32))
     assert tokens_B.dtype == mx.uint32
     return np.bincount(np.array(tokens_B), minlength=len(logits_V)) / count
 
@@ -116,9 +116,9 @@ def test_rows_with_different_parameters_share_a_call() -> None:
         params(logit_bias={11: 100.0}),
     ]
     rows = tuple(map(row_of, each))
-    together = np.array(_Plan(rows, vocab, 16).draw(mx.array(logits_BV), mx.zeros((6,), mx.uint32)))
+    together = np.array(_Plan(rows, vocab, 16).draw(mx.array(logits_BV), mx.zeros((6, 1), mx.uint32)))
     for index, row in enumerate(rows):
-        alone = _Plan((row,), vocab, 16).draw(mx.array(logits_BV[index : index + 1]), mx.zeros((1,), mx.uint32))
+        alone = _Plan((row,), vocab, 16).draw(mx.array(logits_BV[index : index + 1]), mx.zeros((1, 1), mx.uint32))
         assert together[index] == alone.item()
     assert together[0] == logits_BV[0].argmax()
     assert together[5] == 11
@@ -129,11 +129,11 @@ def test_counts_grow_by_the_token_that_the_host_has_not_seen() -> None:
     row = row_of(params(temperature=0.0, frequency_penalty=1.0), [])
     logits = mx.array([[0.0, 0.9] + [-9.0] * (vocab - 2)])
     plan = _Plan((row,), vocab, 256)
-    assert plan.draw(logits, mx.array([40])).item() == 1  # the input is the prompt's last token: not counted
-    assert plan.draw(logits, mx.array([1])).item() == 0
-    assert plan.draw(logits, mx.array([0])).item() == 1
+    assert plan.draw(logits, mx.array([[40]])).item() == 1  # the input is the prompt's last token: not counted
+    assert plan.draw(logits, mx.array([[1]])).item() == 0
+    assert plan.draw(logits, mx.array([[0]])).item() == 1
     row.tokens, row.position = [1, 0], 3  # rebuilt: the host knows two tokens, the third is in flight
-    assert _Plan((row,), vocab, 256).draw(logits, mx.array([1])).item() == 0
+    assert _Plan((row,), vocab, 256).draw(logits, mx.array([[1]])).item() == 0
 
 
 @given(
@@ -146,27 +146,26 @@ def test_counts_grow_by_the_token_that_the_host_has_not_seen() -> None:
 @settings(max_examples=80, deadline=None)
 def test_the_nucleus_is_the_reference_s(seed: int, top_k: int, top_p: float, sharpness: float, candidates: int) -> None:
     scores_V = np.random.default_rng(seed).normal(size=64).astype(np.float32) * np.float32(sharpness)
-    scores_1V = mx.array(scores_V[None])
-    weights = mx.exp(scores_1V - scores_1V.max())
-    limit = mx.array([[top_p if top_p < 1 else 2.0]])
-    threshold, enough = nucleus_threshold(
-        scores_1V, weights.sum(-1, keepdims=True), mx.array([[top_k]]), limit, candidates
-    )
+    chances_1V = mx.softmax(mx.array(scores_V[None]), axis=-1)
+    k = mx.array([[top_k]]) if top_k < 64 or top_p == 1 else None
+    p = mx.array([[top_p]]) if top_p < 1 else None
+    threshold, enough = nucleus_threshold(chances_1V, k, p, candidates)
     expected = reference(scores_V, params(top_k=top_k, top_p=top_p), []) > 0
-    if enough.item():
-        got = scores_V >= threshold.item()
+    if enough is None or enough.item():
+        got = np.array(chances_1V >= threshold)[0]
         assert abs(int(got.sum()) - int(expected.sum())) <= 1, "rounding may move the cut by one token"
         assert (got[expected] if got.sum() >= expected.sum() else expected[got]).all()
     else:
         assert expected.sum() > candidates or candidates < top_k
 
 
-def test_draws_are_in_proportion_and_never_a_zero_weight() -> None:
-    weights_V = mx.array([0.0, 1.0, 0.0, 2.0, 1.0, 0.0])
+def test_draws_are_in_proportion_and_never_an_excluded_token() -> None:
+    chances_V = mx.array([0.0, 0.2, 0.1, 0.4, 0.2, 0.1])
     grid = mx.arange(4000)[:, None] / 4000
-    tokens = draw_by_weight(mx.broadcast_to(weights_V, (4000, 6)), grid, mx.zeros((4000,), mx.uint32))
+    smallest = mx.full((4000, 1), 0.15)
+    tokens = draw_by_chance(mx.broadcast_to(chances_V, (4000, 6)), smallest, grid)
     assert np.bincount(np.array(tokens), minlength=6).tolist() == [0, 1000, 0, 2000, 1000, 0]
-    edge = draw_by_weight(weights_V[None], mx.array([[1 - 2**-24]]), mx.array([3], mx.uint32))
+    edge = draw_by_chance(chances_V[None], mx.array([[0.15]]), mx.array([[1 - 2**-24]]))
     assert edge.item() == 4
 
 

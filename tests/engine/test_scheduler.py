@@ -48,7 +48,8 @@ def test_no_plan_takes_more_than_there_is(rows: int, interactive: int, batch: in
 
 
 def test_prefill_is_shared_between_batch_and_lane() -> None:
-    both = share_prefill(512, batch_waits=True, lane_waits=True)
+    both = share_prefill(512, decoding=True, batch_waits=True, lane_waits=True)
     assert both.batch + both.lane == 512
-    assert share_prefill(512, batch_waits=True, lane_waits=False).batch == 512
-    assert share_prefill(512, batch_waits=False, lane_waits=True).lane == 512
+    assert share_prefill(512, decoding=True, batch_waits=True, lane_waits=False).batch == 512
+    assert share_prefill(512, decoding=True, batch_waits=False, lane_waits=True).lane == 512
+    assert share_prefill(512, decoding=False, batch_waits=False, lane_waits=True).lane > 512

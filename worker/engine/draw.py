@@ -37,37 +37,42 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def nucleus_threshold(
-    scores_FV: mx.array, mass_F1: mx.array, top_k_F1: mx.array, top_p_F1: mx.array, candidates: int
-) -> tuple[mx.array, mx.array]:
-    """The smallest score that top_k and then top_p keep, [F, 1]; and whether `candidates` sufficed, [F, 1] bool.
+    chances_FV: mx.array, top_k_F1: mx.array | None, top_p_F1: mx.array | None, candidates: int
+) -> tuple[mx.array, mx.array | None]:
+    """The smallest chance that top_k and then top_p keep, [F, 1]; and whether `candidates` sufficed, [F, 1] bool.
 
-    `mass_F1` is sum(exp(scores - max)) over the vocabulary. top_p applies to the distribution that top_k leaves
-    (vLLM's order): the fewest tokens whose mass reaches top_p. top_k is the vocabulary's size, top_p 2, where off.
-    Ties with the threshold are kept.
+    `chances_FV` sum to 1. top_p applies to the distribution that top_k leaves (vLLM's order): the fewest tokens whose
+    mass reaches top_p. Ties with the threshold are kept. A row without top_k has the vocabulary's size there, a
+    row without top_p has 2; None: no row has it. The second result is None where it is certain.
     """
-    vocab = scores_FV.shape[-1]
+    vocab = chances_FV.shape[-1]
     count = min(candidates, vocab)
-    top_FK = scores_FV if count == vocab else mx.topk(scores_FV, count, axis=-1)
+    top_FK = chances_FV if count == vocab else mx.topk(chances_FV, count, axis=-1)
     top_FK = mx.sort(top_FK, axis=-1)[:, ::-1]
-    weights_FK = mx.exp(top_FK - top_FK[:, :1])
-    in_top_k_FK = mx.arange(count)[None] < top_k_F1
-    mass_F1 = mx.where(top_k_F1 < vocab, mx.sum(mx.where(in_top_k_FK, weights_FK, 0), -1, keepdims=True), mass_F1)
-    cumulative_FK = mx.cumsum(weights_FK, axis=-1)
-    goal_F1 = top_p_F1 * mass_F1
-    kept_FK = in_top_k_FK & (cumulative_FK - weights_FK < goal_F1)
-    last_F1 = mx.maximum(mx.sum(kept_FK, axis=-1, keepdims=True), 1) - 1
-    reaches_top_p_F1 = (top_k_F1 >= vocab) & (cumulative_FK[:, -1:] >= goal_F1)
-    enough_F1 = (top_k_F1 <= count) | reaches_top_p_F1 | (count == vocab)
-    return mx.take_along_axis(top_FK, last_F1, axis=-1), enough_F1
+    if top_p_F1 is None:
+        assert top_k_F1 is not None, "top_k or top_p"
+        enough_F1 = None if count == vocab else top_k_F1 <= count
+        return mx.take_along_axis(top_FK, mx.minimum(top_k_F1, count) - 1, axis=-1), enough_F1
+    cumulative_FK = mx.cumsum(top_FK, axis=-1)
+    goal_F1, enough_F1 = top_p_F1, cumulative_FK[:, -1:] >= top_p_F1
+    if top_k_F1 is not None:
+        mass_F1 = mx.take_along_axis(cumulative_FK, mx.minimum(top_k_F1, count) - 1, axis=-1)
+        goal_F1 = mx.where(top_k_F1 < vocab, top_p_F1 * mass_F1, top_p_F1)
+        enough_F1 = mx.where(top_k_F1 < vocab, top_k_F1 <= count, enough_F1)
+    kept_F1 = mx.sum(cumulative_FK - top_FK < goal_F1, axis=-1, keepdims=True)
+    if top_k_F1 is not None:
+        kept_F1 = mx.minimum(kept_F1, top_k_F1)
+    return mx.take_along_axis(top_FK, kept_F1 - 1, axis=-1), None if count == vocab else enough_F1
 
 
-def draw_by_weight(weights_SV: mx.array, uniforms_S1: mx.array, fallback_S: mx.array) -> mx.array:
-    """Token ids [S], each drawn in proportion to its weight (zero: never); `fallback_S` if rounding finds none."""
-    cumulative_SV = mx.cumsum(weights_SV, axis=-1)
-    beyond_SV = (cumulative_SV > uniforms_S1 * cumulative_SV[:, -1:]) & (weights_SV > 0)
-    tokens_S1 = mx.argmax(beyond_SV, axis=-1, keepdims=True)
-    found_S1 = mx.take_along_axis(beyond_SV, tokens_S1, axis=-1)
-    return mx.where(found_S1[:, 0], tokens_S1[:, 0], fallback_S)
+def draw_by_chance(chances_SV: mx.array, smallest_S1: mx.array, uniforms_S1: mx.array) -> mx.array:
+    """Token ids [S] uint32: each in proportion to its chance, among those of at least `smallest_S1` > 0.
+
+    Excluded tokens are masked twice: a parallel scan rounds so that its sum may creep up on a token of weight 0.
+    """
+    kept_SV = chances_SV >= smallest_S1
+    cumulative_SV = mx.where(kept_SV, mx.cumsum(mx.where(kept_SV, chances_SV, 0), axis=-1), 0)
+    return mx.argmax(cumulative_SV > uniforms_S1 * mx.max(cumulative_SV, axis=-1, keepdims=True), axis=-1)
 
 
 def top_lists(ids_TK: mx.array, values_TK: mx.array) -> list[list[TokenLogprob]]:

@@ -94,6 +94,7 @@ class Engine:
         self._admit()
         share = share_prefill(
             self._config.prefill_chunk,
+            decoding=self._batch.decoding > 0,
             batch_waits=self._batch.prefilling > 0,
             lane_waits=self._lane.first is not None,
         )
@@ -139,7 +140,9 @@ class Engine:
             return
         self._model.adapters.admit(row)
         self._rows[spec.id] = row
-        self._waiting.append(row)
+        # Interactive sequences wait before batch ones, each class in order of arrival.
+        ahead = sum(other.spec.sequence_class == "interactive" for other in self._waiting)
+        self._waiting.insert(ahead if spec.sequence_class == "interactive" else len(self._waiting), row)
         if spec.deadline_ms:
             self._next_deadline = min(self._next_deadline, spec.deadline_ms)
 

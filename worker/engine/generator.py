@@ -48,6 +48,7 @@ class RunningBatch:
         for row in rows:
             row.uid = None
         self._rows.clear()
+        self._generator.close()
         return rows
 
     @property

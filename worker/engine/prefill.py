@@ -120,6 +120,7 @@ class PrefillLane:
         if scores:
             _collect(task, logits_1LV[0], task.ids[task.done + 1 : task.done + length + 1])
         mx.eval([cache.state for cache in task.kv])
+        mx.clear_cache()
         task.done += length
         return length
 

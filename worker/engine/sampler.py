@@ -18,11 +18,13 @@ import mlx.core as mx
 import numpy as np
 
 from shared.frames import TokenLogprob
-from worker.engine.draw import draw_by_weight, mix_seeds, most_likely, nucleus_threshold, top_lists, uniforms
+from shared.sequences import SamplingParams
+from worker.engine.draw import draw_by_chance, mix_seeds, most_likely, nucleus_threshold, top_lists, uniforms
 from worker.engine.penalties import LogitEdits, Penalties
 from worker.engine.row_model import RowModel
 from worker.engine.rows import Row
 
+SMALLEST = 1e-37  # a chance below this counts as none
 SORT_ALL_BELOW = 1024  # a vocabulary this small is sorted whole: cheaper than asking whether candidates suffice
 
 
@@ -77,7 +79,7 @@ class RowSampler:
             self._rows, self._plan = rows, (plan := _Plan(rows, logprobs_BV.shape[-1], self._candidates))
         logits_B1V, tokens_B1 = self._model.logits_B1V, self._model.tokens_B1
         assert logits_B1V is not None and tokens_B1 is not None, "the sampler runs after a one-token forward"
-        tokens_B = plan.draw(logits_B1V[:, -1, :], tokens_B1[:, 0])
+        tokens_B = plan.draw(logits_B1V[:, -1, :], tokens_B1)
         self._model.logits_B1V = None
         logprobs_B = mx.take_along_axis(logprobs_BV, tokens_B[:, None], axis=-1)[:, 0]
         top_TK = plan.most_likely(logprobs_BV)
@@ -96,7 +98,6 @@ class _Plan:
         self._edits = LogitEdits(rows, vocab)
         self._penalties = Penalties(rows, vocab)
         self._steps_left = self._edits.steps_valid or -1
-        self._size = len(rows)
         drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
         self._drawn = _Subset(drawn, len(rows))
         if drawn:
@@ -116,60 +117,58 @@ class _Plan:
         self._seeds_S = mix_seeds([s.seed for s in sampling])
         self._positions_S = np.array([row.position for row in rows], np.int64)
         self._inverse_temperature_S1 = _column([1 / s.temperature for s in sampling])
+        self._smallest_S1 = mx.full((len(rows), 1), SMALLEST)
         min_p = [s.min_p for s in sampling]
-        self._log_min_p_S1 = (
-            _column([np.log(p) if p > 0 else -np.inf for p in min_p]) if any(p > 0 for p in min_p) else None
-        )
-        top_k = [s.top_k if 0 < s.top_k < vocab else vocab for s in sampling]
-        top_p = [s.top_p if s.top_p < 1 else 2.0 for s in sampling]
-        filtered = [at for at in range(len(rows)) if top_k[at] < vocab or top_p[at] < 1]
+        self._min_p_S1 = _column(min_p) if any(each > 0 for each in min_p) else None
+        filtered = [at for at, s in enumerate(sampling) if 0 < s.top_k < vocab or s.top_p < 1]
         self._filtered = _Subset(filtered, len(rows))
         if filtered:
-            k, p = [top_k[at] for at in filtered], [top_p[at] for at in filtered]
-            self._top_k_F1, self._top_p_F1 = mx.array(k)[:, None], _column(p)
-            # On a GPU a partition is a full sort, so nothing is gained by taking fewer candidates.
-            sort_all = vocab <= SORT_ALL_BELOW or mx.default_device() != mx.Device(mx.cpu)
-            sort_all = sort_all or any(candidates < each < vocab for each in k)
-            self._vocab = vocab
-            self._candidates = vocab if sort_all else candidates
-            self._may_overflow = not sort_all and any(each == vocab for each in k)
+            self._prepare_filters([sampling[at] for at in filtered], vocab, candidates)
 
-    def draw(self, logits_BV: mx.array, inputs_B: mx.array) -> mx.array:
-        """Token ids [B] uint32."""
+    def _prepare_filters(self, sampling: Sequence[SamplingParams], vocab: int, candidates: int) -> None:
+        top_k = [s.top_k if 0 < s.top_k < vocab else vocab for s in sampling]
+        top_p = [max(s.top_p, 1e-9) if s.top_p < 1 else 2.0 for s in sampling]
+        self._top_k_F1 = mx.array(top_k)[:, None] if min(top_k) < vocab else None
+        self._top_p_F1 = _column(top_p) if min(top_p) < 1 else None
+        # On a GPU a partition is a full sort, so nothing is gained by taking fewer candidates.
+        sort_all = vocab <= SORT_ALL_BELOW or mx.default_device() != mx.Device(mx.cpu)
+        sort_all = sort_all or any(candidates < each < vocab for each in top_k)
+        self._vocab = vocab
+        self._candidates = vocab if sort_all else candidates
+        self._may_overflow = not sort_all and max(top_k) == vocab
+
+    def draw(self, logits_BV: mx.array, inputs_B1: mx.array) -> mx.array:
+        """Token ids [B] uint32; `inputs_B1` are the ids that were fed."""
         self._steps_left -= 1
         if not self._edits.is_empty:
             logits_BV = self._edits.apply(logits_BV)
         if not self._penalties.is_empty:
-            logits_BV = self._penalties.apply(logits_BV, inputs_B)
-        greedy_B = mx.argmax(logits_BV, axis=-1)
+            logits_BV = self._penalties.apply(logits_BV, inputs_B1[:, 0])
         if self._drawn.is_empty:
-            return greedy_B
-        scores_SV = self._drawn.of(logits_BV) * self._inverse_temperature_S1
-        tokens_S = self._draw_filtered(scores_SV, self._drawn.of(greedy_B))
-        return self._drawn.put(greedy_B, tokens_S)
+            return mx.argmax(logits_BV, axis=-1)
+        tokens_S = self._draw(self._drawn.of(logits_BV))
+        if self._drawn.is_all:
+            return tokens_S
+        return self._drawn.put(mx.argmax(logits_BV, axis=-1), tokens_S)
 
-    def _draw_filtered(self, scores_SV: mx.array, best_S: mx.array) -> mx.array:
-        top_S1 = mx.take_along_axis(scores_SV, best_S[:, None], axis=-1)
-        weights_SV = mx.exp(scores_SV - top_S1)
-        threshold_S1 = None if self._log_min_p_S1 is None else top_S1 + self._log_min_p_S1
+    def _draw(self, logits_SV: mx.array) -> mx.array:
+        chances_SV = mx.softmax(logits_SV * self._inverse_temperature_S1, axis=-1)
+        smallest_S1 = self._smallest_S1
         if not self._filtered.is_empty:
-            nucleus_F1 = self._nucleus(self._filtered.of(scores_SV), self._filtered.of(weights_SV))
-            everything_S1 = mx.full(top_S1.shape, -float("inf"))
-            nucleus_S1 = self._filtered.put(everything_S1, nucleus_F1)
-            threshold_S1 = nucleus_S1 if threshold_S1 is None else mx.maximum(threshold_S1, nucleus_S1)
-        if threshold_S1 is not None:
-            weights_SV = mx.where(scores_SV >= threshold_S1, weights_SV, 0)
+            smallest_S1 = self._filtered.put(smallest_S1, self._nucleus(self._filtered.of(chances_SV)))
+        if self._min_p_S1 is not None:
+            limit_S1 = self._min_p_S1 * mx.max(chances_SV, axis=-1, keepdims=True)
+            smallest_S1 = mx.maximum(smallest_S1, limit_S1)
         uniforms_S1 = uniforms(self._seeds_S, self._positions_S)
         self._positions_S += 1
-        return draw_by_weight(weights_SV, uniforms_S1, best_S)
+        return draw_by_chance(chances_SV, smallest_S1, uniforms_S1)
 
-    def _nucleus(self, scores_FV: mx.array, weights_FV: mx.array) -> mx.array:
-        mass_F1 = mx.sum(weights_FV, axis=-1, keepdims=True)
+    def _nucleus(self, chances_FV: mx.array) -> mx.array:
         k_F1, p_F1 = self._top_k_F1, self._top_p_F1
-        threshold_F1, enough_F1 = nucleus_threshold(scores_FV, mass_F1, k_F1, p_F1, self._candidates)
-        if self._may_overflow and not mx.all(enough_F1).item():
-            threshold_F1, _ = nucleus_threshold(scores_FV, mass_F1, k_F1, p_F1, self._vocab)
-        return threshold_F1
+        threshold_F1, enough_F1 = nucleus_threshold(chances_FV, k_F1, p_F1, self._candidates)
+        if self._may_overflow and enough_F1 is not None and not mx.all(enough_F1).item():
+            threshold_F1, _ = nucleus_threshold(chances_FV, k_F1, p_F1, self._vocab)
+        return mx.maximum(threshold_F1, SMALLEST)
 
     def most_likely(self, logprobs_BV: mx.array) -> tuple[mx.array, mx.array] | None:
         """Ids and log-probabilities [T, K] of the rows that asked for them."""
@@ -183,17 +182,17 @@ class _Subset:
 
     def __init__(self, indices: list[int], size: int) -> None:
         self.is_empty = not indices
-        self._is_all = len(indices) == size
-        if indices and not self._is_all:
+        self.is_all = len(indices) == size
+        if indices and not self.is_all:
             self._indices = mx.array(indices)
 
     def of(self, values: mx.array) -> mx.array:
         """The subset's rows of `values`."""
-        return values if self._is_all else values[self._indices]
+        return values if self.is_all else values[self._indices]
 
     def put(self, values: mx.array, part: mx.array) -> mx.array:
         """`values` with the subset's rows replaced by `part`."""
-        if self._is_all:
+        if self.is_all:
             return part
         out = mx.array(values)
         out[self._indices] = part

@@ -7,6 +7,8 @@ batch work never takes because it is not preempted.
 
 from dataclasses import dataclass
 
+UNDISTURBED = 4  # chunks of prompt at once while nothing decodes; still short enough for cancels and arrivals
+
 
 @dataclass(frozen=True)
 class Shares:
@@ -63,8 +65,10 @@ class PrefillShare:
     lane: int
 
 
-def share_prefill(chunk: int, *, batch_waits: bool, lane_waits: bool) -> PrefillShare:
-    """Divide a chunk of prompt tokens; half each when both wait."""
+def share_prefill(chunk: int, *, decoding: bool, batch_waits: bool, lane_waits: bool) -> PrefillShare:
+    """Divide a chunk of prompt tokens; half each when both wait, and more at once when no stream would stall."""
+    if not decoding:
+        chunk *= UNDISTURBED
     if batch_waits and lane_waits:
         return PrefillShare(chunk - chunk // 2, max(1, chunk // 2))
     return PrefillShare(chunk, chunk)

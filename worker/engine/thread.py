@@ -21,6 +21,7 @@ from typing import Literal
 
 import mlx.core as mx
 
+from shared.errors import SetupError
 from worker.engine.adapters import Adapters
 from worker.engine.engine import Engine
 from worker.engine.loader import LoadedModel, load_model
@@ -115,7 +116,7 @@ class EngineThread:
             self._serve(ready)
         except BaseException as error:
             if not ready.done():
-                ready.set_exception(error)
+                ready.set_exception(error if isinstance(error, SetupError) else _cannot_start(error))
             else:
                 log.exception("engine.died")
                 self._on_death(error)
@@ -149,3 +150,9 @@ class EngineThread:
         for command in commands:
             command(engine)
         return True
+
+
+def _cannot_start(error: BaseException) -> SetupError:
+    cause = SetupError(f"the engine cannot start: {type(error).__name__}: {error}")
+    cause.__cause__ = error
+    return cause

@@ -1,0 +1,46 @@
+"""The model that is committed, through the whole engine."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+
+from shared.text import TextCodec
+from tests.engine.conftest import Bench, spec
+from worker.engine.loader import LoadedModel, load_model
+from worker.engine.messages import EngineConfig
+
+FOLDER = Path(__file__).parents[2] / "models" / "tiny"
+QUESTIONS = ["What is 12 + 7?", "Count from 3 to 9.", "Hello!", "What is 40 + 2?", "Say hi."]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadedModel:
+    return load_model(EngineConfig(str(FOLDER)))
+
+
+def test_greedy_answers_equal_mlx_lm_s_own_generation(tiny: LoadedModel) -> None:
+    codec, bench = TextCodec(tiny.tokenizer), Bench(tiny)
+    prompts = [codec.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    bench.submit(*(spec(str(i), prompt, max_tokens=40, ignore_eos=False) for i, prompt in enumerate(prompts)))
+    bench.run()
+    for index, prompt in enumerate(prompts):
+        expected: list[int] = []
+        for token, _ in generate_step(mx.array(prompt), tiny.model, max_tokens=40):
+            expected.append(int(token))
+            if token in tiny.card.eos_token_ids:
+                break
+        assert bench.tokens(str(index)) == expected
+        assert bench.finish(str(index)).reason == "stop"
+
+
+def test_a_stop_string_ends_an_answer(tiny: LoadedModel) -> None:
+    codec, bench = TextCodec(tiny.tokenizer), Bench(tiny)
+    prompt = codec.encode_chat([{"role": "user", "content": "Count from 3 to 9."}])
+    bench.submit(spec("s", prompt, max_tokens=60, ignore_eos=False, stop=("7",)))
+    bench.submit(spec("t", prompt, max_tokens=60, ignore_eos=False))
+    bench.run()
+    whole = codec.decode(bench.tokens("t"))
+    assert "7" in whole
+    assert bench.text("s") == whole[: whole.index("7")]
