@@ -28,7 +28,7 @@ from worker.engine.engine import Engine
 from worker.engine.loader import LoadedModel, load_model
 from worker.engine.messages import EngineConfig, RowRequest
 
-PROMPT, TOKENS, ROUNDS = 32, 96, 5
+PROMPT, TOKENS, ROUNDS = 32, 64, 5
 GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}]
 PLAIN: list[dict[str, Any]] = [{"temperature": 1.0}]
 MIXED: list[dict[str, Any]] = [

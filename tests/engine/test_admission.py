@@ -69,6 +69,15 @@ def test_rows_wait_for_kv_and_for_places(llama: LoadedModel) -> None:
     assert (after.rows, after.waiting, after.kv_bytes, after.tokens) == (0, 0, 0, 50)
 
 
+def test_a_long_row_counts_for_all_because_the_batch_is_padded_to_it(llama: LoadedModel) -> None:
+    bench = Bench(replace(llama, kv_limit_bytes=100 * llama.card.kv_bytes_per_token))
+    bench.submit(spec("long", [1] * 40, max_tokens=9), *(spec(f"s{i}", [1]) for i in range(3)))
+    bench.turn()
+    assert bench.engine.stats().rows == 2
+    bench.run()
+    assert bench.engine.stats().kv_bytes == 0
+
+
 def test_a_cancelled_row_is_gone_before_the_next_token(bench: Bench) -> None:
     bench.submit(spec("s", prompt_of(5), max_tokens=500), spec("t", prompt_of(6), max_tokens=500))
     bench.until(lambda: len(bench.tokens("s")) == 3)

@@ -4,8 +4,10 @@ Life of a row: `submit` puts it into `_waiting`; `_admit` moves it to the prefil
 row and KV are free; `_decode` turns its tokens into events; `_leave` frees everything that it held.
 
 Invariants. A row is in exactly one of waiting, lane and batch, and its sequence id is in `_rows` all that time. Every
-submitted row gets exactly one event with a finish, and none after it; only one that is
-submitted again while it runs gives way to the newer attempt without a word.
+submitted row gets exactly one event with a finish, and none after it; only one that is submitted again while it runs
+gives way to the newer attempt without a word.
+
+KV is counted as the batch holds it: every row padded to the longest one, at the length that it may come to have.
 """
 
 from __future__ import annotations
@@ -43,7 +45,6 @@ class Engine:
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig, adapters: Adapters | None = None) -> None:
         self._config = config
-        self._card = loaded.card
         self._codec = TextCodec(loaded.tokenizer)
         self._eos_ids = frozenset(loaded.card.eos_token_ids)
         self._limits = Limits.of(loaded.card, loaded.kv_limit_bytes)
@@ -53,7 +54,7 @@ class Engine:
         self._lane = PrefillLane(self._model, max(1, score_positions))
         self._waiting: deque[Row] = deque()
         self._rows: dict[str, Row] = {}
-        self._reserved_tokens = 0
+        self._reserved: list[int] = []  # tokens of the admitted rows
         self._next_deadline = NO_DEADLINE
         self._events: list[TokenEvent] = []
         self._hooks: list[BetweenSteps] = []
@@ -114,7 +115,7 @@ class Engine:
             rows=len(self._rows) - waiting,
             prefilling=len(self._rows) - waiting - self._batch.decoding,
             waiting=waiting,
-            kv_bytes=self._reserved_tokens * self._limits.kv_bytes_per_token,
+            kv_bytes=self._kv_bytes(self._reserved),
             kv_limit_bytes=self._limits.kv_limit_bytes,
             steps=self._steps,
             tokens=self._throughput.tokens,
@@ -157,7 +158,7 @@ class Engine:
         while self._waiting and self._fits(self._waiting[0]):
             row = self._waiting.popleft()
             row.admitted = True
-            self._reserved_tokens += row.reserved_tokens
+            self._reserved.append(row.reserved_tokens)
             admitted.append(row)
         tasks = [task_for(row) for row in admitted]
         shared = Counter(task.key for task in tasks)
@@ -168,13 +169,14 @@ class Engine:
                 self._batch.insert(task.rows, task.ids)
 
     def _fits(self, row: Row) -> bool:
-        admitted = len(self._rows) - len(self._waiting)
-        if admitted == 0:
+        if not self._reserved:
             return True
-        tokens = self._reserved_tokens + row.reserved_tokens
-        return (
-            admitted < self._config.max_rows and tokens * self._limits.kv_bytes_per_token <= self._limits.kv_limit_bytes
-        )
+        if len(self._reserved) >= self._config.max_rows:
+            return False
+        return self._kv_bytes([*self._reserved, row.reserved_tokens]) <= self._limits.kv_limit_bytes
+
+    def _kv_bytes(self, reserved: list[int]) -> int:
+        return len(reserved) * max(reserved, default=0) * self._limits.kv_bytes_per_token
 
     # -- through
 
@@ -184,6 +186,7 @@ class Engine:
             try:
                 with mx.stream(self._batch.stream):
                     budget -= self._lane.feed(budget)
+                self._failures = 0
             except Exception as error:
                 self._failed(self._lane.pop().rows, error)
                 return
@@ -274,7 +277,7 @@ class Engine:
         for row in rows:
             del self._rows[row.spec.id]
             if row.admitted:
-                self._reserved_tokens -= row.reserved_tokens
+                self._reserved.remove(row.reserved_tokens)
                 self._lane.remove(row)
             else:
                 self._waiting.remove(row)

@@ -83,6 +83,7 @@ class RowSampler:
         self._model.logits_B1V = None
         logprobs_B = mx.take_along_axis(logprobs_BV, tokens_B[:, None], axis=-1)[:, 0]
         top_TK = plan.most_likely(logprobs_BV)
+        # Now, or reading them a step later would queue behind the next forward.
         mx.async_eval(tokens_B, logprobs_B, *(top_TK or ()))  # type: ignore[no-untyped-call]
         draw = Draw(self._model.versions, logprobs_B, top_TK, plan.top_index)
         for index, row in enumerate(rows):
