@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import structlog
@@ -109,7 +110,8 @@ async def _until_stopped(
     url = f"http://{host}:{port}"
     ready = asyncio.create_task(_announce_when_ready(url, settings))
     stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({stopped, supervisor.failed}, return_when=asyncio.FIRST_COMPLETED)
+    waits: list[asyncio.Future[Any]] = [stopped, supervisor.failed]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     ready.cancel()
     stopped.cancel()
     if supervisor.failed.done():

@@ -283,7 +283,7 @@ class WorkerProcess:
         """Orders given while we were not subscribed stand in the sequence's hash."""
         for row in list(self.running.values()):
             key = keys.sequence(self._card.name, row.id)
-            cancel, api = await self._redis.hmget(key, ["cancel", "api"])
+            cancel, api = await self._redis.hmget(key, ["cancel", "api"])  # type: ignore[misc]
             if cancel:
                 self._engine.cancel(row.id, "cancelled")
             if api is not None and api.decode() != row.api:

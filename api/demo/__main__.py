@@ -6,7 +6,6 @@
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import re
 import subprocess
@@ -16,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 from openai import AsyncOpenAI
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -24,6 +24,7 @@ from api.client import InferenceClient
 from api.demo.prompts import arithmetic_job, gsm8k_job
 from api.demo.report import JobReport, percentile, show_table, write_histogram, write_summary
 from shared.jobs import JobStatus
+from shared.trajectories import Trajectory
 
 MODEL = "tiny"
 START_TIMEOUT_S = 120
@@ -89,8 +90,8 @@ async def _acts(url: str, out: Path) -> int:
         await _chat(openai)
         began = time.monotonic()
         jobs = {
-            "arithmetic": await client.submit(arithmetic_job(MODEL)),
-            "gsm8k": await client.submit(gsm8k_job(MODEL)),
+            "arithmetic": await client.submit(*arithmetic_job(MODEL)),
+            "gsm8k": await client.submit(*gsm8k_job(MODEL)),
         }
         chats = asyncio.create_task(_chat_meanwhile(openai))
         statuses = await _watch(client, {name: job.id for name, job in jobs.items()})
@@ -146,7 +147,7 @@ async def _watch(client: InferenceClient, jobs: dict[str, str]) -> dict[str, Job
             def advance(status: JobStatus) -> None:
                 progress.update(task, total=status.counts.total, completed=_finished(status))
 
-            return await client.wait(job_id, progress=advance, poll_s=0.2)
+            return await client.wait(job_id, on_progress=advance)
 
         ended = await asyncio.gather(*(watch(name, job_id) for name, job_id in jobs.items()))
     return dict(zip(jobs, ended, strict=True))
@@ -160,10 +161,10 @@ async def _report(client: InferenceClient, name: str, status: JobStatus, out: Pa
     """Write a job's trajectories to a file while adding them up."""
     report = JobReport(name, status)
     path = out / f"{name}.trajectories.jsonl"
-    with path.open("w") as file:
-        async for trajectory in client.results(status.id):
-            file.write(json.dumps(trajectory, separators=(",", ":")) + "\n")
-            report.add(trajectory)
+    with path.open("wb") as file:
+        async for line in client.result_lines(status.id):
+            file.write(line + b"\n")
+            report.add(msgspec.json.decode(line, type=Trajectory))
     return report
 
 

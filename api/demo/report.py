@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shared.jobs import JobStatus
+from shared.trajectories import Trajectory
 
 
 @dataclass
@@ -24,18 +25,16 @@ class JobReport:
     first_token_ms: list[float] = field(default_factory=list)
     tokens_by_worker: Counter[str] = field(default_factory=Counter)
 
-    def add(self, trajectory: dict[str, Any]) -> None:
+    def add(self, trajectory: Trajectory) -> None:
         """Count one result line."""
+        tokens = len(trajectory.completion_ids)
         self.samples += 1
-        tokens = len(trajectory["completion_ids"])
         self.tokens += tokens
-        self.tokens_by_worker[trajectory.get("worker", "")] += tokens
-        reward = trajectory.get("reward") or {}
-        if reward.get("value") is not None:
-            self.rewards.append(reward["value"])
-        timings = trajectory.get("timings", {})
-        if timings.get("first_token_ms"):
-            self.first_token_ms.append(timings["first_token_ms"] - timings["enqueued_ms"])
+        self.tokens_by_worker[trajectory.worker] += tokens
+        if trajectory.reward is not None and trajectory.reward.value is not None:
+            self.rewards.append(trajectory.reward.value)
+        if trajectory.timings.first_token_ms:
+            self.first_token_ms.append(trajectory.timings.first_token_ms - trajectory.timings.enqueued_ms)
 
     @property
     def seconds(self) -> float:

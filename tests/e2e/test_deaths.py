@@ -6,38 +6,38 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from api.client import InferenceClient
+from api.client import InferenceClient, JobRequest
+from shared.jobs import JobInput, RewardSpec
+from shared.trajectories import Trajectory
 from tests.e2e.rings import MODEL, Process, Ring, ring
 from tests.waiting import wait_until
 
 LONG = {"model": MODEL, "prompt": "Count from 1 to 60.", "max_tokens": 1500, "ignore_eos": True, "seed": 5}
 
 
-def job_body(prompts: int, n: int, max_tokens: int) -> dict[str, Any]:
-    return {
-        "kind": "rollout",
-        "model": MODEL,
-        "prompts": [f"{i} + {i} = ?" for i in range(10, 10 + prompts)],
-        "n": n,
-        "max_tokens": max_tokens,
-        "ignore_eos": True,
-        "seed": 3,
-        "references": [str(2 * i) for i in range(10, 10 + prompts)],
-        "reward": {"name": "exact"},
-    }
+def job(prompts: int, n: int, max_tokens: int) -> tuple[JobRequest, list[JobInput]]:
+    request = JobRequest(
+        kind="rollout",
+        model=MODEL,
+        n=n,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        seed=3,
+        reward=RewardSpec("exact"),
+    )
+    return request, [JobInput(f"{i} + {i} = ?", str(2 * i)) for i in range(10, 10 + prompts)]
 
 
-async def results_of(client: InferenceClient, job_id: str) -> list[dict[str, Any]]:
+async def results_of(client: InferenceClient, job_id: str) -> list[Trajectory]:
     return [line async for line in client.results(job_id)]
 
 
-def places(lines: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    return [(line["prompt_index"], line["sample_index"]) for line in lines]
+def places(lines: list[Trajectory]) -> list[tuple[int, int]]:
+    return [(line.prompt_index, line.sample_index) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -48,31 +48,31 @@ def two_workers(tmp_path_factory: pytest.TempPathFactory):
 
 async def test_two_workers_share_a_job_and_agree_with_one_another(two_workers: Ring) -> None:
     async with InferenceClient(two_workers.url) as client:
-        job = await client.submit(job_body(prompts=24, n=4, max_tokens=48))
-        status = await client.wait(job.id, poll_s=0.1)
-        lines = await results_of(client, job.id)
+        submitted = await client.submit(*job(prompts=24, n=4, max_tokens=48))
+        status = await client.wait(submitted.id)
+        lines = await results_of(client, submitted.id)
     assert status.status == "succeeded"
     assert places(lines) == [(p, s) for p in range(24) for s in range(4)]
-    assert len({line["worker"] for line in lines}) == 2
+    assert len({line.worker for line in lines}) == 2
 
 
 async def test_a_killed_worker_costs_no_sample_and_doubles_none(two_workers: Ring) -> None:
     async with InferenceClient(two_workers.url) as client:
-        job = await client.submit(job_body(prompts=24, n=4, max_tokens=300))
+        submitted = await client.submit(*job(prompts=24, n=4, max_tokens=300))
         victim = (await asyncio.to_thread(two_workers.workers))[0]
 
         async def has_rows() -> bool:
-            return (await client.status(job.id)).counts.running > 0
+            return (await client.status(submitted.id)).counts.running > 0
 
         await wait_until(has_rows, timeout_s=10)
         os.kill(victim.pid, signal.SIGKILL)
-        status = await client.wait(job.id, poll_s=0.1)
-        lines = await results_of(client, job.id)
+        status = await client.wait(submitted.id)
+        lines = await results_of(client, submitted.id)
     assert status.status == "succeeded"
     assert status.counts.succeeded == 96
     assert places(lines) == [(p, s) for p in range(24) for s in range(4)]
-    assert all(len(line["completion_ids"]) == len(line["logprobs"]) == 300 for line in lines)
-    assert max(line["attempt"] for line in lines) >= 2, "the killed worker had nothing in hand"
+    assert all(len(line.completion_ids) == len(line.logprobs) == 300 for line in lines)
+    assert max(line.attempt for line in lines) >= 2, "the killed worker had nothing in hand"
 
 
 async def test_a_stream_survives_its_worker_and_shows_the_same_tokens(two_workers: Ring) -> None:

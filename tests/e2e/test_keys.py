@@ -4,7 +4,8 @@ from fnmatch import fnmatchcase
 
 import httpx
 
-from api.client import InferenceClient
+from api.client import InferenceClient, JobRequest
+from shared.jobs import JobInput
 from shared.redis import keys
 from shared.redis.client import connect
 from tests.e2e.rings import MODEL, Ring
@@ -15,8 +16,8 @@ async def test_a_run_leaves_no_key_without_owner_or_ttl(served: Ring) -> None:
         body = {"model": MODEL, "prompt": "hello", "max_tokens": 8, "stream": True}
         assert (await http.post("/v1/completions", json=body)).status_code == 200
     async with InferenceClient(served.url) as client:
-        job = await client.submit({"kind": "generate", "model": MODEL, "prompts": ["hello"], "max_tokens": 8})
-        await client.wait(job.id, poll_s=0.1)
+        job = await client.submit(JobRequest(kind="generate", model=MODEL, max_tokens=8), [JobInput("hello")])
+        await client.wait(job.id)
     redis = connect(served.redis_url)
     try:
         found = [key.decode() async for key in redis.scan_iter(count=1000)]
