@@ -162,6 +162,6 @@ def test_a_process_that_stops_in_mid_generation_exits_cleanly(llama_folder: Path
         text=True,
         timeout=60,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
     )
     assert (run.returncode, run.stdout) == (0, "end of program\n"), run.stderr

@@ -117,7 +117,8 @@ class _Plan:
         sampling = [row.sampling for row in rows]
         self._seeds_S = mix_seeds([s.seed for s in sampling])
         self._positions_S = np.array([row.position for row in rows], np.int64)
-        self._inverse_temperature_S1 = _column([1 / s.temperature for s in sampling])
+        tempered = any(s.temperature != 1 for s in sampling)
+        self._inverse_temperature_S1 = _column([1 / s.temperature for s in sampling]) if tempered else None
         self._smallest_S1 = mx.full((len(rows), 1), SMALLEST)
         min_p = [s.min_p for s in sampling]
         self._min_p_S1 = _column(min_p) if any(each > 0 for each in min_p) else None
@@ -153,7 +154,9 @@ class _Plan:
         return self._drawn.put(mx.argmax(logits_BV, axis=-1), tokens_S)
 
     def _draw(self, logits_SV: mx.array) -> mx.array:
-        chances_SV = mx.softmax(logits_SV * self._inverse_temperature_S1, axis=-1)
+        if self._inverse_temperature_S1 is not None:
+            logits_SV = logits_SV * self._inverse_temperature_S1
+        chances_SV = mx.softmax(logits_SV, axis=-1)
         smallest_S1 = self._smallest_S1
         if not self._filtered.is_empty:
             smallest_S1 = self._filtered.put(smallest_S1, self._nucleus(self._filtered.of(chances_SV)))
