@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.auth import OPEN_PATHS
+from api.errors import error_response, from_fault
 
 log = structlog.get_logger()
 
@@ -19,7 +20,10 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestContext:
-    """Gives each request an id (the client's `x-request-id` if it sent one), and logs how it ended."""
+    """Gives each request an id (the client's `x-request-id` if it sent one), and logs how it ended.
+
+    It stands outside everything else, so here end the errors that nobody has foreseen.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -44,6 +48,11 @@ class RequestContext:
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             try:
                 await self._app(scope, receive, send_with_id)
+            except Exception as fault:
+                log.exception("api.fault", path=scope["path"])
+                if status:  # too late for an error object
+                    raise
+                await error_response(from_fault(fault))(scope, receive, send_with_id)
             finally:
                 took = round(1000 * (time.perf_counter() - began), 1)
                 fields = {"method": scope["method"], "path": scope["path"], "status": status, "ms": took}

@@ -11,12 +11,15 @@ import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from shared.errors import (
     InvalidRequestError,
+    MethodNotAllowedError,
     NotFoundError,
     ParallmError,
     PayloadTooLargeError,
@@ -41,13 +44,6 @@ class ErrorBody(BaseModel):
     """The body of every response with a status of 400 and more."""
 
     error: ErrorDetail
-
-
-class MethodNotAllowedError(InvalidRequestError):
-    """The path exists, the method does not."""
-
-    status = 405
-    code = "method_not_allowed"
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -81,7 +77,7 @@ def error_response(error: ParallmError) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Make `app` answer all errors in our shape."""
+    """Make `app` answer all errors in our shape (api/context.py does so for those that nobody has foreseen)."""
 
     async def handle(request: Request, error: Exception) -> Response:
         ours = translate(request, error)
@@ -89,7 +85,7 @@ def install(app: FastAPI) -> None:
             log.error("api.error", status=ours.status, code=ours.code, error=str(error), path=request.url.path)
         return error_response(ours)
 
-    for kind in (ParallmError, RequestValidationError, HTTPException, RedisError, Exception):
+    for kind in (ParallmError, RequestValidationError, HTTPException, RedisError):
         app.add_exception_handler(kind, handle)
 
 
@@ -101,7 +97,14 @@ def translate(request: Request, error: Exception) -> ParallmError:
         return from_validation(error.errors())
     if isinstance(error, HTTPException):
         return _from_http(request, error)
-    if isinstance(error, RedisError | OSError):
+    return from_fault(error)
+
+
+def from_fault(error: Exception) -> ParallmError:
+    """Our error for what a user cannot help: Redis out of reach, or a fault of ours."""
+    if isinstance(error, ParallmError):
+        return error
+    if isinstance(error, RedisConnectionError | RedisTimeoutError | OSError):
         return ServiceUnavailableError("Redis cannot be reached; try again")
     return ParallmError("internal error; the server's log has the details under this x-request-id")
 

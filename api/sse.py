@@ -57,10 +57,11 @@ async def until_disconnected(work: Awaitable[T], receive: Receive) -> T | None:
         return await working if working.done() else None
     finally:
         watching.cancel()
-        if not working.done():
+        while not working.done():  # redis-py may lose a cancellation that meets its look at an idle connection
             working.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await working
+            await asyncio.wait({working}, timeout=0.5)
+        if not working.cancelled():
+            working.exception()  # looked at, whether or not somebody waits for it
 
 
 async def _disconnect(receive: Receive) -> None:

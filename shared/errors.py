@@ -67,6 +67,13 @@ class NotFoundError(ParallmError):
     code = "not_found"
 
 
+class MethodNotAllowedError(InvalidRequestError):
+    """The path exists, the method does not."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
 class UnknownModelError(NotFoundError):
     """No worker has ever registered this model."""
 

@@ -10,6 +10,9 @@ import sys
 import structlog
 from structlog.typing import Processor
 
+# Without locals: they hold prompts and keys.
+_tracebacks = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
+
 
 def configure(level: str = "INFO", json: bool | None = None) -> None:
     """Set up structlog and `logging`; `json=None` means JSON unless stderr is a terminal."""
@@ -20,9 +23,7 @@ def configure(level: str = "INFO", json: bool | None = None) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     renderer: list[Processor] = (
-        [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer(default=str)]
-        if as_json
-        else [structlog.dev.ConsoleRenderer()]
+        [_tracebacks, structlog.processors.JSONRenderer(default=str)] if as_json else [structlog.dev.ConsoleRenderer()]
     )
     structlog.configure(
         processors=[*shared, *renderer],
@@ -39,3 +40,5 @@ def configure(level: str = "INFO", json: bool | None = None) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(logging.getLevelNamesMapping()[level], logging.INFO))
+    for chatty in ("httpx", "uvicorn.error"):  # a line for each request, and what our own events say already
+        logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -7,10 +7,9 @@ from typing import Any
 import msgspec
 import structlog
 from fastapi import Request
-from redis.exceptions import RedisError
 from starlette.responses import Response
 
-from api.errors import error_object
+from api.errors import error_object, from_fault
 from api.generation import Events, Generation, Work, by_choice
 from api.openai.choices import Choice, ReplyPlan, join
 from api.openai.chunks import DONE, ChunkWriter, event_id, usage
@@ -18,7 +17,6 @@ from api.openai.logprobs import TextLogprobs, TextOffsets, TokenNames
 from api.resume import reading, remember
 from api.ring import Ring, ServedModel
 from api.sse import EventStream, until_disconnected
-from shared.errors import ParallmError, ServiceUnavailableError
 from shared.frames import TokenEvent
 from shared.text import TextCodec
 
@@ -61,9 +59,12 @@ async def stream_events(
                 async for events in generation.batches():
                     if out := _chunks(writer, plan, choices, events):
                         yield out
-            except (ParallmError, RedisError, OSError) as error:
+            except Exception as error:
                 generation.close()
-                yield b"data: %s\n\n%s" % (error_object(_told(error)), DONE)
+                told = from_fault(error)
+                if told.status == 500:
+                    log.exception("api.stream_failed", stream=plan.id)
+                yield b"data: %s\n\n%s" % (error_object(told), DONE)
                 return
         yield (writer.usage(choices) if plan.include_usage else b"") + DONE
     finally:
@@ -88,13 +89,6 @@ def _roles(writer: ChunkWriter, plan: ReplyPlan, choices: Sequence[Choice]) -> b
             choice.begun = True
             out += (event_id(choices), writer.role(index)) if plan.event_ids else (writer.role(index),)
     return b"".join(out)
-
-
-def _told(error: Exception) -> ParallmError:
-    if isinstance(error, ParallmError):
-        return error
-    log.error("api.stream_lost_redis", error=str(error))
-    return ServiceUnavailableError("Redis cannot be reached; try again")
 
 
 async def gather(generation: Generation, count: int) -> list[TokenEvent]:

@@ -1,0 +1,97 @@
+"""The api under uvicorn in the test's own event loop, so that connections are real."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import uvicorn
+
+from api.app import create_app
+from api.ring import Ring
+from shared.settings import ApiSettings
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Api:
+    """A running api process."""
+
+    def __init__(self, url: str, ring: Ring, http: httpx.AsyncClient) -> None:
+        self.url = url
+        self.ring = ring
+        self.http = http
+
+    async def post(self, path: str, body: Any, **arguments: Any) -> httpx.Response:
+        return await self.http.post(path, json=body, **arguments)
+
+    @contextlib.asynccontextmanager
+    async def stream(self, path: str, body: Any) -> AsyncIterator["Events"]:
+        async with self.http.stream("POST", path, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, await response.aread()
+            yield Events(response)
+
+    @contextlib.asynccontextmanager
+    async def resume(self, request_id: str, last_event_id: str) -> AsyncIterator["Events"]:
+        headers = {"Last-Event-ID": last_event_id}
+        async with self.http.stream("GET", f"/v1/streams/{request_id}", headers=headers) as response:
+            assert response.status_code == 200, await response.aread()
+            yield Events(response)
+
+
+class Events:
+    """Server-sent events as a client reads them."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self.response = response
+        self.last_event_id = ""
+        self.chunks: list[dict[str, Any]] = []
+        self.done = False
+        self._lines = response.aiter_lines()
+
+    async def next(self) -> dict[str, Any] | None:
+        """The next chunk; None after [DONE]."""
+        pending = self.last_event_id
+        async for line in self._lines:
+            if line.startswith("id: "):
+                pending = line[4:]
+            elif line == "data: [DONE]":
+                self.done = True
+            elif line.startswith("data: "):
+                self.last_event_id = pending
+                self.chunks.append(json.loads(line[6:]))
+                return self.chunks[-1]
+        return None
+
+    async def all(self) -> list[dict[str, Any]]:
+        """Read to the end."""
+        while await self.next() is not None:
+            pass
+        return self.chunks
+
+
+@contextlib.asynccontextmanager
+async def api(redis_url: str, **settings: Any) -> AsyncIterator[Api]:
+    """One api process in the ring of `redis_url`."""
+    app = create_app(ApiSettings(redis=redis_url, **settings))
+    config = uvicorn.Config(app, http="httptools", lifespan="on", log_config=None, access_log=False)
+    server = _Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            while not server.started:
+                assert not serving.done(), serving.exception()
+                await asyncio.sleep(0.005)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False, verify=False) as http:
+                yield Api(url, app.state.ring, http)
+        finally:
+            server.should_exit = True
+            await serving

@@ -1,0 +1,140 @@
+"""A worker without a model: it claims, and says what a script tells it to, step by step."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.frames import Finish, TokenEvent, TokenLogprob
+from shared.redis import keys
+from shared.redis.client import connect
+from shared.redis.sequence_queue import ClaimPlan, SequenceQueue
+from shared.redis.token_frames import Commit, FrameWriter
+from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
+from shared.results import result_of
+from shared.sequences import Claim, ModelCard, SequenceSpec, Timings
+from tests.unit.api_texts import EOS, bundle, codec
+from tests.waiting import wait_until
+
+MODEL = "scripted"
+CARD = ModelCard(MODEL, 256, codec().vocab_size, (EOS,), bundle().sha256, "base", 64, "float32", created=1)
+
+
+STOP = Finish("stop")
+
+
+@dataclass
+class Answer:
+    """What one sequence gets. With `hold_at`, it stops before that token until `ScriptedWorker.go` is set."""
+
+    text: str = "hello"
+    finish: Finish = STOP  # comes with an end-of-sequence token
+    hold_at: int | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids of the whole answer."""
+        by_eos = self.finish.reason == "stop" and self.finish.stop_match is None
+        return [*codec().encode(self.text), *([EOS] if by_eos else [])]
+
+
+@dataclass
+class ScriptedWorker:
+    """One worker process's place in the ring, played by a task."""
+
+    redis: Redis
+    script: Callable[[SequenceSpec], Answer]
+    id: str = "w1"
+    specs: list[SequenceSpec] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    routes: dict[str, str] = field(default_factory=dict)
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._queue = SequenceQueue(self.redis, MODEL)
+        self._writer = FrameWriter(self.redis, MODEL, self.id)
+        self._rows: set[asyncio.Task[None]] = set()
+
+    async def join(self) -> None:
+        """Register the model and say that a worker is ready."""
+        registry = WorkerRegistry(self.redis)
+        await registry.register_model(CARD, bundle())
+        await registry.heartbeat(WorkerStatus(self.id, MODEL, "host", 1, "ready", 0, 8, 0, 0, 1, 0.0, 0, 1, 2**40))
+
+    async def run(self) -> None:
+        """Claim and answer until cancelled."""
+        async with asyncio.TaskGroup() as rows:
+            rows.create_task(self._hear())
+            while True:
+                for claim in await self._queue.claim(self.id, ClaimPlan(8, 8, 0, 8, 10**6, False)):
+                    self.specs.append(claim.spec)
+                    rows.create_task(self._answer(claim))
+                await asyncio.sleep(0.005)
+
+    async def _hear(self) -> None:
+        async with self.redis.pubsub() as control:
+            await control.subscribe(keys.control_channel(self.id))
+            async for message in control.listen():
+                if message["type"] != "message":
+                    continue
+                order, seq, *rest = msgspec.msgpack.decode(message["data"])
+                if order == "cancel":
+                    self.cancelled.append(seq)
+                elif order == "route":
+                    self.routes[seq] = rest[0]
+
+    async def _answer(self, claim: Claim) -> None:
+        spec, answer = claim.spec, self.script(claim.spec)
+        events: list[TokenEvent] = []
+        tokens = [] if spec.kind == "score" else answer.tokens
+        for position, token in enumerate(tokens):
+            if position == answer.hold_at:
+                await self._hold(spec.id)
+                if spec.id in self.cancelled:
+                    answer = Answer(finish=Finish("cancelled"))
+                    break
+            last = position == len(tokens) - 1
+            events.append(self._event(claim, position, token, answer.finish if last else None))
+            if not last:
+                await self._write(spec, [events[-1]], [])
+        if not events or events[-1].finish is None:
+            events.append(self._event(claim, len(events), None, answer.finish))
+        result = result_of(spec, claim.attempt, self.id, events, Timings())
+        await self._write(spec, [events[-1]], [Commit(claim, result, [events[-1]])])
+
+    async def _hold(self, seq: str) -> None:
+        await wait_until(lambda: self.go.is_set() or seq in self.cancelled, timeout_s=60)
+
+    def _event(self, claim: Claim, position: int, token: int | None, finish: Finish | None) -> TokenEvent:
+        sampling = claim.spec.sampling
+        tokens = [] if token is None else [token]
+        event = TokenEvent(claim.spec.id, claim.attempt, position, tokens, [-0.25] * len(tokens), finish=finish)
+        if sampling.top_logprobs is not None:
+            event.top_logprobs = [[TokenLogprob(token, -0.25)] for token in tokens]
+        if position == 0 and sampling.prompt_logprobs is not None:
+            event.prompt_logprobs = [None, *[-1.0] * (len(claim.spec.prompt_ids) - 1)]
+        return event
+
+    async def _write(self, spec: SequenceSpec, events: list[TokenEvent], commits: list[Commit]) -> None:
+        api = self.routes.get(spec.id, spec.api)
+        chunks = {} if commits else {spec.id: events}
+        await self._writer.write({api: events}, chunks, commits)
+
+
+@contextlib.asynccontextmanager
+async def working(redis_url: str, script: Callable[[SequenceSpec], Answer]) -> AsyncIterator[ScriptedWorker]:
+    """A scripted worker in the ring."""
+    redis = connect(redis_url)
+    worker = ScriptedWorker(redis, script)
+    await worker.join()
+    task = asyncio.create_task(worker.run())
+    try:
+        yield worker
+    finally:
+        while not task.done():  # redis-py may lose a cancellation
+            task.cancel()
+            await asyncio.wait({task}, timeout=0.2)
+        await redis.aclose()

@@ -1,0 +1,274 @@
+"""Completions and chats through a real Redis, answered by a scripted worker."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from shared.frames import Finish
+from shared.redis.client import connect
+from shared.redis.worker_registry import WorkerRegistry
+from shared.sequences import SequenceSpec
+from tests.redis.api_servers import Api, api
+from tests.redis.scripted_worker import CARD, MODEL, Answer, ScriptedWorker, working
+from tests.unit.api_texts import bundle, codec, ids
+from tests.waiting import wait_until
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def script(spec: SequenceSpec) -> Answer:
+    """The prompt decides."""
+    prompt = codec().decode(spec.prompt_ids)
+    if prompt.startswith("fail"):
+        return Answer(finish=Finish("error", None, "context_length_exceeded", "too long for this worker"))
+    if prompt.startswith("late"):
+        return Answer(finish=Finish("deadline"))
+    if prompt.startswith("hold"):
+        return Answer("held back", hold_at=2)
+    if prompt.startswith("long"):
+        return Answer("héllo 👍", Finish("length"))
+    return Answer("hello")
+
+
+@pytest.fixture
+async def worker(redis_url: str) -> AsyncIterator[ScriptedWorker]:
+    async with working(redis_url, script) as playing:
+        yield playing
+
+
+@pytest.fixture
+async def server(redis_url: str, worker: ScriptedWorker) -> AsyncIterator[Api]:
+    async with api(redis_url) as serving:
+        yield serving
+
+
+async def test_a_completion_is_whole_and_counted(server: Api, worker: ScriptedWorker) -> None:
+    response = await server.post("/v1/completions", {"model": MODEL, "prompt": "say", "seed": 7})
+    body = response.json()
+    assert body["choices"] == [{"index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop"}]
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 6,
+        "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    (spec,) = worker.specs
+    assert (spec.prompt_ids, spec.sampling.seed, spec.sampling.max_tokens) == (tuple(ids("say")), 7, 16)
+    assert spec.api == server.ring.api_id
+    assert spec.deadline_ms > spec.enqueued_ms
+
+
+async def test_a_chat_goes_through_the_models_template(server: Api, worker: ScriptedWorker) -> None:
+    response = await server.post("/v1/chat/completions", {"messages": HELLO, "max_completion_tokens": 9})
+    assert response.json()["choices"][0]["message"] == {"role": "assistant", "content": "hello", "refusal": None}
+    (spec,) = worker.specs
+    assert codec().decode(spec.prompt_ids) == "user: hi\n"
+    assert spec.sampling.max_tokens == 9
+
+
+@pytest.mark.parametrize("prompt", ["say", "long"])
+async def test_a_stream_says_what_the_whole_answer_says(server: Api, prompt: str) -> None:
+    body = {"model": MODEL, "prompt": prompt, "logprobs": 1, "echo": True}
+    whole = (await server.post("/v1/completions", body)).json()
+    async with server.stream("/v1/completions", {**body, "stream_options": {"include_usage": True}}) as events:
+        chunks = await events.all()
+    assert events.done
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
+    assert choices[-1]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    for field, values in whole["choices"][0]["logprobs"].items():
+        assert values == [value for choice in choices for value in choice["logprobs"][field]]
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == whole["usage"]
+
+
+async def test_n_samples_share_a_group_and_draw_from_different_seeds(server: Api, worker: ScriptedWorker) -> None:
+    body = {"prompt": ["say", "long"], "n": 3, "seed": 5}
+    choices = (await server.post("/v1/completions", body)).json()["choices"]
+    assert [choice["index"] for choice in choices] == list(range(6))
+    assert [choice["text"] for choice in choices] == ["hello"] * 3 + ["héllo 👍"] * 3
+    groups: dict[str, set[int]] = {}
+    for spec in worker.specs:
+        groups.setdefault(spec.group, set()).add(spec.sampling.seed)
+    assert [len(seeds) for seeds in groups.values()] == [3, 3]
+    assert all(5 in seeds for seeds in groups.values())
+
+
+async def test_a_chat_stream_with_n_opens_every_choice_with_its_role(server: Api) -> None:
+    async with server.stream("/v1/chat/completions", {"messages": HELLO, "n": 2}) as events:
+        chunks = [chunk["choices"][0] for chunk in await events.all()]
+    assert [(c["index"], c["delta"]) for c in chunks[:2]] == [
+        (0, {"role": "assistant", "content": ""}),
+        (1, {"role": "assistant", "content": ""}),
+    ]
+    for index in (0, 1):
+        own = [chunk for chunk in chunks if chunk["index"] == index]
+        assert "".join(chunk["delta"].get("content", "") for chunk in own) == "hello"
+        assert own[-1]["finish_reason"] == "stop"
+
+
+async def test_the_prompt_alone_can_be_scored(server: Api, worker: ScriptedWorker) -> None:
+    body = {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 1}
+    choice = (await server.post("/v1/completions", body)).json()["choices"][0]
+    assert choice["text"] == "abc"
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
+    assert worker.specs[0].kind == "score"
+
+
+async def test_ids_go_in_and_out(server: Api) -> None:
+    body = {"prompt": ids("say"), "return_token_ids": True, "prompt_logprobs": 0}
+    choice = (await server.post("/v1/completions", body)).json()["choices"][0]
+    assert choice["prompt_token_ids"] == ids("say")
+    assert codec().decode(choice["token_ids"]) == "hello"
+    assert choice["prompt_logprobs"][0] is None
+    assert choice["prompt_logprobs"][1][str(ids("a")[0])]["logprob"] == -1.0
+
+
+async def test_an_adapter_reaches_the_worker(server: Api, worker: ScriptedWorker) -> None:
+    body = {"prompt": "say", "lora_adapter": "policy@3", "adapter_policy": "follow"}
+    await server.post("/v1/completions", body)
+    assert (worker.specs[0].adapter, worker.specs[0].adapter_policy) == ("policy@3", "follow")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "status", "code"), [("fail", 400, "context_length_exceeded"), ("late", 504, "deadline_exceeded")]
+)
+async def test_what_a_worker_refuses_is_an_error(server: Api, prompt: str, status: int, code: str) -> None:
+    response = await server.post("/v1/completions", {"prompt": prompt})
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    async with server.stream("/v1/completions", {"prompt": prompt}) as events:
+        chunks = await events.all()
+    assert chunks[-1]["error"]["code"] == code
+    assert events.done, "[DONE] comes after an error, too"
+
+
+async def test_one_failed_choice_ends_the_request_and_cancels_the_others(server: Api, worker: ScriptedWorker) -> None:
+    response = await server.post("/v1/completions", {"prompt": ["hold", "fail"]})
+    assert response.status_code == 400
+    await wait_until(lambda: len(worker.cancelled) == 1)
+
+
+async def test_a_deadline_holds_even_when_no_worker_takes_the_sequence(redis_url: str) -> None:
+    redis = connect(redis_url)
+    await ScriptedWorker(redis, script).join()  # it never claims
+    async with api(redis_url, request_timeout_s=0.1) as server:
+        response = await server.post("/v1/completions", {"prompt": "say"})
+        depth = await server.ring.queue(MODEL).depth()
+    await redis.aclose()
+    assert response.status_code == 504
+    assert depth["interactive"].waiting <= 1
+
+
+async def test_a_client_that_leaves_a_stream_frees_its_rows(server: Api, worker: ScriptedWorker) -> None:
+    async with server.stream("/v1/completions", {"prompt": "hold", "n": 2}) as events:
+        await events.next()
+        await wait_until(lambda: len(worker.specs) == 2)
+    await wait_until(lambda: len(worker.cancelled) == 2)
+
+
+async def test_a_client_that_leaves_a_whole_answer_frees_its_row(server: Api, worker: ScriptedWorker) -> None:
+    import httpx
+
+    with pytest.raises(httpx.ReadTimeout):
+        await server.post("/v1/completions", {"prompt": "hold"}, timeout=0.3)
+    await wait_until(lambda: len(worker.cancelled) == 1)
+
+
+async def test_a_client_that_leaves_before_any_worker_came_leaves_the_queue_empty(redis_url: str) -> None:
+    import httpx
+
+    redis = connect(redis_url)
+    await ScriptedWorker(redis, script).join()
+    async with api(redis_url) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            await server.post("/v1/completions", {"prompt": "hold"}, timeout=0.3)
+
+        async def empty() -> bool:
+            return (await server.ring.queue(MODEL).depth())["interactive"].waiting == 0
+
+        await wait_until(empty)
+    await redis.aclose()
+
+
+async def test_a_full_queue_is_429_with_retry_after(redis_url: str) -> None:
+    redis = connect(redis_url)
+    await ScriptedWorker(redis, script).join()
+    async with api(redis_url, max_queue_size=1) as server:
+        response = await server.post("/v1/completions", {"prompt": "say", "n": 2})
+    await redis.aclose()
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "1"
+    assert response.json()["error"]["code"] == "queue_full"
+
+
+async def test_a_model_without_a_live_worker_is_503_and_an_unknown_one_404(redis_url: str) -> None:
+    redis = connect(redis_url)
+    await WorkerRegistry(redis).register_model(CARD, bundle())
+    async with api(redis_url) as server:
+        known = await server.post("/v1/completions", {"model": MODEL, "prompt": "say"})
+        unknown = await server.post("/v1/completions", {"model": "nobody", "prompt": "say"})
+        unnamed = await server.post("/v1/completions", {"prompt": "say"})
+        listed = (await server.http.get("/v1/models")).json()
+        ready = await server.http.get("/readyz")
+    await redis.aclose()
+    assert (known.status_code, known.headers["retry-after"]) == (503, "2")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    assert unnamed.status_code == 503
+    assert listed["data"] == []
+    assert (ready.status_code, ready.json()["reason"]) == (503, "no ready worker")
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({"prompt": ""}, "empty_prompt"),
+        ({"prompt": [[1], []]}, None),
+        ({"prompt": [10_000]}, "token_out_of_range"),
+        ({"prompt": "a" * 256}, "context_length_exceeded"),
+        ({"prompt": "a", "max_tokens": 256}, "context_length_exceeded"),
+        ({"prompt": "a", "min_tokens": 17}, None),
+    ],
+)
+async def test_impossible_prompts_are_refused_before_the_queue(
+    server: Api, worker: ScriptedWorker, body: dict[str, Any], code: str | None
+) -> None:
+    response = await server.post("/v1/completions", body)
+    assert response.status_code == 400
+    if code:
+        assert response.json()["error"]["code"] == code
+    assert worker.specs == []
+
+
+async def test_models_and_health_tell_what_is_served(server: Api) -> None:
+    (model,) = (await server.http.get("/v1/models")).json()["data"]
+    assert (model["id"], model["max_model_len"]) == (MODEL, 256)
+    assert (await server.http.get(f"/v1/models/{MODEL}")).json() == model
+    assert (await server.http.get("/v1/models/nobody")).status_code == 404
+    health = (await server.http.get("/health")).json()
+    assert (health["status"], health["model_loaded"], health["queue_depth"]) == ("ok", True, 0)
+    assert [worker["state"] for worker in health["workers"]] == ["ready"]
+    assert (await server.http.get("/readyz")).status_code == 200
+    assert (await server.http.get("/livez")).status_code == 200
+
+
+async def test_the_openai_client_reads_our_streams_and_errors(server: Api) -> None:
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        chat = await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)  # type: ignore[arg-type]
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in chat])
+        assert text == "hello"
+        import openai
+
+        failing = await client.completions.create(model=MODEL, prompt="fail", stream=True)
+        with pytest.raises(openai.APIError, match="too long for this worker"):
+            async for _ in failing:
+                pass
+
+
+async def test_the_description_of_the_api_is_complete(server: Api) -> None:
+    described = (await server.http.get("/openapi.json")).json()
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/jobs", "/v1/models", "/health"):
+        assert path in described["paths"]
+    assert "429" in described["paths"]["/v1/completions"]["post"]["responses"]

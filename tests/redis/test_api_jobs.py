@@ -1,0 +1,123 @@
+"""Jobs over HTTP: what enters, what is refused whole, and how results are read."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from shared.redis.client import connect
+from shared.redis.job_ledger import JobLedger, SampleRecord
+from shared.redis.worker_registry import WorkerRegistry
+from tests.redis.api_servers import Api, api
+from tests.redis.scripted_worker import CARD, MODEL
+from tests.unit.api_texts import bundle
+
+JOB = {"kind": "rollout", "model": MODEL, "reward": {"name": "exact"}}
+
+
+@pytest.fixture
+async def server(redis_url: str) -> AsyncIterator[Api]:
+    """An api, and no runner: jobs stay queued."""
+    redis = connect(redis_url)
+    await WorkerRegistry(redis).register_model(CARD, bundle())
+    async with api(redis_url, max_upload_bytes=50_000) as serving:
+        yield serving
+    await redis.aclose()
+
+
+async def upload(server: Api, lines: bytes, spec: Any = None) -> Any:
+    files = {"file": ("prompts.jsonl", lines)}
+    return await server.http.post("/v1/jobs", data={"spec": json.dumps(spec or JOB)}, files=files)
+
+
+async def test_a_job_is_accepted_polled_listed_and_cancelled(server: Api) -> None:
+    body = {**JOB, "prompts": ["a", "b"], "references": ["1", "2"], "n": 3, "metadata": {"run": "x"}}
+    response = await server.post("/v1/jobs", body)
+    status = response.json()
+    assert response.status_code == 202
+    assert response.headers["location"] == f"/v1/jobs/{status['id']}"
+    assert (status["status"], status["counts"]["total"], status["metadata"]) == ("queued", 6, {"run": "x"})
+    assert (await server.http.get(f"/v1/jobs/{status['id']}")).json() == status
+    assert [job["id"] for job in (await server.http.get("/v1/jobs")).json()["data"]] == [status["id"]]
+    cancelled = (await server.http.post(f"/v1/jobs/{status['id']}/cancel")).json()
+    assert (cancelled["status"], cancelled["counts"]["cancelled"]) == ("cancelled", 6)
+
+
+async def test_an_uploaded_job_has_one_prompt_a_line(server: Api) -> None:
+    lines = b'"a"\n\n{"messages": [{"role": "user", "content": "hi"}], "reference": "r"}\n{"prompt_ids": [1]}\n'
+    response = await upload(server, lines, {**JOB, "n": 2})
+    assert response.status_code == 202
+    assert response.json()["counts"]["total"] == 6
+    inputs = await JobLedger(server.ring.redis).inputs(response.json()["id"], 0, 10)
+    assert [json.loads(line)["prompt"] for line in inputs] == ["a", [{"role": "user", "content": "hi"}], [1]]
+
+
+@pytest.mark.parametrize(
+    ("lines", "word"), [(b'"a"\n{"prompt": 5}\n', "line 2"), (b'"a"\n' * 700 + b"{\n", "line 701"), (b"\n\n", "one")]
+)
+async def test_a_bad_upload_creates_nothing(server: Api, lines: bytes, word: str) -> None:
+    response = await upload(server, lines)
+    assert response.status_code == 400
+    assert word in response.json()["error"]["message"]
+    assert (await server.http.get("/v1/jobs")).json()["data"] == []
+    assert [key async for key in server.ring.redis.scan_iter("parallm:job:*")] == []
+
+
+async def test_an_upload_beyond_the_bound_is_refused(server: Api) -> None:
+    assert (await upload(server, b'"a"\n' * 20_000)).status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({**JOB}, 400, "prompts"),
+        ({**JOB, "prompts": []}, 400, "prompts"),
+        ({**JOB, "prompts": ["a"], "references": []}, 400, "references"),
+        ({**JOB, "prompts": ["a"], "reward": {"name": "magic"}}, 400, "reward.name"),
+        ({**JOB, "prompts": ["a"], "reward": {"name": "exact", "strictness": 1}}, 400, "reward.options"),
+        ({**JOB, "prompts": ["a"], "model": "nobody"}, 404, "model"),
+        ({**JOB, "prompts": ["a"], "surprise": 1}, 400, "surprise"),
+        ({"kind": "rollout", "model": MODEL, "prompts": ["a"]}, 400, "reward"),
+    ],
+)
+async def test_bad_jobs_are_refused_by_name(server: Api, body: dict[str, Any], status: int, param: str) -> None:
+    response = await server.post("/v1/jobs", body)
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param)
+
+
+async def test_an_idempotency_key_gives_the_same_job(server: Api) -> None:
+    body = {**JOB, "prompts": ["a"], "idempotency_key": "k"}
+    first = (await server.post("/v1/jobs", body)).json()["id"]
+    assert (await server.post("/v1/jobs", body)).json()["id"] == first
+    plain = {key: value for key, value in body.items() if key != "idempotency_key"}
+    by_header = await server.post("/v1/jobs", plain, headers={"idempotency-key": "k"})
+    assert by_header.json()["id"] == first
+    other = await server.post("/v1/jobs", {**body, "n": 2})
+    assert other.status_code == 409
+
+
+async def test_unknown_jobs_are_404(server: Api) -> None:
+    for path in ("/v1/jobs/none", "/v1/jobs/none/results"):
+        response = await server.http.get(path)
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "job_not_found")
+    assert (await server.http.post("/v1/jobs/none/cancel")).status_code == 404
+
+
+async def test_results_are_json_lines_in_order_with_the_place_to_go_on(server: Api) -> None:
+    job_id = (await server.post("/v1/jobs", {**JOB, "prompts": ["a"] * 4})).json()["id"]
+    ledger = JobLedger(server.ring.redis)
+    assert await ledger.begin(job_id, "runner", 0) is not None
+    done = [SampleRecord(i, b'{"n":%d}' % i, "succeeded") for i in (0, 1, 3)]
+    await ledger.record(job_id, done)
+
+    async def results(query: str = "") -> tuple[list[int], str]:
+        response = await server.http.get(f"/v1/jobs/{job_id}/results{query}")
+        assert response.headers["content-type"] == "application/x-ndjson"
+        return [json.loads(line)["n"] for line in response.text.splitlines()], response.headers["x-next-after"]
+
+    assert await results() == ([0, 1, 3], "1")  # 2 may still come: go on behind 1
+    assert await results("?limit=2") == ([0, 1], "1")
+    assert await results("?limit=2&after=1") == ([3], "3")
+    assert await results("?complete_only=true") == ([0, 1], "1")
+    assert await results("?after=3") == ([], "3")

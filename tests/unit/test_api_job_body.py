@@ -1,0 +1,142 @@
+"""The body of POST /v1/jobs and the lines of its uploads."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from pydantic import ValidationError
+
+from api.errors import from_validation
+from api.rl.job_body import JobBody, upload_inputs
+from shared.errors import InvalidRequestError, TokenOutOfRangeError
+from shared.jobs import JobInput, RewardSpec
+from shared.sequences import ModelCard
+
+CARD = ModelCard("m", 32, 100, (2,), "t" * 64, "b" * 64, 8, "float32")
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+class File:
+    """An upload that arrives in small pieces."""
+
+    def __init__(self, data: bytes, piece: int = 7) -> None:
+        self._data, self._piece, self._at = data, piece, 0
+
+    async def read(self, size: int = -1) -> bytes:
+        part = self._data[self._at : self._at + self._piece]
+        self._at += self._piece
+        return part
+
+
+async def inputs_of(data: bytes) -> list[JobInput | None]:
+    lines = [line async for line in upload_inputs(File(data), CARD)]
+    return [msgspec.json.decode(line, type=JobInput) if line else None for line in lines]
+
+
+def body(**fields: Any) -> JobBody:
+    return JobBody.model_validate({"kind": "generate", "prompts": ["a"], **fields})
+
+
+async def test_each_line_is_a_prompt_in_one_of_its_forms() -> None:
+    data = (
+        b'"a"\n{"prompt": "b", "reference": "r", "metadata": {"x": 1}}\n\n'
+        b'{"messages": [{"role": "user", "content": "hi"}]}\n{"prompt_ids": [1, 2], "completion": [3]}'
+    )
+    assert await inputs_of(data) == [
+        JobInput("a"),
+        JobInput("b", "r", None, {"x": 1}),
+        None,
+        JobInput(MESSAGES),
+        JobInput([1, 2], completion=[3]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        (b"{", "truncated"),
+        (b"5", "str"),
+        (b'{"prompt": "a", "messages": []}', "exactly one"),
+        (b'{"reference": "a"}', "exactly one"),
+        (b'{"promt": "a"}', "promt"),
+        (b'{"prompt_ids": [100]}', "100"),
+        (b'{"prompt_ids": [1.5]}', "int"),
+        (b'{"prompt": ""}', "empty"),
+        (b'{"prompt": [1, {"role": "user"}]}', "mixed"),
+        (b'{"messages": [{"content": "x"}]}', "role"),
+        (b"\xff", ""),
+    ],
+)
+async def test_a_malformed_line_is_named_by_its_number(line: bytes, word: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await inputs_of(b'"fine"\n\n' + line + b"\n")
+    assert "line 3" in caught.value.message
+    assert word in caught.value.message
+
+
+def test_prompts_and_what_belongs_to_them_become_inputs() -> None:
+    job = body(
+        kind="score",
+        prompts=["a", MESSAGES, [1, 2]],
+        completions=["x", [5], "z"],
+        references=["r", None, {"any": 1}],
+        metadata=[{"i": 0}, {"i": 1}, {"i": 2}],
+    )
+    inputs = [msgspec.json.decode(line, type=JobInput) for line in job.inputs(CARD)]
+    assert inputs == [
+        JobInput("a", "r", "x", {"i": 0}),
+        JobInput(MESSAGES, None, [5], {"i": 1}),
+        JobInput([1, 2], {"any": 1}, "z", {"i": 2}),
+    ]
+    assert job.spec(CARD).metadata == {}
+
+
+def test_ids_outside_the_vocabulary_are_refused_with_their_place() -> None:
+    with pytest.raises(TokenOutOfRangeError, match=r"prompts\[1\]"):
+        list(body(prompts=["a", [100]]).inputs(CARD))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"references": ["a", "b"]}, "references"),
+        ({"completions": []}, "completions"),
+        ({"metadata": [{}, {}]}, "metadata"),
+        ({"n": 0}, "n"),
+        ({"kind": "train"}, "kind"),
+        ({"temperature": -1}, "temperature"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"prompt": "x"}, "prompt"),
+        ({"deadline_s": 0}, "deadline_s"),
+        ({"reward": {"strict": True}}, "reward.name"),
+    ],
+)
+def test_bad_jobs_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        body(**fields)
+    assert from_validation(caught.value.errors()).param == param
+
+
+def test_lists_beside_an_upload_belong_into_its_lines() -> None:
+    with pytest.raises(ValidationError) as caught:
+        JobBody.model_validate({"kind": "rollout", "references": ["a"]})
+    assert "lines of the file" in from_validation(caught.value.errors()).message
+
+
+def test_reward_options_may_stand_beside_the_name() -> None:
+    flat = body(reward={"name": "gsm8k", "strict": True}).spec(CARD).reward
+    nested = body(reward={"name": "gsm8k", "options": {"strict": True}}).spec(CARD).reward
+    assert flat == nested == RewardSpec("gsm8k", {"strict": True})
+
+
+def test_sampling_fields_reach_the_job() -> None:
+    fields = {"max_tokens": 4, "stop": "x", "logit_bias": {"5": -1}, "top_k": -1, "logprobs": 3, "seed": 7}
+    sampling = body(**fields).spec(CARD).sampling
+    assert (sampling.max_tokens, sampling.stop, sampling.logit_bias) == (4, ("x",), {5: -1.0})
+    assert (sampling.top_k, sampling.top_logprobs, sampling.seed) == (0, 3, 7)
+    assert body(logprobs=True).spec(CARD).sampling.top_logprobs is None
+
+
+def test_a_deadline_becomes_a_time() -> None:
+    spec = body(deadline_s=10).spec(CARD)
+    assert spec.deadline_ms == spec.created_ms + 10_000

@@ -1,0 +1,224 @@
+"""What the OpenAI endpoints accept, refuse, and how they name what they refuse."""
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from api.errors import from_validation
+from api.openai.chat import template_messages
+from api.openai.sampling import check_prompts, room_for, sampling_of
+from api.openai.schemas import ChatCompletionRequest, ChatMessage, CompletionRequest
+from shared.errors import (
+    ContextLengthExceededError,
+    EmptyPromptError,
+    InvalidRequestError,
+    TokenOutOfRangeError,
+    UnsupportedParameterError,
+)
+from shared.sequences import ModelCard
+from shared.settings import ApiSettings
+
+HELLO = [{"role": "user", "content": "hello"}]
+CARD = ModelCard("m", 32, 100, (2,), "t" * 64, "b" * 64, 8, "float32")
+
+
+def refusal(kind: type[BaseModel], body: dict[str, Any]) -> InvalidRequestError:
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    return from_validation(caught.value.errors())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        ("", [""]),
+    ],
+)
+def test_a_prompt_is_text_or_ids_or_a_list_of_either(prompt: Any, expected: Any) -> None:
+    assert CompletionRequest.model_validate({"prompt": prompt}).prompt == expected
+
+
+@pytest.mark.parametrize("prompt", [None, 5, [], [1, "a"], [[1], "a"], [[1.5]], {"a": 1}, [[True]]])
+def test_other_prompts_are_refused_by_name(prompt: Any) -> None:
+    assert refusal(CompletionRequest, {"prompt": prompt}).param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("top_p", 1.1),
+        ("presence_penalty", 3),
+        ("n", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 1.5),
+        ("logprobs", 21),
+        ("stop", ["x"] * 17),
+        ("stop", [""]),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"1": 101}),
+        ("seed", 2**64),
+        ("stop_token_ids", [-1]),
+        ("stream", "maybe"),
+    ],
+)
+def test_values_out_of_range_are_refused_with_the_parameters_name(field: str, value: Any) -> None:
+    error = refusal(CompletionRequest, {"prompt": "a", field: value})
+    assert error.param is not None and error.param.startswith(field)
+    assert error.status == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 3, "n": 2}, "best_of"),
+        ({"frobnicate": 1}, "frobnicate"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"collect_trajectory": True}, "collect_trajectory"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ],
+)
+def test_what_we_do_not_support_in_completions_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+    error = refusal(CompletionRequest, {"prompt": "a", **body})
+    assert isinstance(error, UnsupportedParameterError)
+    assert error.param == param
+    assert param.rsplit(".")[-1] in error.message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"suffix": None, "best_of": 1, "user": "u", "store": False, "metadata": {"a": "b"}},
+        {"suffix": "", "n": 2, "best_of": 2},
+        {"temperature": None, "top_p": None, "max_tokens": None, "stop": None, "logit_bias": None},
+        {"echo": True, "max_tokens": 0, "logprobs": 1},
+        {"use_beam_search": False, "skip_special_tokens": True, "length_penalty": 1.0},
+    ],
+)
+def test_values_that_ask_for_nothing_are_accepted(body: dict[str, Any]) -> None:
+    CompletionRequest.model_validate({"prompt": "a", **body})
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"adapter": "a", "lora_adapter": "b"}, "adapter"),
+    ],
+)
+def test_contradictions_are_refused(body: dict[str, Any], param: str) -> None:
+    assert refusal(CompletionRequest, {"prompt": "a", **body}).param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"store": True}, "store"),
+        ({"service_tier": "priority"}, "service_tier"),
+        ({"nonsense": 1}, "nonsense"),
+    ],
+)
+def test_what_we_do_not_support_in_chats_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+    error = refusal(ChatCompletionRequest, {"messages": HELLO, **body})
+    assert isinstance(error, UnsupportedParameterError)
+    assert error.param == param
+
+
+def test_the_same_parameters_with_values_that_mean_off_are_accepted() -> None:
+    body = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}
+    ChatCompletionRequest.model_validate({"messages": HELLO, "store": False, "service_tier": "auto", **body})
+
+
+def test_image_parts_are_refused_by_name() -> None:
+    content = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
+    error = refusal(ChatCompletionRequest, {"messages": [{"role": "user", "content": content}]})
+    assert error.param == "messages[0].content[1]"
+    assert "image_url" in error.message
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "boss", "content": "x"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user", "content": "x", "mood": "good"}, "messages[0].mood"),
+    ],
+)
+def test_a_malformed_message_is_named(message: dict[str, Any], param: str) -> None:
+    assert refusal(ChatCompletionRequest, {"messages": [message]}).param == param
+
+
+def test_messages_reach_the_template_as_plain_text() -> None:
+    messages = [
+        ChatMessage.model_validate({"role": "developer", "content": [{"type": "text", "text": "a"}] * 2}),
+        ChatMessage.model_validate(
+            {
+                "role": "assistant",
+                "tool_calls": [{"type": "function", "id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}],
+            }
+        ),
+        ChatMessage.model_validate({"role": "tool", "content": "2", "tool_call_id": "1"}),
+    ]
+    system, assistant, tool = template_messages(messages)
+    assert system == {"role": "system", "content": "aa"}
+    assert assistant["content"] == ""
+    assert assistant["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    assert tool == {"role": "tool", "content": "2", "tool_call_id": "1"}
+
+
+def test_null_sampling_fields_mean_their_defaults() -> None:
+    body = CompletionRequest.model_validate({"prompt": "a", "temperature": None, "top_k": -1, "seed": -1})
+    sampling = sampling_of(body, CARD, 4, top_logprobs=None, prompt_logprobs=None)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
+    assert sampling.seed == 2**63 - 1
+
+
+def test_a_request_without_a_seed_gets_a_random_one() -> None:
+    body = CompletionRequest.model_validate({"prompt": "a"})
+    seeds = {sampling_of(body, CARD, 4, top_logprobs=None, prompt_logprobs=None).seed for _ in range(8)}
+    assert len(seeds) == 8
+
+
+@pytest.mark.parametrize("body", [{"stop_token_ids": [100]}, {"logit_bias": {"100": 1}}])
+def test_token_ids_outside_the_vocabulary_are_refused(body: dict[str, Any]) -> None:
+    parsed = CompletionRequest.model_validate({"prompt": "a", **body})
+    with pytest.raises(TokenOutOfRangeError):
+        sampling_of(parsed, CARD, 4, top_logprobs=None, prompt_logprobs=None)
+
+
+def test_prompts_are_checked_against_the_model() -> None:
+    settings = ApiSettings(redis="redis://x", max_prompt_tokens=8)
+    with pytest.raises(EmptyPromptError):
+        check_prompts([[]], CARD, settings, "prompt")
+    with pytest.raises(TokenOutOfRangeError, match="100"):
+        check_prompts([[1], [100]], CARD, settings, "prompt")
+    with pytest.raises(ContextLengthExceededError, match="up to 8"):
+        check_prompts([[1] * 9], CARD, settings, "prompt")
+    check_prompts([[0, 99]], CARD, settings, "prompt")
+
+
+def test_max_tokens_must_fit_behind_the_prompt_and_defaults_to_what_fits() -> None:
+    assert room_for([[1] * 30], CARD, None, 16) == 2
+    assert room_for([[1]], CARD, None, 16) == 16
+    assert room_for([[1] * 30], CARD, 2, 16) == 2
+    with pytest.raises(ContextLengthExceededError, match="context is 32"):
+        room_for([[1] * 30], CARD, 3, 16)
+    with pytest.raises(ContextLengthExceededError):
+        room_for([[1] * 32], CARD, None, 16)
