@@ -4,6 +4,7 @@ State machine: queued -> running -> one of succeeded, failed, cancelled, expired
 `failed` means that the job as a whole could not be done; a sample that went wrong is a result line with an error.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -15,7 +16,7 @@ JobState = Literal["queued", "running", "succeeded", "failed", "cancelled", "exp
 TERMINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled", "expired"})
 
 Message = dict[str, Any]  # an OpenAI chat message, as the chat template takes it
-Prompt = str | list[Message] | list[int]
+Prompt = str | Sequence[Message | int]  # text, messages or token ids; a mixture is refused
 
 
 class RewardSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -117,3 +118,4 @@ class JobStatus(msgspec.Struct, frozen=True):
     complete_through: int  # every sample with ordinal below this is finished
     error: str
     metadata: dict[str, Any]
+    n: int = 1  # samples a prompt

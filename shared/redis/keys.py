@@ -118,7 +118,12 @@ def job_inputs(job_id: str) -> str:
 
 def job_results(job_id: str, chunk: int) -> str:
     """Hash ordinal -> trajectory (JSON), RESULTS_PER_CHUNK ordinals a key."""
-    return f"{PREFIX}:job:{{{job_id}}}:results:{chunk}"
+    return f"{job_results_prefix(job_id)}{chunk}"
+
+
+def job_results_prefix(job_id: str) -> str:
+    """What the keys of a job's result chunks begin with; the chunk's number follows."""
+    return f"{PREFIX}:job:{{{job_id}}}:results:"
 
 
 def job_lease(job_id: str) -> str:

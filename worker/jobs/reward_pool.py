@@ -86,7 +86,8 @@ class _Processes:
             executor = self._started()
             try:
                 future = executor.submit(score_samples, spec, list(samples), timeout_s)
-                return await asyncio.wait_for(asyncio.wrap_future(future), self._longest_s)
+                async with asyncio.timeout(self._longest_s):
+                    return await asyncio.wrap_future(future)
             except (TimeoutError, BrokenProcessPool):
                 self._discard(executor)
                 return None

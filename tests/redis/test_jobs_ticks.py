@@ -1,0 +1,285 @@
+"""Ticks against a real server and a scripted worker: whole jobs, run by hand, tick by tick."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from redis.asyncio import Redis
+
+from shared.jobs import TERMINAL, JobInput, JobSpec, JobStatus, RewardSpec
+from shared.redis import keys
+from shared.redis.client import connect
+from shared.redis.job_ledger import JobLedger
+from shared.redis.job_store import JobStore
+from shared.redis.sequence_queue import SequenceQueue
+from shared.sequences import SequenceSpec
+from shared.trajectories import Trajectory
+from tests.redis.job_fakes import MODEL, FakeWorker, codec, context, echo, lines, prompts, register, spec, working
+from tests.waiting import wait_until
+from worker.jobs import work
+from worker.jobs.context import TickContext
+from worker.jobs.expansion import derive_seed
+from worker.jobs.tick import tick
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    client = connect(redis_url)
+    await register(client)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def runner(redis: Redis, redis_url: str) -> AsyncIterator[TickContext]:
+    blocking = connect(redis_url, blocking=True)
+    with context(redis, blocking) as made:
+        yield made
+    await blocking.aclose()
+
+
+async def submit(redis: Redis, inputs: list[bytes], job: JobSpec) -> str:
+    return (await JobStore(redis).create(job, inputs))[0]
+
+
+async def advance(runner: TickContext, job: str, timeout_s: float = 20) -> JobStatus:
+    """Run ticks until the job has ended, as arq would."""
+    until = time.monotonic() + timeout_s
+    while True:
+        status = await JobStore(runner.redis).status(job)
+        if status.status in TERMINAL:
+            return status
+        assert time.monotonic() < until, status
+        number = int(await runner.redis.hget(keys.job(job), "tick") or 0)  # type: ignore[misc]
+        await tick(runner, job, number)
+
+
+async def trajectories(redis: Redis, job: str) -> list[Trajectory]:
+    found = await JobStore(redis).results(job, limit=10_000)
+    return [msgspec.json.decode(line, type=Trajectory) for _, line in found]
+
+
+async def test_a_rollout_from_submission_to_rewards(redis: Redis, runner: TickContext) -> None:
+    job = await submit(redis, prompts(40), spec("rollout", n=4, reward={"name": "exact"}, sampling={"seed": 7}))
+    async with working(FakeWorker(redis)):
+        status = await advance(runner, job)
+    assert (status.status, status.counts.succeeded, status.mean_reward) == ("succeeded", 160, 1.0)
+    assert status.complete_through == 160
+    assert status.started_ms >= status.created_ms and status.finished_ms >= status.started_ms
+    found = await trajectories(redis, job)
+    assert [(t.prompt_index, t.sample_index) for t in found] == [(p, s) for p in range(40) for s in range(4)]
+    last = found[-1]
+    assert (last.text, last.finish_reason, last.worker) == ("39", "stop", "w1")
+    assert codec().decode(last.prompt_ids) == "prompt 39"
+    assert last.reward is not None and last.reward.value == 1.0
+    assert len({t.seed for t in found}) == 160
+    assert last.seed == derive_seed(7, 39, 3)
+    assert not await redis.exists(keys.finished(MODEL, job), keys.job_lease(job))
+
+
+async def test_a_window_bounds_what_is_in_the_queue(redis: Redis, runner: TickContext) -> None:
+    job = await submit(redis, prompts(400), spec())
+    worker = FakeWorker(redis, rows=8)
+    async with working(worker):
+        await advance(runner, job)
+    assert worker.most_waiting <= runner.window
+    assert Counter(worker.seen).most_common(1)[0][1] == 1
+
+
+async def test_a_group_is_enqueued_whole_even_beyond_the_window(redis: Redis, runner: TickContext) -> None:
+    job = await submit(redis, prompts(3), spec(n=100))
+    async with working(FakeWorker(redis)):
+        assert (await advance(runner, job)).counts.succeeded == 300
+
+
+async def test_impossible_prompts_fail_alone(redis: Redis, runner: TickContext) -> None:
+    inputs = lines(
+        [
+            JobInput("good 1"),
+            JobInput("x" * 600),
+            JobInput(""),
+            JobInput([5, 999]),
+            JobInput([{"role": "user", "content": "chat 2"}]),
+            JobInput([1, {"role": "user"}]),
+            JobInput([3, 4], metadata={"id": "ids"}),
+        ]
+    )
+    job = await submit(redis, inputs, spec(n=2))
+    async with working(FakeWorker(redis)):
+        status = await advance(runner, job)
+    assert (status.status, status.counts.succeeded, status.counts.failed) == ("succeeded", 6, 8)
+    errors = [t.error for t in (await trajectories(redis, job))[::2]]
+    assert errors[0] == errors[4] == errors[6] == ""
+    for index, word in ((1, "context_length_exceeded"), (2, "empty_prompt"), (3, "token_out_of_range"), (5, "both")):
+        assert word in errors[index]
+    last = (await trajectories(redis, job))[-1]
+    assert (last.prompt_ids, last.metadata) == ((3, 4), {"id": "ids"})
+
+
+async def test_an_unknown_model_fails_the_job(redis: Redis, runner: TickContext) -> None:
+    job = await submit(redis, prompts(3), spec(model="nobody"))
+    status = await advance(runner, job)
+    assert (status.status, status.counts.failed) == ("failed", 3)
+    assert "'nobody'" in status.error
+
+
+async def test_scoring_gives_the_completion_s_logprobs(redis: Redis, runner: TickContext) -> None:
+    inputs = lines([JobInput("2+2=", "4", "4"), JobInput([9, 9], None, [7, 8, 9]), JobInput("x", None, "")])
+    job = await submit(redis, inputs, spec("score"))
+    async with working(FakeWorker(redis)):
+        status = await advance(runner, job)
+    assert (status.status, status.counts.succeeded, status.counts.failed) == ("succeeded", 2, 1)
+    first, second, third = await trajectories(redis, job)
+    assert (first.text, first.logprobs, len(first.completion_ids)) == ("4", (-0.25,), 1)
+    assert (second.completion_ids, second.logprobs) == ((7, 8, 9), (-0.25,) * 3)
+    assert "empty_prompt" in third.error
+
+
+async def test_rewarding_given_texts_needs_no_model(redis: Redis, runner: TickContext) -> None:
+    inputs = lines(JobInput("2+2=", "4", str(i)) for i in range(300))
+    fields = {"model": "nobody", "score_logprobs": False, "reward": {"name": "exact"}}
+    job = await submit(redis, inputs, spec("score", **fields))
+    status = await advance(runner, job)
+    assert (status.status, status.counts.succeeded) == ("succeeded", 300)
+    assert status.mean_reward == pytest.approx(1 / 300)
+
+
+async def test_a_reward_that_fails_marks_its_sample(redis: Redis, runner: TickContext) -> None:
+    inputs = lines([JobInput("say 1", "1"), JobInput("say 2", "none")])
+    job = await submit(redis, inputs, spec("rollout", reward={"name": "gsm8k"}))
+    async with working(FakeWorker(redis)):
+        status = await advance(runner, job)
+    assert (status.status, status.counts.succeeded, status.reward_errors, status.mean_reward) == ("succeeded", 2, 1, 1)
+    bad = (await trajectories(redis, job))[1]
+    assert bad.reward is not None and bad.reward.value is None and bad.reward.error
+
+
+async def test_two_runners_on_one_job_record_each_sample_once(redis: Redis, redis_url: str) -> None:
+    """Even without the lease: what makes it right is that every step is repeatable."""
+    job = await submit(redis, prompts(300), spec("generate"))
+    await redis.hset(keys.job(job), "state", "running")  # type: ignore[misc]
+    stored = await JobStore(redis).spec(job)
+    blocking = connect(redis_url, blocking=True)
+
+    async def run(name: str) -> None:
+        with context(redis, blocking, name) as runner:
+            await (await work.JobWork.on(runner, stored)).advance(time.monotonic() + 20)
+
+    worker = FakeWorker(redis)
+    async with working(worker):
+        await asyncio.gather(run("a"), run("b"), run("c"))
+    await blocking.aclose()
+    status = await JobStore(redis).status(job)
+    assert (status.status, status.counts.succeeded, status.usage.completion_tokens) == ("succeeded", 300, 790)
+    assert Counter(worker.seen).most_common(1)[0][1] == 1
+
+
+async def test_cancelling_keeps_what_is_done(redis: Redis, runner: TickContext) -> None:
+    def some(sequence: SequenceSpec) -> str | None:
+        return echo(sequence) if int(sequence.id.rpartition("-")[2]) < 10 else None
+
+    job = await submit(redis, prompts(200), spec())
+    async with working(FakeWorker(redis, some, rows=20)):
+        ending = asyncio.create_task(advance(runner, job))
+        await wait_until(lambda: _recorded(redis, job, 10))
+        asked = time.monotonic()
+        assert (await JobStore(redis).cancel(job)).status in {"running", "cancelled"}
+        status = await ending
+    assert time.monotonic() - asked < 3
+    assert (status.status, status.counts.succeeded, status.counts.cancelled) == ("cancelled", 10, 190)
+    found = await trajectories(redis, job)
+    assert [t.text for t in found[:10]] == [str(i) for i in range(10)]
+    partial = [t for t in found if t.text == "part"]
+    assert len(partial) >= 10  # the rows that were running hand in what they have
+    assert {t.finish_reason for t in found[10:]} == {"cancelled"}
+    assert (await SequenceQueue(redis, MODEL).depth())["batch"].waiting == 0
+    assert not await redis.exists(keys.finished(MODEL, job))
+
+
+async def test_a_deadline_expires_the_job(redis: Redis, runner: TickContext) -> None:
+    deadline = int(time.time() * 1000) + 700
+    job = await submit(redis, prompts(100), spec(deadline_ms=deadline))
+    async with working(FakeWorker(redis, lambda s: echo(s) if s.id.endswith("-0") else None, rows=8)):
+        status = await advance(runner, job)
+    assert status.status == "expired" and "deadline" in status.error
+    assert status.counts.succeeded == 1
+    counts = status.counts
+    assert counts.succeeded + counts.cancelled + counts.expired == 100
+    assert status.finished_ms - deadline < 2_000
+
+
+async def test_a_full_queue_loses_nothing(redis: Redis, runner: TickContext, monkeypatch: Any) -> None:
+    queue = SequenceQueue(redis, MODEL, max_waiting={"batch": 10})
+    monkeypatch.setattr(runner, "queue", lambda model: queue)
+    monkeypatch.setattr(work, "BATCH", 6)
+    job = await submit(redis, prompts(60), spec(n=3))
+    async with working(FakeWorker(redis, rows=4)):
+        assert (await advance(runner, job)).counts.succeeded == 180
+
+
+async def test_results_can_be_read_while_the_job_runs(redis: Redis, runner: TickContext) -> None:
+    held = {"value": True}
+
+    def answer(sequence: SequenceSpec) -> str | None:
+        ordinal = int(sequence.id.rpartition("-")[2])
+        return None if ordinal == 5 and held["value"] else echo(sequence)
+
+    job = await submit(redis, prompts(30), spec())
+    store = JobStore(redis)
+    async with working(FakeWorker(redis, answer)):
+        ending = asyncio.create_task(advance(runner, job))
+        await wait_until(lambda: _recorded(redis, job, 29))
+        assert [o for o, _ in await store.results(job, complete_only=True)] == [0, 1, 2, 3, 4]
+        assert 5 not in [o for o, _ in await store.results(job)]
+        held["value"] = False
+        await ending
+    assert [o for o, _ in await store.results(job, 4, complete_only=True)] == list(range(5, 30))
+
+
+async def test_sequences_that_redis_lost_are_enqueued_again(
+    redis: Redis, runner: TickContext, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(work, "REPAIR_AFTER_S", 0.3)
+    job = await submit(redis, prompts(20), spec())
+    await tick(runner, job, 0)
+    assert (await JobStore(redis).status(job)).counts.running == 20
+    for key in [key async for key in redis.scan_iter(f"parallm:{{{MODEL}}}:*") if b":seq:" in key or b":queue:" in key]:
+        await redis.delete(key)
+    async with working(FakeWorker(redis)):
+        assert (await advance(runner, job)).counts.succeeded == 20
+
+
+async def test_a_job_whose_ticks_always_raise_fails_with_the_reason(
+    redis: Redis, runner: TickContext, monkeypatch: Any
+) -> None:
+    async def broken(*_: object) -> None:
+        raise ZeroDivisionError("of our own making")
+
+    monkeypatch.setattr(work.JobWork, "advance", broken)
+    job = await submit(redis, prompts(1), spec())
+    status = await advance(runner, job)
+    assert status.status == "failed" and "of our own making" in status.error
+
+
+async def test_only_waiting_jobs_are_swept(redis: Redis) -> None:
+    ledger = JobLedger(redis)
+    jobs = [await submit(redis, prompts(1), spec()) for _ in range(3)]
+    await ledger.begin(jobs[0], "r", 0)
+    await ledger.finish(jobs[1], "failed")
+    assert [(job.id, job.tick, job.leased) for job in await ledger.active()] == [
+        (jobs[0], 1, True),
+        (jobs[2], 0, False),
+    ]
+
+
+async def _recorded(redis: Redis, job: str, samples: int) -> bool:
+    return (await JobLedger(redis).progress(job)).recorded >= samples
+
+
+def test_reward_options_travel_with_the_job() -> None:
+    job = spec("rollout", reward={"name": "length", "options": {"target": 3}})
+    assert job.reward == RewardSpec("length", {"target": 3})

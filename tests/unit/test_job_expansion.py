@@ -1,0 +1,66 @@
+"""The pure arithmetic of a job: seeds, ids, windows; and tokenised prompts in a bounded cache."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.jobs import JobInput, JobSpec, SamplingOverrides
+from worker.jobs.expansion import derive_seed, ordinal_of, prompts_to_expand, sequence_id, sequences
+from worker.jobs.prompts import PreparedPrompt, PromptCache
+
+
+def job(**fields: object) -> JobSpec:
+    defaults: dict[str, object] = {"id": "job-1", "kind": "rollout", "model": "m", "total_prompts": 10, "n": 4}
+    return JobSpec(**{**defaults, **fields})  # type: ignore[arg-type]
+
+
+def test_a_seed_is_what_the_documentation_says() -> None:
+    assert derive_seed(1, 2, 3) == 1491535104594699
+
+
+@given(st.integers(0, 2**53), st.integers(0, 10**6), st.integers(0, 1023))
+def test_seeds_are_exact_in_json(seed: int, prompt: int, sample: int) -> None:
+    assert 0 <= derive_seed(seed, prompt, sample) < 2**53
+
+
+def test_a_group_differs_in_id_and_seed_only() -> None:
+    spec = job(sampling=SamplingOverrides(max_tokens=9, seed=5, stop=("x",)), adapter="a", deadline_ms=7)
+    group = sequences(spec, PreparedPrompt(3, JobInput("p"), (1, 2)), now_ms=99)
+    assert [ordinal_of(sequence.id) for sequence in group] == [12, 13, 14, 15]
+    assert {sequence.group for sequence in group} == {"job-1-p3"}
+    assert [sequence.sampling.seed for sequence in group] == [derive_seed(5, 3, s) for s in range(4)]
+    first = group[0]
+    assert (first.sampling.max_tokens, first.sampling.stop, first.adapter) == (9, ("x",), "a")
+    assert (first.sequence_class, first.job, first.deadline_ms) == ("batch", "job-1", 7)
+
+
+@pytest.mark.parametrize("job_id", ["job-1", "a-b-3", "x"])
+def test_an_id_names_its_sample(job_id: str) -> None:
+    assert ordinal_of(sequence_id(job_id, 42)) == 42
+
+
+@pytest.mark.parametrize(
+    ("n", "window", "expanded", "recorded", "prompts"),
+    [
+        (4, 16, 0, 0, 4),  # the window in whole groups
+        (4, 16, 4, 0, 0),  # full
+        (4, 16, 4, 3, 0),  # three places are no group
+        (4, 16, 4, 4, 1),
+        (4, 100, 9, 36, 1),  # only what is left
+        (4, 100, 10, 40, 0),
+        (50, 16, 0, 0, 1),  # a group beyond the window, alone
+        (50, 16, 1, 49, 0),
+        (200, 1000, 0, 0, 1),  # beyond the batch of one call
+    ],
+)
+def test_the_window(n: int, window: int, expanded: int, recorded: int, prompts: int) -> None:
+    assert prompts_to_expand(job(n=n), window, expanded, recorded, most=128) == prompts
+
+
+def test_the_prompt_cache_is_bounded() -> None:
+    cache = PromptCache(max_tokens=100, max_prompts=5)
+    for index in range(9):
+        cache.put("job", PreparedPrompt(index, JobInput("p"), tuple(range(10))))
+    assert [index for index in range(9) if cache.get("job", index)] == [4, 5, 6, 7, 8]
+    cache.put("job", PreparedPrompt(9, JobInput("p"), tuple(range(95))))
+    assert [index for index in range(10) if cache.get("job", index)] == [9]

@@ -1,0 +1,41 @@
+"""What the ticks of one runner process share."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from redis.asyncio import Redis
+
+from shared.redis.job_ledger import JobLedger
+from shared.redis.sequence_queue import SequenceQueue
+from shared.redis.worker_registry import WorkerRegistry
+from shared.text import CodecCache
+from worker.jobs.prompts import PromptCache
+from worker.jobs.reward_pool import RewardPool
+
+WAITING_WINDOWS = 16  # so many jobs' windows may wait in one model's queue; the rest of all jobs waits in its inputs
+
+
+@dataclass
+class TickContext:
+    """Connections, caches and the reward pool of one runner."""
+
+    runner: str
+    redis: Redis
+    blocking: Redis  # for reads that wait
+    rewards: RewardPool
+    window: int = 512
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    prompts: PromptCache = field(default_factory=PromptCache)
+    repaired: dict[str, float] = field(default_factory=dict)  # job -> monotonic time of the last repair
+
+    def __post_init__(self) -> None:
+        self.ledger = JobLedger(self.redis)
+        self.registry = WorkerRegistry(self.redis)
+        self.codecs = CodecCache(self.registry)
+        self._queues: dict[str, SequenceQueue] = {}
+
+    def queue(self, model: str) -> SequenceQueue:
+        """The sequence queue of a model."""
+        if model not in self._queues:
+            self._queues[model] = SequenceQueue(self.redis, model, max_waiting={"batch": WAITING_WINDOWS * self.window})
+        return self._queues[model]

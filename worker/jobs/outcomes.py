@@ -1,0 +1,120 @@
+"""From results to result lines: trajectories, rewards, and what they add to the job's counts."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from shared.errors import ParallmError
+from shared.frames import FinishReason
+from shared.jobs import JobSpec, JobUsage
+from shared.redis.job_ledger import Outcome, SampleRecord
+from shared.sequences import SequenceResult
+from shared.text import TextCodec
+from shared.trajectories import Reward, Trajectory
+from worker.jobs.expansion import derive_seed
+from worker.jobs.prompts import PreparedPrompt
+from worker.jobs.reward_pool import RewardPool, RewardSample
+
+OUTCOMES: dict[FinishReason, Outcome] = {
+    "stop": "succeeded",
+    "length": "succeeded",
+    "error": "failed",
+    "cancelled": "cancelled",
+    "deadline": "expired",
+}
+
+
+def finished_trajectory(
+    spec: JobSpec, ordinal: int, prompt: PreparedPrompt, result: SequenceResult, codec: TextCodec
+) -> Trajectory:
+    """The trajectory of a sequence that a worker has finished."""
+    scoring = spec.kind == "score"
+    completion = prompt.score_ids if scoring else result.completion_ids
+    given = prompt.source.completion
+    finish = result.finish
+    return Trajectory(
+        prompt_index=prompt.index,
+        sample_index=ordinal % spec.n,
+        prompt_ids=prompt.prompt_ids,
+        completion_ids=completion,
+        text=given if scoring and isinstance(given, str) else _text(result, completion, codec),
+        logprobs=result.score_logprobs if scoring else result.logprobs,
+        finish_reason=finish.reason,
+        spans=result.spans,
+        top_logprobs=result.top_logprobs,
+        stop_match=finish.stop_match,
+        error=f"{finish.error_code}: {finish.error_message}" if finish.reason == "error" else "",
+        seed=derive_seed(spec.sampling.seed or 0, prompt.index, ordinal % spec.n),
+        worker=result.worker,
+        attempt=result.attempt,
+        timings=result.timings,
+        metadata=prompt.source.metadata,
+    )
+
+
+def impossible_trajectories(spec: JobSpec, prompt: PreparedPrompt, error: ParallmError) -> list[Trajectory]:
+    """The failed samples of a prompt that no model can take."""
+    return [
+        Trajectory(
+            prompt_index=prompt.index,
+            sample_index=sample,
+            prompt_ids=prompt.prompt_ids,
+            completion_ids=(),
+            text="",
+            logprobs=(),
+            finish_reason="error",
+            error=f"{error.code or error.type}: {error.message}",
+            seed=derive_seed(spec.sampling.seed or 0, prompt.index, sample),
+            metadata=prompt.source.metadata,
+        )
+        for sample in range(spec.n)
+    ]
+
+
+def given_trajectory(prompt: PreparedPrompt, codec: TextCodec | None) -> Trajectory:
+    """The trajectory of a completion that is only to be rewarded: no model has seen it."""
+    completion = prompt.source.completion
+    if isinstance(completion, str):
+        ids: tuple[int, ...] = ()
+        text = completion
+    else:
+        ids = tuple(completion or ())
+        text = codec.decode(ids) if codec is not None else ""
+    return Trajectory(
+        prompt_index=prompt.index,
+        sample_index=0,
+        prompt_ids=(),
+        completion_ids=ids,
+        text=text,
+        logprobs=(),
+        finish_reason="stop",
+        metadata=prompt.source.metadata,
+    )
+
+
+async def rewarded(
+    spec: JobSpec, pool: RewardPool, finished: Sequence[tuple[Trajectory, PreparedPrompt]]
+) -> list[SampleRecord]:
+    """Score what was completed, and make everything ready to be recorded."""
+    rewards: dict[int, Reward] = {}
+    if spec.reward is not None:
+        complete = [i for i, (line, _) in enumerate(finished) if OUTCOMES[line.finish_reason] == "succeeded"]
+        samples = [RewardSample(finished[i][0].text, finished[i][1].source.reference) for i in complete]
+        rewards = dict(zip(complete, await pool.score(spec.reward, samples), strict=True))
+    return [_record(spec, trajectory, rewards.get(i)) for i, (trajectory, _) in enumerate(finished)]
+
+
+def _record(spec: JobSpec, trajectory: Trajectory, reward: Reward | None) -> SampleRecord:
+    if reward is not None:
+        trajectory = msgspec.structs.replace(trajectory, reward=reward)
+    return SampleRecord(
+        ordinal=trajectory.prompt_index * spec.n + trajectory.sample_index,
+        line=msgspec.json.encode(trajectory),
+        outcome=OUTCOMES[trajectory.finish_reason],
+        usage=JobUsage(len(trajectory.prompt_ids), len(trajectory.completion_ids)),
+        reward=reward,
+    )
+
+
+def _text(result: SequenceResult, completion: Sequence[int], codec: TextCodec) -> str:
+    return codec.decode(completion) if result.text is None else result.text

@@ -1,0 +1,133 @@
+"""The job runner's process: an arq worker that is woken instead of polling, and a sweeper.
+
+arq looks for ticks when one is announced on the wake channel, when one ends, and every half second for those that are
+due later. The sweeper enqueues a tick for every job that is not terminal and whose lease nobody holds; ticks are
+numbered, so this does nothing where one waits already. It is what carries a job past the death of a runner.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import uuid
+from typing import Any
+
+import structlog
+from arq.worker import Worker, func
+from redis.exceptions import RedisError
+
+from shared.redis.client import connect
+from shared.redis.job_ledger import LEASE_MS
+from shared.redis.job_queue import QUEUE, TICK, WAKE_CHANNEL, arq_redis, deserialize, enqueue_tick, serialize
+from shared.settings import RunnerSettings
+from worker.jobs.context import TickContext
+from worker.jobs.reward_pool import RewardPool
+from worker.jobs.tick import tick
+
+log = structlog.get_logger()
+
+SWEEP_S = 2.0
+FALLBACK_POLL_S = 0.5
+DRAIN_S = 20  # a tick ends within about two seconds, and what it is rewarding is finished first
+TICK_LIMIT_S = 600  # a tick is bounded by itself; this only ends one that hangs
+
+
+class RunnerWorker(Worker):  # type: ignore[misc]  # arq has no types
+    """arq's worker, woken by pub/sub, that outlives a Redis that is away for a while.
+
+    Relies on four of arq's internals (0.28, pinned): `_poll_iteration`, `_release_sem_dec_counter_on_complete`,
+    `in_progress_timeout_s` and `handle_sig_wait_for_completion`.
+    """
+
+    def __init__(self, context: TickContext, max_jobs: int) -> None:
+        super().__init__(
+            functions=[func(_run_tick, name=TICK, keep_result=0, timeout=TICK_LIMIT_S, max_tries=1_000_000)],
+            queue_name=QUEUE,
+            redis_pool=arq_redis(context.redis),
+            ctx={"context": context},
+            max_jobs=max_jobs,
+            keep_result=0,
+            poll_delay=0,
+            queue_read_limit=100_000,
+            health_check_interval=30,
+            job_completion_wait=DRAIN_S,
+            job_serializer=serialize,
+            job_deserializer=deserialize,
+            log_results=False,
+        )
+        self.in_progress_timeout_s = 2 * LEASE_MS / 1000  # the job's own lease decides; a dead runner's mark goes soon
+        self._context = context
+        self._wake = asyncio.Event()
+
+    async def listen(self) -> None:
+        """Hear announcements of ticks, for ever."""
+        while True:
+            with contextlib.suppress(RedisError, OSError):
+                async with self._context.blocking.pubsub() as channel:
+                    await channel.subscribe(WAKE_CHANNEL)
+                    async for _ in channel.listen():  # the first message is the subscription's own
+                        self._wake.set()
+            await asyncio.sleep(FALLBACK_POLL_S)
+
+    async def sweep(self) -> None:
+        """Take up jobs that no runner advances, for ever."""
+        while True:
+            with contextlib.suppress(RedisError, OSError):
+                for job in await self._context.ledger.active():
+                    if not job.leased:
+                        await enqueue_tick(self._context.redis, job.id, job.tick)
+            await asyncio.sleep(SWEEP_S)
+
+    def _release_sem_dec_counter_on_complete(self) -> None:
+        super()._release_sem_dec_counter_on_complete()
+        self._wake.set()
+
+    async def _poll_iteration(self) -> None:
+        self._wake.clear()
+        try:
+            await super()._poll_iteration()
+        except (RedisError, OSError) as error:
+            log.warning("runner.redis_away", error=str(error))
+            await asyncio.sleep(FALLBACK_POLL_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FALLBACK_POLL_S):  # wait_for may lose a cancellation before Python 3.12
+                await self._wake.wait()
+
+    def handle_sig_wait_for_completion(self, signum: Any) -> None:
+        """SIGTERM and SIGINT: pick up nothing more, let the ticks come to their end, leave."""
+        self._context.stopping.set()
+        super().handle_sig_wait_for_completion(signum)
+
+
+async def run(settings: RunnerSettings) -> None:
+    """Advance jobs until a signal."""
+    logging.getLogger("arq").setLevel(logging.WARNING)
+    redis, blocking = connect(settings.redis), connect(settings.redis, blocking=True)
+    rewards = RewardPool(settings.reward_processes, settings.reward_timeout_s)
+    context = TickContext(runner_id(), redis, blocking, rewards, window=settings.window)
+    worker = RunnerWorker(context, settings.max_jobs)
+    background = [asyncio.create_task(worker.listen()), asyncio.create_task(worker.sweep())]
+    log.info("runner.ready", runner=context.runner, max_jobs=settings.max_jobs, window=settings.window)
+    try:
+        with contextlib.suppress(asyncio.CancelledError):  # how arq leaves after a signal
+            await worker.async_run()
+    finally:
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, *worker.tasks.values(), return_exceptions=True)
+        rewards.close()
+        with contextlib.suppress(RedisError, OSError):
+            await redis.delete(worker.health_check_key)
+        await redis.aclose()
+        await blocking.aclose()
+        log.info("runner.stopped", runner=context.runner)
+
+
+def runner_id() -> str:
+    """Names this process in leases and logs."""
+    return f"{socket.gethostname().split('.')[0]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+
+
+async def _run_tick(ctx: dict[str, Any], job_id: str, number: int) -> None:
+    await tick(ctx["context"], job_id, number)

@@ -1,0 +1,91 @@
+"""One tick of a job: the whole story of a batch job, in a few seconds at a time.
+
+    take the lease -> expand a window of prompts into sequences -> gather what workers have finished -> reward it ->
+    record it -> until all is recorded: finish.  After about two seconds: give the lease back and enqueue the next tick.
+
+Everything is repeatable. A sequence's id follows from its sample, and the queue ignores an id that it knows; a sample
+is recorded once; a result leaves the stream of finished sequences only after it is recorded. So a runner may die
+anywhere, and two may even work on one job: the lease saves them the effort, correctness does not depend on it.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import structlog
+from redis.exceptions import ConnectionError, OutOfMemoryError, RedisError, TimeoutError
+
+from shared.errors import UnknownJobError, UnknownModelError
+from shared.redis.job_ledger import LEASE_MS
+from shared.redis.job_queue import enqueue_tick
+from worker.jobs.context import TickContext
+from worker.jobs.work import JobWork
+
+log = structlog.get_logger()
+
+TICK_S = 2.0
+MAX_FAULTS = 5  # ticks in a row that raise, before the job fails
+REDIS_AWAY = (ConnectionError, TimeoutError, OutOfMemoryError, OSError)
+
+
+async def tick(context: TickContext, job_id: str, number: int) -> None:
+    """Run tick `number` of the job, if nobody has, and enqueue the next one while there is more to do."""
+    following = await context.ledger.begin(job_id, context.runner, number)
+    if following is None:
+        return
+    delay_s = 0.0
+    more = True
+    try:
+        async with _lease_kept(context, job_id):
+            more = await _advance(context, job_id)
+        await context.ledger.clear_faults(job_id)
+    except REDIS_AWAY:
+        raise  # the sweeper takes it up again when Redis is back
+    except Exception as error:
+        log.exception("job.tick_failed", job=job_id, tick=number)
+        more = not await _give_up(context, job_id, error)
+        delay_s = 1.0
+    finally:
+        await context.ledger.release(job_id, context.runner)
+    if more:
+        await enqueue_tick(context.redis, job_id, following, delay_s=delay_s)
+
+
+async def _give_up(context: TickContext, job_id: str, error: Exception) -> bool:
+    faults = await context.ledger.count_fault(job_id)
+    if faults < MAX_FAULTS:
+        return False
+    reason = f"{faults} ticks in a row failed, the last one with {type(error).__name__}: {error}"
+    await context.ledger.finish(job_id, "failed", reason)
+    return True
+
+
+@contextlib.asynccontextmanager
+async def _lease_kept(context: TickContext, job_id: str) -> AsyncIterator[None]:
+    async def renew() -> None:
+        while True:
+            await asyncio.sleep(LEASE_MS / 4000)
+            with contextlib.suppress(RedisError, OSError):
+                await context.ledger.renew(job_id, context.runner)
+
+    renewing = asyncio.create_task(renew())
+    try:
+        yield
+    finally:
+        renewing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await renewing
+
+
+async def _advance(context: TickContext, job_id: str) -> bool:
+    """Work on the job for a while; False when it has ended."""
+    try:
+        spec = await context.ledger.spec(job_id)
+        work = await JobWork.on(context, spec)
+        return await work.advance(time.monotonic() + TICK_S)
+    except UnknownJobError:
+        return False  # its time to live is over
+    except UnknownModelError as error:
+        await context.ledger.finish(job_id, "failed", error.message)
+        return False
