@@ -1,0 +1,342 @@
+"""`mlx_parallm`: the client on the command line.
+
+Exit codes: 0 done; 1 the server refused or could not be reached; 2 the command line is wrong; 3 the job did not
+succeed.
+Results and JSON go to stdout, progress and errors to stderr.
+"""
+
+import asyncio
+import sys
+from collections.abc import Coroutine
+from contextlib import nullcontext
+from pathlib import Path
+from typing import IO, Annotated, Any, NoReturn, TypeVar, cast, get_args
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from api.client import DEFAULT_URL, InferenceClient, JobRequest, RequestFailedError
+from shared.jobs import TERMINAL, JobKind, JobStatus, RewardSpec
+
+T = TypeVar("T")
+
+JOB_NOT_SUCCEEDED = 3
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Client of a ParaLLM server."
+)
+err = Console(stderr=True, highlight=False)
+out = Console(highlight=False, soft_wrap=True)
+
+Url = Annotated[str, typer.Option("--url", envvar="PARALLM_URL", help="address of the server")]
+ApiKey = Annotated[str, typer.Option("--api-key", envvar="PARALLM_API_KEY", help="if the server wants one")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+Model = Annotated[str, typer.Option("--model", "-m", help="default: the only one that is served")]
+
+
+@app.command()
+def submit(
+    file: Annotated[str, typer.Argument(help='JSON lines like {"prompt": ..., "reference": ...}; - reads stdin')],
+    model: Model = "",
+    kind: Annotated[str, typer.Option(help="generate, rollout or score; default: by --reward")] = "",
+    n: Annotated[int, typer.Option(min=1, help="samples a prompt")] = 1,
+    reward: Annotated[str, typer.Option(help='a name, or JSON: {"name": ..., "options": {...}}')] = "",
+    max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    temperature: Annotated[float | None, typer.Option(min=0)] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    adapter: Annotated[str, typer.Option(help="NAME follows the latest version, NAME@K pins one")] = "",
+    deadline_s: Annotated[float | None, typer.Option(min=0)] = None,
+    idempotency_key: Annotated[str, typer.Option(help="submitting again under it changes nothing")] = "",
+    wait: Annotated[bool, typer.Option("--wait", help="until the job has ended")] = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: Json = False,
+) -> None:
+    """Submit a job."""
+    wanted = _reward(reward)
+    lines = _open(file)
+
+    async def run() -> JobStatus:
+        async with InferenceClient(url, api_key=api_key) as client:
+            request = JobRequest(
+                kind=_kind(kind, wanted),
+                model=model or await _only_model(client),
+                n=n,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                reward=wanted,
+                adapter=adapter,
+                deadline_s=deadline_s,
+                idempotency_key=idempotency_key,
+            )
+            status = await client.submit(request, lines)
+            if not wait:
+                return status
+            err.print(f"submitted {status.id}")
+            return await _watch(client, status.id)
+
+    with lines:
+        _report(_run(run()), as_json)
+
+
+@app.command()
+def jobs(
+    limit: Annotated[int, typer.Option(min=1, max=1000)] = 20,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: Json = False,
+) -> None:
+    """List jobs, newest first."""
+
+    async def run() -> list[JobStatus]:
+        async with InferenceClient(url, api_key=api_key) as client:
+            return await client.jobs(limit)
+
+    found = _run(run())
+    if as_json:
+        return _print_json(found)
+    table = Table("job", "kind", "model", "status", "samples", "reward", box=None)
+    for status in found:
+        done = f"{round(status.progress * status.counts.total)}/{status.counts.total}"
+        table.add_row(status.id, status.kind, status.model, status.status, done, _number(status.mean_reward))
+    return out.print(table)
+
+
+@app.command()
+def job(
+    job_id: str,
+    wait: Annotated[bool, typer.Option("--wait", help="until the job has ended")] = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: Json = False,
+) -> None:
+    """Show how far a job is; exit code 3 when it has ended without success."""
+
+    async def run() -> JobStatus:
+        async with InferenceClient(url, api_key=api_key) as client:
+            return await _watch(client, job_id) if wait else await client.status(job_id)
+
+    _report(_run(run()), as_json)
+
+
+@app.command()
+def results(
+    job_id: str,
+    file: Annotated[Path | None, typer.Option("--out", "-o", help="write to this file instead of stdout")] = None,
+    after: Annotated[int, typer.Option(help="begin after this ordinal")] = -1,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="until the job has ended")] = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+) -> None:
+    """Write a job's trajectories as JSON lines, in order; of a running job those before the first unfinished one."""
+
+    async def run(to: IO[bytes]) -> int:
+        count = 0
+        async with InferenceClient(url, api_key=api_key) as client:
+            async for line in client.result_lines(job_id, after, follow=follow):
+                to.write(line + b"\n")
+                count += 1
+        to.flush()
+        return count
+
+    try:
+        with file.open("wb") if file is not None else nullcontext(sys.stdout.buffer) as to:
+            count = _run(run(to))
+    except BrokenPipeError:  # `| head`
+        sys.stderr.close()
+        raise SystemExit(0) from None
+    except OSError as error:
+        _fail(f"{file}: {error.strerror}", 2)
+    if file is not None:
+        err.print(f"{count} trajectories in {file}")
+
+
+@app.command()
+def cancel(job_id: str, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
+    """Stop a job; what is done stays."""
+
+    async def run() -> JobStatus:
+        async with InferenceClient(url, api_key=api_key) as client:
+            await client.cancel(job_id)
+            return await client.wait(job_id)
+
+    status = _run(run())
+    _print_json(status) if as_json else out.print(_summary(status))
+
+
+@app.command()
+def chat(
+    prompt: Annotated[str, typer.Argument(help="without one: a conversation, until Ctrl-D")] = "",
+    model: Model = "",
+    system: Annotated[str, typer.Option(help="system message")] = "",
+    max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    temperature: Annotated[float | None, typer.Option(min=0)] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+) -> None:
+    """Talk to a model."""
+    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+    options = {name: value for name, value in options.items() if value is not None}
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+
+    async def answer(text: str) -> None:
+        messages.append({"role": "user", "content": text})
+        parts: list[str] = []
+        async with InferenceClient(url, api_key=api_key) as client:
+            async for part in client.chat(model or await _only_model(client), messages, **options):
+                parts.append(part)
+                out.print(part, end="", markup=False)
+        out.print()
+        messages.append({"role": "assistant", "content": "".join(parts)})
+
+    if prompt:
+        return _run(answer(prompt))
+    while True:
+        try:
+            text = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            return None
+        if text.strip():
+            _run(answer(text))
+
+
+@app.command()
+def models(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
+    """List the models and adapters that can be asked for."""
+
+    async def run() -> Any:
+        async with InferenceClient(url, api_key=api_key) as client:
+            return await client.models()
+
+    found = _run(run())
+    if as_json:
+        return _print_json(found)
+    for model in found:
+        out.print(model.id)
+    return None
+
+
+@app.command()
+def health(url: Url = DEFAULT_URL, api_key: ApiKey = "") -> None:
+    """Print what the server says of itself and its workers (JSON)."""
+
+    async def run() -> dict[str, Any]:
+        async with InferenceClient(url, api_key=api_key, patience_s=0) as client:
+            return await client.health()
+
+    _print_json(_run(run()))
+
+
+def main() -> None:
+    """The command."""
+    app()
+
+
+# --- within ---
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run, and end with a message instead of a traceback."""
+    try:
+        return asyncio.run(work)
+    except RequestFailedError as error:
+        _fail(error.message, 1)
+    except KeyboardInterrupt:
+        _fail("interrupted; a submitted job goes on (see `mlx_parallm jobs`)", 130)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    err.print(f"[bold red]error[/]: {_plain(message)}")
+    raise typer.Exit(code)
+
+
+async def _watch(client: InferenceClient, job_id: str) -> JobStatus:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as progress:
+        bar = progress.add_task(job_id, total=None)
+
+        def show(status: JobStatus) -> None:
+            total = status.counts.total
+            progress.update(bar, description=status.status, total=total, completed=round(status.progress * total))
+
+        return await client.wait(job_id, show)
+
+
+def _report(status: JobStatus, as_json: bool) -> None:
+    _print_json(status) if as_json else out.print(_summary(status))
+    if status.status in TERMINAL and status.status != "succeeded":
+        raise typer.Exit(JOB_NOT_SUCCEEDED)
+
+
+def _summary(status: JobStatus) -> str:
+    counts = status.counts
+    parts = [f"{counts.succeeded} of {counts.total} samples"]
+    parts += [f"{getattr(counts, name)} {name}" for name in ("failed", "cancelled", "expired") if getattr(counts, name)]
+    if status.usage.completion_tokens:
+        parts.append(f"{status.usage.completion_tokens} tokens")
+    if status.mean_reward is not None:
+        parts.append(f"mean reward {_number(status.mean_reward)}")
+    if status.reward_errors:
+        parts.append(f"{status.reward_errors} rewards failed")
+    if status.finished_ms and status.started_ms:
+        parts.append(f"{(status.finished_ms - status.started_ms) / 1000:.1f} s")
+    error = f"\n{_plain(status.error)}" if status.error else ""
+    return f"{status.id} {status.status}: {', '.join(parts)}{error}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+
+
+def _open(file: str) -> IO[bytes]:
+    if file == "-":
+        return sys.stdin.buffer
+    try:
+        return Path(file).open("rb")
+    except OSError as error:
+        _fail(f"{file}: {error.strerror}", 2)
+
+
+def _reward(text: str) -> RewardSpec | None:
+    if not text:
+        return None
+    if not text.startswith("{"):
+        return RewardSpec(text)
+    try:
+        return msgspec.json.decode(text, type=RewardSpec)
+    except msgspec.MsgspecError as error:
+        _fail(f"--reward: {error}", 2)
+
+
+def _kind(kind: str, reward: RewardSpec | None) -> JobKind:
+    if not kind:
+        return "rollout" if reward is not None else "generate"
+    for known in get_args(JobKind):
+        if kind == known:
+            return cast(JobKind, known)
+    _fail(f"--kind {kind}: it is generate, rollout or score", 2)
+
+
+async def _only_model(client: InferenceClient) -> str:
+    names = [model.id for model in await client.models() if not model.parent]
+    if len(names) != 1:
+        _fail(f"give --model: {', '.join(names) or 'no model'} is served", 2)
+    return names[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""A client of the HTTP API: jobs from submission to results, chat, models. Imports no FastAPI and no mlx.
+
+Requests that change nothing, and submissions (they carry an idempotency key), are repeated while the server restarts or
+says that it is busy, for about `patience_s` seconds.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from tempfile import SpooledTemporaryFile
+from types import TracebackType
+from typing import IO, Any, Self, TypeVar, cast
+
+import httpx
+import msgspec
+
+from shared.errors import ParallmError
+from shared.jobs import TERMINAL, JobInput, JobKind, JobStatus, RewardSpec
+from shared.sequences import AdapterPolicy
+from shared.trajectories import Trajectory
+
+T = TypeVar("T")
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+POLL_S = (0.1, 2.0)  # first and longest pause between two looks at a job
+BUSY = frozenset({429, 502, 503, 504})
+
+
+class RequestFailedError(ParallmError):
+    """The server refused or failed a request; `http_status` 0 means that it could not be reached."""
+
+    def __init__(self, message: str, http_status: int = 0, error_code: str = "") -> None:
+        super().__init__(message)
+        self.http_status = http_status
+        self.error_code = error_code
+
+
+class JobRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """A job to submit, without its inputs; the fields are those of `POST /v1/jobs` (docs/jobs.md)."""
+
+    kind: JobKind
+    model: str
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    top_logprobs: int | None = None
+    reward: RewardSpec | None = None
+    score_logprobs: bool | None = None
+    adapter: str = ""
+    adapter_policy: AdapterPolicy | None = None
+    deadline_s: float | None = None
+    metadata: dict[str, Any] = {}
+    idempotency_key: str = ""
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """A model that can be asked for."""
+
+    id: str
+    created: int = 0
+    owned_by: str = ""
+    parent: str | None = None  # of an adapter: its base model
+
+
+class _ModelList(msgspec.Struct):
+    data: list[ModelInfo]
+
+
+class _JobList(msgspec.Struct):
+    data: list[JobStatus]
+
+
+class InferenceClient:
+    """An asynchronous client; use it as a context manager, or call `aclose`."""
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        api_key: str = "",
+        timeout_s: float = 600,
+        patience_s: float = 30,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._patience_s = patience_s
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(timeout_s, connect=5),
+            transport=transport,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    # --- jobs ---
+
+    async def submit(self, request: JobRequest, inputs: IO[bytes] | Iterable[JobInput | dict[str, Any]]) -> JobStatus:
+        """Upload the inputs (a file of JSON lines, or what makes such lines) and start the job."""
+        if not request.idempotency_key:
+            request = msgspec.structs.replace(request, idempotency_key=uuid.uuid4().hex)
+        with SpooledTemporaryFile(max_size=8_388_608) as file:  # a repeated upload starts over
+            for part in _lines(inputs):
+                file.write(part)
+
+            async def send() -> httpx.Response:
+                file.seek(0)
+                return await self._http.post(
+                    "/v1/jobs",
+                    files={
+                        "spec": (None, msgspec.json.encode(request), "application/json"),
+                        "file": ("inputs.jsonl", cast(IO[bytes], file), "application/jsonl"),
+                    },
+                )
+
+            return _decode(await self._patiently(send), JobStatus)
+
+    async def status(self, job_id: str) -> JobStatus:
+        """How far a job is."""
+        return await self._get(f"/v1/jobs/{job_id}", JobStatus)
+
+    async def jobs(self, limit: int = 20) -> list[JobStatus]:
+        """The newest jobs."""
+        return (await self._get("/v1/jobs", _JobList, limit=limit)).data
+
+    async def cancel(self, job_id: str) -> JobStatus:
+        """Stop a job; what is done stays."""
+        return _decode(await self._patiently(lambda: self._http.post(f"/v1/jobs/{job_id}/cancel")), JobStatus)
+
+    async def wait(
+        self, job_id: str, on_progress: Callable[[JobStatus], None] | None = None, timeout_s: float | None = None
+    ) -> JobStatus:
+        """Poll until the job has ended; TimeoutError when that takes longer than `timeout_s`."""
+        pause_s, longest_s = POLL_S
+        until = time.monotonic() + timeout_s if timeout_s is not None else None
+        while True:
+            status = await self.status(job_id)
+            if on_progress is not None:
+                on_progress(status)
+            if status.status in TERMINAL:
+                return status
+            if until is not None and time.monotonic() > until:
+                raise TimeoutError(f"job {job_id} is still {status.status} after {timeout_s:g} s")
+            await asyncio.sleep(pause_s)
+            pause_s = min(longest_s, 1.2 * pause_s)
+
+    async def results(self, job_id: str, after: int = -1, *, follow: bool = False) -> AsyncIterator[Trajectory]:
+        """Trajectories in order of ordinal, from the one after `after`; with `follow` until the job has ended."""
+        async for line in self.result_lines(job_id, after, follow=follow):
+            yield msgspec.json.decode(line, type=Trajectory)
+
+    async def result_lines(self, job_id: str, after: int = -1, *, follow: bool = False) -> AsyncIterator[bytes]:
+        """The JSON lines of `results`, as they were recorded.
+
+        Of a running job only what stands before the first unfinished sample is read, so nothing is skipped.
+        """
+        pause_s, longest_s = POLL_S
+        while True:
+            status = await self.status(job_id)
+            ended = status.status in TERMINAL
+            end = status.counts.total if ended else status.complete_through
+            before = after
+            async for ordinal, line in self._page(status, after, end):
+                yield line
+                after = ordinal
+            if after > before:
+                pause_s = POLL_S[0]
+                continue
+            if ended or not follow:
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(longest_s, 1.2 * pause_s)
+
+    async def _page(self, status: JobStatus, after: int, end: int) -> AsyncIterator[tuple[int, bytes]]:
+        if after + 1 >= end:
+            return
+        request = self._http.stream("GET", f"/v1/jobs/{status.id}/results", params={"after": after})
+        async with _reached(self.url, request) as response:
+            async for line in _byte_lines(response):
+                if not line:
+                    continue
+                place = msgspec.json.decode(line, type=_Place)
+                ordinal = place.prompt_index * status.n + place.sample_index
+                if ordinal >= end:
+                    return
+                yield ordinal, line
+
+    # --- everything else ---
+
+    async def chat(self, model: str, messages: list[dict[str, Any]], **options: Any) -> AsyncIterator[str]:
+        """Stream the answer's text."""
+        body = {"model": model, "messages": messages, "stream": True, **options}
+        request = self._http.stream("POST", "/v1/chat/completions", json=body)
+        async with _reached(self.url, request) as response:
+            async for line in _byte_lines(response):
+                data = line.removeprefix(b"data:").strip()
+                if not line.startswith(b"data:") or data == b"[DONE]":
+                    continue
+                event = msgspec.json.decode(data)
+                if "error" in event:
+                    raise RequestFailedError(str(event["error"].get("message", data)), response.status_code)
+                for choice in event.get("choices", []):
+                    text = choice.get("delta", {}).get("content")
+                    if text:
+                        yield text
+
+    async def models(self) -> list[ModelInfo]:
+        """What can be asked for."""
+        return (await self._get("/v1/models", _ModelList)).data
+
+    async def health(self) -> dict[str, Any]:
+        """What the server says of itself and its workers."""
+        answer = await self._patiently(lambda: self._http.get("/health"), busy=frozenset())
+        health: dict[str, Any] = answer.json()
+        return health
+
+    async def _get(self, path: str, kind: type[T], **params: Any) -> T:
+        return _decode(await self._patiently(lambda: self._http.get(path, params=params)), kind)
+
+    async def _patiently(
+        self, send: Callable[[], Awaitable[httpx.Response]], busy: frozenset[int] = BUSY
+    ) -> httpx.Response:
+        """Send, and send again while the server is away or busy and our patience lasts."""
+        until = time.monotonic() + self._patience_s
+        pause_s = 0.1
+        while True:
+            try:
+                response = await send()
+            except httpx.TransportError as error:
+                if time.monotonic() + pause_s > until:
+                    raise _unreachable(self.url, error) from error
+            else:
+                if response.status_code not in busy or time.monotonic() + pause_s > until:
+                    if response.is_error:
+                        raise _refusal(response)
+                    return response
+                pause_s = max(pause_s, _retry_after(response))
+            await asyncio.sleep(pause_s)
+            pause_s = min(2.0, 2 * pause_s)
+
+
+class _Place(msgspec.Struct):
+    prompt_index: int
+    sample_index: int
+
+
+@asynccontextmanager
+async def _reached(url: str, request: AbstractAsyncContextManager[httpx.Response]) -> AsyncIterator[httpx.Response]:
+    try:
+        async with request as response:
+            if response.is_error:
+                await response.aread()
+                raise _refusal(response)
+            yield response
+    except httpx.TransportError as error:
+        raise _unreachable(url, error) from error
+
+
+async def _byte_lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Lines that end in \\n only: JSON may hold the other characters at which httpx would split."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line.strip()
+    if rest.strip():
+        yield rest.strip()
+
+
+def _lines(inputs: IO[bytes] | Iterable[JobInput | dict[str, Any]]) -> Iterator[bytes]:
+    for item in inputs:
+        yield item if isinstance(item, bytes) else msgspec.json.encode(item) + b"\n"
+
+
+def _decode(response: httpx.Response, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(response.content, type=kind)
+    except msgspec.MsgspecError as error:
+        raise RequestFailedError(f"{response.url} answered something else: {error}", response.status_code) from error
+
+
+def _refusal(response: httpx.Response) -> RequestFailedError:
+    """The server's own words, if it is our server that answers."""
+    try:
+        error = msgspec.json.decode(response.content)["error"]
+        return RequestFailedError(str(error["message"]), response.status_code, str(error.get("code") or ""))
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        text = response.text.strip()[:200]
+        return RequestFailedError(f"{response.url} answered {response.status_code}: {text}", response.status_code)
+
+
+def _unreachable(url: str, error: httpx.TransportError) -> RequestFailedError:
+    reason = str(error) or type(error).__name__
+    return RequestFailedError(f"cannot reach {url} ({reason}); start it with mlx_parallm_serve, or give --url")
+
+
+def _retry_after(response: httpx.Response) -> float:
+    try:
+        return min(5.0, float(response.headers.get("retry-after", "0")))
+    except ValueError:
+        return 0.0
