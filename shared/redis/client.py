@@ -4,7 +4,9 @@ Without OSError among the retried errors a restart of 1.5 s ends the process; wi
 exponential back-off (at most 1 s each) a command waits out about 15 s of absence.
 """
 
+import asyncio
 import hashlib
+import re
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
@@ -18,6 +20,7 @@ from redis.exceptions import NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 Argument = str | bytes | int | float
+_USES = re.compile(r"^-- uses: (\w+)$", re.MULTILINE)
 
 
 def connect(url: str, *, blocking: bool = False) -> "Redis":
@@ -34,7 +37,29 @@ def connect(url: str, *, blocking: bool = False) -> "Redis":
         health_check_interval=0 if blocking else 15,
         **({} if url.startswith("unix") else {"socket_keepalive": True}),
     )
+    pool = client.connection_pool
+    pool.connection_class = type("CancellableConnection", (_Cancellable, pool.connection_class), {})
     return client
+
+
+class _Cancellable:
+    """Sends under `asyncio.timeout` where redis-py uses `asyncio.wait_for`.
+
+    Until Python 3.12 `wait_for` loses a cancellation that arrives as the send ends, so that a cancelled loop runs on
+    for ever; and it starts a task for every command.
+    """
+
+    socket_timeout: float | None
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        limit, self.socket_timeout = self.socket_timeout, None
+        try:
+            async with asyncio.timeout(limit):
+                await super().send_packed_command(command, check_health)  # type: ignore[misc]
+        except TimeoutError:
+            raise RedisTimeoutError("Timeout writing to socket") from None
+        finally:
+            self.socket_timeout = limit
 
 
 async def server_time_ms(redis: "Redis") -> int:
@@ -44,11 +69,15 @@ async def server_time_ms(redis: "Redis") -> int:
 
 
 class Script:
-    """A Lua file of shared/redis/lua, run by its hash; loaded again after a restart of the server."""
+    """A Lua file of shared/redis/lua, run by its hash; loaded again after a restart of the server.
+
+    A line `-- uses: name` in its head puts lua/name.lua, which holds only functions, in front of it.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.text = resources.files("shared.redis").joinpath("lua", f"{name}.lua").read_text()
+        text = _lua(name)
+        self.text = "\n".join([*(_lua(used) for used in _USES.findall(text)), text])
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
     async def __call__(self, redis: "Redis", keys: Sequence[str | bytes], args: Sequence[Argument]) -> Any:
@@ -68,6 +97,10 @@ class Script:
     async def load(self, redis: "Redis") -> None:
         """Make the server know it."""
         await redis.script_load(self.text)
+
+
+def _lua(name: str) -> str:
+    return resources.files("shared.redis").joinpath("lua", f"{name}.lua").read_text()
 
 
 def is_no_script(error: object) -> bool:

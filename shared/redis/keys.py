@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 PREFIX = "parallm"
 GROUP = "workers"  # the consumer group on every sequence stream
+HANDED_BACK = "~handed-back"  # in a worker's place: sequences taken from a dead or leaving worker, claimed first
+SUSPECTS = "~suspects"  # in a worker's place: sequences that have killed workers, run alone
 
 DAY_S = 86_400
 SEQUENCE_TTL_S = 3_600  # of a finished sequence and its log
@@ -18,6 +20,9 @@ API_TTL_S = 60  # of an api's heartbeat and frame stream
 JOB_TTL_S = 7 * DAY_S  # from its last change
 IDEMPOTENCY_TTL_S = DAY_S
 REQUEST_TTL_S = SEQUENCE_TTL_S
+ADAPTER_TTL_S = 30 * DAY_S  # from the last publish of an adapter, or its last use by a worker
+ADAPTER_COUNTER_TTL_S = 730 * DAY_S  # its version numbers stand in trajectories that outlive it
+ADAPTER_UPLOAD_TTL_S = 600  # of bytes without a manifest: a torn publish
 
 
 class KeyKind(NamedTuple):
@@ -36,8 +41,13 @@ def queue(model: str, sequence_class: str, worker: str = "") -> str:
     return f"{PREFIX}:{{{model}}}:queue:{sequence_class}{suffix}"
 
 
+def suspect_turn(model: str) -> str:
+    """String: the worker that runs empty in order to run a suspect alone."""
+    return f"{PREFIX}:{{{model}}}:suspect-turn"
+
+
 def sequence(model: str, seq: str) -> str:
-    """Hash of one sequence: spec, state, attempt, worker, api, cancel."""
+    """Hash of one sequence: spec, state, attempt, deaths, worker, api, cancel, deadline, stream and entry."""
     return f"{PREFIX}:{{{model}}}:seq:{seq}"
 
 
@@ -146,18 +156,63 @@ def job_idempotency(key: str) -> str:
     return f"{PREFIX}:idem:job:{key}"
 
 
+def adapters() -> str:
+    """Sorted set of adapter names by last publish."""
+    return f"{PREFIX}:adapters"
+
+
+def adapter(name: str) -> str:
+    """Hash of one adapter's pointers: latest, high, best, best_value, base."""
+    return f"{PREFIX}:adapter:{{{name}}}"
+
+
+def adapter_counter(name: str) -> str:
+    """String: the last version number given out; it outlives the adapter, so that no number comes twice."""
+    return f"{adapter(name)}:counter"
+
+
+def adapter_versions(name: str) -> str:
+    """Sorted set of an adapter's versions."""
+    return f"{adapter(name)}:versions"
+
+
+def adapter_manifest(name: str, version: int | str) -> str:
+    """String: JSON of one version's manifest; with version "": what these keys begin with."""
+    return f"{adapter(name)}:manifest:{version}"
+
+
+def adapter_bytes(name: str, version: int | str) -> str:
+    """Hash chunk number -> bytes of one version; with version "": what these keys begin with."""
+    return f"{adapter(name)}:bytes:{version}"
+
+
+def adapter_pins(name: str) -> str:
+    """Sorted set "<version>:<owner>" by the end of the pin, in Unix milliseconds."""
+    return f"{adapter(name)}:pins"
+
+
+def adapter_acks(name: str) -> str:
+    """Hash worker id -> "<version> <Unix milliseconds>": what each worker has loaded."""
+    return f"{adapter(name)}:acks"
+
+
+def adapter_log(name: str) -> str:
+    """Stream of the moves of `latest`: version, previous, reason."""
+    return f"{adapter(name)}:log"
+
+
+def adapter_channel() -> str:
+    """Pub/sub channel of changes of all adapters."""
+    return f"{PREFIX}:adapters:events"
+
+
 RESULTS_PER_CHUNK = 256
 
 DOCUMENTED: tuple[KeyKind, ...] = (
-    KeyKind(
-        "parallm:{*}:queue:interactive", "stream", "api", "7 d, refreshed", "waiting and leased sequences"
-    ),
-    KeyKind(
-        "parallm:{*}:queue:batch", "stream", "job runner", "7 d, refreshed", "waiting and leased sequences"
-    ),
-    KeyKind(
-        "parallm:{*}:queue:*:*", "stream", "worker", "7 d, refreshed", "sequences with affinity to a worker"
-    ),
+    KeyKind("parallm:{*}:queue:interactive", "stream", "api", "7 d, refreshed", "waiting and leased sequences"),
+    KeyKind("parallm:{*}:queue:batch", "stream", "job runner", "7 d, refreshed", "waiting and leased sequences"),
+    KeyKind("parallm:{*}:queue:*:*", "stream", "worker", "7 d, refreshed", "sequences with affinity to a worker"),
+    KeyKind("parallm:{*}:suspect-turn", "string", "worker", "5 s", "which worker runs empty for a suspect"),
     KeyKind("parallm:{*}:seq:*", "hash", "api or job runner", "1 h after its end", "one sequence's state"),
     KeyKind("parallm:{*}:out:*", "stream", "worker", "1 h after its end", "one sequence's tokens, in chunks"),
     KeyKind("parallm:{*}:finished:*", "stream", "job runner", "7 d", "results that no tick has recorded yet"),
@@ -177,5 +232,14 @@ DOCUMENTED: tuple[KeyKind, ...] = (
     KeyKind("parallm:jobs", "sorted set", "api", "7 d", "job ids by creation"),
     KeyKind("parallm:jobs:active", "sorted set", "api", "7 d", "ids of jobs not yet terminal"),
     KeyKind("parallm:idem:job:*", "string", "api", "1 d", "idempotency key -> job id"),
+    KeyKind("parallm:adapters", "sorted set", "publisher", "30 d, refreshed", "adapter names by last publish"),
+    KeyKind("parallm:adapter:{*}", "hash", "publisher", "30 d, refreshed", "pointers of one adapter"),
+    KeyKind("parallm:adapter:{*}:counter", "string", "publisher", "730 d", "last version number given out"),
+    KeyKind("parallm:adapter:{*}:versions", "sorted set", "publisher", "30 d, refreshed", "versions that exist"),
+    KeyKind("parallm:adapter:{*}:manifest:*", "string", "publisher", "30 d from use", "one version, JSON"),
+    KeyKind("parallm:adapter:{*}:bytes:*", "hash", "publisher", "30 d from use; torn: 10 min", "safetensors in chunks"),
+    KeyKind("parallm:adapter:{*}:pins", "sorted set", "api or worker", "its last pin's", "who keeps which version"),
+    KeyKind("parallm:adapter:{*}:acks", "hash", "worker", "30 d", "which worker has loaded which version"),
+    KeyKind("parallm:adapter:{*}:log", "stream", "publisher", "30 d, 1,000 entries", "every move of latest"),
     KeyKind("arq:*", "various", "job runner", "arq's own; 1 d at most", "arq's queue, jobs and results"),
 )

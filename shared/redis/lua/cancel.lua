@@ -1,21 +1,22 @@
--- Cancel one sequence. Still queued: it ends here and now. Running: its worker is to be told.
+-- Cancel one sequence. Waiting: it ends here and now, if the caller knows what it has said so far. Running: marked, and
+-- its worker is to be told; a later claim ends it if that worker dies.
+-- uses: ending
 --
--- KEYS[1] sequence hash  KEYS[2] its log  KEYS[3] finished stream of its job
--- ARGV[1] group  ARGV[2] result (msgpack) of a sequence that never ran  ARGV[3] its only log chunk
--- ARGV[4] ttl  ARGV[5] ttl of the finished stream  ARGV[6] '1' when a job gathers the result  ARGV[7] sequence id
--- Returns '' (unknown or ended), 'queued', or 'worker:<id>'.
+-- KEYS[1] sequence hash   KEYS[2] its log   KEYS[3] finished stream of its job
+-- ARGV[1] group    ARGV[2] sequence id
+-- ARGV[3] attempt  after which the caller read its tokens ('' not read)
+-- ARGV[4] result   msgpack   ARGV[5] tail: last log chunk (msgpack)
+-- ARGV[6] ttl      of hash and log   ARGV[7] job_ttl of the finished stream
+-- ARGV[8] '1' when a job gathers the result   ARGV[9] '1' when nobody streams it
+-- Returns '' (unknown or ended), 'queued' (ended now), 'worker:<id>' (runs there), 'read:' (read its tokens first).
 local h = redis.call('HMGET', KEYS[1], 'state', 'stream', 'entry', 'worker', 'attempt')
-if not h[1] or h[1] == 'done' then return '' end
-redis.call('HSET', KEYS[1], 'cancel', '1')
-if h[1] == 'running' then return 'worker:' .. h[4] end
-if tonumber(h[5]) > 0 then return 'worker:' end  -- handed back with tokens of its own: the next claim ends it
-redis.call('XDEL', h[2], h[3])
-redis.call('HSET', KEYS[1], 'state', 'done')
-redis.call('EXPIRE', KEYS[1], ARGV[4])
-redis.call('XADD', KEYS[2], '*', 'd', ARGV[3])
-redis.call('EXPIRE', KEYS[2], ARGV[4])
-if ARGV[6] == '1' then
-  redis.call('XADD', KEYS[3], '*', 'id', ARGV[7], 'result', ARGV[2])
-  redis.call('EXPIRE', KEYS[3], ARGV[5])
+if not h[1] or has_ended(h[1]) then return '' end
+if h[1] == 'running' then
+  redis.call('HSET', KEYS[1], 'cancel', '1')
+  return 'worker:' .. h[4]
 end
+if h[5] ~= ARGV[3] then return 'read:' end
+redis.call('XACK', h[2], ARGV[1], h[3])
+redis.call('XDEL', h[2], h[3])
+finish(KEYS[1], KEYS[2], KEYS[3], ARGV[2], 'cancelled', ARGV[4], ARGV[5], ARGV[6], ARGV[7], ARGV[8] == '1', ARGV[9] == '1')
 return 'queued'

@@ -1,144 +1,171 @@
--- Claim sequences for a worker: its own affinity, then the shared streams, interactive up to its quota, batch up to
--- its quota, then leftover rows lent to either class, then steal by age from other workers' affinity streams.
+-- Claim sequences for a worker. In this order: a suspect, alone; own affinity, handed back and shared streams,
+-- interactive up to its quota, then batch up to its quota; rows left over to either class; then what other workers leave
+-- lying in their affinity streams.
+-- uses: streams
 --
--- KEYS[1] own interactive  KEYS[2] interactive  KEYS[3] own batch  KEYS[4] batch
--- KEYS[5..]                other workers' streams: interactive, batch, interactive, batch, ...
--- ARGV[1] group            ARGV[2] worker
--- ARGV[3] rows             free rows
--- ARGV[4] interactive_first  ARGV[5] batch_first   quotas of the first round
--- ARGV[6] batch_max        most batch sequences in this call
--- ARGV[7] kv               free KV positions
--- ARGV[8] empty            1: the worker runs nothing, so one sequence may pass the KV budget (the engine then refuses it)
--- ARGV[9] steal_ms         age from which an entry may be stolen
--- ARGV[10] prefix          of sequence hashes
--- ARGV[11] max_deaths      deaths of its workers at which a sequence is given up
--- ARGV[12] ttl             refreshes the hash of a claimed sequence
--- Returns {last generated ids of KEYS[1..4], claims}; a claim is {stream, entry, spec, attempt, api, verdict} with
--- verdict 'run', 'cancelled', 'deadline' or 'poison'. Verdicts other than 'run' are leased like claims: the caller commits
--- their end.
+-- KEYS[1] own interactive   KEYS[2] handed back interactive   KEYS[3] interactive   KEYS[4] suspects interactive
+-- KEYS[5..8]                the same of batch
+-- KEYS[9]                   string: the worker whose turn it is to run a suspect
+-- KEYS[10] dead letters
+-- KEYS[11..]                other workers' streams: interactive, batch, interactive, batch, ...
+-- ARGV[1] group             ARGV[2] worker
+-- ARGV[3] rows              free rows
+-- ARGV[4] interactive_first ARGV[5] batch_first: quotas of the first round
+-- ARGV[6] batch_max         most batch sequences in this call
+-- ARGV[7] kv                free KV positions
+-- ARGV[8] empty             '1': the worker runs nothing, so the first sequence may pass the KV budget
+-- ARGV[9] steal_ms          age from which an entry may be stolen
+-- ARGV[10] prefix           of sequence hashes
+-- ARGV[11] ttl              of claimed sequences and dead letters, seconds
+-- ARGV[12] alone            id of the suspect that this worker runs ('' none)
+-- ARGV[13] turn_ms          how long a worker may take to run empty for a suspect, unless it asks again
+-- ARGV[14] handed_back      '1': nothing but the handed back streams
+-- Returns {last generated ids of KEYS[1..8], claims}; a claim is {stream, entry, id, spec, attempt, api, job, verdict}
+-- with verdict 'run', 'alone', 'cancelled' or 'deadline'. All are leased; the caller commits the end of the last two.
 local group, worker = ARGV[1], ARGV[2]
 local rows, batch_left, kv = tonumber(ARGV[3]), tonumber(ARGV[6]), tonumber(ARGV[7])
-local empty, steal_ms, prefix = ARGV[8] == '1', tonumber(ARGV[9]), ARGV[10]
-local max_deaths, ttl = tonumber(ARGV[11]), ARGV[12]
-local t = redis.call('TIME')
-local now = tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
+local empty, steal_ms, prefix, ttl, alone = ARGV[8] == '1', tonumber(ARGV[9]), ARGV[10], ARGV[11], ARGV[12]
+local now = server_ms()
 local claims = {}
 local running = 0
+local closed = false -- an entry did not fit into the KV budget: it and all behind it wait, so that it cannot starve
 
-local function field(entry, name)
-  local f = entry[2]
-  for i = 1, #f, 2 do if f[i] == name then return f[i + 1] end end
-  return ''
+-- What to do with a waiting sequence: 'run', 'cancelled', 'deadline', or nil when there is nothing to run.
+local function verdict_on(id)
+  if not id then return nil end
+  local h = redis.call('HMGET', prefix .. id, 'state', 'cancel', 'deadline')
+  if h[1] ~= 'queued' then return nil end
+  if h[2] then return 'cancelled' end
+  local deadline = tonumber(h[3] or '0') or 0
+  return (deadline > 0 and deadline <= now) and 'deadline' or 'run'
 end
 
-local function last_delivered(stream)
-  local groups = redis.pcall('XINFO', 'GROUPS', stream)
-  if groups.err then return nil end
-  for _, g in ipairs(groups) do
-    local name, last
-    for i = 1, #g, 2 do
-      if g[i] == 'name' then name = g[i + 1] elseif g[i] == 'last-delivered-id' then last = g[i + 1] end
-    end
-    if name == group then return last end
-  end
-  redis.call('XGROUP', 'CREATE', stream, group, '0')
-  return '0-0'
-end
-
--- How many of the next entries fit into `limit` rows and the KV budget; a group is not begun when it does not fit
--- whole, unless it is larger than everything there is.
-local function fitting(stream, limit, old_only)
-  local last = last_delivered(stream)
-  if not last then return 0 end
-  local entries = redis.call('XRANGE', stream, '(' .. last, '+', 'COUNT', limit + 1)
-  local n, tokens = 0, 0
-  while n < #entries and n < limit do
-    local entry = entries[n + 1]
-    if old_only and now - tonumber(string.match(entry[1], '^%d+')) < steal_ms then break end
-    local need = tonumber(field(entry, 'kv')) or 0
-    if tokens + need > kv and not (empty and running == 0 and n == 0) then break end
-    tokens = tokens + need
-    n = n + 1
-  end
-  if n > 0 and n < #entries then
-    local g = field(entries[n + 1], 'group')
-    if g ~= '' and g == field(entries[n], 'group') then
-      local whole = n
-      while whole > 0 and field(entries[whole], 'group') == g do whole = whole - 1 end
-      if whole > 0 then n = whole end
-    end
-  end
-  return n
-end
-
-local function begin(stream, entry)
-  local id = field(entry, 'id')
+local function lease(stream, entry, id, verdict)
   local key = prefix .. id
-  local h = redis.call('HMGET', key, 'state', 'spec', 'cancel', 'api', 'deadline')
-  if not h[2] or h[1] == 'done' then
-    redis.call('XACK', stream, group, entry[1])
-    redis.call('XDEL', stream, entry[1])
-    return false
-  end
   local attempt = redis.call('HINCRBY', key, 'attempt', 1)
-  local deaths = tonumber(redis.call('HGET', key, 'deaths') or '0')
-  local verdict = 'run'
-  local deadline = tonumber(h[5] or '0') or 0
-  if h[3] then verdict = 'cancelled'
-  elseif deadline > 0 and deadline <= now then verdict = 'deadline'
-  elseif deaths >= max_deaths then verdict = 'poison' end
-  redis.call('HSET', key, 'state', 'running', 'worker', worker, 'stream', stream, 'entry', entry[1], 'started', now)
+  redis.call('HSETNX', key, 'began', now)
+  redis.call('HSET', key, 'state', 'running', 'worker', worker, 'stream', stream, 'entry', entry, 'started', now)
   redis.call('EXPIRE', key, ttl)
-  claims[#claims + 1] = {stream, entry[1], h[2], attempt, h[4] or '', verdict}
-  if verdict == 'run' then
-    running = running + 1
-    kv = kv - (tonumber(field(entry, 'kv')) or 0)
-    return true
-  end
-  return false
+  local h = redis.call('HMGET', key, 'spec', 'api', 'job')
+  claims[#claims + 1] = {stream, entry, id, h[1] or '', attempt, h[2] or '', h[3] or '', verdict}
 end
 
-local function take(stream, limit, is_batch, old_only)
-  local taken = 0
-  while taken < limit do
-    local n = fitting(stream, limit - taken, old_only)
-    if n == 0 then break end
-    local got = redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', n, 'STREAMS', stream, '>')
-    if not got then break end
-    for _, entry in ipairs(got[1][2]) do
-      if begin(stream, entry) then taken = taken + 1 end
+local function discard(stream, entry, id)
+  drop(stream, group, entry)
+  if not id or redis.call('EXISTS', prefix .. id) == 0 then
+    redis.call('XADD', KEYS[10], 'MAXLEN', '~', 1000, '*', 'id', id or entry, 'reason', 'no such sequence')
+    redis.call('EXPIRE', KEYS[10], ttl)
+  end
+end
+
+local function size_of_group(entries, i)
+  local name, size = fields_of(entries[i]).group, 1
+  if not name or name == '' then return 1 end
+  while entries[i + size] and fields_of(entries[i + size]).group == name do size = size + 1 end
+  return size
+end
+
+-- Of the entries ahead, how many to read now, and what to do with each. A group that the quota lets in is taken whole
+-- when `limit` rows allow it, and left whole when fewer are left and it is not the first.
+local function choose(entries, quota, limit, min_age)
+  local verdicts, used, begun = {}, 0, nil
+  for i, entry in ipairs(entries) do
+    if now - tonumber(string.match(entry[1], '^%d+')) < min_age then break end
+    local fields = fields_of(entry)
+    local verdict = verdict_on(fields.id)
+    if verdict == 'run' then
+      local goes_on = begun and begun ~= '' and begun == fields.group
+      local need = tonumber(fields.kv) or 0
+      if used >= limit or (used >= quota and not goes_on) then break end
+      if not goes_on and running > 0 and used + size_of_group(entries, i) > limit then break end
+      if need > kv and not (empty and running == 0) then
+        closed = true
+        break
+      end
+      begun, used, running, kv = fields.group, used + 1, running + 1, kv - need
+    end
+    verdicts[i] = verdict or 'gone'
+  end
+  return verdicts, used
+end
+
+local function take(stream, quota, limit, min_age, label)
+  if closed or quota <= 0 or limit <= 0 then return 0 end
+  local entries = undelivered(stream, group, limit + 16)
+  local verdicts, used = choose(entries, quota, limit, min_age)
+  if #verdicts == 0 then return 0 end
+  redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', #verdicts, 'STREAMS', stream, '>')
+  for i, verdict in ipairs(verdicts) do
+    local entry, id = entries[i][1], fields_of(entries[i]).id
+    if verdict == 'gone' then discard(stream, entry, id)
+    else lease(stream, entry, id, verdict == 'run' and label or verdict) end
+  end
+  return used
+end
+
+local function interactive(first, last, quota)
+  for i = first, last do
+    local used = take(KEYS[i], quota, rows, 0, 'run')
+    quota, rows = quota - used, rows - used
+  end
+end
+
+local function batch(first, last, quota)
+  for i = first, last do
+    local used = take(KEYS[i], quota, math.min(rows, batch_left), 0, 'run')
+    quota, rows, batch_left = quota - used, rows - used, batch_left - used
+  end
+end
+
+local function tips()
+  local ids = {}
+  for i = 1, 8 do
+    ids[i] = '0-0'
+    if redis.call('EXISTS', KEYS[i]) == 1 then
+      local info = redis.call('XINFO', 'STREAM', KEYS[i])
+      for j = 1, #info, 2 do if info[j] == 'last-generated-id' then ids[i] = info[j + 1] end end
     end
   end
-  rows = rows - taken
-  if is_batch then batch_left = batch_left - taken end
-  return taken
+  return ids
 end
 
-local function interactive(limit)
-  local n = take(KEYS[1], math.min(limit, rows), false, false)
-  take(KEYS[2], math.min(limit - n, rows), false, false)
+local function runs_a_suspect()
+  if alone == '' then return false end
+  local h = redis.call('HMGET', prefix .. alone, 'state', 'worker')
+  return h[1] == 'running' and h[2] == worker
 end
 
-local function batch(limit)
-  local n = take(KEYS[3], math.min(limit, rows, batch_left), true, false)
-  take(KEYS[4], math.min(limit - n, rows, batch_left), true, false)
-end
-
-local tips = {}
-for i = 1, 4 do
-  local info = redis.pcall('XINFO', 'STREAM', KEYS[i])
-  tips[i] = '0-0'
-  if not info.err then
-    for j = 1, #info, 2 do if info[j] == 'last-generated-id' then tips[i] = info[j + 1] end end
+-- Give a waiting suspect to this worker if it is empty. If not, one worker at a time runs empty for it.
+local function suspects()
+  if #undelivered(KEYS[4], group, 1) + #undelivered(KEYS[8], group, 1) == 0 then return false end
+  if empty then
+    if rows > 0 and take(KEYS[4], 1, 1, 0, 'alone') == 0 then take(KEYS[8], 1, 1, 0, 'alone') end
+    if redis.call('GET', KEYS[9]) == worker then redis.call('DEL', KEYS[9]) end
+    return running > 0
   end
+  redis.call('SET', KEYS[9], worker, 'NX', 'PX', ARGV[13])
+  if redis.call('GET', KEYS[9]) ~= worker then return false end
+  redis.call('PEXPIRE', KEYS[9], ARGV[13])
+  return true
 end
-interactive(tonumber(ARGV[4]))
-batch(tonumber(ARGV[5]))
-interactive(rows)
-batch(rows)
-for i = 5, #KEYS do
-  if rows <= 0 then break end
+
+local ids = tips()
+if runs_a_suspect() then return {ids, claims} end
+if ARGV[14] == '1' then
+  interactive(2, 2, rows)
+  batch(6, 6, batch_left)
+  return {ids, claims}
+end
+if suspects() then return {ids, claims} end
+interactive(1, 3, tonumber(ARGV[4]))
+batch(5, 7, tonumber(ARGV[5]))
+interactive(1, 3, rows)
+batch(5, 7, batch_left)
+for i = 11, #KEYS do
   local is_batch = i % 2 == 0
-  take(KEYS[i], is_batch and math.min(rows, batch_left) or rows, is_batch, true)
+  local limit = is_batch and math.min(rows, batch_left) or rows
+  local used = take(KEYS[i], limit, limit, steal_ms, 'run')
+  rows = rows - used
+  if is_batch then batch_left = batch_left - used end
 end
-return {tips, claims}
+return {ids, claims}

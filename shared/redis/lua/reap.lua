@@ -1,66 +1,59 @@
--- Take over sequences whose lease has run out. Each takeover counts one death of the sequence; one that has killed
--- `suspect_after` workers is given out alone and only to an empty worker, so that innocents beside it are not given up.
+-- Take sequences away from workers that have not renewed their leases, and let the living have them: they go to the
+-- handed back stream of their class, in front of what has not begun. Each takes one death along. From `suspect_after`
+-- deaths on a sequence goes to the suspects, which run alone, so that innocents beside them are not given up; from
+-- `max_deaths` on it is leased to the caller, who commits its end. What waits for a worker without a heartbeat moves, too.
+-- uses: streams
 --
--- KEYS[1..]         streams
--- ARGV[1] group     ARGV[2] worker   ARGV[3] lease_ms   ARGV[4] limit
--- ARGV[5] prefix    of sequence hashes
--- ARGV[6] max_deaths  ARGV[7] suspect_after  ARGV[8] empty (1: the worker runs nothing)  ARGV[9] ttl
--- Returns claims as claim.lua does, with the further verdict 'alone': run it, and nothing beside it.
-local group, worker, lease, limit = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local prefix, max_deaths, suspect_after = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7])
-local empty, ttl = ARGV[8] == '1', ARGV[9]
-local t = redis.call('TIME')
-local now = tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
-local claims = {}
-local taken = 0
+-- KEYS[1] handed back interactive  KEYS[2] handed back batch  KEYS[3] suspects interactive  KEYS[4] suspects batch
+-- KEYS[5..]         streams to look through: interactive, batch, interactive, batch, ...; the first 2 * shared of them
+--                   are nobody's
+-- ARGV[1] group     ARGV[2] worker     ARGV[3] lease_ms   ARGV[4] prefix of sequence hashes
+-- ARGV[5] max_deaths  ARGV[6] suspect_after  ARGV[7] ttl
+-- ARGV[8] shared    see KEYS[5..]
+-- ARGV[9..]         heartbeat keys of the workers of the streams that follow
+-- Returns claims as claim.lua does, with verdict 'poison'.
+local group, worker, lease_ms, prefix = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local max_deaths, suspect_after, ttl, shared = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
+local AT_ONCE = 256
+local now = server_ms()
+local poison = {}
 
-local function settle(stream, pending)
-  local entry, owner = pending[1], pending[2]
-  local found = redis.call('XRANGE', stream, entry, entry)
-  if #found == 0 then
-    redis.call('XACK', stream, group, entry)
-    return
+local function settle(stream, entry, is_batch)
+  local id = fields_of(entry).id or ''
+  local h = redis.call('HMGET', prefix .. id, 'state', 'spec', 'api', 'job')
+  if h[1] ~= 'running' then return drop(stream, group, entry[1]) end
+  local deaths = redis.call('HINCRBY', prefix .. id, 'deaths', 1)
+  if deaths < max_deaths then
+    local target = KEYS[(deaths >= suspect_after and 3 or 1) + is_batch]
+    return move(stream, group, entry, target, prefix, ttl)
   end
-  local id = ''
-  local f = found[1][2]
-  for i = 1, #f, 2 do if f[i] == 'id' then id = f[i + 1] end end
-  local key = prefix .. id
-  local h = redis.call('HMGET', key, 'state', 'spec', 'cancel', 'api', 'deadline', 'deaths')
-  if not h[2] or h[1] == 'done' then
-    redis.call('XACK', stream, group, entry)
-    redis.call('XDEL', stream, entry)
-    return
-  end
-  -- An unclean end counts as a death; a released sequence (owner empty) does not.
-  local deaths = tonumber(h[6] or '0') or 0
-  local released = redis.call('HGET', key, 'worker') == ''
-  local next_deaths = released and deaths or deaths + 1
-  local verdict = 'run'
-  local deadline = tonumber(h[5] or '0') or 0
-  if h[3] then verdict = 'cancelled'
-  elseif deadline > 0 and deadline <= now then verdict = 'deadline'
-  elseif next_deaths >= max_deaths then verdict = 'poison' end
-  local suspect = next_deaths >= suspect_after
-  if verdict == 'run' and suspect and not (empty and taken == 0) then return end
-  redis.call('XCLAIM', stream, group, worker, 0, entry, 'JUSTID')
-  local attempt = redis.call('HINCRBY', key, 'attempt', 1)
-  redis.call('HSET', key, 'state', 'running', 'worker', worker, 'stream', stream, 'entry', entry, 'started', now,
-    'deaths', next_deaths)
-  redis.call('EXPIRE', key, ttl)
-  claims[#claims + 1] = {stream, entry, h[2], attempt, h[4] or '', (verdict == 'run' and suspect) and 'alone' or verdict}
-  if verdict == 'run' then
-    taken = taken + 1
-    if suspect then limit = 0 end
+  redis.call('XCLAIM', stream, group, worker, 0, entry[1], 'JUSTID')
+  local attempt = redis.call('HINCRBY', prefix .. id, 'attempt', 1)
+  redis.call('HSET', prefix .. id, 'worker', worker, 'stream', stream, 'entry', entry[1], 'started', now)
+  poison[#poison + 1] = {stream, entry[1], id, h[2] or '', attempt, h[3] or '', h[4] or '', 'poison'}
+end
+
+local function reap(stream, is_batch)
+  for _, pending in ipairs(redis.call('XPENDING', stream, group, 'IDLE', lease_ms, '-', '+', AT_ONCE)) do
+    local found = redis.call('XRANGE', stream, pending[1], pending[1])
+    if found[1] then settle(stream, found[1], is_batch) else redis.call('XACK', stream, group, pending[1]) end
   end
 end
 
-for _, stream in ipairs(KEYS) do
-  if taken >= limit then break end
-  local pending = redis.pcall('XPENDING', stream, group, 'IDLE', lease, '-', '+', 64)
-  if not pending.err then
-    for _, p in ipairs(pending) do
-      if taken < limit then settle(stream, p) end
-    end
+-- A worker without heartbeat leaves its affinity stream to all; the stream goes when nothing is leased in it.
+local function dissolve(stream, is_batch)
+  for _, entry in ipairs(undelivered(stream, group, AT_ONCE)) do
+    move(stream, group, entry, KEYS[1 + is_batch], prefix, ttl)
+  end
+  if redis.call('XLEN', stream) == 0 then redis.call('DEL', stream) end
+end
+
+for i = 5, #KEYS do
+  local is_batch = (i + 1) % 2
+  if group_of(KEYS[i], group) then
+    reap(KEYS[i], is_batch)
+    local owner = math.floor((i - 5) / 2) - shared
+    if owner >= 0 and redis.call('EXISTS', ARGV[9 + owner]) == 0 then dissolve(KEYS[i], is_batch) end
   end
 end
-return claims
+return poison

@@ -1,17 +1,21 @@
--- Hand leased sequences back: each goes to the end of its class's shared stream as a new entry, at once claimable, and
--- its deaths do not count up.
+-- Hand leased sequences back: anybody can claim them at once, before what has not begun, and it is no death.
+-- uses: streams
 --
--- KEYS[1] stream  KEYS[2] shared stream of the class  KEYS[3] sequence hash
--- ARGV[1] group  ARGV[2] worker  ARGV[3] entry  ARGV[4] ttl
--- Returns 1, or 0 when the entry is not this worker's.
-local p = redis.pcall('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2])
-if p.err or #p == 0 then return 0 end
-local found = redis.call('XRANGE', KEYS[1], ARGV[3], ARGV[3])
-redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
-redis.call('XDEL', KEYS[1], ARGV[3])
-if #found == 0 then return 0 end
-if redis.call('EXISTS', KEYS[2]) == 0 then redis.call('XGROUP', 'CREATE', KEYS[2], ARGV[1], '0', 'MKSTREAM') end
-local entry = redis.call('XADD', KEYS[2], '*', unpack(found[1][2]))
-redis.call('EXPIRE', KEYS[2], ARGV[4])
-redis.call('HSET', KEYS[3], 'state', 'queued', 'worker', '', 'stream', KEYS[2], 'entry', entry)
-return 1
+-- KEYS[1] handed back interactive  KEYS[2] handed back batch  KEYS[3] suspects interactive  KEYS[4] suspects batch
+-- ARGV[1] group    ARGV[2] worker   ARGV[3] prefix of sequence hashes   ARGV[4] ttl   ARGV[5] suspect_after
+-- ARGV[6..]        per sequence: id, attempt, '1' for batch
+-- Returns how many were this worker's.
+local group, worker, prefix, ttl, suspect_after = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+local released = 0
+for a = 6, #ARGV, 3 do
+  local h = redis.call('HMGET', prefix .. ARGV[a], 'state', 'worker', 'attempt', 'stream', 'entry', 'deaths')
+  if h[1] == 'running' and h[2] == worker and h[3] == ARGV[a + 1] then
+    local entry = redis.call('XRANGE', h[4], h[5], h[5])[1]
+    local front = tonumber(h[6] or '0') >= suspect_after and 3 or 1
+    if entry then
+      move(h[4], group, entry, KEYS[front + (ARGV[a + 2] == '1' and 1 or 0)], prefix, ttl)
+      released = released + 1
+    end
+  end
+end
+return released

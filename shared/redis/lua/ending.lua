@@ -1,0 +1,21 @@
+-- How a sequence ends, once; client.py puts this in front of every script that says `-- uses: ending`.
+
+-- `log` and `finished` are keys; `tail` is the log's last chunk ('' none). With a job the result goes to its finished
+-- stream; a log that nobody streams is dropped.
+local function finish(seq, log, finished, id, state, result, tail, ttl, job_ttl, has_job, unread)
+  redis.call('HSET', seq, 'state', state, 'finished', redis.call('TIME')[1])
+  redis.call('HDEL', seq, 'spec')
+  redis.call('EXPIRE', seq, ttl)
+  if unread then
+    redis.call('DEL', log)
+  else
+    if tail ~= '' then redis.call('XADD', log, '*', 'd', tail) end
+    redis.call('EXPIRE', log, ttl)
+  end
+  if has_job then
+    redis.call('XADD', finished, '*', 'id', id, 'result', result)
+    redis.call('EXPIRE', finished, job_ttl)
+  end
+end
+
+local function has_ended(state) return state == 'done' or state == 'cancelled' end

@@ -1,0 +1,58 @@
+-- Functions on sequence streams; client.py puts them in front of every script that says `-- uses: streams`.
+--
+-- An entry holds id, group and kv of a sequence; everything else stands in the sequence's hash, which is the truth about
+-- who may run it: its fields state, worker and attempt change together with the entry's place, in one Lua call.
+
+local function server_ms()
+  local t = redis.call('TIME')
+  return tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
+end
+
+-- A stream with its consumer group, and its time to live refreshed.
+local function open_stream(stream, group, ttl)
+  if redis.call('EXISTS', stream) == 0 then
+    redis.call('XGROUP', 'CREATE', stream, group, '0', 'MKSTREAM')
+  end
+  redis.call('EXPIRE', stream, ttl)
+end
+
+-- The group's last delivered id and its number of leased entries; nil when there is no such stream. A group that is
+-- missing (a stream older than the last loss of data) is made again.
+local function group_of(stream, group)
+  if redis.call('EXISTS', stream) == 0 then return nil end
+  for _, flat in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
+    local info = {}
+    for i = 1, #flat, 2 do info[flat[i]] = flat[i + 1] end
+    if info.name == group then return info['last-delivered-id'], info.pending end
+  end
+  redis.call('XGROUP', 'CREATE', stream, group, '0')
+  return '0-0', 0
+end
+
+-- The next entries that nobody has: {{entry id, {field, value, ...}}, ...}.
+local function undelivered(stream, group, count)
+  local last = group_of(stream, group)
+  if not last then return {} end
+  return redis.call('XRANGE', stream, '(' .. last, '+', 'COUNT', count)
+end
+
+local function fields_of(entry)
+  local fields = {}
+  for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
+  return fields
+end
+
+local function drop(stream, group, entry)
+  redis.call('XACK', stream, group, entry)
+  redis.call('XDEL', stream, entry)
+end
+
+-- Move an entry to the end of another stream, where anybody may claim it.
+local function move(stream, group, entry, target, seq_prefix, ttl)
+  drop(stream, group, entry[1])
+  local id = fields_of(entry).id
+  if not id then return end
+  open_stream(target, group, ttl)
+  local moved = redis.call('XADD', target, '*', unpack(entry[2]))
+  redis.call('HSET', seq_prefix .. id, 'state', 'queued', 'worker', '', 'stream', target, 'entry', moved)
+end

@@ -1,0 +1,230 @@
+"""Who gets which sequence: order, shares, groups, KV budget, affinity."""
+
+import asyncio
+import time
+
+import pytest
+from redis.asyncio import Redis
+
+from shared.errors import QueueFullError
+from shared.redis import keys
+from shared.redis.client import server_time_ms
+from tests.redis.sequences import MODEL, commit, ids, plan, queue, spec, specs, state
+from tests.waiting import wait_until
+
+
+async def test_two_workers_share_without_overlap(redis: Redis) -> None:
+    q = queue(redis)
+    assert await q.enqueue(specs("s", 8)) == 8
+    first, second = await asyncio.gather(q.claim("w1", plan(4)), q.claim("w2", plan(4)))
+    assert sorted(ids(first) + ids(second)) == [f"s{i}" for i in range(8)]
+    assert {claim.attempt for claim in first + second} == {1}
+    assert await q.claim("w1", plan(4)) == []
+
+
+async def test_a_claim_brings_the_whole_spec(redis: Redis) -> None:
+    q = queue(redis)
+    sent = spec("s", api="a", job="j", deadline_ms=await server_time_ms(redis) + 60_000)
+    await q.enqueue([sent])
+    (claim,) = await q.claim("w1", plan(1))
+    assert claim.spec == sent
+    assert await state(redis, "s") == "running"
+
+
+async def test_a_sequence_routed_meanwhile_goes_to_the_new_api(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([spec("s", api="a")])
+    await q.route(["s", "unknown"], "b")
+    (claim,) = await q.claim("w1", plan(1))
+    assert claim.spec.api == "b"
+    assert await redis.exists(keys.sequence(MODEL, "unknown")) == 0
+
+
+async def test_routing_a_running_sequence_tells_its_worker(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([spec("s", api="a")])
+    await q.claim("w1", plan(1))
+    async with redis.pubsub() as channel:
+        await channel.subscribe(keys.control_channel("w1"))
+        assert (await channel.get_message(timeout=5))["type"] == "subscribe"
+        await q.route(["s"], "b")
+        message = await channel.get_message(timeout=5)
+    assert message["data"] == b"\x93\xa5route\xa1s\xa1b"
+
+
+async def test_enqueueing_again_changes_nothing(redis: Redis) -> None:
+    q = queue(redis)
+    assert await q.enqueue(specs("s", 3)) == 3
+    assert await q.enqueue(specs("s", 4)) == 1
+    claims = await q.claim("w1", plan(10))
+    assert ids(claims) == ["s0", "s1", "s2", "s3"]
+    assert await commit(redis, "w1", claims[0])
+    assert await q.enqueue(specs("s", 4)) == 0
+    assert await q.claim("w2", plan(10)) == []
+
+
+async def test_twenty_at_once_with_one_id_enqueue_it_once(redis: Redis) -> None:
+    q = queue(redis)
+    assert sum(await asyncio.gather(*(q.enqueue([spec("same")]) for _ in range(20)))) == 1
+    assert (await q.depth())["interactive"].waiting == 1
+
+
+async def test_a_full_queue_refuses_all_or_nothing(redis: Redis) -> None:
+    q = queue(redis, bound=5)
+    await q.enqueue(specs("a", 4))
+    with pytest.raises(QueueFullError, match=r"4 interactive sequences .* 5 is the limit"):
+        await q.enqueue(specs("b", 2))
+    assert (await q.depth())["interactive"].waiting == 4
+    assert await q.enqueue(specs("a", 4)) == 0, "what is known already is no new work"
+    await q.claim("w1", plan(2))
+    assert await q.enqueue(specs("b", 3)) == 3, "leased sequences do not count"
+
+
+async def test_interactive_comes_before_batch_within_its_quota(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("b", 10, kind="batch"))
+    await q.enqueue(specs("i", 10))
+    claims = await q.claim("w1", plan(10, interactive_first=7, batch_first=3, batch_max=8))
+    assert ids(claims) == [f"i{i}" for i in range(7)] + ["b0", "b1", "b2"]
+
+
+async def test_an_idle_class_lends_its_rows(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("b", 10, kind="batch"))
+    shares = plan(10, interactive_first=7, batch_first=3, batch_max=8)
+    assert len(await q.claim("w1", shares)) == 8, "batch never takes the reserved rows"
+    await q.enqueue(specs("i", 12))
+    claims = await q.claim("w2", shares)
+    assert [claim.spec.sequence_class for claim in claims].count("interactive") == 8
+    assert len(claims) == 10
+
+
+async def test_interactive_may_take_every_row(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("i", 12))
+    assert len(await q.claim("w1", plan(10, interactive_first=7, batch_first=3, batch_max=8))) == 10
+
+
+async def test_a_group_is_taken_whole_when_the_rows_allow_it(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("b", 8, kind="batch"))
+    await q.enqueue([*specs("x", 1), *specs("g", 4, group="g")])
+    claims = await q.claim("w1", plan(6, interactive_first=2, batch_first=4))
+    assert ids(claims)[:5] == ["x0", "g0", "g1", "g2", "g3"], "the quota lets a group in whole"
+    assert ids(claims)[5:] == ["b0"]
+
+
+async def test_a_group_is_not_begun_behind_others_when_it_does_not_fit(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([*specs("x", 3), *specs("g", 4, group="g")])
+    assert ids(await q.claim("w1", plan(5))) == ["x0", "x1", "x2"]
+    assert ids(await q.claim("w2", plan(4))) == ["g0", "g1", "g2", "g3"]
+
+
+async def test_a_group_larger_than_the_worker_is_taken_in_parts(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("g", 6, group="g"))
+    assert len(await q.claim("w1", plan(4, empty=True))) == 4
+    assert len(await q.claim("w1", plan(4))) == 2
+
+
+async def test_what_does_not_fit_the_kv_budget_waits_with_all_behind_it(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([spec("small", kv=10), spec("large", kv=100), spec("next", kv=10)])
+    await q.enqueue([spec("batch", kind="batch", kv=10)])
+    assert ids(await q.claim("w1", plan(8, batch_first=4, kv=50))) == ["small"], "else the large one would starve"
+    assert ids(await q.claim("w1", plan(8, batch_first=4, kv=120))) == ["large", "next", "batch"]
+
+
+async def test_an_empty_worker_takes_one_sequence_beyond_its_kv_budget(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([spec("large", kv=100), spec("next", kv=10)])
+    assert await q.claim("w1", plan(8, kv=50)) == []
+    assert ids(await q.claim("w1", plan(8, kv=50, empty=True))) == ["large"]
+
+
+async def test_affinity_is_served_first_and_stolen_when_it_has_waited(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("shared", 1))
+    await q.enqueue(specs("own", 2), worker="w1")
+    assert ids(await q.claim("w1", plan(2, interactive_first=2))) == ["own0", "own1"]
+    await q.enqueue(specs("later", 1), worker="w1")
+    began = time.monotonic()
+    assert ids(await q.claim("w2", plan(4), others=["w1"])) == ["shared0"], "too young to be stolen"
+    stolen: list[str] = []
+
+    async def steal() -> bool:
+        stolen.extend(ids(await q.claim("w2", plan(4), others=["w1"])))
+        return bool(stolen)
+
+    await wait_until(steal)
+    assert stolen == ["later0"]
+    assert time.monotonic() - began >= 0.04
+
+
+async def test_what_waited_for_a_dead_worker_goes_to_the_living(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("s", 3), worker="dead")
+    await redis.zadd(keys.workers(MODEL), {"dead": 1})
+    await redis.expire(keys.workers(MODEL), 60)
+    assert ids(await q.reap("w1", 2)) == ["s0", "s1"]
+    assert ids(await q.claim("w1", plan(8))) == ["s2"]
+    assert await redis.exists(keys.queue(MODEL, "interactive", "dead")) == 0
+
+
+async def test_a_leaving_worker_leaves_its_affinity_streams_to_all(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("s", 3), worker="w1")
+    (running,) = await q.claim("w1", plan(1))
+    await q.delete_worker_streams("w1")
+    assert ids(await q.claim("w2", plan(8))) == ["s1", "s2"]
+    assert await commit(redis, "w1", running), "what it runs it may end"
+    await q.delete_worker_streams("w1")
+    assert await redis.exists(keys.queue(MODEL, "interactive", "w1")) == 0
+
+
+async def test_wait_wakes_for_new_work_and_not_for_what_a_claim_left(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("s", 3))
+    assert len(await q.claim("w1", plan(1))) == 1
+    assert not await q.wait("w1", 0.05)
+    waiting = asyncio.create_task(q.wait("w1", 30))
+    await q.enqueue([spec("t", kind="batch")])
+    assert await asyncio.wait_for(waiting, 5)
+
+
+async def test_wait_wakes_when_another_worker_hands_back(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("s", 1))
+    claims = await q.claim("w1", plan(1))
+    assert await q.claim("w2", plan(1)) == []
+    waiting = asyncio.create_task(q.wait("w2", 30))
+    await q.release("w1", claims)
+    assert await asyncio.wait_for(waiting, 5)
+    assert ids(await q.claim("w2", plan(1))) == ["s0"]
+
+
+async def test_depth_tells_waiting_from_leased(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("s", 5))
+    await q.claim("w1", plan(2))
+    depth = await q.depth()
+    assert (depth["interactive"].waiting, depth["interactive"].leased) == (3, 2)
+    assert (depth["batch"].waiting, depth["batch"].leased, depth["batch"].oldest_ms) == (0, 0, 0)
+    assert 0 <= depth["interactive"].oldest_ms < 60_000
+
+
+async def test_groups_that_are_missing_are_made_again(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("s", 2))
+    await redis.xgroup_destroy(keys.queue(MODEL, "interactive"), keys.GROUP)
+    assert ids(await q.claim("w1", plan(2))) == ["s0", "s1"]
+
+
+async def test_scripts_that_are_missing_are_loaded_again(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("s", 2))
+    await redis.script_flush()
+    (claim, *_) = await q.claim("w1", plan(2))
+    await redis.script_flush()
+    assert await commit(redis, "w1", claim)

@@ -1,0 +1,349 @@
+"""What happens when workers die, freeze, leave; and how sequences end, once."""
+
+import asyncio
+
+import pytest
+from redis.asyncio import Redis
+
+from shared.frames import TokenEvent
+from shared.redis import keys
+from shared.redis.client import server_time_ms
+from shared.redis.sequence_queue import SequenceQueue
+from shared.redis.token_frames import FrameWriter, read_tokens
+from shared.sequences import Claim
+from tests.redis.sequences import (
+    LEASE_MS,
+    MODEL,
+    commit,
+    ending,
+    gathered,
+    ids,
+    plan,
+    queue,
+    spec,
+    specs,
+    state,
+    stop,
+    tokens,
+)
+from tests.waiting import wait_until
+
+
+async def lease_is_over(redis: Redis, stream: str) -> None:
+    """Wait until every lease on a stream has run out."""
+
+    async def over() -> bool:
+        leased = await redis.xpending_range(stream, keys.GROUP, "-", "+", 100)
+        return all(lease["time_since_delivered"] >= LEASE_MS for lease in leased)
+
+    await wait_until(over)
+
+
+async def die(redis: Redis, q: SequenceQueue, claims: list[Claim]) -> None:
+    """The worker of these claims renews nothing any more."""
+    for stream in {claim.stream for claim in claims}:
+        await lease_is_over(redis, stream)
+
+
+async def test_a_dead_workers_sequence_is_taken_over_after_its_lease(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("s", 2))
+    claims = await q.claim("w1", plan(2))
+    assert await q.reap("w2", 8) == []
+    await die(redis, q, claims)
+    taken = await q.reap("w2", 8)
+    assert [(claim.spec.id, claim.attempt) for claim in taken] == [("s0", 2), ("s1", 2)]
+    assert await q.renew("w1", claims) == claims
+    assert await q.renew("w2", taken) == []
+
+
+async def test_beyond_the_reapers_rows_the_handed_back_wait_in_front(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("s", 3))
+    claims = await q.claim("w1", plan(3))
+    await q.enqueue(specs("t", 1))
+    await die(redis, q, claims)
+    assert ids(await q.reap("w2", 1)) == ["s0"]
+    assert ids(await q.claim("w3", plan(8))) == ["s1", "s2", "t0"]
+
+
+async def test_a_renewed_lease_is_not_reaped(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("s", 1))
+    claims = await q.claim("w1", plan(1))
+    await die(redis, q, claims)
+    assert await q.renew("w1", claims) == []
+    assert await queue(redis).reap("w2", 8) == []
+
+
+async def test_a_late_worker_does_not_reap_itself(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("s", 1))
+    claims = await q.claim("w1", plan(1))
+    await die(redis, q, claims)
+    assert await q.reap("w1", 8) == []
+    assert await commit(redis, "w1", claims[0])
+
+
+async def test_claims_whose_answer_was_lost_are_reaped_by_anyone(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("s", 1))
+    lost = await queue(redis).claim("w1", plan(1))
+    await die(redis, q, lost)
+    assert ids(await q.reap("w1", 8)) == ["s0"]
+
+
+async def test_stale_worker_cannot_finish_a_reclaimed_sequence(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([spec("s", job="j")])
+    (zombies,) = await q.claim("w1", plan(1))
+    await die(redis, q, [zombies])
+    (claim,) = await q.reap("w2", 1)
+    assert not await commit(redis, "w1", zombies)
+    assert await gathered(redis, "j") == []
+    assert await commit(redis, "w2", claim)
+    assert not await commit(redis, "w1", zombies)
+    (result,) = await gathered(redis, "j")
+    assert (result.worker, result.attempt) == ("w2", 2)
+
+
+async def test_stale_attempt_of_the_same_worker_is_refused(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("s", 1))
+    (old,) = await q.claim("w1", plan(1))
+    await q.release("w1", [old])
+    (new,) = await q.claim("w1", plan(1))
+    assert new.attempt == 2
+    assert not await commit(redis, "w1", old)
+    assert await q.renew("w1", [old]) == [old]
+    assert await commit(redis, "w1", new)
+
+
+async def test_stale_worker_cannot_write_into_the_log_of_a_reclaimed_sequence(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("s", 1))
+    (zombies,) = await q.claim("w1", plan(1))
+    writer = FrameWriter(redis, MODEL, "w1")
+    await writer.write({}, {"s0": [tokens("s0", 0, 4)]}, [])
+    await die(redis, q, [zombies])
+    await q.reap("w2", 1)
+    await writer.write({}, {"s0": [tokens("s0", 4, 4)]}, [])
+    (event,) = await read_tokens(redis, MODEL, "s0", 0)
+    assert event.end == 4
+
+
+async def test_a_commit_said_again_is_accepted_and_counts_once(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([spec("s", job="j")])
+    (claim,) = await q.claim("w1", plan(1))
+    assert await commit(redis, "w1", claim)
+    assert await commit(redis, "w1", claim)
+    assert len(await gathered(redis, "j")) == 1
+    assert (await q.depth())["interactive"].leased == 0
+
+
+async def test_release_hands_back_at_once_and_is_no_death(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("s", 1))
+    for attempt in range(1, 7):
+        claims = await q.claim(f"w{attempt}", plan(1))
+        assert [claim.attempt for claim in claims] == [attempt]
+        assert not claims[0].alone
+        await q.release(f"w{attempt}", claims)
+    await q.release("w1", claims)
+    assert (await q.depth())["interactive"].waiting == 1
+
+
+async def test_handed_back_sequences_come_before_new_ones(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("old", 2))
+    claims = await q.claim("w1", plan(2))
+    await q.enqueue(specs("new", 2))
+    await q.release("w1", claims)
+    assert ids(await q.claim("w2", plan(3))) == ["old0", "old1", "new0"]
+
+
+async def test_cancelled_while_queued_ends_once_and_reaches_its_job(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([spec("s", job="j", api="a"), spec("t")])
+    assert await q.cancel(["s", "unknown"]) == {"s": "queued", "unknown": ""}
+    assert await q.cancel(["s"]) == {"s": ""}
+    assert ids(await q.claim("w1", plan(2))) == ["t"]
+    (result,) = await gathered(redis, "j")
+    assert (result.id, result.finish.reason, result.prompt_tokens) == ("s", "cancelled", 2)
+    assert await state(redis, "s") == "cancelled"
+    (event,) = await read_tokens(redis, MODEL, "s", 0)
+    assert event.finish is not None and event.finish.reason == "cancelled"
+    assert await redis.xlen(keys.frames("a")) == 1, "a reader learns of it at once"
+
+
+async def test_cancelled_after_it_was_handed_back_keeps_what_it_has_said(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([spec("s", job="j", api="a")])
+    claims = await q.claim("w1", plan(1))
+    writer = FrameWriter(redis, MODEL, "w1")
+    await writer.write({"a": [tokens("s", 0, 2)]}, {"s": [tokens("s", 0, 2)]}, [])
+    await writer.write({"a": [tokens("s", 2, 1)]}, {}, [])
+    await q.release("w1", claims)
+    assert await q.cancel(["s"]) == {"s": "queued"}
+    (result,) = await gathered(redis, "j")
+    assert result.completion_ids == (1000, 1001, 1002)
+    events = await read_tokens(redis, MODEL, "s", 0)
+    assert [event.end for event in events] == [2, 3, 3]
+    assert events[-1].finish is not None
+
+
+async def test_cancelling_a_running_sequence_tells_its_worker(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([spec("s")])
+    await q.claim("w1", plan(1))
+    async with redis.pubsub() as channel:
+        await channel.subscribe(keys.control_channel("w1"))
+        assert (await channel.get_message(timeout=5))["type"] == "subscribe"
+        assert await q.cancel(["s"]) == {"s": "w1"}
+        message = await channel.get_message(timeout=5)
+    assert message["data"] == b"\x92\xa6cancel\xa1s"
+
+
+async def test_cancelled_on_a_worker_that_dies_ends_at_the_next_claim(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([spec("s", job="j")])
+    claims = await q.claim("w1", plan(1))
+    await q.cancel(["s"])
+    await die(redis, q, claims)
+    assert await q.reap("w2", 8) == []
+    (result,) = await gathered(redis, "j")
+    assert result.finish.reason == "cancelled"
+
+
+async def test_a_past_deadline_ends_a_sequence_before_it_takes_a_row(redis: Redis) -> None:
+    q = queue(redis)
+    now = await server_time_ms(redis)
+    late, soon = spec("late", job="j", deadline_ms=now - 1), spec("soon", job="j", deadline_ms=now + 60_000)
+    await q.enqueue([late, soon])
+    assert ids(await q.claim("w1", plan(1))) == ["soon"], "the row is for the other"
+    (result,) = await gathered(redis, "j")
+    assert (result.id, result.finish.reason) == ("late", "deadline")
+
+
+async def test_a_hundred_expired_sequences_do_not_hide_the_one_behind(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([*(spec(f"s{i}", deadline_ms=1) for i in range(100)), spec("good")])
+    found: list[str] = []
+
+    async def claimed() -> bool:
+        found.extend(ids(await q.claim("w1", plan(4))))
+        return bool(found)
+
+    await wait_until(claimed)
+    assert found == ["good"]
+    assert (await q.depth())["interactive"].leased == 1
+
+
+async def kill_twice(redis: Redis, q: SequenceQueue, count: int) -> None:
+    for worker in ("w1", "w2"):
+        claims = await q.claim(worker, plan(8))
+        assert len(claims) == count
+        await die(redis, q, claims)
+        assert await q.reap("w0", 0) == []
+
+
+async def test_a_suspect_runs_alone_and_innocents_survive(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([spec("innocent"), spec("poison")])
+    await kill_twice(redis, q, 2)
+    await q.enqueue([spec("other")])
+    (first,) = await q.claim("w3", plan(8, empty=True))
+    assert (first.spec.id, first.alone, first.attempt) == ("innocent", True, 3)
+    assert await q.claim("w3", plan(7)) == [], "nothing may run beside it"
+    assert ids(await q.claim("w4", plan(8))) == [], "a busy worker runs empty for the next suspect"
+    assert ids(await q.claim("w5", plan(8))) == ["other"], "the others go on"
+    assert await commit(redis, "w3", first)
+    (second,) = await q.claim("w3", plan(8, empty=True))
+    assert (second.spec.id, second.alone) == ("poison", True)
+
+
+async def test_poison_ends_as_an_error_and_leaves_a_dead_letter(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([spec("poison", job="j")])
+    await kill_twice(redis, q, 1)
+    (claim,) = await q.claim("w3", plan(8, empty=True))
+    await die(redis, q, [claim])
+    assert await q.reap("w4", 8) == []
+    (result,) = await gathered(redis, "j")
+    assert (result.finish.reason, result.finish.error_code) == ("error", "engine_error")
+    assert "died 3 times" in result.finish.error_message
+    ((_, letter),) = await redis.xrange(keys.dead_letters(MODEL))
+    assert letter[b"id"] == b"poison" and b"died 3 times" in letter[b"reason"]
+    assert await q.claim("w4", plan(8, empty=True)) == []
+
+
+async def test_a_released_suspect_stays_a_suspect(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([spec("s")])
+    await kill_twice(redis, q, 1)
+    claims = await q.claim("w3", plan(8, empty=True))
+    await q.release("w3", claims)
+    assert [claim.alone for claim in await q.claim("w4", plan(8, empty=True))] == [True]
+
+
+async def test_an_unreadable_spec_becomes_a_dead_letter_and_an_error(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([spec("newer", job="j"), spec("fine")])
+    await redis.hset(keys.sequence(MODEL, "newer"), "spec", b"\xc1 not msgpack")
+    assert ids(await q.claim("w1", plan(4))) == ["fine"]
+    (result,) = await gathered(redis, "j")
+    assert result.finish.reason == "error" and "unreadable" in result.finish.error_message
+    ((_, letter),) = await redis.xrange(keys.dead_letters(MODEL))
+    assert letter[b"id"] == b"newer"
+
+
+async def test_an_entry_without_a_sequence_becomes_a_dead_letter(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([spec("s")])
+    await redis.xadd(keys.queue(MODEL, "interactive"), {"nonsense": "1"})
+    assert ids(await q.claim("w1", plan(4))) == ["s"]
+    assert (await q.depth())["interactive"].waiting == 0
+    assert await redis.xlen(keys.dead_letters(MODEL)) == 1
+
+
+async def test_a_result_nobody_streams_leaves_only_a_marker(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([spec("s", job="j")])
+    (claim,) = await q.claim("w1", plan(1))
+    writer = FrameWriter(redis, MODEL, "w1")
+    await writer.write({}, {"s": [tokens("s", 0, 3)]}, [])
+    events: list[TokenEvent] = [tokens("s", 0, 3), stop("s", 3)]
+    assert await writer.write({}, {}, [ending(claim, events)]) == [True]
+    assert await redis.exists(keys.sequence_log(MODEL, "s")) == 0
+    assert await redis.hget(keys.sequence(MODEL, "s"), "spec") is None
+    assert await q.enqueue([spec("s", job="j")]) == 0
+    assert [result.completion_ids for result in await gathered(redis, "j")] == [(1000, 1001, 1002)]
+
+
+@pytest.mark.parametrize("workers", [3])
+async def test_every_sequence_ends_exactly_once_among_dying_workers(redis: Redis, workers: int) -> None:
+    """Workers claim, finish some, and abandon the rest; whatever happens, each ends once."""
+    q = SequenceQueue(redis, MODEL, lease_ms=LEASE_MS, max_deaths=1000)
+    total = 60
+    await q.enqueue([spec(f"s{i}", job="j", group=f"g{i // 4}") for i in range(total)])
+    refused = 0
+
+    async def work(name: str) -> None:
+        nonlocal refused
+        life = 0
+        while len(await gathered(redis, "j")) < total:
+            life += 1
+            mine = SequenceQueue(redis, MODEL, lease_ms=LEASE_MS, max_deaths=1000)
+            me = f"{name}-{life}"
+            claims = await mine.claim(me, plan(6, empty=True)) + await mine.reap(me, 2)
+            for i, claim in enumerate(claims):
+                if (i + life) % 3:  # the rest is abandoned with this life
+                    refused += not await commit(redis, me, claim)
+            await asyncio.sleep(0)
+
+    await asyncio.wait_for(asyncio.gather(*(work(f"w{i}") for i in range(workers))), 60)
+    results = await gathered(redis, "j")
+    assert sorted(result.id for result in results) == sorted(f"s{i}" for i in range(total))
+    assert (await q.depth())["interactive"].leased == 0
+    assert refused == 0
