@@ -258,7 +258,7 @@ def _fail(message: str, code: int) -> NoReturn:
 
 async def _watch(client: InferenceClient, job_id: str) -> JobStatus:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         bar = progress.add_task(job_id, total=None)
 
         def show(status: JobStatus) -> None:

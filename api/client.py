@@ -194,7 +194,9 @@ class InferenceClient:
     async def _page(self, status: JobStatus, after: int, end: int) -> AsyncIterator[tuple[int, bytes]]:
         if after + 1 >= end:
             return
-        request = self._http.stream("GET", f"/v1/jobs/{status.id}/results", params={"after": after})
+        request = self._http.stream(
+            "GET", f"/v1/jobs/{status.id}/results", params={"after": after, "complete_only": "true"}
+        )
         async with _reached(self.url, request) as response:
             async for line in _byte_lines(response):
                 if not line:

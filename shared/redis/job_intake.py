@@ -23,7 +23,7 @@ from shared.redis.client import Script
 from shared.redis.job_ledger import ask
 
 INTAKE_TTL_S = 3_600
-MAX_N = 1_024  # a group is enqueued as one
+MAX_N = 4_096  # a group is enqueued as one
 CHUNK_LINES = 256
 CHUNK_BYTES = 1_048_576
 LISTED_S = 14 * keys.DAY_S  # a job that is listed longer than this has long expired

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
+from shared.redis.job_intake import MAX_N
 from shared.redis.job_ledger import JobLedger
 from shared.redis.sequence_queue import SequenceQueue
 from shared.redis.worker_registry import WorkerRegistry
@@ -37,5 +38,7 @@ class TickContext:
     def queue(self, model: str) -> SequenceQueue:
         """The sequence queue of a model."""
         if model not in self._queues:
-            self._queues[model] = SequenceQueue(self.redis, model, max_waiting={"batch": WAITING_WINDOWS * self.window})
+            self._queues[model] = SequenceQueue(
+                self.redis, model, max_waiting={"batch": max(WAITING_WINDOWS * self.window, MAX_N)}
+            )
         return self._queues[model]
