@@ -20,7 +20,7 @@ from shared.errors import (
     from_code,
 )
 from shared.frames import Finish, TokenEvent
-from shared.redis.frame_reader import TokenFeed
+from shared.redis.token_feed import TokenFeed
 from shared.sequences import AdapterPolicy, SamplingParams, SequenceKind, SequenceSpec
 
 log = structlog.get_logger()

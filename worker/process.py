@@ -168,11 +168,11 @@ class WorkerProcess:
                 await _cancel([waiting])
 
     def _plan(self) -> ClaimPlan:
-        interactive = batch = kv_tokens = 0
+        interactive = batch = longest = 0
         for row in self.running.values():
             if not row.occupies_row:
                 continue
-            kv_tokens += row.claim.spec.kv_tokens
+            longest = max(longest, row.claim.spec.kv_tokens)
             if row.claim.spec.sequence_class == "interactive":
                 interactive += 1
             else:
@@ -183,7 +183,7 @@ class WorkerProcess:
                 interactive_rows=interactive,
                 batch_rows=batch,
                 max_rows=self._settings.max_batch_size,
-                kv_tokens_free=max(0, limit - kv_tokens),
+                kv_tokens_free=max(0, limit - (interactive + batch) * longest),  # the batch pads to its longest
             ),
             Shares(self._settings.interactive_share, self._settings.reserved_interactive_rows),
         )
