@@ -28,6 +28,8 @@ class BodyLimit:
         upload = headers.get("content-type", "").startswith("multipart/form-data")
         limit = self._max_upload_bytes if upload else self._max_bytes
         detail = f"the body is larger than {limit} bytes"
+        if scope["path"] == "/v1/jobs" and not upload:
+            detail += "; upload many prompts as JSONL (multipart/form-data)"
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > limit:
             await error_response(PayloadTooLargeError(detail))(scope, receive, send)

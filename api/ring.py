@@ -1,5 +1,6 @@
 """The api process's hands in the ring: Redis, the models that workers serve, the frames that come back."""
 
+import asyncio
 import socket
 import time
 import uuid
@@ -10,9 +11,9 @@ from redis.asyncio import Redis
 
 from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownModelError
 from shared.redis.client import connect
-from shared.redis.frame_reader import FrameReader
 from shared.redis.job_store import JobStore
 from shared.redis.sequence_queue import SequenceQueue
+from shared.redis.token_frames import FrameReader
 from shared.redis.worker_registry import WorkerRegistry
 from shared.sequences import ModelCard
 from shared.settings import ApiSettings
@@ -50,6 +51,7 @@ class Ring:
         self._queues: dict[str, SequenceQueue] = {}
         self._live: dict[str, ModelCard] = {}
         self._looked = float("-inf")
+        self._looking = asyncio.Lock()
 
     async def start(self) -> None:
         """Subscribe to our frames and announce this process."""
@@ -63,9 +65,11 @@ class Ring:
     async def live_models(self) -> dict[str, ModelCard]:
         """Cards of the models that a live worker serves, at most a second old."""
         if time.monotonic() - self._looked > LOOK_AGAIN_S:
-            live = await self.registry.live_models()
-            self._live = {card.name: card for card in await self.registry.models() if card.name in live}
-            self._looked = time.monotonic()
+            async with self._looking:  # one looks, the others wait for what it sees
+                if time.monotonic() - self._looked > LOOK_AGAIN_S:
+                    live = await self.registry.live_models()
+                    self._live = {card.name: card for card in await self.registry.models() if card.name in live}
+                    self._looked = time.monotonic()
         return self._live
 
     async def served(self, name: str | None) -> ServedModel:

@@ -5,6 +5,7 @@ ends inside a character. A codec is built from a `TokenizerBundle`, which travel
 that a process needs no model files.
 """
 
+import asyncio
 import codecs
 import hashlib
 import re
@@ -44,7 +45,7 @@ class TextCodec:
         self._template = ChatTemplate(bundle.chat_template) if bundle.chat_template else None
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token.content for token in added.values() if token.special)
-        self.decoder = DecoderShape.of(msgspec.json.decode(bundle.tokenizer_json).get("decoder"))
+        self.decoder = DecoderShape.of(_decoder_section(bundle.tokenizer_json))
         self._visible = _Pieces(self, skip_special=True)
         self._all = _Pieces(self, skip_special=False)
 
@@ -143,8 +144,9 @@ class CodecCache:
         """The codec of a model."""
         codec = self._codecs.get(card.tokenizer_sha256)
         if codec is None:
-            codec = TextCodec(await self._registry.tokenizer(card.tokenizer_sha256))
-            self._codecs[card.tokenizer_sha256] = codec
+            bundle = await self._registry.tokenizer(card.tokenizer_sha256)
+            codec = await asyncio.to_thread(TextCodec, bundle)  # a second for a large vocabulary
+            codec = self._codecs.setdefault(card.tokenizer_sha256, codec)
         return codec
 
 
@@ -219,6 +221,16 @@ class DecoderShape(msgspec.Struct, frozen=True):
         if self.kind == "pieces":
             return _PieceStream(codec, self.strip_left)
         return _WholeStream(codec)
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The one section of tokenizer.json that we read ourselves."""
+
+    decoder: dict[str, Any] | None = None
+
+
+def _decoder_section(tokenizer_json: str) -> dict[str, Any] | None:
+    return msgspec.json.decode(tokenizer_json, type=_TokenizerFile).decoder
 
 
 class _Pieces(dict[int, "str | bytes"]):

@@ -1,0 +1,56 @@
+"""`python -m api`: what it takes, and how it says that it was set up wrongly."""
+
+import socket
+
+import pytest
+
+from api.__main__ import main, take_fd
+from shared.errors import SetupError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fd", "rest"),
+    [
+        (["--port", "1", "--fd", "7", "--host", "x"], 7, ["--port", "1", "--host", "x"]),
+        (["--fd=7"], 7, []),
+        (["--port", "1"], None, ["--port", "1"]),
+    ],
+)
+def test_the_inherited_socket_is_taken_out_of_the_arguments(
+    arguments: list[str], fd: int | None, rest: list[str]
+) -> None:
+    assert take_fd(arguments) == fd
+    assert arguments == rest
+
+
+@pytest.mark.parametrize("arguments", [["--fd"], ["--fd", "x"], ["--fd="]])
+def test_a_malformed_fd_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(SetupError, match="--fd"):
+        take_fd(arguments)
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PARALLM_REDIS_URL", raising=False)
+    monkeypatch.setattr("api.__main__.configure", lambda *_: None)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_without_redis_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "--redis" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_taken_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["--redis", "redis://127.0.0.1:1", "--port", port]) == 2
+    assert f"127.0.0.1:{port}" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quiet")
+def test_unknown_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--redis", "redis://x", "--frobnicate", "1"])
+    assert left.value.code == 2
