@@ -19,6 +19,7 @@ from shared.jobs import TERMINAL, JobStatus
 from shared.lifeline import VARIABLE
 from shared.redis import keys
 from shared.redis.client import connect
+from shared.redis.embedded import EmbeddedRedis
 from shared.redis.job_ledger import JobLedger
 from shared.redis.job_queue import arq_redis, enqueue_tick
 from shared.redis.job_store import JobStore
@@ -145,6 +146,32 @@ async def test_a_second_runner_takes_over_within_seconds(redis: Redis, start: St
         assert (await finish(redis, job)).status == "cancelled"
 
 
+async def test_a_job_survives_a_kill_of_redis(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path)
+    url = server.start()
+    redis = connect(url)
+    await register(redis)
+    runner = _popen(url)
+    try:
+        async with working(FakeWorker(redis, rows=32)):
+            job, _ = await JobStore(redis).create(spec(), prompts(3000))
+            await wait_until(lambda: recorded(redis, job, 500), 60)
+            assert server.pid is not None
+            os.kill(server.pid, signal.SIGKILL)
+            server.stop()
+            await asyncio.sleep(0.5)
+            server = EmbeddedRedis(tmp_path, port=server.port)
+            server.start()
+            status = await finish(redis, job)
+        assert (status.status, status.counts.succeeded) == ("succeeded", 3000)
+        assert len(await JobStore(redis).results(job, limit=4000)) == 3000
+    finally:
+        runner.terminate()
+        runner.wait(20)
+        await redis.aclose()
+        server.stop()
+
+
 async def test_many_jobs_advance_side_by_side(redis: Redis, start: Start) -> None:
     start("--max-jobs", "3", "--window", "16")
     async with working(FakeWorker(redis, rows=16)):
@@ -225,3 +252,8 @@ async def recorded(redis: Redis, job: str, samples: int) -> bool:
 
 async def leased(redis: Redis, job: str) -> bool:
     return bool(await redis.exists(keys.job_lease(job)))
+
+
+def _popen(url: str) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "worker.jobs", "--redis", url, "--reward-processes", "1"]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
