@@ -75,7 +75,7 @@ class EmbeddedRedis:
             watchdog.wait()
             watchdog.stdout.close()
             if watchdog.returncode == -signal.SIGKILL:
-                _kill(self.pid)  # a watchdog that was killed itself leaves the server behind
+                _kill(self.pid, self.port)  # a watchdog that was killed itself leaves the server behind
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -234,6 +234,9 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-def _kill(pid: int) -> None:
-    if pid > 0 and _is_running(pid):
+def _kill(pid: int, port: int) -> None:
+    if _is_running(pid):
         os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + ANSWER_WITHIN_S
+        while _ping(port) and time.monotonic() < deadline:
+            time.sleep(0.01)

@@ -19,6 +19,7 @@ SILENCE_S = 1.0  # without a word, before the log is asked
 PATIENCE_S = 4.0  # longest time between two questions about a silent sequence
 GAP_S = 0.05  # between two questions about a gap; doubles up to SILENCE_S
 EVENTS_HELD = 512  # per sequence, for a slow reader
+EVENTS_BEYOND_GAP = 256  # per sequence; what else comes meanwhile is read from the log
 
 Ready = list[tuple[int, TokenEvent]]
 
@@ -33,6 +34,7 @@ class SequenceCursor:
         "feed",
         "finished",
         "heard_at",
+        "held",
         "in_gap",
         "index",
         "pause_s",
@@ -49,27 +51,33 @@ class SequenceCursor:
         self.bare_seen = position > 0
         self.finished = False
         self.in_gap = False
+        self.held: list[TokenEvent] = []  # beyond a gap
         self.heard_at = time.monotonic()
         self.due_at = due_at
         self.pause_s = SILENCE_S
 
     def offer(self, event: TokenEvent, now: float, *, live: bool) -> None:
-        """Take what is new in an event; `live` events may be refused by a full feed, and announce gaps."""
+        """Take what is new in an event; a full feed refuses `live` ones."""
+        if self._take(event, now, live) and self.held:
+            held, self.held = self.held, []
+            for later in held:
+                self._take(later, now, live=False)
+
+    def _take(self, event: TokenEvent, now: float, live: bool) -> bool:
         if self.finished or event.attempt < self.attempt:
-            return
+            return False
         position, end = event.position, event.end
         if position > self.position:
-            if live:
-                self._miss(now)
-            return
+            self._miss(event, now)
+            return False
         if end == self.position and event.finish is None:
             if event.tokens or self.bare_seen:
-                return
+                return False
             self.bare_seen = True
         elif end < self.position:
-            return
+            return False
         if self.feed.overrun or (live and not self.feed.has_room()):
-            return
+            return False
         if position < self.position:
             event = part(event, self.position, end)
         self.position = end
@@ -82,9 +90,12 @@ class SequenceCursor:
         if event.finish is not None:
             self.finished = True
             self.feed.unfinished -= 1
+        return True
 
-    def _miss(self, now: float) -> None:
-        """There is a gap: ask at once, then with growing pauses until it is filled."""
+    def _miss(self, event: TokenEvent, now: float) -> None:
+        """There is a gap before an event: keep it, and ask at once, then with growing pauses until it is filled."""
+        if len(self.held) < EVENTS_BEYOND_GAP:
+            self.held.append(event)
         if not self.in_gap:
             self.in_gap = True
             self.pause_s = GAP_S

@@ -52,6 +52,7 @@ class FrameWriter:
         self._model = model
         self._worker_id = worker_id
         self._expired_at: dict[str, float] = {}
+        self._knows_scripts = False
 
     async def write(
         self,
@@ -65,22 +66,14 @@ class FrameWriter:
         """
         packed = {api: self._pack(events) for api, events in frames.items()}
         while True:
-            pipe = self._redis.pipeline(transaction=False)
-            if chunks:
-                self._add_chunks(pipe, chunks)
-            for commit in commits:
-                self._add_commit(pipe, commit)
-            for api, data in packed.items():
-                self._add_frame(pipe, api, data)
             try:
-                answers = await pipe.execute(raise_on_error=False)
+                answers = await self._try_write(packed, chunks, commits)
             except (RedisError, OSError) as error:
                 log.warning("frames.write_repeated", error=str(error))
                 await asyncio.sleep(RETRY_S)
                 continue
-            if any(is_no_script(answer) for answer in answers):  # a restarted server; what it took is taken twice
-                await _LOG.load(self._redis)
-                await _COMMIT.load(self._redis)
+            if any(is_no_script(answer) for answer in answers):  # a restarted server; what it took, it takes twice
+                self._knows_scripts = False
                 continue
             failed = [answer for answer in answers if isinstance(answer, Exception)]
             if failed:
@@ -88,17 +81,31 @@ class FrameWriter:
             first = 1 if chunks else 0
             return [answer == 1 for answer in answers[first : first + len(commits)]]
 
+    async def _try_write(
+        self, packed: Mapping[str, bytes], chunks: Mapping[str, list[TokenEvent]], commits: Sequence[Commit]
+    ) -> list[object]:
+        if not self._knows_scripts:
+            await _LOG.load(self._redis)
+            await _COMMIT.load(self._redis)
+            self._knows_scripts = True
+        pipe = self._redis.pipeline(transaction=False)
+        if chunks:
+            self._add_chunks(pipe, chunks)
+        for commit in commits:
+            self._add_commit(pipe, commit)
+        now = time.monotonic()
+        fading = [api for api in packed if now - self._expired_at.get(api, -EXPIRE_EVERY_S) >= EXPIRE_EVERY_S]
+        for api, data in packed.items():
+            pipe.execute_command("XADD", keys.frames(api), "MAXLEN", "~", FRAMES_KEPT, "*", "d", data)
+            if api in fading:
+                pipe.execute_command("EXPIRE", keys.frames(api), keys.API_TTL_S)
+            pipe.execute_command("PUBLISH", keys.frame_channel(api), data)
+        answers: list[object] = await pipe.execute(raise_on_error=False)
+        self._expired_at.update(dict.fromkeys(fading, now))
+        return answers
+
     def _pack(self, events: list[TokenEvent]) -> bytes:
         return encode_frame(Frame(self._worker_id, time.time_ns() // 1_000_000, events))
-
-    def _add_frame(self, pipe: "Pipeline", api: str, data: bytes) -> None:
-        stream = keys.frames(api)
-        pipe.execute_command("XADD", stream, "MAXLEN", "~", FRAMES_KEPT, "*", "d", data)
-        now = time.monotonic()
-        if now - self._expired_at.get(api, -EXPIRE_EVERY_S) >= EXPIRE_EVERY_S:
-            self._expired_at[api] = now
-            pipe.execute_command("EXPIRE", stream, keys.API_TTL_S)
-        pipe.execute_command("PUBLISH", keys.frame_channel(api), data)
 
     def _add_chunks(self, pipe: "Pipeline", chunks: Mapping[str, list[TokenEvent]]) -> None:
         names: list[str | bytes] = []
