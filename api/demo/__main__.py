@@ -31,7 +31,7 @@ START_TIMEOUT_S = 120
 CHATS = 24  # streamed one after another while the jobs run
 QUESTIONS = ("hello", "What is 12 + 35?", "who are you?", "Count from 3 to 9.", "Repeat: apple river stone")
 
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 def main() -> int:

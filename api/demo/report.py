@@ -89,7 +89,7 @@ def show_table(console: Console, reports: list[JobReport], took_s: float) -> Non
             str(report.samples),
             str(report.tokens),
             f"{figures['tokens_per_s']:.0f}",
-            f"{first['p50']:.0f} / {first['p99']:.0f}",
+            f"{first['p50']:.0f} / {first['p99']:.0f} ms",
             "-" if reward is None else f"{reward:.3f}",
             ", ".join(f"{worker}: {tokens}" for worker, tokens in sorted(report.tokens_by_worker.items())),
         )

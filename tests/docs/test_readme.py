@@ -83,15 +83,19 @@ def stop(process: "subprocess.Popen[str]") -> int:
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     made = Shell(tmp_path_factory.mktemp("readme"))
     server = made.start(block("mlx_parallm_serve --model"))
-    assert server.stdout is not None
-    printed = ""
-    for line in server.stdout:
-        printed += line
-        if "join with another worker" in line:
-            break
-    assert f"ParaLLM is ready: http://127.0.0.1:{made.http}/v1" in printed, printed
-    yield made
-    assert stop(server) == 0
+    code = -1
+    try:
+        assert server.stdout is not None
+        printed = ""
+        for line in server.stdout:
+            printed += line
+            if "join with another worker" in line:
+                break
+        assert f"ParaLLM is ready: http://127.0.0.1:{made.http}/v1" in printed, printed
+        yield made
+    finally:
+        code = stop(server)
+    assert code == 0
 
 
 def test_curl_streams_an_answer(shell: Shell) -> None:
