@@ -1,7 +1,7 @@
 """Token frames through Redis: `python -m tests.bench.frames [--processes 1|2] [--rows 32]`.
 
 Two figures. Flood: how many tokens a second travel from a worker's FrameWriter to an api's feeds when the worker writes
-as fast as it can, one round trip a decode step. Latency: from the write to the feed's reader at 100 decode steps a second.
+as fast as it can, one round trip a decode step. Latency: from the write to the reader at 100 decode steps a second.
 Each row has a feed and a reading task of its own. On uvloop, as uvicorn runs.
 """
 
