@@ -1,8 +1,6 @@
 """POST /v1/chat/completions: messages through the model's chat template, then as any completion."""
 
 import asyncio
-import time
-import uuid
 from typing import Annotated, Any
 
 import msgspec
@@ -13,8 +11,9 @@ from api.errors import error_responses
 from api.generation import Work
 from api.openai.choices import ReplyPlan
 from api.openai.completions import ENCODE_IN_THREAD_CHARS
+from api.openai.planning import reply_plan, work_for
 from api.openai.replies import reply
-from api.openai.sampling import adapter_of, check_prompts, deadline, room_for, sampling_of
+from api.openai.sampling import check_prompts, room_for, sampling_of
 from api.openai.schemas import ChatCompletionRequest, ChatMessage
 from api.ring import Ring, ServedModel, ring_of
 from shared.errors import InvalidRequestError
@@ -89,41 +88,15 @@ def plan_chat(
     """What to ask of the workers, and what to make of their tokens."""
     card = served.card
     check_prompts([prompt], card, settings, "messages")
-    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    param = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
-    plan = ReplyPlan(
-        id=f"chatcmpl-{uuid.uuid4().hex}",
-        endpoint="chat",
-        created=int(time.time()),
-        served=card.name,
-        model=body.model or card.name,
-        fingerprint=served.fingerprint,
-        prompts=(tuple(prompt),),
-        n=body.n or 1,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        event_ids=bool(body.stream_options and body.stream_options.include_event_ids),
-        token_ids=bool(body.return_token_ids),
-        name_tokens_by_id=bool(body.return_tokens_as_token_ids),
-        eos_token_ids=card.eos_token_ids,
-        show_stop_token=bool(body.include_stop_str_in_output),
-        deadline_ms=deadline(settings),
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    plan = reply_plan(body, served, settings, "chat", [prompt], logprobs=logprobs)
+    newer = body.max_completion_tokens is not None
+    max_tokens = room_for(
+        [prompt],
+        card,
+        body.max_completion_tokens if newer else body.max_tokens,
+        settings.default_max_tokens,
+        param="max_completion_tokens" if newer else "max_tokens",
     )
-    work = Work(
-        id=plan.id,
-        model=card.name,
-        prompts=plan.prompts,
-        sampling=sampling_of(
-            body,
-            card,
-            room_for([prompt], card, asked, settings.default_max_tokens, param=param),
-            top_logprobs=plan.logprobs or None,
-            prompt_logprobs=body.prompt_logprobs,
-        ),
-        n=plan.n,
-        adapter=adapter_of(body),
-        adapter_policy=body.adapter_policy or "pin",
-        deadline_ms=plan.deadline_ms,
-    )
-    return work, plan
+    sampling = sampling_of(body, card, max_tokens, top_logprobs=logprobs or None, prompt_logprobs=body.prompt_logprobs)
+    return work_for(plan, body, sampling), plan

@@ -1,19 +1,17 @@
 """POST /v1/completions: text or token ids in, text (and token ids) out."""
 
 import asyncio
-import time
-import uuid
 from typing import Annotated
 
-import msgspec
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from api.errors import error_responses
 from api.generation import Work
 from api.openai.choices import ReplyPlan
+from api.openai.planning import reply_plan, work_for
 from api.openai.replies import reply, whole_body
-from api.openai.sampling import adapter_of, check_prompts, deadline, room_for, sampling_of
+from api.openai.sampling import check_prompts, room_for, sampling_of
 from api.openai.schemas import CompletionRequest
 from api.ring import Ring, ServedModel, ring_of
 from shared.errors import InvalidRequestError
@@ -68,50 +66,30 @@ def plan_completion(
     scores_only = body.max_tokens == 0
     if scores_only and n > 1:
         raise InvalidRequestError("'max_tokens' 0 goes with 'n' 1", param="n")
-    max_tokens = room_for(prompts, card, body.max_tokens, DEFAULT_MAX_TOKENS)
-    plan = ReplyPlan(
-        id=f"cmpl-{uuid.uuid4().hex}",
-        endpoint="completions",
-        created=int(time.time()),
-        served=card.name,
-        model=body.model or card.name,
-        fingerprint=served.fingerprint,
-        prompts=tuple(map(tuple, prompts)),
-        n=n,
+    plan = reply_plan(
+        body,
+        served,
+        settings,
+        "completions",
+        prompts,
         echo=_echo_texts(body, prompts, served.codec),
         logprobs=body.logprobs,
-        prompt_logprobs=body.prompt_logprobs,
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        event_ids=bool(body.stream_options and body.stream_options.include_event_ids),
-        token_ids=bool(body.return_token_ids),
-        name_tokens_by_id=bool(body.return_tokens_as_token_ids),
-        eos_token_ids=card.eos_token_ids,
-        show_stop_token=bool(body.include_stop_str_in_output),
         scores_only=scores_only,
-        deadline_ms=deadline(settings),
     )
-    of_prompt = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
     sampling = sampling_of(
         body,
         card,
-        max_tokens,
+        room_for(prompts, card, body.max_tokens, DEFAULT_MAX_TOKENS),
         top_logprobs=body.logprobs or None,
-        prompt_logprobs=max(of_prompt) if of_prompt else None,
+        prompt_logprobs=_prompt_logprobs(body, scores_only),
     )
-    if scores_only and sampling.prompt_logprobs is None:
-        sampling = msgspec.structs.replace(sampling, prompt_logprobs=0)
-    work = Work(
-        id=plan.id,
-        model=card.name,
-        prompts=plan.prompts,
-        sampling=sampling,
-        n=n,
-        kind="score" if scores_only else "generate",
-        adapter=adapter_of(body),
-        adapter_policy=body.adapter_policy or "pin",
-        deadline_ms=plan.deadline_ms,
-    )
-    return work, plan
+    return work_for(plan, body, sampling, "score" if scores_only else "generate"), plan
+
+
+def _prompt_logprobs(body: CompletionRequest, scores_only: bool) -> int | None:
+    """How many competitors of each prompt token the workers must tell: for `echo`, for vLLM's field, or for both."""
+    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None, 0 if scores_only else None]
+    return max((k for k in wanted if k is not None), default=None)
 
 
 def _echo_texts(body: CompletionRequest, prompts: list[list[int]], codec: TextCodec) -> tuple[str, ...]:

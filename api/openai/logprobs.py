@@ -102,10 +102,11 @@ class TokenNames:
         prompt: Sequence[int],
         logprobs: Sequence[float | None],
         tops: Sequence[Sequence[TokenLogprob]] | None,
+        count: int,
     ) -> list[dict[str, dict[str, Any]] | None]:
         """vLLM's `prompt_logprobs`: for each prompt token a map of id -> log-probability, rank, text."""
         return [
-            None if logprob is None else self._ranked(token, logprob, tops[i] if tops else ())
+            None if logprob is None else self._ranked(token, logprob, tops[i][:count] if tops else ())
             for i, (token, logprob) in enumerate(zip(prompt, logprobs, strict=True))
         ]
 
@@ -154,7 +155,7 @@ class TextOffsets:
             built.tokens.append(self._names.name(token))
             built.token_logprobs.append(None if logprob is None else floored(logprob))
             if built.top_logprobs is not None:
-                top = tops[i] if tops else ()
+                top = tops[i][: self._top] if tops else ()
                 built.top_logprobs.append(None if logprob is None else self._names.top(top, token, logprob))
             self._offset += len(self._stream.push([token]))
         return built

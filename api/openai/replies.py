@@ -161,7 +161,8 @@ def _text_logprobs(plan: ReplyPlan, codec: TextCodec, names: TokenNames, index: 
 
 def _prompt_logprobs(plan: ReplyPlan, names: TokenNames, prompt: int, event: TokenEvent) -> Any:
     ids = plan.prompts[prompt]
-    return names.of_prompt(ids, event.prompt_logprobs or [None] * len(ids), event.prompt_top_logprobs)
+    logprobs = event.prompt_logprobs or [None] * len(ids)
+    return names.of_prompt(ids, logprobs, event.prompt_top_logprobs, plan.prompt_logprobs or 0)
 
 
 def _ending(plan: ReplyPlan, event: TokenEvent) -> dict[str, Any]:

@@ -81,11 +81,6 @@ def room_for(
     )
 
 
-def adapter_of(body: SamplingFields) -> str:
-    """The adapter that a request names, under either of its names."""
-    return body.adapter or body.lora_adapter or ""
-
-
 def deadline(settings: ApiSettings) -> int:
     """Unix milliseconds at which a request that begins now is given up."""
     return int(1000 * (time.time() + settings.request_timeout_s))

@@ -251,3 +251,14 @@ def test_a_whole_reply_says_what_its_stream_says() -> None:
     for field, value in choice["logprobs"].items():
         assert value == [item for chunk in chunks for item in chunk["logprobs"][field]]
     assert choice["token_ids"] == [token for chunk in chunks for token in chunk["token_ids"]]
+
+
+def test_echo_and_prompt_logprobs_each_show_as_many_competitors_as_they_asked_for() -> None:
+    own = events("c", Finish("length"), top=1)
+    own[0].prompt_logprobs = [None, -1.0]
+    own[0].prompt_top_logprobs = [[], [TokenLogprob(ids(letter)[0], -float(k)) for k, letter in enumerate("xyz")]]
+    reply = plan(echo=("ab",), logprobs=1, prompt_logprobs=3)
+    choice = json.loads(whole_body(reply, codec(), own))["choices"][0]
+    assert choice["logprobs"]["top_logprobs"][1] == {"x": -0.0, "b": -1.0}
+    assert len(choice["prompt_logprobs"][1]) == 4
+    assert choice["prompt_logprobs"][0] is None
