@@ -172,6 +172,19 @@ async def test_a_job_survives_a_kill_of_redis(tmp_path: Path) -> None:
         server.stop()
 
 
+async def test_a_runner_can_be_stopped_while_redis_is_away(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path)
+    url = server.start()
+    redis = connect(url)
+    runner = _popen(url)
+    await ready(redis)
+    await redis.aclose()
+    server.stop()
+    await asyncio.sleep(0.5)
+    runner.terminate()
+    assert await asyncio.to_thread(runner.wait, 8) == 0
+
+
 async def test_many_jobs_advance_side_by_side(redis: Redis, start: Start) -> None:
     start("--max-jobs", "3", "--window", "16")
     async with working(FakeWorker(redis, rows=16)):

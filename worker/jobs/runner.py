@@ -36,8 +36,8 @@ TICK_LIMIT_S = 600  # a tick is bounded by itself; this only ends one that hangs
 class RunnerWorker(Worker):  # type: ignore[misc]  # arq has no types
     """arq's worker, woken by pub/sub, that outlives a Redis that is away for a while.
 
-    Relies on four of arq's internals (0.28, pinned): `_poll_iteration`, `_release_sem_dec_counter_on_complete`,
-    `in_progress_timeout_s` and `handle_sig_wait_for_completion`.
+    Relies on five of arq's internals (0.28, pinned): `_poll_iteration`, `_release_sem_dec_counter_on_complete`,
+    `_sleep_until_tasks_complete`, `in_progress_timeout_s` and `handle_sig_wait_for_completion`.
     """
 
     def __init__(self, context: TickContext, max_jobs: int) -> None:
@@ -99,6 +99,11 @@ class RunnerWorker(Worker):  # type: ignore[misc]  # arq has no types
         self._context.stopping.set()
         super().handle_sig_wait_for_completion(signum)
 
+    async def _sleep_until_tasks_complete(self) -> None:
+        """As arq's, which waits for the poll that clears the table, and so for Redis when it is away."""
+        if self.tasks:
+            await asyncio.wait(list(self.tasks.values()))
+
 
 async def run(settings: RunnerSettings) -> None:
     """Advance jobs until a signal."""
@@ -117,8 +122,9 @@ async def run(settings: RunnerSettings) -> None:
             task.cancel()
         await asyncio.gather(*background, *worker.tasks.values(), return_exceptions=True)
         rewards.close()
-        with contextlib.suppress(RedisError, OSError):
-            await redis.delete(worker.health_check_key)
+        with contextlib.suppress(RedisError, OSError):  # TimeoutError is an OSError
+            async with asyncio.timeout(1):
+                await redis.delete(worker.health_check_key)
         await redis.aclose()
         await blocking.aclose()
         log.info("runner.stopped", runner=context.runner)
