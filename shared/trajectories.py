@@ -37,3 +37,4 @@ class Trajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     attempt: int = 0
     timings: Timings = Timings()
     metadata: dict[str, Any] = {}
+    loss_mask: tuple[int, ...] = ()  # per completion token: 1 the model's own, 0 a tool's words; (): all 1
