@@ -1,0 +1,1 @@
+"""The trainer: rollouts become groups, groups a train step, a train step an adapter version that workers load."""

@@ -1,0 +1,58 @@
+"""How far generation may run ahead of training: pure decisions on plain numbers.
+
+Letters: B groups per train step, v train steps done, K the largest allowed age of a token in policy versions.
+
+Invariants.
+- Capacity, AReaL (arXiv 2505.24298 eq. 3): at most (K + v + 1) * B groups are ever accepted or running, so that a group
+  started now is consumed at most K versions later. With K = 0 all groups of a train step start after the version before
+  it is published: strictly on-policy.
+- Capacity alone is no proof (a straggler, a rejected version, a resumed run), so the age of the *oldest token* is
+  checked again at consumption.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from shared.frames import VersionSpan
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The settings of pacing."""
+
+    batch_groups: int  # B
+    max_lag: int = 1  # K
+    group_deadline_s: float = 600.0
+
+    def capacity(self, steps_done: int, accepted: int, running: int) -> int:
+        """How many groups may start now. `accepted` counts consumed and waiting groups, not the dropped ones."""
+        return max(0, (self.max_lag + steps_done + 1) * self.batch_groups - (accepted + running))
+
+    def too_old(self, lag: int) -> bool:
+        """Whether a trajectory whose oldest token is `lag` versions behind must be dropped."""
+        return lag > self.max_lag
+
+
+def oldest_version(spans: Iterable[VersionSpan], adapter: str) -> int | None:
+    """Smallest version number of `adapter` among the spans; 0 for tokens of the base; None without any span.
+
+    A span of another adapter counts as the base: its age is not known.
+    """
+    versions = [_number(span.version, adapter) for span in spans if span.end > span.start]
+    return min(versions, default=None)
+
+
+def lag_of(oldest: int | None, policy_steps: Mapping[int, int], policy_step: int) -> int:
+    """Age in policy steps. `policy_steps` maps adapter versions to the policy step that made them.
+
+    Versions need not be consecutive: rejected candidates use up numbers. A version unknown here counts as the
+    oldest possible one.
+    """
+    if oldest is None:
+        return 0
+    return policy_step - policy_steps.get(oldest, 0)
+
+
+def _number(version: str, adapter: str) -> int:
+    name, _, number = version.rpartition("@")
+    return int(number) if name == adapter and number.isdigit() else 0
