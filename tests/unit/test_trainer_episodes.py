@@ -1,0 +1,180 @@
+from pathlib import Path
+
+import pytest
+
+from shared.errors import SetupError
+from shared.frames import VersionSpan
+from shared.jobs import SamplingOverrides
+from shared.text import TextCodec, TokenizerBundle
+from shared.trajectories import Trajectory
+from trainer.batches import sample_groups
+from trainer.conversation import Conversation
+from trainer.environments import (
+    ArithmeticEnvironment,
+    DatasetEnvironment,
+    Environment,
+    Observation,
+    Outcome,
+    Task,
+    load_class,
+    read_jsonl,
+)
+from trainer.episodes import EpisodeOptions, Episodes
+from trainer.rollouts import RolloutRequest
+from trainer.tiny.data import split_of
+from trainer.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    tokenizer = build_tokenizer(0)
+    end = tokenizer.token_to_id("<|im_end|>")
+    return TextCodec(TokenizerBundle(tokenizer.to_str(), CHAT_TEMPLATE, (end,), {"eos_token": "<|im_end|>"}))
+
+
+class ScriptedSource:
+    """Answers from a list, one reply a call and sample; keeps the requests."""
+
+    def __init__(self, codec: TextCodec, *replies: str) -> None:
+        self.codec, self.replies = codec, list(replies)
+        self.requests: list[RolloutRequest] = []
+
+    async def generate(self, request: RolloutRequest) -> list[Trajectory]:
+        self.requests.append(request)
+        return [self._answer(request, sample, self.replies.pop(0)) for sample in range(request.n)]
+
+    def _answer(self, request: RolloutRequest, sample: int, reply: str) -> Trajectory:
+        ids = tuple(self.codec.encode(reply, add_special_tokens=False))
+        version = f"policy@{len(self.requests)}"
+        return Trajectory(
+            prompt_index=0,
+            sample_index=sample,
+            prompt_ids=request.prompt_ids,
+            completion_ids=ids,
+            text=reply,
+            logprobs=tuple(-1.0 - i for i in range(len(ids))),
+            finish_reason="stop",
+            spans=(VersionSpan(version, 0, len(ids)),),
+        )
+
+
+class Calculator:
+    """Answers `add a b` with a tool's result, and rewards the final reply."""
+
+    name = "calculator"
+
+    async def reset(self, index: int) -> Observation:
+        return Observation(({"role": "user", "content": f"What is {index} + 2?"},), info=index + 2)
+
+    async def step(self, observation: Observation, action: str) -> Outcome:
+        if action.startswith("add"):
+            total = sum(map(int, action.split()[1:]))
+            return Outcome(0.1, done=False, messages=({"role": "tool", "content": str(total)},))
+        return Outcome(float(action == str(observation.info)), components={"final": 1.0})
+
+
+async def test_a_tools_result_stands_between_two_turns_and_is_masked(codec: TextCodec) -> None:
+    source = ScriptedSource(codec, "add 3 2<|im_end|>", "7<|im_end|>", "5<|im_end|>")
+    options = EpisodeOptions("run", group_size=2, sampling=SamplingOverrides(max_tokens=8), max_turns=3, seed=4)
+    played = await Episodes(source, Calculator(), Conversation(codec), options).play(3, "policy")
+    two_turns, one_turn = played.trajectories
+    reward = two_turns.reward
+    assert reward is not None and reward.value == pytest.approx(1.1)
+    assert reward.components == {"final": 1.0}
+    text = codec.decode([*two_turns.prompt_ids, *two_turns.completion_ids], skip_special_tokens=False)
+    assert text == (
+        "<|im_start|>user\nWhat is 3 + 2?<|im_end|>\n<|im_start|>assistant\nadd 3 2<|im_end|>\n"
+        "<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
+    )
+    own = [token for token, mine in zip(two_turns.completion_ids, two_turns.loss_mask, strict=True) if mine]
+    assert codec.decode(own, skip_special_tokens=False) == "add 3 2<|im_end|>5<|im_end|>"
+    assert len(two_turns.logprobs) == len(two_turns.completion_ids)
+    covered = [p for span in two_turns.spans for p in range(span.start, span.end)]
+    assert covered == list(range(len(two_turns.completion_ids)))
+    assert one_turn.reward is not None and one_turn.reward.value == 0.0
+    assert one_turn.loss_mask == ()
+    groups, _ = sample_groups([played], {"policy@1": 4, "policy@2": 5})
+    assert set(groups[0].samples[0].policy_steps) == {4, 5}
+
+
+async def test_the_next_turn_continues_the_sampled_ids_themselves(codec: TextCodec) -> None:
+    source = ScriptedSource(codec, "add 1 1<|im_end|>", "0<|im_end|>", "2<|im_end|>")
+    options = EpisodeOptions("run", group_size=2, max_turns=2)
+    await Episodes(source, Calculator(), Conversation(codec), options).play(0, "policy@3")
+    first, second = source.requests
+    sampled = codec.encode("add 1 1<|im_end|>", add_special_tokens=False)
+    assert second.prompt_ids[: len(first.prompt_ids) + len(sampled)] == (*first.prompt_ids, *sampled)
+    assert (first.id, second.id) == ("run-0", "run-0-0-1")
+    assert (first.n, second.n, second.adapter) == (2, 1, "policy@3")
+
+
+async def test_ids_and_seeds_follow_from_run_seed_and_index_alone(codec: TextCodec) -> None:
+    requests = []
+    for _ in range(2):
+        source = ScriptedSource(codec, "1", "2")
+        options = EpisodeOptions("run", group_size=2, seed=9)
+        await Episodes(source, ArithmeticEnvironment(seed=9), Conversation(codec), options).play(5, "policy")
+        requests += source.requests
+    assert requests[0] == requests[1]
+    assert requests[0].sampling.seed is not None
+
+
+async def test_a_reward_that_raises_marks_the_sample_not_the_group(codec: TextCodec) -> None:
+    class Picky(Calculator):
+        async def step(self, observation: Observation, action: str) -> Outcome:
+            return Outcome(float(int(action)))
+
+    source = ScriptedSource(codec, "4<|im_end|>", "four<|im_end|>")
+    played = await Episodes(source, Picky(), Conversation(codec), EpisodeOptions("run", 2)).play(0, "policy")
+    first, second = (t.reward for t in played.trajectories)
+    assert first is not None and first.value == 4.0
+    assert second is not None and second.value is None and "ValueError" in second.error
+
+
+async def test_arithmetic_tasks_are_fixed_by_index_and_keep_to_their_split() -> None:
+    tasks = ArithmeticEnvironment(seed=1, split="held_out")
+    for index in range(20):
+        first, again = await tasks.reset(index), await tasks.reset(index)
+        assert first == again
+        (message,) = first.prompt
+        digits = "".join(c if str(c).isdigit() else " " for c in message["content"]).split()  # type: ignore[index]
+        assert split_of(int(digits[0]), int(digits[1])) == "held_out"
+        assert (await tasks.step(first, first.info)).reward == 1.0
+        assert (await tasks.step(first, first.info + "0")).reward == 0.0
+    fixed = ArithmeticEnvironment(seed=1, count=3)
+    assert await fixed.reset(1) == await fixed.reset(4)
+
+
+async def test_a_data_set_is_gone_through_once_an_epoch_in_another_order() -> None:
+    async def scorer(completion: str, reference: object) -> tuple[float, dict[str, float]]:
+        return float(completion == reference), {"length": float(len(completion))}
+
+    tasks = [Task(f"p{i}", str(i)) for i in range(7)]
+    environment: Environment = DatasetEnvironment("set", tasks, scorer, seed=3)
+    epochs = [[(await environment.reset(epoch * 7 + i)).prompt for i in range(7)] for epoch in range(2)]
+    assert sorted(map(str, epochs[0])) == sorted(map(str, epochs[1])) == [f"p{i}" for i in range(7)]
+    assert epochs[0] != epochs[1]
+    outcome = await environment.step(await environment.reset(0), "x")
+    assert (outcome.reward, outcome.components) == (0.0, {"length": 1.0})
+
+
+def test_json_lines_take_prompts_messages_and_gsm8k(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(
+        '{"prompt": "a", "reference": 1}\n\n{"messages": [{"role": "user", "content": "b"}], "answer": "2"}\n'
+        '{"question": "c", "answer": "#### 3"}\n'
+    )
+    tasks = read_jsonl(path)
+    assert [task.reference for task in tasks] == [1, "2", "#### 3"]
+    assert tasks[2].prompt == ({"role": "user", "content": "c"},)
+    assert len(read_jsonl(Path("data/gsm8k/test-64.jsonl"), limit=5)) == 5
+    path.write_text('{"prompt": "a"}\n{"no": 1}\n')
+    with pytest.raises(SetupError, match="line 2"):
+        read_jsonl(path)
+
+
+def test_an_environment_of_ones_own_is_named_by_module_and_class() -> None:
+    loaded = load_class("trainer.environments:ArithmeticEnvironment", {"seed": 2})
+    assert loaded.name == "arithmetic"
+    with pytest.raises(SetupError, match="write it as package"):
+        load_class("trainer.environments:Nothing", {})

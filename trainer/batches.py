@@ -1,0 +1,217 @@
+"""From scored groups to padded arrays. Pure numpy.
+
+Shape suffixes: P prompts, S prompt positions (padded left), B rows, T completion positions (padded right).
+
+Invariants.
+- A row is one sample: everything after the prompt that its group shares. In a multi-turn sample that includes tool
+  results; `mask_BT` is true only where the model itself wrote the token.
+- Prompts are never in the loss.
+- A group whose rewards are all equal is dropped: its advantages are 0.
+- A truncated sample counts in its group's baseline, and with `mask_overlong` stays out of the loss (DAPO, arXiv
+  2503.14476 section 3.4: the length limit says nothing about the answer).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.trajectories import Trajectory
+from trainer.advantages import AdvantageScale, group_advantages, has_signal
+from trainer.rollouts import RolloutGroup
+
+_FAILED = frozenset({"cancelled", "deadline", "error"})
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion, ready for a loss."""
+
+    completion_ids: tuple[int, ...]
+    sampler_logprobs: tuple[float, ...]  # log mu
+    mask: tuple[bool, ...]  # in the loss
+    policy_steps: tuple[int, ...]  # of each token: the policy step whose weights sampled it
+    advantage: float
+
+
+@dataclass(frozen=True)
+class SampleGroup:
+    """Samples that share a prompt."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    samples: tuple[Sample, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Positions that a forward pass over this group computes when the prompt is shared."""
+        return len(self.prompt_ids) + sum(len(sample.completion_ids) for sample in self.samples)
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Why groups and samples taught nothing."""
+
+    zero_variance: int = 0  # groups
+    too_few: int = 0  # groups with fewer than two usable samples
+    failed: int = 0  # samples without a completion or a reward
+    overlong: int = 0  # samples that hit the length limit
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one forward and backward pass takes."""
+
+    prompt_PS: npt.NDArray[np.int32]  # left-padded
+    padding_P: npt.NDArray[np.int32]  # how many pads stand before each prompt
+    prompt_of_B: npt.NDArray[np.int32]  # the row's prompt
+    completion_BT: npt.NDArray[np.int32]  # right-padded
+    mask_BT: npt.NDArray[np.bool_]
+    sampler_BT: npt.NDArray[np.float32]
+    policy_step_BT: npt.NDArray[np.int32]  # -1 where masked
+    advantage_B: npt.NDArray[np.float32]
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens in the loss."""
+        return int(self.mask_BT.sum())
+
+    @property
+    def loss_rows(self) -> int:
+        """Rows with a token in the loss."""
+        return int(self.mask_BT.any(axis=1).sum())
+
+
+def sample_groups(
+    groups: Iterable[RolloutGroup],
+    policy_steps: dict[str, int],
+    *,
+    scale: AdvantageScale = "mean",
+    mask_overlong: bool = True,
+) -> tuple[list[SampleGroup], Dropped]:
+    """Advantages and masks of each group; groups without signal are left out.
+
+    `policy_steps` says which policy step made each adapter version (`name@k`); "" and unknown ones are step 0.
+    """
+    kept: list[SampleGroup] = []
+    zero = few = failed = overlong = 0
+    for group in groups:
+        usable = [t for t in group.trajectories if _usable(t)]
+        failed += len(group.trajectories) - len(usable)
+        if len(usable) < 2:
+            few += 1
+            continue
+        overlong += sum(t.finish_reason == "length" for t in usable)
+        rewards = [_reward(t) for t in usable]
+        if not has_signal(rewards):
+            zero += 1
+            continue
+        advantages = group_advantages(rewards, scale)
+        samples = [_sample(t, float(a), policy_steps, mask_overlong) for t, a in zip(usable, advantages, strict=True)]
+        taught = tuple(sample for sample in samples if any(sample.mask))
+        if taught:
+            kept.append(SampleGroup(group.id, usable[0].prompt_ids, taught))
+    return kept, Dropped(zero, few, failed, overlong)
+
+
+def microbatches(groups: Sequence[SampleGroup], max_tokens: int) -> list[list[SampleGroup]]:
+    """Cut groups into microbatches of at most `max_tokens` positions; a sample is never cut.
+
+    Groups of similar prompt length go together, so that little is padding. A group that is too large for one
+    microbatch is divided, and its prompt is computed once in each part.
+    """
+    parts = [part for group in groups for part in _divide(group, max_tokens)]
+    parts.sort(key=lambda part: (len(part.prompt_ids), part.id))
+    batches: list[list[SampleGroup]] = []
+    used = 0
+    for part in parts:
+        if not batches or used + part.tokens > max_tokens:
+            batches.append([])
+            used = 0
+        batches[-1].append(part)
+        used += part.tokens
+    return batches
+
+
+def pad(groups: Sequence[SampleGroup], pad_id: int = 0, multiple: int = 8) -> Microbatch:
+    """Arrays of one microbatch. Widths are multiples of `multiple`, so that few shapes occur."""
+    rows = [(index, sample) for index, group in enumerate(groups) for sample in group.samples]
+    prompt_width = _round_up(max(len(group.prompt_ids) for group in groups), multiple)
+    width = _round_up(max(len(sample.completion_ids) for _, sample in rows), min(multiple, 4))
+    shape = (len(rows), width)
+    prompt_PS = np.full((len(groups), prompt_width), pad_id, np.int32)
+    completion_BT = np.full(shape, pad_id, np.int32)
+    mask_BT = np.zeros(shape, np.bool_)
+    sampler_BT = np.zeros(shape, np.float32)
+    policy_step_BT = np.full(shape, -1, np.int32)
+    for index, group in enumerate(groups):
+        prompt_PS[index, prompt_width - len(group.prompt_ids) :] = group.prompt_ids
+    for row, (_, sample) in enumerate(rows):
+        end = len(sample.completion_ids)
+        completion_BT[row, :end] = sample.completion_ids
+        mask_BT[row, :end] = sample.mask
+        sampler_BT[row, :end] = sample.sampler_logprobs
+        policy_step_BT[row, :end] = np.where(sample.mask, sample.policy_steps, -1)
+    return Microbatch(
+        prompt_PS=prompt_PS,
+        padding_P=np.array([prompt_width - len(group.prompt_ids) for group in groups], np.int32),
+        prompt_of_B=np.array([index for index, _ in rows], np.int32),
+        completion_BT=completion_BT,
+        mask_BT=mask_BT,
+        sampler_BT=np.where(mask_BT, sampler_BT, 0.0).astype(np.float32),
+        policy_step_BT=policy_step_BT,
+        advantage_B=np.array([sample.advantage for _, sample in rows], np.float32),
+    )
+
+
+def loss_mask(trajectory: Trajectory) -> tuple[bool, ...]:
+    """Which completion tokens the model wrote; all of them unless the trajectory says otherwise.
+
+    Raises ValueError when lengths disagree.
+    """
+    length = len(trajectory.completion_ids)
+    mask = trajectory.loss_mask or (1,) * length
+    if len(mask) != length or len(trajectory.logprobs) != length:
+        raise ValueError(
+            f"prompt {trajectory.prompt_index}, sample {trajectory.sample_index}: {length} completion tokens, "
+            f"{len(trajectory.logprobs)} logprobs, {len(mask)} mask values"
+        )
+    return tuple(bool(value) for value in mask)
+
+
+def _usable(trajectory: Trajectory) -> bool:
+    scored = trajectory.reward is not None and trajectory.reward.value is not None
+    fine = not trajectory.error and trajectory.finish_reason not in _FAILED
+    return scored and fine and len(trajectory.completion_ids) > 0
+
+
+def _reward(trajectory: Trajectory) -> float:
+    assert trajectory.reward is not None and trajectory.reward.value is not None
+    return trajectory.reward.value
+
+
+def _sample(trajectory: Trajectory, advantage: float, policy_steps: dict[str, int], mask_overlong: bool) -> Sample:
+    mask = loss_mask(trajectory)
+    if mask_overlong and trajectory.finish_reason == "length":
+        mask = (False,) * len(mask)
+    steps = [0] * len(mask)
+    for span in trajectory.spans:
+        steps[span.start : span.end] = [policy_steps.get(span.version, 0)] * (span.end - span.start)
+    return Sample(trajectory.completion_ids, trajectory.logprobs, mask, tuple(steps[: len(mask)]), advantage)
+
+
+def _divide(group: SampleGroup, max_tokens: int) -> Iterable[SampleGroup]:
+    part: list[Sample] = []
+    used = len(group.prompt_ids)
+    for sample in group.samples:
+        if part and used + len(sample.completion_ids) > max_tokens:
+            yield SampleGroup(group.id, group.prompt_ids, tuple(part))
+            part, used = [], len(group.prompt_ids)
+        part.append(sample)
+        used += len(sample.completion_ids)
+    yield SampleGroup(group.id, group.prompt_ids, tuple(part))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
