@@ -1,0 +1,205 @@
+"""What a run tells: one JSON line a train step, always, and one line for a person.
+
+Invariant: after a resume the file holds each train step once. Lines of steps that the checkpoint does not know are cut
+off before the first new one is written.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from trainer.batches import Dropped
+from trainer.reports import StepReport
+from trainer.rollouts import RolloutGroup
+from trainer.state import RunState
+
+
+class StepMetrics(msgspec.Struct, frozen=True):
+    """One line of metrics.jsonl. Means are over samples, unless they are said to be over tokens."""
+
+    train_step: int
+    policy_step: int
+    version: int  # that is served after this step
+    reward: float  # mean over the batch
+    reward_std: float
+    groups: int
+    taught: int  # groups in the loss
+    zero_variance: int
+    failed: int
+    overlong: int
+    dropped: int  # groups dropped since the last step: stale, or past their deadline
+    lag_mean: float
+    lag_max: int
+    completion_tokens: float  # mean
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    update_rms: float
+    entropy: float  # mean over tokens, nats
+    clip_fraction: float  # of tokens
+    kl: float  # k3 to the base, mean over tokens
+    mismatch: float | None  # mean |logpi_v - logmu| over tokens; None: not measured in this step
+    mismatch_max: float | None
+    staleness: float | None  # mean |logpi_theta - logpi_v|
+    staleness_max: float | None
+    held_out: float | None  # mean reward on held-out tasks; None: not evaluated in this step
+    gate: str  # "" when the version passed, else the failed checks
+    tokens: int  # in the loss
+    tokens_per_s: float  # completion tokens of the batch per second of the whole step
+    wait_s: float  # for the batch
+    train_s: float
+    publish_s: float
+    seconds: float  # since the run began, over all resumes
+    indices: tuple[int, ...]  # of the groups that this step consumed
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Totals of a run, for status pages and counters."""
+
+    trajectories: int
+    updates: int
+    swaps: int
+    rejected: int
+    rollbacks: int
+    checkpoints: int
+    loss: float
+    updates_per_s: float
+
+
+@dataclass
+class Timing:
+    """Seconds of one train step."""
+
+    wait_s: float = 0.0  # for the batch
+    train_s: float = 0.0
+    publish_s: float = 0.0
+
+    @property
+    def whole_s(self) -> float:
+        """All of it."""
+        return self.wait_s + self.train_s + self.publish_s
+
+
+def step_metrics(
+    state: RunState,
+    batch: Sequence[RolloutGroup],
+    report: StepReport,
+    dropped: Dropped,
+    timing: Timing,
+    lags: Sequence[int],
+    *,
+    stale: int,
+    held_out: float | None,
+    gate: str,
+) -> StepMetrics:
+    """The line of the train step that was just counted in `state`."""
+    distances = report.distances
+    rewards = [reward for group in batch for reward in group.rewards]
+    lengths = [len(t.completion_ids) for group in batch for t in group.trajectories]
+    return StepMetrics(
+        train_step=state.train_step - 1,
+        policy_step=state.policy_step,
+        version=state.version,
+        reward=float(np.mean(rewards)) if rewards else 0.0,
+        reward_std=float(np.std(rewards)) if rewards else 0.0,
+        groups=len(batch),
+        taught=len(batch) - dropped.zero_variance - dropped.too_few,
+        zero_variance=dropped.zero_variance,
+        failed=dropped.failed,
+        overlong=dropped.overlong,
+        dropped=stale,
+        lag_mean=float(np.mean(lags)),
+        lag_max=max(lags),
+        completion_tokens=float(np.mean(lengths)) if lengths else 0.0,
+        loss=report.loss,
+        learning_rate=report.learning_rate,
+        grad_norm=report.grad_norm,
+        update_rms=report.update_rms,
+        entropy=report.entropy,
+        clip_fraction=report.clip_fraction,
+        kl=report.kl,
+        mismatch=distances.mismatch_mean if distances else None,
+        mismatch_max=distances.mismatch_max if distances else None,
+        staleness=distances.staleness_mean if distances else None,
+        staleness_max=distances.staleness_max if distances else None,
+        held_out=held_out,
+        gate=gate,
+        tokens=report.tokens,
+        tokens_per_s=sum(lengths) / timing.whole_s if timing.whole_s else 0.0,
+        wait_s=timing.wait_s,
+        train_s=timing.train_s,
+        publish_s=timing.publish_s,
+        seconds=state.seconds,
+        indices=tuple(group.index for group in batch),
+    )
+
+
+class MetricsLog:
+    """Appends to `metrics.jsonl`."""
+
+    def __init__(self, path: Path, *, first_step: int = 0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        _cut(path, first_step)
+        self._file = path.open("ab")
+
+    def write(self, metrics: StepMetrics) -> None:
+        """One line, visible to readers at once."""
+        self._file.write(msgspec.json.encode(metrics) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read(path: Path) -> list[StepMetrics]:
+    """All whole lines of a metrics file."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [msgspec.json.decode(line, type=StepMetrics) for line in lines]
+
+
+def progress_line(m: StepMetrics, steps: int) -> str:
+    """The line that a person reads."""
+    parts = [
+        f"step {m.train_step + 1}/{steps}",
+        f"reward {m.reward:.3f}",
+        f"loss {_short(m.loss)}",
+        f"kl {_short(m.kl)}",
+        f"entropy {m.entropy:.2f}",
+        f"lag {m.lag_mean:.1f}/{m.lag_max}",
+        f"{m.tokens_per_s:.0f} tok/s",
+        f"v{m.version}",
+    ]
+    if m.held_out is not None:
+        parts.append(f"held-out {m.held_out:.3f}")
+    if m.gate:
+        parts.append(f"REJECTED {m.gate}")
+    return "  ".join(parts)
+
+
+def _short(value: float) -> str:
+    return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 or not math.isfinite(value) else f"{value:.1e}"
+
+
+def _cut(path: Path, first_step: int) -> None:
+    """Drop lines from `first_step` on, and a torn last line."""
+    if not path.exists():
+        return
+    kept: list[bytes] = []
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        record: dict[str, Any] = json.loads(line)
+        if record["train_step"] < first_step:
+            kept.append(line + b"\n")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(b"".join(kept))
+    temporary.replace(path)

@@ -1,0 +1,38 @@
+"""The progress of a run, and the types of its weights: plain data, saved with every checkpoint."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Arrays = dict[str, npt.NDArray[np.float32]]  # an adapter's parameters under mlx-lm's names
+Moments = dict[str, np.ndarray[Any, Any]]  # an optimizer's state
+
+
+class RunState(msgspec.Struct):
+    """Where the run is.
+
+    **train step** batches consumed, also those that taught nothing · **policy step** train steps whose result is part
+    of the present policy. Consumed are all indices below `cursor` that are neither pending nor dropped.
+    """
+
+    run: str
+    train_step: int = 0
+    policy_step: int = 0
+    version: int = 0  # the adapter version that holds the present policy; 0: none yet
+    best_version: int = 0
+    best_reward: float | None = None
+    held_out: float | None = None  # the last good version's reward on held-out tasks
+    cursor: int = 0  # next index that was never started
+    pending: list[int] = []  # started, neither consumed nor dropped: played again after a resume
+    consumed: int = 0  # groups
+    dropped: list[int] = []
+    policy_steps: dict[int, int] = {}  # adapter version -> policy step that made it
+    good_rewards: dict[int, float] = {}  # of `gate.RewardWatch`
+    rejected: int = 0
+    rollbacks: int = 0
+    trajectories: int = 0
+    tokens: int = 0
+    seconds: float = 0.0  # of training so far, over all resumes
+    schema: int = 1
