@@ -36,7 +36,10 @@ class KeyKind(NamedTuple):
 
 
 def queue(model: str, sequence_class: str, worker: str = "") -> str:
-    """Stream of waiting and leased sequences of one class; with `worker`: those with affinity to it."""
+    """Stream of waiting and leased sequences of one class; with `worker`: those with affinity to it.
+
+    In the worker's place may stand HANDED_BACK or SUSPECTS.
+    """
     suffix = f":{worker}" if worker else ""
     return f"{PREFIX}:{{{model}}}:queue:{sequence_class}{suffix}"
 
@@ -211,7 +214,9 @@ RESULTS_PER_CHUNK = 256
 DOCUMENTED: tuple[KeyKind, ...] = (
     KeyKind("parallm:{*}:queue:interactive", "stream", "api", "7 d, refreshed", "waiting and leased sequences"),
     KeyKind("parallm:{*}:queue:batch", "stream", "job runner", "7 d, refreshed", "waiting and leased sequences"),
-    KeyKind("parallm:{*}:queue:*:*", "stream", "worker", "7 d, refreshed", "sequences with affinity to a worker"),
+    KeyKind(
+        "parallm:{*}:queue:*:*", "stream", "worker", "7 d, refreshed", "affinity to a worker; ~handed-back, ~suspects"
+    ),
     KeyKind("parallm:{*}:suspect-turn", "string", "worker", "5 s", "which worker runs empty for a suspect"),
     KeyKind("parallm:{*}:seq:*", "hash", "api or job runner", "1 h after its end", "one sequence's state"),
     KeyKind("parallm:{*}:out:*", "stream", "worker", "1 h after its end", "one sequence's tokens, in chunks"),

@@ -44,14 +44,16 @@ class WorkerRegistry:
 
     def __init__(self, redis: "Redis") -> None:
         self._redis = redis
+        self._registered: dict[str, tuple[ModelCard, TokenizerBundle]] = {}
 
     async def register_model(self, card: ModelCard, tokenizer: TokenizerBundle) -> None:
-        """Publish what a worker serves; refreshes the time to live."""
+        """Publish what a worker serves; its heartbeats keep it, and bring it back should Redis lose it."""
         bundle = msgspec.json.encode(tokenizer)
         async with self._redis.pipeline() as pipe:
             pipe.set(keys.tokenizer(card.tokenizer_sha256), bundle, ex=keys.REGISTRY_TTL_S)
             pipe.set(keys.model_card(card.name), msgspec.json.encode(card), ex=keys.REGISTRY_TTL_S)
             await pipe.execute()
+        self._registered[card.name] = (card, tokenizer)
 
     async def heartbeat(self, status: WorkerStatus) -> None:
         """Say that a worker lives."""
@@ -65,8 +67,14 @@ class WorkerRegistry:
             for index, member in ((keys.workers(status.model), status.id), (keys.models(), status.model)):
                 pipe.zadd(index, {member: status.heartbeat_ms})
                 pipe.expire(index, keys.REGISTRY_TTL_S)
-            pipe.expire(keys.model_card(status.model), keys.REGISTRY_TTL_S)
-            await pipe.execute()
+            ours = self._registered.get(status.model)
+            kept = [keys.model_card(status.model)]
+            kept += [keys.tokenizer(ours[0].tokenizer_sha256)] if ours else []
+            for name in kept:
+                pipe.expire(name, keys.REGISTRY_TTL_S)
+            answers = await pipe.execute()
+        if ours and not all(answers[-len(kept) :]):
+            await self.register_model(*ours)
 
     async def remove(self, model: str, worker_id: str) -> None:
         """Forget a worker that leaves in order."""

@@ -57,6 +57,15 @@ async def test_heartbeats_end_by_themselves(redis: Redis) -> None:
     assert 0 < await redis.ttl(keys.worker("m", "w1")) <= keys.WORKER_TTL_S
 
 
+async def test_a_heartbeat_brings_back_what_redis_has_lost(redis: Redis) -> None:
+    registry = WorkerRegistry(redis)
+    await registry.register_model(card("m"), BUNDLE)
+    await redis.flushall()
+    await registry.heartbeat(status("w1", "m"))
+    assert await registry.card("m") == card("m")
+    assert await registry.tokenizer(BUNDLE.sha256) == BUNDLE
+
+
 async def test_tokenizers_are_found_by_their_hash(redis: Redis) -> None:
     registry = WorkerRegistry(redis)
     await registry.register_model(card("m"), BUNDLE)
