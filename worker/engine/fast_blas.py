@@ -58,12 +58,13 @@ def _install() -> None:
         raise _UnavailableError(f"{sys.platform} {platform.machine()} does not need it")
     if "mlx.core" in sys.modules:
         raise _UnavailableError("mlx.core is already imported")
+    # The engine is one busy thread beside others; BLAS threads of its own would only take their cores, and they spin
+    # while they wait. Before the import, which loads the library and starts its threads.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     openblas = _find_openblas()
     shim = cache_folder() / f"fast_blas-{_build_key(openblas)}.so"
     if not shim.exists():
         _build(shim, openblas)
-    # The engine is one busy thread beside others; BLAS threads of its own would only take their cores.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     ctypes.CDLL(str(shim), mode=ctypes.RTLD_GLOBAL)
 
 
