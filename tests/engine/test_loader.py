@@ -24,7 +24,9 @@ def test_the_card_describes_the_model(llama: LoadedModel) -> None:
     assert card.tokenizer_sha256 == llama.tokenizer.sha256
     assert card.modules["model.layers.1.mlp.down_proj"] == (128, 64)
     assert card.modules["model.layers.0.self_attn.k_proj"] == (64, 32)
-    assert len(card.modules) == 14
+    assert card.modules["lm_head"] == (64, 320)
+    assert card.modules["model.embed_tokens"] == (320, 64)
+    assert len(card.modules) == 16
     assert llama.kv_limit_bytes > 1 << 20
 
 

@@ -59,16 +59,24 @@ class Engine:
         self._events: list[TokenEvent] = []
         self._hooks: list[BetweenSteps] = []
         self._hooks_wait = False
+        self._stalled = False  # all who wait, wait for their adapter
         self._steps = self._failures = 0
         self._throughput = Throughput()
 
     @property
     def busy(self) -> bool:
         """Whether the next turn has anything to do."""
-        return bool(self._rows or self._events or self._hooks_wait)
+        waits_only = self._stalled and len(self._rows) == len(self._waiting)
+        return bool(self._events or self._hooks_wait or (self._rows and not waits_only))
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether any sequence is here, if only to wait for its adapter."""
+        return bool(self._rows)
 
     def submit(self, requests: Iterable[RowRequest]) -> None:
         """Take sequences in; one that cannot run gets its finish in the next turn."""
+        self._stalled = False
         for request in requests:
             try:
                 self._take(request)
@@ -103,8 +111,7 @@ class Engine:
             self._prefill(share.lane)
         if len(self._batch):
             self._decode(share.batch)
-        if self._hooks:
-            self._run_hooks()
+        self._work_between_steps()
         events, self._events = self._events, []
         return StepOutput(events, len(self._rows))
 
@@ -155,12 +162,29 @@ class Engine:
     def _admit(self) -> None:
         """Give rows and KV to those who wait, in order; the first one that does not fit stops the rest."""
         admitted: list[Row] = []
-        while self._waiting and self._fits(self._waiting[0]):
-            row = self._waiting.popleft()
+        self._stalled = True
+        for row in list(self._waiting):
+            if not self._fits(row):
+                self._stalled = False
+                break
+            if not self._has_adapter(row):
+                continue
+            self._waiting.remove(row)
             row.admitted = True
             self._reserved.append(row.reserved_tokens)
             admitted.append(row)
-        tasks = [task_for(row) for row in admitted]
+        self._start(admitted)
+
+    def _has_adapter(self, row: Row) -> bool:
+        try:
+            return self._model.adapters.ready(row)
+        except ParallmError as error:
+            self._end([row], Finish("error", error_code=error.code or "", error_message=error.message))
+            return False
+
+    def _start(self, rows: list[Row]) -> None:
+        """Prefill admitted rows: equal prompts together and reports in our lane, all others in the batch."""
+        tasks = [task_for(row, self._model.adapters.prefill_key(row)) for row in rows]
         shared = Counter(task.key for task in tasks)
         for task in tasks:
             if task.reports or shared[task.key] > 1 or self._lane.has_equal(task):
@@ -239,10 +263,24 @@ class Engine:
         if ended:
             self._leave(ended)
 
-    def _run_hooks(self) -> None:
+    def _work_between_steps(self) -> None:
         budget = self._config.between_steps_s
+        with mx.stream(self._batch.stream):
+            loading = self._model.adapters.work(budget)
+        self._restart(self._model.adapters.take_moved())
         waits = [hook(budget) for hook in self._hooks]
-        self._hooks_wait = any(waits)
+        self._hooks_wait = loading or any(waits)
+
+    def _restart(self, rows: list[Row]) -> None:
+        """Compute the context of these rows again, under the version that they have come to."""
+        decoding = [row for row in rows if row.tokens]
+        self._batch.remove(rows)
+        for row in rows:
+            self._lane.remove(row)
+            row.rewind()
+        for row in decoding:
+            self._batch.insert([row], row.context)
+        self._start([row for row in rows if not row.tokens])
 
     # -- out
 

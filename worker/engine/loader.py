@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm.utils
 from mlx_lm.models.cache import make_prompt_cache
 
 from shared.errors import SetupError
 from shared.sequences import ModelCard
 from shared.text import TokenizerBundle
+from worker.engine.lora_sites import module_shapes
 from worker.engine.messages import EngineConfig
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
@@ -65,7 +65,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         dtype=dtype,
         quantization=_quantization(model_config),
         created=int(time.time()),
-        modules=linear_shapes(model),
+        modules=module_shapes(model),
     )
     limit = config.kv_limit_bytes or free_bytes() // 2
     return LoadedModel(card, bundle, model, model_config, path, limit)
@@ -125,18 +125,6 @@ def _quantization(model_config: dict[str, Any]) -> str:
     if not quantization.get("bits"):
         return ""
     return f"{quantization['bits']} bits, groups of {quantization.get('group_size', 64)}"
-
-
-def linear_shapes(model: Any) -> dict[str, tuple[int, int]]:
-    """(in, out) of every linear inside a layer, by its path: what an adapter may adapt."""
-    shapes: dict[str, tuple[int, int]] = {}
-    for name, module in model.named_modules():
-        if "layers." not in name or not isinstance(module, nn.Linear | nn.QuantizedLinear):
-            continue
-        out, width = module.weight.shape
-        packed = 32 // module.bits if isinstance(module, nn.QuantizedLinear) else 1
-        shapes[name] = (int(width * packed), int(out))
-    return shapes
 
 
 def export_tokenizer(tokenizer: Any) -> TokenizerBundle:

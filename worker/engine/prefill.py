@@ -26,6 +26,7 @@ class PrefillTask:
     rows: list[Row]
     ids: list[int]
     score_from: int  # len(ids) - 1: score nothing
+    adapter: str = ""  # rows of equal adapters compute the same KV
     top_count: int = 0
     done: int = 0  # ids that are in the KV
     kv: list[Any] = field(default_factory=list)
@@ -33,7 +34,7 @@ class PrefillTask:
     top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.key = (tuple(self.ids), self.rows[0].spec.adapter)  # tasks of equal keys have the same KV
+        self.key = (tuple(self.ids), self.adapter)  # tasks of equal keys have the same KV
         self.is_batch = self.rows[0].spec.sequence_class == "batch"
         self.reports = any(row.spec.kind == "score" or wants_prompt_logprobs(row) for row in self.rows)
 
@@ -43,12 +44,13 @@ class PrefillTask:
         return len(self.ids) - 1 - self.done
 
 
-def task_for(row: Row) -> PrefillTask:
+def task_for(row: Row, adapter: str = "") -> PrefillTask:
     """The task that a row needs: a score, its prompt's log-probabilities, or only KV to fork from."""
     ids = row.context
     if wants_prompt_logprobs(row):
-        return PrefillTask([row], ids, 0, row.sampling.prompt_logprobs or 0)
-    return PrefillTask([row], ids, len(row.spec.prompt_ids) - 1 if row.spec.kind == "score" else len(ids) - 1)
+        return PrefillTask([row], ids, 0, adapter, row.sampling.prompt_logprobs or 0)
+    score_from = len(row.spec.prompt_ids) - 1 if row.spec.kind == "score" else len(ids) - 1
+    return PrefillTask([row], ids, score_from, adapter)
 
 
 def wants_prompt_logprobs(row: Row) -> bool:

@@ -75,6 +75,11 @@ class Row:
             return self._stopped_by(self.tokens[-1])
         return Finish("length") if len(self.tokens) >= self.sampling.max_tokens else None
 
+    def rewind(self) -> None:
+        """Forget the draws in flight: the row computes its context anew."""
+        self.draws.clear()
+        self.start = self.position = len(self.tokens)
+
     def accept(self, token: int) -> tuple[Finish | None, str | None]:
         """Take the next token: the finish it causes, and the visible text it adds (rows with stop strings)."""
         tokens = self.tokens

@@ -17,12 +17,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import mlx.core as mx
 
+from shared.adapters import AdapterManifest
 from shared.errors import SetupError
-from worker.engine.adapters import Adapters
+from worker.engine.adapters import AdapterConfig, AdapterStats
 from worker.engine.engine import Engine
 from worker.engine.loader import LoadedModel, load_model
 from worker.engine.messages import (
@@ -34,12 +36,16 @@ from worker.engine.messages import (
     RowRequest,
     StepOutput,
 )
+from worker.engine.slots import AdapterSlots
 
 __all__ = ["EngineConfig", "EngineStats", "EngineThread", "LoadedModel", "RowRequest", "StepOutput"]
 
 log = logging.getLogger(__name__)
 
 Command = Callable[[Engine], None]
+OnAdapters = Callable[[AdapterStats], None]  # called in thread G after loads and failures; must be quick
+
+DEADLINE_CHECK_S = 0.05  # while all rows wait for adapters
 
 
 class EngineThread:
@@ -54,12 +60,15 @@ class EngineThread:
         config: EngineConfig,
         on_step: OnStep,
         on_death: OnDeath,
-        make_adapters: Callable[[LoadedModel], Adapters] | None = None,
+        adapters: AdapterConfig | None = None,
+        on_adapters: OnAdapters = lambda stats: None,
     ) -> None:
         self._config = config
         self._on_step = on_step
         self._on_death = on_death
-        self._make_adapters = make_adapters
+        self._adapter_config = adapters
+        self._on_adapters = on_adapters
+        self._slots: AdapterSlots | None = None
         self._wake = threading.Condition()
         self._commands: deque[Command] = deque()
         self._stopping = False
@@ -87,6 +96,22 @@ class EngineThread:
         """Let `hook` work in thread G between decode steps."""
         self._command(lambda engine: engine.add_between_steps(hook))
 
+    def provide_adapter(self, path: Path, manifest: AdapterManifest) -> None:
+        """The file of an adapter version is on disk, and stays until it is withdrawn."""
+        self._on_slots(lambda slots: slots.provide(path, manifest))
+
+    def withdraw_adapter(self, version: str) -> None:
+        """The file of `name@k` goes away; loaded weights stay until their slot is needed."""
+        self._on_slots(lambda slots: slots.withdraw(version))
+
+    def point_adapter(self, name: str, version: int) -> None:
+        """The latest version of `name`; 0: none any more. Followers switch once it is loaded."""
+        self._on_slots(lambda slots: slots.point(name, version))
+
+    def adapter_stats(self) -> AdapterStats:
+        """The latest snapshot."""
+        return AdapterStats() if self._slots is None else self._slots.stats
+
     def stats(self) -> EngineStats:
         """The latest snapshot."""
         if self._idle:
@@ -109,6 +134,17 @@ class EngineThread:
             self._commands.append(command)
             self._wake.notify()
 
+    def _wake_up(self) -> None:
+        """Let the loop take a turn."""
+        self._command(lambda engine: None)
+
+    def _on_slots(self, command: Callable[[AdapterSlots], None]) -> None:
+        def run(engine: Engine) -> None:
+            assert self._slots is not None, "this engine was started without adapters"
+            command(self._slots)
+
+        self._command(run)
+
     # -- in thread G
 
     def _run(self, ready: Future[LoadedModel]) -> None:
@@ -127,22 +163,27 @@ class EngineThread:
 
     def _serve(self, ready: Future[LoadedModel]) -> None:
         loaded = load_model(self._config)
-        adapters = None if self._make_adapters is None else self._make_adapters(loaded)
-        engine = Engine(loaded, self._config, adapters)
+        if self._adapter_config is not None:
+            self._slots = AdapterSlots(loaded, self._adapter_config, self._wake_up, self._on_adapters)
+        engine = Engine(loaded, self._config, self._slots)
         self._stats = engine.stats()
         ready.set_result(loaded)
-        while self._next_commands(engine):
-            output = engine.turn()
-            self._stats = engine.stats()
-            if output.events:
-                self._on_step(output)
+        try:
+            while self._next_commands(engine):
+                output = engine.turn()
+                self._stats = engine.stats()
+                if output.events:
+                    self._on_step(output)
+        finally:
+            if self._slots is not None:
+                self._slots.close()
 
     def _next_commands(self, engine: Engine) -> bool:
         """Run what was asked for, after waiting for something to do; False when it is time to stop."""
         with self._wake:
             self._idle = not engine.busy
-            while not (self._commands or self._stopping or engine.busy):
-                self._wake.wait()
+            if not (self._commands or self._stopping or engine.busy):
+                self._wake.wait(DEADLINE_CHECK_S if engine.has_rows else None)
             self._idle = False
             if self._stopping:
                 return False

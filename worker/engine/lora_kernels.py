@@ -1,0 +1,219 @@
+"""Fused kernels for rows on different adapters: base output plus x A[slot] B[slot], in one or two GPU operations.
+
+A decode step on a GPU is bound by the number of operations, not by their arithmetic, so the projections that
+read the same input (q, k, v; gate, up) share one operation. `one_pass` computes the r inner products again in every
+output tile (few rows); `two_pass` computes them once (many rows). Both accumulate in fp32.
+
+Layouts, with J projections of one input and rank r: A [S, in, J*r] in T, B_j [S, r, out_j] in T (scale folded in),
+y_j [M, out_j] in T, slots [M] uint32; slot 0 is the base and costs one comparison. T is bf16, fp16 or fp32; r is a
+multiple of 8, in and out_j are multiples of 8.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+
+Kernel = Any  # what mx.fast.cuda_kernel returns: called with inputs, grid and output shapes, gives arrays
+
+THREADS = 256
+COLUMNS = 8  # columns that one thread computes: 16 bytes of bf16
+SHRINK_THREADS = 512
+
+_CUDA_HEADER = """
+#include <cooperative_groups.h>
+template <typename T> struct alignas(sizeof(T) * 8) Eight { T v[8]; };
+template <typename T> __device__ inline void load8(const T* p, float* out) {
+  Eight<T> e = *reinterpret_cast<const Eight<T>*>(p);
+  #pragma unroll
+  for (int c = 0; c < 8; ++c) out[c] = static_cast<float>(e.v[c]);
+}
+template <typename T> __device__ inline void store8(T* p, const float* in) {
+  Eight<T> e;
+  #pragma unroll
+  for (int c = 0; c < 8; ++c) e.v[c] = static_cast<T>(in[c]);
+  *reinterpret_cast<Eight<T>*>(p) = e;
+}
+"""
+
+# Inner products h[0..R) of row m for one projection, by all threads of the block, into shared memory.
+_CUDA_INNER = """
+  constexpr int LANES = R / 8;             // threads that cover the r columns of one input position
+  constexpr int STRIDE = NT / LANES;       // input positions per turn
+  const int lane = tid % LANES, first = tid / LANES;
+  float acc[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+  const T* a_row = A + (size_t(slot) * IN) * JR + j * R + lane * 8;
+  const T* x_row = x + size_t(m) * IN;
+  #pragma unroll 4
+  for (int i = first; i < IN; i += STRIDE) {
+    float a8[8];
+    load8(a_row + size_t(i) * JR, a8);
+    const float xi = static_cast<float>(x_row[i]);
+    #pragma unroll
+    for (int c = 0; c < 8; ++c) acc[c] += xi * a8[c];
+  }
+  #pragma unroll
+  for (int c = 0; c < 8; ++c)
+    for (int d = 16; d >= LANES; d >>= 1) acc[c] += __shfl_xor_sync(0xffffffff, acc[c], d);
+  __shared__ float part[NT / 32][R];
+  __shared__ float h[R];
+  if (tid % 32 < LANES)
+    for (int c = 0; c < 8; ++c) part[tid / 32][lane * 8 + c] = acc[c];
+  __syncthreads();
+  if (tid < R) {
+    float sum = 0;
+    for (int w = 0; w < NT / 32; ++w) sum += part[w][tid];
+    h[tid] = sum;
+  }
+  __syncthreads();
+"""
+
+
+def _select(count: int, outs: str) -> str:
+    """Pick projection j's pointers and width by the block's tile number; tiles are laid end to end."""
+    text = "  int j = 0; int tile = blockIdx.x; const T* B = B0; const T* y = y0; T* o = o0; int OUT = OUT0;\n"
+    for k in range(1, count):
+        text += (
+            f"  if (j == {k - 1} && tile >= TILES{k - 1}) "
+            f"{{ tile -= TILES{k - 1}; j = {k}; B = B{k}; y = y{k}; o = o{k}; OUT = OUT{k}; }}\n"
+        )
+    return text + outs
+
+
+_CUDA_COPY = """
+  const int column = (tile * NT + tid) * 8;
+  if (slot == 0) {
+    if (column < OUT)
+      *reinterpret_cast<Eight<T>*>(o + size_t(m) * OUT + column) =
+          *reinterpret_cast<const Eight<T>*>(y + size_t(m) * OUT + column);
+    return;
+  }
+"""
+
+_CUDA_EXPAND = """
+  if (column < OUT) {
+    float sum[8];
+    load8(y + size_t(m) * OUT + column, sum);
+    const T* b = B + (size_t(slot) * R) * OUT + column;
+    float delta[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    #pragma unroll
+    for (int r = 0; r < R; ++r) {
+      float b8[8];
+      load8(b + size_t(r) * OUT, b8);
+      const float hr = H;
+      #pragma unroll
+      for (int c = 0; c < 8; ++c) delta[c] += hr * b8[c];
+    }
+    #pragma unroll
+    for (int c = 0; c < 8; ++c) sum[c] += static_cast<float>(static_cast<T>(delta[c]));
+    store8(o + size_t(m) * OUT + column, sum);
+  }
+"""
+
+_CUDA_BEGIN = "  const int tid = threadIdx.x, m = blockIdx.y; const int slot = slots[m];\n"
+
+
+@lru_cache
+def _one_pass_kernel(count: int) -> Kernel:
+    source = _CUDA_BEGIN + _select(count, "") + _CUDA_COPY + _CUDA_INNER + _CUDA_EXPAND.replace("= H;", "= h[r];")
+    kernel: Kernel = mx.fast.cuda_kernel(
+        name=f"lora_one_pass_{count}",
+        input_names=["x", "A", "slots", *_names("B", count), *_names("y", count)],
+        output_names=_names("o", count),
+        source=source,
+        header=_CUDA_HEADER,
+    )
+    return kernel
+
+
+@lru_cache
+def _shrink_kernel() -> Kernel:
+    source = (
+        "  const int tid = threadIdx.x, m = blockIdx.y, j = blockIdx.x; const int slot = slots[m];\n"
+        "  if (slot == 0) return;\n" + _CUDA_INNER + "  if (tid < R) hidden[size_t(m) * JR + j * R + tid] = h[tid];\n"
+    )
+    kernel: Kernel = mx.fast.cuda_kernel(
+        name="lora_shrink",
+        input_names=["x", "A", "slots"],
+        output_names=["hidden"],
+        source=source,
+        header=_CUDA_HEADER,
+    )
+    return kernel
+
+
+@lru_cache
+def _expand_kernel(count: int) -> Kernel:
+    source = _CUDA_BEGIN + _select(count, "") + _CUDA_COPY
+    source += _CUDA_EXPAND.replace("= H;", "= hidden[size_t(m) * JR + j * R + r];")
+    kernel: Kernel = mx.fast.cuda_kernel(
+        name=f"lora_expand_{count}",
+        input_names=["hidden", "slots", *_names("B", count), *_names("y", count)],
+        output_names=_names("o", count),
+        source=source,
+        header=_CUDA_HEADER,
+    )
+    return kernel
+
+
+def _names(letter: str, count: int) -> list[str]:
+    return [f"{letter}{k}" for k in range(count)]
+
+
+def _tiles(out: int) -> int:
+    return -(-out // (THREADS * COLUMNS))
+
+
+class FusedProjections:
+    """The kernels of projections that read one input, with everything that a call repeats worked out once."""
+
+    def __init__(self, a_SIJ: mx.array, bs: list[mx.array]) -> None:
+        self._count = len(bs)
+        self._a, self._bs = a_SIJ, bs
+        self._rank = bs[0].shape[1]
+        outs = [b.shape[-1] for b in bs]
+        tiles = [_tiles(out) for out in outs]
+        self._grid = sum(tiles) * THREADS
+        shape: list[tuple[str, object]] = [
+            ("T", a_SIJ.dtype),
+            ("IN", a_SIJ.shape[1]),
+            ("JR", a_SIJ.shape[2]),
+            ("R", self._rank),
+        ]
+        sizes = [
+            (f"{name}{k}", size[k]) for k in range(self._count) for name, size in (("OUT", outs), ("TILES", tiles))
+        ]
+        self._template = [*shape, ("NT", THREADS), *sizes]
+        self._shrink_template = [*shape, ("NT", SHRINK_THREADS)]
+
+    def one_pass(self, x: mx.array, ys: list[mx.array], slots_M: mx.array) -> list[mx.array]:
+        """y_j + x A[slot] B_j[slot] for every projection j, in one operation; x [M, 1, in] or [M, in]."""
+        out: list[mx.array] = _one_pass_kernel(self._count)(
+            inputs=[x, self._a, slots_M, *self._bs, *ys],
+            template=self._template,
+            grid=(self._grid, x.shape[0], 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[y.shape for y in ys],
+            output_dtypes=[y.dtype for y in ys],
+        )
+        return out
+
+    def two_pass(self, x: mx.array, ys: list[mx.array], slots_M: mx.array) -> list[mx.array]:
+        """The same in two operations: inner products once, then the outputs."""
+        (hidden_MJ,) = _shrink_kernel()(
+            inputs=[x, self._a, slots_M],
+            template=self._shrink_template,
+            grid=(self._count * SHRINK_THREADS, x.shape[0], 1),
+            threadgroup=(SHRINK_THREADS, 1, 1),
+            output_shapes=[(x.shape[0], self._count * self._rank)],
+            output_dtypes=[mx.float32],
+        )
+        out: list[mx.array] = _expand_kernel(self._count)(
+            inputs=[hidden_MJ, slots_M, *self._bs, *ys],
+            template=self._template,
+            grid=(self._grid, x.shape[0], 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[y.shape for y in ys],
+            output_dtypes=[y.dtype for y in ys],
+        )
+        return out
