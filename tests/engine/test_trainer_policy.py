@@ -1,0 +1,204 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import load_adapters
+from mlx_lm.utils import load
+
+from tests.engine.small_models import LLAMA, QWEN3, write_model
+from trainer.batches import Microbatch, Sample, SampleGroup, pad
+from trainer.checkpoint import write_adapter
+from trainer.logprobs import can_share_prompts, row_scores, shared_scores, to_arrays
+from trainer.policy import AdapterShape, Policy, share_tree
+from trainer.state import Arrays
+
+ModelOf = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
+    def make(config: dict[str, object] = LLAMA, bits: int | None = None, dtype: mx.Dtype = mx.float32) -> Any:
+        name = f"{config['model_type']}-{bits}"
+        folder = tmp_path_factory.getbasetemp() / name
+        if not folder.exists():
+            write_model(folder, config, bits=bits)
+        model, _ = load(str(folder))
+        model.set_dtype(dtype)
+        mx.eval(model.parameters())
+        return model
+
+    return make
+
+
+def microbatch(vocabulary: int = 300) -> Microbatch:
+    rng = np.random.default_rng(0)
+
+    def ids(n: int) -> tuple[int, ...]:
+        return tuple(int(i) for i in rng.integers(0, vocabulary, n))
+
+    def sample(n: int) -> Sample:
+        return Sample(ids(n), (-2.0,) * n, (True,) * n, (0,) * n, float(rng.normal()))
+
+    groups = [
+        SampleGroup("a", ids(3), (sample(5), sample(1), sample(4))),
+        SampleGroup("b", ids(9), (sample(2), sample(6))),
+    ]
+    return pad(groups)
+
+
+def moved(policy: Policy, size: float = 0.05) -> Arrays:
+    """Adapter weights that are not zero anywhere."""
+    rng = np.random.default_rng(1)
+    return {
+        name: value + rng.normal(0, size, value.shape).astype(np.float32) for name, value in policy.weights().items()
+    }
+
+
+def total_bytes(model: Any) -> int:
+    return sum(int(value.nbytes) for _, value in tree_flatten(model.parameters()))
+
+
+def test_the_base_arrays_are_shared_not_copied(model_of: ModelOf) -> None:
+    model = model_of()
+    before = mx.get_active_memory()
+    policy = Policy(model, AdapterShape())
+    mine = model.model.layers[0].self_attn.q_proj.weight
+    assert policy.model.model.layers[0].self_attn.q_proj.linear.weight is mine
+    assert policy.base.model.layers[0].self_attn.q_proj.weight is mine
+    adapter = sum(value.nbytes for value in policy.weights().values())
+    assert mx.get_active_memory() - before < adapter + total_bytes(model) / 10
+
+
+def test_a_new_adapter_changes_nothing_and_the_base_stays_trainable(model_of: ModelOf) -> None:
+    model = model_of()
+    trainable = len(tree_flatten(model.trainable_parameters()))
+    x = mx.array([[1, 2, 3, 4]])
+    expected = model(x)
+    policy = Policy(model, AdapterShape())
+    assert mx.array_equal(policy.model(x), expected)
+    assert len(tree_flatten(model.trainable_parameters())) == trainable, "freezing the policy froze the model"
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_the_reference_is_the_base_whatever_the_adapter(model_of: ModelOf, kind: Any) -> None:
+    model = model_of()
+    policy = Policy(model, AdapterShape(kind=kind))
+    policy.load(moved(policy))
+    x = mx.array([[5, 6, 7]])
+    assert mx.array_equal(policy.base(x), model(x))
+    assert not mx.allclose(policy.model(x), model(x), atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize(("bits", "dtype"), [(None, mx.float32), (None, mx.bfloat16), (4, mx.float32)])
+def test_mlx_lm_loads_what_the_policy_computes(
+    model_of: ModelOf, tmp_path: Path, kind: Any, bits: int | None, dtype: mx.Dtype
+) -> None:
+    policy = Policy(model_of(bits=bits, dtype=dtype), AdapterShape(kind=kind, rank=4))
+    policy.load(moved(policy))
+    assert all(value.dtype == np.float32 for value in policy.weights().values()), "adapter maths is fp32"
+    write_adapter(tmp_path, policy.weights(), policy.config())
+    theirs = load_adapters(model_of(bits=bits, dtype=dtype), str(tmp_path))
+    x = mx.array([[1, 2, 3, 4, 5]])
+    assert mx.allclose(theirs(x).astype(mx.float32), policy.model(x).astype(mx.float32), atol=1e-5)
+
+
+def test_an_adapter_of_another_shape_is_refused(model_of: ModelOf) -> None:
+    policy = Policy(model_of(), AdapterShape(rank=4))
+    other = Policy(model_of(), AdapterShape(rank=8))
+    with pytest.raises(ValueError, match=r"does not fit this policy: model\.layers"):
+        policy.load(other.weights())
+
+
+def test_targets_name_the_ends_of_paths(model_of: ModelOf) -> None:
+    policy = Policy(model_of(), AdapterShape(targets=("q_proj", "v_proj")))
+    assert {module.rsplit(".", 1)[1] for module in policy.modules} == {"q_proj", "v_proj"}
+    with pytest.raises(ValueError, match="no linear layer matches"):
+        Policy(model_of(), AdapterShape(targets=("query",)))
+
+
+def test_gradient_checkpointing_touches_our_instances_only(model_of: ModelOf) -> None:
+    """mlx-lm's grad_checkpoint patches the layer's class, and slows the generator that shares it."""
+    model = model_of()
+    cls = type(model.layers[0])
+    forward = cls.__call__
+    plain, saving = Policy(model, AdapterShape()), Policy(model, AdapterShape(), checkpoint_layers=True)
+    assert cls.__call__ is forward and type(model.layers[0]) is cls and type(saving.base.layers[0]) is cls
+    assert type(saving.model.layers[0]) is not cls
+    weights = moved(plain)
+    x = to_arrays(microbatch())
+    gradients = []
+    for policy in (plain, saving):
+        policy.load(weights)
+
+        def loss(tree: Any) -> mx.array:
+            return mx.where(x.mask_BT, row_scores(tree, x).logp_BT, 0.0).sum()
+
+        gradients.append(dict(tree_flatten(nn.value_and_grad(policy.model, loss)(policy.model)[1])))
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, value in gradients[0].items():
+        assert mx.allclose(value, gradients[1][name], rtol=1e-3, atol=1e-4), name
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+def test_a_shared_prompt_gives_the_numbers_and_gradients_of_whole_rows(
+    model_of: ModelOf, config: dict[str, object]
+) -> None:
+    policy = Policy(model_of(config), AdapterShape())
+    policy.load(moved(policy))
+    x = to_arrays(microbatch())
+    assert can_share_prompts(policy.base)
+    values: list[Any] = []
+    gradients: list[Any] = []
+    for scores in (shared_scores, row_scores):
+
+        def loss(tree: Any, scores: Any = scores) -> mx.array:
+            logp_BT, entropy_BT = scores(tree, x)
+            return mx.where(x.mask_BT, logp_BT + 0.1 * entropy_BT, 0.0).sum()
+
+        logp_BT, entropy_BT = scores(policy.model, x)
+        values.append((mx.where(x.mask_BT, logp_BT, 0.0), mx.where(x.mask_BT, entropy_BT, 0.0)))
+        gradients.append(dict(tree_flatten(nn.value_and_grad(policy.model, loss)(policy.model)[1])))
+    for mine, theirs in zip(*values, strict=True):
+        assert mx.allclose(mine, theirs, atol=1e-4)
+    for name, value in gradients[0].items():
+        assert mx.allclose(value, gradients[1][name], rtol=1e-3, atol=1e-3), name
+
+
+def test_scores_are_those_of_a_forward_pass_without_padding(model_of: ModelOf) -> None:
+    model = model_of()
+    batch = microbatch()
+    x = to_arrays(batch)
+    logp_BT = np.array(shared_scores(model, x).logp_BT)
+    for row, prompt in enumerate(batch.prompt_of_B):
+        ids = [*batch.prompt_PS[prompt, batch.padding_P[prompt] :], *batch.completion_BT[row, batch.mask_BT[row]]]
+        logits = model(mx.array([list(map(int, ids))]))[0].astype(mx.float32)
+        logp = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        start = len(ids) - int(batch.mask_BT[row].sum())
+        expected = [logp[position - 1, ids[position]] for position in range(start, len(ids))]
+        assert logp_BT[row, batch.mask_BT[row]].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_sharing_a_tree_leaves_adapter_wrappers_out(model_of: ModelOf) -> None:
+    """Hosted in a worker, the base is wrapped by the engine's adapter layers when the trainer comes."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            self.linear = linear
+
+        def __call__(self, x: mx.array) -> mx.array:
+            return self.linear(x) + 1
+
+    model = model_of()
+    x = mx.array([[1, 2, 3]])
+    expected = model(x)
+    for layer in model.layers:
+        layer.self_attn.q_proj = Wrapper(layer.self_attn.q_proj)
+    assert mx.array_equal(share_tree(model)(x), expected)
+    assert isinstance(model.layers[0].self_attn.q_proj, Wrapper)

@@ -1,0 +1,137 @@
+"""Log-probabilities of completions under a model, with gradients.
+
+Two ways, same numbers. *Shared*: each prompt runs once, and the keys and values of its layers, gradient included, are
+handed to all samples of its group. With G samples of T tokens after a prompt of S tokens that is S + G T positions
+where rows of their own need G (S + T); logits exist for completion positions only. *Rows*: prompt and completion as
+one row, for models whose cache is more than keys and values, and under gradient checkpointing.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from trainer.batches import Microbatch
+
+
+class TokenScores(NamedTuple):
+    """Per completion position, fp32."""
+
+    logp_BT: mx.array
+    entropy_BT: mx.array  # of the whole next-token distribution
+
+
+@dataclass(frozen=True)
+class BatchArrays:
+    """A microbatch as MLX arrays."""
+
+    prompt_PS: mx.array
+    padding_P: mx.array
+    prompt_of_B: mx.array
+    completion_BT: mx.array
+    mask_BT: mx.array
+    sampler_BT: mx.array
+    advantage_B: mx.array
+    rows_BL: mx.array  # prompt and completion as one right-padded row
+    start_B: mx.array  # position of the first completion token in rows_BL
+
+
+def to_arrays(batch: Microbatch) -> BatchArrays:
+    """Arrays for the thread that calls."""
+    rows_BL, start_B = _rows(batch)
+    return BatchArrays(
+        mx.array(batch.prompt_PS),
+        mx.array(batch.padding_P),
+        mx.array(batch.prompt_of_B),
+        mx.array(batch.completion_BT),
+        mx.array(batch.mask_BT),
+        mx.array(batch.sampler_BT),
+        mx.array(batch.advantage_B),
+        mx.array(rows_BL),
+        mx.array(start_B),
+    )
+
+
+def can_share_prompts(model: Any) -> bool:
+    """Whether all of the model's state is keys and values of full attention."""
+    return all(type(cache) is KVCache for cache in make_prompt_cache(model))
+
+
+def shared_scores(model: Any, x: BatchArrays, *, entropy: bool = True) -> TokenScores:
+    """Each prompt once, then all completions after it."""
+    caches = [PromptKeys(x.padding_P) for _ in model.layers]
+    first_PV = model(x.prompt_PS, cache=caches)[:, -1]
+    branches = [cache.branch(x.prompt_of_B) for cache in caches]
+    logits_BTV = first_PV[x.prompt_of_B][:, None]
+    if x.completion_BT.shape[1] > 1:
+        rest_BTV = model(x.completion_BT[:, :-1], cache=branches)
+        logits_BTV = mx.concatenate([logits_BTV, rest_BTV], axis=1)
+    return _scores(logits_BTV, x.completion_BT, entropy)
+
+
+def row_scores(model: Any, x: BatchArrays, *, entropy: bool = True) -> TokenScores:
+    """Prompt and completion in one forward pass a row."""
+    logits_BLV = model(x.rows_BL[:, :-1])
+    scores = _scores(logits_BLV, x.rows_BL[:, 1:], entropy)
+    at_BT = x.start_B[:, None] - 1 + mx.arange(x.completion_BT.shape[1])[None]
+    at_BT = mx.minimum(at_BT, logits_BLV.shape[1] - 1)
+    return TokenScores(*(mx.take_along_axis(values_BL, at_BT, axis=1) for values_BL in scores))
+
+
+class PromptKeys:
+    """Keys and values of left-padded prompts in one layer, growing by concatenation so that gradients pass through.
+
+    It has the part of mlx-lm's cache protocol that a model's forward pass uses; `offset` is a number per row.
+    """
+
+    def __init__(self, padding_P: mx.array) -> None:
+        self.padding_P = padding_P
+        self.offset = -padding_P
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append, and return everything so far."""
+        self.offset = self.offset + keys.shape[2]
+        if self.keys is not None and self.values is not None:
+            keys = mx.concatenate([self.keys, keys], axis=2)
+            values = mx.concatenate([self.values, values], axis=2)
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        """Causal, and blind to the padding."""
+        seen = 0 if self.keys is None else self.keys.shape[2]
+        mask: mx.array = create_causal_mask(N, seen, window_size=window_size, left_padding=self.padding_P)
+        return mask
+
+    def branch(self, prompt_of_B: mx.array) -> "PromptKeys":
+        """The cache of rows that continue these prompts."""
+        assert self.keys is not None and self.values is not None
+        twin = PromptKeys(self.padding_P[prompt_of_B])
+        twin.offset = self.offset[prompt_of_B]
+        twin.keys, twin.values = self.keys[prompt_of_B], self.values[prompt_of_B]
+        return twin
+
+
+def _scores(logits_BTV: mx.array, targets_BT: mx.array, entropy: bool) -> TokenScores:
+    logits_BTV = logits_BTV.astype(mx.float32)
+    total_BT = mx.logsumexp(logits_BTV, axis=-1)
+    chosen_BT = mx.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+    if not entropy:
+        return TokenScores(chosen_BT - total_BT, mx.zeros_like(total_BT))
+    p_BTV = mx.exp(logits_BTV - total_BT[..., None])
+    return TokenScores(chosen_BT - total_BT, total_BT - (p_BTV * logits_BTV).sum(axis=-1))
+
+
+def _rows(batch: Microbatch) -> tuple[np.ndarray, np.ndarray]:
+    prompt_width = batch.prompt_PS.shape[1]
+    start_B = prompt_width - batch.padding_P[batch.prompt_of_B]
+    rows_BL = np.zeros((len(start_B), prompt_width + batch.completion_BT.shape[1]), np.int32)
+    for row, (prompt, start) in enumerate(zip(batch.prompt_of_B, start_B, strict=True)):
+        rows_BL[row, :start] = batch.prompt_PS[prompt, prompt_width - start :]
+        rows_BL[row, start : start + batch.completion_BT.shape[1]] = batch.completion_BT[row]
+    return rows_BL, start_B.astype(np.int32)

@@ -1,0 +1,246 @@
+"""One train step: gradients over microbatches, clipped, one AdamW update per minibatch.
+
+Invariants.
+- A train step is a generator that yields after every microbatch, with everything evaluated. Whoever runs it decides
+  what happens in between: nothing (a process of its own), or decode steps (hosted in a worker).
+- With one minibatch the ratio is taken against mu, the sampler's log-probabilities. With several, against logpi_v from
+  a pass before the first update, and the truncated weight of v against mu corrects the rest: never both on one ratio.
+- A gradient that is not finite changes nothing: the update is left out and the report says so.
+- Two distances are reported apart. *Mismatch* is logpi_v - logmu with the weights v that sampled the token: other
+  kernels, other batches. *Staleness* is logpi_theta - logpi_v: what training has changed since.
+"""
+
+import math
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from trainer.batches import Microbatch, SampleGroup, microbatches, pad
+from trainer.distances import measure
+from trainer.logprobs import BatchArrays, TokenScores, can_share_prompts, row_scores, shared_scores, to_arrays
+from trainer.losses import LOSSES, LossInputs, LossOptions, StepTotals, k3, token_average, truncated_weights
+from trainer.policy import Policy
+from trainer.reports import Distances, StepReport
+from trainer.schedules import Schedule
+from trainer.state import Arrays, Moments
+
+
+@dataclass(frozen=True)
+class OptimizeOptions:
+    """Constants of every train step."""
+
+    loss: LossOptions = field(default_factory=LossOptions)
+    schedule: Schedule = field(default_factory=Schedule)
+    minibatches: int = 1
+    microbatch_tokens: int = 8192
+    max_grad_norm: float = 1.0
+    weight_decay: float = 0.0
+    adam_betas: tuple[float, float] = (0.9, 0.99)
+    max_completion: int = 256  # L_max of Dr.GRPO
+    distances_every: int = 10  # train steps between two measurements of mismatch and staleness; 0: never
+    seed: int = 0
+
+
+@dataclass
+class _Sums:
+    """Running sums over a train step's microbatches."""
+
+    loss: float = 0.0
+    entropy: float = 0.0
+    clipped: float = 0.0
+    kl: float = 0.0
+    grad_norm: float = 0.0
+    nonfinite: int = 0
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A microbatch with what stays constant over the train step."""
+
+    batch: Microbatch
+    arrays: BatchArrays
+    old_BT: mx.array
+    weight_BT: mx.array | None
+    reference_BT: mx.array | None
+
+
+class Optimizer:
+    """AdamW over a policy's adapter. Belongs to the policy's thread."""
+
+    def __init__(self, policy: Policy, options: OptimizeOptions) -> None:
+        self.policy = policy
+        self.options = options
+        shared = not policy.checkpoint_layers and can_share_prompts(policy.base)
+        self._scores = shared_scores if shared else row_scores
+        self._gradient = nn.value_and_grad(policy.model, self._loss)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the moments, as after a rollback to older weights."""
+        beta1, beta2 = self.options.adam_betas
+        self._adam = optim.AdamW(
+            learning_rate=0.0,
+            betas=[beta1, beta2],
+            weight_decay=self.options.weight_decay,
+            bias_correction=True,
+        )
+        self._adam.init(self.policy.model.trainable_parameters())
+
+    def moments(self) -> Moments:
+        """Adam's state as plain data."""
+        return {name: np.array(value) for name, value in tree_flatten(self._adam.state)}
+
+    def load_moments(self, moments: Moments) -> None:
+        """Continue with the moments of a checkpoint; ValueError when they are of another adapter."""
+        mine = {name: tuple(value.shape) for name, value in tree_flatten(self._adam.state)}
+        if mine != {name: tuple(value.shape) for name, value in moments.items()}:
+            raise ValueError("the optimizer's moments do not fit this adapter")
+        self._adam.state = tree_unflatten([(name, mx.array(value)) for name, value in moments.items()])
+
+    def train_step(
+        self,
+        groups: Sequence[SampleGroup],
+        step: int,
+        *,
+        policy_step: int = 0,
+        older: dict[int, Arrays] | None = None,
+    ) -> Generator[None, None, StepReport]:
+        """Learn from `groups`; `step` sets the learning rate and the order of minibatches.
+
+        `policy_step` is the present policy's; `older` holds the weights of earlier policy steps, for the distances.
+        """
+        started = time.perf_counter()
+        before = self.policy.weights()
+        batches = [[pad(part) for part in self._cut(mini)] for mini in self._minibatches(groups, step)]
+        totals = self._totals([batch for mini in batches for batch in mini])
+        if totals.tokens == 0:
+            return StepReport(updated=False)
+        distances = None
+        if self.options.distances_every and step % self.options.distances_every == 0:
+            flat = [batch for mini in batches for batch in mini]
+            distances = yield from measure(self.policy, self._scores, flat, policy_step, older or {})
+        prepared: list[list[_Prepared]] = [[] for _ in batches]
+        for mini, into in zip(batches, prepared, strict=True):
+            for batch in mini:
+                into.append(self._prepare(batch, several=len(batches) > 1))
+                yield
+        sums = _Sums()
+        rate = self.options.schedule.rate(step)
+        for mini_prepared in prepared:
+            yield from self._update(mini_prepared, rate, sums)
+        return self._report(sums, totals, len(batches), rate, before, time.perf_counter() - started, distances)
+
+    def _cut(self, groups: Sequence[SampleGroup]) -> list[list[SampleGroup]]:
+        return microbatches(groups, self.options.microbatch_tokens)
+
+    def _minibatches(self, groups: Sequence[SampleGroup], step: int) -> list[list[SampleGroup]]:
+        """Groups in an order drawn from (seed, step), in equal parts; a group is never split between two updates."""
+        count = min(self.options.minibatches, len(groups))
+        if count <= 1:
+            return [list(groups)] if groups else []
+        order = np.random.default_rng((self.options.seed, step)).permutation(len(groups))
+        return [[groups[i] for i in part] for part in np.array_split(order, count)]
+
+    def _totals(self, batches: Sequence[Microbatch]) -> StepTotals:
+        return StepTotals(
+            sequences=sum(batch.loss_rows for batch in batches),
+            tokens=sum(batch.loss_tokens for batch in batches),
+            max_tokens=self.options.max_completion,
+        )
+
+    def _prepare(self, batch: Microbatch, several: bool) -> _Prepared:
+        arrays = to_arrays(batch)
+        old_BT, weight_BT, reference_BT = arrays.sampler_BT, None, None
+        if several:
+            old_BT = self._scores(self.policy.model, arrays, entropy=False).logp_BT
+            bound = self.options.loss.truncation
+            weight_BT = truncated_weights(old_BT, arrays.sampler_BT, arrays.mask_BT, bound)
+            mx.eval(old_BT, weight_BT)
+        if self.options.loss.kl_coefficient:
+            reference_BT = self._scores(self.policy.base, arrays, entropy=False).logp_BT
+            mx.eval(reference_BT)
+        return _Prepared(batch, arrays, old_BT, weight_BT, reference_BT)
+
+    def _update(self, batches: Sequence[_Prepared], rate: float, sums: _Sums) -> Generator[None, None, None]:
+        """Accumulate over microbatches, then one clipped AdamW update."""
+        totals = self._totals([prepared.batch for prepared in batches])
+        if totals.tokens == 0:
+            return
+        gradient: Any = None
+        for prepared in batches:
+            (loss, entropy, clipped, kl), part = self._gradient(self.policy.model, prepared, totals)
+            gradient = part if gradient is None else tree_map(mx.add, gradient, part)
+            mx.eval(loss, entropy, clipped, kl, gradient)
+            sums.loss += loss.item()
+            sums.entropy += entropy.item()
+            sums.clipped += clipped.item()
+            sums.kl += kl.item()
+            yield
+        gradient, norm = optim.clip_grad_norm(gradient, self.options.max_grad_norm)
+        if not math.isfinite(norm.item()):
+            sums.nonfinite += 1
+            return
+        sums.grad_norm = max(sums.grad_norm, norm.item())
+        self._adam.learning_rate = rate
+        self._adam.update(self.policy.model, gradient)
+        mx.eval(self.policy.model.trainable_parameters(), self._adam.state)
+
+    def _loss(
+        self, model: Any, prepared: _Prepared, totals: StepTotals
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """Loss, and for the report: entropy, clipped tokens, KL to the base."""
+        options, x = self.options.loss, prepared.arrays
+        scores: TokenScores = self._scores(model, x)
+        inputs = LossInputs(scores.logp_BT, prepared.old_BT, x.mask_BT, x.advantage_B, prepared.weight_BT)
+        parts = LOSSES[options.name](inputs, options, totals)
+        loss = parts.loss
+        kl = mx.array(0.0)
+        if prepared.reference_BT is not None:
+            kl_BT = k3(scores.logp_BT, prepared.reference_BT, x.mask_BT)
+            loss = loss + options.kl_coefficient * token_average(kl_BT, x.mask_BT, options.name, totals)
+            kl = mx.where(x.mask_BT, kl_BT, 0.0).sum()
+        if options.entropy_bonus:
+            bonus = token_average(scores.entropy_BT, x.mask_BT, options.name, totals)
+            loss = loss - options.entropy_bonus * bonus
+        entropy = mx.where(x.mask_BT, mx.stop_gradient(scores.entropy_BT), 0.0).sum()
+        return loss, entropy, parts.clipped_BT.sum(), mx.stop_gradient(kl)
+
+    def _report(
+        self,
+        sums: _Sums,
+        totals: StepTotals,
+        minibatches: int,
+        rate: float,
+        before: Arrays,
+        seconds: float,
+        distances: Distances | None,
+    ) -> StepReport:
+        return StepReport(
+            updated=sums.nonfinite < minibatches,
+            loss=sums.loss / minibatches,
+            learning_rate=rate,
+            grad_norm=sums.grad_norm,
+            update_rms=rms_change(before, self.policy.weights()),
+            entropy=sums.entropy / totals.tokens,
+            clip_fraction=sums.clipped / totals.tokens,
+            kl=sums.kl / totals.tokens,
+            tokens=totals.tokens,
+            sequences=totals.sequences,
+            seconds=seconds,
+            distances=distances,
+            nonfinite_gradients=sums.nonfinite,
+        )
+
+
+def rms_change(before: Arrays, after: Arrays) -> float:
+    """Root mean square over all parameters of the difference of two adapters."""
+    squares = sum(float(np.square(after[name] - before[name], dtype=np.float64).sum()) for name in before)
+    count = sum(value.size for value in before.values())
+    return math.sqrt(squares / count)
