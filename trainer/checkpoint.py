@@ -1,13 +1,14 @@
 """Checkpoints: everything that a killed run needs to go on as if nothing had happened.
 
 `<root>/<name>/` holds adapters.safetensors and adapter_config.json (an mlx-lm adapter directory), optimizer.safetensors
-(Adam's moments and step), rng.safetensors, state.json (progress) and manifest.json (sha256 and size of each).
+(Adam's moments and step), state.json (progress) and manifest.json (sha256 and size of each).
 `<root>/latest` and `<root>/best` are files with a name in them.
 
 Invariants.
 - A checkpoint is there whole or not at all: files are written and synced under a temporary name, the manifest last,
   then one rename. Whatever a crash leaves under a temporary name is removed by the next save.
 - `latest` moves after the rename. When it names nothing valid, the newest valid checkpoint is the latest.
+- There is no random state to save: every draw of a run follows from its seed and a counter in the progress.
 - A checkpoint that was given a name by the user, `best` and `latest` are never pruned.
 """
 
@@ -29,7 +30,7 @@ from trainer.state import Arrays, Moments, RunState
 
 ADAPTER_FILE = "adapters.safetensors"
 CONFIG_FILE = "adapter_config.json"
-_OPTIMIZER, _RNG, _STATE, _MANIFEST = "optimizer.safetensors", "rng.safetensors", "state.json", "manifest.json"
+_OPTIMIZER, _STATE, _MANIFEST = "optimizer.safetensors", "state.json", "manifest.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TEMPORARY = ".tmp-"
 _REPLACED = ".old-"
@@ -42,7 +43,6 @@ class Checkpoint:
     adapter: Arrays
     adapter_config: bytes
     optimizer: Moments
-    rng: Moments
     state: RunState
 
 
@@ -75,7 +75,6 @@ class CheckpointStore:
         folder.mkdir()
         write_adapter(folder, checkpoint.adapter, checkpoint.adapter_config)
         save_file(dict(checkpoint.optimizer), folder / _OPTIMIZER)
-        save_file(dict(checkpoint.rng), folder / _RNG)
         (folder / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(checkpoint.state)))
         files = {path.name: _digest(path) for path in sorted(folder.iterdir())}
         manifest = _Manifest(name, checkpoint.state.train_step, files)
@@ -111,7 +110,6 @@ class CheckpointStore:
                 adapter=load_file(folder / ADAPTER_FILE),
                 adapter_config=(folder / CONFIG_FILE).read_bytes(),
                 optimizer=load_file(folder / _OPTIMIZER),
-                rng=load_file(folder / _RNG),
                 state=msgspec.json.decode((folder / _STATE).read_bytes(), type=RunState),
             )
         except (OSError, SafetensorError, msgspec.DecodeError) as error:

@@ -72,12 +72,12 @@ class Collector:
         """B groups, each fresh enough by `lag`; waits for them. Raises what made generation impossible."""
         self._steps_done = steps_done
         while True:
+            if self._failure is not None:
+                raise self._failure
             self._drop_stale(lag)
             self._fill()
             if len(self._waiting) >= self._pace.batch_groups:
                 break
-            if self._failure is not None:
-                raise self._failure
             self._changed.clear()
             await self._changed.wait()
         self._waiting.sort(key=lambda group: group.index)

@@ -37,7 +37,7 @@ class StepMetrics(msgspec.Struct, frozen=True):
     lag_mean: float
     lag_max: int
     completion_tokens: float  # mean
-    loss: float
+    loss: float | None  # None: not finite
     learning_rate: float
     grad_norm: float
     update_rms: float
@@ -118,7 +118,7 @@ def step_metrics(
         lag_mean=float(np.mean(lags)),
         lag_max=max(lags),
         completion_tokens=float(np.mean(lengths)) if lengths else 0.0,
-        loss=report.loss,
+        loss=report.loss if math.isfinite(report.loss) else None,
         learning_rate=report.learning_rate,
         grad_norm=report.grad_norm,
         update_rms=report.update_rms,
@@ -168,27 +168,23 @@ def read(path: Path) -> list[StepMetrics]:
     return [msgspec.json.decode(line, type=StepMetrics) for line in lines]
 
 
-def progress_line(m: StepMetrics, steps: int) -> str:
-    """The line that a person reads."""
-    parts = [
-        f"step {m.train_step + 1}/{steps}",
-        f"reward {m.reward:.3f}",
-        f"loss {_short(m.loss)}",
-        f"kl {_short(m.kl)}",
-        f"entropy {m.entropy:.2f}",
-        f"lag {m.lag_mean:.1f}/{m.lag_max}",
-        f"{m.tokens_per_s:.0f} tok/s",
-        f"v{m.version}",
-    ]
+def progress(m: StepMetrics, steps: int) -> dict[str, str | float]:
+    """The fields of the progress line that a person reads."""
+    fields: dict[str, str | float] = {
+        "step": f"{m.train_step + 1}/{steps}",
+        "reward": round(m.reward, 3),
+        "loss": "not finite" if m.loss is None else float(f"{m.loss:.3g}"),
+        "kl": float(f"{m.kl:.3g}"),
+        "entropy": round(m.entropy, 3),
+        "lag": m.lag_max,
+        "tok_per_s": round(m.tokens_per_s),
+        "version": m.version,
+    }
     if m.held_out is not None:
-        parts.append(f"held-out {m.held_out:.3f}")
+        fields["held_out"] = round(m.held_out, 3)
     if m.gate:
-        parts.append(f"REJECTED {m.gate}")
-    return "  ".join(parts)
-
-
-def _short(value: float) -> str:
-    return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 or not math.isfinite(value) else f"{value:.1e}"
+        fields["rejected"] = m.gate
+    return fields
 
 
 def _cut(path: Path, first_step: int) -> None:

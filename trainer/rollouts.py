@@ -3,8 +3,8 @@
 **request** n samples of one prompt · **group** the finished samples of one request, scored · **policy step** number of
 train steps whose result is the current policy.
 
-Invariant: a request's id and seed follow from the run's seed and the group's index alone. Asking again after a crash
-is therefore asking the same thing, and a source may answer with what it already has.
+Invariant: within one start of a run, a request's id and seed follow from the group's index; asking again is asking the
+same thing, and a source may answer with what it already has. After a restart the ids are new and the seeds the same.
 """
 
 import hashlib

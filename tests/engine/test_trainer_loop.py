@@ -1,0 +1,221 @@
+"""The whole loop in one process, without a ring: it learns, resumes, refuses bad steps and takes back bad versions."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.errors import ParallmError
+from shared.jobs import Message
+from shared.trajectories import Trajectory
+from tests.training.in_process import MemorySink
+from tests.training.run import train
+from trainer.environments import ArithmeticEnvironment, Observation, Outcome
+from trainer.learner import Learner
+from trainer.metrics import read
+from trainer.rollouts import RolloutRequest
+from trainer.settings import TrainSettings
+
+SMALL: dict[str, Any] = {
+    "model": "models/tiny",
+    "task_count": 8,
+    "steps": 6,
+    "prompts_per_step": 4,
+    "group_size": 8,
+    "max_tokens": 5,
+    "learning_rate": 1e-3,
+    "min_rewards": 16,
+    "parity_every": 3,
+    "distances_every": 2,
+    "checkpoint_every": 2,
+}
+
+
+def settings(tmp_path: Path, **changes: Any) -> TrainSettings:
+    return TrainSettings.model_construct(**(TrainSettings().model_dump() | SMALL | {"run_dir": tmp_path} | changes))
+
+
+async def test_sixteen_tasks_are_learned_by_heart(tmp_path: Path) -> None:
+    recipe = settings(tmp_path, task_count=16, prompts_per_step=16, steps=16, evaluate_every=8, evaluate_prompts=16)
+    state, sink = await train(recipe)
+    lines = read(tmp_path / "policy" / "metrics.jsonl")
+    assert len(lines) == 16
+    rewards = [line.reward for line in lines]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15
+    assert lines[-1].held_out is not None and lines[-1].held_out >= 0.75
+    assert state.rejected == 0
+    assert sink.latest == state.version == 17  # the first version is the base itself
+
+
+async def test_one_step_off_policy_and_never_more(tmp_path: Path) -> None:
+    await train(settings(tmp_path, max_lag=1))
+    lines = read(tmp_path / "policy" / "metrics.jsonl")
+    assert [line.lag_max for line in lines] == [0, 1, 1, 1, 1, 1]
+    assert all(line.dropped == 0 for line in lines)
+    measured = [line for line in lines if line.mismatch is not None]
+    assert [line.train_step for line in measured] == [0, 2, 4]
+    assert all(line.mismatch is not None and line.mismatch < 1e-3 for line in measured), "same weights, other kernel"
+    assert measured[0].staleness == 0 and (measured[1].staleness or 0) > 0
+
+
+async def test_on_policy_has_no_lag_and_no_staleness(tmp_path: Path) -> None:
+    await train(settings(tmp_path, max_lag=0, distances_every=1))
+    lines = read(tmp_path / "policy" / "metrics.jsonl")
+    assert all(line.lag_max == 0 and line.staleness == 0 for line in lines)
+
+
+async def test_a_run_in_pieces_gives_the_same_bytes_as_one_run(tmp_path: Path) -> None:
+    whole = settings(tmp_path / "whole", max_lag=0, steps=6)
+    await train(whole)
+    for steps in (2, 4, 6):
+        await train(settings(tmp_path / "pieces", max_lag=0, steps=steps))
+    name = "policy/checkpoints/step-000006/adapters.safetensors"
+    assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "pieces" / name).read_bytes()
+    lines = [read(tmp_path / part / "policy" / "metrics.jsonl") for part in ("whole", "pieces")]
+    assert [line.indices for line in lines[0]] == [line.indices for line in lines[1]]
+    assert [line.loss for line in lines[0]] == [line.loss for line in lines[1]]
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+async def test_after_a_crash_every_group_is_consumed_exactly_once(tmp_path: Path, max_lag: int) -> None:
+    """The source dies in the middle of step 4; the checkpoint of step 2 knows what was under way."""
+    asked = 0
+
+    class Dying:
+        def __init__(self, source: Any) -> None:
+            self.source = source
+
+        async def generate(self, request: RolloutRequest) -> list[Trajectory]:
+            nonlocal asked
+            asked += 1
+            if asked == 18:
+                raise RuntimeError("killed")
+            answer: list[Trajectory] = await self.source.generate(request)
+            return answer
+
+    run = settings(tmp_path, max_lag=max_lag, parity_every=0)
+    with pytest.raises(RuntimeError, match="killed"):
+        await train(run, wrap_source=Dying)
+    await train(run)
+    lines = read(tmp_path / "policy" / "metrics.jsonl")
+    assert [line.train_step for line in lines] == list(range(6))
+    consumed = [index for line in lines for index in line.indices]
+    assert len(consumed) == len(set(consumed)) == 24
+    assert max(consumed) < 24 + max_lag * 4
+
+
+async def test_a_learning_rate_a_thousand_times_too_high_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ParallmError, match=r"2 train steps in a row failed the gate: .*update_norm"):
+        await train(settings(tmp_path, learning_rate=1.0, max_rejections=2, checkpoint_every=0))
+    rejected = sorted((tmp_path / "policy" / "rejected").iterdir())
+    assert [path.name for path in rejected] == ["step-000000", "step-000001"]
+    assert "probe_kl" in (rejected[0] / "gate.json").read_text()
+
+
+async def test_a_refused_step_leaves_the_served_version_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One poisoned train step in the middle: NaN gradients must not reach a worker, nor the next step."""
+    sink = MemorySink()
+    original = Learner.train
+
+    def poisoned(self: Learner, groups: Any, step: int, *rest: Any) -> Any:
+        if step == 2:
+            groups = [_spoiled(group) for group in groups]
+        return original(self, groups, step, *rest)
+
+    monkeypatch.setattr(Learner, "train", poisoned)
+    state, _ = await train(settings(tmp_path), sink)
+    lines = read(tmp_path / "policy" / "metrics.jsonl")
+    assert "finite_gradients" in lines[2].gate
+    assert [bool(line.gate) for line in lines] == [False, False, True, False, False, False]
+    assert lines[2].version == lines[1].version
+    assert state.rejected == 1 and state.policy_step == 5
+    assert [kind for kind, _ in sink.alerts] == ["gate_failed"]
+    (checks,) = sink.rejected.values()
+    assert [check.name for check in checks if not check.passed] == ["finite_gradients"]
+    assert (tmp_path / "policy" / "rejected" / "step-000002" / "gate.json").exists()
+    assert all(np.isfinite(value).all() for value in sink.versions[sink.latest].values())
+
+
+def _spoiled(group: Any) -> Any:
+    return replace(group, samples=tuple(replace(sample, advantage=float("nan")) for sample in group.samples))
+
+
+class Turning:
+    """A task whose reward turns against what was learned: the collapse that the watch must see."""
+
+    name = "turning"
+
+    def __init__(self, after: int) -> None:
+        self._tasks = ArithmeticEnvironment(seed=0, count=8)
+        self._steps, self._after = 0, after
+
+    async def reset(self, index: int) -> Observation:
+        return await self._tasks.reset(index)
+
+    async def step(self, observation: Observation, action: str) -> Outcome:
+        self._steps += 1
+        outcome = await self._tasks.step(observation, action)
+        assert outcome.reward is not None
+        return Outcome(outcome.reward if self._steps <= self._after else outcome.reward - 1.0)
+
+
+async def test_a_collapse_of_rewards_rolls_back_by_itself(tmp_path: Path) -> None:
+    sink = MemorySink()
+    run = settings(tmp_path, steps=6, max_lag=0, reward_margin=0.4, parity_every=0)
+    state, _ = await train(run, sink, environment=Turning(after=4 * 32))
+    assert state.rollbacks >= 1
+    version, reason = sink.rollbacks[0]
+    assert "earned less than version" in reason
+    assert version <= 4
+    assert ("reward_collapse", reason) in sink.alerts
+    served = np.concatenate([v.ravel() for v in sink.versions[sink.latest].values()])
+    assert np.isfinite(served).all()
+
+
+async def test_a_stopped_run_saves_and_goes_on_later(tmp_path: Path) -> None:
+    class Stopping(ArithmeticEnvironment):
+        async def reset(self, index: int) -> Observation:
+            if index == 9:
+                loops[0].stop()
+            return await super().reset(index)
+
+    loops: list[Any] = []
+    run = settings(tmp_path, max_lag=0, steps=4, checkpoint_every=0, parity_every=0)
+    state, _ = await train(run, environment=Stopping(seed=0, count=8), on_loop=loops.append)
+    assert 0 < state.train_step < 4
+    loops.clear()
+    state, _ = await train(run)
+    assert state.train_step == 4
+    lines = read(tmp_path / "policy" / "metrics.jsonl")
+    consumed = [index for line in lines for index in line.indices]
+    assert consumed == list(range(16))
+
+
+async def test_tool_turns_are_trained_through_the_loop(tmp_path: Path) -> None:
+    class Twice:
+        """Asks for the sum again after a first reply."""
+
+        name = "twice"
+        first = True
+
+        async def reset(self, index: int) -> Observation:
+            message: Message = {"role": "user", "content": f"What is {10 + index % 4} + 11?"}
+            return Observation((message,), info=(0, str(21 + index % 4)))
+
+        async def step(self, observation: Observation, action: str) -> Outcome:
+            turn, answer = observation.info
+            again: Message = {"role": "user", "content": "Again?"}
+            if turn == 0:
+                return Outcome(0.5 * (action == answer), done=False, messages=(again,), info=(1, answer))
+            return Outcome(0.5 * (action == answer))
+
+    state, _ = await train(settings(tmp_path, steps=3, max_turns=2), environment=Twice())
+    lines = read(tmp_path / "policy" / "metrics.jsonl")
+    assert state.train_step == 3
+    assert all(line.completion_tokens > 6 for line in lines), "two replies and what stands between them"
+    measured = [line.mismatch for line in lines if line.mismatch is not None]
+    assert measured and max(measured) < 1e-3

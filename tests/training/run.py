@@ -1,0 +1,64 @@
+"""Run a recipe in one process, without a ring: `python -m tests.training.run trainer/recipes/tiny-arithmetic.yaml`."""
+
+# ruff: noqa: E402  (the faster BLAS has to be in place before mlx is imported)
+from worker.engine import fast_blas
+
+fast_blas.install()
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shared import logs
+from shared.settings import load
+from shared.text import TextCodec
+from tests.training.in_process import InProcessSource, MemorySink
+from trainer.conversation import Conversation
+from trainer.host import ThreadHost, at_once
+from trainer.loop import Parts, TrainLoop
+from trainer.rollouts import RolloutSource
+from trainer.settings import TrainSettings
+from trainer.state import RunState
+from trainer.tasks import held_out_tasks, training_tasks
+from worker.engine.loader import LoadedModel, load_model
+from worker.engine.messages import EngineConfig
+
+
+async def train(
+    settings: TrainSettings,
+    sink: MemorySink | None = None,
+    *,
+    wrap_source: Callable[[RolloutSource], RolloutSource] = lambda source: source,
+    on_loop: Callable[[TrainLoop], None] = lambda loop: None,
+    **parts: Any,
+) -> tuple[RunState, MemorySink]:
+    """Train with an in-process ring; `parts` replace what the settings would give."""
+    sink = MemorySink() if sink is None else sink
+    async with ThreadHost() as host:
+        loaded: LoadedModel = await host.run(at_once(lambda: load_model(EngineConfig(settings.model))))
+        source = InProcessSource(host, loaded.model, settings.adapter_shape(), sink, loaded.card.eos_token_ids)
+        made: dict[str, Any] = {
+            "host": host,
+            "load_model": lambda: loaded.model,
+            "base_sha256": loaded.card.base_sha256,
+            "conversation": Conversation(TextCodec(loaded.tokenizer)),
+            "source": wrap_source(source),
+            "sink": sink,
+            "environment": training_tasks(settings, None),
+            "held_out": held_out_tasks(settings, None),
+        }
+        loop = TrainLoop(settings, Parts(**(made | parts)))
+        on_loop(loop)
+        state = await loop.run()
+    return state, sink
+
+
+if __name__ == "__main__":
+    logs.configure()
+    recipe, *flags = sys.argv[1:]
+    started = time.perf_counter()
+    final, _ = asyncio.run(train(load(TrainSettings, ["--config", recipe, *flags])))
+    wall, cpu = time.perf_counter() - started, time.process_time()
+    print(f"held-out {final.held_out}  wall {wall:.0f} s  cpu {cpu:.0f} s  tokens {final.tokens}")

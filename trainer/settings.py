@@ -1,0 +1,159 @@
+"""`mlx_parallm_train`: what a run can be told. Flags > environment (`PARALLM_*`) > YAML > defaults; unknown keys fail.
+
+The defaults are for real models. `trainer/recipes/` holds settings for the tiny one, with what they reach.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import AliasChoices, Field
+
+from shared.jobs import SamplingOverrides
+from shared.settings import ProcessSettings
+from trainer.advantages import AdvantageScale
+from trainer.gate import GateLimits
+from trainer.losses import LossName, LossOptions
+from trainer.optimize import OptimizeOptions
+from trainer.pacing import Pace
+from trainer.policy import AdapterKind, AdapterShape
+from trainer.schedules import Schedule, ScheduleName
+
+
+class TrainSettings(ProcessSettings):
+    """`mlx_parallm_train`: one per policy."""
+
+    model: str = Field(
+        default="models/tiny",
+        validation_alias=AliasChoices("model", "model_path", "PARALLM_MODEL"),
+        description="model folder or hub name; the same as the workers'",
+    )
+    dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
+        default="", description="of the base; default: the model's, float32 on a Linux CPU"
+    )
+    adapter: str = Field(default="policy", description="name under which versions are published")
+    run: str = Field(default="", description="name of the run; default: the adapter's")
+    run_dir: Path = Field(default=Path(".parallm/train"), description="checkpoints, metrics, rejected versions")
+    seed: int = 0
+
+    task: str = Field(default="arithmetic", description="arithmetic, jsonl, gsm8k, or an environment: module:Class")
+    task_count: int = Field(default=0, ge=0, description="repeat the same few tasks; 0: all")
+    dataset: Path | None = Field(default=None, description="JSON lines, for jsonl and gsm8k")
+    held_out_dataset: Path | None = Field(default=None, description="JSON lines for evaluation")
+    reward: str = Field(default="exact", description="reward of a data set: a name of the reward registry")
+    task_options: dict[str, Any] = Field(default_factory=dict, description="for the environment's class")
+    max_turns: int = Field(default=1, ge=1, description="replies in one sample, with tool results in between")
+
+    steps: int = Field(default=100, ge=1, description="train steps")
+    prompts_per_step: int = Field(default=32, ge=1, description="groups in one train step")
+    group_size: int = Field(
+        default=8,
+        ge=2,
+        validation_alias=AliasChoices("group_size", "num_generations", "PARALLM_GROUP_SIZE"),
+        description="samples a prompt",
+    )
+    max_tokens: int = Field(default=256, ge=1, description="of one reply")
+    temperature: float = Field(default=1.0, gt=0)
+    stop: tuple[str, ...] = ()
+
+    loss: LossName = "dapo"
+    advantage_scale: AdvantageScale = Field(default="mean", description="mean: Dr.GRPO's; std: GRPO's")
+    clip_low: float = Field(default=0.2, gt=0)
+    clip_high: float = Field(default=0.28, gt=0)
+    kl_coefficient: float = Field(default=0.0, ge=0, description="of k3 to the base; 0 skips that pass")
+    entropy_bonus: float = Field(default=0.0, ge=0)
+    importance_truncation: float = Field(default=2.0, ge=1)
+    mask_overlong: bool = Field(default=True, description="keep samples that hit max_tokens out of the loss")
+
+    lora_kind: AdapterKind = "lora"
+    lora_rank: int = Field(default=16, ge=1, le=1024)
+    lora_scale: float = Field(default=2.0, gt=0, description="factor on B A x; alpha = scale * rank")
+    lora_targets: tuple[str, ...] = Field(
+        default=(),
+        validation_alias=AliasChoices("lora_targets", "lora_target_modules", "PARALLM_LORA_TARGETS"),
+        description="ends of module paths; default: every linear inside a layer",
+    )
+
+    learning_rate: float = Field(default=1e-5, gt=0)
+    schedule: ScheduleName = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    final_rate_fraction: float = Field(default=0.1, ge=0, le=1)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.99, ge=0, lt=1)
+    minibatches: int = Field(default=1, ge=1, description="updates in one train step")
+    microbatch_tokens: int = Field(default=8192, ge=1, description="positions in one backward pass")
+    gradient_checkpointing: bool = False
+
+    max_lag: int = Field(default=1, ge=0, description="K: age of the oldest token, in policy steps; 0: on-policy")
+    group_deadline_s: float = Field(default=600.0, gt=0)
+    distances_every: int = Field(default=10, ge=0, description="train steps between measurements of mismatch")
+
+    max_update_rms: float = Field(default=0.05, gt=0)
+    max_probe_kl: float = Field(default=0.5, gt=0)
+    max_parity: float = Field(default=0.1, gt=0)
+    reward_margin: float = Field(default=0.15, gt=0)
+    min_rewards: int = Field(default=64, ge=1)
+    max_rejections: int = Field(default=5, ge=1, description="versions in a row that may fail before the run ends")
+    probe_prompts: int = Field(default=8, ge=1, description="fixed prompts of the gate")
+    parity_every: int = Field(default=10, ge=0, description="train steps between comparisons with a worker; 0: none")
+    evaluate_every: int = Field(default=0, ge=0, description="train steps between evaluations; 0: none")
+    evaluate_prompts: int = Field(default=64, ge=1)
+
+    checkpoint_every: int = Field(default=20, ge=0, description="train steps; 0: only at the end")
+    keep_checkpoints: int = Field(
+        default=3,
+        ge=1,
+        validation_alias=AliasChoices("keep_checkpoints", "keep_n_checkpoints", "PARALLM_KEEP_CHECKPOINTS"),
+    )
+    resume: str = Field(default="latest", description="latest, best, a checkpoint's name, or no")
+
+    @property
+    def run_name(self) -> str:
+        """First part of every id."""
+        return self.run or self.adapter
+
+    @property
+    def folder(self) -> Path:
+        """Where the run's files are."""
+        return self.run_dir / self.run_name
+
+    def adapter_shape(self) -> AdapterShape:
+        """Kind, rank and place of the adapter."""
+        return AdapterShape(self.lora_kind, self.lora_rank, self.lora_scale, self.lora_targets)
+
+    def sampling(self) -> SamplingOverrides:
+        """How rollouts are drawn; filters stay off, since the loss needs the unfiltered distribution."""
+        return SamplingOverrides(max_tokens=self.max_tokens, temperature=self.temperature, stop=self.stop)
+
+    def pace(self) -> Pace:
+        """The pacing of generation."""
+        return Pace(self.prompts_per_step, self.max_lag, self.group_deadline_s)
+
+    def limits(self) -> GateLimits:
+        """The bounds of the gate."""
+        return GateLimits(self.max_update_rms, self.max_probe_kl, self.max_parity, self.reward_margin, self.min_rewards)
+
+    def optimize_options(self) -> OptimizeOptions:
+        """The constants of a train step."""
+        loss = LossOptions(
+            self.loss,
+            self.clip_low,
+            self.clip_high,
+            self.kl_coefficient,
+            self.entropy_bonus,
+            self.importance_truncation,
+        )
+        schedule = Schedule(self.schedule, self.learning_rate, self.warmup_steps, self.steps, self.final_rate_fraction)
+        return OptimizeOptions(
+            loss=loss,
+            schedule=schedule,
+            minibatches=self.minibatches,
+            microbatch_tokens=self.microbatch_tokens,
+            max_grad_norm=self.max_grad_norm,
+            weight_decay=self.weight_decay,
+            adam_betas=(self.adam_beta1, self.adam_beta2),
+            max_completion=self.max_tokens * self.max_turns,
+            distances_every=self.distances_every,
+            seed=self.seed,
+        )
