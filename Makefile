@@ -3,12 +3,13 @@
 # make test    check, then all tests
 # make check   format, lint, types and layers
 # make bench   measurements (never run by the tests)
+# make docs    write docs/reference.md from the code
 # make lock    resolve requirements.lock anew
 
 BIN := .venv/bin
 STAMP := .venv/.stamp
 
-.PHONY: setup demo test check bench lock clean
+.PHONY: setup demo test check bench docs lock clean
 
 setup: $(STAMP)
 
@@ -41,6 +42,9 @@ test: setup check
 
 bench: setup
 	$(BIN)/python -m tests.bench
+
+docs: setup
+	PYTHONPATH=. $(BIN)/python docs/generate.py
 
 # Needs uv (https://docs.astral.sh/uv/). The default index is named, so that a local mirror cannot leave its hashes here.
 lock:

@@ -1,0 +1,34 @@
+"""`make bench`: every measurement, one after another. Run it on a machine that has nothing else to do."""
+
+import subprocess
+import sys
+import time
+
+MEASUREMENTS = {
+    "frames": "token frames through Redis: flood rate, publish to receive",
+    "api_cost": "CPU of the api per streamed token",
+    "engine": "the engine against mlx-lm's BatchGenerator",
+    "served": "over HTTP, against raw mlx-lm and mlx_lm.server",
+    "memory": "memory of api and worker over 10,000 streamed requests",
+    "adapters": "decode steps with 1, 4 and 8 adapters; the pause of a hot load",
+    "adapter_flight": "token frames while 100 MB of adapter are in flight",
+}
+
+
+def main() -> int:
+    """Run those named on the command line, or all; 1 when one of them failed."""
+    chosen = sys.argv[1:] or list(MEASUREMENTS)
+    failed = []
+    for name in chosen:
+        print(f"\n== {name}: {MEASUREMENTS[name]}", flush=True)
+        began = time.monotonic()
+        if subprocess.run([sys.executable, "-m", f"tests.bench.{name}"], check=False).returncode:
+            failed.append(name)
+        print(f"   ({time.monotonic() - began:.0f} s)", flush=True)
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

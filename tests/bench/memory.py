@@ -1,0 +1,66 @@
+"""Resident memory of the api over many streamed requests, and the worker's over raw mlx-lm.
+
+`python -m tests.bench.memory [--requests 10000]`. Requests are short streams of the tiny model, 32 at a time.
+"""
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import tempfile
+
+import psutil
+
+from tests.bench.load import load
+from tests.e2e.rings import Process
+
+RAW = """
+from worker.engine import fast_blas
+fast_blas.install()
+import mlx.core as mx, psutil
+from mlx_lm import batch_generate, load
+model, tokenizer = load("models/tiny")
+model.set_dtype(mx.float32)
+tokenizer._eos_token_ids = set()
+batch_generate(model, tokenizer, [[5] * 16] * 32, max_tokens=64)
+print(psutil.Process().memory_info().rss)
+"""
+BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
+
+
+def megabytes(processes: list[psutil.Process]) -> float:
+    return sum(process.memory_info().rss for process in processes) / 1e6
+
+
+def children(server: Process, module: str) -> list[psutil.Process]:
+    found = psutil.Process(server.popen.pid).children(recursive=True)
+    return [child for child in found if child.cmdline()[1:3] == ["-m", module]]
+
+
+async def measure(url: str, server: Process, requests: int) -> None:
+    api, worker = children(server, "api"), children(server, "worker")
+    print(f"start            api {megabytes(api):6.1f} MB, worker {megabytes(worker):6.1f} MB")
+    for done in range(0, requests, requests // 5):
+        for _ in range(requests // 5 // 32):
+            await load(url, "/v1/completions", [BODY] * 32)
+        rss = f"api {megabytes(api):6.1f} MB, worker {megabytes(worker):6.1f} MB"
+        print(f"{done + requests // 5:6d} requests  {rss}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.memory", description=__doc__)
+    parser.add_argument("--requests", type=int, default=10_000)
+    arguments = parser.parse_args()
+    raw = subprocess.run([sys.executable, "-c", RAW], capture_output=True, text=True, check=True).stdout
+    print(f"raw mlx-lm, 32 rows of the same model: {int(raw) / 1e6:.1f} MB")
+    with tempfile.TemporaryDirectory() as folder:
+        server = Process.start("api.serve", "--model", "models/tiny", "--port", "0", "--data-dir", folder)
+        try:
+            url = server.wait_for_line(r"ready: (http://\S+)/v1").group(1)
+            asyncio.run(measure(url, server, arguments.requests))
+        finally:
+            server.stop()
+
+
+if __name__ == "__main__":
+    main()
