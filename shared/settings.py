@@ -107,6 +107,13 @@ class WorkerSettings(ProcessSettings):
     drain_grace_s: float = Field(default=30, ge=0, description="on SIGTERM: time for running rows to finish")
     log_every_tokens: int = Field(default=16, ge=1, description="tokens between two writes of a sequence's log")
     trust_remote_code: bool = False
+    adapter_slots: int = Field(default=8, ge=1, description="adapter versions that the rows of a batch may use at once")
+    adapter_rank: int = Field(default=64, ge=1, le=256, description="largest rank; memory is taken for ranks in use")
+    adapter_dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
+        default="", description="of loaded adapters; default: the model's activations"
+    )
+    adapter_cache_dir: Path = Field(default=Path(".parallm/adapters"), description="fetched adapter files")
+    adapter_cache_gb: float = Field(default=4, gt=0, description="size of that folder")
 
 
 class ApiSettings(ProcessSettings):
@@ -185,4 +192,10 @@ def _config_path(args: list[str]) -> Path | None:
     path = Path(named)
     if not path.is_file():
         raise SetupError(f"--config {named}: no such file")
+    try:
+        found = yaml.safe_load(path.read_bytes())
+    except yaml.YAMLError as error:
+        raise SetupError(f"--config {named} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict | None):
+        raise SetupError(f"--config {named}: settings are lines of `name: value`")
     return path

@@ -15,12 +15,16 @@ import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import msgspec
 import structlog
 from redis.exceptions import RedisError
 
+from shared.errors import EngineError, ParallmError
+from shared.frames import Finish, TokenEvent
 from shared.redis import keys
+from shared.redis.adapter_cache import DiskCache
 from shared.redis.client import connect
 from shared.redis.sequence_queue import ClaimPlan, SequenceQueue
 from shared.redis.token_frames import FrameWriter, read_tokens
@@ -28,6 +32,8 @@ from shared.redis.worker_registry import WorkerRegistry, WorkerState, WorkerStat
 from shared.sequences import Claim, ModelCard
 from shared.settings import WorkerSettings
 from shared.text import TokenizerBundle
+from worker.adapter_sync import AdapterSync
+from worker.engine.adapters import AdapterConfig, AdapterStats
 from worker.engine.scheduler import SchedulerState, Shares, plan_claims
 from worker.engine.thread import EngineConfig, EngineThread, RowRequest, StepOutput
 from worker.publisher import Publisher
@@ -37,6 +43,7 @@ log = structlog.get_logger()
 
 HEARTBEAT_S = 2.0
 WAIT_S = 1.0  # longest block of an idle worker; stealing looks around this often
+FAREWELL_S = 3.0  # for each of the last words to a Redis that may be away
 REFRESH_MODEL_EVERY = 150  # heartbeats between two refreshes of card and tokenizer
 
 
@@ -55,11 +62,14 @@ class WorkerProcess:
         self._death: BaseException | None = None
         self._stop = asyncio.Event()
         self._rate = (time.monotonic(), 0)
+        self._preparing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
         """Serve until stopped; the exit code: 0 after a drain, 1 after the engine's death."""
         self._loop = asyncio.get_running_loop()
-        self._engine = EngineThread(self._engine_config(), self._on_step, self._on_death)
+        s = self._settings
+        adapters = AdapterConfig(s.adapter_slots, s.adapter_rank, s.adapter_dtype)
+        self._engine = EngineThread(self._engine_config(), self._on_step, self._on_death, adapters, self._on_adapters)
         loaded = await asyncio.to_thread(self._engine.start)
         self._card, self._tokenizer = loaded.card, loaded.tokenizer
         self._redis = connect(self._settings.redis)
@@ -68,8 +78,10 @@ class WorkerProcess:
             await self._open(loaded.card, loaded.tokenizer)
             await self._serve()
         finally:
-            with contextlib.suppress(RedisError, OSError):
-                await self._registry.remove(self._card.name, self.id)
+            with contextlib.suppress(RedisError, OSError):  # TimeoutError is an OSError
+                async with asyncio.timeout(1):
+                    await self._registry.remove(self._card.name, self.id)
+            await self._adapters.close()
             await asyncio.to_thread(self._engine.stop)
             await self._redis.aclose()
             await self._control.aclose()
@@ -96,6 +108,15 @@ class WorkerProcess:
     async def _open(self, card: ModelCard, tokenizer: TokenizerBundle) -> None:
         self._queue = SequenceQueue(self._redis, card.name, lease_ms=self._settings.lease_ms)
         self._registry = WorkerRegistry(self._redis)
+        self._adapters = AdapterSync(
+            self._redis,
+            self._control,
+            self._engine,
+            DiskCache(self._settings.adapter_cache_dir, int(self._settings.adapter_cache_gb * 1e9)),
+            worker_id=self.id,
+            base_sha256=card.base_sha256,
+            slots=self._settings.adapter_slots,
+        )
         self._publisher = Publisher(
             FrameWriter(self._redis, card.name, self.id),
             self.running,
@@ -120,6 +141,8 @@ class WorkerProcess:
             asyncio.create_task(self._forever("renew", self._renew_forever)),
             asyncio.create_task(self._forever("heartbeat", self._beat_forever)),
             asyncio.create_task(self._forever("control", self._control_forever)),
+            asyncio.create_task(self._forever("adapters", self._adapters.run)),
+            asyncio.create_task(self._forever("acknowledge", self._adapters.acknowledge)),
         ]
         try:
             await self._stop.wait()
@@ -205,7 +228,37 @@ class WorkerProcess:
                 log.info("worker.took_over", sequence=claim.spec.id, attempt=claim.attempt, events=len(prior))
             self.running[claim.spec.id] = Running.after(claim, prior)
             requests.append(RowRequest(claim.spec, claim.attempt, tuple(prior)))
-        self._engine.submit(requests)
+        self._engine.submit([request for request in requests if not request.spec.adapter])
+        for adapter in {request.spec.adapter for request in requests} - {""}:
+            alike = [request for request in requests if request.spec.adapter == adapter]
+            task = asyncio.create_task(self._submit_with_adapter(alike))
+            self._preparing.add(task)
+            task.add_done_callback(self._preparing.discard)
+
+    async def _submit_with_adapter(self, requests: list[RowRequest]) -> None:
+        """Have an adapter at hand, then submit the rows that want it, together; the others do not wait for it."""
+        prepared = [request for request in [await self._prepare(request) for request in requests] if request]
+        self._engine.submit(prepared)
+        rows = [self.running.get(request.spec.id) for request in prepared]
+        with contextlib.suppress(RedisError, OSError):
+            await self._reread_orders([row for row in rows if row is not None])  # cancelled meanwhile?
+
+    async def _prepare(self, request: RowRequest) -> RowRequest | None:
+        """The request with its adapter resolved; None when the sequence has ended or gone."""
+        spec = request.spec
+        while (row := self.running.get(spec.id)) is not None and row.claim.attempt == request.attempt:
+            try:
+                return replace(request, spec=await self._adapters.prepare(spec, request.prior))
+            except (RedisError, OSError) as error:
+                log.warning("worker.adapter_delayed", sequence=spec.id, error=str(error))
+                await asyncio.sleep(0.2)
+            except Exception as error:
+                known = error if isinstance(error, ParallmError) else EngineError(f"{type(error).__name__}: {error}")
+                finish = Finish("error", error_code=known.code or "", error_message=known.message)
+                position = sum(len(event.tokens) for event in request.prior)
+                self._publisher.take([TokenEvent(spec.id, request.attempt, position, [], [], finish=finish)])
+                return None
+        return None
 
     async def _reap_forever(self) -> None:
         while True:
@@ -244,6 +297,10 @@ class WorkerProcess:
         with contextlib.suppress(RuntimeError):  # the loop is closed: we are stopping
             self._loop.call_soon_threadsafe(self._publisher.take, output.events)
 
+    def _on_adapters(self, stats: AdapterStats) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(lambda: self._adapters.on_stats(stats))
+
     def _on_death(self, error: BaseException) -> None:
         self._death = error
         log.error("worker.engine_died", error=repr(error))
@@ -256,7 +313,7 @@ class WorkerProcess:
     async def _control_forever(self) -> None:
         async with self._control.pubsub() as channel:
             await channel.subscribe(keys.control_channel(self.id))
-            await self._reread_orders()
+            await self._reread_orders(list(self.running.values()))
             async for message in channel.listen():
                 if message["type"] == "message":
                     self._obey(message["data"])
@@ -279,9 +336,9 @@ class WorkerProcess:
             case _:
                 log.warning("worker.unknown_control_message", order=order)
 
-    async def _reread_orders(self) -> None:
-        """Orders given while we were not subscribed stand in the sequence's hash."""
-        for row in list(self.running.values()):
+    async def _reread_orders(self, rows: list[Running]) -> None:
+        """Orders that nobody heard, given before we subscribed or the engine knew the row, stand in its hash."""
+        for row in rows:
             key = keys.sequence(self._card.name, row.id)
             cancel, api = await self._redis.hmget(key, ["cancel", "api"])  # type: ignore[misc]
             if cancel:
@@ -318,8 +375,10 @@ class WorkerProcess:
                 steps=stats.steps,
                 started_ms=self._started_ms,
                 heartbeat_ms=now_ms(),
+                adapters=self._adapters.loaded,
             )
         )
+        await self._adapters.tend()
         live = await self._registry.workers(self._card.name)
         self._others = [status.id for status in live if status.id != self.id]
 
@@ -328,27 +387,34 @@ class WorkerProcess:
     async def _drain(self) -> None:
         self._state = "draining"
         log.info("worker.draining", rows=len(self.running), grace_s=self._settings.drain_grace_s)
-        await self._beat()
+        deadline = self._loop.time() + self._settings.drain_grace_s
+        with contextlib.suppress(RedisError, OSError):
+            async with asyncio.timeout(FAREWELL_S):
+                await self._beat()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(self._loop.time() + self._settings.drain_grace_s):
+            async with asyncio.timeout_at(deadline):
                 while self.running and self._death is None:
                     self._freed.clear()
                     await self._freed.wait()
 
     async def _hand_back(self) -> None:
-        """Give what is left to the others at once, with all its tokens in the log."""
+        """Give what is left to the others at once, with all its tokens in the log; without Redis, leases do it."""
         rows = [row for row in self.running.values() if row.occupies_row]
         for row in rows:
             self._publisher.flush_log(row.id)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(FAREWELL_S):
                 await self._publisher.drained()
         for row in rows:
             row.occupies_row = False
-        if rows:
-            await self._queue.release(self.id, [row.claim for row in rows])
-            log.info("worker.handed_back", sequences=len(rows))
-        await self._queue.delete_worker_streams(self.id)
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                if rows:
+                    await self._queue.release(self.id, [row.claim for row in rows])
+                    log.info("worker.handed_back", sequences=len(rows))
+                await self._queue.delete_worker_streams(self.id)
+        except (RedisError, OSError) as error:
+            log.warning("worker.redis_trouble", loop="hand_back", error=str(error), sequences=len(rows))
 
 
 async def _cancel(tasks: list[asyncio.Task[bool]] | list[asyncio.Task[None]]) -> None:

@@ -39,6 +39,7 @@ class AdapterReader:
         self._on_read = on_read
         self._requests: queue.SimpleQueue[tuple[Path, AdapterManifest] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._closing = False
 
     def read(self, path: Path, manifest: AdapterManifest) -> None:
         """Ask for a version."""
@@ -48,7 +49,8 @@ class AdapterReader:
         self._requests.put((path, manifest))
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread; what it has not begun is not read any more."""
+        self._closing = True
         if self._thread is not None:
             self._requests.put(None)
             self._thread.join()
@@ -56,7 +58,7 @@ class AdapterReader:
 
     def _run(self) -> None:
         try:
-            while (request := self._requests.get()) is not None:
+            while (request := self._requests.get()) is not None and not self._closing:
                 self._serve(*request)
         finally:
             gc.collect()
