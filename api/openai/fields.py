@@ -17,6 +17,19 @@ def complaint(param: str, reason: str, *, unsupported: bool = False) -> Pydantic
     return PydanticCustomError(kind, "{reason}", {"reason": reason, "param": param})
 
 
+def check_unicode(value: Any) -> None:
+    """Refuse half of a surrogate pair (`"\\ud800"`), which JSON lets pass and no tokenizer and no encoder takes."""
+    if isinstance(value, str):
+        if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
+            raise PydanticCustomError("unicode", "half of a surrogate pair is not text")
+    elif isinstance(value, dict):
+        for item in (*value, *value.values()):
+            check_unicode(item)
+    elif isinstance(value, list) and not (value and type(value[0]) is int):  # token ids may be many
+        for item in value:
+            check_unicode(item)
+
+
 class RequestModel(BaseModel):
     """Base of all bodies: unknown fields are refused, and so is what `off` lists unless its value asks for nothing."""
 

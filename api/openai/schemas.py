@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from api.openai.fields import LogitBias, Prompts, RequestModel, Stop, complaint
+from api.openai.fields import LogitBias, Prompts, RequestModel, Stop, check_unicode, complaint
 from shared.sequences import AdapterPolicy
 
 MAX_N = 256
@@ -108,6 +108,12 @@ class SamplingFields(RequestModel):
     adapter_policy: AdapterPolicy | None = Field(
         default=None, description="follow: newest version at each decode step; pin: the version at the start"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unicode(cls, data: Any) -> Any:
+        check_unicode(data)
+        return data
 
     @model_validator(mode="after")
     def _consistent(self) -> "SamplingFields":

@@ -49,6 +49,20 @@ def test_other_prompts_are_refused_by_name(prompt: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": "a\ud800b"}),
+        (CompletionRequest, {"prompt": ["a", "\udc00"]}),
+        (CompletionRequest, {"prompt": "a", "stop": "\ud800"}),
+        (CompletionRequest, {"prompt": "a", "model": "\ud800"}),
+        (ChatCompletionRequest, {"messages": [{"role": "user", "content": "a\ud800"}]}),
+    ],
+)
+def test_half_a_surrogate_pair_is_refused(kind: type[BaseModel], body: dict[str, Any]) -> None:
+    assert "surrogate" in refusal(kind, body).message
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("temperature", -0.1),
