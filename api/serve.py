@@ -16,15 +16,18 @@ import httpx
 import structlog
 
 from api.supervisor import ChildSpec, Supervisor, wait_for
-from shared.errors import SetupError
+from shared.errors import ServiceUnavailableError, SetupError
 from shared.lifeline import follow_parent
 from shared.logs import configure
+from shared.redis.client import require, shown
 from shared.redis.embedded import EmbeddedRedis
 from shared.settings import ApiSettings, RunnerSettings, ServeSettings, WorkerSettings, load
 
 log = structlog.get_logger()
 
 READY_TIMEOUT_S = 600.0  # a large model loads for minutes
+REDIS_LOOK_S = 0.2
+REDIS_ATTEMPTS = 5
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,31 +39,31 @@ def main(argv: list[str] | None = None) -> int:
             raise SetupError(
                 f"--mode {settings.mode}: the trainer is not part of this version yet; use --mode inference_only"
             )
-        with _redis(settings) as url:
-            settings.redis = url
-            return asyncio.run(_serve(settings))
-    except SetupError as error:
+        with _embedded(settings) as server:
+            if server is not None:
+                settings.redis = server.url
+            return asyncio.run(_serve(settings, server))
+    except (SetupError, ServiceUnavailableError) as error:
         print(f"mlx_parallm_serve: {error}", file=sys.stderr)
         return 2
 
 
-def _redis(settings: ServeSettings) -> contextlib.AbstractContextManager[str]:
-    if settings.redis:
-        return contextlib.nullcontext(settings.redis)
-    return _embedded(settings)
-
-
 @contextlib.contextmanager
-def _embedded(settings: ServeSettings) -> Iterator[str]:
+def _embedded(settings: ServeSettings) -> Iterator[EmbeddedRedis | None]:
+    """Our own Redis, unless the settings name one."""
+    if settings.redis:
+        yield None
+        return
     server = EmbeddedRedis(settings.data_dir, port=settings.redis_port or None)
-    url = server.start()
+    server.start()
     try:
-        yield url
+        yield server
     finally:
         server.stop()
 
 
-async def _serve(settings: ServeSettings) -> int:
+async def _serve(settings: ServeSettings, server: EmbeddedRedis | None) -> int:
+    await require(settings.redis)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -70,7 +73,7 @@ async def _serve(settings: ServeSettings) -> int:
     with _listen(settings) as listener:
         try:
             await _start_children(supervisor, settings, listener)
-            code = await _until_stopped(supervisor, settings, listener, stop)
+            code = await _until_stopped(supervisor, settings, listener, stop, server)
         finally:
             await supervisor.stop()
     return code
@@ -104,20 +107,48 @@ async def _start_children(supervisor: Supervisor, settings: ServeSettings, liste
 
 
 async def _until_stopped(
-    supervisor: Supervisor, settings: ServeSettings, listener: socket.socket, stop: asyncio.Event
+    supervisor: Supervisor,
+    settings: ServeSettings,
+    listener: socket.socket,
+    stop: asyncio.Event,
+    server: EmbeddedRedis | None,
 ) -> int:
     host, port = listener.getsockname()[:2]
     url = f"http://{host}:{port}"
     ready = asyncio.create_task(_announce_when_ready(url, settings))
     stopped = asyncio.create_task(stop.wait())
-    waits: list[asyncio.Future[Any]] = [stopped, supervisor.failed]
+    tended = asyncio.create_task(_tend(server))
+    waits: list[asyncio.Future[Any]] = [stopped, supervisor.failed, tended]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    ready.cancel()
-    stopped.cancel()
+    if tended.done():
+        tended.result()
+    for task in (ready, stopped, tended):
+        task.cancel()
     if supervisor.failed.done():
         log.error("serve.child_cannot_start", child=supervisor.failed.result().name)
         return 2
     return 0
+
+
+async def _tend(server: EmbeddedRedis | None) -> None:
+    """Bring our Redis back when it dies: on its port and its data, so that everybody goes on.
+
+    Ends, with SetupError, only when it cannot be started any more.
+    """
+    while True:
+        await asyncio.sleep(REDIS_LOOK_S)
+        if server is None or server.alive:
+            continue
+        log.error("serve.redis_died", port=server.port)
+        for attempt in range(REDIS_ATTEMPTS):
+            try:
+                await asyncio.to_thread(server.restart)
+                log.warning("serve.redis_restarted", port=server.port)
+                break
+            except SetupError:
+                if attempt == REDIS_ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(1.0)
 
 
 async def _announce_when_ready(url: str, settings: ServeSettings) -> None:
@@ -134,14 +165,7 @@ async def _announce_when_ready(url: str, settings: ServeSettings) -> None:
             return
     model = settings.model
     print(f"ParaLLM is ready: {url}/v1", flush=True)
-    print(f"join with another worker: mlx_parallm_worker --redis {_shown(settings.redis)} --model {model}", flush=True)
-
-
-def _shown(url: str) -> str:
-    """A Redis URL without its password."""
-    scheme, _, rest = url.partition("://")
-    credentials, at, host = rest.rpartition("@")
-    return f"{scheme}://{'***@' if at and credentials else ''}{host}"
+    print(f"join with another worker: mlx_parallm_worker --redis {shown(settings.redis)} --model {model}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ import sys
 
 import structlog
 
-from shared.errors import SetupError
+from shared.errors import ServiceUnavailableError, SetupError
 from shared.lifeline import follow_parent
 from shared.logs import configure
+from shared.redis.client import require
 from shared.settings import WorkerSettings, load
 from worker.engine import fast_blas
 
@@ -29,9 +30,13 @@ def main(argv: list[str] | None = None) -> int:
     except SetupError as error:
         print(f"mlx_parallm_worker: {error}", file=sys.stderr)
         return 2
+    except ServiceUnavailableError as error:  # may pass, so that a supervisor tries again
+        print(f"mlx_parallm_worker: {error}", file=sys.stderr)
+        return 1
 
 
 async def _run(settings: WorkerSettings) -> int:
+    await require(settings.redis)
     from worker.process import WorkerProcess  # imports mlx, so only after fast_blas.install
 
     worker = WorkerProcess(settings)

@@ -7,6 +7,7 @@ exponential back-off (at most 1 s each) a command waits out about 15 s of absenc
 import asyncio
 import hashlib
 import re
+import time
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
@@ -16,8 +17,12 @@ from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from shared.errors import ServiceUnavailableError, SetupError
+
+ANSWER_WITHIN_S = 5.0
 
 Argument = str | bytes | int | float
 _USES = re.compile(r"^-- uses: (\w+)$", re.MULTILINE)
@@ -40,6 +45,36 @@ def connect(url: str, *, blocking: bool = False) -> "Redis":
     pool = client.connection_pool
     pool.connection_class = type("CancellableConnection", (_Cancellable, pool.connection_class), {})
     return client
+
+
+async def require(url: str, within_s: float = ANSWER_WITHIN_S) -> None:
+    """Return once a Redis answers at this URL; before a start, where `connect`'s patience would hide a mistake.
+
+    Raises SetupError for a malformed URL, ServiceUnavailableError when nobody answers in time.
+    """
+    try:
+        client: Redis = Redis.from_url(url, socket_connect_timeout=within_s, socket_timeout=within_s)
+    except ValueError as error:
+        raise SetupError(f"--redis {shown(url)}: {error}") from error
+    deadline = time.monotonic() + within_s
+    try:
+        while True:
+            try:
+                await client.ping()
+                return
+            except (RedisError, OSError) as error:
+                if time.monotonic() > deadline:
+                    raise ServiceUnavailableError(f"no Redis answers at {shown(url)}: {error}") from error
+            await asyncio.sleep(0.1)
+    finally:
+        await client.aclose()
+
+
+def shown(url: str) -> str:
+    """A Redis URL without its password."""
+    scheme, separator, rest = url.partition("://")
+    credentials, at, host = rest.rpartition("@")
+    return f"{scheme}{separator}{'***@' if at and credentials else ''}{host}"
 
 
 class _Cancellable:

@@ -81,6 +81,12 @@ class EmbeddedRedis:
             self._lock = -1
         self.pid = 0
 
+    def restart(self) -> None:
+        """Start it again on its port and its data, after it has died."""
+        self.stop()
+        self._fixed_port = self.port
+        self.start()
+
     def __enter__(self) -> Self:
         self.start()
         return self

@@ -63,6 +63,9 @@ class Process:
             threading.Event().wait(0.02)
         raise AssertionError(f"no line like {pattern!r} in:\n{self.output}")
 
+    def printed(self, text: str) -> list[str]:
+        return [line for line in list(self.lines) if text in line]
+
     @property
     def output(self) -> str:
         return "".join(self.lines)

@@ -12,6 +12,7 @@ import pytest
 
 from api.client import InferenceClient, JobRequest
 from shared.jobs import JobInput, RewardSpec
+from shared.redis.client import connect
 from shared.trajectories import Trajectory
 from tests.e2e.rings import MODEL, Process, Ring, ring
 from tests.waiting import wait_until
@@ -43,6 +44,7 @@ def places(lines: list[Trajectory]) -> list[tuple[int, int]]:
 @pytest.fixture(scope="module")
 def two_workers(tmp_path_factory: pytest.TempPathFactory):
     with ring(tmp_path_factory.mktemp("ring"), "--workers", "2", "--lease-ms", "1000") as started:
+        asyncio.run(wait_until(lambda: len(started.server.printed("worker.ready")) == 2, timeout_s=60))
         yield started
 
 
@@ -90,6 +92,23 @@ async def test_a_stream_survives_its_worker_and_shows_the_same_tokens(two_worker
                     if not any(w.rows for w in await asyncio.to_thread(two_workers.workers)):
                         os.kill((await asyncio.to_thread(two_workers.workers))[0].pid, signal.SIGKILL)
     assert text == whole
+
+
+async def test_a_killed_redis_is_started_again_and_the_job_goes_on(two_workers: Ring) -> None:
+    redis = connect(two_workers.redis_url)
+    async with InferenceClient(two_workers.url) as client:
+        submitted = await client.submit(*job(prompts=24, n=4, max_tokens=300))
+
+        async def has_rows() -> bool:
+            return (await client.status(submitted.id)).counts.running > 0
+
+        await wait_until(has_rows, timeout_s=10)
+        os.kill(int((await redis.info("server"))["process_id"]), signal.SIGKILL)
+        status = await client.wait(submitted.id)
+        lines = await results_of(client, submitted.id)
+    await redis.aclose()
+    assert status.status == "succeeded"
+    assert places(lines) == [(p, s) for p in range(24) for s in range(4)]
 
 
 async def test_a_stream_resumes_on_another_api_after_its_own_died(served: Ring) -> None:

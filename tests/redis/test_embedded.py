@@ -151,8 +151,6 @@ async def test_it_starts_again_after_the_server_was_killed(tmp_path: Path) -> No
     os.kill(server.pid, signal.SIGKILL)
     await wait_until(lambda: not server.alive)
     port = server.port
+    server.restart()
+    assert (server.alive, server.port) == (True, port)
     server.stop()
-    again = EmbeddedRedis(tmp_path, port=port)
-    again.start()
-    assert again.port == port
-    again.stop()
