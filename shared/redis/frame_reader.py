@@ -65,8 +65,9 @@ class FrameReader:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        with contextlib.suppress(RedisError, OSError):
-            await self.redis.delete(keys.api(self.api_id))
+        with contextlib.suppress(RedisError, OSError):  # TimeoutError is an OSError
+            async with asyncio.timeout(1):
+                await self.redis.delete(keys.api(self.api_id))
         if self._owns_redis:
             await self.redis.aclose()
 
