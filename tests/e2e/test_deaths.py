@@ -13,6 +13,7 @@ import pytest
 from api.client import InferenceClient, JobRequest
 from shared.jobs import JobInput, RewardSpec
 from shared.redis.client import connect
+from shared.redis.embedded import EmbeddedRedis
 from shared.trajectories import Trajectory
 from tests.e2e.rings import MODEL, Process, Ring, ring
 from tests.waiting import wait_until
@@ -139,6 +140,22 @@ async def test_a_stream_resumes_on_another_api_after_its_own_died(served: Ring) 
     finally:
         first.stop()
         second.stop()
+
+
+def test_a_worker_told_to_stop_leaves_although_redis_is_silent(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path) as server:
+        worker = Process.start(
+            "worker", "--redis", server.url, "--model", f"models/{MODEL}", "--drain-grace-s", "0",
+            "--adapter-cache-dir", str(tmp_path / "adapters"),
+        )  # fmt: skip
+        try:
+            worker.wait_for_line("worker.ready")
+            os.kill(server.pid, signal.SIGSTOP)
+            code = worker.stop(timeout_s=20)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+            worker.stop(signal.SIGKILL)
+    assert code == 0, worker.output
 
 
 class Seen:
