@@ -55,9 +55,9 @@ mlx_lm.server.main()
 class Raw:
     """`mlx_lm.batch_generate` in a process of its own."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, tokens: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", RAW, str(model), str(OUTPUT_TOKENS)],
+            [sys.executable, "-c", RAW, str(model), str(tokens)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -82,13 +82,13 @@ def prompts_of(count: int, vocabulary: int, seed: int) -> list[list[int]]:
     return [[draw.randrange(4, min(vocabulary, 440)) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 
 
-def our_bodies(model: str, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    common = {"model": model, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
+def our_bodies(model: str, prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
+    common = {"model": model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     return [{**common, "prompt": prompt} for prompt in prompts]
 
 
-def peer_bodies(texts: list[str]) -> list[dict[str, Any]]:
-    return [{"prompt": text, "max_tokens": OUTPUT_TOKENS, "temperature": 0} for text in texts]
+def peer_bodies(texts: list[str], tokens: int) -> list[dict[str, Any]]:
+    return [{"prompt": text, "max_tokens": tokens, "temperature": 0} for text in texts]
 
 
 def free_port() -> int:
@@ -124,20 +124,22 @@ def decode_prompts(model: Path, prompts: list[list[int]]) -> list[str]:
     return [tokenizer.decode(prompt) for prompt in prompts]
 
 
-async def measure(name: str, model: Path, url: str, rounds: int, streams: list[int]) -> None:
+async def measure(name: str, model: Path, url: str, arguments: argparse.Namespace) -> None:
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    raw = Raw(model)
+    raw = Raw(model, arguments.tokens)
     peer, peer_url = start_peer(model)
     try:
-        for count in streams:
+        for count in arguments.streams:
             raw_rates: list[float] = []
             ours: list[LoadFigures] = []
             theirs: list[LoadFigures] = []
-            for turn in range(-1, rounds):
+            for turn in range(-1, arguments.rounds):
                 prompts = prompts_of(count, vocabulary, seed=count * 1000 + turn)
                 raw_rate = await asyncio.to_thread(raw.tokens_per_s, prompts)
-                our = await load(url, "/v1/completions", our_bodies(model.name, prompts))
-                their = await load(peer_url, "/v1/completions", peer_bodies(decode_prompts(model, prompts)))
+                our = await load(url, "/v1/completions", our_bodies(model.name, prompts, arguments.tokens))
+                their = await load(
+                    peer_url, "/v1/completions", peer_bodies(decode_prompts(model, prompts), arguments.tokens)
+                )
                 if turn >= 0:  # the first turn warms all sides up
                     raw_rates.append(raw_rate)
                     ours.append(our)
@@ -167,6 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.served", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--tokens", type=int, default=OUTPUT_TOKENS, help="output tokens a stream")
     parser.add_argument("--models", nargs="+", default=["qwen3-small", "tiny"])
     arguments = parser.parse_args()
     print("ratios are min median max over the rounds of this run", flush=True)
@@ -179,7 +182,7 @@ def main() -> None:
             )  # fmt: skip
             try:
                 url = server.wait_for_line(r"ready: (http://\S+)/v1").group(1)
-                asyncio.run(measure(name, model, url, arguments.rounds, arguments.streams))
+                asyncio.run(measure(name, model, url, arguments))
             finally:
                 server.stop()
 

@@ -1,0 +1,44 @@
+-- Move `latest` to a version that exists: forward (promoted) or to any other one (rolled_back).
+-- KEYS[1] head hash   KEYS[2] versions   KEYS[3] log of flips   KEYS[4] prefix of the manifests (same hash tag)
+-- ARGV[1] name   ARGV[2] version, or '': the newest published one below latest   ARGV[3] promoted | rolled_back
+-- ARGV[4] flip only if latest is this, or ''   ARGV[5] reason for the log   ARGV[6] time to live, seconds
+-- ARGV[7] event channel
+-- Returns {status, latest}; status: ok, unknown, rejected (by its gate), stale (promote of an older one), moved, none.
+local latest = tonumber(redis.call('HGET', KEYS[1], 'latest') or '0')
+if ARGV[4] ~= '' and latest ~= tonumber(ARGV[4]) then return {'moved', latest} end
+
+local function status(version)
+  local manifest = redis.call('GET', KEYS[4] .. version)
+  if not manifest then return nil end
+  return cjson.decode(manifest).status
+end
+
+local target
+if ARGV[2] ~= '' then
+  target = ARGV[2]
+  local found = status(target)
+  if not found then return {'unknown', latest} end
+  if found ~= 'published' then return {'rejected', latest} end
+else
+  for _, candidate in ipairs(redis.call('ZREVRANGEBYSCORE', KEYS[2], '(' .. latest, 1)) do
+    if status(candidate) == 'published' then target = candidate break end
+  end
+  if not target then return {'none', latest} end
+end
+
+local version = tonumber(target)
+if version == latest then return {'ok', latest} end
+local high = tonumber(redis.call('HGET', KEYS[1], 'high') or '0')
+if ARGV[3] == 'promoted' then
+  if version < high then return {'stale', latest} end
+  redis.call('HSET', KEYS[1], 'high', version)
+end
+local now = redis.call('TIME')
+local at_ms = now[1] * 1000 + math.floor(now[2] / 1000)
+redis.call('HSET', KEYS[1], 'latest', version)
+redis.call('XADD', KEYS[3], 'MAXLEN', '~', 1000, '*',
+  'version', version, 'previous', latest, 'reason', ARGV[5], 'at_ms', string.format('%.0f', at_ms))
+for i = 1, 3 do redis.call('EXPIRE', KEYS[i], ARGV[6]) end
+redis.call('PUBLISH', ARGV[7], cjson.encode(
+  {name = ARGV[1], change = ARGV[3], version = version, latest = version, at_ms = at_ms}))
+return {'ok', version}
