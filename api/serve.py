@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -81,12 +82,27 @@ async def _serve(settings: ServeSettings, server: EmbeddedRedis | None) -> int:
 
 def _listen(settings: ServeSettings) -> socket.socket:
     """The one listening socket, which all api processes inherit."""
+    if settings.uds:
+        return _listen_unix(settings.uds)
     try:
         listener = socket.create_server((settings.host, settings.port), backlog=2048)
     except OSError as error:
         raise SetupError(
             f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port"
         ) from error
+    listener.set_inheritable(True)
+    return listener
+
+
+def _listen_unix(path: str) -> socket.socket:
+    Path(path).unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        raise SetupError(f"cannot listen on --uds {path}: {error.strerror or error}") from error
+    listener.listen(2048)
     listener.set_inheritable(True)
     return listener
 
@@ -113,8 +129,7 @@ async def _until_stopped(
     stop: asyncio.Event,
     server: EmbeddedRedis | None,
 ) -> int:
-    host, port = listener.getsockname()[:2]
-    url = f"http://{host}:{port}"
+    url = f"unix:{settings.uds}" if settings.uds else "http://{}:{}".format(*listener.getsockname()[:2])
     ready = asyncio.create_task(_announce_when_ready(url, settings))
     stopped = asyncio.create_task(stop.wait())
     tended = asyncio.create_task(_tend(server))
@@ -152,19 +167,21 @@ async def _tend(server: EmbeddedRedis | None) -> None:
 
 
 async def _announce_when_ready(url: str, settings: ServeSettings) -> None:
-    async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
+    transport = httpx.AsyncHTTPTransport(uds=settings.uds) if settings.uds else None
+    base_url = "http://localhost" if settings.uds else url
+    async with httpx.AsyncClient(base_url=base_url, transport=transport, timeout=5, trust_env=False) as client:
 
         async def answers() -> bool:
             with contextlib.suppress(httpx.HTTPError):
                 path = "/readyz" if settings.workers else "/livez"
-                return (await client.get(url + path)).status_code == 200
+                return (await client.get(path)).status_code == 200
             return False
 
         if not await wait_for(answers, READY_TIMEOUT_S):
             log.error("serve.not_ready", after_s=READY_TIMEOUT_S)
             return
     model = settings.model
-    print(f"ParaLLM is ready: {url}/v1", flush=True)
+    print(f"ParaLLM is ready: {url}" + ("" if settings.uds else "/v1"), flush=True)
     print(f"join with another worker: mlx_parallm_worker --redis {shown(settings.redis)} --model {model}", flush=True)
 
 

@@ -17,13 +17,11 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-import msgspec
 import structlog
 from redis.exceptions import RedisError
 
 from shared.errors import EngineError, ParallmError
 from shared.frames import Finish, TokenEvent
-from shared.redis import keys
 from shared.redis.adapter_cache import DiskCache
 from shared.redis.client import connect
 from shared.redis.sequence_queue import ClaimPlan, SequenceQueue
@@ -36,6 +34,7 @@ from worker.adapter_sync import AdapterSync
 from worker.engine.adapters import AdapterConfig, AdapterStats
 from worker.engine.scheduler import SchedulerState, Shares, plan_claims
 from worker.engine.thread import EngineConfig, EngineThread, RowRequest, StepOutput
+from worker.orders import Orders
 from worker.publisher import Publisher
 from worker.running import Running, now_ms
 
@@ -44,6 +43,7 @@ log = structlog.get_logger()
 HEARTBEAT_S = 2.0
 WAIT_S = 1.0  # longest block of an idle worker; stealing looks around this often
 FAREWELL_S = 3.0  # for each of the last words to a Redis that may be away
+LOOK_FOR_ORPHANS_EVERY = 5  # heartbeats
 REFRESH_MODEL_EVERY = 150  # heartbeats between two refreshes of card and tokenizer
 
 
@@ -126,6 +126,9 @@ class WorkerProcess:
             verify=self._renew,
             stale_after_s=0.8 * self._lease_s,
         )
+        self._orders = Orders(
+            self._redis, self._control, card.name, self.id, self.running, self._engine.cancel, self._publisher.flush_log
+        )
         await self._registry.register_model(card, tokenizer)
         self._state = "ready"
         await self._beat()
@@ -140,7 +143,7 @@ class WorkerProcess:
             asyncio.create_task(self._forever("publish", self._publisher.run)),
             asyncio.create_task(self._forever("renew", self._renew_forever)),
             asyncio.create_task(self._forever("heartbeat", self._beat_forever)),
-            asyncio.create_task(self._forever("control", self._control_forever)),
+            asyncio.create_task(self._forever("control", self._orders.listen)),
             asyncio.create_task(self._forever("adapters", self._adapters.run)),
             asyncio.create_task(self._forever("acknowledge", self._adapters.acknowledge)),
         ]
@@ -241,7 +244,7 @@ class WorkerProcess:
         self._engine.submit(prepared)
         rows = [self.running.get(request.spec.id) for request in prepared]
         with contextlib.suppress(RedisError, OSError):
-            await self._reread_orders([row for row in rows if row is not None])  # cancelled meanwhile?
+            await self._orders.reread([row for row in rows if row is not None])  # cancelled meanwhile?
 
     async def _prepare(self, request: RowRequest) -> RowRequest | None:
         """The request with its adapter resolved; None when the sequence has ended or gone."""
@@ -308,43 +311,7 @@ class WorkerProcess:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._loop.call_soon_threadsafe(self._freed.set)
 
-    # -- control messages and heartbeat
-
-    async def _control_forever(self) -> None:
-        async with self._control.pubsub() as channel:
-            await channel.subscribe(keys.control_channel(self.id))
-            await self._reread_orders(list(self.running.values()))
-            async for message in channel.listen():
-                if message["type"] == "message":
-                    self._obey(message["data"])
-
-    def _obey(self, data: bytes) -> None:
-        try:
-            order = msgspec.msgpack.decode(data, type=tuple[str, ...])
-        except msgspec.DecodeError:
-            log.warning("worker.bad_control_message", data=data[:80])
-            return
-        match order:
-            case ("cancel", seq):
-                if seq in self.running:
-                    self._engine.cancel(seq, "cancelled")
-            case ("route", seq, api):
-                row = self.running.get(seq)
-                if row is not None:
-                    row.api = api
-                    self._publisher.flush_log(seq)
-            case _:
-                log.warning("worker.unknown_control_message", order=order)
-
-    async def _reread_orders(self, rows: list[Running]) -> None:
-        """Orders that nobody heard, given before we subscribed or the engine knew the row, stand in its hash."""
-        for row in rows:
-            key = keys.sequence(self._card.name, row.id)
-            cancel, api = await self._redis.hmget(key, ["cancel", "api"])  # type: ignore[misc]
-            if cancel:
-                self._engine.cancel(row.id, "cancelled")
-            if api is not None and api.decode() != row.api:
-                self._obey(msgspec.msgpack.encode(("route", row.id, api.decode())))
+    # -- heartbeat
 
     async def _beat_forever(self) -> None:
         beats = 0
@@ -353,6 +320,8 @@ class WorkerProcess:
             beats += 1
             if beats % REFRESH_MODEL_EVERY == 0:
                 await self._registry.register_model(self._card, self._tokenizer)
+            if beats % LOOK_FOR_ORPHANS_EVERY == 0:
+                await self._orders.end_orphans()
             await self._beat()
 
     async def _beat(self) -> None:

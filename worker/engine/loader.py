@@ -76,7 +76,7 @@ def _find(name: str) -> Path:
     path = Path(name).expanduser()
     if path.exists():
         return path
-    if name.count("/") != 1 or name.startswith((".", "~")):
+    if name.count("/") != 1 or name.startswith((".", "~", "/")):
         raise SetupError(f"no model folder {name!r}; give a folder or a hub name such as mlx-community/<model>")
     try:
         return Path(mlx_lm.utils._download(name))

@@ -32,6 +32,8 @@ def finished_trajectory(
     completion = prompt.score_ids if scoring else result.completion_ids
     given = prompt.source.completion
     finish = result.finish
+    # What the runner cancels when the job's deadline passes has run out of time like the rest.
+    late = finish.reason == "cancelled" and 0 < spec.deadline_ms <= result.timings.finished_ms
     return Trajectory(
         prompt_index=prompt.index,
         sample_index=ordinal % spec.n,
@@ -39,7 +41,7 @@ def finished_trajectory(
         completion_ids=completion,
         text=given if scoring and isinstance(given, str) else _text(result, completion, codec),
         logprobs=result.score_logprobs if scoring else result.logprobs,
-        finish_reason=finish.reason,
+        finish_reason="deadline" if late else finish.reason,
         spans=result.spans,
         top_logprobs=result.top_logprobs,
         stop_match=finish.stop_match,

@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 SWEEP_S = 2.0
 FALLBACK_POLL_S = 0.5
-DRAIN_S = 20  # a tick ends within about two seconds, and what it is rewarding is finished first
+DRAIN_S = 10  # a tick ends within about two seconds, and what it is rewarding is finished first
 TICK_LIMIT_S = 600  # a tick is bounded by itself; this only ends one that hangs
 
 

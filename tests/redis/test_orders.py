@@ -1,0 +1,82 @@
+import msgspec
+import pytest
+from redis.asyncio import Redis
+
+from shared.redis import keys
+from shared.redis.client import connect
+from shared.sequences import Claim, SamplingParams, SequenceSpec
+from tests.waiting import wait_until
+from worker.orders import Orders
+from worker.running import Running
+
+MODEL = "m"
+
+
+class Heard:
+    """A worker's table of rows, and what the orders did to it."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.redis = redis
+        self.running: dict[str, Running] = {}
+        self.cancelled: list[str] = []
+        self.flushed: list[str] = []
+        self.orders = Orders(
+            redis,
+            redis,
+            MODEL,
+            "w",
+            self.running,
+            lambda seq, reason: self.cancelled.append(seq),
+            self.flushed.append,
+        )
+
+    def run(self, seq: str, api: str) -> None:
+        spec = SequenceSpec(seq, MODEL, (1,), SamplingParams(8, 0), api=api)
+        self.running[seq] = Running.after(Claim(spec, "stream", "0-1", 1), [])
+
+
+@pytest.fixture
+async def heard(redis_url: str):
+    redis = connect(redis_url)
+    yield Heard(redis)
+    await redis.aclose()
+
+
+async def test_rows_of_a_dead_api_are_cancelled_and_others_are_not(heard: Heard) -> None:
+    await heard.redis.hset(keys.api("alive"), "pid", 1)
+    await heard.redis.expire(keys.api("alive"), 60)
+    heard.run("read", "alive")
+    heard.run("orphan", "dead")
+    heard.run("unstreamed", "")
+    await heard.orders.end_orphans()
+    assert heard.cancelled == ["orphan"]
+
+
+async def test_an_order_that_nobody_heard_is_obeyed_on_rereading(heard: Heard) -> None:
+    heard.run("stopped", "a")
+    heard.run("moved", "a")
+    for seq, field, value in (("stopped", "cancel", "1"), ("moved", "api", "b")):
+        await heard.redis.hset(keys.sequence(MODEL, seq), field, value)
+        await heard.redis.expire(keys.sequence(MODEL, seq), 60)
+    await heard.orders.reread(list(heard.running.values()))
+    assert heard.cancelled == ["stopped"]
+    assert heard.running["moved"].api == "b"
+    assert heard.flushed == ["moved"]
+
+
+async def test_garbage_on_the_channel_does_not_stop_the_listener(heard: Heard) -> None:
+    import asyncio
+
+    heard.run("row", "a")
+    listener = asyncio.create_task(heard.orders.listen())
+    channel = keys.control_channel("w")
+
+    async def subscribed() -> bool:
+        return (await heard.redis.pubsub_numsub(channel))[0][1] == 1
+
+    await wait_until(subscribed)
+    for message in (b"\xc1", msgspec.msgpack.encode(("dance", "row")), msgspec.msgpack.encode(("cancel", "row"))):
+        await heard.redis.publish(channel, message)
+    await wait_until(lambda: heard.cancelled == ["row"])
+    listener.cancel()
+    await asyncio.gather(listener, return_exceptions=True)

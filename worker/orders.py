@@ -1,0 +1,90 @@
+"""What a worker is told while it runs: cancel this, send that to another api. And whose reader has died.
+
+Orders come over the worker's control channel; one that nobody heard stands in the sequence's hash as well, and is read
+there after every (re)connection.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+import structlog
+from redis.asyncio import Redis
+
+from shared.redis import keys
+from worker.running import Running
+
+log = structlog.get_logger()
+
+Cancel = Callable[[str, Literal["cancelled", "deadline"]], None]
+
+
+class Orders:
+    """The control channel of one worker."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        listening: Redis,
+        model: str,
+        worker_id: str,
+        running: dict[str, Running],
+        cancel: Cancel,
+        flush_log: Callable[[str], None],
+    ) -> None:
+        self._redis = redis
+        self._listening = listening
+        self._model = model
+        self._channel = keys.control_channel(worker_id)
+        self._running = running
+        self._cancel = cancel
+        self._flush_log = flush_log
+
+    async def listen(self) -> None:
+        """Obey until the connection breaks or we are cancelled."""
+        async with self._listening.pubsub() as channel:
+            await channel.subscribe(self._channel)
+            await self.reread(list(self._running.values()))
+            async for message in channel.listen():
+                if message["type"] == "message":
+                    self._obey(message["data"])
+
+    def _obey(self, data: bytes) -> None:
+        try:
+            order = msgspec.msgpack.decode(data, type=tuple[str, ...])
+        except msgspec.DecodeError:
+            log.warning("worker.bad_control_message", data=data[:80])
+            return
+        match order:
+            case ("cancel", seq):
+                if seq in self._running:
+                    self._cancel(seq, "cancelled")
+            case ("route", seq, api):
+                self._route(seq, api)
+            case _:
+                log.warning("worker.unknown_control_message", order=order)
+
+    def _route(self, seq: str, api: str) -> None:
+        row = self._running.get(seq)
+        if row is not None:
+            row.api = api
+            self._flush_log(seq)  # the new reader finds in the log what the old one had in its frames
+
+    async def reread(self, rows: list[Running]) -> None:
+        """Obey what stands in the rows' hashes: nobody heard it, or the engine did not know the row yet."""
+        for row in rows:
+            key = keys.sequence(self._model, row.id)
+            cancel, api = await self._redis.hmget(key, ["cancel", "api"])  # type: ignore[misc]
+            if cancel:
+                self._cancel(row.id, "cancelled")
+            if api is not None and api.decode() != row.api:
+                self._route(row.id, api.decode())
+
+    async def end_orphans(self) -> None:
+        """Cancel interactive rows whose api has been dead for its heartbeat's time to live: nobody reads them."""
+        rows = [r for r in self._running.values() if r.api and r.claim.spec.sequence_class == "interactive"]
+        dead = {api for api in {row.api for row in rows} if not await self._redis.exists(keys.api(api))}
+        for row in rows:
+            if row.api in dead:
+                log.info("worker.orphan_cancelled", sequence=row.id, api=row.api)
+                self._cancel(row.id, "cancelled")
