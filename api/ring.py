@@ -10,6 +10,7 @@ from fastapi import Request
 from redis.asyncio import Redis
 
 from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownModelError
+from shared.redis.adapter_store import AdapterStore
 from shared.redis.client import connect
 from shared.redis.job_store import JobStore
 from shared.redis.sequence_queue import SequenceQueue
@@ -47,6 +48,7 @@ class Ring:
         self.registry = WorkerRegistry(self.redis)
         self.codecs = CodecCache(self.registry)
         self.jobs = JobStore(self.redis)
+        self.adapters = AdapterStore(self.redis, keep_n=settings.adapter_keep_n)
         self.frames = FrameReader(settings.redis, self.api_id)
         self._queues: dict[str, SequenceQueue] = {}
         self._live: dict[str, ModelCard] = {}

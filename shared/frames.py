@@ -100,14 +100,15 @@ def decode_events(data: bytes) -> list[TokenEvent]:
     return _events_decoder.decode(data)
 
 
-def spans_of(events: list[TokenEvent]) -> tuple[VersionSpan, ...]:
-    """Version spans over the tokens of consecutive events; they cover every position exactly once."""
+def spans_of(events: list[TokenEvent], start: int = 0) -> tuple[VersionSpan, ...]:
+    """Version spans over the tokens of consecutive events; they cover every position from `start` exactly once."""
     spans: list[VersionSpan] = []
     for event in events:
-        if not event.tokens:
+        if event.end <= start or not event.tokens:
             continue
-        if spans and spans[-1].version == event.version and spans[-1].end == event.position:
+        position = max(event.position, start)
+        if spans and spans[-1].version == event.version and spans[-1].end == position:
             spans[-1] = VersionSpan(event.version, spans[-1].start, event.end)
         else:
-            spans.append(VersionSpan(event.version, event.position, event.end))
+            spans.append(VersionSpan(event.version, position, event.end))
     return tuple(spans)

@@ -4,6 +4,7 @@
 `--dry-run` prints what was resolved, secrets hidden, and exits.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -73,7 +74,10 @@ class ProcessSettings(BaseSettings):
         for name, value in self:
             if value is None or name in ("dry_run", "config"):
                 continue
-            text = value.get_secret_value() if isinstance(value, SecretStr) else str(value)
+            if isinstance(value, list):
+                text = json.dumps([str(item) for item in value])
+            else:
+                text = value.get_secret_value() if isinstance(value, SecretStr) else str(value)
             variables["PARALLM_REDIS_URL" if name == "redis" else f"PARALLM_{name.upper()}"] = text
         return variables
 
@@ -130,6 +134,14 @@ class ApiSettings(ProcessSettings):
     api_key: SecretStr = SecretStr("")
     api_id: str = Field(default="", description="default: random")
     uds: str = Field(default="", description="serve on a unix socket instead of a port")
+    default_adapter: str = Field(default="policy", description="adapter of requests that name none: /generate, uploads")
+    adapter_dirs: list[Path] = Field(default=[], description="folders that /load_adapter may read; none: refused")
+    adapter_keep_n: int = Field(
+        default=16,
+        ge=0,
+        description="versions of an adapter that an upload leaves, besides latest, best and used; 0: all",
+    )
+    max_adapter_bytes: int = Field(default=1_073_741_824, ge=1024, description="one adapter version")
 
 
 class RunnerSettings(ProcessSettings):

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: messages through the model's chat template, then as any completion."""
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
@@ -11,16 +11,38 @@ from api.errors import error_responses
 from api.generation import Work
 from api.openai.choices import ReplyPlan
 from api.openai.completions import ENCODE_IN_THREAD_CHARS
-from api.openai.planning import reply_plan, work_for
+from api.openai.planning import reply_plan, target_of, work_for
 from api.openai.replies import reply
 from api.openai.sampling import check_prompts, room_for, sampling_of
 from api.openai.schemas import ChatCompletionRequest, ChatMessage
-from api.ring import Ring, ServedModel, ring_of
+from api.ring import Ring, ring_of
+from api.targets import Target
 from shared.errors import InvalidRequestError
 from shared.settings import ApiSettings
 from shared.text import TextCodec
 
 router = APIRouter(tags=["openai"])
+
+
+class ChatFields(Protocol):
+    """What the template needs of a request."""
+
+    @property
+    def messages(self) -> list[ChatMessage]:
+        """The chat."""
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None:
+        """Variables of the template."""
+
+    @property
+    def add_generation_prompt(self) -> bool | None:
+        """Whether the answer begins."""
+
+    @property
+    def add_special_tokens(self) -> bool | None:
+        """Whether the tokenizer adds its own."""
+
 
 _OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -37,13 +59,14 @@ async def create_chat_completion(
     body: ChatCompletionRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]
 ) -> Response:
     """OpenAI's chat completions for text, with vLLM's extras."""
-    served = await ring.served(body.model)
-    prompt = await _encoded(served.codec, body)
-    work, plan = plan_chat(body, prompt, served, ring.settings)
-    return await reply(ring, request, served, work, plan, bool(body.stream))
+    target = await target_of(body, request, ring)
+    prompt = await encoded_chat(target.served.codec, body)
+    work, plan = plan_chat(body, prompt, target, ring.settings)
+    return await reply(ring, request, target.served, work, plan, bool(body.stream))
 
 
-async def _encoded(codec: TextCodec, body: ChatCompletionRequest) -> list[int]:
+async def encoded_chat(codec: TextCodec, body: ChatFields) -> list[int]:
+    """Ids of a chat through the model's template; long ones are encoded in a thread."""
     variables = body.chat_template_kwargs or {}
     if wrong := sorted(variables.keys() & _OWN_VARIABLES):
         raise InvalidRequestError(f"'{wrong[0]}' is not a template variable of its own", param="chat_template_kwargs")
@@ -83,13 +106,13 @@ def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def plan_chat(
-    body: ChatCompletionRequest, prompt: list[int], served: ServedModel, settings: ApiSettings
+    body: ChatCompletionRequest, prompt: list[int], target: Target, settings: ApiSettings
 ) -> tuple[Work, ReplyPlan]:
     """What to ask of the workers, and what to make of their tokens."""
-    card = served.card
+    card = target.served.card
     check_prompts([prompt], card, settings, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    plan = reply_plan(body, served, settings, "chat", [prompt], logprobs=logprobs)
+    plan = reply_plan(body, target, settings, "chat", [prompt], logprobs=logprobs)
     newer = body.max_completion_tokens is not None
     max_tokens = room_for(
         [prompt],
@@ -99,4 +122,4 @@ def plan_chat(
         param="max_completion_tokens" if newer else "max_tokens",
     )
     sampling = sampling_of(body, card, max_tokens, top_logprobs=logprobs or None, prompt_logprobs=body.prompt_logprobs)
-    return work_for(plan, body, sampling), plan
+    return work_for(plan, target, sampling), plan

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from shared.frames import Finish, TokenEvent, TokenLogprob
+from shared.frames import Finish, TokenEvent, TokenLogprob, VersionSpan, spans_of
 from shared.text import TextCodec, TextStream
 
 Endpoint = Literal["completions", "chat"]
@@ -31,6 +31,7 @@ class ReplyPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     include_usage: bool = False
     event_ids: bool = False
     token_ids: bool = False
+    weight_versions: bool = False
     name_tokens_by_id: bool = False
     eos_token_ids: tuple[int, ...] = ()
     show_stop_token: bool = False  # the text of a stop token id that the request named
@@ -59,6 +60,7 @@ class Delta(msgspec.Struct):
     seen_tokens: int = 0  # so many of `tokens` the client of a resumed stream has; of `text` only new text is here
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[list[TokenLogprob]] | None = None
+    versions: tuple[VersionSpan, ...] = ()  # of the new tokens, when the request wants them
 
     @property
     def finish_reason(self) -> str | None:
@@ -82,14 +84,15 @@ class Choice:
     """One choice while its events come in. With `seen` it shows only what lies beyond."""
 
     __slots__ = (
-        "_decoder", "_eos", "_show_stop", "_skip_chars", "_skip_tokens", "begun", "cached", "chars", "ended",
-        "seen_end", "tokens",
+        "_decoder", "_eos", "_show_stop", "_skip_chars", "_skip_tokens", "_versions", "begun", "cached", "chars",
+        "ended", "seen_end", "tokens",
     )  # fmt: skip
 
     def __init__(self, plan: ReplyPlan, codec: TextCodec, seen: Progress = NOTHING_SEEN) -> None:
         self._decoder = TextStream(codec)
         self._eos = plan.eos_token_ids
         self._show_stop = plan.show_stop_token
+        self._versions = plan.weight_versions
         self._skip_tokens = seen.tokens
         self._skip_chars = seen.chars
         self.begun = seen.begun  # something of it was shown
@@ -114,6 +117,8 @@ class Choice:
         delta.prompt_top_logprobs = event.prompt_top_logprobs
         if self._skip_tokens or self._skip_chars:
             self._skip(delta)
+        if self._versions:
+            delta.versions = spans_of(events, event.position + delta.seen_tokens)
         return delta
 
     def _text(self, event: TokenEvent) -> str:

@@ -4,11 +4,13 @@ Writing a chunk costs a few microseconds: the text is encoded by msgspec, the re
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from api.openai.choices import Choice, Delta, Progress, ReplyPlan
 from api.openai.logprobs import TextLogprobs, TextOffsets, TokenNames
+from shared.frames import VersionSpan
 from shared.text import TextCodec
 
 DONE = b"data: [DONE]\n\n"
@@ -30,7 +32,7 @@ class ChunkWriter:
         ]
         self._plan = plan
         self._chat = plan.endpoint == "chat"
-        self._plain = plan.logprobs is None and not plan.token_ids
+        self._plain = plan.logprobs is None and not plan.token_ids and not plan.weight_versions
         self._names = TokenNames(codec, plan.name_tokens_by_id)
         top = plan.logprobs or 0
         self._offsets = [TextOffsets(codec, self._names, top) for _ in range(plan.choices)]
@@ -77,6 +79,8 @@ class ChunkWriter:
             rest += b',"token_ids":' + _json.encode(delta.tokens[delta.seen_tokens :])
             if delta.first and not self._chat:
                 rest += b',"prompt_token_ids":' + _json.encode(self._plan.prompts[index // self._plan.n])
+        if self._plan.weight_versions:
+            rest += b',"weight_versions":' + _json.encode(shown_versions(delta.versions))
         return rest + b"}]"
 
     def _logprobs(self, index: int, delta: Delta) -> bytes:
@@ -127,6 +131,11 @@ def usage(plan: ReplyPlan, choices: Sequence[Choice]) -> Usage:
     completion = sum(choice.tokens for choice in choices)
     cached = sum(max(choice.cached for choice in choices[p : p + plan.n]) for p in range(0, len(choices), plan.n))
     return Usage(prompt, completion, prompt + completion, PromptDetails(cached))
+
+
+def shown_versions(spans: Sequence[VersionSpan]) -> list[dict[str, Any]]:
+    """Version spans by field name; `version` "" is the base."""
+    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
 
 
 def event_id(choices: Sequence[Choice]) -> bytes:

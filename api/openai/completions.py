@@ -9,11 +9,12 @@ from starlette.responses import Response
 from api.errors import error_responses
 from api.generation import Work
 from api.openai.choices import ReplyPlan
-from api.openai.planning import reply_plan, work_for
+from api.openai.planning import reply_plan, target_of, work_for
 from api.openai.replies import reply, whole_body
 from api.openai.sampling import check_prompts, room_for, sampling_of
 from api.openai.schemas import CompletionRequest
-from api.ring import Ring, ServedModel, ring_of
+from api.ring import Ring, ring_of
+from api.targets import Target
 from shared.errors import InvalidRequestError
 from shared.frames import Finish, TokenEvent
 from shared.settings import ApiSettings
@@ -38,9 +39,10 @@ async def create_completion(
     body: CompletionRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]
 ) -> Response:
     """OpenAI's legacy completions with vLLM's extras: token ids in and out, prompt log-probabilities, n samples."""
-    served = await ring.served(body.model)
+    target = await target_of(body, request, ring)
+    served = target.served
     prompts = [await encoded(served.codec, prompt, body.add_special_tokens is not False) for prompt in body.prompt]
-    work, plan = plan_completion(body, prompts, served, ring.settings)
+    work, plan = plan_completion(body, prompts, target, ring.settings)
     if plan.scores_only and plan.logprobs is None and plan.prompt_logprobs is None and not body.stream:
         return Response(_echoed(plan, served.codec), media_type="application/json")
     return await reply(ring, request, served, work, plan, bool(body.stream))
@@ -56,10 +58,11 @@ async def encoded(codec: TextCodec, prompt: str | list[int], add_special_tokens:
 
 
 def plan_completion(
-    body: CompletionRequest, prompts: list[list[int]], served: ServedModel, settings: ApiSettings
+    body: CompletionRequest, prompts: list[list[int]], target: Target, settings: ApiSettings
 ) -> tuple[Work, ReplyPlan]:
     """What to ask of the workers, and what to make of their tokens."""
-    card, n = served.card, body.n or 1
+    served, n = target.served, body.n or 1
+    card = served.card
     if len(prompts) * n > MAX_CHOICES:
         raise InvalidRequestError(f"at most {MAX_CHOICES} choices a request; use /v1/jobs for more", param="prompt")
     check_prompts(prompts, card, settings, "prompt")
@@ -68,7 +71,7 @@ def plan_completion(
         raise InvalidRequestError("'max_tokens' 0 goes with 'n' 1", param="n")
     plan = reply_plan(
         body,
-        served,
+        target,
         settings,
         "completions",
         prompts,
@@ -83,7 +86,7 @@ def plan_completion(
         top_logprobs=body.logprobs or None,
         prompt_logprobs=_prompt_logprobs(body, scores_only),
     )
-    return work_for(plan, body, sampling, "score" if scores_only else "generate"), plan
+    return work_for(plan, target, sampling, "score" if scores_only else "generate"), plan
 
 
 def _prompt_logprobs(body: CompletionRequest, scores_only: bool) -> int | None:

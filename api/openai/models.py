@@ -1,4 +1,4 @@
-"""GET /v1/models: the models that a live worker serves."""
+"""GET /v1/models: the models that a live worker serves, and the adapters of them."""
 
 from typing import Annotated, Literal
 
@@ -7,22 +7,25 @@ from pydantic import BaseModel, Field
 
 from api.errors import error_responses
 from api.ring import Ring, ring_of
-from shared.errors import UnknownModelError
+from shared.adapters import AdapterManifest, AdapterRef
+from shared.errors import InvalidRequestError, UnknownAdapterError, UnknownModelError
 from shared.sequences import ModelCard
 
 router = APIRouter(tags=["openai"])
+TheRing = Annotated[Ring, Depends(ring_of)]
 
 
 class Model(BaseModel):
-    """A served model."""
+    """A served model, or an adapter of one."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "parallm"
     root: str
-    parent: str | None = None
+    parent: str | None = Field(default=None, description="of an adapter: its base model")
     max_model_len: int = Field(description="prompt and completion together, in tokens")
+    version: int | None = Field(default=None, description="of an adapter: its latest version")
 
 
 class ModelList(BaseModel):
@@ -32,24 +35,52 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
-def described(card: ModelCard) -> Model:
-    """A model's card as OpenAI's object."""
-    return Model(id=card.name, created=card.created, root=card.name, max_model_len=card.context_length)
-
-
 @router.get("/v1/models", summary="List models")
 @router.get("/models", include_in_schema=False)
-async def list_models(ring: Annotated[Ring, Depends(ring_of)]) -> ModelList:
-    """Models with at least one live worker."""
+async def list_models(ring: TheRing) -> ModelList:
+    """Models with at least one live worker, and the adapters that such a worker can serve."""
     cards = await ring.live_models()
-    return ModelList(data=[described(cards[name]) for name in sorted(cards)])
+    models = [_described(cards[name]) for name in sorted(cards)]
+    for name, latest in sorted((await ring.adapters.pointers()).items()):
+        if latest and (adapter := await _adapter(ring, name)) is not None:
+            models.append(adapter)
+    return ModelList(data=models)
 
 
 @router.get("/v1/models/{name:path}", summary="Describe a model", responses=error_responses(404))
 @router.get("/models/{name:path}", include_in_schema=False)
-async def describe_model(name: str, ring: Annotated[Ring, Depends(ring_of)]) -> Model:
-    """One model with a live worker."""
+async def describe_model(name: str, ring: TheRing) -> Model:
+    """One model with a live worker, or an adapter (`name` or `name@k`) of one."""
     card = (await ring.live_models()).get(name)
-    if card is None:
+    model = _described(card) if card is not None else await _adapter(ring, name)
+    if model is None:
         raise UnknownModelError(f"model '{name}' does not exist or has no live worker", param="model")
-    return described(card)
+    return model
+
+
+async def _adapter(ring: Ring, reference: str) -> Model | None:
+    """An adapter whose base has a live worker."""
+    try:
+        (choice,) = AdapterRef.parse(reference).choices
+        manifest = await ring.adapters.manifest(choice.name, choice.version)
+    except (InvalidRequestError, UnknownAdapterError, ValueError):
+        return None
+    for card in (await ring.live_models()).values():
+        if manifest.base_sha256 in ("", card.base_sha256):
+            return _described_adapter(reference, manifest, card)
+    return None
+
+
+def _described(card: ModelCard) -> Model:
+    return Model(id=card.name, created=card.created, root=card.name, max_model_len=card.context_length)
+
+
+def _described_adapter(reference: str, manifest: AdapterManifest, card: ModelCard) -> Model:
+    return Model(
+        id=reference,
+        created=manifest.created_ms // 1000,
+        root=manifest.id,
+        parent=card.name,
+        max_model_len=card.context_length,
+        version=manifest.version,
+    )

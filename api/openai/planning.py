@@ -4,40 +4,55 @@ import time
 import uuid
 from typing import Any
 
+from fastapi import Request
+
 from api.generation import Work
 from api.openai.choices import Endpoint, ReplyPlan
 from api.openai.sampling import deadline
 from api.openai.schemas import SamplingFields
-from api.ring import ServedModel
+from api.ring import Ring
+from api.targets import Target, find_target
 from shared.sequences import SamplingParams, SequenceKind
 from shared.settings import ApiSettings
 
 _ID_PREFIX: dict[Endpoint, str] = {"chat": "chatcmpl", "completions": "cmpl"}
 
 
+async def target_of(body: SamplingFields, request: Request, ring: Ring) -> Target:
+    """Model and adapter of a request, pinned unless it says otherwise."""
+    return await find_target(
+        ring,
+        body.model,
+        body.adapter or body.lora_adapter or "",
+        body.adapter_policy or "pin",
+        session=body.user or request.state.request_id,
+    )
+
+
 def reply_plan(
     body: SamplingFields,
-    served: ServedModel,
+    target: Target,
     settings: ApiSettings,
     endpoint: Endpoint,
     prompts: list[list[int]],
     **shape: Any,
 ) -> ReplyPlan:
     """The plan under a fresh id; `shape` has what only one of the endpoints knows."""
-    streamed = body.stream_options
+    streamed, served = body.stream_options, target.served
     return ReplyPlan(
         id=f"{_ID_PREFIX[endpoint]}-{uuid.uuid4().hex}",
         endpoint=endpoint,
         created=int(time.time()),
         served=served.card.name,
         model=body.model or served.card.name,
-        fingerprint=served.fingerprint,
+        fingerprint=target.fingerprint,
         prompts=tuple(map(tuple, prompts)),
         n=body.n or 1,
         prompt_logprobs=body.prompt_logprobs,
         include_usage=bool(streamed and streamed.include_usage),
         event_ids=bool(streamed and streamed.include_event_ids),
         token_ids=bool(body.return_token_ids),
+        weight_versions=bool(body.return_weight_versions),
         name_tokens_by_id=bool(body.return_tokens_as_token_ids),
         eos_token_ids=served.card.eos_token_ids,
         show_stop_token=bool(body.include_stop_str_in_output),
@@ -46,7 +61,7 @@ def reply_plan(
     )
 
 
-def work_for(plan: ReplyPlan, body: SamplingFields, sampling: SamplingParams, kind: SequenceKind = "generate") -> Work:
+def work_for(plan: ReplyPlan, target: Target, sampling: SamplingParams, kind: SequenceKind = "generate") -> Work:
     """The sequences behind a plan's choices."""
     return Work(
         id=plan.id,
@@ -55,7 +70,7 @@ def work_for(plan: ReplyPlan, body: SamplingFields, sampling: SamplingParams, ki
         sampling=sampling,
         n=plan.n,
         kind=kind,
-        adapter=body.adapter or body.lora_adapter or "",
-        adapter_policy=body.adapter_policy or "pin",
+        adapter=target.adapter,
+        adapter_policy=target.policy,
         deadline_ms=plan.deadline_ms,
     )

@@ -12,12 +12,12 @@ from starlette.responses import Response
 from api.errors import error_object, from_fault
 from api.generation import Events, Generation, Work, by_choice
 from api.openai.choices import Choice, ReplyPlan, join
-from api.openai.chunks import DONE, ChunkWriter, event_id, usage
+from api.openai.chunks import DONE, ChunkWriter, event_id, shown_versions, usage
 from api.openai.logprobs import TextLogprobs, TextOffsets, TokenNames
 from api.resume import reading, remember
 from api.ring import Ring, ServedModel
 from api.sse import EventStream, until_disconnected
-from shared.frames import TokenEvent
+from shared.frames import TokenEvent, VersionSpan, spans_of
 from shared.text import TextCodec
 
 log = structlog.get_logger()
@@ -38,7 +38,9 @@ async def reply(
         generation.close()
     if gathered is None:
         return Response(status_code=499)
-    return Response(whole_body(plan, served.codec, gathered), media_type="application/json")
+    spans = [spans_of(events) for events in gathered] if plan.weight_versions else ()
+    body = whole_body(plan, served.codec, [join(events) for events in gathered], spans)
+    return Response(body, media_type="application/json")
 
 
 async def stream_events(
@@ -91,17 +93,22 @@ def _roles(writer: ChunkWriter, plan: ReplyPlan, choices: Sequence[Choice]) -> b
     return b"".join(out)
 
 
-async def gather(generation: Generation, count: int) -> list[TokenEvent]:
-    """All events of each sequence as one."""
+async def gather(generation: Generation, count: int) -> list[list[TokenEvent]]:
+    """All events of each sequence."""
     events: list[list[TokenEvent]] = [[] for _ in range(count)]
     async for batch in generation.batches():
         for index, event in batch:
             events[index].append(event)
-    return [join(own) for own in events]
+    return events
 
 
-def whole_body(plan: ReplyPlan, codec: TextCodec, gathered: Sequence[TokenEvent]) -> bytes:
-    """JSON of a reply that is not streamed; each choice is decoded once."""
+def whole_body(
+    plan: ReplyPlan,
+    codec: TextCodec,
+    gathered: Sequence[TokenEvent],
+    spans: Sequence[Sequence[VersionSpan]] = (),
+) -> bytes:
+    """JSON of a reply that is not streamed; each choice is decoded once. `spans`: the choices' version spans."""
     choices = [Choice(plan, codec) for _ in gathered]
     texts = [choice.take([event]).text for choice, event in zip(choices, gathered, strict=True)]
     shape = _chat_choice if plan.endpoint == "chat" else _text_choice
@@ -114,6 +121,8 @@ def whole_body(plan: ReplyPlan, codec: TextCodec, gathered: Sequence[TokenEvent]
         "choices": [shape(plan, codec, i, texts[i], event) for i, event in enumerate(gathered)],
         "usage": usage(plan, choices),
     }
+    for choice, versions in zip(body["choices"], spans, strict=bool(spans)):
+        choice["weight_versions"] = shown_versions(versions)
     if plan.endpoint == "chat":
         names = TokenNames(codec, plan.name_tokens_by_id)
         if plan.token_ids:

@@ -75,7 +75,11 @@ class StreamOptions(RequestModel):
 class SamplingFields(RequestModel):
     """What both endpoints share."""
 
-    model: str | None = Field(default=None, description="a served model; may be left out when only one is served")
+    model: str | None = Field(
+        default=None,
+        description="a served model, an adapter, a version of it (`name@k`), or a split (`a@1:0.9,b@2:0.1`); "
+        "may be left out when only one model is served",
+    )
     n: int | None = Field(default=1, ge=1, le=MAX_N, description="completions for each prompt, from one prefill")
     temperature: float | None = Field(default=1.0, ge=0, le=2, description="0 is greedy")
     top_p: float | None = Field(default=1.0, ge=0, le=1)
@@ -88,7 +92,7 @@ class SamplingFields(RequestModel):
     stop: Stop
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    user: str | None = Field(default=None, description="accepted, not used")
+    user: str | None = Field(default=None, description="a session: it stays with its choice of an adapter split")
     metadata: dict[str, Any] | None = Field(default=None, description="accepted, not used")
     # vLLM's
     top_k: int | None = Field(default=0, ge=-1, description="0 or -1: off")
@@ -103,10 +107,13 @@ class SamplingFields(RequestModel):
     return_tokens_as_token_ids: bool | None = Field(default=False, description="logprobs name tokens `token_id:<id>`")
     add_special_tokens: bool | None = None
     # ours
-    adapter: str | None = Field(default=None, description="an adapter (`name`) or a version of it (`name@k`)")
+    adapter: str | None = Field(default=None, description="an adapter, a version of it or a split, as in `model`")
     lora_adapter: str | None = Field(default=None, description="the same as `adapter`")
     adapter_policy: AdapterPolicy | None = Field(
         default=None, description="follow: newest version at each decode step; pin: the version at the start"
+    )
+    return_weight_versions: bool | None = Field(
+        default=False, description="adds `weight_versions`: the adapter version of each range of tokens"
     )
 
     @model_validator(mode="before")

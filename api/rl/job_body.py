@@ -37,7 +37,10 @@ class JobBody(RequestModel):
     """A job. With a multipart upload, this is the `spec` field and the prompts are in `file`."""
 
     kind: JobKind
-    model: str | None = Field(default=None, description="may be left out when only one model is served")
+    model: str | None = Field(
+        default=None,
+        description="a model, an adapter, a version of it, or a split; may be left out when only one model is served",
+    )
     prompts: Annotated[
         list[str | list[StrictId] | list[Message]] | None,
         Field(description="each a string, token ids, or chat messages"),
@@ -68,7 +71,8 @@ class JobBody(RequestModel):
         default=None, description="the drawn tokens' are always stored; a number is the same as top_logprobs"
     )
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    adapter: str = ""
+    adapter: str = Field(default="", description="an adapter, a version of it (`name@k`), or a split by weight")
+    lora_adapter: str = Field(default="", description="the same as `adapter`")
     adapter_policy: AdapterPolicy = "follow"
     deadline_s: float | None = Field(default=None, gt=0, description="what has not finished by then expires")
     idempotency_key: str = Field(default="", max_length=256, description="submitting again gives the same job")
@@ -77,6 +81,8 @@ class JobBody(RequestModel):
     def _lengths_match(self) -> "JobBody":
         if self.min_tokens > self.max_tokens:
             raise complaint("min_tokens", f"more than 'max_tokens' ({self.max_tokens})")
+        if self.adapter and self.lora_adapter and self.adapter != self.lora_adapter:
+            raise complaint("adapter", "'adapter' and 'lora_adapter' name different adapters")
         for name in ("references", "completions", "metadata"):
             given = getattr(self, name)
             if not isinstance(given, list):
@@ -87,7 +93,7 @@ class JobBody(RequestModel):
                 raise complaint(name, f"has {len(given)} entries for {len(self.prompts)} prompts")
         return self
 
-    def spec(self, card: ModelCard) -> JobSpec:
+    def spec(self, card: ModelCard, adapter: str = "") -> JobSpec:
         """The job without its inputs."""
         now = int(1000 * time.time())
         return JobSpec(
@@ -99,7 +105,7 @@ class JobBody(RequestModel):
             sampling=self._sampling(),
             reward=self.reward.spec() if self.reward is not None else None,
             score_logprobs=self.score_logprobs,
-            adapter=self.adapter,
+            adapter=adapter,
             adapter_policy=self.adapter_policy,
             metadata=self.metadata if isinstance(self.metadata, dict) else {},
             deadline_ms=now + int(1000 * self.deadline_s) if self.deadline_s else 0,

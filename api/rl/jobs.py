@@ -12,10 +12,10 @@ from starlette.responses import Response, StreamingResponse
 from api.errors import error_responses, from_validation
 from api.ring import Ring, ring_of
 from api.rl.job_body import JobBody, upload_inputs
+from api.targets import JobTarget, find_job_target
 from shared import rewards
 from shared.errors import InvalidRequestError
 from shared.jobs import TERMINAL, JobSpec, JobStatus
-from shared.sequences import ModelCard
 
 router = APIRouter(tags=["jobs"])
 TheRing = Annotated[Ring, Depends(ring_of)]
@@ -70,9 +70,9 @@ async def submit_job(
     body = _parsed(await request.body())
     if body.prompts is None:
         raise InvalidRequestError("'prompts' is required (or upload JSONL as multipart/form-data)", param="prompts")
-    card = await _card(ring, body)
-    spec = _checked_spec(body, card)
-    job_id, _ = await ring.jobs.create(spec, body.inputs(card), body.idempotency_key or idempotency_key)
+    target = await _target(ring, body)
+    spec = _checked_spec(body, target)
+    job_id, _ = await ring.jobs.create(spec, body.inputs(target.card), body.idempotency_key or idempotency_key)
     return await _accepted(ring, job_id)
 
 
@@ -86,9 +86,9 @@ async def _submit_upload(request: Request, ring: Ring, idempotency_key: str) -> 
         body = _parsed(spec_field.encode())
         if body.prompts is not None:
             raise InvalidRequestError("'prompts' and a file exclude each other", param="prompts")
-        card = await _card(ring, body)
-        spec = _checked_spec(body, card)
-        inputs = upload_inputs(file, card)
+        target = await _target(ring, body)
+        spec = _checked_spec(body, target)
+        inputs = upload_inputs(file, target.card)
         job_id, _ = await ring.jobs.create(spec, inputs, body.idempotency_key or idempotency_key)
     return await _accepted(ring, job_id)
 
@@ -100,16 +100,13 @@ def _parsed(data: bytes) -> JobBody:
         raise from_validation(error.errors()) from error
 
 
-async def _card(ring: Ring, body: JobBody) -> ModelCard:
+async def _target(ring: Ring, body: JobBody) -> JobTarget:
     """Jobs are durable: the model must be known, but no worker needs to live right now."""
-    if body.model is None:
-        return (await ring.served(None)).card
-    card, _ = await ring.known(body.model)
-    return card
+    return await find_job_target(ring, body.model, body.adapter or body.lora_adapter, body.adapter_policy)
 
 
-def _checked_spec(body: JobBody, card: ModelCard) -> JobSpec:
-    spec = body.spec(card)
+def _checked_spec(body: JobBody, target: JobTarget) -> JobSpec:
+    spec = body.spec(target.card, target.adapter)
     if spec.reward is not None:
         rewards.check(spec.reward)
     return spec

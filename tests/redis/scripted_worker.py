@@ -28,11 +28,19 @@ STOP = Finish("stop")
 
 @dataclass
 class Answer:
-    """What one sequence gets. With `hold_at`, it stops before that token until `ScriptedWorker.go` is set."""
+    """What one sequence gets. With `hold_at`, it stops before that token until `ScriptedWorker.go` is set.
+
+    `versions`: the adapter version that computes the tokens from a position on.
+    """
 
     text: str = "hello"
     finish: Finish = STOP  # comes with an end-of-sequence token
     hold_at: int | None = None
+    versions: dict[int, str] = field(default_factory=dict)
+
+    def version(self, position: int) -> str:
+        """The adapter version of the token at `position`."""
+        return next((self.versions[at] for at in sorted(self.versions, reverse=True) if at <= position), "")
 
     @property
     def tokens(self) -> list[int]:
@@ -97,21 +105,24 @@ class ScriptedWorker:
                     answer = Answer(finish=Finish("cancelled"))
                     break
             last = position == len(tokens) - 1
-            events.append(self._event(claim, position, token, answer.finish if last else None))
+            events.append(self._event(claim, position, token, answer.finish if last else None, answer))
             if not last:
                 await self._write(spec, [events[-1]], [])
         if not events or events[-1].finish is None:
-            events.append(self._event(claim, len(events), None, answer.finish))
+            events.append(self._event(claim, len(events), None, answer.finish, answer))
         result = result_of(spec, claim.attempt, self.id, events, Timings())
         await self._write(spec, [events[-1]], [Commit(claim, result, [events[-1]])])
 
     async def _hold(self, seq: str) -> None:
         await wait_until(lambda: self.go.is_set() or seq in self.cancelled, timeout_s=60)
 
-    def _event(self, claim: Claim, position: int, token: int | None, finish: Finish | None) -> TokenEvent:
+    def _event(
+        self, claim: Claim, position: int, token: int | None, finish: Finish | None, answer: Answer
+    ) -> TokenEvent:
         sampling = claim.spec.sampling
         tokens = [] if token is None else [token]
         event = TokenEvent(claim.spec.id, claim.attempt, position, tokens, [-0.25] * len(tokens), finish=finish)
+        event.version = answer.version(position)
         if sampling.top_logprobs is not None:
             event.top_logprobs = [[TokenLogprob(token, -0.25)] for token in tokens]
         if position == 0 and sampling.prompt_logprobs is not None:

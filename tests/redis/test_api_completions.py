@@ -126,12 +126,6 @@ async def test_ids_go_in_and_out(server: Api) -> None:
     assert choice["prompt_logprobs"][1][str(ids("a")[0])]["logprob"] == -1.0
 
 
-async def test_an_adapter_reaches_the_worker(server: Api, worker: ScriptedWorker) -> None:
-    body = {"prompt": "say", "lora_adapter": "policy@3", "adapter_policy": "follow"}
-    await server.post("/v1/completions", body)
-    assert (worker.specs[0].adapter, worker.specs[0].adapter_policy) == ("policy@3", "follow")
-
-
 @pytest.mark.parametrize(
     ("prompt", "status", "code"), [("fail", 400, "context_length_exceeded"), ("late", 504, "deadline_exceeded")]
 )
