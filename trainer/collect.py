@@ -86,6 +86,11 @@ class Collector:
         self.consumed += len(batch)
         return batch
 
+    def discard(self, batch: Sequence[RolloutGroup]) -> None:
+        """Take back a batch that was handed out and taught nothing, because its policy is no more."""
+        self.consumed -= len(batch)
+        self.dropped += [group.index for group in batch]
+
     def pace_on(self, steps_done: int) -> None:
         """A train step is done: more groups may start."""
         self._steps_done = steps_done

@@ -22,7 +22,7 @@ class GateLimits:
     max_probe_kl: float = 0.5  # nats per token, from the last good version, on fixed prompts
     max_parity: float = 0.1  # mean |log-probability in a worker - in the trainer|
     reward_margin: float = 0.15  # how far held-out or new rewards may fall below the last good version's
-    min_rewards: int = 64  # trajectories before a version is judged by its rewards
+    min_groups: int = 16  # groups before a version is judged by its rewards
 
 
 def passed(checks: Iterable[GateCheck]) -> bool:
@@ -86,39 +86,50 @@ def _at_most(name: str, value: float, limit: float) -> GateCheck:
     return GateCheck(name, math.isfinite(value) and value <= limit, f"{value:.4g}, bound {limit:.4g}")
 
 
+@dataclass(frozen=True)
+class Standing:
+    """What a version earned: mean over groups, and that mean's standard error."""
+
+    mean: float
+    error: float
+
+
 @dataclass
 class RewardWatch:
-    """Decides on a rollback from the rewards that each served version earns.
+    """Decides on a rollback from what served versions earn on new tasks.
 
-    A version is judged once it has `min_rewards`. It is good while its mean is at most `margin` below the best mean of
-    the last `memory` good versions (the best, so that a slow decline is seen too); else `judge` names the version to
-    go back to: the best of them.
+    Groups are pooled until there are `min_groups`; the pool then judges the newest version in it. The version has
+    collapsed when its mean is below the best of the last `memory` good ones by more than `margin` and three standard
+    errors of the difference: tasks differ in difficulty, so two batches of one policy differ too. The measure is the
+    best, not the last, so that a slow decline is seen.
     """
 
     margin: float
-    min_rewards: int
+    min_groups: int
     memory: int = 5
-    good: dict[int, float] = field(default_factory=dict)  # version -> mean reward, oldest first
-    open: dict[int, tuple[int, float]] = field(default_factory=dict)  # version -> count and sum so far
+    good: dict[int, Standing] = field(default_factory=dict)  # by version, oldest first
+    pool: list[float] = field(default_factory=list)  # mean rewards of groups that judged nobody yet
 
-    def add(self, version: int, rewards: Sequence[float]) -> int | None:
-        """Rewards of trajectories that `version` sampled; the version to roll back to, if it has to be."""
-        count, total = self.open.get(version, (0, 0.0))
-        count, total = count + len(rewards), total + float(sum(rewards))
-        self.open[version] = (count, total)
-        if count < self.min_rewards:
+    def add(self, version: int, group_means: Sequence[float]) -> int | None:
+        """Groups that `version` sampled; the version to go back to, if it has collapsed."""
+        self.pool += group_means
+        if len(self.pool) < self.min_groups:
             return None
-        mean = total / count
-        best = max(self.good, key=lambda v: self.good[v], default=None)
-        if best is not None and version not in self.good and not mean >= self.good[best] - self.margin:
+        standing = Standing(float(np.mean(self.pool)), float(np.std(self.pool)) / math.sqrt(len(self.pool)))
+        self.pool.clear()
+        best = max(self.good, key=lambda v: self.good[v].mean - self.good[v].error, default=None)
+        if best is not None and best != version and self._collapsed(standing, self.good[best]):
             return best
-        if version not in self.good and len(self.good) >= self.memory:
-            del self.good[next(iter(self.good))]
-        self.good[version] = mean
-        for old in [v for v in self.open if v < version - self.memory]:
-            del self.open[old]
+        self.good.pop(version, None)
+        self.good[version] = standing
+        for old in list(self.good)[: -self.memory]:
+            del self.good[old]
         return None
 
     def rolled_back(self) -> None:
-        """Forget versions that are not known to be good; the next ones start from an old one."""
-        self.open.clear()
+        """Start anew: what is served now sets the measure, so that a harder task cannot roll back without end."""
+        self.good.clear()
+        self.pool.clear()
+
+    def _collapsed(self, now: Standing, best: Standing) -> bool:
+        return not best.mean - now.mean <= self.margin + 3 * math.hypot(now.error, best.error)

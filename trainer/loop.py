@@ -32,7 +32,7 @@ from trainer.collect import Collector
 from trainer.conversation import Conversation
 from trainer.environments import Environment
 from trainer.episodes import EpisodeOptions, Episodes
-from trainer.gate import RewardWatch
+from trainer.gate import RewardWatch, Standing
 from trainer.host import ComputeHost, at_once
 from trainer.learner import Learner, Snapshot, Trained
 from trainer.metrics import MetricsLog, Progress, StepMetrics, Timing, progress, step_metrics
@@ -70,7 +70,7 @@ class TrainLoop:
         self.parts = parts
         self.state = RunState(run=settings.run_name)
         self.checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.keep_checkpoints)
-        self._watch = RewardWatch(settings.reward_margin, settings.min_rewards)
+        self._watch = RewardWatch(settings.reward_margin, settings.min_groups)
         self._stop = asyncio.Event()
         self._last: StepMetrics | None = None
         self._rejections = 0  # in a row
@@ -107,6 +107,9 @@ class TrainLoop:
             batch = await self._next_batch(collector, timing)
             if batch is None:
                 break
+            if await self._has_collapsed(batch):
+                collector.discard(batch)
+                continue
             await self._train_step(batch, collector, timing)
             self._keep_books(collector)
             due = settings.checkpoint_every and state.train_step % settings.checkpoint_every == 0
@@ -171,7 +174,7 @@ class TrainLoop:
 
     async def _resume(self, checkpoint: Checkpoint) -> None:
         self.state = checkpoint.state
-        self._watch.good = dict(checkpoint.state.good_rewards)
+        self._watch.good = {version: Standing(*earned) for version, earned in checkpoint.state.good.items()}
         snapshot = Snapshot(checkpoint.adapter, checkpoint.optimizer)
         await self.parts.host.run(at_once(lambda: self._learner.restore(snapshot)))
         log.info("run.resumed", train_step=self.state.train_step, pending=len(self.state.pending))
@@ -218,7 +221,6 @@ class TrainLoop:
     async def _train_step(self, batch: list[RolloutGroup], collector: Collector, timing: Timing) -> None:
         """Consume one batch: train, gate, publish, or leave the policy as it is."""
         state, started = self.state, time.perf_counter()
-        await self._watch_rewards(batch)
         steps = {version_id(self.settings.adapter, v): s for v, s in state.policy_steps.items()}
         groups, dropped = sample_groups(
             batch, steps, scale=self.settings.advantage_scale, mask_overlong=self.settings.mask_overlong
@@ -320,27 +322,27 @@ class TrainLoop:
 
     # -- rollback
 
-    async def _watch_rewards(self, batch: list[RolloutGroup]) -> None:
+    async def _has_collapsed(self, batch: list[RolloutGroup]) -> bool:
         """Judge the versions that sampled this batch; go back to the best one when rewards have collapsed."""
         by_version: dict[int, list[float]] = {}
         for group in batch:
-            for trajectory in group.trajectories:
-                version = oldest_version(trajectory.spans, self.settings.adapter)
-                if version and trajectory.reward is not None and trajectory.reward.value is not None:
-                    by_version.setdefault(version, []).append(trajectory.reward.value)
-        for version, rewards in sorted(by_version.items()):
-            target = self._watch.add(version, rewards)
-            if target is not None and version in self.state.policy_steps:
+            versions = [oldest_version(t.spans, self.settings.adapter) or 0 for t in group.trajectories]
+            if group.rewards:
+                by_version.setdefault(min(versions), []).append(float(np.mean(group.rewards)))
+        for version, means in sorted(by_version.items()):
+            target = self._watch.add(version, means)
+            if target is not None:
                 await self._roll_back(version, target)
-                return
+                return True
             if not self.settings.evaluate_every and version in self._watch.good:
-                await self._judged(version, self._watch.good[version])
+                await self._judged(version, self._watch.good[version].mean)
+        return False
 
     async def _roll_back(self, bad: int, target: int) -> None:
         """Serve an old version again and go on from its weights; what newer ones sampled is too old from now on."""
         state = self.state
         reason = f"version {bad} earned less than version {target} by more than {self.settings.reward_margin}"
-        log.error("version.rolled_back", bad=bad, to=target, good=self._watch.good[target])
+        log.error("version.rolled_back", bad=bad, to=target, earned=self._watch.good[target].mean)
         await self.parts.sink.roll_back(target, reason)
         await self.parts.sink.alert("reward_collapse", reason)
         weights = self._publisher.weights_of(target)
@@ -371,7 +373,7 @@ class TrainLoop:
     def _keep_books(self, collector: Collector) -> None:
         state = self.state
         state.cursor, state.pending, state.consumed = collector.cursor, collector.pending(), collector.consumed
-        state.good_rewards = dict(self._watch.good)
+        state.good = {version: (s.mean, s.error) for version, s in self._watch.good.items()}
 
     def _count(self, batch: list[RolloutGroup], report: StepReport, timing: Timing) -> None:
         state = self.state

@@ -93,7 +93,7 @@ class TrainSettings(ProcessSettings):
     max_probe_kl: float = Field(default=0.5, gt=0)
     max_parity: float = Field(default=0.1, gt=0)
     reward_margin: float = Field(default=0.15, gt=0)
-    min_rewards: int = Field(default=64, ge=1)
+    min_groups: int = Field(default=16, ge=1, description="groups before a version is judged by its rewards")
     max_rejections: int = Field(default=5, ge=1, description="versions in a row that may fail before the run ends")
     probe_prompts: int = Field(default=8, ge=1, description="fixed prompts of the gate")
     parity_every: int = Field(default=10, ge=0, description="train steps between comparisons with a worker; 0: none")
@@ -132,7 +132,7 @@ class TrainSettings(ProcessSettings):
 
     def limits(self) -> GateLimits:
         """The bounds of the gate."""
-        return GateLimits(self.max_update_rms, self.max_probe_kl, self.max_parity, self.reward_margin, self.min_rewards)
+        return GateLimits(self.max_update_rms, self.max_probe_kl, self.max_parity, self.reward_margin, self.min_groups)
 
     def optimize_options(self) -> OptimizeOptions:
         """The constants of a train step."""

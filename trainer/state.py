@@ -29,7 +29,7 @@ class RunState(msgspec.Struct):
     consumed: int = 0  # groups
     dropped: list[int] = []
     policy_steps: dict[int, int] = {}  # adapter version -> policy step that made it
-    good_rewards: dict[int, float] = {}  # of `gate.RewardWatch`
+    good: dict[int, tuple[float, float]] = {}  # version -> mean reward and its standard error (`gate.RewardWatch`)
     rejected: int = 0
     rollbacks: int = 0
     trajectories: int = 0

@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = {
     "group_size": 8,
     "max_tokens": 5,
     "learning_rate": 1e-3,
-    "min_rewards": 16,
+    "min_groups": 4,
     "parity_every": 3,
     "distances_every": 2,
     "checkpoint_every": 2,
@@ -160,7 +160,7 @@ class Turning:
         self._steps += 1
         outcome = await self._tasks.step(observation, action)
         assert outcome.reward is not None
-        return Outcome(outcome.reward if self._steps <= self._after else outcome.reward - 1.0)
+        return Outcome(outcome.reward if self._steps <= self._after else outcome.reward - 5.0)
 
 
 async def test_a_collapse_of_rewards_rolls_back_by_itself(tmp_path: Path) -> None:

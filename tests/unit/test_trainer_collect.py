@@ -121,6 +121,16 @@ async def test_what_cannot_be_played_ends_the_wait_and_stays_pending(error: Exce
         assert collector.pending() == [0]
 
 
+async def test_a_discarded_batch_is_dropped_and_replaced() -> None:
+    player = Player()
+    player.open = True
+    async with Collector(player, Pace(2, max_lag=0), "policy") as collector:
+        collector.discard(await collector.next_batch(0, fresh))
+        assert collector.consumed == 0
+        assert [g.index for g in await collector.next_batch(0, fresh)] == [2, 3]
+        assert collector.take_dropped() == [0, 1]
+
+
 async def test_every_started_index_is_in_exactly_one_place() -> None:
     player = Player()
     player.open = True
