@@ -31,6 +31,7 @@ AdapterKind = Literal["lora", "dora"]
 
 _LINEARS = (nn.Linear, nn.QuantizedLinear)
 _SWITCHES = (SwitchLinear, QuantizedSwitchLinear)
+_EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ class Policy:
 def share_tree(module: Any) -> Any:
     """A second module tree over the same arrays: modules are new, arrays are not.
 
-    An adapter layer that wraps a linear (the engine's, when the trainer is hosted in a worker) is left out: its
-    linear takes its place.
+    An adapter layer that wraps a linear or an embedding (the engine's, when the trainer is hosted in a worker) is left
+    out: what it wraps takes its place.
     """
     return _share(module, {})
 
@@ -127,9 +128,9 @@ def _share(value: Any, seen: dict[int, Any]) -> Any:
 
 
 def _share_module(module: Any, seen: dict[int, Any]) -> Any:
-    inner = module.get("linear") if not isinstance(module, _LINEARS) else None
-    if isinstance(inner, _LINEARS + _SWITCHES):
-        return _share(inner, seen)
+    for key in ("linear", "embedding"):
+        if isinstance(module.get(key), _LINEARS + _SWITCHES + _EMBEDDINGS):
+            return _share(module[key], seen)
     twin = copy.copy(module)
     twin._no_grad = set(module._no_grad)  # copy.copy shares it, and freezing one would freeze both
     for key, child in module.items():

@@ -16,6 +16,8 @@ from trainer.checkpoint import write_adapter
 from trainer.logprobs import can_share_prompts, row_scores, shared_scores, to_arrays
 from trainer.policy import AdapterShape, Policy, share_tree
 from trainer.state import Arrays
+from worker.engine.lora_stacks import AdaptedModel
+from worker.engine.multi_lora import SiteWeights
 
 ModelOf = Callable[..., Any]
 
@@ -184,21 +186,22 @@ def test_scores_are_those_of_a_forward_pass_without_padding(model_of: ModelOf) -
         assert logp_BT[row, batch.mask_BT[row]].tolist() == pytest.approx(expected, abs=1e-4)
 
 
-def test_sharing_a_tree_leaves_adapter_wrappers_out(model_of: ModelOf) -> None:
+def test_a_tree_shared_with_a_serving_model_leaves_the_engines_adapters_out(model_of: ModelOf) -> None:
     """Hosted in a worker, the base is wrapped by the engine's adapter layers when the trainer comes."""
-
-    class Wrapper(nn.Module):
-        def __init__(self, linear: nn.Linear) -> None:
-            super().__init__()
-            self.linear = linear
-
-        def __call__(self, x: mx.array) -> mx.array:
-            return self.linear(x) + 1
-
-    model = model_of()
+    model = model_of(QWEN3)  # its output layer is its embedding
     x = mx.array([[1, 2, 3]])
     expected = model(x)
-    for layer in model.layers:
-        layer.self_attn.q_proj = Wrapper(layer.self_attn.q_proj)
+    serving = AdaptedModel(model, 2, mx.float32)
+    weights = {
+        path: SiteWeights(mx.ones((site.inputs, 2)), mx.ones((2, site.outputs)) * 0.1)
+        for path, site in serving.sites.items()
+    }
+    for arrays in serving.fill(1, weights):
+        mx.eval(arrays)
+    serving.select([1], dora=False)
+    policy = Policy(model, AdapterShape())
+    assert not mx.allclose(model(x), expected, atol=1e-2), "the worker serves with its adapter"
     assert mx.array_equal(share_tree(model)(x), expected)
-    assert isinstance(model.layers[0].self_attn.q_proj, Wrapper)
+    assert mx.array_equal(policy.base(x), expected)
+    assert mx.array_equal(policy.model(x), expected)
+    assert policy.modules[0] == "model.layers.0.mlp.down_proj"
