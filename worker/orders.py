@@ -16,6 +16,8 @@ from worker.running import Running
 
 log = structlog.get_logger()
 
+EARLY_KEPT = 256
+
 Cancel = Callable[[str, Literal["cancelled", "deadline"]], None]
 
 
@@ -39,6 +41,7 @@ class Orders:
         self._running = running
         self._cancel = cancel
         self._flush_log = flush_log
+        self._early: dict[str, tuple[str, ...]] = {}  # of sequences that we do not know, or not yet
 
     async def listen(self) -> None:
         """Obey until the connection breaks or we are cancelled."""
@@ -49,16 +52,28 @@ class Orders:
                 if message["type"] == "message":
                     self._obey(message["data"])
 
+    def welcome(self, seq: str) -> None:
+        """Obey what was said of a sequence after Redis gave it to us and before we knew."""
+        order = self._early.pop(seq, None)
+        if order is not None:
+            self._follow(order)
+
     def _obey(self, data: bytes) -> None:
         try:
             order = msgspec.msgpack.decode(data, type=tuple[str, ...])
         except msgspec.DecodeError:
             log.warning("worker.bad_control_message", data=data[:80])
             return
+        self._follow(order)
+
+    def _follow(self, order: tuple[str, ...]) -> None:
         match order:
+            case ("cancel", seq) | ("route", seq, _) if seq not in self._running:
+                self._early[seq] = order
+                while len(self._early) > EARLY_KEPT:
+                    self._early.pop(next(iter(self._early)))
             case ("cancel", seq):
-                if seq in self._running:
-                    self._cancel(seq, "cancelled")
+                self._cancel(seq, "cancelled")
             case ("route", seq, api):
                 self._route(seq, api)
             case _:

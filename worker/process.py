@@ -237,6 +237,8 @@ class WorkerProcess:
             task = asyncio.create_task(self._submit_with_adapter(alike))
             self._preparing.add(task)
             task.add_done_callback(self._preparing.discard)
+        for request in requests:
+            self._orders.welcome(request.spec.id)
 
     async def _submit_with_adapter(self, requests: list[RowRequest]) -> None:
         """Have an adapter at hand, then submit the rows that want it, together; the others do not wait for it."""
@@ -269,10 +271,9 @@ class WorkerProcess:
             rows = self._plan().rows
             if rows > 0:
                 claims = await self._queue.reap(self.id, rows)
-                fresh = [claim for claim in claims if claim.spec.id not in self.running]
-                if fresh:
-                    log.info("worker.reaped", sequences=len(fresh))
-                    await self._admit(fresh)
+                if claims:
+                    log.info("worker.reaped", sequences=len(claims))
+                    await self._admit(claims)
 
     # -- leases
 
@@ -283,15 +284,13 @@ class WorkerProcess:
 
     async def _renew(self) -> None:
         began = time.monotonic()
-        if self.running:
-            lost = await self._queue.renew(self.id, [row.claim for row in self.running.values()])
-            for claim in lost:
-                row = self.running.get(claim.spec.id)
-                if row is not None and row.claim is claim and row.occupies_row:
-                    log.warning("worker.lease_lost", sequence=claim.spec.id, attempt=claim.attempt)
-                    del self.running[claim.spec.id]
-                    self._engine.cancel(claim.spec.id, "cancelled")
-                    self._freed.set()
+        for claim in await self._queue.renew(self.id, [row.claim for row in self.running.values()]):
+            row = self.running.get(claim.spec.id)
+            if row is not None and row.claim is claim and row.occupies_row:
+                log.warning("worker.lease_lost", sequence=claim.spec.id, attempt=claim.attempt)
+                del self.running[claim.spec.id]
+                self._engine.cancel(claim.spec.id, "cancelled")
+                self._freed.set()
         self._publisher.verified_at = began
 
     # -- the engine's side, called in its thread

@@ -10,6 +10,7 @@ Invariant: after a stall longer than the lease, nothing is published until owner
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import structlog
 
@@ -18,6 +19,15 @@ from shared.redis.token_frames import Commit, FrameWriter
 from worker.running import Running
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class _Write:
+    """One pipeline's worth, kept until Redis has taken it."""
+
+    frames: dict[str, list[TokenEvent]]
+    chunks: dict[str, list[TokenEvent]]
+    commits: list[Commit]
 
 
 class Publisher:
@@ -43,6 +53,7 @@ class Publisher:
         self._stale_after_s = stale_after_s
         self._waiting: list[TokenEvent] = []
         self._flush: set[str] = set()
+        self._unsent: _Write | None = None
         self._ready = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -66,20 +77,23 @@ class Publisher:
         await self._idle.wait()
 
     async def run(self) -> None:
-        """Write until cancelled."""
+        """Write until cancelled. A write that failed is kept and said again: the next run begins with it."""
         while True:
-            await self._ready.wait()
-            self._ready.clear()
+            if self._unsent is None and not self._waiting and not self._flush:
+                self._idle.set()
+                self._ready.clear()
+                await self._ready.wait()
             if time.monotonic() - self.verified_at > self._stale_after_s:
                 await self._verify()
-            events, self._waiting = self._waiting, []
-            await self._write(events)
-            if not self._waiting and not self._flush:
-                self._idle.set()
+            if self._unsent is None:
+                events, self._waiting = self._waiting, []
+                self._unsent = self._gather(events)
+            await self._send(self._unsent)
+            self._unsent = None
 
-    async def _write(self, events: list[TokenEvent]) -> None:
-        frames: dict[str, list[TokenEvent]] = {}
-        chunks: dict[str, list[TokenEvent]] = {}
+    def _gather(self, events: list[TokenEvent]) -> _Write:
+        """Take events into their rows; what is to be written of them."""
+        write = _Write({}, {}, [])
         ended: list[Running] = []
         for event in events:
             row = self._running.get(event.seq)
@@ -87,21 +101,24 @@ class Publisher:
                 continue  # lost its lease meanwhile, or the engine's last word on a row we gave up
             row.add(event)
             if row.api:
-                frames.setdefault(row.api, []).append(event)
+                write.frames.setdefault(row.api, []).append(event)
             if event.finish is not None:
                 row.occupies_row = False
                 ended.append(row)
             elif row.unlogged_tokens >= self._log_every_tokens:
-                chunks[row.id] = row.take_chunk()
-        self._add_flushes(chunks)
+                write.chunks[row.id] = row.take_chunk()
+        self._add_flushes(write.chunks)
+        write.commits.extend(row.commit(self._worker_id) for row in ended)
         if ended:
             self._rows_changed()  # their rows are free already; only the commits are left
         self.tokens += sum(len(event.tokens) for event in events)
-        commits = [row.commit(self._worker_id) for row in ended]
-        if frames or chunks or commits:
-            owned = await self._writer.write(frames, chunks, commits)
-            self._forget(commits, owned)
-            if commits:
+        return write
+
+    async def _send(self, write: _Write) -> None:
+        if write.frames or write.chunks or write.commits:
+            owned = await self._writer.write(write.frames, write.chunks, write.commits)
+            self._forget(write.commits, owned)
+            if write.commits:
                 self._rows_changed()
 
     def _add_flushes(self, chunks: dict[str, list[TokenEvent]]) -> None:
@@ -113,6 +130,8 @@ class Publisher:
 
     def _forget(self, commits: list[Commit], owned: list[bool]) -> None:
         for commit, ours in zip(commits, owned, strict=True):
-            self._running.pop(commit.claim.spec.id, None)
+            row = self._running.get(commit.claim.spec.id)
+            if row is not None and row.claim is commit.claim:  # not a newer attempt, claimed meanwhile
+                del self._running[row.id]
             if not ours:
                 log.warning("worker.commit_refused", sequence=commit.claim.spec.id, attempt=commit.claim.attempt)

@@ -80,3 +80,14 @@ async def test_garbage_on_the_channel_does_not_stop_the_listener(heard: Heard) -
     await wait_until(lambda: heard.cancelled == ["row"])
     listener.cancel()
     await asyncio.gather(listener, return_exceptions=True)
+
+
+async def test_an_order_that_came_before_the_claim_is_obeyed_with_it(heard: Heard) -> None:
+    heard.orders._obey(msgspec.msgpack.encode(("cancel", "late")))
+    heard.orders._obey(msgspec.msgpack.encode(("route", "moved", "b")))
+    assert heard.cancelled == []
+    for seq in ("late", "moved"):
+        heard.run(seq, "a")
+        heard.orders.welcome(seq)
+    assert heard.cancelled == ["late"]
+    assert heard.running["moved"].api == "b"

@@ -1,0 +1,69 @@
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from redis.exceptions import ResponseError
+
+from shared.frames import Finish, TokenEvent
+from shared.redis.token_frames import Commit
+from shared.sequences import Claim, SamplingParams, SequenceSpec
+from tests.waiting import wait_until
+from worker.publisher import Publisher
+from worker.running import Running
+
+
+class FailingOnce:
+    """A writer whose first write is refused by Redis."""
+
+    def __init__(self) -> None:
+        self.frames: list[list[TokenEvent]] = []
+        self.commits: list[str] = []
+        self.failures = 1
+
+    async def write(
+        self,
+        frames: Mapping[str, list[TokenEvent]],
+        chunks: Mapping[str, list[TokenEvent]],
+        commits: Sequence[Commit],
+    ) -> list[bool]:
+        if self.failures:
+            self.failures -= 1
+            raise ResponseError("LOADING")
+        self.frames += frames.values()
+        self.commits += [commit.result.id for commit in commits]
+        return [True for _ in commits]
+
+
+async def test_a_write_that_redis_refused_is_said_again_with_nothing_lost() -> None:
+    spec = SequenceSpec("s", "m", (1,), SamplingParams(2, 0), api="a")
+    running = {"s": Running.after(Claim(spec, "stream", "0-1", 1), [])}
+    writer = FailingOnce()
+
+    async def owned() -> None:
+        return None
+
+    publisher = Publisher(
+        writer,  # type: ignore[arg-type]
+        running,
+        "w",
+        log_every_tokens=16,
+        rows_changed=lambda: None,
+        verify=owned,
+        stale_after_s=60,
+    )
+    publisher.take([TokenEvent("s", 1, 0, [5], [-0.5])])
+    publisher.take([TokenEvent("s", 1, 1, [6], [-0.5], finish=Finish("length"))])
+
+    async def keep_running() -> None:
+        while True:
+            try:
+                await publisher.run()
+            except ResponseError:
+                continue
+
+    task = asyncio.create_task(keep_running())
+    await wait_until(lambda: writer.commits == ["s"])
+    assert [event.tokens for frame in writer.frames for event in frame] == [[5], [6]]
+    await publisher.drained()
+    assert running == {}
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
