@@ -124,7 +124,7 @@ def from_validation(errors: Sequence[Any]) -> InvalidRequestError:
     """The first of pydantic's complaints, with the field's name as a user writes it."""
     first = errors[0]
     kind, message = str(first["type"]), str(first["msg"])
-    if kind == "json_invalid":
+    if kind == "json_invalid" and first["loc"][:1] in ((), ("body",)):  # elsewhere it is a field of a form
         reason = first.get("ctx", {}).get("error", message)
         return InvalidRequestError(f"the body is not valid JSON: {reason}")
     param = _path(first["loc"], str(first.get("ctx", {}).get("param", "")))
