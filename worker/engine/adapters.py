@@ -43,6 +43,9 @@ class Adapters(Protocol):
     def prefill_key(self, row: Row) -> str:
         """Rows of equal keys compute the same KV from the same ids."""
 
+    def version(self, row: Row) -> str:
+        """The version that a forward would compute the row with now."""
+
     def release(self, row: Row) -> None:
         """The row has left: its slot may be reused."""
 
@@ -77,6 +80,10 @@ class NoAdapters:
 
     def prefill_key(self, row: Row) -> str:
         """The base's."""
+        return ""
+
+    def version(self, row: Row) -> str:
+        """The base."""
         return ""
 
     def release(self, row: Row) -> None:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Literal
 
 import mlx.core as mx
 
@@ -29,6 +30,7 @@ from worker.engine.generator import RunningBatch
 from worker.engine.loader import LoadedModel
 from worker.engine.messages import BetweenSteps, EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
 from worker.engine.prefill import PrefillLane, PrefillTask, task_for, wants_prompt_logprobs
+from worker.engine.prefix_cache import PrefixCache
 from worker.engine.row_model import RowModel
 from worker.engine.rows import Row
 from worker.engine.scheduler import share_prefill
@@ -51,7 +53,10 @@ class Engine:
         self._model = RowModel(loaded.model, adapters)
         self._batch = RunningBatch(self._model, config)
         score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
-        self._lane = PrefillLane(self._model, max(1, score_positions))
+        self._prefixes = PrefixCache(
+            config.prefix_cache_bytes, config.block_size, loaded.card.base_sha256, self._model.new_kv()
+        )
+        self._lane = PrefillLane(self._model, self._prefixes, max(1, score_positions))
         self._waiting: deque[Row] = deque()
         self._rows: dict[str, Row] = {}
         self._reserved: list[int] = []  # tokens of the admitted rows
@@ -128,6 +133,7 @@ class Engine:
             tokens=self._throughput.tokens,
             last_step_ms=time.monotonic_ns() // 1_000_000,
             tokens_per_s=self._throughput.rate,
+            prefix=self._prefixes.stats,
         )
 
     # -- in
@@ -190,7 +196,16 @@ class Engine:
             if task.reports or shared[task.key] > 1 or self._lane.has_equal(task):
                 self._lane.add(task)
             else:
-                self._batch.insert(task.rows, task.ids)
+                self._insert(task)
+
+    def _insert(self, task: PrefillTask) -> None:
+        """Let the batch prefill what is not cached."""
+        version = self._model.adapters.version(task.rows[0])
+        with mx.stream(self._batch.stream):
+            prefix = self._prefixes.longest(task.ids, version, len(task.ids) - 1)
+        for row in task.rows:
+            row.take_kv(prefix.length, {version} if prefix.length else set())
+        self._batch.insert(task.rows, task.ids[prefix.length :], prefix.kv or None)
 
     def _fits(self, row: Row) -> bool:
         if not self._reserved:
@@ -210,6 +225,8 @@ class Engine:
             try:
                 with mx.stream(self._batch.stream):
                     budget -= self._lane.feed(budget)
+                if not task.left:
+                    self._keep_prefix(task.rows[0], task.kv_versions, partial(list, task.kv), task.done)
                 self._failures = 0
             except Exception as error:
                 self._failed(self._lane.pop().rows, error)
@@ -217,10 +234,22 @@ class Engine:
             if task.left:
                 continue
             self._lane.pop()
+            for row in task.rows:
+                row.take_kv(task.cached, task.kv_versions)
             self._scored(task)
             rows = [row for row in task.rows if row.spec.kind == "generate"]
             if rows:
                 self._batch.insert(rows, task.ids[-1:], task.kv if task.done else None)
+
+    def _keep_prefix(self, row: Row, versions: set[str], kv: Callable[[], list[Any]], length: int) -> None:
+        """Store the KV of a row's prompt, of which `kv` has `length` ids; not when versions are mixed in it."""
+        if len(versions) != 1:
+            return
+        [version] = versions
+        ids = row.spec.prompt_ids[:length]
+        if self._prefixes.lacks(ids, version):
+            with mx.stream(self._batch.stream):
+                self._prefixes.store(ids, version, kv())
 
     def _scored(self, task: PrefillTask) -> None:
         """Tell of the log-probabilities that a prefill brought."""
@@ -233,7 +262,7 @@ class Engine:
                     event.prompt_top_logprobs = [[], *(top[:count] for top in task.top_logprobs[: prompt - 1])]
             if row.spec.kind == "score":
                 event.score_logprobs = task.logprobs[prompt - 1 - task.score_from :]
-                event.finish = Finish("stop")
+                event.finish = Finish("stop", cached_tokens=row.cached_tokens)
                 self._leave([row])
             if event.prompt_logprobs is not None or event.finish is not None:
                 self._events.append(event)
@@ -241,6 +270,9 @@ class Engine:
     def _decode(self, prefill_tokens: int) -> None:
         try:
             tokens = self._batch.step(prefill_tokens)
+            for row in self._batch.started:
+                kv = partial(self._batch.kv_of, row)
+                self._keep_prefix(row, row.kv_versions, kv, len(row.spec.prompt_ids))
         except Exception as error:
             rows = self._batch.give_up()
             self._batch = RunningBatch(self._model, self._config)

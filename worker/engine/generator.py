@@ -38,6 +38,7 @@ class RunningBatch:
         )
         self._rows: dict[int, Row] = {}
         self._prefilling: set[int] = set()
+        self.started: list[Row] = []  # got their first token in the latest step
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -94,6 +95,14 @@ class RunningBatch:
         _, responses = self._generator.next()
         rows = self._rows
         tokens = [(rows[response.uid], response.token) for response in responses]
+        self.started = []
         if self._prefilling:
+            self.started = [rows[response.uid] for response in responses if response.uid in self._prefilling]
             self._prefilling.difference_update(response.uid for response in responses)
         return tokens
+
+    def kv_of(self, row: Row) -> list[Any]:
+        """A row's KV, one cache per layer; not computed yet."""
+        with mx.stream(self.stream):
+            caches, _ = self._generator.extract_cache([row.uid])[row.uid]
+        return list(caches[:-1])

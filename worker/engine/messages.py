@@ -27,6 +27,8 @@ class EngineConfig:
     top_candidates: int = 256  # tokens that are sorted before the whole vocabulary is (CPU only; sampler.py)
     score_chunk_bytes: int = 64 << 20  # fp32 logits of a prompt that exist at one time
     between_steps_s: float = 0.005  # time that hooks get between two decode steps
+    prefix_cache_bytes: int = 1 << 30  # KV of earlier prompts, besides `kv_limit_bytes`; 0: none is kept
+    block_size: int = 64  # tokens by which prefixes are compared and kept
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,18 @@ class StepOutput:
 
 
 @dataclass(frozen=True)
+class PrefixStats:
+    """A snapshot of the prefix cache; prompts shorter than a block count neither as hit nor as miss."""
+
+    bytes: int = 0
+    blocks: int = 0
+    hits: int = 0  # since start, in prompts; those of rows that share a prefill count once
+    misses: int = 0
+    hit_tokens: int = 0
+    evicted_blocks: int = 0
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """A snapshot of the engine."""
 
@@ -59,6 +73,7 @@ class EngineStats:
     tokens: int = 0  # completion tokens since start
     last_step_ms: int = 0  # monotonic; now when the engine is idle: an old value means that it is stuck
     tokens_per_s: float = 0.0  # over the last seconds
+    prefix: PrefixStats = field(default_factory=PrefixStats)
 
 
 OnStep = Callable[[StepOutput], None]

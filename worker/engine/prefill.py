@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from shared.frames import TokenLogprob
 from worker.engine.draw import most_likely, top_lists
+from worker.engine.prefix_cache import PrefixCache
 from worker.engine.row_model import RowModel
 from worker.engine.rows import Row, RowTag
 
@@ -29,7 +30,9 @@ class PrefillTask:
     adapter: str = ""  # rows of equal adapters compute the same KV
     top_count: int = 0
     done: int = 0  # ids that are in the KV
+    cached: int = 0  # of them, ids whose KV came from the prefix cache
     kv: list[Any] = field(default_factory=list)
+    kv_versions: set[str] = field(default_factory=set)  # that the KV has been computed with
     logprobs: list[float] = field(default_factory=list)  # of ids[1 + score_from :]
     top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
 
@@ -61,8 +64,9 @@ def wants_prompt_logprobs(row: Row) -> bool:
 class PrefillLane:
     """Tasks in order of arrival, interactive ones before batch ones; the first one runs."""
 
-    def __init__(self, model: RowModel, score_positions: int) -> None:
+    def __init__(self, model: RowModel, prefixes: PrefixCache, score_positions: int) -> None:
         self._model = model
+        self._prefixes = prefixes
         self._score_positions = score_positions  # positions whose logits may exist at one time
         self._tasks: deque[PrefillTask] = deque()
 
@@ -108,6 +112,8 @@ class PrefillLane:
     def feed(self, budget: int) -> int:
         """Run one chunk of the first task, at most `budget` ids; its length."""
         task = self._tasks[0]
+        if not task.kv:
+            self._begin(task)
         length = min(budget, task.left)
         if length == 0:
             return 0
@@ -116,15 +122,22 @@ class PrefillLane:
             length = min(length, self._score_positions)
         else:
             length = min(length, task.score_from - task.done)
-        task.kv = task.kv or self._model.new_kv()
         ids_1L = mx.array(task.ids[task.done : task.done + length])[None]
         logits_1LV = self._model(ids_1L, cache=[*task.kv, RowTag((task.rows[0],))])
+        task.kv_versions.update(self._model.versions)
         if scores:
             _collect(task, logits_1LV[0], task.ids[task.done + 1 : task.done + length + 1])
         mx.eval([cache.state for cache in task.kv])
         mx.clear_cache()
         task.done += length
         return length
+
+    def _begin(self, task: PrefillTask) -> None:
+        """Start from what is cached; ids that are to be scored are fed in any case."""
+        version = self._model.adapters.version(task.rows[0])
+        prefix = self._prefixes.longest(task.ids, version, task.score_from)
+        task.kv, task.done = prefix.kv or self._model.new_kv(), prefix.length
+        task.cached, task.kv_versions = prefix.length, {version} if prefix.length else set()
 
 
 def _collect(task: PrefillTask, logits_LV: mx.array, targets: list[int]) -> None:

@@ -39,8 +39,11 @@ class RowModel:
     def __call__(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
         """Logits [B, L, V] in fp32; with bf16 logits a trainer's log-probabilities differ by up to 6e-2."""
         tag: RowTag = cache[-1]
-        self.rows = tag.rows
-        self.versions = self.adapters.select(tag.rows)
+        versions = self.adapters.select(tag.rows)
+        if tag.rows is not self.rows or versions is not self.versions:
+            for row, version in zip(tag.rows, versions, strict=True):
+                row.kv_versions.add(version)
+        self.rows, self.versions = tag.rows, versions
         logits_BLV: mx.array = self.model(tokens_BL, cache=cache[:-1]).astype(mx.float32)
         # A prefill's logits are never computed, and must not be kept: they hold its whole graph.
         is_decode_step = tokens_BL.shape[1] == 1

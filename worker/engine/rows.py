@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from shared.frames import Finish, TokenEvent, TokenLogprob
 from worker.engine.messages import RowRequest
 from worker.engine.text import RowText
@@ -25,8 +27,10 @@ class Row:
     __slots__ = (
         "admitted",
         "attempt",
+        "cached_tokens",
         "draws",
         "eos_ids",
+        "kv_versions",
         "position",
         "prior",
         "reserved_tokens",
@@ -53,6 +57,8 @@ class Row:
         self.uid: int | None = None
         self.reserved_tokens = self.spec.kv_tokens
         self.admitted = False  # holds a place and KV; until then it waits
+        self.cached_tokens = 0  # of the prompt, from the prefix cache
+        self.kv_versions: set[str] = set()  # that its KV has been computed with
 
     @property
     def context(self) -> list[int]:
@@ -78,6 +84,8 @@ class Row:
     def rewind(self) -> None:
         """Forget the draws in flight: the row computes its context anew."""
         self.draws.clear()
+        self.cached_tokens = 0
+        self.kv_versions.clear()
         self.start = self.position = len(self.tokens)
 
     def accept(self, token: int) -> tuple[Finish | None, str | None]:
@@ -112,13 +120,23 @@ class Row:
         """Take the next token and make the event that tells of it."""
         position = len(self.tokens)
         finish, text = self.accept(token)
+        finish = None if finish is None else self._with_cached(finish)
         tops = None if top is None else [top]
         return TokenEvent(self.spec.id, self.attempt, position, [token], [logprob], tops, text, version, finish)
 
     def last_event(self, finish: Finish) -> TokenEvent:
         """An event without tokens that ends the sequence; it carries the text that was held back."""
         text = None if self.text is None else self.text.flush()
+        finish = self._with_cached(finish)
         return TokenEvent(self.spec.id, self.attempt, len(self.tokens), [], [], text=text, finish=finish)
+
+    def take_kv(self, cached: int, versions: set[str]) -> None:
+        """It starts with KV of these versions, the first `cached` ids of it from the prefix cache."""
+        self.cached_tokens = min(cached, len(self.spec.prompt_ids))
+        self.kv_versions |= versions
+
+    def _with_cached(self, finish: Finish) -> Finish:
+        return structs.replace(finish, cached_tokens=self.cached_tokens) if self.cached_tokens else finish
 
 
 class RowTag:

@@ -150,6 +150,11 @@ class AdapterSlots:
         claim = self._claims.get(row)
         return "" if claim is None else f"{claim.version} {'follows' if claim.follows else 'pinned'}"
 
+    def version(self, row: Row) -> str:
+        """What `select` would say."""
+        claim = self._claims.get(row)
+        return claim.version if claim is not None and claim.held else ""
+
     def release(self, row: Row) -> None:
         """Give up the hold, or the wish."""
         claim = self._claims.pop(row, None)
