@@ -29,18 +29,24 @@ async def reply(
     """Enqueue the work and answer with its tokens."""
     if stream and plan.event_ids:
         await remember(ring, plan)
-    generation = await Generation.start(ring, work)
     if stream:
+        generation = await Generation.start(ring, work)
         return EventStream(stream_events(ring, generation, plan, served.codec))
-    try:
-        gathered = await until_disconnected(gather(generation, plan.choices), request.receive)
-    finally:
-        generation.close()
+    gathered = await gather_all(ring, request, work)
     if gathered is None:
         return Response(status_code=499)
     spans = [spans_of(events) for events in gathered] if plan.weight_versions else ()
     body = whole_body(plan, served.codec, [join(events) for events in gathered], spans)
     return Response(body, media_type="application/json")
+
+
+async def gather_all(ring: Ring, request: Request, work: Work) -> list[list[TokenEvent]] | None:
+    """Enqueue the work and wait for all events of each sequence; None when the client has left."""
+    generation = await Generation.start(ring, work)
+    try:
+        return await until_disconnected(gather(generation, len(work.prompts) * work.n), request.receive)
+    finally:
+        generation.close()
 
 
 async def stream_events(

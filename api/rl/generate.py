@@ -1,0 +1,303 @@
+"""Generation for training code: POST /generate, and token in, token out as vLLM's POST /inference/v1/generate.
+
+`policy_version` is the version of an adapter: of the one that the request names, else of the setting
+`default_adapter`. 0 is the base.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field, model_validator
+from starlette.responses import Response
+
+from api.errors import error_responses
+from api.openai.choices import Choice, ReplyPlan, join
+from api.openai.chunks import shown_versions
+from api.openai.completions import MAX_CHOICES, encoded
+from api.openai.fields import RequestModel, complaint
+from api.openai.logprobs import TokenNames, floored
+from api.openai.planning import reply_plan, work_for
+from api.openai.replies import gather_all
+from api.openai.sampling import check_prompts, room_for, sampling_of
+from api.openai.schemas import MAX_TOP_LOGPROBS, Off, SamplingFields, StrictId
+from api.ring import Ring, ring_of
+from api.targets import Target, find_target
+from shared.adapters import AdapterRef, version_id
+from shared.errors import ConflictError, InvalidRequestError, UnknownAdapterError
+from shared.frames import TokenEvent, VersionSpan, spans_of
+from shared.text import TextCodec
+
+router = APIRouter(tags=["rl"])
+TheRing = Annotated[Ring, Depends(ring_of)]
+
+Ids = list[StrictId]
+
+
+class GenerateRequest(SamplingFields):
+    """POST /generate. Exactly one of the three prompts is there."""
+
+    off: ClassVar[Off] = {"stream": (False,), "stream_options": (), "prompt_logprobs": ()}
+
+    prompt: str | None = None
+    prompts: list[str] | None = Field(default=None, min_length=1, description="several: the answer's fields are lists")
+    prompt_ids: Ids | list[Ids] | None = Field(default=None, description="token ids, or a list of such prompts")
+    max_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | int | None = Field(default=None, description="the drawn tokens' log-probabilities; 0, false: none")
+    policy_version: int | None = Field(default=None, ge=0, description="409 unless it exists; 0: the base")
+    step_id: int | str | None = Field(default=None, description="comes back in the answer")
+    request_id: str | None = Field(default=None, max_length=256, description="comes back in the answer")
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> "GenerateRequest":
+        if sum(given is not None for given in (self.prompt, self.prompts, self.prompt_ids)) != 1:
+            raise complaint("prompt", "give exactly one of 'prompt', 'prompts' and 'prompt_ids'")
+        return self
+
+    @property
+    def several(self) -> bool:
+        """Whether the answer has lists."""
+        nested = bool(self.prompt_ids) and isinstance((self.prompt_ids or [0])[0], list)
+        return self.prompts is not None or nested or (self.n or 1) > 1
+
+    def texts_or_ids(self) -> Sequence[str | list[int]]:
+        """The prompts."""
+        if self.prompt is not None:
+            return [self.prompt]
+        if self.prompts is not None:
+            return self.prompts
+        given: list[Any] = list(self.prompt_ids or [])
+        return given if given and isinstance(given[0], list) else [given]
+
+
+class TokenSampling(SamplingFields):
+    """vLLM's `SamplingParams`."""
+
+    off: ClassVar[Off] = {
+        "stream": (False,),
+        "stream_options": (),
+        "detokenize": (True, False),
+        "output_kind": (0, 1, 2),
+        "skip_special_tokens": (True, False),
+        "spaces_between_special_tokens": (True, False),
+        "flat_logprobs": (False,),
+        "best_of": (1,),
+        "truncate_prompt_tokens": (),
+        "bad_words": ([],),
+        "allowed_token_ids": (),
+        "structured_outputs": (),
+        "guided_decoding": (),
+        "logits_processors": (),
+        "extra_args": (),
+    }
+
+    max_tokens: int | None = Field(default=16, ge=1)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+
+
+class TokenRequest(RequestModel):
+    """POST /inference/v1/generate."""
+
+    off: ClassVar[Off] = {
+        "features": (),
+        "stream": (False,),
+        "stream_options": (),
+        "priority": (0,),
+        "kv_transfer_params": (),
+    }
+
+    token_ids: Ids | None = None
+    prompt_token_ids: Ids | None = Field(default=None, description="the same as `token_ids`")
+    sampling_params: TokenSampling = Field(default_factory=lambda: TokenSampling.model_validate({}))
+    model: str | None = None
+    request_id: str | None = Field(default=None, max_length=256)
+    cache_salt: str | None = Field(default=None, description="accepted, not used")
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> "TokenRequest":
+        if (self.token_ids is None) == (self.prompt_token_ids is None):
+            raise complaint("token_ids", "give exactly one of 'token_ids' and 'prompt_token_ids'")
+        if self.sampling_params.model not in (None, self.model):
+            raise complaint("model", "'model' and 'sampling_params.model' differ")
+        return self
+
+
+@router.post(
+    "/generate",
+    summary="Generate for training",
+    response_class=Response,
+    responses={
+        200: {"description": "Ids, text and log-probabilities; lists with one entry for each prompt and sample"},
+        **error_responses(400, 404, 409, 429, 503, 504),
+    },
+)
+async def generate(body: GenerateRequest, request: Request, ring: TheRing) -> Response:
+    """Completions of one policy version: the newest of the default adapter, unless the request says otherwise."""
+    began = time.perf_counter()
+    target = await _policy_target(body, request, ring)
+    served, settings = target.served, ring.settings
+    prompts = [await encoded(served.codec, p, body.add_special_tokens is not False) for p in body.texts_or_ids()]
+    if len(prompts) * (body.n or 1) > MAX_CHOICES:
+        raise InvalidRequestError(f"at most {MAX_CHOICES} completions a request; use /v1/jobs for more", param="n")
+    check_prompts(prompts, served.card, settings, "prompt")
+    plan = reply_plan(body, target, settings, "completions", prompts)
+    max_tokens = room_for(prompts, served.card, body.max_tokens, settings.default_max_tokens)
+    sampling = sampling_of(body, served.card, max_tokens, top_logprobs=None, prompt_logprobs=None)
+    gathered = await gather_all(ring, request, work_for(plan, target, sampling))
+    if gathered is None:
+        return Response(status_code=499)
+    spans = [spans_of(events) for events in gathered]
+    completions = _completions(body, plan, served.codec, gathered)
+    name = target.admitted.name if target.admitted is not None else settings.default_adapter
+    answer = {
+        "request_id": body.request_id or request.state.request_id,
+        "policy_version": _oldest_version(spans, target),
+        "step_id": body.step_id,
+        **{field: values if body.several else values[0] for field, values in completions.items()},
+        "metadata": {
+            "batch_size": plan.choices,
+            "latency_ms": round(1000 * (time.perf_counter() - began), 2),
+            "current_policy_version": await ring.adapters.latest(name),
+        },
+    }
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+@router.post(
+    "/inference/v1/generate",
+    summary="Tokens in, tokens out (vLLM)",
+    response_class=Response,
+    responses={
+        200: {"description": "Choices with token ids, log-probabilities and weight versions"},
+        **error_responses(400, 404, 429, 503, 504),
+    },
+)
+async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -> Response:
+    """Completions of token ids, without any text; logprobs name a token both `token_id:<id>` and by its integer."""
+    sampling = body.sampling_params
+    target = await find_target(
+        ring,
+        body.model,
+        sampling.adapter or sampling.lora_adapter or "",
+        sampling.adapter_policy or "pin",
+        session=sampling.user or request.state.request_id,
+    )
+    served, settings = target.served, ring.settings
+    prompts = [list(body.token_ids if body.token_ids is not None else body.prompt_token_ids or [])]
+    check_prompts(prompts, served.card, settings, "token_ids")
+    plan = reply_plan(sampling, target, settings, "completions", prompts)
+    params = sampling_of(
+        sampling,
+        served.card,
+        room_for(prompts, served.card, sampling.max_tokens, settings.default_max_tokens),
+        top_logprobs=sampling.logprobs or None,
+        prompt_logprobs=sampling.prompt_logprobs,
+    )
+    gathered = await gather_all(ring, request, work_for(plan, target, params))
+    if gathered is None:
+        return Response(status_code=499)
+    answer = {
+        "request_id": body.request_id or request.state.request_id,
+        "model": body.model or served.card.name,
+        "system_fingerprint": target.fingerprint,
+        "choices": [_token_choice(i, events, sampling.logprobs) for i, events in enumerate(gathered)],
+        "prompt_logprobs": None
+        if sampling.prompt_logprobs is None
+        else _prompt_logprobs(served.codec, prompts[0], gathered[0], sampling.prompt_logprobs),
+        "kv_transfer_params": None,
+    }
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def _policy_target(body: GenerateRequest, request: Request, ring: Ring) -> Target:
+    """The version that a request demands, else the newest of its adapter."""
+    model: str | None = body.model
+    adapter = body.adapter or body.lora_adapter or ""
+    session, default = body.user or request.state.request_id, ring.settings.default_adapter
+    policy = body.adapter_policy or "pin"
+    if body.policy_version is None:
+        if not adapter and model is None and await ring.adapters.latest(default):
+            adapter = default
+        return await find_target(ring, model, adapter, policy, session=session)
+    if not adapter and model is not None and await ring.registry.card(model) is None:
+        adapter = model
+        model = None
+    choice = AdapterRef.parse(adapter or default).choose(session)
+    version = body.policy_version
+    if choice.version not in (0, version):
+        raise ConflictError(f"'{choice}' is not policy version {version}", param="policy_version")
+    if version == 0:
+        if adapter:
+            raise ConflictError(f"policy version 0 is the base, not '{adapter}'", param="policy_version")
+        return await find_target(ring, model, session=session)
+    try:
+        return await find_target(ring, model, version_id(choice.name, version), session=session)
+    except UnknownAdapterError as error:
+        latest = await ring.adapters.latest(choice.name)
+        raise ConflictError(
+            f"policy version {version} of '{choice.name}' is not there; the latest is {latest}", param="policy_version"
+        ) from error
+
+
+def _completions(
+    body: GenerateRequest, plan: ReplyPlan, codec: TextCodec, gathered: Sequence[list[TokenEvent]]
+) -> dict[str, list[Any]]:
+    """The fields of the answer that have one entry for each completion."""
+    return {
+        "prompt_ids": [plan.prompts[i // plan.n] for i in range(plan.choices)],
+        "completion_ids": [[token for event in events for token in event.tokens] for events in gathered],
+        "text": [Choice(plan, codec).take(events).text for events in gathered],
+        "logprobs": [[x for event in events for x in event.logprobs] if body.logprobs else None for events in gathered],
+        "finish_reason": [_finish_reason(events) for events in gathered],
+        "weight_versions": [shown_versions(spans_of(events)) for events in gathered],
+    }
+
+
+def _oldest_version(spans: Sequence[Sequence[VersionSpan]], target: Target) -> int:
+    """The oldest version that any token was computed with."""
+    if target.admitted is None:
+        return 0
+    versions = [int(span.version.rpartition("@")[2] or 0) for each in spans for span in each]
+    return min(versions, default=target.admitted.version)
+
+
+def _finish_reason(events: Sequence[TokenEvent]) -> str:
+    finish = events[-1].finish
+    assert finish is not None, "gathered before the end"
+    return finish.reason
+
+
+def _token_choice(index: int, events: list[TokenEvent], logprobs: int | None) -> dict[str, Any]:
+    finish = events[-1].finish
+    assert finish is not None, "gathered before the end"
+    choice: dict[str, Any] = {
+        "index": index,
+        "token_ids": [token for event in events for token in event.tokens],
+        "logprobs": None,
+        "finish_reason": finish.reason,
+        "stop_reason": finish.stop_match,
+        "weight_versions": shown_versions(spans_of(events)),
+    }
+    if logprobs is not None:
+        choice["logprobs"] = {"content": [shown for event in events for shown in _token_logprobs(event)]}
+    return choice
+
+
+def _token_logprobs(event: TokenEvent) -> list[dict[str, Any]]:
+    tops = event.top_logprobs or [[] for _ in event.tokens]
+    return [
+        {**_named(token, logprob), "top_logprobs": [_named(each.token, each.logprob) for each in top]}
+        for token, logprob, top in zip(event.tokens, event.logprobs, tops, strict=True)
+    ]
+
+
+def _named(token: int, logprob: float) -> dict[str, Any]:
+    return {"token": f"token_id:{token}", "token_id": token, "logprob": floored(logprob), "bytes": None}
+
+
+def _prompt_logprobs(codec: TextCodec, prompt: list[int], events: list[TokenEvent], count: int) -> Any:
+    event = join(events)
+    logprobs = event.prompt_logprobs or [None] * len(prompt)
+    return TokenNames(codec, by_id=True).of_prompt(prompt, logprobs, event.prompt_top_logprobs, count)

@@ -1,0 +1,99 @@
+"""POST /tokenize and /detokenize, with vLLM's fields."""
+
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, Field, model_validator
+
+from api.errors import error_responses
+from api.openai.chat import encoded_chat
+from api.openai.completions import encoded
+from api.openai.fields import RequestModel, check_unicode, complaint
+from api.openai.schemas import ChatMessage, Off, StrictId
+from api.ring import Ring, ring_of
+from api.targets import find_job_target
+from shared.errors import TokenOutOfRangeError
+
+router = APIRouter(tags=["rl"])
+TheRing = Annotated[Ring, Depends(ring_of)]
+
+
+class TokenizeRequest(RequestModel):
+    """Text, or a chat that goes through the model's template."""
+
+    off: ClassVar[Off] = {
+        "continue_final_message": (False,),
+        "tools": ([],),
+        "chat_template": (),
+        "mm_processor_kwargs": (),
+    }
+
+    model: str | None = Field(default=None, description="may be left out when only one model is served")
+    prompt: str | None = None
+    messages: list[ChatMessage] = Field(default_factory=list)
+    add_special_tokens: bool | None = Field(default=None, description="default: true for text, false for a chat")
+    add_generation_prompt: bool | None = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unicode(cls, data: Any) -> Any:
+        check_unicode(data)
+        return data
+
+    @model_validator(mode="after")
+    def _one_input(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (not self.messages):
+            raise complaint("prompt", "give exactly one of 'prompt' and 'messages'")
+        return self
+
+
+class TokenizeResponse(BaseModel):
+    """Token ids."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(RequestModel):
+    """Token ids."""
+
+    model: str | None = Field(default=None, description="may be left out when only one model is served")
+    tokens: list[StrictId]
+
+
+class DetokenizeResponse(BaseModel):
+    """Text."""
+
+    prompt: str
+
+
+@router.post("/tokenize", summary="Text to token ids", responses=error_responses(400, 404, 503))
+async def tokenize(body: TokenizeRequest, ring: TheRing) -> TokenizeResponse:
+    """The ids that a completion (`prompt`) or a chat (`messages`) of this input would start from."""
+    target = await find_job_target(ring, body.model, "", "follow")
+    codec = await ring.codecs.codec(target.card)
+    if body.prompt is not None:
+        tokens = await encoded(codec, body.prompt, body.add_special_tokens is not False)
+    else:
+        tokens = await encoded_chat(codec, body)
+    return TokenizeResponse(
+        count=len(tokens),
+        max_model_len=target.card.context_length,
+        tokens=tokens,
+        token_strs=[codec.token_text(token) for token in tokens] if body.return_token_strs else None,
+    )
+
+
+@router.post("/detokenize", summary="Token ids to text", responses=error_responses(400, 404, 503))
+async def detokenize(body: DetokenizeRequest, ring: TheRing) -> DetokenizeResponse:
+    """The text of token ids, special tokens included."""
+    target = await find_job_target(ring, body.model, "", "follow")
+    for token in body.tokens:
+        if token >= target.card.vocab_size:
+            raise TokenOutOfRangeError(f"token id {token} is not in the vocabulary", param="tokens")
+    codec = await ring.codecs.codec(target.card)
+    return DetokenizeResponse(prompt=codec.decode(body.tokens, skip_special_tokens=False))
