@@ -1,0 +1,245 @@
+"""The adapter store on a real Redis: what is published is whole, numbered once, held while used, and heard of."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from shared.adapters import AdapterEvent, AdapterManifest, GateCheck
+from shared.errors import AdapterDamagedError, AdapterRejectedError, ConflictError, UnknownAdapterError
+from shared.redis import adapter_bytes, keys
+from shared.redis.adapter_cache import DiskCache
+from shared.redis.adapter_store import AdapterStore
+from shared.redis.adapter_watch import watch
+from tests.redis.adapter_versions import prepared, publish
+from tests.waiting import wait_until
+
+GATE = (GateCheck("finite", False, "nan"),)
+
+
+@pytest.fixture
+def store(redis: Redis) -> AdapterStore:
+    return AdapterStore(redis)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_bytes, "CHUNK_BYTES", 512)
+
+
+async def fetched(store: AdapterStore, manifest: AdapterManifest) -> bytes:
+    return b"".join([chunk async for chunk in store.fetch(manifest)])
+
+
+async def test_what_was_published_is_fetched(store: AdapterStore, tmp_path: Path) -> None:
+    adapter = prepared(tmp_path)
+    manifest = await store.publish("policy", adapter, base_sha256="b", train_step=3, metrics={"kl": 0.1})
+    assert (manifest.id, manifest.parent, manifest.train_step, manifest.metrics) == ("policy@1", 0, 3, {"kl": 0.1})
+    assert await store.manifest("policy") == await store.manifest("policy", 1) == manifest
+    assert await fetched(store, manifest) == adapter.path.read_bytes()
+    resolved = await store.resolve("policy")
+    assert (resolved.id, resolved.follows, (await store.resolve("policy@1")).follows) == ("policy@1", True, False)
+
+
+async def test_a_torn_publish_is_invisible(store: AdapterStore, redis: Redis, tmp_path: Path) -> None:
+    await publish(store)
+    adapter = prepared(tmp_path, seed=1)
+    data = bytearray(adapter.path.read_bytes())
+    data[-1] ^= 1
+    adapter.path.write_bytes(data)  # altered after it was checked
+    with pytest.raises(AdapterDamagedError):
+        await store.publish("policy", adapter, base_sha256="base")
+    assert (await store.latest("policy"), await store.versions("policy")) == (1, [1])
+    with pytest.raises(UnknownAdapterError):
+        await store.manifest("policy", 2)
+    assert 0 < await redis.ttl(keys.adapter_bytes("policy", 2)) <= keys.ADAPTER_UPLOAD_TTL_S
+    assert (await publish(store, seed=2)).version == 3
+
+
+async def test_bytes_that_went_missing_before_the_flip_are_refused(
+    store: AdapterStore, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = adapter_bytes.upload
+
+    async def expiring(redis: Redis, key: str, *arguments: object) -> int:
+        count = await whole(redis, key, *arguments)  # type: ignore[arg-type]
+        await redis.delete(key)
+        return count
+
+    monkeypatch.setattr(adapter_bytes, "upload", expiring)
+    with pytest.raises(ConflictError, match="took too long"):
+        await publish(store)
+    assert await store.names() == []
+
+
+@pytest.mark.parametrize("altered", ["flipped", "missing"])
+async def test_altered_chunks_are_detected(
+    store: AdapterStore, redis: Redis, small_chunks: None, tmp_path: Path, altered: str
+) -> None:
+    manifest = await publish(store)
+    assert manifest.chunks == 3
+    key = keys.adapter_bytes("policy", 1)
+    chunk = await redis.hget(key, "1")
+    await (redis.hdel(key, "1") if altered == "missing" else redis.hset(key, "1", bytes([chunk[0] ^ 1]) + chunk[1:]))
+    with pytest.raises(AdapterDamagedError):
+        await fetched(store, manifest)
+    cache = DiskCache(tmp_path / "cache", 2**20)
+    with pytest.raises(AdapterDamagedError):
+        async with cache.hold(store, manifest):
+            pass
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+async def test_concurrent_publishers_get_distinct_versions(store: AdapterStore, tmp_path: Path) -> None:
+    adapters = [prepared(tmp_path, seed) for seed in range(8)]
+    manifests = await asyncio.gather(*(store.publish("policy", adapter, base_sha256="b") for adapter in adapters))
+    assert sorted(manifest.version for manifest in manifests) == list(range(1, 9))
+    assert (await store.latest("policy"), await store.versions("policy")) == (8, list(range(1, 9)))
+    for manifest, adapter in zip(manifests, adapters, strict=True):
+        assert await fetched(store, manifest) == adapter.path.read_bytes()
+
+
+async def test_only_one_of_two_compare_and_set_publishers_wins(store: AdapterStore, tmp_path: Path) -> None:
+    await publish(store)
+    tries = [store.publish("policy", prepared(tmp_path, seed), base_sha256="base", if_latest=1) for seed in (1, 2)]
+    outcomes = await asyncio.gather(*tries, return_exceptions=True)
+    assert sorted(isinstance(outcome, ConflictError) for outcome in outcomes) == [False, True]
+    assert len(await store.versions("policy")) == 2
+
+
+async def test_another_base_is_refused(store: AdapterStore) -> None:
+    await publish(store)
+    with pytest.raises(AdapterRejectedError):
+        await publish(store, base="another")
+    assert await store.versions("policy") == [1]
+
+
+async def test_numbers_survive_deletion(store: AdapterStore) -> None:
+    await publish(store)
+    await store.delete("policy")
+    assert await store.names() == []
+    assert (await publish(store)).version == 2
+
+
+async def test_what_is_pinned_or_latest_is_not_deleted(store: AdapterStore) -> None:
+    for seed in range(3):
+        await publish(store, seed=seed)
+    await store.pin("policy", 1, "w1", 60)
+    for version in (1, 3):
+        with pytest.raises(ConflictError):
+            await store.delete("policy", version)
+    with pytest.raises(ConflictError, match="w1"):
+        await store.delete("policy")
+    await store.delete("policy", 2)
+    await store.unpin("policy", 1, "w1")
+    await store.delete("policy", 1)
+    assert await store.versions("policy") == [3]
+    with pytest.raises(UnknownAdapterError):
+        await store.pin("policy", 1, "w1", 60)
+
+
+async def test_a_pin_ends_by_itself(store: AdapterStore) -> None:
+    await publish(store)
+    await publish(store, seed=1)
+    await store.pin("policy", 1, "w1", 0.05)
+
+    async def deleted() -> bool:
+        with contextlib.suppress(ConflictError):
+            await store.delete("policy", 1)
+            return True
+        return False
+
+    await wait_until(deleted)
+
+
+async def test_keep_n_spares_latest_best_and_pinned(redis: Redis) -> None:
+    store = AdapterStore(redis)
+    for seed in range(4):
+        await publish(store, seed=seed)
+    await store.set_best("policy", 2, 0.9)
+    await store.pin("policy", 1, "w1", 60)
+    keeping = AdapterStore(redis, keep_n=1)
+    await publish(keeping, seed=4)
+    assert await store.versions("policy") == [1, 2, 5]
+    assert not await redis.exists(keys.adapter_bytes("policy", 3))
+    await store.rollback("policy", 2)
+    await publish(keeping, seed=5, set_latest=False)
+    assert await store.versions("policy") == [1, 2, 6]
+    assert (await store.summary("policy")).latest == 2
+
+
+async def test_candidates_are_promoted_or_rejected(store: AdapterStore) -> None:
+    await publish(store)
+    for seed in (1, 2):
+        await publish(store, seed=seed, set_latest=False)
+    rejected = await store.reject("policy", 2, GATE)
+    assert (rejected.status, (await store.manifest("policy", 2)).gate) == ("rejected", GATE)
+    for refused in (store.promote("policy", 2), store.rollback("policy", 2), store.resolve("policy@2")):
+        with pytest.raises(ConflictError):
+            await refused
+    await store.promote("policy", 3)
+    with pytest.raises(ConflictError):
+        await store.reject("policy", 3, GATE)
+    with pytest.raises(ConflictError):
+        await store.promote("policy", 1)
+    assert await store.rollback("policy", reason="worse") == 1
+    assert [(flip.version, flip.previous, flip.reason) for flip in await store.history("policy")] == [
+        (1, 3, "worse"), (3, 1, "promoted"), (1, 0, "published")
+    ]  # fmt: skip
+
+
+async def test_workers_acknowledge(store: AdapterStore) -> None:
+    await publish(store)
+    await publish(store, seed=1)
+    await store.acknowledge("w1", "policy", 1)
+    await store.acknowledge("w2", "policy", 2)
+    await store.acknowledge("w1", "policy", 2)
+    assert {worker: ack.version for worker, ack in (await store.acks("policy")).items()} == {"w1": 2, "w2": 2}
+
+
+@contextlib.asynccontextmanager
+async def watching(redis: Redis) -> AsyncIterator[list[AdapterEvent]]:
+    heard: list[AdapterEvent] = []
+
+    async def listen() -> None:
+        async for event in watch(redis, reread_s=0.05):
+            heard.append(event)
+
+    task = asyncio.create_task(listen())
+    try:
+        yield heard
+    finally:
+        while not task.done():  # redis-py may lose a cancellation
+            task.cancel()
+            await asyncio.wait({task}, timeout=0.2)
+
+
+async def test_a_watcher_hears_every_flip(store: AdapterStore, redis: Redis) -> None:
+    await publish(store)
+    async with watching(redis) as heard:
+        await wait_until(lambda: [(event.change, event.latest) for event in heard] == [("seen", 1)])
+        await publish(store, seed=1)
+        await publish(store, seed=2, set_latest=False)
+        await store.promote("policy", 3)
+        await store.rollback("policy", 1)
+        await store.delete("policy", 2)
+        await store.delete("policy")
+        expected = [
+            ("seen", 1), ("published", 2), ("published", 2), ("promoted", 3), ("rolled_back", 1), ("deleted", 1),
+            ("deleted", 0),
+        ]  # fmt: skip
+        await wait_until(lambda: len(heard) == len(expected))
+        assert [(event.change, event.latest) for event in heard] == expected
+
+
+async def test_a_watcher_finds_what_it_missed(store: AdapterStore, redis: Redis) -> None:
+    await publish(store)
+    await publish(store, seed=1)
+    async with watching(redis) as heard:
+        await wait_until(lambda: len(heard) == 1)
+        await redis.hset(keys.adapter("policy"), "latest", "1")  # a flip whose event was lost
+        await wait_until(lambda: len(heard) == 2)
+        assert (heard[1].change, heard[1].latest) == ("seen", 1)
