@@ -13,6 +13,7 @@ import gc
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from shared.errors import AdapterRejectedError, ParallmError
 from worker.engine.lora_sites import Site
 from worker.engine.lora_stacks import AdaptedModel, AdapterWeights
 from worker.engine.multi_lora import SiteWeights
+
+PAUSE_S = 0.001  # after each module: the engine's thread shares the interpreter and the machine with this one
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +98,7 @@ def read_adapter(
         each = _site_weights(manifest, site, tensors, dtype)
         mx.eval([each.a, each.b, *([] if each.gain is None else [each.gain])])  # one by one: DoRA's norms are large
         weights[module] = each
+        time.sleep(PAUSE_S)
     return weights
 
 

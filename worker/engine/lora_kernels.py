@@ -4,13 +4,16 @@ A decode step on a GPU is bound by the number of operations, not by their arithm
 read the same input (q, k, v; gate, up) share one operation. `one_pass` computes the r inner products again in every
 output tile (few rows); `two_pass` computes them once (many rows). Both accumulate in fp32.
 
+Shapes are written into the source, one kernel object per shape, because MLX works template arguments out again in every
+call, and a decode step of a large model is bound by what the host does.
+
 Layouts, with J projections of one input and rank r: A [S, in, J*r] in T, B_j [S, r, out_j] in T (scale folded in),
 y_j [M, out_j] in T, slots [M] uint32; slot 0 is the base and costs one comparison. T is bf16, fp16 or fp32; r is a
 multiple of 8, in and out_j are multiples of 8.
 """
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -113,44 +116,73 @@ _CUDA_EXPAND = """
 _CUDA_BEGIN = "  const int tid = threadIdx.x, m = blockIdx.y; const int slot = slots[m];\n"
 
 
+class _Shape(NamedTuple):
+    """What a kernel is compiled for."""
+
+    dtype: mx.Dtype
+    inputs: int
+    rank: int
+    outs: tuple[int, ...]
+
+    @property
+    def tiles(self) -> tuple[int, ...]:
+        return tuple(-(-out // (THREADS * COLUMNS)) for out in self.outs)
+
+    @property
+    def name(self) -> str:
+        return "_".join(map(str, (_CUDA_TYPES[self.dtype].strip("_"), self.inputs, self.rank, *self.outs)))
+
+    def constants(self, threads: int) -> str:
+        values = {"IN": self.inputs, "R": self.rank, "JR": self.rank * len(self.outs), "NT": threads}
+        for k, (out, tiles) in enumerate(zip(self.outs, self.tiles, strict=True)):
+            values |= {f"OUT{k}": out, f"TILES{k}": tiles}
+        lines = "".join(f"  constexpr int {name} = {value};\n" for name, value in values.items())
+        return f"  using T = {_CUDA_TYPES[self.dtype]};\n{lines}"
+
+
+_CUDA_TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.float32: "float"}
+
+
 @lru_cache
-def _one_pass_kernel(count: int) -> Kernel:
+def _one_pass_kernel(shape: _Shape) -> Kernel:
+    count = len(shape.outs)
     source = _CUDA_BEGIN + _select(count, "") + _CUDA_COPY + _CUDA_INNER + _CUDA_EXPAND.replace("= H;", "= h[r];")
     kernel: Kernel = mx.fast.cuda_kernel(
-        name=f"lora_one_pass_{count}",
+        name=f"lora_one_pass_{shape.name}",
         input_names=["x", "A", "slots", *_names("B", count), *_names("y", count)],
         output_names=_names("o", count),
-        source=source,
+        source=shape.constants(THREADS) + source,
         header=_CUDA_HEADER,
     )
     return kernel
 
 
 @lru_cache
-def _shrink_kernel() -> Kernel:
+def _shrink_kernel(shape: _Shape) -> Kernel:
     source = (
         "  const int tid = threadIdx.x, m = blockIdx.y, j = blockIdx.x; const int slot = slots[m];\n"
         "  if (slot == 0) return;\n" + _CUDA_INNER + "  if (tid < R) hidden[size_t(m) * JR + j * R + tid] = h[tid];\n"
     )
     kernel: Kernel = mx.fast.cuda_kernel(
-        name="lora_shrink",
+        name=f"lora_shrink_{shape.name}",
         input_names=["x", "A", "slots"],
         output_names=["hidden"],
-        source=source,
+        source=shape.constants(SHRINK_THREADS) + source,
         header=_CUDA_HEADER,
     )
     return kernel
 
 
 @lru_cache
-def _expand_kernel(count: int) -> Kernel:
+def _expand_kernel(shape: _Shape) -> Kernel:
+    count = len(shape.outs)
     source = _CUDA_BEGIN + _select(count, "") + _CUDA_COPY
     source += _CUDA_EXPAND.replace("= H;", "= hidden[size_t(m) * JR + j * R + r];")
     kernel: Kernel = mx.fast.cuda_kernel(
-        name=f"lora_expand_{count}",
+        name=f"lora_expand_{shape.name}",
         input_names=["hidden", "slots", *_names("B", count), *_names("y", count)],
         output_names=_names("o", count),
-        source=source,
+        source=shape.constants(THREADS) + source,
         header=_CUDA_HEADER,
     )
     return kernel
@@ -160,60 +192,43 @@ def _names(letter: str, count: int) -> list[str]:
     return [f"{letter}{k}" for k in range(count)]
 
 
-def _tiles(out: int) -> int:
-    return -(-out // (THREADS * COLUMNS))
-
-
 class FusedProjections:
     """The kernels of projections that read one input, with everything that a call repeats worked out once."""
 
     def __init__(self, a_SIJ: mx.array, bs: list[mx.array]) -> None:
-        self._count = len(bs)
+        shape = _Shape(a_SIJ.dtype, a_SIJ.shape[1], bs[0].shape[1], tuple(b.shape[-1] for b in bs))
+        self._shape = shape
         self._a, self._bs = a_SIJ, bs
-        self._rank = bs[0].shape[1]
-        outs = [b.shape[-1] for b in bs]
-        tiles = [_tiles(out) for out in outs]
-        self._grid = sum(tiles) * THREADS
-        shape: list[tuple[str, object]] = [
-            ("T", a_SIJ.dtype),
-            ("IN", a_SIJ.shape[1]),
-            ("JR", a_SIJ.shape[2]),
-            ("R", self._rank),
-        ]
-        sizes = [
-            (f"{name}{k}", size[k]) for k in range(self._count) for name, size in (("OUT", outs), ("TILES", tiles))
-        ]
-        self._template = [*shape, ("NT", THREADS), *sizes]
-        self._shrink_template = [*shape, ("NT", SHRINK_THREADS)]
+        self._grid = sum(shape.tiles) * THREADS
+        self._dtypes = [shape.dtype] * len(bs)
+        self._one_pass = _one_pass_kernel(shape)
 
     def one_pass(self, x: mx.array, ys: list[mx.array], slots_M: mx.array) -> list[mx.array]:
         """y_j + x A[slot] B_j[slot] for every projection j, in one operation; x [M, 1, in] or [M, in]."""
-        out: list[mx.array] = _one_pass_kernel(self._count)(
+        out: list[mx.array] = self._one_pass(
             inputs=[x, self._a, slots_M, *self._bs, *ys],
-            template=self._template,
             grid=(self._grid, x.shape[0], 1),
             threadgroup=(THREADS, 1, 1),
             output_shapes=[y.shape for y in ys],
-            output_dtypes=[y.dtype for y in ys],
+            output_dtypes=self._dtypes,
         )
         return out
 
     def two_pass(self, x: mx.array, ys: list[mx.array], slots_M: mx.array) -> list[mx.array]:
         """The same in two operations: inner products once, then the outputs."""
-        (hidden_MJ,) = _shrink_kernel()(
+        shape, count = self._shape, len(self._bs)
+        (hidden_MJ,) = _shrink_kernel(shape)(
             inputs=[x, self._a, slots_M],
-            template=self._shrink_template,
-            grid=(self._count * SHRINK_THREADS, x.shape[0], 1),
+            grid=(count * SHRINK_THREADS, x.shape[0], 1),
             threadgroup=(SHRINK_THREADS, 1, 1),
-            output_shapes=[(x.shape[0], self._count * self._rank)],
+            output_shapes=[(x.shape[0], count * shape.rank)],
             output_dtypes=[mx.float32],
         )
-        out: list[mx.array] = _expand_kernel(self._count)(
+        out: list[mx.array] = _expand_kernel(shape)(
             inputs=[hidden_MJ, slots_M, *self._bs, *ys],
-            template=self._template,
             grid=(self._grid, x.shape[0], 1),
             threadgroup=(THREADS, 1, 1),
             output_shapes=[y.shape for y in ys],
-            output_dtypes=[y.dtype for y in ys],
+            output_dtypes=self._dtypes,
         )
         return out

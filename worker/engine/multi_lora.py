@@ -9,8 +9,9 @@ is called and hands the others their part if they are called with the very same 
 itself, so grouping changes the speed and never the result. Arrays are replaced, never written while a forward that was
 dispatched reads them (MLX copies on write).
 
-In the dtype of x, sums equal mlx-lm's LoRALinear bit by bit as long as scale is a power of two and the stack has the
-adapter's dtype: mlx-lm multiplies by scale at the end.
+In the dtype of x, sums by plain operations equal mlx-lm's LoRALinear bit by bit as long as scale is a power of two and
+the stack has the adapter's dtype: mlx-lm multiplies by scale at the end. The fused kernels keep x A in fp32, where
+mlx-lm rounds it to the dtype.
 """
 
 from __future__ import annotations
@@ -165,19 +166,23 @@ class LinearGroup(Stack):
         self._linears = [site.module for site in sites]
         self._fused: FusedProjections | None = None
         self._x: mx.array | None = None
-        self._waiting: dict[int, mx.array] = {}  # outputs for x that other members will ask for
+        self._ys: list[mx.array | None] = []  # outputs for x that other members will ask for
+        self._left = 0
         widths = [width for site in sites for width in (site.inputs, site.outputs)]
+        self._inputs = sites[0].inputs
         self._fits_fused = all(width % 8 == 0 for width in widths)
 
     def output(self, index: int, x: mx.array) -> mx.array:
         """Member `index`'s output for x [B, L, in] or [B*L, in]."""
-        if x is self._x and index in self._waiting:
-            y = self._waiting.pop(index)
-        else:
-            ys = self._outputs(x)
+        ys = self._ys
+        if x is not self._x or (y := ys[index]) is None:
+            ys = self._ys = list(self._outputs(x))
             y = ys[index]
-            self._x, self._waiting = x, {at: each for at, each in enumerate(ys) if at != index}
-        if not self._waiting:
+            assert y is not None
+            self._x, self._left = x, len(ys)
+        ys[index] = None
+        self._left -= 1
+        if self._left == 0:
             self._x = None
         return y
 
@@ -187,21 +192,23 @@ class LinearGroup(Stack):
         return super().write(slot, weights)
 
     def _outputs(self, x: mx.array) -> list[mx.array]:
-        slots_B = self.rows.slots_B
+        rows = self.rows
+        slots_B = rows.slots_B
         assert slots_B is not None and self.a is not None
         ys = [linear(x) for linear in self._linears]
-        rows = slots_B.shape[0]
-        x_BLI = x if x.ndim == 3 and x.shape[0] == rows else x.reshape(rows, -1, x.shape[-1])
-        kernel = self.rows.kernel
-        if kernel == "fused" and x_BLI.shape[1] == 1 and self._fits_fused and x.dtype == self.dtype == ys[0].dtype:
+        if rows.kernel == "fused" and x.size == slots_B.size * self._inputs and self._is_fusible(x, ys):
             self._fused = self._fused or FusedProjections(self.a, self.bs)
-            ys = self._fused.one_pass(x_BLI, ys, slots_B)
+            ys = self._fused.one_pass(x, ys, slots_B)
         else:
-            deltas = deltas_of(x_BLI.astype(self.dtype), self.a, self.bs, slots_B, kernel)
+            x_BLI = x.reshape(slots_B.size, -1, self._inputs).astype(self.dtype)
+            deltas = deltas_of(x_BLI, self.a, self.bs, slots_B, rows.kernel)
             ys = [y + delta.astype(y.dtype).reshape(y.shape) for y, delta in zip(ys, deltas, strict=True)]
-        if self.rows.dora:
+        if rows.dora:
             ys = [self._gained(index, y, slots_B) for index, y in enumerate(ys)]
         return ys
+
+    def _is_fusible(self, x: mx.array, ys: list[mx.array]) -> bool:
+        return self._fits_fused and x.dtype == self.dtype == ys[0].dtype
 
     def _gained(self, index: int, y: mx.array, slots_B: mx.array) -> mx.array:
         """DoRA: the sum without bias times the gain; rows of other kinds have gain 1."""
@@ -246,10 +253,6 @@ class MultiLoRALinear(nn.Module):  # type: ignore[misc]
         self._group = group
         self._rows = group.rows
         self._index = index
-
-    def join(self, group: LinearGroup, index: int) -> None:
-        """Belong to another group."""
-        self._group, self._index = group, index
 
     def __call__(self, x: mx.array) -> mx.array:
         """y for x [B, L, in]."""
