@@ -79,7 +79,7 @@ def test_a_hit_gives_the_tokens_of_a_cold_run(model: LoadedModel, sampling: dict
 def test_hits_and_misses_decode_in_one_batch(llama: LoadedModel) -> None:
     shared = prompt_of(128)
     bench = Bench(llama)
-    bench.submit(spec("first", shared))
+    bench.submit(spec("first", [*shared, 1]))
     bench.run()
     specs = [spec(f"s{at}", [*shared[: 64 * (at % 3)], *prompt_of(5 + 13 * at, at + 1)]) for at in range(8)]
     bench.submit(*specs)
@@ -90,15 +90,16 @@ def test_hits_and_misses_decode_in_one_batch(llama: LoadedModel) -> None:
 
 def test_an_exact_repetition_feeds_one_token(llama: LoadedModel) -> None:
     bench, prompt = Bench(llama), prompt_of(128)
-    bench.submit(spec("cold", prompt, max_tokens=3))
-    bench.run()
+    for cold in (spec("longer", [*prompt, 1], max_tokens=3), spec("cold", prompt, max_tokens=3)):
+        bench.submit(cold)
+        bench.run()
     spy = SpiedModel.inside(bench)
     bench.submit(spec("warm", prompt, max_tokens=3))
     bench.run()
     bench.engine._model.model = spy.inner
     assert set(spy.fed) == {1}, spy.fed
     assert bench.finish("warm").cached_tokens == 127
-    assert bench.tokens("warm") == bench.tokens("cold")
+    assert [bench.tokens("warm")] == list(alone(llama, spec("warm", prompt, max_tokens=3)).values())
 
 
 def test_what_rows_write_behind_a_shared_prefix_stays_theirs(llama: LoadedModel) -> None:
@@ -123,6 +124,13 @@ def test_a_group_hits_and_leaves_its_prompt(llama: LoadedModel) -> None:
         bench.run()
         assert [bench.finish(one.id).cached_tokens for one in group] == [cached] * 4
         assert {one.id: bench.tokens(one.id) for one in group} == alone(llama, *group)
+
+
+def test_a_group_begins_as_a_whole(llama: LoadedModel) -> None:
+    bench = Bench(llama, prefill_rows=2)
+    bench.submit(*(spec(f"g{at}", prompt_of(100)) for at in range(8)))
+    bench.until(lambda: bool(bench.events))
+    assert len(bench.events) == 8
 
 
 def test_ids_that_are_scored_are_always_fed(llama: LoadedModel) -> None:

@@ -272,7 +272,7 @@ class Engine:
             tokens = self._batch.step(prefill_tokens)
             for row in self._batch.started:
                 kv = partial(self._batch.kv_of, row)
-                self._keep_prefix(row, row.kv_versions, kv, len(row.spec.prompt_ids))
+                self._keep_prefix(row, row.kv_versions, kv, len(row.spec.prompt_ids) - 1)  # as much as the lane
         except Exception as error:
             rows = self._batch.give_up()
             self._batch = RunningBatch(self._model, self._config)

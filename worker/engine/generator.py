@@ -38,6 +38,8 @@ class RunningBatch:
         )
         self._rows: dict[int, Row] = {}
         self._prefilling: set[int] = set()
+        self._forks: set[int] = set()  # of them, those that have KV of all but their last token
+        self._prefill_rows = config.prefill_rows
         self.started: list[Row] = []  # got their first token in the latest step
 
     def __len__(self) -> int:
@@ -75,6 +77,8 @@ class RunningBatch:
             row.uid = uid
             self._rows[uid] = row
         self._prefilling.update(uids)
+        if len(tokens) == 1:
+            self._forks.update(uids)
 
     def remove(self, rows: Iterable[Row]) -> None:
         """Free these rows' places and KV."""
@@ -86,11 +90,14 @@ class RunningBatch:
             assert row.uid is not None
             del self._rows[row.uid]
             self._prefilling.discard(row.uid)
+            self._forks.discard(row.uid)
             row.uid = None
 
     def step(self, prefill_tokens: int) -> list[tuple[Row, int]]:
         """One decode step and one chunk of prompts, about `prefill_tokens` in all; each row's new token."""
         if self._prefilling:
+            # Forks have nothing to prefill: a group begins to decode as a whole, not a few rows at a time.
+            self._generator.prefill_batch_size = max(self._prefill_rows, len(self._forks))
             self._generator.prefill_step_size = max(1, prefill_tokens // len(self._prefilling))
         _, responses = self._generator.next()
         rows = self._rows
@@ -99,6 +106,7 @@ class RunningBatch:
         if self._prefilling:
             self.started = [rows[response.uid] for response in responses if response.uid in self._prefilling]
             self._prefilling.difference_update(response.uid for response in responses)
+            self._forks &= self._prefilling
         return tokens
 
     def kv_of(self, row: Row) -> list[Any]:

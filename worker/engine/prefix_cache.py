@@ -109,7 +109,8 @@ class PrefixCache:
         if segment.nbytes > self._limit:
             return
         segment.layers = [(mx.contiguous(keys), mx.contiguous(values)) for keys, values in cut]
-        mx.eval(segment.layers)  # a copy: a slice would keep the whole batch's KV alive
+        # Copies: a slice would keep the whole batch's KV alive. Nobody waits for them, nor do first tokens.
+        mx.async_eval(segment.layers)  # type: ignore[no-untyped-call]
         self._blocks.update(dict.fromkeys(segment.keys, segment))
         self._segments[segment.keys[0]] = segment
         self._bytes += segment.nbytes
