@@ -103,6 +103,10 @@ class WorkerSettings(ProcessSettings):
     reserved_interactive_rows: int = Field(default=2, ge=0, description="rows that batch work never takes")
     interactive_share: float = Field(default=0.7, ge=0, le=1, description="share of rows when both classes wait")
     kv_memory_gb: float = Field(default=0, ge=0, description="KV memory limit; 0: half of what the model left free")
+    prefix_cache_gb: float = Field(
+        default=1.0, ge=0, description="KV of earlier prompts, kept besides the KV memory; 0: none"
+    )
+    block_size: int = Field(default=64, ge=16, description="tokens by which the prefix cache compares prompts")
     max_context: int = Field(default=0, ge=0, description="shorten the model's context; 0: the model's own")
     dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
         default="", description="default: the model's; float32 on a Linux CPU"

@@ -15,7 +15,7 @@ import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import structlog
 from redis.exceptions import RedisError
@@ -103,6 +103,8 @@ class WorkerProcess:
             dtype=s.dtype or None,
             max_context=s.max_context or None,
             trust_remote_code=s.trust_remote_code,
+            prefix_cache_bytes=int(s.prefix_cache_gb * 1e9),
+            block_size=s.block_size,
         )
 
     async def _open(self, card: ModelCard, tokenizer: TokenizerBundle) -> None:
@@ -344,6 +346,7 @@ class WorkerProcess:
                 started_ms=self._started_ms,
                 heartbeat_ms=now_ms(),
                 adapters=self._adapters.loaded,
+                extra={f"prefix_{name}": value for name, value in asdict(stats.prefix).items()},
             )
         )
         await self._adapters.tend()
