@@ -327,6 +327,7 @@ async def test_every_sequence_ends_exactly_once_among_dying_workers(redis: Redis
     q = SequenceQueue(redis, MODEL, lease_ms=LEASE_MS, max_deaths=1000)
     total = 60
     await q.enqueue([spec(f"s{i}", job="j", group=f"g{i // 4}") for i in range(total)])
+
     async def work(name: str) -> None:
         life = 0
         while len(await gathered(redis, "j")) < total:
