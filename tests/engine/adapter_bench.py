@@ -48,6 +48,12 @@ class AdapterBench(Bench):
         name, _, number = version.partition("@")
         self.slots.point(name, int(number))
 
+    def publish_and_read(self, version: str) -> None:
+        """Publish, and let the reader finish before any other turn: rows must not end while it reads."""
+        self.woken.clear()
+        self.publish(version)
+        assert self.woken.wait(20)
+
     def turn(self) -> list[TokenEvent]:
         if not self.engine.busy:
             self.woken.wait(0.05)

@@ -150,8 +150,8 @@ async def test_two_workers_load_and_acknowledge_what_is_published(ring: Ring, ma
     base = first.base_sha256
     assert await ring.publish("math", "a@1", base) == 1
     await ring.acknowledged("math", 1, {"w1", "w2"})
-    specs = [row("f", prompt_of(6), "math", adapter_policy="follow", max_tokens=300)]
-    specs.append(row("p", prompt_of(6), "math", max_tokens=300))
+    specs = [row("f", prompt_of(6), "math", adapter_policy="follow", max_tokens=900)]
+    specs.append(row("p", prompt_of(6), "math", max_tokens=900))
     for worker in (first, second):
         for spec in specs:
             await worker.submit(spec)

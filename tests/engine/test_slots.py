@@ -56,7 +56,7 @@ def test_followers_switch_in_mid_sequence_and_pinned_rows_stay(bench: AdapterBen
     followers = [row(f"f{at}", prompt_of(6 + at, at), "a", adapter_policy="follow", max_tokens=40) for at in range(3)]
     bench.submit(*pinned, *others, *followers)
     bench.until(lambda: len(bench.tokens("f0")) >= 8)
-    bench.publish("a@2")
+    bench.publish_and_read("a@2")
     bench.load("a@2")
     bench.submit(late := row("late", prompt_of(4), "a", adapter_policy="follow"))
     bench.run()
@@ -73,7 +73,7 @@ def test_a_rollback_moves_followers_back(bench: AdapterBench) -> None:
     bench.publish("a@1")
     bench.submit(spec := row("f", prompt_of(6), "a", adapter_policy="follow", max_tokens=60))
     bench.until(lambda: len(bench.tokens("f")) >= 5)
-    bench.publish("a@2")
+    bench.publish_and_read("a@2")
     bench.until(lambda: "a@2" in bench.versions("f"))
     bench.publish("a@1")
     bench.run()
@@ -91,7 +91,7 @@ def test_recompute_computes_the_context_again_under_the_new_version(bench: Adapt
     ]
     bench.submit(*specs, row("base", prompt_of(5), max_tokens=30))
     bench.until(lambda: len(bench.tokens("r0")) >= 6)
-    bench.publish("a@2")
+    bench.publish_and_read("a@2")
     bench.run()
     for spec in specs:
         assert set(bench.versions(spec.id)) == {"a@1", "a@2"}

@@ -1,0 +1,90 @@
+"""A whole worker process object: sequences with adapters from the queue to the committed result."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from redis.asyncio import Redis
+
+from shared.adapter_config import mlx_config
+from shared.adapter_format import prepare
+from shared.errors import UnknownAdapterError
+from shared.redis import keys
+from shared.redis.adapter_store import AdapterStore
+from shared.redis.client import connect
+from shared.redis.sequence_queue import SequenceQueue
+from shared.redis.worker_registry import WorkerRegistry
+from shared.sequences import SequenceResult, decode_result
+from shared.settings import WorkerSettings
+from tests.engine.adapter_bench import row
+from tests.engine.adapter_models import MadeAdapter, make_adapter
+from tests.engine.conftest import prompt_of
+from tests.waiting import wait_until
+from worker.engine.loader import LoadedModel
+from worker.process import WorkerProcess
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    client = connect(redis_url)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def worker(redis_url: str, llama_folder: Path, tmp_path: Path) -> AsyncIterator[WorkerProcess]:
+    settings = WorkerSettings(redis=redis_url, model=str(llama_folder), worker_id="w1", adapter_cache_dir=tmp_path)
+    process = WorkerProcess(settings)
+    running = asyncio.create_task(process.run())
+    yield process
+    process.stop()
+    assert await running == 0
+
+
+async def publish(redis: Redis, made: MadeAdapter, folder: Path, base: str) -> None:
+    manifest = made.manifest
+    config = mlx_config(manifest.kind, manifest.rank, manifest.scale, manifest.modules)
+    adapter = prepare(config, made.path, folder)
+    await AdapterStore(redis).publish("math", adapter, base_sha256=base)
+
+
+async def results_of(redis: Redis, model: str, job: str, count: int) -> dict[str, SequenceResult]:
+    stream = keys.finished(model, job)
+
+    async def done() -> bool:
+        return bool(await redis.xlen(stream) == count)
+
+    await wait_until(done, 20)
+    found = [decode_result(fields[b"result"]) for _, fields in await redis.xrange(stream)]
+    return {each.id: each for each in found}
+
+
+async def test_sequences_run_on_published_versions(
+    redis: Redis, worker: WorkerProcess, llama: LoadedModel, tmp_path: Path
+) -> None:
+    model = llama.card.name
+    registry = WorkerRegistry(redis)
+
+    async def up() -> bool:
+        return bool(await registry.workers(model))
+
+    await wait_until(up, 20)
+    await publish(redis, make_adapter(llama.model, tmp_path / "made"), tmp_path, llama.card.base_sha256)
+    group = [
+        row(f"g{at}", prompt_of(8), "math", group="g", kv_on_swap="keep", adapter_policy="follow") for at in range(4)
+    ]
+    specs = [row("base", prompt_of(8)), row("pin", prompt_of(8), "math@1"), row("no", prompt_of(8), "nobody"), *group]
+    specs = [msgspec.structs.replace(spec, model=model, job="j") for spec in specs]
+    await SequenceQueue(redis, model).enqueue(specs)
+    results = await results_of(redis, model, "j", len(specs))
+    assert (results["no"].finish.reason, results["no"].finish.error_code) == ("error", UnknownAdapterError.code)
+    versions = {seq: [span.version for span in each.spans] for seq, each in results.items()}
+    assert versions == {"base": [""], "pin": ["math@1"], "no": [], **{spec.id: ["math@1"] for spec in group}}
+    assert results["pin"].completion_ids == results["g0"].completion_ids != results["base"].completion_ids
+
+    async def seen() -> bool:
+        return (await registry.workers(model))[0].adapters == {"math": 1}
+
+    await wait_until(seen, 10)
