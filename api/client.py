@@ -72,6 +72,28 @@ class ModelInfo(msgspec.Struct, frozen=True):
     parent: str | None = None  # of an adapter: its base model
 
 
+class Generation(msgspec.Struct, frozen=True):
+    """One completion of `POST /generate`."""
+
+    request_id: str
+    policy_version: int  # adapter version of its tokens; 0: the base
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    text: str
+    finish_reason: str
+    logprobs: list[float] | None = None
+    step_id: int | str | None = None
+    metadata: dict[str, Any] = {}
+
+
+class AdapterLoaded(msgspec.Struct, frozen=True):
+    """A new adapter version."""
+
+    status: str
+    policy_version: int
+    message: str
+
+
 class _ModelList(msgspec.Struct):
     data: list[ModelInfo]
 
@@ -225,6 +247,17 @@ class InferenceClient:
                     text = choice.get("delta", {}).get("content")
                     if text:
                         yield text
+
+    async def generate(self, prompt: str | list[int], **options: Any) -> Generation:
+        """One completion of a text or of token ids; options are the fields of `POST /generate`, one prompt, n 1."""
+        body = {"prompt" if isinstance(prompt, str) else "prompt_ids": prompt, "logprobs": 1, **options}
+        return _decode(await self._patiently(lambda: self._http.post("/generate", json=body)), Generation)
+
+    async def load_adapter(self, adapter_path: str, name: str | None = None) -> AdapterLoaded:
+        """Make the next version of an adapter from a directory of the api's host, below its --adapter-dirs."""
+        body = {"adapter_path": adapter_path} | ({"name": name} if name else {})
+        answer = await self._patiently(lambda: self._http.post("/load_adapter", json=body), busy=frozenset())
+        return _decode(answer, AdapterLoaded)
 
     async def models(self) -> list[ModelInfo]:
         """What can be asked for."""

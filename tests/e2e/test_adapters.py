@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from api.client import InferenceClient, RequestFailedError
 from tests.e2e.rings import MODEL, Ring, ring
 from tests.unit.adapter_files import Array, mlx_config, peft_config, peft_tensors, write
 from tests.waiting import wait_until
@@ -173,3 +174,14 @@ def test_only_configured_folders_are_read(http: httpx.Client, folder: Path) -> N
     generated = http.post("/generate", json={"prompt": "a", "max_tokens": 4, "logprobs": 1}).json()
     assert (generated["policy_version"], len(generated["logprobs"])) == (1, len(generated["completion_ids"]))
     assert http.post("/generate", json={"prompt": "a", "policy_version": 2}).status_code == 409
+
+
+async def test_the_client_generates_and_is_refused_a_folder_outside(server: Ring) -> None:
+    async with InferenceClient(server.url, patience_s=5) as client:
+        made = await client.generate("hello", model="tiny", max_tokens=8, temperature=0, step_id=7)
+        assert made.policy_version == 0
+        assert made.step_id == 7
+        assert made.logprobs is not None
+        assert len(made.logprobs) == len(made.completion_ids) <= 8
+        with pytest.raises(RequestFailedError, match="adapter"):
+            await client.load_adapter("/etc")
