@@ -8,11 +8,13 @@ from typing import Any
 from shared import errors
 from shared.redis import keys
 from shared.settings import ApiSettings, ProcessSettings, RunnerSettings, ServeSettings, WorkerSettings
+from trainer.settings import TrainSettings
 
 TARGET = Path(__file__).parent / "reference.md"
 COMMANDS = {
     "mlx_parallm_serve": (ServeSettings, "all processes on one machine; takes the settings of the others too"),
     "mlx_parallm_worker": (WorkerSettings, "one worker"),
+    "mlx_parallm_train": (TrainSettings, "the trainer"),
     "python -m api": (ApiSettings, "one api process"),
     "python -m worker.jobs": (RunnerSettings, "one job runner"),
 }

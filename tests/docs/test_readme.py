@@ -121,6 +121,12 @@ def test_a_second_worker_joins(shell: Shell) -> None:
         assert stop(worker) == 0
 
 
+def test_a_trainer_learns_from_the_ring(shell: Shell) -> None:
+    shell.run(block("mlx_parallm_train --redis").replace("--steps 20", f"--steps 2 --run-dir {shell.folder}/train"))
+    models = json.loads(shell.run("curl -s http://127.0.0.1:8000/v1/models"))
+    assert "policy" in [model["id"] for model in models["data"]]
+
+
 def test_make_has_the_targets_that_the_readme_names() -> None:
     for target in re.findall(r"make (\w+)", README):
         done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60)
