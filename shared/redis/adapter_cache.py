@@ -96,7 +96,9 @@ class DiskCache:
     async def _download(self, catalog: AdapterCatalog, manifest: AdapterManifest) -> None:
         part = self._path / f"{manifest.sha256}.part"
         with part.open("ab") as file:
-            while not _lock(file):  # noqa: ASYNC110 - another process downloads it, and only the file system knows
+            while not _lock(file):  # another process downloads it, and only the file system knows when it is done
+                if not _is_at(file, part):  # renamed: its reader's lock is on the same file and may last
+                    return
                 await asyncio.sleep(POLL_S)
             if not _is_at(file, part):
                 return
