@@ -215,9 +215,9 @@ def test_a_follower_hits_under_the_version_that_it_has(adapters: AdapterBench) -
     assert cached == [0, 64, 0, 64]
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1])
 def test_kv_of_two_versions_is_not_kept(adapters: AdapterBench, rows: int) -> None:
-    """With three rows of one prompt the prefill runs in our lane."""
+    """One row, so that the prefill runs in the batch: in our lane it may end before the switch."""
     adapters.publish("a@1")
     adapters.load("a@1")
     adapters.provide("b@1")

@@ -139,7 +139,7 @@ def test_counts_grow_by_the_token_that_the_host_has_not_seen() -> None:
 @given(
     seed=st.integers(0, 10_000),
     top_k=st.integers(1, 64),
-    top_p=st.floats(0.01, 1.0),
+    top_p=st.floats(0.01, 0.999) | st.just(1.0),  # closer to 1 the cut lies within the rounding of fp32
     sharpness=st.floats(0.05, 8.0),
     candidates=st.sampled_from([4, 16, 64]),
 )
