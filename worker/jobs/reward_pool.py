@@ -88,7 +88,7 @@ class _Processes:
                 future = executor.submit(score_samples, spec, list(samples), timeout_s)
                 async with asyncio.timeout(self._longest_s):
                     return await asyncio.wrap_future(future)
-            except (TimeoutError, BrokenProcessPool):
+            except (TimeoutError, BrokenProcessPool, OSError):  # OSError: its queue was closed as it broke
                 self._discard(executor)
                 return None
             except asyncio.CancelledError:
