@@ -1,8 +1,9 @@
-"""Served output tok/s and time to first token over HTTP, against raw mlx-lm in process and `mlx_lm.server` beside it.
+"""Served output tok/s, time to first token and between tokens over HTTP, against raw mlx-lm and `mlx_lm.server`.
 
-`python -m tests.bench.served [--rounds 5] [--streams 1 8 32]`. All sides take turns in one run on the same model and
-prompts: 64 tokens in, 64 out, greedy, end-of-sequence ignored where the side can. Only ratios within a
-run mean something; machines are noisy.
+`python -m tests.bench.served [--rounds 5] [--streams 1 8 32] [--models qwen3-small tiny qwen3-0.6b qwen3-4b]`. All
+sides take turns in one run on the same model and prompts: 64 tokens in, 64 out, greedy, end-of-sequence ignored where
+the side can. Only ratios within a run mean something; machines are noisy. On a GPU, say:
+`--models qwen3-0.6b --dtype bfloat16 --prompt 128 --tokens 128 --streams 1 32 128 --no-peer`.
 """
 
 import argparse
@@ -15,17 +16,19 @@ import subprocess
 import sys
 import tempfile
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from tests.bench.load import LoadFigures, load
-from tests.bench.models import QWEN3_SMALL, random_qwen3
+from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
 from tests.e2e.rings import Process
 
 PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 64
+SHAPES = {"qwen3-small": QWEN3_SMALL, "qwen3-0.6b": QWEN3_0_6B, "qwen3-4b": QWEN3_4B}
 RAW = """
 import json, sys, time
 from worker.engine import fast_blas
@@ -33,12 +36,13 @@ fast_blas.install()
 import mlx.core as mx
 from mlx_lm import batch_generate, load
 model, tokenizer = load(sys.argv[1])
-model.set_dtype(mx.float32)
+model.set_dtype(getattr(mx, sys.argv[3]))
 tokenizer._eos_token_ids = set()
 for line in sys.stdin:
     prompts = json.loads(line)
+    rows = {"completion_batch_size": len(prompts), "prefill_batch_size": min(len(prompts), 32)}
     began = time.perf_counter()
-    response = batch_generate(model, tokenizer, prompts, max_tokens=int(sys.argv[2]))
+    response = batch_generate(model, tokenizer, prompts, max_tokens=int(sys.argv[2]), **rows)
     print(json.dumps({"tokens": response.stats.generation_tokens, "s": time.perf_counter() - began}), flush=True)
 """
 PEER = """
@@ -55,9 +59,9 @@ mlx_lm.server.main()
 class Raw:
     """`mlx_lm.batch_generate` in a process of its own."""
 
-    def __init__(self, model: Path, tokens: int) -> None:
+    def __init__(self, model: Path, tokens: int, dtype: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", RAW, str(model), str(tokens)],
+            [sys.executable, "-c", RAW, str(model), str(tokens), dtype],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -77,9 +81,9 @@ class Raw:
         self._process.stdout.close()
 
 
-def prompts_of(count: int, vocabulary: int, seed: int) -> list[list[int]]:
+def prompts_of(count: int, tokens: int, vocabulary: int, seed: int) -> list[list[int]]:
     draw = random.Random(seed)
-    return [[draw.randrange(4, min(vocabulary, 440)) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+    return [[draw.randrange(4, min(vocabulary, 440)) for _ in range(tokens)] for _ in range(count)]
 
 
 def our_bodies(model: str, prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
@@ -124,44 +128,71 @@ def decode_prompts(model: Path, prompts: list[list[int]]) -> list[str]:
     return [tokenizer.decode(prompt) for prompt in prompts]
 
 
+class Peer:
+    """`mlx_lm.server`, when it takes part."""
+
+    def __init__(self, model: Path, tokens: int, takes_part: bool) -> None:
+        self._model, self._tokens = model, tokens
+        self._process, self._url = start_peer(model) if takes_part else (None, "")
+
+    async def load(self, prompts: list[list[int]]) -> LoadFigures | None:
+        if self._process is None:
+            return None
+        bodies = peer_bodies(decode_prompts(self._model, prompts), self._tokens)
+        return await load(self._url, "/v1/completions", bodies)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+
+
 async def measure(name: str, model: Path, url: str, arguments: argparse.Namespace) -> None:
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    raw = Raw(model, arguments.tokens)
-    peer, peer_url = start_peer(model)
+    raw = Raw(model, arguments.tokens, arguments.dtype)
+    peer = Peer(model, arguments.tokens, takes_part=not arguments.no_peer)
     try:
         for count in arguments.streams:
-            raw_rates: list[float] = []
-            ours: list[LoadFigures] = []
-            theirs: list[LoadFigures] = []
+            turns: list[Turn] = []
             for turn in range(-1, arguments.rounds):
-                prompts = prompts_of(count, vocabulary, seed=count * 1000 + turn)
+                prompts = prompts_of(count, arguments.prompt, vocabulary, seed=count * 1000 + turn)
                 raw_rate = await asyncio.to_thread(raw.tokens_per_s, prompts)
                 our = await load(url, "/v1/completions", our_bodies(model.name, prompts, arguments.tokens))
-                their = await load(
-                    peer_url, "/v1/completions", peer_bodies(decode_prompts(model, prompts), arguments.tokens)
-                )
+                their = await peer.load(prompts)
                 if turn >= 0:  # the first turn warms all sides up
-                    raw_rates.append(raw_rate)
-                    ours.append(our)
-                    theirs.append(their)
-            show(name, count, raw_rates, ours, theirs)
+                    turns.append(Turn(raw_rate, our, their))
+            print(f"{name:14s} {count:3d} streams | {report(turns)}", flush=True)
     finally:
         raw.stop()
-        peer.terminate()
-        peer.wait()
+        peer.stop()
 
 
-def show(name: str, count: int, raw: list[float], ours: list[LoadFigures], theirs: list[LoadFigures]) -> None:
-    our_ratio = [figures.tokens_per_s / rate for figures, rate in zip(ours, raw, strict=True)]
-    their_ratio = [figures.tokens_per_s / rate for figures, rate in zip(theirs, raw, strict=True)]
-    our_first = sorted(ms for figures in ours for ms in figures.first_token_ms)
-    their_first = sorted(ms for figures in theirs for ms in figures.first_token_ms)
-    print(
-        f"{name:14s} {count:3d} streams | raw {statistics.median(raw):7.0f} tok/s | "
-        f"ours/raw {spread(our_ratio)} ({statistics.median(f.tokens_per_s for f in ours):.0f} tok/s), "
-        f"first token p50/p99 {at(our_first, 50):.1f}/{at(our_first, 99):.1f} ms | "
-        f"mlx_lm.server/raw {spread(their_ratio)}, {at(their_first, 50):.1f}/{at(their_first, 99):.1f} ms",
-        flush=True,
+@dataclass(frozen=True)
+class Turn:
+    """One round: raw tok/s, our figures, the peer's."""
+
+    raw: float
+    ours: LoadFigures
+    peer: LoadFigures | None
+
+
+def report(turns: list[Turn]) -> str:
+    raw = statistics.median(turn.raw for turn in turns)
+    sides = [f"raw {raw:7.0f} tok/s", "ours" + side(turns, [turn.ours for turn in turns])]
+    peers = [turn.peer for turn in turns if turn.peer]
+    if peers:
+        sides.append("mlx_lm.server" + side(turns, peers))
+    return " | ".join(sides)
+
+
+def side(turns: list[Turn], figures: list[LoadFigures]) -> str:
+    ratios = [one.tokens_per_s / turn.raw for one, turn in zip(figures, turns, strict=True)]
+    first = sorted(ms for one in figures for ms in one.first_token_ms)
+    gaps = sorted(1000 * gap for one in figures for stream in one.streams for gap in stream.gaps_s)
+    rate = statistics.median(one.tokens_per_s for one in figures)
+    return (
+        f"/raw {spread(ratios)} ({rate:.0f} tok/s), first token p50/p99 "
+        f"{at(first, 50):.1f}/{at(first, 99):.1f} ms, between {at(gaps, 50):.1f}/{at(gaps, 99):.1f} ms"
     )
 
 
@@ -169,16 +200,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.served", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--prompt", type=int, default=PROMPT_TOKENS, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=OUTPUT_TOKENS, help="output tokens a stream")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--no-peer", action="store_true", help="without mlx_lm.server")
+    parser.add_argument("--serve", action="append", default=[], help="one more flag for mlx_parallm_serve")
     parser.add_argument("--models", nargs="+", default=["qwen3-small", "tiny"])
     arguments = parser.parse_args()
     print("ratios are min median max over the rounds of this run", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.models:
-            model = Path("models/tiny") if name == "tiny" else random_qwen3(Path(folder) / name, QWEN3_SMALL)
+            model = Path("models/tiny")
+            if name != "tiny":
+                model = random_qwen3(Path(folder) / name, SHAPES[name], arguments.dtype)
             server = Process.start(
                 "api.serve", "--model", str(model), "--port", "0", "--data-dir", f"{folder}/{name}-data",
-                "--dtype", "float32",
+                "--dtype", arguments.dtype, "--max-batch-size", str(max(32, *arguments.streams)), *arguments.serve,
             )  # fmt: skip
             try:
                 url = server.wait_for_line(r"ready: (http://\S+)/v1").group(1)
