@@ -14,10 +14,10 @@ from shared.jobs import JobInput, JobSpec
 from shared.redis.sequence_queue import ClaimPlan, SequenceQueue
 from shared.redis.token_frames import Commit, FrameWriter
 from shared.redis.worker_registry import WorkerRegistry
+from shared.scoring.pool import RewardPool
 from shared.sequences import Claim, ModelCard, SequenceResult, SequenceSpec
 from shared.text import TextCodec, TokenizerBundle
 from worker.jobs.context import TickContext
-from worker.jobs.reward_pool import RewardPool
 
 MODEL = "fake"
 CHAT = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ';' }}{% endfor %}"

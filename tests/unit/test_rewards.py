@@ -7,7 +7,7 @@ import pytest
 from shared.errors import InvalidRequestError
 from shared.jobs import RewardSpec
 from shared.rewards import REWARDS, check
-from worker.jobs.rewards import load
+from shared.scoring import load
 
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = 72.\n#### 72"
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from shared.jobs import RewardSpec
-from worker.jobs import reward_pool
-from worker.jobs.reward_pool import RewardPool, RewardSample, score_samples
+from shared.scoring import pool as pool_module
+from shared.scoring.pool import RewardPool, RewardSample, score_samples
 
 CATASTROPHIC = RewardSpec("regex", {"pattern": "^(a+)+$"})
 HANGS = "a" * 60 + "!"
@@ -75,10 +75,10 @@ async def test_a_process_deaf_to_signals_is_replaced() -> None:
 
 @pytest.fixture
 def infinite_reward(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    module = ModuleType("worker.jobs.rewards.exact")
-    module.score = lambda completion, reference, options: reward_pool.rewards.Score(float(completion))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "worker.jobs.rewards.exact", module)
-    previous = signal.signal(signal.SIGALRM, reward_pool._on_alarm)
+    module = ModuleType("shared.scoring.exact")
+    module.score = lambda completion, reference, options: pool_module.scoring.Score(float(completion))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "shared.scoring.exact", module)
+    previous = signal.signal(signal.SIGALRM, pool_module._on_alarm)
     yield
     signal.signal(signal.SIGALRM, previous)
 

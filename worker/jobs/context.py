@@ -9,9 +9,9 @@ from shared.redis.job_intake import MAX_N
 from shared.redis.job_ledger import JobLedger
 from shared.redis.sequence_queue import SequenceQueue
 from shared.redis.worker_registry import WorkerRegistry
+from shared.scoring.pool import RewardPool
 from shared.text import CodecCache
 from worker.jobs.prompts import PromptCache
-from worker.jobs.reward_pool import RewardPool
 
 WAITING_WINDOWS = 16  # so many jobs' windows may wait in one model's queue; the rest of all jobs waits in its inputs
 

@@ -8,12 +8,12 @@ from shared.errors import ParallmError
 from shared.frames import FinishReason
 from shared.jobs import JobSpec, JobUsage
 from shared.redis.job_ledger import Outcome, SampleRecord
+from shared.scoring.pool import RewardPool, RewardSample
 from shared.sequences import SequenceResult
 from shared.text import TextCodec
 from shared.trajectories import Reward, Trajectory
 from worker.jobs.expansion import derive_seed
 from worker.jobs.prompts import PreparedPrompt
-from worker.jobs.reward_pool import RewardPool, RewardSample
 
 OUTCOMES: dict[FinishReason, Outcome] = {
     "stop": "succeeded",

@@ -20,9 +20,9 @@ from redis.exceptions import RedisError
 from shared.redis.client import connect
 from shared.redis.job_ledger import LEASE_MS
 from shared.redis.job_queue import QUEUE, TICK, WAKE_CHANNEL, arq_redis, deserialize, enqueue_tick, serialize
+from shared.scoring.pool import RewardPool
 from shared.settings import RunnerSettings
 from worker.jobs.context import TickContext
-from worker.jobs.reward_pool import RewardPool
 from worker.jobs.tick import tick
 
 log = structlog.get_logger()

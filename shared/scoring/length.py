@@ -3,7 +3,7 @@
 from typing import Any
 
 from shared.rewards import LengthOptions
-from worker.jobs.rewards import Score
+from shared.scoring import Score
 
 
 def score(completion: str, reference: Any, options: LengthOptions) -> Score:

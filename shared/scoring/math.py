@@ -7,7 +7,7 @@ from typing import Any
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from shared.rewards import MathOptions
-from worker.jobs.rewards import Score
+from shared.scoring import Score
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off: the pool has its own
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from shared.jobs import RewardSpec
 from shared.rewards import WeightedOptions, check
-from worker.jobs.rewards import Score, load
+from shared.scoring import Score, load
 
 
 def score(completion: str, reference: Any, options: WeightedOptions) -> Score:

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from shared.rewards import FormatOptions
-from worker.jobs.rewards import Score
+from shared.scoring import Score
 
 
 def score(completion: str, reference: Any, options: FormatOptions) -> Score:

@@ -26,5 +26,5 @@ def load(name: str) -> Scorer:
     """The function of a reward; importing math-verify takes a second, so this is apart from calling it."""
     if name not in REWARDS:
         raise ValueError(f"no reward {name!r}")
-    scorer: Scorer = importlib.import_module(f"worker.jobs.rewards.{name}").score
+    scorer: Scorer = importlib.import_module(f"shared.scoring.{name}").score
     return scorer

@@ -1,4 +1,4 @@
-"""Rewards computed in processes of their own, so that no completion can stall or crash the job runner.
+"""Rewards computed in processes of their own, so that no completion can stall or crash the caller.
 
 A sample whose reward raises or takes longer than `timeout_s` gets a `Reward` with `error`; its job goes on unharmed.
 The limit is a timer signal inside the process: regular expressions and sympy check for signals. Where even
@@ -21,10 +21,10 @@ from concurrent.futures.process import BrokenProcessPool
 from types import FrameType
 from typing import Any, NamedTuple
 
+from shared import scoring
 from shared.jobs import RewardSpec
 from shared.rewards import Options, check
 from shared.trajectories import Reward
-from worker.jobs import rewards
 
 CHUNK = 16  # samples a call
 GRACE_S = 15.0  # beyond the samples' own time: starting a process and importing math-verify
@@ -128,7 +128,7 @@ _ticking = False
 
 def score_samples(spec: RewardSpec, samples: Sequence[RewardSample], timeout_s: float) -> list[Reward]:
     """Rewards of the first samples: all of them, or those begun within `timeout_s`."""
-    scorer = rewards.load(spec.name)
+    scorer = scoring.load(spec.name)
     options = check(spec)
     until = time.monotonic() + timeout_s
     scored: list[Reward] = []
@@ -140,7 +140,7 @@ def score_samples(spec: RewardSpec, samples: Sequence[RewardSample], timeout_s: 
 
 
 def _score_one(
-    scorer: rewards.Scorer, spec: RewardSpec, options: Options, sample: RewardSample, timeout_s: float
+    scorer: scoring.Scorer, spec: RewardSpec, options: Options, sample: RewardSample, timeout_s: float
 ) -> Reward:
     try:
         with _time_limit(timeout_s):

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from shared.rewards import Gsm8kOptions
-from worker.jobs.rewards import Score
+from shared.scoring import Score
 
 MARK = "####"
 _NUMBER = re.compile(r"[-+\u2212]?\s?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s?/\s?\d[\d,]*)?")
