@@ -20,6 +20,7 @@ from shared.redis.client import connect
 from shared.redis.worker_registry import WorkerRegistry
 from shared.settings import load
 from shared.text import CodecCache
+from trainer.board import RingBoard
 from trainer.conversation import Conversation
 from trainer.host import ThreadHost, at_once
 from trainer.loop import Parts, TrainLoop
@@ -56,7 +57,10 @@ async def _train(settings: TrainSettings) -> int:
             if card is None:
                 raise SetupError(f"no worker of this ring has ever served {settings.model}: start one first")
             codec = await CodecCache(registry).codec(card)
-            async with RingSource(redis, card, codec, settings.run_name) as source:
+            async with (
+                RingBoard(redis, settings.adapter) as board,
+                RingSource(redis, card, codec, settings.run_name) as source,
+            ):
                 parts = Parts(
                     host=host,
                     load_model=lambda: loaded.model,
@@ -66,6 +70,7 @@ async def _train(settings: TrainSettings) -> int:
                     sink=StoreSink(redis, settings.adapter, card),
                     environment=training_tasks(settings, None),
                     held_out=held_out_tasks(settings, None),
+                    board=board,
                 )
                 training = TrainLoop(settings, parts)
                 loop = asyncio.get_running_loop()

@@ -15,9 +15,6 @@ Invariants.
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,41 +22,29 @@ import structlog
 
 from shared.adapters import GateCheck, version_id
 from shared.errors import ParallmError
+from shared.training import TrainerState, TrainerStatus
 from trainer import gate
 from trainer.batches import sample_groups
 from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.collect import Collector
-from trainer.conversation import Conversation
-from trainer.environments import Environment
 from trainer.episodes import EpisodeOptions, Episodes
+from trainer.examine import Examiner
 from trainer.gate import RewardWatch, Standing
-from trainer.host import ComputeHost, at_once
+from trainer.host import at_once
 from trainer.learner import Learner, Snapshot, Trained
-from trainer.metrics import MetricsLog, Progress, StepMetrics, Timing, progress, step_metrics
+from trainer.metrics import MetricsLog, Progress, StepMetrics, Timing, progress, step_metrics, totals
 from trainer.pacing import lag_of, oldest_version
-from trainer.publish import AdapterSink, Published, Publisher
+from trainer.parts import Parts
+from trainer.publish import Published, Publisher
 from trainer.reports import StepReport
-from trainer.rollouts import RolloutGroup, RolloutRequest, RolloutSource, derived_seed
+from trainer.rollouts import RolloutGroup, mean_reward
 from trainer.settings import TrainSettings
 from trainer.state import RunState
+from trainer.status import point_of, status_of
+
+__all__ = ["Parts", "TrainLoop"]
 
 log = structlog.get_logger()
-
-_PARITY_SAMPLES = 4
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a run is made of; each is a seam."""
-
-    host: ComputeHost
-    load_model: Callable[[], Any]  # called in the host's thread; an mlx-lm model
-    base_sha256: str
-    conversation: Conversation
-    source: RolloutSource
-    sink: AdapterSink
-    environment: Environment
-    held_out: Environment | None = None
 
 
 class TrainLoop:
@@ -74,7 +59,7 @@ class TrainLoop:
         self._stop = asyncio.Event()
         self._last: StepMetrics | None = None
         self._rejections = 0  # in a row
-        self._saves = 0
+        self._started_ms = time.time_ns() // 1_000_000
         self._start_id = secrets.token_hex(3)
         self._held_out: float | None = None  # of this train step
         self._save_as: list[str] = []
@@ -82,6 +67,8 @@ class TrainLoop:
     async def run(self) -> RunState:
         """Train until all steps are done or `stop` was called; the last state, which is also saved."""
         await self._start()
+        self.parts.board.begin(self.status, self.stop)
+        await self.parts.board.show("waiting")
         episodes = Episodes(self.parts.source, self.parts.environment, self.parts.conversation, self._options())
         books = self.state
         collector = Collector(
@@ -130,17 +117,11 @@ class TrainLoop:
 
     def progress(self) -> Progress:
         """Totals for status pages and counters."""
-        state = self.state
-        return Progress(
-            trajectories=state.trajectories,
-            updates=state.policy_step,
-            swaps=len(state.policy_steps),
-            rejected=state.rejected,
-            rollbacks=state.rollbacks,
-            checkpoints=self._saves,
-            loss=(self._last.loss or 0.0) if self._last else 0.0,
-            updates_per_s=state.policy_step / state.seconds if state.seconds else 0.0,
-        )
+        return totals(self.state, self._last)
+
+    def status(self, now: TrainerState) -> TrainerStatus:
+        """What the board shows."""
+        return status_of(self.settings, self.state, now, self._last, self.checkpoints, self._started_ms)
 
     # -- start and resume
 
@@ -154,10 +135,14 @@ class TrainLoop:
             await self._resume(checkpoint)
         self._metrics = MetricsLog(settings.folder / "metrics.jsonl", first_step=self.state.train_step)
         self._probes = await self._probe_prompts()
-        # A resumed run publishes again: what is served must be what was saved, and numbers are never used twice.
+        self._examiner = Examiner(
+            settings, self.parts, self._learner, self._probes, f"{self.state.run}-{self._start_id}"
+        )
+        # A resumed run publishes again: served must be what was saved, and numbers are never used twice.
         await self._publish_start()
         if settings.evaluate_every and self.state.held_out is None:
-            self.state.held_out = await self.evaluate(version_id(settings.adapter, self.state.version))
+            served = version_id(settings.adapter, self.state.version)
+            self.state.held_out = await self._examiner.evaluate(served, self.state.train_step)
             log.info("run.started", held_out=self.state.held_out)
 
     def _build(self) -> Learner:
@@ -226,6 +211,7 @@ class TrainLoop:
             batch, steps, scale=self.settings.advantage_scale, mask_overlong=self.settings.mask_overlong
         )
         trained = Trained(StepReport(updated=False), {}, ())
+        await self.parts.board.show("training")
         if groups:
             step, policy_step = state.train_step, state.policy_step
             trained = await self.parts.host.run(lambda: self._learner.train(groups, step, policy_step, self._probes))
@@ -244,20 +230,27 @@ class TrainLoop:
         )
         self._last = metrics
         self._metrics.write(metrics)
+        await self.parts.board.show("waiting", point_of(metrics))
         log.info("train.step", **progress(metrics, self.settings.steps))
 
     async def _publish(self, trained: Trained, batch: list[RolloutGroup]) -> str:
         """Serve the new weights, or take the train step back; the failed checks."""
         state = self.state
-        metrics = {"reward": _mean_reward([batch]), "loss": trained.report.loss, "kl": trained.report.kl}
+        metrics = {"reward": mean_reward(batch), "loss": trained.report.loss, "kl": trained.report.kl}
 
         async def remote(version: int) -> list[GateCheck]:
-            return await self._check_in_worker(version)
+            checks, self._held_out = await self._examiner.check(version, state.train_step + 1, state.held_out)
+            return checks
 
         published = await self._publisher.publish(trained.weights, state, trained.checks, metrics, remote)
         if published.version:
+            if self._held_out is not None:
+                await self._judged(published.version, self._held_out)
+                state.held_out = self._held_out
             await self.parts.host.run(at_once(self._learner.accept))
             state.policy_step += 1
+            state.updates += 1
+            state.last_update_ms = time.time_ns() // 1_000_000
             self._rejections = 0
             self._served(published.version)
             return ""
@@ -276,49 +269,11 @@ class TrainLoop:
     def _served(self, version: int) -> None:
         state = self.state
         state.version = version
+        state.swaps += 1
         state.policy_steps[version] = state.policy_step
         known = sorted(state.policy_steps)[-(self.settings.max_lag + 64) :]
         state.policy_steps = {v: state.policy_steps[v] for v in known}
         self._publisher.forget({version, state.best_version, *self._watch.good, *known[-2:]})
-
-    async def _check_in_worker(self, version: int) -> list[GateCheck]:
-        """What only a worker that has loaded the staged version can tell, when it is due."""
-        settings, step = self.settings, self.state.train_step + 1
-        checks: list[GateCheck] = []
-        adapter = version_id(settings.adapter, version)
-        if settings.parity_every and (step == 1 or step % settings.parity_every == 0):
-            samples = await self.parts.source.generate(
-                RolloutRequest(
-                    id=f"{self.state.run}-{self._start_id}-parity-{version}",
-                    prompt_ids=self._probes[step % len(self._probes)],
-                    n=_PARITY_SAMPLES,
-                    sampling=msgspec.structs.replace(settings.sampling(), seed=derived_seed(settings.seed, version)),
-                    adapter=adapter,
-                )
-            )
-            difference = await self.parts.host.run(lambda: self._learner.parity(samples))
-            checks.append(gate.reload_parity(difference, settings.max_parity))
-        if settings.evaluate_every and step % settings.evaluate_every == 0:
-            reward = await self.evaluate(adapter)
-            check = gate.reward_floor(reward, self.state.held_out, settings.reward_margin)
-            checks.append(check)
-            self._held_out = reward
-            if check.passed:
-                await self._judged(version, reward)
-                self.state.held_out = reward
-        return checks
-
-    async def evaluate(self, adapter: str) -> float:
-        """Mean reward on held-out tasks, decoded greedily with `adapter` (a name, name@k, or "" for the base)."""
-        settings = self.settings
-        greedy = msgspec.structs.replace(settings.sampling(), temperature=0.0)
-        which = adapter.replace("@", "-") or "base"
-        name = f"{self.state.run}-{self._start_id}-held-out-{self.state.train_step}-{which}"
-        options = EpisodeOptions(name, 1, greedy, settings.max_turns, settings.seed)
-        environment = self.parts.held_out or self.parts.environment
-        episodes = Episodes(self.parts.source, environment, self.parts.conversation, options)
-        played = (episodes.play(index, adapter) for index in range(settings.evaluate_prompts))
-        return _mean_reward([await asyncio.gather(*played)])
 
     # -- rollback
 
@@ -383,6 +338,7 @@ class TrainLoop:
 
     async def save(self, name: str = "") -> str:
         """Save a checkpoint of this moment; between two train steps only."""
+        self.state.saves += 1
         snapshot = await self.parts.host.run(at_once(self._learner.snapshot))
         config = await self.parts.host.run(at_once(self._learner.config))
         state: RunState = msgspec.json.decode(msgspec.json.encode(self.state), type=RunState)
@@ -390,11 +346,5 @@ class TrainLoop:
         saved = await asyncio.to_thread(self.checkpoints.save, checkpoint, name)
         if self.state.version == self.state.best_version:
             self.checkpoints.set_best(saved)
-        self._saves += 1
         log.info("checkpoint.saved", name=saved, train_step=state.train_step)
         return saved
-
-
-def _mean_reward(batches: list[list[RolloutGroup]]) -> float:
-    rewards = [reward for batch in batches for group in batch for reward in group.rewards]
-    return float(np.mean(rewards)) if rewards else 0.0

@@ -73,6 +73,25 @@ class Progress:
     updates_per_s: float
 
 
+def totals(state: RunState, last: StepMetrics | None) -> Progress:
+    """The totals of a run's state; `last`: its last train step."""
+    return Progress(
+        trajectories=state.trajectories,
+        updates=state.updates,
+        swaps=state.swaps,
+        rejected=state.rejected,
+        rollbacks=state.rollbacks,
+        checkpoints=state.saves,
+        loss=(last.loss or 0.0) if last else 0.0,
+        updates_per_s=updates_per_s(state),
+    )
+
+
+def updates_per_s(state: RunState) -> float:
+    """Policy steps per second that the run has trained."""
+    return state.updates / state.seconds if state.seconds else 0.0
+
+
 @dataclass
 class Timing:
     """Seconds of one train step."""

@@ -5,18 +5,19 @@ import shutil
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 from safetensors.numpy import load_file
 
 from shared.adapters import GateCheck
 from shared.errors import AdapterRejectedError
+from shared.training import AlertKind
 from trainer import gate
 from trainer.checkpoint import ADAPTER_FILE, write_adapter
 from trainer.state import Arrays, RunState
 
-AlertKind = Literal["gate_failed", "reward_collapse", "no_signal"]
+__all__ = ["AdapterSink", "AlertKind", "Candidate", "Published", "Publisher"]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-import msgspec
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -22,6 +21,7 @@ from shared.errors import EngineError, QueueFullError
 from shared.redis import keys
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.sequence_queue import SequenceQueue
+from shared.redis.training_board import TrainingBoard
 from shared.sequences import ModelCard, SamplingParams, SequenceResult, SequenceSpec, decode_result
 from shared.text import TextCodec
 from shared.trajectories import Trajectory
@@ -29,8 +29,6 @@ from trainer.publish import AlertKind, Candidate
 from trainer.rollouts import RolloutRequest, derived_seed
 
 log = structlog.get_logger()
-
-ALERTS = "parallm:alerts"  # pub/sub channel
 
 
 class RingSource:
@@ -161,9 +159,9 @@ class StoreSink:
     """Publishes to the adapter store."""
 
     def __init__(self, redis: Redis, name: str, card: ModelCard) -> None:
-        self._redis = redis
         self._name = name
         self._card = card
+        self._board = TrainingBoard(redis, name)
         self._store = AdapterStore(redis)
 
     async def stage(self, candidate: Candidate) -> int:
@@ -201,5 +199,4 @@ class StoreSink:
     async def alert(self, kind: AlertKind, message: str) -> None:
         """Log it and tell whoever listens."""
         log.warning("train.alert", adapter=self._name, kind=kind, message=message)
-        event = {"adapter": self._name, "kind": kind, "message": message, "at_ms": time.time_ns() // 1_000_000}
-        await self._redis.publish(ALERTS, msgspec.json.encode(event))
+        await self._board.alert(kind, message)

@@ -8,6 +8,7 @@ same thing, and a source may answer with what it already has. After a restart th
 """
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,3 +61,9 @@ def derived_seed(*parts: int | str) -> int:
     """A 63-bit seed that depends on all parts and on nothing else."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+
+
+def mean_reward(groups: Iterable[RolloutGroup]) -> float:
+    """Mean over all samples that have a reward; 0 without any."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    return sum(rewards) / len(rewards) if rewards else 0.0

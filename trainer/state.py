@@ -32,6 +32,10 @@ class RunState(msgspec.Struct):
     good: dict[int, tuple[float, float]] = {}  # version -> mean reward and its standard error (`gate.RewardWatch`)
     rejected: int = 0
     rollbacks: int = 0
+    updates: int = 0  # policy steps ever made; a rollback takes none away
+    swaps: int = 0  # versions served
+    saves: int = 0  # checkpoints
+    last_update_ms: int = 0  # Unix time of the last policy step; 0: none yet
     trajectories: int = 0
     tokens: int = 0
     seconds: float = 0.0  # of training so far, over all resumes

@@ -23,6 +23,11 @@ REQUEST_TTL_S = SEQUENCE_TTL_S
 ADAPTER_TTL_S = 30 * DAY_S  # from the last publish of an adapter, or its last use by a worker
 ADAPTER_COUNTER_TTL_S = 730 * DAY_S  # its version numbers stand in trajectories that outlive it
 ADAPTER_UPLOAD_TTL_S = 600  # of bytes without a manifest: a torn publish
+TRAIN_TTL_S = 30 * DAY_S  # of what a run tells of itself, from its last word
+TRAINER_TTL_S = 6  # refreshed by the trainer while it lives
+COLLECTED_TTL_S = 7 * DAY_S  # of trajectories that nobody has learned from, from the last one
+ORDER_TTL_S = DAY_S  # of orders that no trainer takes
+ANSWER_TTL_S = 600
 
 
 class KeyKind(NamedTuple):
@@ -209,6 +214,76 @@ def adapter_channel() -> str:
     return f"{PREFIX}:adapters:events"
 
 
+def collected(model: str) -> str:
+    """Stream of settled sequences that are to become trajectories, until the job runner has scored them."""
+    return f"{PREFIX}:{{{model}}}:collected"
+
+
+def collected_stats(model: str) -> str:
+    """Hash: entries added to and dropped from `collected`, and the bytes in it."""
+    return f"{collected(model)}:stats"
+
+
+def trainings() -> str:
+    """Sorted set of the policies that were ever trained, by their trainer's last heartbeat."""
+    return f"{PREFIX}:train"
+
+
+def training(policy: str) -> str:
+    """Hash: what the trainer of a policy says of itself (`shared.training.TrainerStatus`)."""
+    return f"{PREFIX}:train:{{{policy}}}"
+
+
+def trainer_alive(policy: str) -> str:
+    """String: the trainer that owns the policy; there is one at a time."""
+    return f"{training(policy)}:alive"
+
+
+def training_steps(policy: str) -> str:
+    """Stream of the last train steps, one entry each (`shared.training.TrainingPoint`): the curves."""
+    return f"{training(policy)}:steps"
+
+
+def training_alerts(policy: str) -> str:
+    """Stream of the last alerts: kind, message."""
+    return f"{training(policy)}:alerts"
+
+
+def alert_channel() -> str:
+    """Pub/sub channel of the alerts of all trainers."""
+    return f"{PREFIX}:alerts"
+
+
+def trajectories(policy: str) -> str:
+    """Stream of scored trajectories from live traffic, until a checkpoint of the trainer has learned from them."""
+    return f"{training(policy)}:trajectories"
+
+
+def trajectory_stats(policy: str) -> str:
+    """Hash: trajectories collected, dropped and consumed, and the bytes that wait."""
+    return f"{trajectories(policy)}:stats"
+
+
+def trajectories_seen(policy: str) -> str:
+    """Sorted set of the ids of collected trajectories, by time: none is collected twice."""
+    return f"{trajectories(policy)}:seen"
+
+
+def training_orders(policy: str) -> str:
+    """Stream of what users ask of the trainer: an update, a checkpoint."""
+    return f"{training(policy)}:orders"
+
+
+def score_orders() -> str:
+    """Stream of texts that a job runner is to score at once."""
+    return f"{PREFIX}:score:orders"
+
+
+def answer(order_id: str) -> str:
+    """String: the answer to an order, JSON."""
+    return f"{PREFIX}:answer:{order_id}"
+
+
 RESULTS_PER_CHUNK = 256
 
 DOCUMENTED: tuple[KeyKind, ...] = (
@@ -246,5 +321,18 @@ DOCUMENTED: tuple[KeyKind, ...] = (
     KeyKind("parallm:adapter:{*}:pins", "sorted set", "api or worker", "its last pin's", "who keeps which version"),
     KeyKind("parallm:adapter:{*}:acks", "hash", "worker", "30 d", "which worker has loaded which version"),
     KeyKind("parallm:adapter:{*}:log", "stream", "publisher", "30 d, 1,000 entries", "every move of latest"),
+    KeyKind("parallm:{*}:collected", "stream", "worker", "7 d, bounded", "settled sequences to be scored"),
+    KeyKind("parallm:{*}:collected:stats", "hash", "worker", "7 d", "added, dropped, bytes of `collected`"),
+    KeyKind("parallm:train", "sorted set", "trainer", "30 d", "policies by their trainer's heartbeat"),
+    KeyKind("parallm:train:{*}", "hash", "trainer", "30 d", "what the trainer says of itself; counts of alerts"),
+    KeyKind("parallm:train:{*}:alive", "string", "trainer", "6 s", "the trainer that owns the policy"),
+    KeyKind("parallm:train:{*}:steps", "stream", "trainer", "30 d, 4,096 entries", "train steps: the curves"),
+    KeyKind("parallm:train:{*}:alerts", "stream", "trainer", "30 d, 256 entries", "alerts"),
+    KeyKind("parallm:train:{*}:trajectories", "stream", "job runner", "7 d, bounded", "live trajectories, JSON"),
+    KeyKind("parallm:train:{*}:trajectories:stats", "hash", "job runner", "30 d", "counts, and bytes that wait"),
+    KeyKind("parallm:train:{*}:trajectories:seen", "sorted set", "job runner", "7 d", "ids, so that none comes twice"),
+    KeyKind("parallm:train:{*}:orders", "stream", "api", "1 d, 256 entries", "updates and checkpoints asked for"),
+    KeyKind("parallm:score:orders", "stream", "api", "1 d, 4,096 entries", "texts to be scored at once"),
+    KeyKind("parallm:answer:*", "string", "trainer or job runner", "10 min", "the answer to an order, JSON"),
     KeyKind("arq:*", "various", "job runner", "arq's own; 1 d at most", "arq's queue, jobs and results"),
 )

@@ -1,0 +1,111 @@
+"""What a trainer tells of itself, what users ask of it, and what it answers: plain messages, read by api and dashboard.
+
+**policy** the adapter name that a trainer publishes under; there is one trainer a policy · **train step** one batch
+consumed · **policy step** a train step whose result is part of the present policy.
+"""
+
+import re
+from typing import Literal
+
+import msgspec
+
+from shared.errors import InvalidRequestError
+
+AlertKind = Literal["gate_failed", "reward_collapse", "no_signal"]
+ALERT_KINDS: tuple[AlertKind, ...] = ("gate_failed", "reward_collapse", "no_signal")
+TrainerState = Literal["starting", "waiting", "training", "ended"]
+
+_CHECKPOINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A trainer's totals and present state; None: not known yet, or not finite."""
+
+    policy: str
+    run: str
+    owner: str  # host:pid:random
+    model: str = ""
+    source: str = "prompts"
+    state: TrainerState = "starting"
+    started_ms: int = 0  # Unix milliseconds
+    heartbeat_ms: int = 0
+    last_update_ms: int = 0  # when a policy step last succeeded; 0: never
+    train_step: int = 0
+    policy_step: int = 0
+    version: int = 0  # that the trainer serves; 0: none yet
+    best_version: int = 0
+    best_reward: float | None = None
+    held_out: float | None = None
+    reward: float | None = None  # of the last train step, as are the next three
+    loss: float | None = None
+    kl: float | None = None
+    lag: int = 0
+    trajectories: int = 0  # learned from, since the run began; the totals below, too
+    tokens: int = 0
+    updates: int = 0
+    swaps: int = 0  # versions served
+    rejected: int = 0
+    rollbacks: int = 0
+    checkpoint_saves: int = 0
+    updates_per_s: float = 0.0  # over the time that the run has trained
+    tokens_per_s: float = 0.0
+    checkpoints: tuple[str, ...] = ()  # that can be resumed from, oldest first
+    latest_checkpoint: str = ""
+    best_checkpoint: str = ""
+
+
+class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One train step on the curves."""
+
+    train_step: int
+    policy_step: int
+    version: int
+    at_ms: int
+    source: str = "prompts"  # where its trajectories came from: prompts, live, posted
+    reward: float | None = None
+    reward_std: float | None = None
+    held_out: float | None = None
+    loss: float | None = None
+    kl: float | None = None
+    entropy: float | None = None
+    clip_fraction: float | None = None
+    grad_norm: float | None = None
+    update_rms: float | None = None
+    learning_rate: float | None = None
+    lag_mean: float | None = None
+    lag_max: int = 0
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    wait_s: float = 0.0
+    train_s: float = 0.0
+    publish_s: float = 0.0
+    gate: str = ""  # "" when the version passed, else the failed checks
+
+
+class Alert(msgspec.Struct, frozen=True):
+    """Something that a person should look at."""
+
+    policy: str
+    kind: AlertKind
+    message: str
+    at_ms: int
+
+
+class TrajectoryStats(msgspec.Struct, frozen=True):
+    """Counts of a policy's live trajectories, and what waits."""
+
+    collected: int = 0
+    dropped: int = 0  # the oldest, when the bound was passed
+    consumed: int = 0  # learned from, or found too old or without a score by the trainer
+    waiting: int = 0
+    bytes: int = 0  # of those that wait
+
+
+def check_checkpoint_name(name: str) -> str:
+    """The name, if a checkpoint can have it; "" is the default name."""
+    if name and (not _CHECKPOINT.fullmatch(name) or name in ("latest", "best")):
+        raise InvalidRequestError(
+            f"{name[:80]!r} is no checkpoint name: letters, digits, '.', '_', '-', at most 64, not 'latest' or 'best'",
+            param="checkpoint_name",
+        )
+    return name

@@ -1,0 +1,106 @@
+"""The board of a policy's training: who owns it, totals, curves, alerts."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from redis.asyncio import Redis
+
+from shared.errors import ConflictError
+from shared.redis import keys
+from shared.redis.training_board import TrainingBoard, trained_policies
+from shared.training import Alert, TrainerState, TrainerStatus, TrainingPoint, TrajectoryStats
+from tests.waiting import wait_until
+from trainer import board as board_module
+from trainer.board import RingBoard
+
+STATUS = TrainerStatus(
+    policy="policy", run="run", owner="a", heartbeat_ms=5, loss=0.25, version=3, checkpoints=("step-1", "mine")
+)
+
+
+def point(step: int, **fields: float) -> TrainingPoint:
+    return TrainingPoint(train_step=step, policy_step=step, version=step, at_ms=step, **fields)  # type: ignore[arg-type]
+
+
+async def test_a_status_is_read_as_it_was_written(redis: Redis) -> None:
+    board = TrainingBoard(redis, "policy")
+    assert await board.status() is None
+    await board.write(STATUS)
+    assert await board.status() == STATUS
+    assert await trained_policies(redis) == ["policy"]
+    await board.write(msgspec.structs.replace(STATUS, loss=None))
+    status = await board.status()
+    assert status is not None and status.loss is None, "a loss that is no number takes the old one away"
+    assert await board.trajectories() == TrajectoryStats()
+
+
+async def test_curves_hold_each_train_step_once_also_after_a_resume(redis: Redis) -> None:
+    board = TrainingBoard(redis, "policy")
+    for step, reward in ((0, 0.0), (1, 0.1), (2, 0.2), (1, 0.5), (2, 0.6), (3, 0.7)):
+        await board.add(point(step, reward=reward))
+    assert [(p.train_step, p.reward) for p in await board.points()] == [(0, 0.0), (1, 0.5), (2, 0.6), (3, 0.7)]
+
+
+async def test_an_alert_is_an_event_a_count_and_an_entry(redis: Redis) -> None:
+    board = TrainingBoard(redis, "policy")
+    async with redis.pubsub() as channel:
+        await channel.subscribe(keys.alert_channel())
+        await board.alert("gate_failed", "update_norm: 3")
+        await board.write(STATUS)
+        heard = [m async for m in _messages(channel)]
+    assert [(a.kind, a.message) for a in await board.alerts()] == [("gate_failed", "update_norm: 3")]
+    assert heard == await board.alerts()
+    assert await board.alert_counts() == {"gate_failed": 1, "reward_collapse": 0, "no_signal": 0}
+
+
+async def _messages(channel: Any) -> AsyncIterator[Alert]:
+    async with asyncio.timeout(5):
+        async for message in channel.listen():
+            if message["type"] == "message":
+                yield msgspec.json.decode(message["data"], type=Alert)
+                return
+
+
+async def test_a_policy_has_one_trainer(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board_module, "WAIT_FOR_OWNER_S", 0.1)
+    async with RingBoard(redis, "policy") as first:
+        assert await TrainingBoard(redis, "policy").alive() == first.owner
+        with pytest.raises(ConflictError, match=f"has a trainer already: {first.owner}"):
+            async with RingBoard(redis, "policy"):
+                pass
+    assert await TrainingBoard(redis, "policy").alive() == ""
+
+
+async def test_a_dead_trainer_of_this_host_is_not_waited_for(redis: Redis) -> None:
+    gone = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+    await gone.wait()
+    board = TrainingBoard(redis, "policy")
+    host = (await _owner(redis)).partition(":")[0]
+    await board.hold(f"{host}:{gone.pid}:dead")
+    async with RingBoard(redis, "policy") as mine:
+        assert await board.alive() == mine.owner
+
+
+async def _owner(redis: Redis) -> str:
+    async with RingBoard(redis, "other") as other:
+        return other.owner
+
+
+async def test_a_trainer_whose_policy_was_taken_stops(redis: Redis) -> None:
+    stopped = []
+
+    def status(state: TrainerState) -> TrainerStatus:
+        return msgspec.structs.replace(STATUS, state=state)
+
+    async with RingBoard(redis, "policy") as mine:
+        mine.begin(status, lambda: stopped.append(True))
+        await mine.show("training")
+        found = await TrainingBoard(redis, "policy").status()
+        assert found is not None and (found.state, found.owner) == ("training", mine.owner)
+        assert found.heartbeat_ms > 5
+        await TrainingBoard(redis, "policy").hold("another", instead_of=mine.owner)
+        await wait_until(lambda: bool(stopped))
