@@ -7,6 +7,7 @@
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
@@ -15,6 +16,7 @@ from pydantic import AliasChoices, Field, SecretStr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
+    EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     YamlConfigSettingsSource,
@@ -23,6 +25,13 @@ from pydantic_settings import (
 from shared.errors import SetupError
 
 S = TypeVar("S", bound="ProcessSettings")
+
+
+class PrefixedEnvironment(EnvSettingsSource):
+    """`PARALLM_*` only: by its aliases a setting would else be taken from a stranger's `MODEL` or `REDIS_URL`."""
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        return {name: value for name, value in super()._load_env_vars().items() if name.startswith("parallm_")}
 
 
 class ProcessSettings(BaseSettings):
@@ -59,7 +68,7 @@ class ProcessSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags come through init; then the environment, then YAML."""
-        sources: list[PydanticBaseSettingsSource] = [init_settings, env_settings]
+        sources: list[PydanticBaseSettingsSource] = [init_settings, PrefixedEnvironment(settings_cls)]
         if cls.config_file is not None:
             sources.append(YamlConfigSettingsSource(settings_cls, yaml_file=cls.config_file))
         return tuple(sources)

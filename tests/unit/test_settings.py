@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import SetupError
-from shared.settings import RunnerSettings, load
+from shared.settings import RunnerSettings, WorkerSettings, load
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,17 @@ def test_flags_go_before_the_environment_and_that_before_the_file(
     monkeypatch.setenv("PARALLM_MAX_JOBS", "2")
     settings = load(RunnerSettings, ["--config", str(path), "--window", "3"])
     assert (settings.window, settings.max_jobs, settings.reward_processes) == (3, 2, 1)
+
+
+def test_variables_without_our_prefix_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MODEL", "MODEL_PATH", "REDIS", "REDIS_URL", "MAX_BATCH"):
+        monkeypatch.setenv(name, "7")
+    settings = load(WorkerSettings, [])
+    assert (settings.model, settings.redis, settings.max_batch_size) == ("models/tiny", "", 32)
+
+
+def test_aliases_count_in_the_environment_with_our_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLM_REDIS_URL", "redis://one")
+    monkeypatch.setenv("PARALLM_MODEL", "elsewhere")
+    settings = load(WorkerSettings, [])
+    assert (settings.redis, settings.model) == ("redis://one", "elsewhere")
