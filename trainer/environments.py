@@ -7,7 +7,9 @@ collector appends them, masks them out of the loss, and lets the model write aga
 """
 
 import importlib
+import inspect
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,11 +93,12 @@ class Task:
 class DatasetEnvironment:
     """A data set in a drawn order, another one each epoch; single-turn, scored by `scorer`."""
 
-    def __init__(self, name: str, tasks: list[Task], scorer: Scorer, seed: int = 0) -> None:
+    def __init__(self, name: str, tasks: list[Task], scorer: Scorer, seed: int = 0, system_prompt: str = "") -> None:
         if not tasks:
             raise SetupError(f"{name}: the data set is empty")
         self.name = name
         self._tasks, self._scorer, self._seed = tasks, scorer, seed
+        self._system = (_message("system", system_prompt),) if system_prompt else ()
         self._orders: dict[int, list[int]] = {}
 
     async def reset(self, index: int) -> Observation:
@@ -105,6 +108,8 @@ class DatasetEnvironment:
             order = sorted(range(len(self._tasks)), key=lambda i: derived_seed(self._seed, epoch, i))
             self._orders = {epoch: order}
         task = self._tasks[self._orders[epoch][place]]
+        if self._system and not isinstance(task.prompt, str):
+            return Observation((*self._system, *task.prompt), info=task.reference)
         return Observation(task.prompt, info=task.reference)
 
     async def step(self, observation: Observation, action: str) -> Outcome:
@@ -133,12 +138,30 @@ def read_jsonl(path: Path, limit: int = 0) -> list[Task]:
 
 def load_class(path: str, options: Mapping[str, Any]) -> Environment:
     """An environment class of the user's own, named `module:Class`, built with `options`."""
-    module, _, attribute = path.partition(":")
     try:
-        factory: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+        environment = load_object(path, "environment")(**options)
+    except TypeError as error:
+        raise SetupError(f"environment {path!r}: {error}; its options stand in task_options") from error
+    missing = [name for name in ("reset", "step") if not inspect.iscoroutinefunction(getattr(environment, name, None))]
+    if missing:
+        raise SetupError(f"environment {path!r} needs `async def {missing[0]}`: see trainer/environments.py")
+    if not isinstance(getattr(environment, "name", None), str):
+        raise SetupError(f"environment {path!r} needs a `name`")
+    return cast(Environment, environment)
+
+
+def load_object(path: str, what: str) -> Callable[..., Any]:
+    """What `package.module:name` names, looked for in the working directory too; SetupError when it is not there."""
+    module, _, attribute = path.partition(":")
+    if "" not in sys.path:  # a console script does not look there by itself
+        sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise SetupError(f"environment {path!r}: {error}; write it as package.module:Class") from error
-    return cast(Environment, factory(**options))
+        raise SetupError(f"{what} {path!r}: {error}; write it as package.module:Name") from error
+    if not callable(found):
+        raise SetupError(f"{what} {path!r} is not callable")
+    return cast(Callable[..., Any], found)
 
 
 def _task(line: dict[str, Any]) -> Task:

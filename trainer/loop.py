@@ -32,7 +32,7 @@ from trainer.examine import Examiner
 from trainer.gate import RewardWatch, Standing
 from trainer.host import at_once
 from trainer.learner import Learner, Snapshot, Trained
-from trainer.metrics import MetricsLog, Progress, StepMetrics, Timing, progress, step_metrics, totals
+from trainer.metrics import Progress, StepMetrics, Timing, progress, step_metrics, totals
 from trainer.pacing import lag_of, oldest_version
 from trainer.parts import Parts
 from trainer.publish import Published, Publisher
@@ -41,6 +41,7 @@ from trainer.rollouts import RolloutGroup, mean_reward
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.status import point_of, status_of
+from trainer.tensorboard import open_logs
 
 __all__ = ["Parts", "TrainLoop"]
 
@@ -133,7 +134,7 @@ class TrainLoop:
         checkpoint = None if settings.resume == "no" else self.checkpoints.load(settings.resume)
         if checkpoint is not None:
             await self._resume(checkpoint)
-        self._metrics = MetricsLog(settings.folder / "metrics.jsonl", first_step=self.state.train_step)
+        self._metrics = open_logs(settings.folder, settings.tensorboard, self.state.train_step)
         self._probes = await self._probe_prompts()
         self._examiner = Examiner(
             settings, self.parts, self._learner, self._probes, f"{self.state.run}-{self._start_id}"

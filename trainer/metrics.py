@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -160,23 +160,42 @@ def step_metrics(
     )
 
 
+class MetricsWriter(Protocol):
+    """Another place for the same figures."""
+
+    def write(self, metrics: StepMetrics) -> None:
+        """One train step."""
+
+    def close(self) -> None:
+        """No more will come."""
+
+
 class MetricsLog:
-    """Appends to `metrics.jsonl`."""
+    """Appends to `metrics.jsonl`, and hands each line to those that were added by `also`."""
 
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         _cut(path, first_step)
         self._file = path.open("ab")
+        self._others: list[MetricsWriter] = []
+
+    def also(self, writer: MetricsWriter) -> None:
+        """Write there too from now on."""
+        self._others.append(writer)
 
     def write(self, metrics: StepMetrics) -> None:
         """One line, visible to readers at once."""
         self._file.write(msgspec.json.encode(metrics) + b"\n")
         self._file.flush()
+        for other in self._others:
+            other.write(metrics)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the files."""
         self._file.close()
+        for other in self._others:
+            other.close()
 
 
 def read(path: Path) -> list[StepMetrics]:

@@ -30,6 +30,8 @@ class TrainSettings(ProcessSettings):
     dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
         default="", description="of the base; default: the model's, float32 on a Linux CPU"
     )
+    mode: Literal["rl"] = Field(default="rl", description="what kind of training: from rewards")
+    connect_to: str = Field(default="", description="the ring to learn from; the same as --redis")
     adapter: str = Field(default="policy", description="name under which versions are published")
     run: str = Field(default="", description="name of the run; default: the adapter's")
     run_dir: Path = Field(default=Path(".parallm/train"), description="checkpoints, metrics, rejected versions")
@@ -39,8 +41,13 @@ class TrainSettings(ProcessSettings):
     task_count: int = Field(default=0, ge=0, description="repeat the same few tasks; 0: all")
     dataset: Path | None = Field(default=None, description="JSON lines, for jsonl and gsm8k")
     held_out_dataset: Path | None = Field(default=None, description="JSON lines for evaluation")
-    reward: str = Field(default="exact", description="reward of a data set: a name of the reward registry")
+    reward: str = Field(
+        default="", description="of a data set: a reward's name, or package.module:function; default: gsm8k, else exact"
+    )
+    reward_options: dict[str, Any] = Field(default_factory=dict, description="for the reward")
+    system_prompt: str = Field(default="", description="put before every chat of a data set")
     task_options: dict[str, Any] = Field(default_factory=dict, description="for the environment's class")
+    held_out_options: dict[str, Any] = Field(default_factory=dict, description="for the class, when it is held out")
     max_turns: int = Field(default=1, ge=1, description="replies in one sample, with tool results in between")
 
     steps: int = Field(default=100, ge=1, description="train steps")
@@ -107,11 +114,17 @@ class TrainSettings(ProcessSettings):
         validation_alias=AliasChoices("keep_checkpoints", "keep_n_checkpoints", "PARALLM_KEEP_CHECKPOINTS"),
     )
     resume: str = Field(default="latest", description="latest, best, a checkpoint's name, or no")
+    tensorboard: Path | None = Field(default=None, description="folder for TensorBoard's events; needs the extra")
 
     @property
     def run_name(self) -> str:
         """First part of every id."""
         return self.run or self.adapter
+
+    @property
+    def reward_name(self) -> str:
+        """The reward of a data set."""
+        return self.reward or ("gsm8k" if self.task == "gsm8k" else "exact")
 
     @property
     def folder(self) -> Path:

@@ -18,7 +18,7 @@ def training_tasks(settings: TrainSettings, scorer: Scorer | None) -> Environmen
         if settings.dataset is None:
             raise SetupError(f"task {settings.task!r} needs a dataset")
         tasks = read_jsonl(settings.dataset, settings.task_count)
-        return DatasetEnvironment(settings.task, tasks, _needed(scorer), settings.seed)
+        return DatasetEnvironment(settings.task, tasks, _needed(scorer), settings.seed, settings.system_prompt)
     return _own(settings.task, settings.task_options)
 
 
@@ -29,8 +29,16 @@ def held_out_tasks(settings: TrainSettings, scorer: Scorer | None) -> Environmen
             return ArithmeticEnvironment(settings.seed, "train", settings.task_count)
         return ArithmeticEnvironment(_HELD_OUT_SEED, "held_out")
     if settings.held_out_dataset is not None:
-        return DatasetEnvironment("held-out", read_jsonl(settings.held_out_dataset), _needed(scorer))
+        tasks = read_jsonl(settings.held_out_dataset)
+        return DatasetEnvironment("held-out", tasks, _needed(scorer), system_prompt=settings.system_prompt)
+    if settings.held_out_options:
+        return _own(settings.task, settings.held_out_options)
     return None
+
+
+def scored_tasks(settings: TrainSettings) -> bool:
+    """Whether the tasks need a scorer: data sets do, environments judge by themselves."""
+    return settings.task in ("jsonl", "gsm8k") or settings.held_out_dataset is not None
 
 
 def _own(path: str, options: Mapping[str, Any]) -> Environment:

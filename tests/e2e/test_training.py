@@ -1,34 +1,68 @@
 """The trainer as a process of its own, on a real ring that goes on serving."""
 
 import asyncio
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 
-from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
+from tests.e2e.rings import MODEL, ROOT, Process, Ring
+from trainer.metrics import read
 
 ASK = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
 
 
-def test_the_policy_learns_while_chats_on_it_go_on(tmp_path: Path) -> None:
-    with ring(tmp_path / "ring") as served:
-        trainer = Process.start(
-            "trainer", "--redis", served.redis_url, "--model", f"models/{MODEL}",
-            "--config", str(ROOT / "trainer/recipes/tiny-fixed.yaml"),
-            "--run-dir", str(tmp_path / "run"), "--steps", "20", "--log-json", "true",
-        )  # fmt: skip
-        try:
-            answers = asyncio.run(chat_until_trained(served, trainer))
-            assert trainer.popen.wait(10) == 0, trainer.output
-        finally:
-            trainer.stop()
-        versions = httpx.get(f"{served.url}/v1/adapters/policy", timeout=10).json()
+def test_the_policy_learns_while_chats_on_it_go_on(served: Ring, tmp_path: Path) -> None:
+    recipe = str(ROOT / "trainer/recipes/tiny-fixed.yaml")
+    with training(served, tmp_path, "--config", recipe, "--steps", "20") as trainer:
+        answers = asyncio.run(chat_until_trained(served, trainer))
+        assert trainer.popen.wait(10) == 0, trainer.output
+    versions = httpx.get(f"{served.url}/v1/adapters/policy", timeout=10).json()
     steps = [json.loads(line) for line in trainer.lines if '"train.step"' in line]
     assert len(steps) == 20
     assert steps[-1]["held_out"] >= 0.6, "greedy exact on the sixteen tasks, 0.3 to 0.5 before training"
     assert answers > 5
     assert versions["latest"] == steps[-1]["version"]
+
+
+def test_two_turns_of_ones_own_environment_are_trained_over_the_ring(served: Ring, tmp_path: Path) -> None:
+    task = ("--task", "tests.e2e.own_environment:TwoTurns", "--task-options", '{"first": 20}', "--max-turns", "2")
+    sizes = ("--steps", "2", "--prompts-per-step", "8", "--max-tokens", "12", "--learning-rate", "1e-3")
+    with training(served, tmp_path, *task, *sizes, "--adapter", "two-turns", "--distances-every", "1") as trainer:
+        assert trainer.popen.wait(60) == 0, trainer.output
+    lines = read(tmp_path / "two-turns" / "metrics.jsonl")
+    assert [line.train_step for line in lines] == [0, 1]
+    assert any(line.taught for line in lines)
+    assert all(line.completion_tokens > 12 for line in lines), "two replies and the tool's words between them"
+    measured = [line.mismatch for line in lines if line.mismatch is not None]
+    assert measured and max(measured) < 1e-3, "the second turn saw the very ids of the first"
+
+
+def test_gsm8k_is_trained_with_its_reward_and_drawn_in_tensorboard(served: Ring, tmp_path: Path) -> None:
+    task = ("--task", "gsm8k", "--dataset", "data/gsm8k/test-64.jsonl", "--reward-options", '{"format_score": 0.5}')
+    sizes = ("--steps", "2", "--prompts-per-step", "8", "--max-tokens", "24", "--adapter", "gsm")
+    board = tmp_path / "board"
+    with training(served, tmp_path, *task, *sizes, "--tensorboard", str(board)) as trainer:
+        assert trainer.popen.wait(60) == 0, trainer.output
+    lines = read(tmp_path / "gsm" / "metrics.jsonl")
+    assert len(lines) == 2 and all(line.failed == 0 for line in lines)
+    assert any(0 < line.reward < 1 for line in lines), "a number earns half a point, most replies hold one"
+    assert next(board.glob("events.*")).stat().st_size > 1000
+
+
+@contextlib.contextmanager
+def training(served: Ring, run_dir: Path, *arguments: str) -> Iterator[Process]:
+    """A trainer on the ring, as a process of its own."""
+    trainer = Process.start(
+        "trainer", "--connect-to", served.redis_url, "--model", f"models/{MODEL}",
+        "--run-dir", str(run_dir), "--log-json", "true", *arguments,
+    )  # fmt: skip
+    try:
+        yield trainer
+    finally:
+        trainer.stop()
 
 
 async def chat_until_trained(served: Ring, trainer: Process) -> int:

@@ -1,0 +1,63 @@
+"""How a trainer finds its ring: by its Redis (`--redis`), or by what `--connect-to` names.
+
+`--connect-to` takes a Redis URL, which says the same as `--redis`.
+"""
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from shared.errors import SetupError
+from shared.redis.client import connect
+from shared.redis.worker_registry import WorkerRegistry
+from shared.sequences import ModelCard
+from shared.text import CodecCache, TextCodec
+from trainer.board import Board, RingBoard
+from trainer.publish import AdapterSink
+from trainer.ring import RingSource, StoreSink
+from trainer.rollouts import RolloutSource
+from trainer.settings import TrainSettings
+
+_REDIS = ("redis://", "rediss://", "unix://")
+
+
+@dataclass(frozen=True)
+class JoinedRing:
+    """A ring that a trainer may use."""
+
+    card: ModelCard
+    codec: TextCodec
+    source: RolloutSource
+    sink: AdapterSink
+    board: Board
+
+
+def ring_url(settings: TrainSettings) -> str:
+    """Where the ring is; SetupError when the settings do not say it, or say it twice."""
+    if settings.redis and settings.connect_to:
+        raise SetupError("--redis and --connect-to both name a ring: give one of them")
+    url = settings.redis or settings.connect_to
+    if not url:
+        raise SetupError("a trainer joins a ring: give its Redis with --redis redis://HOST:PORT")
+    if not url.startswith(_REDIS):
+        raise SetupError(f"{url!r} is no Redis URL: redis://HOST:PORT, rediss://HOST:PORT or unix://PATH")
+    return url
+
+
+@contextlib.asynccontextmanager
+async def joined(url: str, settings: TrainSettings, mine: ModelCard) -> AsyncIterator[JoinedRing]:
+    """The ring at `url`; SetupError unless it serves the base model `mine`."""
+    redis = connect(url)
+    try:
+        registry = WorkerRegistry(redis)
+        card = next((c for c in await registry.models() if c.base_sha256 == mine.base_sha256), None)
+        if card is None:
+            raise SetupError(f"no worker of this ring has ever served {settings.model}: start one first")
+        codec = await CodecCache(registry).codec(card)
+        async with (
+            RingBoard(redis, settings.adapter) as board,
+            RingSource(redis, card, codec, settings.run_name) as source,
+        ):
+            yield JoinedRing(card, codec, source, StoreSink(redis, settings.adapter, card), board)
+    finally:
+        await redis.aclose()
