@@ -11,9 +11,10 @@ import structlog
 import uvicorn
 
 from api.app import create_app
-from shared.errors import SetupError
+from shared.errors import ServiceUnavailableError, SetupError
 from shared.lifeline import follow_parent
 from shared.logs import configure
+from shared.redis.client import require
 from shared.settings import ApiSettings, load
 
 log = structlog.get_logger()
@@ -22,7 +23,7 @@ SHUTDOWN_S = 10  # time for requests under way at SIGTERM
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; exit code 2 when set up wrongly."""
+    """Serve until SIGTERM or SIGINT; exit code 2 when set up wrongly, 1 when no Redis answers."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         fd = take_fd(arguments)
@@ -33,9 +34,13 @@ def main(argv: list[str] | None = None) -> int:
                 "an api process needs Redis: --redis URL or PARALLM_REDIS_URL (mlx_parallm_serve starts one)"
             )
         listener = _listen(settings, fd)
+        asyncio.run(require(settings.redis))
     except SetupError as error:
         print(f"api: {error}", file=sys.stderr)
         return 2
+    except ServiceUnavailableError as error:  # may pass, so that a supervisor tries again
+        print(f"api: {error}", file=sys.stderr)
+        return 1
     server = Server(_config(settings))
     follow_parent()
     if listener.family != socket.AF_UNIX:

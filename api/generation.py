@@ -163,7 +163,7 @@ class Generation:
 async def settled() -> None:
     """Wait for cancellations that are under way; at shutdown."""
     if _cancelling:
-        await asyncio.wait(_cancelling, timeout=5)
+        await asyncio.wait(_cancelling, timeout=2)
 
 
 def raise_failure(finish: Finish) -> None:

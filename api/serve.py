@@ -20,7 +20,7 @@ from api.supervisor import ChildSpec, Supervisor, wait_for
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.lifeline import follow_parent
 from shared.logs import configure
-from shared.redis.client import require, shown
+from shared.redis.client import answers, require, shown
 from shared.redis.embedded import EmbeddedRedis
 from shared.settings import ApiSettings, RunnerSettings, ServeSettings, WorkerSettings, load
 
@@ -28,6 +28,7 @@ log = structlog.get_logger()
 
 READY_TIMEOUT_S = 600.0  # a large model loads for minutes
 REDIS_LOOK_S = 0.2
+LAST_LOOK_S = 1.0  # at the end: without Redis no child can finish anything
 REDIS_ATTEMPTS = 5
 
 
@@ -76,7 +77,7 @@ async def _serve(settings: ServeSettings, server: EmbeddedRedis | None) -> int:
             await _start_children(supervisor, settings, listener)
             code = await _until_stopped(supervisor, settings, listener, stop, server)
         finally:
-            await supervisor.stop()
+            await supervisor.stop(at_once=not await answers(settings.redis, LAST_LOOK_S))
     return code
 
 
@@ -171,13 +172,13 @@ async def _announce_when_ready(url: str, settings: ServeSettings) -> None:
     base_url = "http://localhost" if settings.uds else url
     async with httpx.AsyncClient(base_url=base_url, transport=transport, timeout=5, trust_env=False) as client:
 
-        async def answers() -> bool:
+        async def ready() -> bool:
             with contextlib.suppress(httpx.HTTPError):
                 path = "/readyz" if settings.workers else "/livez"
                 return (await client.get(path)).status_code == 200
             return False
 
-        if not await wait_for(answers, READY_TIMEOUT_S):
+        if not await wait_for(ready, READY_TIMEOUT_S):
             log.error("serve.not_ready", after_s=READY_TIMEOUT_S)
             return
     model = settings.model

@@ -62,8 +62,16 @@ class Supervisor:
         child.watch = asyncio.create_task(self._watch(child))
         return child
 
-    async def stop(self) -> None:
-        """Stop the children one by one, first started last; each may finish what it has under way."""
+    async def stop(self, *, at_once: bool = False) -> None:
+        """Stop the children one by one, first started last; each may finish what it has under way.
+
+        `at_once`: all together, when nothing that they have under way can be finished.
+        """
+        if at_once:
+            for child in self._children:
+                child.stopping = True
+            await asyncio.gather(*map(self._stop_child, self._children))
+            return
         for child in reversed(self._children):
             child.stopping = True
             await self._stop_child(child)

@@ -122,6 +122,11 @@ class WorkerSettings(ProcessSettings):
     )
     lease_ms: int = Field(default=3000, ge=200, description="a dead worker's sequences move on after this long")
     drain_grace_s: float = Field(default=30, ge=0, description="on SIGTERM: time for running rows to finish")
+    engine_stall_s: float = Field(
+        default=120,
+        gt=0,
+        description="an engine that is silent over its work for so long is stuck: the worker restarts",
+    )
     log_every_tokens: int = Field(default=16, ge=1, description="tokens between two writes of a sequence's log")
     trust_remote_code: bool = False
     adapter_slots: int = Field(default=8, ge=1, description="adapter versions that the rows of a batch may use at once")

@@ -1,19 +1,29 @@
-"""`mlx_parallm_worker`: join a ring with one model on this machine."""
+"""`mlx_parallm_worker`: join a ring with one model on this machine.
+
+A worker whose engine has died or is stuck ends with exit code 1 for its supervisor; started by hand it has none, and
+begins anew itself.
+"""
 
 import asyncio
+import os
 import signal
 import sys
+import time
 
 import structlog
 
 from shared.errors import ServiceUnavailableError, SetupError
-from shared.lifeline import follow_parent
+from shared.lifeline import VARIABLE, follow_parent
 from shared.logs import configure
 from shared.redis.client import require
 from shared.settings import WorkerSettings, load
 from worker.engine import fast_blas
+from worker.engine_watch import guard_loop
 
 log = structlog.get_logger()
+
+RESTARTS = "PARALLM_WORKER_RESTARTS"  # how often this process has begun anew
+LONGEST_PAUSE_S = 30.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,13 +36,26 @@ def main(argv: list[str] | None = None) -> int:
                 "a worker joins a ring: give its Redis with --redis redis://HOST:PORT (mlx_parallm_serve prints it)"
             )
         fast_blas.install()
-        return asyncio.run(_run(settings))
+        code = asyncio.run(_run(settings))
     except SetupError as error:
         print(f"mlx_parallm_worker: {error}", file=sys.stderr)
         return 2
     except ServiceUnavailableError as error:  # may pass, so that a supervisor tries again
         print(f"mlx_parallm_worker: {error}", file=sys.stderr)
         return 1
+    if code and os.environ.get(VARIABLE) != "1":
+        _begin_anew()
+    return code
+
+
+def _begin_anew() -> None:
+    """Replace this process, its stuck threads included, by a fresh one with the same command line."""
+    restarts = int(os.environ.get(RESTARTS, "0"))
+    pause = min(LONGEST_PAUSE_S, 0.5 * 2**restarts)
+    log.warning("worker.restarting", restarts=restarts + 1, in_s=pause)
+    time.sleep(pause)
+    os.environ[RESTARTS] = str(restarts + 1)
+    os.execv(sys.executable, sys.orig_argv)
 
 
 async def _run(settings: WorkerSettings) -> int:
@@ -44,7 +67,14 @@ async def _run(settings: WorkerSettings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, worker.stop)
     follow_parent()
-    return await worker.run()
+    guard = asyncio.create_task(guard_loop(settings.engine_stall_s))
+    try:
+        code = await worker.run()
+    finally:
+        guard.cancel()
+    if worker.stalled and os.environ.get(VARIABLE) == "1":
+        os._exit(code)  # a thread that is stuck in native code lets no interpreter end in order
+    return code
 
 
 if __name__ == "__main__":

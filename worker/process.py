@@ -34,6 +34,8 @@ from worker.adapter_sync import AdapterSync
 from worker.engine.adapters import AdapterConfig, AdapterStats
 from worker.engine.scheduler import SchedulerState, Shares, plan_claims
 from worker.engine.thread import EngineConfig, EngineThread, RowRequest, StepOutput
+from worker.engine_watch import EngineWatch
+from worker.farewell import LAST_WORDS_S, Farewell
 from worker.orders import Orders
 from worker.publisher import Publisher
 from worker.running import Running, now_ms
@@ -42,7 +44,6 @@ log = structlog.get_logger()
 
 HEARTBEAT_S = 2.0
 WAIT_S = 1.0  # longest block of an idle worker; stealing looks around this often
-FAREWELL_S = 3.0  # for each of the last words to a Redis that may be away
 LOOK_FOR_ORPHANS_EVERY = 5  # heartbeats
 REFRESH_MODEL_EVERY = 150  # heartbeats between two refreshes of card and tokenizer
 
@@ -60,16 +61,18 @@ class WorkerProcess:
         self._started_ms = now_ms()
         self._others: list[str] = []
         self._death: BaseException | None = None
+        self.stalled = False  # the engine's thread is alive and stuck: this process cannot end in order
         self._stop = asyncio.Event()
         self._rate = (time.monotonic(), 0)
         self._preparing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
-        """Serve until stopped; the exit code: 0 after a drain, 1 after the engine's death."""
+        """Serve until stopped; the exit code: 0 after a drain, 1 when the engine has died or is stuck."""
         self._loop = asyncio.get_running_loop()
         s = self._settings
         adapters = AdapterConfig(s.adapter_slots, s.adapter_rank, s.adapter_dtype)
         self._engine = EngineThread(self._engine_config(), self._on_step, self._on_death, adapters, self._on_adapters)
+        self._watch = EngineWatch(self._engine, s.engine_stall_s, self._on_stall)
         loaded = await asyncio.to_thread(self._engine.start)
         self._card, self._tokenizer = loaded.card, loaded.tokenizer
         self._redis = connect(self._settings.redis)
@@ -78,11 +81,11 @@ class WorkerProcess:
             await self._open(loaded.card, loaded.tokenizer)
             await self._serve()
         finally:
-            with contextlib.suppress(RedisError, OSError):  # TimeoutError is an OSError
-                async with asyncio.timeout(1):
-                    await self._registry.remove(self._card.name, self.id)
-            await self._adapters.close()
-            await asyncio.to_thread(self._engine.stop)
+            for last_word in (self._registry.remove(self._card.name, self.id), self._adapters.close()):
+                with contextlib.suppress(RedisError, OSError):  # TimeoutError is an OSError
+                    async with asyncio.timeout(1):
+                        await last_word
+            await asyncio.to_thread(self._engine.stop, 0 if self.stalled else 10)
             await self._redis.aclose()
             await self._control.aclose()
         return 1 if self._death else 0
@@ -148,13 +151,19 @@ class WorkerProcess:
             asyncio.create_task(self._forever("control", self._orders.listen)),
             asyncio.create_task(self._forever("adapters", self._adapters.run)),
             asyncio.create_task(self._forever("acknowledge", self._adapters.acknowledge)),
+            asyncio.create_task(self._watch.run()),
         ]
         try:
             await self._stop.wait()
             await _cancel(claiming)
+            farewell = Farewell(self._redis, self._queue, self._publisher, self.id, self.running, self._freed)
             if self._death is None:
-                await self._drain()
-            await self._hand_back()
+                self._state = "draining"
+                with contextlib.suppress(RedisError, OSError):
+                    async with asyncio.timeout(LAST_WORDS_S):
+                        await self._beat()
+                await farewell.finish_rows(self._settings.drain_grace_s, lambda: self._death is not None)
+            await farewell.hand_back(failed=self._death is not None)
         finally:
             await _cancel(claiming + tending)
 
@@ -306,11 +315,23 @@ class WorkerProcess:
             self._loop.call_soon_threadsafe(lambda: self._adapters.on_stats(stats))
 
     def _on_death(self, error: BaseException) -> None:
-        self._death = error
         log.error("worker.engine_died", error=repr(error))
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._stop.set)
-            self._loop.call_soon_threadsafe(self._freed.set)
+            self._loop.call_soon_threadsafe(self._give_up, error)
+
+    # -- the watch's side
+
+    def _on_stall(self, reason: str) -> None:
+        log.error("worker.engine_stuck", reason=reason, rows=len(self.running))
+        self.stalled = self._engine.alive
+        self._give_up(EngineError(reason))
+
+    def _give_up(self, error: BaseException) -> None:
+        """The engine is of no use any more: hand everything back and end."""
+        self._death = self._death or error
+        self._state = "stuck"
+        self._stop.set()
+        self._freed.set()
 
     # -- heartbeat
 
@@ -335,7 +356,7 @@ class WorkerProcess:
                 model=self._card.name,
                 host=socket.gethostname(),
                 pid=os.getpid(),
-                state=self._state,
+                state="stuck" if self._watch.suspects else self._state,
                 rows=stats.rows,
                 max_rows=self._settings.max_batch_size,
                 waiting=stats.waiting,
@@ -346,46 +367,13 @@ class WorkerProcess:
                 started_ms=self._started_ms,
                 heartbeat_ms=now_ms(),
                 adapters=self._adapters.loaded,
+                engine_silent_s=round(min(self._watch.silent_s, 1e9), 1),
                 extra={f"prefix_{name}": value for name, value in asdict(stats.prefix).items()},
             )
         )
         await self._adapters.tend()
         live = await self._registry.workers(self._card.name)
         self._others = [status.id for status in live if status.id != self.id]
-
-    # -- the end
-
-    async def _drain(self) -> None:
-        self._state = "draining"
-        log.info("worker.draining", rows=len(self.running), grace_s=self._settings.drain_grace_s)
-        deadline = self._loop.time() + self._settings.drain_grace_s
-        with contextlib.suppress(RedisError, OSError):
-            async with asyncio.timeout(FAREWELL_S):
-                await self._beat()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(deadline):
-                while self.running and self._death is None:
-                    self._freed.clear()
-                    await self._freed.wait()
-
-    async def _hand_back(self) -> None:
-        """Give what is left to the others at once, with all its tokens in the log; without Redis, leases do it."""
-        rows = [row for row in self.running.values() if row.occupies_row]
-        for row in rows:
-            self._publisher.flush_log(row.id)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FAREWELL_S):
-                await self._publisher.drained()
-        for row in rows:
-            row.occupies_row = False
-        try:
-            async with asyncio.timeout(FAREWELL_S):
-                if rows:
-                    await self._queue.release(self.id, [row.claim for row in rows])
-                    log.info("worker.handed_back", sequences=len(rows))
-                await self._queue.delete_worker_streams(self.id)
-        except (RedisError, OSError) as error:
-            log.warning("worker.redis_trouble", loop="hand_back", error=str(error), sequences=len(rows))
 
 
 async def _cancel(tasks: list[asyncio.Task[bool]] | list[asyncio.Task[None]]) -> None:

@@ -70,6 +70,15 @@ async def require(url: str, within_s: float = ANSWER_WITHIN_S) -> None:
         await client.aclose()
 
 
+async def answers(url: str, within_s: float = ANSWER_WITHIN_S) -> bool:
+    """Whether a Redis answers at this URL right now."""
+    try:
+        await require(url, within_s)
+    except (ServiceUnavailableError, SetupError):
+        return False
+    return True
+
+
 def shown(url: str) -> str:
     """A Redis URL without its password."""
     scheme, separator, rest = url.partition("://")

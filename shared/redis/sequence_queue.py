@@ -177,9 +177,13 @@ class SequenceQueue:
         self._held[worker_id] = [claim for i, claim in enumerate(claims) if i not in lost]
         return [claim for i, claim in enumerate(claims) if i in lost]
 
-    async def release(self, worker_id: str, claims: Sequence[Claim]) -> None:
-        """Hand claims back; another worker can take them at once, and none counts as a death."""
+    async def release(self, worker_id: str, claims: Sequence[Claim], *, failed: bool = False) -> None:
+        """Hand claims back; another worker can take them at once.
+
+        None counts as a death, unless the engine has `failed` under them: one of them may be why.
+        """
         args: list[Argument] = [keys.GROUP, worker_id, self._prefix, QUEUE_TTL_S, SUSPECT_AFTER]
+        args.append(self._max_deaths if failed else "")
         for claim in claims:
             args += [claim.spec.id, claim.attempt, "1" if claim.spec.sequence_class == "batch" else ""]
         if claims:

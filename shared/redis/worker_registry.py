@@ -37,6 +37,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     heartbeat_ms: int
     adapters: dict[str, int] = {}  # name -> version that is loaded
     extra: dict[str, float] = {}
+    engine_silent_s: float = 0.0  # since the engine's turn under way began
 
 
 class WorkerRegistry:

@@ -154,6 +154,23 @@ async def test_release_hands_back_at_once_and_is_no_death(redis: Redis) -> None:
     assert (await q.depth())["interactive"].waiting == 1
 
 
+async def test_what_an_engine_failed_over_takes_a_death_along_and_is_given_up_in_the_end(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([spec("s", job="j")])
+    for attempt in (1, 2):
+        claims = await q.claim(f"w{attempt}", plan(1, empty=True))
+        assert [(claim.attempt, claim.alone) for claim in claims] == [(attempt, False)]
+        await q.release(f"w{attempt}", claims, failed=True)
+    suspect = await q.claim("w3", plan(1, empty=True))
+    assert [claim.alone for claim in suspect] == [True]
+    await q.release("w3", suspect, failed=True)
+    assert await q.claim("w4", plan(1, empty=True)) == []
+    await die(redis, q, suspect)
+    assert await q.reap("w4", 1) == []
+    (result,) = await gathered(redis, "j")
+    assert "died 3 times" in result.finish.error_message
+
+
 async def test_handed_back_sequences_come_before_new_ones(redis: Redis) -> None:
     q = queue(redis)
     await q.enqueue(specs("old", 2))

@@ -72,7 +72,7 @@ class EngineThread:
         self._wake = threading.Condition()
         self._commands: deque[Command] = deque()
         self._stopping = False
-        self._idle = False
+        self._turn_began: float | None = None  # monotonic; None while there is nothing to do
         self._stats = EngineStats()
         self._thread: threading.Thread | None = None
 
@@ -114,9 +114,19 @@ class EngineThread:
 
     def stats(self) -> EngineStats:
         """The latest snapshot."""
-        if self._idle:
+        if self._turn_began is None:
             return replace(self._stats, last_step_ms=time.monotonic_ns() // 1_000_000)
         return self._stats
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def silent_s(self) -> float:
+        """Seconds since the turn that is under way began; 0 when there is nothing to do."""
+        began = self._turn_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def stop(self, timeout: float = 10.0) -> bool:
         """End the thread, rows or not; whether it ended in time."""
@@ -181,10 +191,10 @@ class EngineThread:
     def _next_commands(self, engine: Engine) -> bool:
         """Run what was asked for, after waiting for something to do; False when it is time to stop."""
         with self._wake:
-            self._idle = not engine.busy
             if not (self._commands or self._stopping or engine.busy):
+                self._turn_began = None
                 self._wake.wait(DEADLINE_CHECK_S if engine.has_rows else None)
-            self._idle = False
+            self._turn_began = time.monotonic()
             if self._stopping:
                 return False
             commands, self._commands = self._commands, deque()

@@ -2,14 +2,15 @@
 
 
 def main() -> None:
-    """Parse the settings and run until a signal; 2 when the settings are wrong."""
+    """Parse the settings and run until a signal; exit code 2 when the settings are wrong, 1 when no Redis answers."""
     # Imports stand here because every process of the reward pool imports this module, and needs none of them.
     import asyncio
     import sys
 
     from shared import logs
-    from shared.errors import SetupError
+    from shared.errors import ServiceUnavailableError, SetupError
     from shared.lifeline import follow_parent
+    from shared.redis.client import require
     from shared.settings import RunnerSettings, load
     from worker.jobs.runner import run
 
@@ -18,11 +19,23 @@ def main() -> None:
         if not settings.redis:
             raise SetupError("the job runner needs --redis URL (or PARALLM_REDIS_URL)")
     except SetupError as error:
-        print(f"error: {error.message}", file=sys.stderr)
+        print(f"job runner: {error.message}", file=sys.stderr)
         raise SystemExit(2) from None
     logs.configure(settings.log_level, settings.log_json)
     follow_parent()
-    asyncio.run(run(settings))
+
+    async def start() -> None:
+        await require(settings.redis)
+        await run(settings)
+
+    try:
+        asyncio.run(start())
+    except SetupError as error:
+        print(f"job runner: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except ServiceUnavailableError as error:  # may pass, so that a supervisor tries again
+        print(f"job runner: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 SWEEP_S = 2.0
 FALLBACK_POLL_S = 0.5
-DRAIN_S = 10  # a tick ends within about two seconds, and what it is rewarding is finished first
+DRAIN_S = 6  # a tick ends within about two seconds, and what it is rewarding is finished first
 TICK_LIMIT_S = 600  # a tick is bounded by itself; this only ends one that hangs
 
 
@@ -101,8 +101,11 @@ class RunnerWorker(Worker):  # type: ignore[misc]  # arq has no types
 
     async def _sleep_until_tasks_complete(self) -> None:
         """As arq's, which waits for the poll that clears the table, and so for Redis when it is away."""
-        if self.tasks:
-            await asyncio.wait(list(self.tasks.values()))
+        if not self.tasks:
+            return
+        _, late = await asyncio.wait(list(self.tasks.values()), timeout=DRAIN_S)
+        for task in late:  # they wait for a Redis that is away; the next runner repeats them
+            task.cancel()
 
 
 async def run(settings: RunnerSettings) -> None:

@@ -1,18 +1,24 @@
--- Hand leased sequences back: anybody can claim them at once, before what has not begun, and it is no death.
+-- Hand leased sequences back: anybody can claim them at once, before what has not begun. It is no death, unless the engine
+-- has failed under them: then each takes one along, as from a worker that died, and the one that would die for the last
+-- time stays leased for the reaper, who gives it up.
 -- uses: streams
 --
 -- KEYS[1] handed back interactive  KEYS[2] handed back batch  KEYS[3] suspects interactive  KEYS[4] suspects batch
 -- ARGV[1] group    ARGV[2] worker   ARGV[3] prefix of sequence hashes   ARGV[4] ttl   ARGV[5] suspect_after
--- ARGV[6..]        per sequence: id, attempt, '1' for batch
+-- ARGV[6] max_deaths  when the engine has failed, else ''
+-- ARGV[7..]        per sequence: id, attempt, '1' for batch
 -- Returns how many were this worker's.
 local group, worker, prefix, ttl, suspect_after = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+local max_deaths = tonumber(ARGV[6])
 local released = 0
-for a = 6, #ARGV, 3 do
+for a = 7, #ARGV, 3 do
   local h = redis.call('HMGET', prefix .. ARGV[a], 'state', 'worker', 'attempt', 'stream', 'entry', 'deaths')
   if h[1] == 'running' and h[2] == worker and h[3] == ARGV[a + 1] then
     local entry = redis.call('XRANGE', h[4], h[5], h[5])[1]
-    local front = tonumber(h[6] or '0') >= suspect_after and 3 or 1
-    if entry then
+    local deaths = tonumber(h[6] or '0') + (max_deaths and 1 or 0)
+    local front = deaths >= suspect_after and 3 or 1
+    if entry and not (max_deaths and deaths >= max_deaths) then
+      if max_deaths then redis.call('HSET', prefix .. ARGV[a], 'deaths', deaths) end
       move(h[4], group, entry, KEYS[front + (ARGV[a + 2] == '1' and 1 or 0)], prefix, ttl)
       released = released + 1
     end

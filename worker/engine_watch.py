@@ -1,0 +1,71 @@
+"""Watches that a worker is alive in fact: its engine thread from the event loop, and the loop from outside Python.
+
+A turn of the engine's loop may be long (a kernel is compiled, a long prompt is fed), so silence counts only while
+there is work, and only beyond a generous limit. From half of it on the worker no longer calls itself ready; at the
+limit it gives its leases back and ends, and whoever started it starts it again.
+
+Invariants. An idle engine is never silent. A thread that has ended without being told to counts as silent for ever.
+"""
+
+import asyncio
+import faulthandler
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+LOOK_S = 1.0
+
+
+class Watched(Protocol):
+    """What we need of the engine thread."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+
+    def silent_s(self) -> float:
+        """Seconds since the turn that is under way began; 0 when there is nothing to do."""
+
+
+class EngineWatch:
+    """Looks at one engine thread every second or more often; `on_stall` is called once, with a reason."""
+
+    def __init__(self, engine: Watched, limit_s: float, on_stall: Callable[[str], None]) -> None:
+        self._engine = engine
+        self._limit_s = limit_s
+        self._on_stall = on_stall
+
+    @property
+    def silent_s(self) -> float:
+        """How long the engine has been silent over its work, seconds; infinite when its thread has ended."""
+        return self._engine.silent_s() if self._engine.alive else math.inf
+
+    @property
+    def suspects(self) -> bool:
+        """Whether the worker should no longer be counted on."""
+        return self.silent_s > self._limit_s / 2
+
+    async def run(self) -> None:
+        """Look until the engine is found stuck or dead."""
+        silent = 0.0
+        while silent <= self._limit_s:
+            await asyncio.sleep(min(LOOK_S, self._limit_s / 8))
+            silent = self.silent_s
+        if silent == math.inf:
+            self._on_stall("the engine's thread has ended")
+        else:
+            self._on_stall(f"the engine has been silent for {silent:.1f} s over its work")
+
+
+async def guard_loop(limit_s: float) -> None:
+    """End this process, with every thread's stack on stderr, when the event loop stands still for `limit_s`.
+
+    For native code that never gives the interpreter back: then nothing in Python can look, so a thread of the C
+    library does. Its dump shows functions and lines, no values.
+    """
+    try:
+        while True:
+            faulthandler.dump_traceback_later(limit_s, exit=True)
+            await asyncio.sleep(min(LOOK_S, limit_s / 8))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
