@@ -87,7 +87,7 @@ class Generation:
         generation = cls(ring, work.model, [spec.id for spec in specs], work.deadline_ms)
         generation._feed = ring.frames.open(work.model, generation._seqs)
         try:
-            await ring.queue(work.model).enqueue(specs)
+            await ring.queue(work.model).enqueue(specs, prefer=await ring.affinity.preferred(specs))
         except BaseException as error:
             if isinstance(error, ParallmError):
                 generation.unfinished = {}  # refused as a whole; any other error may have come after the enqueueing

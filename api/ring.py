@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 
 from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownModelError
 from shared.redis.adapter_store import AdapterStore
+from shared.redis.affinity import Affinity
 from shared.redis.client import connect
 from shared.redis.job_store import JobStore
 from shared.redis.sequence_queue import SequenceQueue
@@ -46,6 +47,7 @@ class Ring:
         self.shutting_down = False
         self.redis: Redis = connect(settings.redis)
         self.registry = WorkerRegistry(self.redis)
+        self.affinity = Affinity(self.redis, self.registry)
         self.codecs = CodecCache(self.registry)
         self.jobs = JobStore(self.redis)
         self.adapters = AdapterStore(self.redis, keep_n=settings.adapter_keep_n)

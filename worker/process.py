@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 from shared.errors import EngineError, ParallmError
 from shared.frames import Finish, TokenEvent
 from shared.redis.adapter_cache import DiskCache
+from shared.redis.affinity import WarmNotes
 from shared.redis.client import connect
 from shared.redis.sequence_queue import ClaimPlan, SequenceQueue
 from shared.redis.token_frames import FrameWriter, read_tokens
@@ -113,6 +114,7 @@ class WorkerProcess:
     async def _open(self, card: ModelCard, tokenizer: TokenizerBundle) -> None:
         self._queue = SequenceQueue(self._redis, card.name, lease_ms=self._settings.lease_ms)
         self._registry = WorkerRegistry(self._redis)
+        self._notes = WarmNotes(self._redis, card.name, self.id)
         self._adapters = AdapterSync(
             self._redis,
             self._control,
@@ -250,6 +252,9 @@ class WorkerProcess:
             task.add_done_callback(self._preparing.discard)
         for request in requests:
             self._orders.welcome(request.spec.id)
+        if self._settings.prefix_cache_gb:
+            with contextlib.suppress(RedisError, OSError):
+                await self._notes.note([claim.spec for claim in claims])
 
     async def _submit_with_adapter(self, requests: list[RowRequest]) -> None:
         """Have an adapter at hand, then submit the rows that want it, together; the others do not wait for it."""
@@ -368,6 +373,7 @@ class WorkerProcess:
                 heartbeat_ms=now_ms(),
                 adapters=self._adapters.loaded,
                 engine_silent_s=round(min(self._watch.silent_s, 1e9), 1),
+                versions=tuple(self._engine.adapter_stats().loaded),
                 extra={f"prefix_{name}": value for name, value in asdict(stats.prefix).items()},
             )
         )

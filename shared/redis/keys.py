@@ -20,6 +20,7 @@ API_TTL_S = 60  # of an api's heartbeat and frame stream
 JOB_TTL_S = 7 * DAY_S  # from its last change
 IDEMPOTENCY_TTL_S = DAY_S
 REQUEST_TTL_S = SEQUENCE_TTL_S
+WARM_EPOCH_S = 300  # hints of warm prefixes go after one to two of these
 ADAPTER_TTL_S = 30 * DAY_S  # from the last publish of an adapter, or its last use by a worker
 ADAPTER_COUNTER_TTL_S = 730 * DAY_S  # its version numbers stand in trajectories that outlive it
 ADAPTER_UPLOAD_TTL_S = 600  # of bytes without a manifest: a torn publish
@@ -82,6 +83,11 @@ def worker(model: str, worker_id: str) -> str:
 def workers(model: str) -> str:
     """Sorted set of worker ids by last heartbeat."""
     return f"{PREFIX}:{{{model}}}:workers"
+
+
+def warm_prefixes(model: str, epoch: int) -> str:
+    """Hash: hash of a prompt's beginning -> the worker that computed it last, in one epoch."""
+    return f"{PREFIX}:{{{model}}}:warm:{epoch}"
 
 
 def models() -> str:
@@ -299,6 +305,7 @@ DOCUMENTED: tuple[KeyKind, ...] = (
     KeyKind("parallm:{*}:deadletters", "stream", "worker", "7 d, 1,000 entries", "sequences given up"),
     KeyKind("parallm:{*}:worker:*", "hash", "worker", "10 s", "heartbeat"),
     KeyKind("parallm:{*}:workers", "sorted set", "worker", "7 d", "worker ids by heartbeat"),
+    KeyKind("parallm:{*}:warm:*", "hash", "worker", "10 min, bounded", "which worker computed which prefix last"),
     KeyKind("parallm:models", "sorted set", "worker", "7 d", "model names by heartbeat"),
     KeyKind("parallm:{*}:model", "string", "worker", "7 d", "model card, JSON"),
     KeyKind("parallm:tokenizer:*", "string", "worker", "7 d", "tokenizer bundle, JSON, by sha256"),

@@ -27,7 +27,8 @@ log = structlog.get_logger()
 
 CLASSES: tuple[SequenceClass, ...] = ("interactive", "batch")
 QUEUE_TTL_S = keys.JOB_TTL_S
-STEAL_AFTER_MS = 50
+STEAL_AFTER_MS = 50  # what waits longer for one worker goes to any
+BUSY_SHARE = 0.5  # of a worker's rows; from there on a preference for it is passed over
 MAX_DEATHS = 3
 SUSPECT_AFTER = 2
 TURN_MS = 5_000  # a worker that runs empty for a suspect asks for work at least this often
@@ -76,30 +77,35 @@ class SequenceQueue:
         self._max_waiting = dict(max_waiting or {})
         self._prefix = keys.sequence(model, "")
         self._settlement = Settlement(redis, model)
-        self._tips: dict[str, list[bytes]] = {}  # worker -> newest ids that its last claim saw
+        self._tips: dict[str, dict[Any, Any]] = {}  # worker -> stream -> newest id that its last claim saw
+        self._steal_in: dict[str, float] = {}  # worker -> seconds until something may be stolen, 0: nothing
         self._held: dict[str, list[Claim]] = {}  # worker -> claims as of its last renewal, and since
         self._alone: dict[str, str] = {}  # worker -> the last suspect that it was given
 
     # -- filling
 
-    async def enqueue(self, specs: Sequence[SequenceSpec], *, worker: str = "") -> int:
+    async def enqueue(self, specs: Sequence[SequenceSpec], *, prefer: Sequence[str] = ()) -> int:
         """Add sequences of one class, all or none; returns how many were new.
 
-        Known ids change nothing. `worker` prefers one worker. Raises QueueFullError beyond the bound, which counts
-        what waits in the stream written to, the shared one and what was handed back.
+        Known ids change nothing. They wait for the least busy of the workers in `prefer`, and for any worker when all
+        of those are busy, leaving or dead; after STEAL_AFTER_MS any worker takes them in either case. Raises
+        QueueFullError beyond the bound, which counts what waits in the stream written to, the shared one and what was
+        handed back.
         """
         if not specs:
             return 0
         kind = specs[0].sequence_class
         assert all(spec.sequence_class == kind for spec in specs), "one class a call"
         bound = self._max_waiting.get(kind, 0)
-        args: list[Argument] = [keys.GROUP, bound, QUEUE_TTL_S, len(specs)]
+        args: list[Argument] = [keys.GROUP, bound, QUEUE_TTL_S, len(specs), BUSY_SHARE]
         for spec in specs:
             args += [spec.id, spec.group, spec.kv_tokens, spec.api, spec.deadline_ms, spec.job, encode(spec)]
-        stream = keys.queue(self._model, kind, worker)
-        hashes = [keys.sequence(self._model, spec.id) for spec in specs]
-        others = {keys.queue(self._model, kind, place) for place in ("", keys.HANDED_BACK)} - {stream}
-        new = int(await _ENQUEUE(self._redis, [stream, *hashes, *sorted(others)], args))
+        both = sorted(CLASSES, key=lambda each: each != kind)
+        names = [keys.queue(self._model, each, place) for each in both for place in ("", keys.HANDED_BACK)]
+        names += [keys.sequence(self._model, spec.id) for spec in specs]
+        for worker in prefer:
+            names += [keys.worker(self._model, worker), *(keys.queue(self._model, each, worker) for each in both)]
+        new = int(await _ENQUEUE(self._redis, names, [*args, *prefer]))
         if new < 0:
             raise QueueFullError(
                 f"{-new - 1} {kind} sequences of model {self._model!r} are waiting and {bound} is the limit; "
@@ -137,13 +143,14 @@ class SequenceQueue:
         return await self._claim(worker_id, plan, streams)
 
     async def wait(self, worker_id: str, timeout_s: float) -> bool:
-        """Block until something new arrives on this worker's streams; claims nothing.
+        """Block until something new arrives on the streams of the last claim, or may be stolen; claims nothing.
 
         It reads without the group, from the tips that the last `claim` saw, so that quotas stay the claim's business.
         """
-        own = self._own_streams(worker_id)
-        streams: dict[Any, Any] = dict(zip(own, self._tips.get(worker_id, [b"0-0"] * len(own)), strict=True))
-        arrived = await self._redis.xread(streams, count=1, block=max(1, int(timeout_s * 1000)))
+        streams = self._tips.get(worker_id) or dict.fromkeys(self._own_streams(worker_id), b"0-0")
+        steal_in = self._steal_in.get(worker_id, 0.0)
+        limit_s = min(timeout_s, steal_in) if steal_in else timeout_s
+        arrived = await self._redis.xread(streams, count=1, block=max(1, int(limit_s * 1000)))
         return bool(arrived)
 
     async def reap(self, worker_id: str, limit: int) -> list[Claim]:
@@ -191,7 +198,7 @@ class SequenceQueue:
 
     async def delete_worker_streams(self, worker_id: str) -> None:
         """Leave a leaving worker's affinity streams to all."""
-        own = [keys.queue(self._model, kind, worker_id) for kind in CLASSES]
+        own = [*(keys.queue(self._model, kind, worker_id) for kind in CLASSES), keys.worker(self._model, worker_id)]
         await _FORWARD(self._redis, [*self._fronts()[:2], *own], [keys.GROUP, self._prefix, QUEUE_TTL_S])
 
     # -- looking
@@ -219,13 +226,15 @@ class SequenceQueue:
     async def _claim(
         self, worker_id: str, plan: ClaimPlan, others: Sequence[str], *, handed_back: bool = False
     ) -> list[Claim]:
-        own = [*self._own_streams(worker_id), keys.suspect_turn(self._model), keys.dead_letters(self._model)]
+        own = self._own_streams(worker_id)
+        rest = [keys.suspect_turn(self._model), keys.dead_letters(self._model)]
         args: list[Argument] = [keys.GROUP, worker_id, plan.rows, plan.interactive_first, plan.batch_first]
         args += [plan.batch_max, plan.kv_tokens, "1" if plan.worker_is_empty else "", STEAL_AFTER_MS, self._prefix]
         args += [QUEUE_TTL_S, self._alone.get(worker_id, ""), TURN_MS, "1" if handed_back else ""]
-        tips, rows = await _CLAIM(self._redis, [*own, *others], args)
+        tips, rows, steal_in_ms = await _CLAIM(self._redis, [*own, *rest, *others], args)
         if not handed_back:
-            self._tips[worker_id] = tips
+            self._tips[worker_id] = dict(zip([*own, *others], tips, strict=True))
+            self._steal_in[worker_id] = steal_in_ms / 1000
         return await self._sort_out(worker_id, rows)
 
     async def _sort_out(self, worker_id: str, rows: list[list[Any]]) -> list[Claim]:

@@ -38,6 +38,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     adapters: dict[str, int] = {}  # name -> version that is loaded
     extra: dict[str, float] = {}
     engine_silent_s: float = 0.0  # since the engine's turn under way began
+    versions: tuple[str, ...] = ()  # every adapter version that is loaded, as name@k
 
 
 class WorkerRegistry:
@@ -62,6 +63,7 @@ class WorkerRegistry:
         fields = msgspec.to_builtins(status)
         fields["adapters"] = msgspec.json.encode(status.adapters)
         fields["extra"] = msgspec.json.encode(status.extra)
+        fields["versions"] = msgspec.json.encode(status.versions)
         async with self._redis.pipeline() as pipe:
             pipe.hset(key, mapping=fields)
             pipe.expire(key, keys.WORKER_TTL_S)
@@ -124,6 +126,6 @@ class WorkerRegistry:
 
 def _status(fields: dict[bytes, bytes]) -> WorkerStatus:
     plain: dict[str, object] = {name.decode(): value.decode() for name, value in fields.items()}
-    for name in ("adapters", "extra"):
-        plain[name] = msgspec.json.decode(str(plain.get(name, "{}")))
+    for name, empty in (("adapters", "{}"), ("extra", "{}"), ("versions", "[]")):
+        plain[name] = msgspec.json.decode(str(plain.get(name, empty)))
     return msgspec.convert(plain, WorkerStatus, strict=False)

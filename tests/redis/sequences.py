@@ -6,6 +6,7 @@ from shared.frames import Finish, TokenEvent
 from shared.redis import keys
 from shared.redis.sequence_queue import ClaimPlan, SequenceQueue
 from shared.redis.token_frames import Commit, FrameWriter
+from shared.redis.worker_registry import WorkerRegistry, WorkerState, WorkerStatus
 from shared.results import result_of
 from shared.sequences import Claim, SamplingParams, SequenceClass, SequenceResult, SequenceSpec, Timings, decode_result
 
@@ -57,6 +58,17 @@ def plan(
 
 def queue(redis: Redis, *, lease_ms: int = LEASE_MS, bound: int = 0) -> SequenceQueue:
     return SequenceQueue(redis, MODEL, lease_ms=lease_ms, max_waiting={"interactive": bound} if bound else None)
+
+
+async def beat(
+    redis: Redis, worker: str, *, max_rows: int = 8, state: WorkerState = "ready", versions: tuple[str, ...] = ()
+) -> None:
+    """A worker says that it lives."""
+    adapters = {name: int(number) for name, number in (version.split("@") for version in versions)}
+    status = WorkerStatus(
+        worker, MODEL, "h", 1, state, 0, max_rows, 0, 0, 1, 0.0, 0, 1, 1, adapters=adapters, versions=versions
+    )
+    await WorkerRegistry(redis).heartbeat(status)
 
 
 def ids(claims: list[Claim]) -> list[str]:

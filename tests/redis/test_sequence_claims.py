@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from shared.errors import QueueFullError
 from shared.redis import keys
 from shared.redis.client import server_time_ms
-from tests.redis.sequences import MODEL, commit, ids, plan, queue, spec, specs, state
+from tests.redis.sequences import MODEL, beat, commit, ids, plan, queue, spec, specs, state
 from tests.waiting import wait_until
 
 
@@ -145,10 +145,11 @@ async def test_an_empty_worker_takes_one_sequence_beyond_its_kv_budget(redis: Re
 
 async def test_affinity_is_served_first_and_stolen_when_it_has_waited(redis: Redis) -> None:
     q = queue(redis)
+    await beat(redis, "w1")
     await q.enqueue(specs("shared", 1))
-    await q.enqueue(specs("own", 2), worker="w1")
+    await q.enqueue(specs("own", 2), prefer=["w1"])
     assert ids(await q.claim("w1", plan(2, interactive_first=2))) == ["own0", "own1"]
-    await q.enqueue(specs("later", 1), worker="w1")
+    await q.enqueue(specs("later", 1), prefer=["w1"])
     began = time.monotonic()
     assert ids(await q.claim("w2", plan(4), others=["w1"])) == ["shared0"], "too young to be stolen"
     stolen: list[str] = []
@@ -164,9 +165,9 @@ async def test_affinity_is_served_first_and_stolen_when_it_has_waited(redis: Red
 
 async def test_what_waited_for_a_dead_worker_goes_to_the_living(redis: Redis) -> None:
     q = queue(redis)
-    await q.enqueue(specs("s", 3), worker="dead")
-    await redis.zadd(keys.workers(MODEL), {"dead": 1})
-    await redis.expire(keys.workers(MODEL), 60)
+    await beat(redis, "dead")
+    await q.enqueue(specs("s", 3), prefer=["dead"])
+    await redis.delete(keys.worker(MODEL, "dead"))
     assert ids(await q.reap("w1", 2)) == ["s0", "s1"]
     assert ids(await q.claim("w1", plan(8))) == ["s2"]
     assert await redis.exists(keys.queue(MODEL, "interactive", "dead")) == 0
@@ -174,7 +175,8 @@ async def test_what_waited_for_a_dead_worker_goes_to_the_living(redis: Redis) ->
 
 async def test_a_leaving_worker_leaves_its_affinity_streams_to_all(redis: Redis) -> None:
     q = queue(redis)
-    await q.enqueue(specs("s", 3), worker="w1")
+    await beat(redis, "w1")
+    await q.enqueue(specs("s", 3), prefer=["w1"])
     (running,) = await q.claim("w1", plan(1))
     await q.delete_worker_streams("w1")
     assert ids(await q.claim("w2", plan(8))) == ["s1", "s2"]

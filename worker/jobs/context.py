@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
+from shared.redis.affinity import Affinity
 from shared.redis.job_intake import MAX_N
 from shared.redis.job_ledger import JobLedger
 from shared.redis.sequence_queue import SequenceQueue
@@ -32,6 +33,7 @@ class TickContext:
     def __post_init__(self) -> None:
         self.ledger = JobLedger(self.redis)
         self.registry = WorkerRegistry(self.redis)
+        self.affinity = Affinity(self.redis, self.registry)
         self.codecs = CodecCache(self.registry)
         self._queues: dict[str, SequenceQueue] = {}
 

@@ -10,7 +10,7 @@ from shared.errors import QueueFullError, UnknownModelError
 from shared.jobs import TERMINAL, JobSpec, JobState
 from shared.redis import keys
 from shared.redis.job_ledger import JobProgress
-from shared.sequences import ModelCard, SequenceResult, decode_result
+from shared.sequences import ModelCard, SequenceResult, SequenceSpec, decode_result
 from shared.text import TextCodec
 from worker.jobs.context import TickContext
 from worker.jobs.expansion import ordinal_of, prompts_to_expand, sequence_id, sequences
@@ -87,9 +87,14 @@ class JobWork:
         impossible = [(line, p) for p in prompts if p.error for line in impossible_trajectories(self._spec, p, p.error)]
         if impossible:
             await self._ledger.record(self._spec.id, await rewarded(self._spec, self._context.rewards, impossible))
-        specs = [sequence for p in prompts if not p.error for sequence in sequences(self._spec, p, now_ms)]
-        if specs:
-            await self._queue.enqueue(specs)
+        groups = [sequences(self._spec, p, now_ms) for p in prompts if not p.error]
+        if not groups:
+            return
+        together: dict[tuple[str, ...], list[SequenceSpec]] = {}
+        for workers, group in zip(await self._context.affinity.preferences(groups), groups, strict=True):
+            together.setdefault(workers, []).extend(group)
+        for workers, specs in together.items():
+            await self._queue.enqueue(specs, prefer=workers)
 
     async def _prepare(self, lines: dict[int, bytes]) -> list[PreparedPrompt]:
         spec, card, codec = self._spec, self._card, self._codec

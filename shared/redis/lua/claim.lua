@@ -20,8 +20,9 @@
 -- ARGV[12] alone            id of the suspect that this worker runs ('' none)
 -- ARGV[13] turn_ms          how long a worker may take to run empty for a suspect, unless it asks again
 -- ARGV[14] handed_back      '1': nothing but the handed back streams
--- Returns {last generated ids of KEYS[1..8], claims}; a claim is {stream, entry, id, spec, attempt, api, job, verdict}
--- with verdict 'run', 'alone', 'cancelled' or 'deadline'. All are leased; the caller commits the end of the last two.
+-- Returns {last generated ids of KEYS[1..8] and KEYS[11..], claims, ms until an entry that is too young may be stolen,
+-- 0: none}; a claim is {stream, entry, id, spec, attempt, api, job, verdict} with verdict 'run', 'alone', 'cancelled' or
+-- 'deadline'. All are leased; the caller commits the end of the last two.
 local group, worker = ARGV[1], ARGV[2]
 local rows, batch_left, kv = tonumber(ARGV[3]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local empty, steal_ms, prefix, ttl, alone = ARGV[8] == '1', tonumber(ARGV[9]), ARGV[10], ARGV[11], ARGV[12]
@@ -119,11 +120,13 @@ end
 
 local function tips()
   local ids = {}
-  for i = 1, 8 do
-    ids[i] = '0-0'
-    if redis.call('EXISTS', KEYS[i]) == 1 then
-      local info = redis.call('XINFO', 'STREAM', KEYS[i])
-      for j = 1, #info, 2 do if info[j] == 'last-generated-id' then ids[i] = info[j + 1] end end
+  for i = 1, #KEYS do
+    if i < 9 or i > 10 then
+      ids[#ids + 1] = '0-0'
+      if redis.call('EXISTS', KEYS[i]) == 1 then
+        local info = redis.call('XINFO', 'STREAM', KEYS[i])
+        for j = 1, #info, 2 do if info[j] == 'last-generated-id' then ids[#ids] = info[j + 1] end end
+      end
     end
   end
   return ids
@@ -150,22 +153,26 @@ local function suspects()
 end
 
 local ids = tips()
-if runs_a_suspect() then return {ids, claims} end
+if runs_a_suspect() then return {ids, claims, 0} end
 if ARGV[14] == '1' then
   interactive(2, 2, rows)
   batch(6, 6, batch_left)
-  return {ids, claims}
+  return {ids, claims, 0}
 end
-if suspects() then return {ids, claims} end
+if suspects() then return {ids, claims, 0} end
 interactive(1, 3, tonumber(ARGV[4]))
 batch(5, 7, tonumber(ARGV[5]))
 interactive(1, 3, rows)
 batch(5, 7, batch_left)
+local look_again = 0
 for i = 11, #KEYS do
   local is_batch = i % 2 == 0
   local limit = is_batch and math.min(rows, batch_left) or rows
   local used = take(KEYS[i], limit, limit, steal_ms, 'run')
   rows = rows - used
   if is_batch then batch_left = batch_left - used end
+  local left = undelivered(KEYS[i], group, 1)[1]
+  local ms = left and tonumber(string.match(left[1], '^%d+')) + steal_ms - now or 0
+  if ms > 0 then look_again = look_again > 0 and math.min(look_again, ms) or ms end
 end
-return {ids, claims}
+return {ids, claims, look_again}

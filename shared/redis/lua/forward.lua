@@ -1,9 +1,12 @@
 -- Give what waits in a leaving worker's affinity streams to all, and remove the streams if nothing is leased in them.
+-- Its heartbeat says from now on that it leaves, so that nothing more is enqueued there.
 -- uses: streams
 --
 -- KEYS[1] handed back interactive   KEYS[2] handed back batch   KEYS[3] the worker's interactive   KEYS[4] its batch
+-- KEYS[5] its heartbeat
 -- ARGV[1] group    ARGV[2] prefix of sequence hashes   ARGV[3] ttl
 -- Returns the number of moved entries.
+if redis.call('EXISTS', KEYS[5]) == 1 then redis.call('HSET', KEYS[5], 'state', 'draining') end
 local moved = 0
 for i = 1, 2 do
   local stream = KEYS[i + 2]
