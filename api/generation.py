@@ -105,7 +105,8 @@ class Generation:
         places = [i for i, events in enumerate(history) if not events or events[-1].finish is None]
         start = [history[i][-1].end if history[i] else 0 for i in places]
         generation._places = places
-        generation._feed = ring.frames.open(model, [seqs[i] for i in places], start)
+        attempts = [history[i][-1].attempt if history[i] else 0 for i in places]
+        generation._feed = ring.frames.open(model, [seqs[i] for i in places], start, attempts)
         return generation
 
     async def batches(self) -> AsyncIterator[Events]:

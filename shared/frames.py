@@ -2,7 +2,9 @@
 
 Invariants. `position` counts completion tokens from 0, without gaps within an attempt. A reader that has seen position
 p never sees another token for p: it drops what it has, and repairs a gap from the frame stream and the sequence's
-log. An event of an older attempt is dropped. The last event of a sequence carries `finish`, and nothing follows it.
+log. A frame's event of an older attempt than one before it in the stream is dropped: whoever takes a sequence over
+writes a fence (`fence`) into the stream first and reads what stands before it, so what a stopped owner still
+sends when it wakes is seen by nobody. The last event of a sequence carries `finish`, and nothing follows it.
 
 Structs are msgpack arrays (`array_like`): new fields go at the end, with a default.
 """
@@ -78,6 +80,16 @@ class Frame(msgspec.Struct, array_like=True):
 _encoder = msgspec.msgpack.Encoder()
 _frame_decoder = msgspec.msgpack.Decoder(Frame)
 _events_decoder = msgspec.msgpack.Decoder(list[TokenEvent])
+
+
+def fence(seq: str, attempt: int) -> TokenEvent:
+    """What a new owner writes before it reads: frames of older attempts that come behind it do not count."""
+    return TokenEvent(seq, attempt, 0, [], [])
+
+
+def is_fence(event: TokenEvent) -> bool:
+    """Whether an event says nothing but who owns the sequence."""
+    return not event.tokens and event.finish is None and event.prompt_logprobs is None and event.text is None
 
 
 def encode_frame(frame: Frame) -> bytes:

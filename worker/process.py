@@ -237,6 +237,7 @@ class WorkerProcess:
 
     async def _admit(self, claims: list[Claim]) -> None:
         requests: list[RowRequest] = []
+        await self._publisher.fence([claim for claim in claims if claim.attempt > 1 and claim.spec.api])
         for claim in claims:
             prior = []
             if claim.attempt > 1:
@@ -252,6 +253,8 @@ class WorkerProcess:
             task.add_done_callback(self._preparing.discard)
         for request in requests:
             self._orders.welcome(request.spec.id)
+            if request.prior:
+                self._publisher.flush_log(request.spec.id)  # whoever missed a frame of the old owner finds it there
         if self._settings.prefix_cache_gb:
             with contextlib.suppress(RedisError, OSError):
                 await self._notes.note([claim.spec for claim in claims])

@@ -16,6 +16,7 @@ import structlog
 
 from shared.frames import TokenEvent
 from shared.redis.token_frames import Commit, FrameWriter
+from shared.sequences import Claim
 from worker.running import Running
 
 log = structlog.get_logger()
@@ -65,6 +66,14 @@ class Publisher:
         self._waiting += events
         self._idle.clear()
         self._ready.set()
+
+    async def fence(self, claims: list[Claim]) -> None:
+        """Before the tokens of sequences taken over are read: nothing that their old owners still send counts."""
+        owners: dict[str, dict[str, int]] = {}
+        for claim in claims:
+            owners.setdefault(claim.spec.api, {})[claim.spec.id] = claim.attempt
+        if owners:
+            await self._writer.fence(owners)
 
     def flush_log(self, seq: str) -> None:
         """Log what a sequence has so far, for a reader that has just changed."""

@@ -71,9 +71,18 @@ class FrameReader:
         if self._owns_redis:
             await self.redis.aclose()
 
-    def open(self, model: str, seq_ids: Sequence[str], start: Sequence[int] | None = None) -> TokenFeed:
-        """Listen to these sequences, from `start` on; to be called before they are enqueued."""
-        feed = TokenFeed(model, seq_ids, start, ask=self._asked.set, close=self._forget)
+    def open(
+        self,
+        model: str,
+        seq_ids: Sequence[str],
+        start: Sequence[int] | None = None,
+        attempts: Sequence[int] | None = None,
+    ) -> TokenFeed:
+        """Listen to these sequences, from `start` on; to be called before they are enqueued.
+
+        `attempts`: whose tokens the reader has already; frames of older owners do not count.
+        """
+        feed = TokenFeed(model, seq_ids, start, attempts, ask=self._asked.set, close=self._forget)
         self._feeds.add(feed)
         for cursor in feed.cursors:
             self._cursors.setdefault(cursor.seq, []).append(cursor)
@@ -180,7 +189,7 @@ class FrameReader:
         while True:
             page = await self.redis.xrange(keys.frames(self.api_id), f"({self._known}", "+", count=PAGE)
             for entry, fields in page:
-                self.dispatch(fields[b"d"], live=False)
+                self.dispatch(fields.get(b"d", b""), live=False)
                 self._known = entry.decode()
             if len(page) < PAGE:
                 return
@@ -200,7 +209,7 @@ class FrameReader:
 
     def _offer_log(self, cursor: SequenceCursor, events: Iterable[TokenEvent], now: float) -> None:
         for event in events:
-            cursor.offer(event, now, live=False)
+            cursor.offer(event, now, live=False, logged=True)
         cursor.feed.wake()
 
     # -- heartbeat

@@ -107,17 +107,20 @@ class Settlement:
         return str(answer.decode())
 
     async def _ending(self, claim: Claim, worker_id: str, finish: Finish) -> Commit:
-        """The end of a sequence behind what it has said so far."""
+        """The end of a sequence behind what it has said so far; a waiting one (no `entry`) is nobody's attempt."""
         spec = claim.spec
+        attempt = claim.attempt if claim.entry else claim.attempt + 1
         logged: list[TokenEvent] = []
         beyond: list[TokenEvent] = []
         if claim.attempt > 0:
+            if spec.api:
+                await FrameWriter(self._redis, self._model, worker_id).fence({spec.api: {spec.id: attempt}})
             logged = await read_tokens(self._redis, self._model, spec.id, 0)
             end = logged[-1].end if logged else 0
             beyond = await read_tokens(self._redis, self._model, spec.id, end, spec.api) if spec.api else []
         said = [*logged, *beyond]
         position = said[-1].end if said else 0
-        last = TokenEvent(spec.id, claim.attempt, position, [], [], finish=finish)
+        last = TokenEvent(spec.id, attempt, position, [], [], finish=finish)
         timings = Timings(spec.enqueued_ms, 0, 0, await server_time_ms(self._redis))
         result = result_of(spec, claim.attempt, worker_id, [*said, last], timings)
         return Commit(claim, result, [*beyond, last])

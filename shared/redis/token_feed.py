@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from shared.frames import TokenEvent
+from shared.frames import TokenEvent, is_fence
 from shared.redis.token_log import part
 
 SILENCE_S = 1.0  # without a word, before the log is asked
@@ -42,12 +42,12 @@ class SequenceCursor:
         "seq",
     )
 
-    def __init__(self, feed: "TokenFeed", index: int, seq: str, position: int, due_at: float) -> None:
+    def __init__(self, feed: "TokenFeed", index: int, seq: str, position: int, due_at: float, attempt: int = 0) -> None:
         self.feed = feed
         self.index = index
         self.seq = seq
         self.position = position  # next token wanted
-        self.attempt = 0
+        self.attempt = attempt  # newest heard of in frames; what an older owner still sends is dropped
         self.bare_seen = position > 0
         self.finished = False
         self.in_gap = False
@@ -56,15 +56,24 @@ class SequenceCursor:
         self.due_at = due_at
         self.pause_s = SILENCE_S
 
-    def offer(self, event: TokenEvent, now: float, *, live: bool) -> None:
-        """Take what is new in an event; a full feed refuses `live` ones."""
+    def offer(self, event: TokenEvent, now: float, *, live: bool, logged: bool = False) -> None:
+        """Take what is new in an event; a full feed refuses `live` ones.
+
+        What is `logged` counts whoever wrote it: the log was fenced when it was written.
+        """
+        if not logged:
+            if event.attempt < self.attempt:
+                return
+            self.attempt = event.attempt
+            if is_fence(event):
+                return
         if self._take(event, now, live) and self.held:
             held, self.held = self.held, []
             for later in held:
                 self._take(later, now, live=False)
 
     def _take(self, event: TokenEvent, now: float, live: bool) -> bool:
-        if self.finished or event.attempt < self.attempt:
+        if self.finished:
             return False
         position, end = event.position, event.end
         if position > self.position:
@@ -81,7 +90,6 @@ class SequenceCursor:
         if position < self.position:
             event = part(event, self.position, end)
         self.position = end
-        self.attempt = event.attempt
         self.heard_at = now
         self.in_gap = False
         self.due_at = now + SILENCE_S
@@ -117,6 +125,7 @@ class TokenFeed:
         model: str,
         seq_ids: Sequence[str],
         start: Sequence[int] | None,
+        attempts: Sequence[int] | None = None,
         *,
         ask: Callable[[], None],
         close: Callable[["TokenFeed"], None],
@@ -132,7 +141,7 @@ class TokenFeed:
         due_at = time.monotonic() + (SILENCE_S if start is None else 0.0)
         places = start or [0] * len(seq_ids)
         self.cursors = [
-            SequenceCursor(self, i, seq, place, due_at)
+            SequenceCursor(self, i, seq, place, due_at, attempts[i] if attempts else 0)
             for i, (seq, place) in enumerate(zip(seq_ids, places, strict=True))
         ]
         self._room = EVENTS_HELD * max(1, len(self.cursors))

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.exceptions import RedisError
 
-from shared.frames import Frame, TokenEvent, encode_events, encode_frame
+from shared.frames import Frame, TokenEvent, encode_events, encode_frame, fence
 from shared.redis import keys
 from shared.redis.client import Script, is_no_script
 from shared.redis.frame_reader import FrameReader
@@ -80,6 +80,20 @@ class FrameWriter:
                 raise failed[0]
             first = 1 if chunks else 0
             return [answer == 1 for answer in answers[first : first + len(commits)]]
+
+    async def fence(self, owners: Mapping[str, Mapping[str, int]]) -> None:
+        """Shut earlier owners of sequences out of the frame streams: {api: {sequence: our attempt}}.
+
+        To be called before the tokens of a sequence taken over are read, so that all that its reader may have seen
+        stands in front of the fence. MULTI keeps stream and channel in the same order.
+        """
+        frames = {api: self._pack([fence(seq, attempt) for seq, attempt in o.items()]) for api, o in owners.items()}
+        async with self._redis.pipeline(transaction=True) as pipe:
+            for api, data in frames.items():
+                pipe.execute_command("XADD", keys.frames(api), "MAXLEN", "~", FRAMES_KEPT, "*", "d", data)
+                pipe.execute_command("EXPIRE", keys.frames(api), keys.API_TTL_S)
+                pipe.execute_command("PUBLISH", keys.frame_channel(api), data)
+            await pipe.execute()
 
     async def _try_write(
         self, packed: Mapping[str, bytes], chunks: Mapping[str, list[TokenEvent]], commits: Sequence[Commit]

@@ -1,8 +1,7 @@
 """A sequence's tokens as they stand in Redis: its log, and beyond the log the frame stream of the api that reads it.
 
 What stands in the log stays: its chunks are fenced by the attempt (log.lua), and a later attempt goes on behind them.
-Frames are not fenced; where two attempts wrote the same position the newer counts, and behind a newer attempt's
-token no older one's.
+Frames are fenced by their order: behind an event of a newer attempt none of an older one counts (`fenced`).
 """
 
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ import msgspec
 import structlog
 from redis.asyncio import Redis
 
-from shared.frames import TokenEvent, decode_events, decode_frame
+from shared.frames import TokenEvent, decode_events, decode_frame, is_fence
 from shared.redis import keys
 
 log = structlog.get_logger()
@@ -32,8 +31,19 @@ async def read_tokens(redis: "Redis", model: str, seq: str, start: int, api: str
     # Frames of the same tokens were written with or after the chunk before, so older frames hold nothing new.
     since = chunks[-1][0] if chunks else began or b"-"
     frames = await redis.xrange(keys.frames(api), since, "+")
-    live = [event for _, fields in frames for event in events_of_frame(fields[b"d"]) if event.seq == seq]
-    return splice(logged, live, start)
+    live = [event for _, fields in frames for event in events_of_frame(fields.get(b"d", b"")) if event.seq == seq]
+    return splice(logged, fenced(live), start)
+
+
+def fenced(live: Sequence[TokenEvent]) -> list[TokenEvent]:
+    """The events of a frame stream that count, in its order: those that no newer attempt stands before."""
+    kept: list[TokenEvent] = []
+    newest = 0
+    for event in live:
+        newest = max(newest, event.attempt)
+        if event.attempt == newest and not is_fence(event):
+            kept.append(event)
+    return kept
 
 
 def splice(logged: Sequence[TokenEvent], live: Sequence[TokenEvent], start: int) -> list[TokenEvent]:
