@@ -12,7 +12,7 @@ from api.context import RequestContext
 from api.generation import settled
 from api.limits import BodyLimit
 from api.openai import chat, completions, models, streams
-from api.ops import health
+from api.ops import deadletters, health
 from api.resume import stop_lingering
 from api.ring import Ring
 from api.rl import adapters, generate, jobs, tokenize
@@ -46,7 +46,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
         responses={401: {"model": errors.ErrorBody, "description": "No API key, or a wrong one."}},
     )
     errors.install(app)
-    for module in (completions, chat, models, streams, jobs, adapters, generate, tokenize, health):
+    for module in (completions, chat, models, streams, jobs, adapters, generate, tokenize, health, deadletters):
         app.include_router(module.router)
     app.add_middleware(BodyLimit, settings.max_request_bytes, settings.max_upload_bytes)
     if key := settings.api_key.get_secret_value():

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from api.client import DEFAULT_URL, InferenceClient, JobRequest, RequestFailedError
+from api.commands import deadletters
 from shared.jobs import TERMINAL, JobKind, JobStatus, RewardSpec
 
 T = TypeVar("T")
@@ -28,6 +29,7 @@ JOB_NOT_SUCCEEDED = 3
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Client of a ParaLLM server."
 )
+app.add_typer(deadletters.app, name="deadletters")
 err = Console(stderr=True, highlight=False)
 out = Console(highlight=False, soft_wrap=True)
 

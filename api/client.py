@@ -269,6 +269,10 @@ class InferenceClient:
         health: dict[str, Any] = answer.json()
         return health
 
+    async def call(self, method: str, path: str, kind: type[T], **params: Any) -> T:
+        """Any other request of the API that is safe to repeat; its answer as `kind`."""
+        return _decode(await self._patiently(lambda: self._http.request(method, path, params=params)), kind)
+
     async def _get(self, path: str, kind: type[T], **params: Any) -> T:
         return _decode(await self._patiently(lambda: self._http.get(path, params=params)), kind)
 

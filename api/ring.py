@@ -13,6 +13,7 @@ from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownM
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.affinity import Affinity
 from shared.redis.client import connect
+from shared.redis.dead_letters import DeadLetters
 from shared.redis.job_store import JobStore
 from shared.redis.sequence_queue import SequenceQueue
 from shared.redis.token_frames import FrameReader
@@ -50,6 +51,7 @@ class Ring:
         self.affinity = Affinity(self.redis, self.registry)
         self.codecs = CodecCache(self.registry)
         self.jobs = JobStore(self.redis)
+        self.dead_letters = DeadLetters(self.redis)
         self.adapters = AdapterStore(self.redis, keep_n=settings.adapter_keep_n)
         self.frames = FrameReader(settings.redis, self.api_id)
         self._queues: dict[str, SequenceQueue] = {}

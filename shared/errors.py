@@ -92,6 +92,12 @@ class UnknownAdapterError(NotFoundError):
     code = "adapter_not_found"
 
 
+class UnknownDeadLetterError(NotFoundError):
+    """No such dead letter: never there, dropped, requeued long ago, or expired."""
+
+    code = "dead_letter_not_found"
+
+
 class AdapterRejectedError(InvalidRequestError):
     """An adapter that cannot be taken; the message names the file's key and the reason, and nothing has changed."""
 
@@ -170,6 +176,20 @@ class EngineError(ParallmError):
     """The worker's engine failed on this sequence; `finish_reason` is "error"."""
 
     code = "engine_error"
+
+
+class UnreadableMessageError(ParallmError):
+    """A message in Redis that is none of ours, or damaged; it is kept as a dead letter."""
+
+    code = "unreadable_message"
+
+
+class IncompatibleVersionError(UnreadableMessageError):
+    """A message of a version that the process that got it does not read, as in a rolling upgrade."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "incompatible_version"
 
 
 class SetupError(ParallmError):

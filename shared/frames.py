@@ -13,6 +13,10 @@ from typing import Literal
 
 import msgspec
 
+from shared.errors import IncompatibleVersionError, UnreadableMessageError
+
+SCHEMA = 1  # of frames
+
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 
@@ -74,7 +78,7 @@ class Frame(msgspec.Struct, array_like=True):
     worker: str
     sent_ms: int  # Unix time
     events: list[TokenEvent]
-    schema: int = 1
+    schema: int = SCHEMA
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -98,8 +102,15 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 def decode_frame(data: bytes) -> Frame:
-    """Read a frame; `msgspec.ValidationError` or `msgspec.DecodeError` when it is malformed."""
-    return _frame_decoder.decode(data)
+    """Read a frame; UnreadableMessageError when it is malformed, IncompatibleVersionError when of another version."""
+    try:
+        frame = _frame_decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise UnreadableMessageError(f"unreadable frame: {error}") from error
+    if frame.schema != SCHEMA:
+        raise IncompatibleVersionError(f"the frame has schema {frame.schema} and this process reads {SCHEMA}")
+    _check(frame.events)
+    return frame
 
 
 def encode_events(events: list[TokenEvent]) -> bytes:
@@ -108,8 +119,20 @@ def encode_events(events: list[TokenEvent]) -> bytes:
 
 
 def decode_events(data: bytes) -> list[TokenEvent]:
-    """Read a log chunk."""
-    return _events_decoder.decode(data)
+    """Read a log chunk; errors as in `decode_frame`."""
+    try:
+        events = _events_decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise UnreadableMessageError(f"unreadable log: {error}") from error
+    _check(events)
+    return events
+
+
+def _check(events: list[TokenEvent]) -> None:
+    """What follows from the types' meaning and a decoder does not see."""
+    for event in events:
+        if len(event.tokens) != len(event.logprobs) or event.position < 0 or event.attempt < 1:
+            raise UnreadableMessageError(f"an impossible event of sequence {event.seq!r} at {event.position}")
 
 
 def spans_of(events: list[TokenEvent], start: int = 0) -> tuple[VersionSpan, ...]:

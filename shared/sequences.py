@@ -3,17 +3,24 @@
 Who fills what: api or the job runner builds a `SequenceSpec` and enqueues it; the queue hands it to a worker as a
 `Claim`; the worker's engine turns it into `TokenEvent`s (shared/frames.py) and one `SequenceResult`.
 
-Messages travel as msgpack. `schema` is the version of the message; a reader refuses a newer one by name instead of
-guessing. Field names are never reused with another meaning.
+Messages travel as msgpack. `schema` is the version of the message; it rises when an old reader would misread a new
+message, and a reader refuses what it does not know by name instead of guessing. What is only added needs no new
+version: a reader leaves out fields of a message that it does not know, except in `SamplingParams`, where leaving
+one out would change what is drawn: there it refuses. Field names are never reused with another meaning.
 """
 
-from typing import Literal
+import contextlib
+from typing import Literal, TypeVar
 
 import msgspec
 
+from shared.errors import IncompatibleVersionError, UnreadableMessageError
 from shared.frames import Finish, TokenLogprob, VersionSpan
 
-SCHEMA = 1
+SCHEMA = 1  # that we write, and the newest that we read
+OLDEST = 1  # that we read; also what a message means that does not say
+
+M = TypeVar("M", "SequenceSpec", "SequenceResult")
 
 SequenceClass = Literal["interactive", "batch"]
 SequenceKind = Literal["generate", "score"]
@@ -64,7 +71,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_on_swap: Literal["keep", "recompute"] = "keep"
     deadline_ms: int = 0  # Unix time; 0: none
     enqueued_ms: int = 0  # Unix time
-    schema: int = SCHEMA
+    schema: int = OLDEST  # `encode` writes ours
 
     @property
     def kv_tokens(self) -> int:
@@ -100,7 +107,7 @@ class SequenceResult(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: tuple[float | None, ...] = ()
     score_logprobs: tuple[float, ...] = ()
     timings: Timings = Timings()
-    schema: int = SCHEMA
+    schema: int = OLDEST  # `encode` writes ours
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -135,25 +142,44 @@ _spec_decoder = msgspec.msgpack.Decoder(SequenceSpec)
 _result_decoder = msgspec.msgpack.Decoder(SequenceResult)
 
 
+class _Version(msgspec.Struct):
+    schema: int = OLDEST
+
+
+_version_decoder = msgspec.msgpack.Decoder(_Version)
+
+
 def encode(message: SequenceSpec | SequenceResult) -> bytes:
-    """msgpack bytes of a message."""
+    """msgpack bytes of a message, in our version."""
+    if message.schema < SCHEMA:
+        message = msgspec.structs.replace(message, schema=SCHEMA)
     return _encoder.encode(message)
 
 
 def decode_spec(data: bytes) -> SequenceSpec:
-    """Read a spec; `msgspec.ValidationError` when it is malformed, ValueError when its schema is newer than ours."""
-    spec = _spec_decoder.decode(data)
-    _check_schema(spec.schema)
-    return spec
+    """Read a spec; UnreadableMessageError when it is malformed, IncompatibleVersionError when it is not our version."""
+    return _decode(_spec_decoder, data)
 
 
 def decode_result(data: bytes) -> SequenceResult:
     """Read a result; errors as in `decode_spec`."""
-    result = _result_decoder.decode(data)
-    _check_schema(result.schema)
-    return result
+    return _decode(_result_decoder, data)
 
 
-def _check_schema(schema: int) -> None:
-    if schema > SCHEMA:
-        raise ValueError(f"message has schema {schema}, this process reads up to {SCHEMA}: upgrade it")
+def _decode(decoder: "msgspec.msgpack.Decoder[M]", data: bytes) -> M:
+    try:
+        message = decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        with contextlib.suppress(msgspec.DecodeError, ValueError, RecursionError):
+            _check(_version_decoder.decode(data).schema)
+        raise UnreadableMessageError(f"unreadable: {error}") from error
+    _check(message.schema)
+    return message
+
+
+def _check(schema: int) -> None:
+    if not OLDEST <= schema <= SCHEMA:
+        which = str(SCHEMA) if OLDEST == SCHEMA else f"{OLDEST} to {SCHEMA}"
+        raise IncompatibleVersionError(
+            f"the message has schema {schema} and this process reads {which}: run the same version everywhere"
+        )

@@ -25,7 +25,7 @@ from shared.errors import ServiceUnavailableError, SetupError
 ANSWER_WITHIN_S = 5.0
 
 Argument = str | bytes | int | float
-_USES = re.compile(r"^-- uses: (\w+)$", re.MULTILINE)
+_USES = re.compile(r"^-- uses: ([\w ]+)$", re.MULTILINE)
 
 
 def connect(url: str, *, blocking: bool = False) -> "Redis":
@@ -115,13 +115,13 @@ async def server_time_ms(redis: "Redis") -> int:
 class Script:
     """A Lua file of shared/redis/lua, run by its hash; loaded again after a restart of the server.
 
-    A line `-- uses: name` in its head puts lua/name.lua, which holds only functions, in front of it.
+    A line `-- uses: names` in its head puts lua/name.lua, which holds only functions, in front of it, one by one.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         text = _lua(name)
-        self.text = "\n".join([*(_lua(used) for used in _USES.findall(text)), text])
+        self.text = "\n".join([*(_lua(used) for line in _USES.findall(text) for used in line.split()), text])
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
     async def __call__(self, redis: "Redis", keys: Sequence[str | bytes], args: Sequence[Argument]) -> Any:

@@ -302,7 +302,7 @@ DOCUMENTED: tuple[KeyKind, ...] = (
     KeyKind("parallm:{*}:seq:*", "hash", "api or job runner", "1 h after its end", "one sequence's state"),
     KeyKind("parallm:{*}:out:*", "stream", "worker", "1 h after its end", "one sequence's tokens, in chunks"),
     KeyKind("parallm:{*}:finished:*", "stream", "job runner", "7 d", "results that no tick has recorded yet"),
-    KeyKind("parallm:{*}:deadletters", "stream", "worker", "7 d, 1,000 entries", "sequences given up"),
+    KeyKind("parallm:{*}:deadletters", "stream", "worker", "7 d, 1,000 entries", "sequences and messages given up"),
     KeyKind("parallm:{*}:worker:*", "hash", "worker", "10 s", "heartbeat"),
     KeyKind("parallm:{*}:workers", "sorted set", "worker", "7 d", "worker ids by heartbeat"),
     KeyKind("parallm:{*}:warm:*", "hash", "worker", "10 min, bounded", "which worker computed which prefix last"),

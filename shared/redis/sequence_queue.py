@@ -17,9 +17,10 @@ import msgspec
 import structlog
 from redis.asyncio import Redis
 
-from shared.errors import QueueFullError
+from shared.errors import QueueFullError, UnreadableMessageError
 from shared.redis import keys
 from shared.redis.client import Argument, Script
+from shared.redis.dead_letters import Unusable, bury
 from shared.redis.settlement import Settlement
 from shared.sequences import Claim, SequenceClass, SequenceSpec, decode_spec, encode
 
@@ -116,6 +117,11 @@ class SequenceQueue:
     async def cancel(self, seq_ids: Sequence[str]) -> dict[str, str]:
         """Cancel sequences: '' unknown or ended, 'queued' ended here, else the worker that has been told."""
         return await self._settlement.cancel(seq_ids)
+
+    async def is_alive(self, seq: str) -> bool:
+        """Whether a sequence waits or runs."""
+        state = await self._redis.hget(keys.sequence(self._model, seq), "state")  # type: ignore[misc]
+        return state in (b"queued", b"running")
 
     async def route(self, seq_ids: Sequence[str], api: str) -> None:
         """From now on `api` gets the frames of these sequences; their workers are told."""
@@ -240,22 +246,42 @@ class SequenceQueue:
     async def _sort_out(self, worker_id: str, rows: list[list[Any]]) -> list[Claim]:
         """Claims to run; the others are settled."""
         claims: list[Claim] = []
-        for stream, entry, seq, packed, attempt, api, job, verdict in rows:
+        for row in rows:
             try:
-                spec, reason = decode_spec(packed), ""
-            except (msgspec.DecodeError, ValueError) as error:
-                spec, reason = self._settlement.unreadable(seq.decode(), job.decode()), f"unreadable: {error}"
-            spec = msgspec.structs.replace(spec, api=api.decode())
-            claim = Claim(spec, stream.decode(), entry.decode(), int(attempt), verdict == b"alone")
-            if reason:
-                await self._settlement.give_up(worker_id, claim, reason)
-            elif verdict == b"poison":
-                await self._settlement.give_up(worker_id, claim, f"its workers died {self._max_deaths} times")
-            elif verdict in (b"cancelled", b"deadline"):
-                await self._settlement.end(worker_id, claim, verdict.decode())
-            else:
+                claim = await self._settle(worker_id, row)
+            except UnicodeDecodeError as error:  # names that are no text
+                await self._bury(worker_id, row, f"unreadable: {error}")
+                continue
+            if claim is not None:
                 claims.append(claim)
-            if claim.alone:
-                self._alone[worker_id] = spec.id
         self._held.setdefault(worker_id, []).extend(claims)
         return claims
+
+    async def _settle(self, worker_id: str, row: list[Any]) -> Claim | None:
+        """The claim of one row, if it is to run."""
+        stream, entry, seq, packed, attempt, api, job, verdict = row
+        unreadable: UnreadableMessageError | None = None
+        try:
+            spec = decode_spec(packed)
+        except UnreadableMessageError as error:
+            spec, unreadable = self._settlement.unreadable(seq.decode(), job.decode()), error
+        spec = msgspec.structs.replace(spec, id=seq.decode(), model=self._model, api=api.decode(), job=job.decode())
+        claim = Claim(spec, stream.decode(), entry.decode(), int(attempt), verdict == b"alone")
+        if claim.alone:
+            self._alone[worker_id] = spec.id
+        if unreadable is not None:
+            await self._settlement.give_up(worker_id, claim, unreadable.message, type(unreadable))
+        elif verdict == b"poison":
+            await self._settlement.give_up(worker_id, claim, f"its workers died {self._max_deaths} times")
+        elif verdict in (b"cancelled", b"deadline"):
+            await self._settlement.end(worker_id, claim, verdict.decode())
+        else:
+            return claim
+        return None
+
+    async def _bury(self, worker_id: str, row: list[Any], reason: str) -> None:
+        stream, entry, seq, packed = row[:4]
+        found = Unusable(
+            stream.decode(), entry.decode(), seq.decode(errors="replace"), reason, worker_id, packed, keys.GROUP
+        )
+        await bury(self._redis, self._model, found)

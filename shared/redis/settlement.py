@@ -12,7 +12,7 @@ import msgspec
 import structlog
 from redis.asyncio import Redis
 
-from shared.errors import EngineError
+from shared.errors import EngineError, ParallmError, UnreadableMessageError
 from shared.frames import Finish, TokenEvent, encode_events
 from shared.redis import keys
 from shared.redis.client import Script, server_time_ms
@@ -43,9 +43,9 @@ class Settlement:
         kind: Literal["deadline", "cancelled"] = "deadline" if reason == "deadline" else "cancelled"
         await self._commit(worker_id, await self._ending(claim, worker_id, Finish(kind)))
 
-    async def give_up(self, worker_id: str, claim: Claim, reason: str) -> None:
+    async def give_up(self, worker_id: str, claim: Claim, reason: str, kind: type[ParallmError] = EngineError) -> None:
         """Commit a claim as an error, and leave a dead letter with the reason."""
-        finish = Finish("error", None, EngineError.code or "", f"given up: {reason}")
+        finish = Finish("error", None, kind.code or "", f"given up: {reason}")
         ending = await self._ending(claim, worker_id, finish)
         await self._commit(worker_id, replace(ending, dead_letter=reason))
 
@@ -68,7 +68,7 @@ class Settlement:
                 return ""
             try:
                 spec = msgspec.structs.replace(decode_spec(packed or b""), api=(api or b"").decode())
-            except (msgspec.DecodeError, ValueError):
+            except UnreadableMessageError:
                 spec = self.unreadable(seq, (job or b"").decode())
             claim = Claim(spec, "", "", int(attempt or 0))
             ending = await self._ending(claim, "", Finish("cancelled")) if state == b"queued" else None

@@ -6,10 +6,10 @@ Frames are fenced by their order: behind an event of a newer attempt none of an 
 
 from collections.abc import Sequence
 
-import msgspec
 import structlog
 from redis.asyncio import Redis
 
+from shared.errors import UnreadableMessageError
 from shared.frames import TokenEvent, decode_events, decode_frame, is_fence
 from shared.redis import keys
 
@@ -123,7 +123,7 @@ def events_of_chunk(fields: dict[bytes, bytes], seq: str) -> list[TokenEvent]:
     """The events of a log entry; none, and a line in our log, when they cannot be read."""
     try:
         return decode_events(fields[b"d"])
-    except (msgspec.DecodeError, KeyError) as error:
+    except (UnreadableMessageError, KeyError) as error:
         log.warning("frames.unreadable_log", sequence=seq, error=str(error))
         return []
 
@@ -132,6 +132,6 @@ def events_of_frame(data: bytes) -> list[TokenEvent]:
     """The events of a frame; none, and a line in our log, when it cannot be read."""
     try:
         return decode_frame(data).events
-    except msgspec.DecodeError as error:
+    except UnreadableMessageError as error:
         log.warning("frames.unreadable", error=str(error))
         return []

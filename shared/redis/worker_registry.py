@@ -7,6 +7,7 @@ that jobs can be planned while no worker is up.
 from typing import Literal
 
 import msgspec
+import structlog
 from redis.asyncio import Redis
 
 from shared.errors import NotFoundError
@@ -14,6 +15,8 @@ from shared.redis import keys
 from shared.redis.client import server_time_ms
 from shared.sequences import ModelCard
 from shared.text import TokenizerBundle
+
+log = structlog.get_logger()
 
 WorkerState = Literal["starting", "ready", "paused", "draining", "stuck"]
 
@@ -89,23 +92,27 @@ class WorkerRegistry:
     async def models(self) -> list[ModelCard]:
         """Every model that is known, served right now or not."""
         names = await self._redis.zrange(keys.models(), 0, -1)
-        cards = [await self.card(name.decode()) for name in names]
+        cards = [await self.card(name.decode(errors="replace")) for name in names]
         return [card for card in cards if card is not None]
 
     async def card(self, model: str) -> ModelCard | None:
         """A model's card; None when no worker has registered it."""
         data = await self._redis.get(keys.model_card(model))
-        return None if data is None else msgspec.json.decode(data, type=ModelCard)
+        try:
+            return None if data is None else msgspec.json.decode(data, type=ModelCard)
+        except (msgspec.DecodeError, ValueError) as error:
+            log.warning("registry.unreadable_card", model=model, error=str(error))
+            return None
 
     async def live_models(self) -> set[str]:
         """Models that at least one live worker serves."""
-        names = [name.decode() for name in await self._redis.zrange(keys.models(), 0, -1)]
+        names = [name.decode(errors="replace") for name in await self._redis.zrange(keys.models(), 0, -1)]
         return {name for name in names if await self.workers(name)}
 
     async def workers(self, model: str) -> list[WorkerStatus]:
         """A model's live workers, by id; prunes those gone for more than an hour."""
         index = keys.workers(model)
-        ids = [name.decode() for name in await self._redis.zrange(index, 0, -1)]
+        ids = [name.decode(errors="replace") for name in await self._redis.zrange(index, 0, -1)]
         if not ids:
             return []
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -114,7 +121,8 @@ class WorkerRegistry:
             found = await pipe.execute()
         if not all(found):
             await self._redis.zremrangebyscore(index, 0, await server_time_ms(self._redis) - 3_600_000)
-        return sorted((_status(fields) for fields in found if fields), key=lambda status: status.id)
+        statuses = [_status(fields) for fields in found if fields]
+        return sorted((status for status in statuses if status is not None), key=lambda status: status.id)
 
     async def tokenizer(self, sha256: str) -> TokenizerBundle:
         """A tokenizer by its hash; NotFoundError when it has expired."""
@@ -124,8 +132,13 @@ class WorkerRegistry:
         return msgspec.json.decode(data, type=TokenizerBundle)
 
 
-def _status(fields: dict[bytes, bytes]) -> WorkerStatus:
-    plain: dict[str, object] = {name.decode(): value.decode() for name, value in fields.items()}
-    for name, empty in (("adapters", "{}"), ("extra", "{}"), ("versions", "[]")):
-        plain[name] = msgspec.json.decode(str(plain.get(name, empty)))
-    return msgspec.convert(plain, WorkerStatus, strict=False)
+def _status(fields: dict[bytes, bytes]) -> WorkerStatus | None:
+    """A heartbeat; None, and a line in our log, when it cannot be read."""
+    try:
+        plain: dict[str, object] = {name.decode(): value.decode() for name, value in fields.items()}
+        for name, empty in (("adapters", "{}"), ("extra", "{}"), ("versions", "[]")):
+            plain[name] = msgspec.json.decode(str(plain.get(name, empty)))
+        return msgspec.convert(plain, WorkerStatus, strict=False)
+    except (msgspec.DecodeError, ValueError) as error:
+        log.warning("registry.unreadable_heartbeat", worker=fields.get(b"id"), error=str(error))
+        return None

@@ -52,6 +52,13 @@ def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int) -> list[Sequen
     ]
 
 
+def is_sample(spec: JobSpec, seq: str) -> bool:
+    """Whether a sequence's id is that of a sample of this job."""
+    job, dash, ordinal = seq.rpartition("-")
+    known = bool(dash) and job == spec.id and ordinal.isascii() and ordinal.isdigit() and len(ordinal) < 16
+    return known and int(ordinal) < spec.total_prompts * spec.n and sequence_id(spec.id, int(ordinal)) == seq
+
+
 def sampling(spec: JobSpec, prompt_index: int, sample_index: int) -> SamplingParams:
     """The job's sampling with this sample's own seed."""
     fields = {name: getattr(spec.sampling, name) for name in spec.sampling.__struct_fields__}

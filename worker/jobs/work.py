@@ -6,14 +6,16 @@ import time
 
 import structlog
 
-from shared.errors import QueueFullError, UnknownModelError
+from shared.errors import QueueFullError, UnknownModelError, UnreadableMessageError
+from shared.frames import Finish
 from shared.jobs import TERMINAL, JobSpec, JobState
 from shared.redis import keys
+from shared.redis.dead_letters import Unusable, bury
 from shared.redis.job_ledger import JobProgress
 from shared.sequences import ModelCard, SequenceResult, SequenceSpec, decode_result
 from shared.text import TextCodec
 from worker.jobs.context import TickContext
-from worker.jobs.expansion import ordinal_of, prompts_to_expand, sequence_id, sequences
+from worker.jobs.expansion import is_sample, ordinal_of, prompts_to_expand, sequence_id, sequences
 from worker.jobs.outcomes import finished_trajectory, given_trajectory, impossible_trajectories, rewarded
 from worker.jobs.prompts import PreparedPrompt, prepare, read_input
 
@@ -122,10 +124,29 @@ class JobWork:
         if not entries:
             await self._repair(progress)
             return 0
-        results = [decode_result(fields[b"result"]) for _, fields in entries]
-        await self._record(results)
+        await self._record([result for entry in entries if (result := await self._read(*entry)) is not None])
         await self._context.redis.xdel(self._finished, *(entry for entry, _ in entries))
         return len(entries)
+
+    async def _read(self, entry: bytes, fields: dict[bytes, bytes]) -> SequenceResult | None:
+        """A result; what says nothing of a sample of ours becomes a dead letter, and a sample's an error."""
+        packed = fields.get(b"result", b"")
+        seq = fields.get(b"id", b"").decode(errors="replace")
+        try:
+            result = decode_result(packed)
+            seq, unreadable = result.id, None
+        except UnreadableMessageError as error:
+            unreadable = error
+            finish = Finish("error", None, error.code or "", error.message)
+            result = SequenceResult(seq, finish, worker="", attempt=0, prompt_tokens=0)
+        is_ours = is_sample(self._spec, seq)
+        if unreadable is not None or not is_ours:
+            reason = unreadable.message if unreadable else "no sample of this job"
+            found = Unusable(self._finished, entry.decode(), seq, reason, self._context.runner, packed)
+            await bury(self._context.redis, self._spec.model, found)
+            if await self._queue.is_alive(seq):
+                return None  # its own result is still to come
+        return result if is_ours else None
 
     async def _record(self, results: list[SequenceResult]) -> None:
         assert self._codec is not None

@@ -1,7 +1,7 @@
 -- Claim sequences for a worker. In this order: a suspect, alone; own affinity, handed back and shared streams,
 -- interactive up to its quota, then batch up to its quota; rows left over to either class; then what other workers leave
 -- lying in their affinity streams.
--- uses: streams
+-- uses: streams letters
 --
 -- KEYS[1] own interactive   KEYS[2] handed back interactive   KEYS[3] interactive   KEYS[4] suspects interactive
 -- KEYS[5..8]                the same of batch
@@ -33,7 +33,7 @@ local closed = false -- an entry did not fit into the KV budget: it and all behi
 
 -- What to do with a waiting sequence: 'run', 'cancelled', 'deadline', or nil when there is nothing to run.
 local function verdict_on(id)
-  if not id then return nil end
+  if not id or not is_hash(prefix .. id) then return nil end
   local h = redis.call('HMGET', prefix .. id, 'state', 'cancel', 'deadline')
   if h[1] ~= 'queued' then return nil end
   if h[2] then return 'cancelled' end
@@ -43,7 +43,7 @@ end
 
 local function lease(stream, entry, id, verdict)
   local key = prefix .. id
-  local attempt = redis.call('HINCRBY', key, 'attempt', 1)
+  local attempt = count_up(key, 'attempt')
   redis.call('HSETNX', key, 'began', now)
   redis.call('HSET', key, 'state', 'running', 'worker', worker, 'stream', stream, 'entry', entry, 'started', now)
   redis.call('EXPIRE', key, ttl)
@@ -53,9 +53,8 @@ end
 
 local function discard(stream, entry, id)
   drop(stream, group, entry)
-  if not id or redis.call('EXISTS', prefix .. id) == 0 then
-    redis.call('XADD', KEYS[10], 'MAXLEN', '~', 1000, '*', 'id', id or entry, 'reason', 'no such sequence')
-    redis.call('EXPIRE', KEYS[10], ttl)
+  if not id or not is_hash(prefix .. id) then
+    dead_letter(KEYS[10], ttl, id or entry, 'no such sequence', worker, 0, '', stream, '')
   end
 end
 
@@ -76,7 +75,7 @@ local function choose(entries, quota, limit, min_age)
     local verdict = verdict_on(fields.id)
     if verdict == 'run' then
       local goes_on = begun and begun ~= '' and begun == fields.group
-      local need = tonumber(fields.kv) or 0
+      local need = math.max(0, tonumber(fields.kv) or 0)
       if used >= limit or (used >= quota and not goes_on) then break end
       if not goes_on and running > 0 and used + size_of_group(entries, i) > limit then break end
       if need > kv and not (empty and running == 0) then

@@ -1,6 +1,6 @@
 -- End a sequence exactly once. Refused unless this worker holds it under this attempt; said again after a lost answer it
 -- is accepted again and changes nothing.
--- uses: ending
+-- uses: ending letters
 --
 -- KEYS[1] stream   KEYS[2] sequence hash   KEYS[3] its log   KEYS[4] finished stream of its job   KEYS[5] dead letters
 -- ARGV[1] group    ARGV[2] worker   ARGV[3] entry   ARGV[4] attempt
@@ -10,7 +10,7 @@
 -- ARGV[10] '1' when a job gathers the result   ARGV[11] '1' when nobody streams it
 -- ARGV[12] reason  of the dead letter ('' none)   ARGV[13] sequence id
 -- Returns 1 when the end is ours, else 0.
-local h = redis.call('HMGET', KEYS[2], 'state', 'attempt', 'worker')
+local h = redis.call('HMGET', KEYS[2], 'state', 'attempt', 'worker', 'spec', 'job')
 local ours = h[2] == ARGV[4] and h[3] == ARGV[2]
 if has_ended(h[1]) then return ours and 1 or 0 end
 if not ours or h[1] ~= 'running' then return 0 end
@@ -18,8 +18,6 @@ redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
 redis.call('XDEL', KEYS[1], ARGV[3])
 finish(KEYS[2], KEYS[3], KEYS[4], ARGV[13], ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10] == '1', ARGV[11] == '1')
 if ARGV[12] ~= '' then
-  redis.call('XADD', KEYS[5], 'MAXLEN', '~', 1000, '*', 'id', ARGV[13], 'reason', ARGV[12], 'worker', ARGV[2],
-    'attempt', ARGV[4])
-  redis.call('EXPIRE', KEYS[5], ARGV[9])
+  dead_letter(KEYS[5], ARGV[9], ARGV[13], ARGV[12], ARGV[2], ARGV[4], h[5] or '', KEYS[1], h[4] or '')
 end
 return 1

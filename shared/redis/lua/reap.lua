@@ -20,15 +20,16 @@ local poison = {}
 
 local function settle(stream, entry, is_batch)
   local id = fields_of(entry).id or ''
+  if not is_hash(prefix .. id) then return drop(stream, group, entry[1]) end
   local h = redis.call('HMGET', prefix .. id, 'state', 'spec', 'api', 'job')
   if h[1] ~= 'running' then return drop(stream, group, entry[1]) end
-  local deaths = redis.call('HINCRBY', prefix .. id, 'deaths', 1)
+  local deaths = count_up(prefix .. id, 'deaths')
   if deaths < max_deaths then
     local target = KEYS[(deaths >= suspect_after and 3 or 1) + is_batch]
     return move(stream, group, entry, target, prefix, ttl)
   end
   redis.call('XCLAIM', stream, group, worker, 0, entry[1], 'JUSTID')
-  local attempt = redis.call('HINCRBY', prefix .. id, 'attempt', 1)
+  local attempt = count_up(prefix .. id, 'attempt')
   redis.call('HSET', prefix .. id, 'worker', worker, 'stream', stream, 'entry', entry[1], 'started', now)
   poison[#poison + 1] = {stream, entry[1], id, h[2] or '', attempt, h[3] or '', h[4] or '', 'poison'}
 end

@@ -42,6 +42,17 @@ local function fields_of(entry)
   return fields
 end
 
+-- Whether a key is a hash; a message may name anything.
+local function is_hash(key) return redis.call('TYPE', key).ok == 'hash' end
+
+-- A counter's next value; one that is no number begins again.
+local function count_up(key, field)
+  local value = redis.pcall('HINCRBY', key, field, 1)
+  if type(value) == 'number' then return value end
+  redis.call('HSET', key, field, 1)
+  return 1
+end
+
 local function drop(stream, group, entry)
   redis.call('XACK', stream, group, entry)
   redis.call('XDEL', stream, entry)
@@ -51,7 +62,7 @@ end
 local function move(stream, group, entry, target, seq_prefix, ttl)
   drop(stream, group, entry[1])
   local id = fields_of(entry).id
-  if not id then return end
+  if not id or not is_hash(seq_prefix .. id) then return end
   open_stream(target, group, ttl)
   local moved = redis.call('XADD', target, '*', unpack(entry[2]))
   redis.call('HSET', seq_prefix .. id, 'state', 'queued', 'worker', '', 'stream', target, 'entry', moved)

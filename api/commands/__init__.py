@@ -1,0 +1,1 @@
+"""Subcommands of `mlx_parallm`, one module a noun."""

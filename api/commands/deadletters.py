@@ -1,0 +1,88 @@
+"""`mlx_parallm deadletters`: list, show, requeue and drop what was given up (api/ops/deadletters.py)."""
+
+import asyncio
+import sys
+from collections.abc import Coroutine
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from api.client import DEFAULT_URL, InferenceClient, RequestFailedError
+
+T = TypeVar("T")
+
+app = typer.Typer(no_args_is_help=True, help="Sequences and messages that were given up.")
+err = Console(stderr=True, highlight=False)
+out = Console(highlight=False, soft_wrap=True)
+
+Url = Annotated[str, typer.Option("--url", envvar="PARALLM_URL", help="address of the server")]
+ApiKey = Annotated[str, typer.Option("--api-key", envvar="PARALLM_API_KEY", help="if the server wants one")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+Ids = Annotated[list[str], typer.Argument(help="ids as `list` prints them")]
+
+Answer = dict[str, Any]
+
+
+@app.command("list")
+def list_letters(
+    model: Annotated[str, typer.Option("--model", "-m", help="of one model")] = "",
+    limit: Annotated[int, typer.Option(min=1, max=1000)] = 100,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: Json = False,
+) -> None:
+    """List them, newest first."""
+    found = _call(url, api_key, "GET", "", model=model, limit=limit)["data"]
+    if as_json:
+        return _print_json(found)
+    table = Table("id", "sequence", "attempt", "job", "can run again", "reason", box=None)
+    for letter in found:
+        runs = "yes" if letter["requeueable"] else f"no: {letter['unreadable']}"
+        cells = (letter["id"], letter["sequence"], str(letter["attempt"]), letter["job"], runs, letter["reason"])
+        table.add_row(*(cell.replace("[", r"\[") for cell in cells))
+    return out.print(table)
+
+
+@app.command()
+def show(letter_id: str, url: Url = DEFAULT_URL, api_key: ApiKey = "") -> None:
+    """Print one with its sequence, or what has become of it since it was requeued (JSON)."""
+    _print_json(_call(url, api_key, "GET", f"/{letter_id}"))
+
+
+@app.command()
+def requeue(letter_ids: Ids, url: Url = DEFAULT_URL, api_key: ApiKey = "") -> None:
+    """Run them again, each once; its client has had its error, and its job keeps the failed sample."""
+    for letter_id in letter_ids:
+        answer = _call(url, api_key, "POST", f"/{letter_id}/requeue")
+        out.print(f"{letter_id} {'requeued' if answer['requeued'] else 'had been requeued'} as {answer['sequence']}")
+
+
+@app.command()
+def drop(letter_ids: Ids, url: Url = DEFAULT_URL, api_key: ApiKey = "") -> None:
+    """Forget them."""
+    for letter_id in letter_ids:
+        dropped = _call(url, api_key, "DELETE", f"/{letter_id}")["deleted"]
+        out.print(f"{letter_id} {'dropped' if dropped else 'was not there'}")
+
+
+def _call(url: str, api_key: str, method: str, path: str, **params: Any) -> Answer:
+    async def run() -> Answer:
+        async with InferenceClient(url, api_key=api_key) as client:
+            return await client.call(method, f"/v1/deadletters{path}", Answer, **params)
+
+    return _run(run())
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        return asyncio.run(work)
+    except RequestFailedError as error:
+        err.print("[bold red]error[/]:", error.message.replace("[", r"\["))
+        raise typer.Exit(1) from error
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
