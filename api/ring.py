@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fastapi import Request
 from redis.asyncio import Redis
 
+from api.grammars import GrammarChecker
 from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownModelError
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.affinity import Affinity
@@ -50,6 +51,7 @@ class Ring:
         self.registry = WorkerRegistry(self.redis)
         self.affinity = Affinity(self.redis, self.registry)
         self.codecs = CodecCache(self.registry)
+        self.grammars = GrammarChecker()
         self.jobs = JobStore(self.redis)
         self.dead_letters = DeadLetters(self.redis)
         self.adapters = AdapterStore(self.redis, keep_n=settings.adapter_keep_n)

@@ -51,6 +51,12 @@ class TokenOutOfRangeError(InvalidRequestError):
     code = "token_out_of_range"
 
 
+class InvalidGrammarError(InvalidRequestError):
+    """A JSON schema, regular expression or grammar that cannot be enforced; the message says why."""
+
+    code = "invalid_grammar"
+
+
 class AuthenticationError(ParallmError):
     """No API key, or a wrong one."""
 

@@ -30,8 +30,8 @@ AdapterPolicy = Literal["follow", "pin"]
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """How one row draws its tokens. A row's draw depends on (seed, position) only, never on its batch.
 
-    Filters apply in this order: logit_bias and penalties on the raw logits, temperature, then top_k, top_p and
-    min_p on the tempered distribution (vLLM's order).
+    Filters apply in this order: logit_bias and penalties on the raw logits, then the grammar's mask, temperature, and
+    top_k, top_p and min_p on the tempered distribution (vLLM's order).
     """
 
     max_tokens: int
@@ -51,6 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     include_stop_str: bool = False  # keep the matched stop string in the text
     top_logprobs: int | None = None  # None: none; k: the k most likely tokens at each position
     prompt_logprobs: int | None = None  # likewise for the prompt's own tokens (echo)
+    grammar: str = ""  # llguidance's text (shared/grammar.py) of what the completion must be; "": anything
 
 
 class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):

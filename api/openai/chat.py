@@ -11,10 +11,11 @@ from api.errors import error_responses
 from api.generation import Work
 from api.openai.choices import ReplyPlan
 from api.openai.completions import ENCODE_IN_THREAD_CHARS
-from api.openai.planning import reply_plan, target_of, work_for
+from api.openai.planning import check_grammar, reply_plan, target_of, work_for
 from api.openai.replies import reply
 from api.openai.sampling import check_prompts, room_for, sampling_of
 from api.openai.schemas import ChatCompletionRequest, ChatMessage
+from api.openai.structured import grammar_of_format, grammar_of_outputs
 from api.ring import Ring, ring_of
 from api.targets import Target
 from shared.errors import InvalidRequestError
@@ -62,6 +63,7 @@ async def create_chat_completion(
     target = await target_of(body, request, ring)
     prompt = await encoded_chat(target.served.codec, body)
     work, plan = plan_chat(body, prompt, target, ring.settings)
+    await check_grammar(ring, work, target, "response_format" if body.response_format else "structured_outputs")
     return await reply(ring, request, target.served, work, plan, bool(body.stream))
 
 
@@ -121,5 +123,12 @@ def plan_chat(
         settings.default_max_tokens,
         param="max_completion_tokens" if newer else "max_tokens",
     )
-    sampling = sampling_of(body, card, max_tokens, top_logprobs=logprobs or None, prompt_logprobs=body.prompt_logprobs)
+    sampling = sampling_of(
+        body,
+        card,
+        max_tokens,
+        top_logprobs=logprobs or None,
+        prompt_logprobs=body.prompt_logprobs,
+        grammar=grammar_of_format(body.response_format) or grammar_of_outputs(body.structured_outputs),
+    )
     return work_for(plan, target, sampling), plan

@@ -9,10 +9,11 @@ from starlette.responses import Response
 from api.errors import error_responses
 from api.generation import Work
 from api.openai.choices import ReplyPlan
-from api.openai.planning import reply_plan, target_of, work_for
+from api.openai.planning import check_grammar, reply_plan, target_of, work_for
 from api.openai.replies import reply, whole_body
 from api.openai.sampling import check_prompts, room_for, sampling_of
 from api.openai.schemas import CompletionRequest
+from api.openai.structured import grammar_of_outputs
 from api.ring import Ring, ring_of
 from api.targets import Target
 from shared.errors import InvalidRequestError
@@ -43,6 +44,7 @@ async def create_completion(
     served = target.served
     prompts = [await encoded(served.codec, prompt, body.add_special_tokens is not False) for prompt in body.prompt]
     work, plan = plan_completion(body, prompts, target, ring.settings)
+    await check_grammar(ring, work, target, "structured_outputs")
     if plan.scores_only and plan.logprobs is None and plan.prompt_logprobs is None and not body.stream:
         return Response(_echoed(plan, served.codec), media_type="application/json")
     return await reply(ring, request, served, work, plan, bool(body.stream))
@@ -85,6 +87,7 @@ def plan_completion(
         room_for(prompts, card, body.max_tokens, DEFAULT_MAX_TOKENS),
         top_logprobs=body.logprobs or None,
         prompt_logprobs=_prompt_logprobs(body, scores_only),
+        grammar=grammar_of_outputs(body.structured_outputs),
     )
     return work_for(plan, target, sampling, "score" if scores_only else "generate"), plan
 

@@ -12,6 +12,7 @@ from api.openai.sampling import deadline
 from api.openai.schemas import SamplingFields
 from api.ring import Ring
 from api.targets import Target, find_target
+from shared.errors import InvalidGrammarError
 from shared.sequences import SamplingParams, SequenceKind
 from shared.settings import ApiSettings
 
@@ -27,6 +28,17 @@ async def target_of(body: SamplingFields, request: Request, ring: Ring) -> Targe
         body.adapter_policy or "pin",
         session=body.user or request.state.request_id,
     )
+
+
+async def check_grammar(ring: Ring, work: Work, target: Target, param: str) -> None:
+    """InvalidGrammarError that names `param` when the workers could not compile the grammar of the work."""
+    if not work.sampling.grammar:
+        return
+    try:
+        await ring.grammars.check(work.sampling.grammar, target.served.card, target.served.codec)
+    except InvalidGrammarError as error:
+        error.param = param
+        raise
 
 
 def reply_plan(

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 from api.openai.schemas import SamplingFields
+from api.openai.structured import check_alone
 from shared.errors import (
     ContextLengthExceededError,
     EmptyPromptError,
@@ -22,8 +23,10 @@ def sampling_of(
     *,
     top_logprobs: int | None,
     prompt_logprobs: int | None,
+    grammar: str = "",
 ) -> SamplingParams:
     """The sampling parameters; a field that is null means its default."""
+    check_alone(grammar, bool(body.ignore_eos), body.min_tokens or 0)
     _check_tokens(body.stop_token_ids or (), card, "stop_token_ids")
     _check_tokens(body.logit_bias, card, "logit_bias")
     if (body.min_tokens or 0) > max_tokens:
@@ -46,6 +49,7 @@ def sampling_of(
         include_stop_str=bool(body.include_stop_str_in_output),
         top_logprobs=top_logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
     )
 
 

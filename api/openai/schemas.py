@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from api.openai.fields import LogitBias, Prompts, RequestModel, Stop, check_unicode, complaint
+from api.openai.structured import ResponseFormat, StructuredOutputs
 from shared.sequences import AdapterPolicy
 
 MAX_N = 256
@@ -25,6 +26,13 @@ _SAMPLING_OFF: Off = {
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "collect_trajectory": (False,),
+    # vLLM's older names of what is in `structured_outputs` now
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
     "scoring_function": (),
 }
 _COMPLETION_OFF: Off = {
@@ -103,6 +111,7 @@ class SamplingFields(RequestModel):
     min_tokens: int | None = Field(default=0, ge=0, description="nothing stops the completion before this many tokens")
     include_stop_str_in_output: bool | None = False
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    structured_outputs: StructuredOutputs | None = Field(default=None, description="what the completion must look like")
     return_token_ids: bool | None = Field(default=False, description="adds `prompt_token_ids` and `token_ids`")
     return_tokens_as_token_ids: bool | None = Field(default=False, description="logprobs name tokens `token_id:<id>`")
     add_special_tokens: bool | None = None
@@ -194,12 +203,6 @@ class ChatMessage(RequestModel):
         return self
 
 
-class ResponseFormat(RequestModel):
-    """Plain text is the only format so far."""
-
-    type: Literal["text"]
-
-
 class ChatCompletionRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
@@ -210,7 +213,7 @@ class ChatCompletionRequest(SamplingFields):
     max_completion_tokens: int | None = Field(default=None, ge=1, description="OpenAI's newer name of max_tokens")
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    response_format: Annotated[ResponseFormat | None, BeforeValidator(lambda value: _text_format(value))] = None
+    response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="variables of the chat template")
     add_generation_prompt: bool | None = True
     parallel_tool_calls: bool | None = Field(default=None, description="accepted, without tools it means nothing")
@@ -225,11 +228,6 @@ class ChatCompletionRequest(SamplingFields):
             raise complaint("max_tokens", "'max_tokens' and 'max_completion_tokens' differ")
         if self.top_logprobs is not None and not self.logprobs:
             raise complaint("top_logprobs", "'top_logprobs' needs 'logprobs': true")
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise complaint("structured_outputs", "'structured_outputs' and 'response_format' say the same twice")
         return self
-
-
-def _text_format(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "text":
-        raise complaint("", f"type '{kind}' is not supported, only 'text'", unsupported=True)
-    return value

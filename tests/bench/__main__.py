@@ -8,6 +8,7 @@ MEASUREMENTS = {
     "frames": "token frames through Redis: flood rate, publish to receive",
     "api_cost": "CPU of the api per streamed token",
     "engine": "the engine against mlx-lm's BatchGenerator",
+    "structured": "a batch of 8 in which 0, 4 or 8 rows follow a JSON schema",
     "served": "over HTTP, against raw mlx-lm and mlx_lm.server",
     "memory": "memory of api and worker over 10,000 streamed requests",
     "adapters": "decode steps with 1, 4 and 8 adapters; the pause of a hot load",

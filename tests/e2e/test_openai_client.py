@@ -98,7 +98,7 @@ def test_echo_with_logprobs_scores_the_prompt(client: OpenAI) -> None:
         ({"max_tokens": 1_000_000}, openai.BadRequestError, "context"),
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
         ({"extra_body": {"best_of_all": 1}}, openai.BadRequestError, "best_of_all"),
-        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format"),
+        ({"response_format": {"type": "xml"}}, openai.BadRequestError, "response_format"),
     ],
 )
 def test_bad_requests_are_refused_by_name(client: OpenAI, body: dict, error: type, word: str) -> None:

@@ -139,8 +139,8 @@ def test_contradictions_are_refused(body: dict[str, Any], param: str) -> None:
     [
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"store": True}, "store"),
@@ -152,6 +152,25 @@ def test_what_we_do_not_support_in_chats_is_refused_by_name(body: dict[str, Any]
     error = refusal(ChatCompletionRequest, {"messages": HELLO, **body})
     assert isinstance(error, UnsupportedParameterError)
     assert error.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": {"name": "a"}}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["", "b"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": "b"}}, "structured_outputs.whitespace_pattern"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+    ],
+)
+def test_a_format_that_says_nothing_or_too_much_is_refused(body: dict[str, Any], param: str) -> None:
+    assert refusal(ChatCompletionRequest, {"messages": HELLO, **body}).param == param
 
 
 def test_the_same_parameters_with_values_that_mean_off_are_accepted() -> None:

@@ -21,12 +21,13 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from shared.errors import EngineError, ParallmError
+from shared.errors import EngineError, InvalidGrammarError, ParallmError
 from shared.frames import Finish, TokenEvent
 from shared.text import TextCodec
 from worker.engine.adapters import Adapters
 from worker.engine.admission import Limits
 from worker.engine.generator import RunningBatch
+from worker.engine.grammars import Grammars
 from worker.engine.loader import LoadedModel
 from worker.engine.messages import BetweenSteps, EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
 from worker.engine.prefill import PrefillLane, PrefillTask, task_for, wants_prompt_logprobs
@@ -45,10 +46,18 @@ NO_DEADLINE = 1 << 62
 class Engine:
     """The rows of one model on this machine."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, adapters: Adapters | None = None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        adapters: Adapters | None = None,
+        wake: Callable[[], None] | None = None,
+    ) -> None:
+        """`wake`: called in another thread when a waiting row may go on; without it nothing is done in threads."""
         self._config = config
         self._codec = TextCodec(loaded.tokenizer)
         self._eos_ids = frozenset(loaded.card.eos_token_ids)
+        self._grammars = Grammars(loaded.tokenizer, loaded.card.vocab_size, wake)
         self._limits = Limits.of(loaded.card, loaded.kv_limit_bytes)
         self._model = RowModel(loaded.model, adapters)
         self._batch = RunningBatch(self._model, config)
@@ -64,7 +73,7 @@ class Engine:
         self._events: list[TokenEvent] = []
         self._hooks: list[BetweenSteps] = []
         self._hooks_wait = False
-        self._stalled = False  # all who wait, wait for their adapter
+        self._stalled = False  # all who wait, wait for their adapter or their grammar
         self._steps = self._failures = 0
         self._throughput = Throughput()
 
@@ -76,7 +85,7 @@ class Engine:
 
     @property
     def has_rows(self) -> bool:
-        """Whether any sequence is here, if only to wait for its adapter."""
+        """Whether any sequence is here, if only to wait for its adapter or its grammar."""
         return bool(self._rows)
 
     def submit(self, requests: Iterable[RowRequest]) -> None:
@@ -136,6 +145,10 @@ class Engine:
             prefix=self._prefixes.stats,
         )
 
+    def close(self) -> None:
+        """End what runs beside the engine's thread."""
+        self._grammars.close()
+
     # -- in
 
     def _take(self, request: RowRequest) -> None:
@@ -153,6 +166,8 @@ class Engine:
             self._events.append(row.last_event(finish))
             return
         self._model.adapters.admit(row)
+        if s.grammar and spec.kind == "generate":
+            row.place = self._grammars.open(s.grammar, row.tokens)
         self._rows[spec.id] = row
         # Interactive sequences wait before batch ones, each class in order of arrival.
         ahead = sum(other.spec.sequence_class == "interactive" for other in self._waiting)
@@ -173,7 +188,7 @@ class Engine:
             if not self._fits(row):
                 self._stalled = False
                 break
-            if not self._has_adapter(row):
+            if not self._can_start(row):
                 continue
             self._waiting.remove(row)
             row.admitted = True
@@ -181,9 +196,10 @@ class Engine:
             admitted.append(row)
         self._start(admitted)
 
-    def _has_adapter(self, row: Row) -> bool:
+    def _can_start(self, row: Row) -> bool:
+        """Whether its grammar is compiled and its adapter loaded."""
         try:
-            return self._model.adapters.ready(row)
+            return (row.place is None or row.place.ready) and self._model.adapters.ready(row)
         except ParallmError as error:
             self._end([row], Finish("error", error_code=error.code or "", error_message=error.message))
             return False
@@ -290,6 +306,10 @@ class Engine:
             event = row.event(token, draw.logprob(index), tops, draw.versions[index])
             self._events.append(event)
             if event.finish is not None:
+                ended.append(row)
+            elif row.place is not None and row.place.fault:
+                finish = Finish("error", error_code=InvalidGrammarError.code or "", error_message=row.place.fault)
+                self._events.append(row.last_event(finish))
                 ended.append(row)
         self._throughput.add(len(tokens), time.monotonic())
         if ended:

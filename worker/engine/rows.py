@@ -18,6 +18,7 @@ from worker.engine.messages import RowRequest
 from worker.engine.text import RowText
 
 if TYPE_CHECKING:
+    from worker.engine.grammars import Place
     from worker.engine.sampler import Draw
 
 
@@ -31,6 +32,7 @@ class Row:
         "draws",
         "eos_ids",
         "kv_versions",
+        "place",
         "position",
         "prior",
         "reserved_tokens",
@@ -55,6 +57,7 @@ class Row:
         self.text = text
         self.draws: deque[tuple[Draw, int]] = deque()
         self.uid: int | None = None
+        self.place: Place | None = None  # in its grammar, if it has one
         self.reserved_tokens = self.spec.kv_tokens
         self.admitted = False  # holds a place and KV; until then it waits
         self.cached_tokens = 0  # of the prompt, from the prefix cache
@@ -87,6 +90,8 @@ class Row:
         self.cached_tokens = 0
         self.kv_versions.clear()
         self.start = self.position = len(self.tokens)
+        if self.place is not None:
+            self.place.restart(self.tokens)
 
     def accept(self, token: int) -> tuple[Finish | None, str | None]:
         """Take the next token: the finish it causes, and the visible text it adds (rows with stop strings)."""

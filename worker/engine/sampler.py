@@ -1,8 +1,8 @@
 """One sampler for all rows of a batch: BatchGenerator calls it once per decode step with the whole [B, V].
 
 Every row draws with its own parameters, in the order that `SamplingParams` documents: logit bias, min_tokens and
-penalties on the raw logits, temperature, then top_k, top_p and min_p. Log-probabilities that are reported are fp32
-log-softmax of the raw logits, before all of that: what a trainer calls mu at temperature 1.
+penalties on the raw logits, the grammar's mask, temperature, then top_k, top_p and min_p. Log-probabilities that are
+reported are fp32 log-softmax of the raw logits, before all of that: what a trainer calls mu at temperature 1.
 
 Invariants. Whatever depends on the rows only is prepared when the batch changes (`_Plan`), so a step costs few
 operations. Each call leaves one `Draw` and appends it to every row's `draws`; its numbers are pulled to the host once,
@@ -20,6 +20,7 @@ import numpy as np
 from shared.frames import TokenLogprob
 from shared.sequences import SamplingParams
 from worker.engine.draw import draw_by_chance, mix_seeds, most_likely, nucleus_threshold, top_lists, uniforms
+from worker.engine.grammars import GrammarMasks
 from worker.engine.penalties import LogitEdits, Penalties
 from worker.engine.row_model import RowModel
 from worker.engine.rows import Row
@@ -98,6 +99,7 @@ class _Plan:
     def __init__(self, rows: tuple[Row, ...], vocab: int, candidates: int) -> None:
         self._edits = LogitEdits(rows, vocab)
         self._penalties = Penalties(rows, vocab)
+        self._masks = GrammarMasks(rows, vocab)
         self._steps_left = self._edits.steps_valid or -1
         drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
         self._drawn = _Subset(drawn, len(rows))
@@ -146,6 +148,8 @@ class _Plan:
             logits_BV = self._edits.apply(logits_BV)
         if not self._penalties.is_empty:
             logits_BV = self._penalties.apply(logits_BV, inputs_B1[:, 0])
+        if not self._masks.is_empty:
+            logits_BV = self._masks.apply(logits_BV, inputs_B1)
         if self._drawn.is_empty:
             return mx.argmax(logits_BV, axis=-1)
         tokens_S = self._draw(self._drawn.of(logits_BV))

@@ -175,7 +175,7 @@ class EngineThread:
         loaded = load_model(self._config)
         if self._adapter_config is not None:
             self._slots = AdapterSlots(loaded, self._adapter_config, self._wake_up, self._on_adapters)
-        engine = Engine(loaded, self._config, self._slots)
+        engine = Engine(loaded, self._config, self._slots, self._wake_up)
         self._stats = engine.stats()
         ready.set_result(loaded)
         try:
@@ -185,6 +185,7 @@ class EngineThread:
                 if output.events:
                     self._on_step(output)
         finally:
+            engine.close()
             if self._slots is not None:
                 self._slots.close()
 

@@ -1,0 +1,110 @@
+"""Grammars that a completion must follow, as llguidance writes them: text that travels in `SamplingParams.grammar`.
+
+The api builds and checks one at admission, with the tokenizer of the served model; the worker's engine compiles it and
+masks the logits with it. Nothing here touches MLX.
+
+Invariants. A grammar that `check` lets pass compiles in the worker. The end-of-sequence tokens are allowed exactly
+where the text may end.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from shared.errors import InvalidGrammarError
+from shared.text import TokenizerBundle
+
+# Between JSON's tokens: what pretty printers write, and no more, or a weak model writes blanks until max_tokens.
+WHITESPACE = r"(\x20|\r?\n(\x20{0,32}|\t{0,8}))?"
+
+
+def of_schema(schema: dict[str, Any] | bool, *, whitespace: str = WHITESPACE, any_whitespace: bool = True) -> str:
+    """JSON that a JSON schema describes; keywords that cannot be enforced are refused by `check`."""
+    text = json.dumps(schema)
+    if not any_whitespace:
+        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
+    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": whitespace})
+
+
+def schema_of(value: "dict[str, Any] | bool | str") -> dict[str, Any] | bool:
+    """A schema that may have come as JSON text; InvalidGrammarError when that is no schema."""
+    if not isinstance(value, str):
+        return value
+    try:
+        schema = json.loads(value)
+    except ValueError as error:
+        raise InvalidGrammarError(f"the schema is not JSON: {error}") from error
+    if not isinstance(schema, dict | bool):
+        raise InvalidGrammarError("a JSON schema is an object")
+    return schema
+
+
+def of_object() -> str:
+    """Any JSON object."""
+    return of_schema({"type": "object"})
+
+
+def of_regex(regex: str) -> str:
+    """Text that the whole of a regular expression (Rust's syntax, without look-around) matches."""
+    return LLMatcher.grammar_from_regex(regex)
+
+
+def of_choice(choices: Sequence[str]) -> str:
+    """One of these texts."""
+    return of_lark("start: " + " | ".join(map(literal, choices)))
+
+
+def of_lark(lark: str) -> str:
+    """A grammar in llguidance's dialect of Lark."""
+    return json.dumps({"grammars": [{"lark_grammar": lark}]})
+
+
+def of_ebnf(text: str) -> str:
+    """A grammar in GBNF (llama.cpp's and xgrammar's EBNF) or in Lark's syntax; InvalidGrammarError when in neither."""
+    try:
+        return of_lark(any_to_lark(text))
+    except Exception as error:  # whatever the converter trips over is the text's fault
+        raise InvalidGrammarError(f"neither GBNF nor Lark: {error}") from error
+
+
+def literal(text: str) -> str:
+    """A string of Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def tokenizer_of(bundle: TokenizerBundle, vocab_size: int) -> LLTokenizer:
+    """llguidance's view of a tokenizer; takes a second for a large vocabulary. `vocab_size`: ids of the model."""
+    document = msgspec.json.decode(bundle.tokenizer_json)
+    document["truncation"] = document["padding"] = None
+    text = json.dumps(document, ensure_ascii=False)
+    return LLTokenizer(text, n_vocab=max(vocab_size, _size(document)), eos_token=list(bundle.eos_token_ids) or None)
+
+
+def check(grammar: str, tokenizer: LLTokenizer) -> None:
+    """InvalidGrammarError, in llguidance's words, when a grammar cannot be compiled."""
+    if complaint := LLMatcher.validate_grammar(grammar, tokenizer):
+        raise InvalidGrammarError(complaint.strip())
+
+
+def matcher_of(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """A compiled grammar, at its beginning; InvalidGrammarError when it is none."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    if matcher.is_error():
+        raise InvalidGrammarError(first_line(matcher.get_error()))
+    return matcher
+
+
+def first_line(text: str) -> str:
+    """An error without the state of the parser."""
+    return text.strip().split("\n", 1)[0]
+
+
+def _size(document: dict[str, Any]) -> int:
+    """One more than the largest id in tokenizer.json."""
+    vocabulary = document["model"].get("vocab") or {}
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return 1 + max([*ids, *(token["id"] for token in document.get("added_tokens") or ())], default=0)
