@@ -5,14 +5,9 @@
 
 import argparse
 import asyncio
-import contextlib
-import os
-import re
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -23,11 +18,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from api.client import InferenceClient
 from api.demo.prompts import arithmetic_job, gsm8k_job
 from api.demo.report import JobReport, percentile, show_table, write_histogram, write_summary
+from api.demo.serving import MODEL, ring
 from shared.jobs import JobStatus
 from shared.trajectories import Trajectory
 
-MODEL = "tiny"
-START_TIMEOUT_S = 120
 CHATS = 24  # streamed one after another while the jobs run
 QUESTIONS = ("hello", "What is 12 + 35?", "who are you?", "Count from 3 to 9.", "Repeat: apple river stone")
 
@@ -43,45 +37,9 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="parallm-demo-") as data_dir:
         log_path = arguments.out / "serve.log"
-        with _ring(Path(data_dir), log_path, arguments.workers) as url:
-            return asyncio.run(_acts(url, arguments.out))
-
-
-@contextlib.contextmanager
-def _ring(data_dir: Path, log_path: Path, workers: int) -> Iterator[str]:
-    """A served tiny model; yields its URL."""
-    command = [sys.executable, "-m", "api.serve", "--model", f"models/{MODEL}", "--port", "0"]
-    command += ["--data-dir", str(data_dir), "--workers", str(workers)]
-    environment = {**os.environ, "PARALLM_PARENT_PIPE": "1"}
-    console.print(f"[bold]1[/] starting Redis, api, job runner and {workers} workers (log: {log_path})")
-    with log_path.open("w") as log:
-        server = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, text=True
-        )
-        try:
-            began = time.monotonic()
-            url = _wait_until_ready(server, log_path)
-            console.print(f"  ready after {time.monotonic() - began:.1f} s at {url}")
-            yield url
-        finally:
-            server.terminate()
-            try:
-                server.wait(60)
-            except subprocess.TimeoutExpired:
-                server.kill()
-            if server.stdout is not None:
-                server.stdout.close()
-            if server.stdin is not None:
-                server.stdin.close()
-
-
-def _wait_until_ready(server: "subprocess.Popen[str]", log_path: Path) -> str:
-    assert server.stdout is not None
-    for line in server.stdout:
-        found = re.search(r"ready: (http://\S+)/v1", line)
-        if found:
-            return found.group(1)
-    raise SystemExit(f"the server ended before it was ready; see {log_path}")
+        console.print(f"[bold]1[/] starting Redis, api, job runner and {arguments.workers} workers (log: {log_path})")
+        with ring(Path(data_dir), log_path, arguments.workers, console) as served:
+            return asyncio.run(_acts(served.url, arguments.out))
 
 
 async def _acts(url: str, out: Path) -> int:
