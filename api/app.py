@@ -12,10 +12,11 @@ from api.context import RequestContext
 from api.generation import settled
 from api.limits import BodyLimit
 from api.openai import chat, completions, models, streams
-from api.ops import deadletters, health
+from api.ops import deadletters, health, metrics
 from api.resume import stop_lingering
 from api.ring import Ring
 from api.rl import adapters, generate, jobs, tokenize
+from shared.metrics import Tally
 from shared.settings import ApiSettings
 
 log = structlog.get_logger()
@@ -24,9 +25,11 @@ log = structlog.get_logger()
 def create_app(settings: ApiSettings) -> FastAPI:
     """An app that joins the ring at startup; any number of processes may run one."""
 
+    tally = Tally()
+
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        ring = Ring(settings)
+        ring = Ring(settings, tally)
         app.state.ring = ring
         await ring.start()
         log.info("api.started", api=ring.api_id)
@@ -46,10 +49,22 @@ def create_app(settings: ApiSettings) -> FastAPI:
         responses={401: {"model": errors.ErrorBody, "description": "No API key, or a wrong one."}},
     )
     errors.install(app)
-    for module in (completions, chat, models, streams, jobs, adapters, generate, tokenize, health, deadletters):
+    for module in (
+        completions,
+        chat,
+        models,
+        streams,
+        jobs,
+        adapters,
+        generate,
+        tokenize,
+        health,
+        deadletters,
+        metrics,
+    ):
         app.include_router(module.router)
     app.add_middleware(BodyLimit, settings.max_request_bytes, settings.max_upload_bytes)
     if key := settings.api_key.get_secret_value():
         app.add_middleware(ApiKey, key)
-    app.add_middleware(RequestContext)
+    app.add_middleware(RequestContext, tally)
     return app

@@ -13,9 +13,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.auth import OPEN_PATHS
 from api.errors import error_response, from_fault
+from shared.metrics import Tally
 
 log = structlog.get_logger()
 
+_METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -25,8 +27,9 @@ class RequestContext:
     It stands outside everything else, so here end the errors that nobody has foreseen.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, tally: Tally) -> None:
         self._app = app
+        self._tally = tally
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -54,6 +57,15 @@ class RequestContext:
                     raise
                 await error_response(from_fault(fault))(scope, receive, send_with_id)
             finally:
-                took = round(1000 * (time.perf_counter() - began), 1)
+                seconds = time.perf_counter() - began
+                self._count(scope, status, seconds)
+                took = round(1000 * seconds, 1)
                 fields = {"method": scope["method"], "path": scope["path"], "status": status, "ms": took}
                 (log.debug if scope["path"] in OPEN_PATHS else log.info)("api.request", **fields)
+
+    def _count(self, scope: Scope, status: int, seconds: float) -> None:
+        """By the route's pattern, so that ids in paths make no series of their own; 499: the client has left."""
+        route = getattr(scope.get("route"), "path", "other")
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        self._tally.counter("mlx_parallm_http_requests_total", method, route, str(status or 499)).add()
+        self._tally.histogram("mlx_parallm_http_request_seconds", route).observe(seconds)

@@ -85,6 +85,7 @@ class Generation:
         """Open the feed and enqueue; QueueFullError when too much is waiting."""
         specs = work.specs(ring.api_id)
         generation = cls(ring, work.model, [spec.id for spec in specs], work.deadline_ms)
+        ring.tally.histogram("vllm:request_params_n", work.model).observe(work.n)
         generation._feed = ring.frames.open(work.model, generation._seqs)
         try:
             await ring.queue(work.model).enqueue(specs, prefer=await ring.affinity.preferred(specs))

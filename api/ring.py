@@ -11,11 +11,13 @@ from redis.asyncio import Redis
 
 from api.grammars import GrammarChecker
 from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownModelError
+from shared.metrics import Tally
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.affinity import Affinity
 from shared.redis.client import connect
 from shared.redis.dead_letters import DeadLetters
 from shared.redis.job_store import JobStore
+from shared.redis.metric_store import MetricWriter
 from shared.redis.sequence_queue import SequenceQueue
 from shared.redis.token_frames import FrameReader
 from shared.redis.worker_registry import WorkerRegistry
@@ -43,8 +45,9 @@ class ServedModel:
 class Ring:
     """Everything that outlives a request in this process."""
 
-    def __init__(self, settings: ApiSettings) -> None:
+    def __init__(self, settings: ApiSettings, tally: Tally | None = None) -> None:
         self.settings = settings
+        self.tally = tally or Tally()
         self.api_id = settings.api_id or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:8]}"
         self.shutting_down = False
         self.redis: Redis = connect(settings.redis)
@@ -56,6 +59,8 @@ class Ring:
         self.dead_letters = DeadLetters(self.redis)
         self.adapters = AdapterStore(self.redis, keep_n=settings.adapter_keep_n)
         self.frames = FrameReader(settings.redis, self.api_id)
+        self.counts = MetricWriter(self.redis, self.tally, "api", self.api_id)
+        self._counting: asyncio.Task[None] | None = None
         self._queues: dict[str, SequenceQueue] = {}
         self._live: dict[str, ModelCard] = {}
         self._looked = float("-inf")
@@ -64,10 +69,14 @@ class Ring:
     async def start(self) -> None:
         """Subscribe to our frames and announce this process."""
         await self.frames.start()
+        self._counting = asyncio.create_task(self.counts.run())
 
     async def stop(self) -> None:
         """Let go of Redis."""
         await self.frames.stop()
+        if self._counting is not None:
+            self._counting.cancel()
+            await asyncio.gather(self._counting, return_exceptions=True)
         await self.redis.aclose()
 
     async def live_models(self) -> dict[str, ModelCard]:

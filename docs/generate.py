@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shared import errors
+from shared.metrics import CATALOGUE
 from shared.redis import keys
 from shared.settings import ApiSettings, ProcessSettings, RunnerSettings, ServeSettings, WorkerSettings
 from trainer.settings import TrainSettings
@@ -30,6 +31,7 @@ def reference() -> str:
             "",
             *settings_section(),
             *keys_section(),
+            *metrics_section(),
             *errors_section(),
         ]
     )
@@ -71,6 +73,21 @@ def shown(default: Any) -> str:
 def keys_section() -> list[str]:
     lines = ["## Redis keys", "", "| key | type | owner | time to live | meaning |", "|---|---|---|---|---|"]
     lines += [f"| `{k.pattern}` | {k.type} | {k.owner} | {k.ttl} | {k.meaning} |" for k in keys.DOCUMENTED]
+    return [*lines, ""]
+
+
+def metrics_section() -> list[str]:
+    lines = [
+        "## Metrics",
+        "",
+        "`GET /metrics` of any api process tells of the whole ring, in Prometheus' text format. Names with `vllm:` are",
+        "vLLM's.",
+        "Counters and histograms are sums over all processes, dead ones included.",
+        "",
+        "| metric | type | labels | meaning |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| `{m.name}` | {m.kind} | {', '.join(m.labels)} | {m.meaning} |" for m in CATALOGUE.values()]
     return [*lines, ""]
 
 

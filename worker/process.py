@@ -10,28 +10,30 @@ nothing more is written for it.
 
 import asyncio
 import contextlib
-import os
 import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import structlog
 from redis.exceptions import RedisError
 
 from shared.errors import EngineError, ParallmError
 from shared.frames import Finish, TokenEvent
+from shared.metrics import Tally
 from shared.redis.adapter_cache import DiskCache
 from shared.redis.affinity import WarmNotes
 from shared.redis.client import connect
+from shared.redis.metric_store import MetricWriter
 from shared.redis.sequence_queue import ClaimPlan, SequenceQueue
 from shared.redis.token_frames import FrameWriter, read_tokens
-from shared.redis.worker_registry import WorkerRegistry, WorkerState, WorkerStatus
+from shared.redis.worker_registry import WorkerRegistry, WorkerState
 from shared.sequences import Claim, ModelCard
 from shared.settings import WorkerSettings
 from shared.text import TokenizerBundle
 from worker.adapter_sync import AdapterSync
+from worker.counts import WorkerCounts
 from worker.engine.adapters import AdapterConfig, AdapterStats
 from worker.engine.scheduler import SchedulerState, Shares, plan_claims
 from worker.engine.thread import EngineConfig, EngineThread, RowRequest, StepOutput
@@ -40,6 +42,7 @@ from worker.farewell import LAST_WORDS_S, Farewell
 from worker.orders import Orders
 from worker.publisher import Publisher
 from worker.running import Running, now_ms
+from worker.status import Identity, worker_status
 
 log = structlog.get_logger()
 
@@ -82,7 +85,7 @@ class WorkerProcess:
             await self._open(loaded.card, loaded.tokenizer)
             await self._serve()
         finally:
-            for last_word in (self._registry.remove(self._card.name, self.id), self._adapters.close()):
+            for last_word in (self._registry.remove(self._card.name, self.id), self._count(), self._adapters.close()):
                 with contextlib.suppress(RedisError, OSError):  # TimeoutError is an OSError
                     async with asyncio.timeout(1):
                         await last_word
@@ -114,6 +117,9 @@ class WorkerProcess:
     async def _open(self, card: ModelCard, tokenizer: TokenizerBundle) -> None:
         self._queue = SequenceQueue(self._redis, card.name, lease_ms=self._settings.lease_ms)
         self._registry = WorkerRegistry(self._redis)
+        tally = Tally()
+        self._counts = WorkerCounts(tally, card.name)
+        self._metrics = MetricWriter(self._redis, tally, "worker", self.id)
         self._notes = WarmNotes(self._redis, card.name, self.id)
         self._adapters = AdapterSync(
             self._redis,
@@ -132,6 +138,7 @@ class WorkerProcess:
             rows_changed=self._freed.set,
             verify=self._renew,
             stale_after_s=0.8 * self._lease_s,
+            counts=self._counts.sequences,
         )
         self._orders = Orders(
             self._redis, self._control, card.name, self.id, self.running, self._engine.cancel, self._publisher.flush_log
@@ -242,6 +249,7 @@ class WorkerProcess:
             prior = []
             if claim.attempt > 1:
                 prior = await read_tokens(self._redis, self._card.name, claim.spec.id, 0, claim.spec.api)
+                self._counts.takeovers.add()
                 log.info("worker.took_over", sequence=claim.spec.id, attempt=claim.attempt, events=len(prior))
             self.running[claim.spec.id] = Running.after(claim, prior)
             requests.append(RowRequest(claim.spec, claim.attempt, tuple(prior)))
@@ -320,7 +328,11 @@ class WorkerProcess:
 
     def _on_adapters(self, stats: AdapterStats) -> None:
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(lambda: self._adapters.on_stats(stats))
+            self._loop.call_soon_threadsafe(self._hear_of_adapters, stats)
+
+    def _hear_of_adapters(self, stats: AdapterStats) -> None:
+        self._adapters.on_stats(stats)
+        self._counts.adapters(stats)
 
     def _on_death(self, error: BaseException) -> None:
         log.error("worker.engine_died", error=repr(error))
@@ -358,31 +370,25 @@ class WorkerProcess:
         stats = self._engine.stats()
         now, (then, tokens) = time.monotonic(), self._rate
         self._rate = (now, self._publisher.tokens)
-        await self._registry.heartbeat(
-            WorkerStatus(
-                id=self.id,
-                model=self._card.name,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                state="stuck" if self._watch.suspects else self._state,
-                rows=stats.rows,
-                max_rows=self._settings.max_batch_size,
-                waiting=stats.waiting,
-                kv_bytes=stats.kv_bytes,
-                kv_limit_bytes=stats.kv_limit_bytes,
-                tokens_per_s=(self._publisher.tokens - tokens) / max(1e-3, now - then),
-                steps=stats.steps,
-                started_ms=self._started_ms,
-                heartbeat_ms=now_ms(),
-                adapters=self._adapters.loaded,
-                engine_silent_s=round(min(self._watch.silent_s, 1e9), 1),
-                versions=tuple(self._engine.adapter_stats().loaded),
-                extra={f"prefix_{name}": value for name, value in asdict(stats.prefix).items()},
-            )
+        status = worker_status(
+            Identity(self.id, self._card, self._started_ms),
+            self._settings,
+            stats,
+            self._engine.adapter_stats(),
+            state="stuck" if self._watch.suspects else self._state,
+            loaded=self._adapters.loaded,
+            tokens_per_s=(self._publisher.tokens - tokens) / max(1e-3, now - then),
+            silent_s=self._watch.silent_s,
         )
+        await self._registry.heartbeat(status)
+        await self._count()
         await self._adapters.tend()
         live = await self._registry.workers(self._card.name)
         self._others = [status.id for status in live if status.id != self.id]
+
+    async def _count(self) -> None:
+        self._counts.gather(self._queue, self._engine.stats().prefix)
+        await self._metrics.write()
 
 
 async def _cancel(tasks: list[asyncio.Task[bool]] | list[asyncio.Task[None]]) -> None:

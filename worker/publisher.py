@@ -17,6 +17,7 @@ import structlog
 from shared.frames import TokenEvent
 from shared.redis.token_frames import Commit, FrameWriter
 from shared.sequences import Claim
+from worker.counts import SequenceCounts
 from worker.running import Running
 
 log = structlog.get_logger()
@@ -44,15 +45,17 @@ class Publisher:
         rows_changed: Callable[[], None],
         verify: Callable[[], Awaitable[None]],
         stale_after_s: float,
+        counts: SequenceCounts,
     ) -> None:
         self._writer = writer
+        self._counts = counts
         self._running = running
         self._worker_id = worker_id
         self._log_every_tokens = log_every_tokens
         self._rows_changed = rows_changed
         self._verify = verify
         self._stale_after_s = stale_after_s
-        self._waiting: list[TokenEvent] = []
+        self._waiting: list[tuple[float, list[TokenEvent]]] = []  # with the monotonic time of each decode step
         self._flush: set[str] = set()
         self._unsent: _Write | None = None
         self._ready = asyncio.Event()
@@ -63,7 +66,7 @@ class Publisher:
 
     def take(self, events: list[TokenEvent]) -> None:
         """Queue the events of one decode step; called on the event loop."""
-        self._waiting += events
+        self._waiting.append((time.monotonic(), events))
         self._idle.clear()
         self._ready.set()
 
@@ -95,20 +98,32 @@ class Publisher:
             if time.monotonic() - self.verified_at > self._stale_after_s:
                 await self._verify()
             if self._unsent is None:
-                events, self._waiting = self._waiting, []
-                self._unsent = self._gather(events)
+                steps, self._waiting = self._waiting, []
+                self._unsent = self._gather(steps)
             await self._send(self._unsent)
             self._unsent = None
 
-    def _gather(self, events: list[TokenEvent]) -> _Write:
+    def _gather(self, steps: list[tuple[float, list[TokenEvent]]]) -> _Write:
         """Take events into their rows; what is to be written of them."""
         write = _Write({}, {}, [])
         ended: list[Running] = []
+        for at, events in steps:
+            self._take_in(at, events, write, ended)
+        self._add_flushes(write.chunks)
+        write.commits.extend(row.commit(self._worker_id) for row in ended)
+        if ended:
+            self._rows_changed()  # their rows are free already; only the commits are left
+        return write
+
+    def _take_in(self, at: float, events: list[TokenEvent], write: _Write, ended: list[Running]) -> None:
+        """One decode step's events."""
+        count = self._counts.token
         for event in events:
             row = self._running.get(event.seq)
             if row is None or event.attempt != row.claim.attempt or not row.occupies_row:
                 continue  # lost its lease meanwhile, or the engine's last word on a row we gave up
             row.add(event)
+            count(row, len(event.tokens), at)
             if row.api:
                 write.frames.setdefault(row.api, []).append(event)
             if event.finish is not None:
@@ -116,12 +131,9 @@ class Publisher:
                 ended.append(row)
             elif row.unlogged_tokens >= self._log_every_tokens:
                 write.chunks[row.id] = row.take_chunk()
-        self._add_flushes(write.chunks)
-        write.commits.extend(row.commit(self._worker_id) for row in ended)
-        if ended:
-            self._rows_changed()  # their rows are free already; only the commits are left
-        self.tokens += sum(len(event.tokens) for event in events)
-        return write
+        tokens = sum(len(event.tokens) for event in events)
+        self.tokens += tokens
+        self._counts.step(tokens)
 
     async def _send(self, write: _Write) -> None:
         if write.frames or write.chunks or write.commits:
@@ -142,5 +154,8 @@ class Publisher:
             row = self._running.get(commit.claim.spec.id)
             if row is not None and row.claim is commit.claim:  # not a newer attempt, claimed meanwhile
                 del self._running[row.id]
-            if not ours:
+            if ours:
+                self._counts.ended(commit.claim, commit.result)
+            else:
+                self._counts.commits_refused.add()
                 log.warning("worker.commit_refused", sequence=commit.claim.spec.id, attempt=commit.claim.attempt)

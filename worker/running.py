@@ -31,6 +31,7 @@ class Running:
     events: list[TokenEvent] = field(default_factory=list)
     logged: int = 0  # events[:logged] are in the log
     unlogged_tokens: int = 0
+    last_event_s: float = 0.0  # monotonic; 0: the engine has not spoken of it yet
 
     @classmethod
     def after(cls, claim: Claim, prior: list[TokenEvent]) -> "Running":

@@ -29,6 +29,8 @@ TRAINER_TTL_S = 6  # refreshed by the trainer while it lives
 COLLECTED_TTL_S = 7 * DAY_S  # of trajectories that nobody has learned from, from the last one
 ORDER_TTL_S = DAY_S  # of orders that no trainer takes
 ANSWER_TTL_S = 600
+METRICS_TTL_S = 30 * DAY_S  # of the totals, from the last write of any process
+METRICS_PROCESS_TTL_S = DAY_S
 
 
 class KeyKind(NamedTuple):
@@ -290,6 +292,16 @@ def answer(order_id: str) -> str:
     return f"{PREFIX}:answer:{order_id}"
 
 
+def metric_totals() -> str:
+    """Hash metric field -> number: what all processes have counted, dead ones included."""
+    return f"{PREFIX}:{{metrics}}:totals"
+
+
+def process_metrics(process_id: str) -> str:
+    """Hash metric field -> number: what one process has told of its counts, and its role."""
+    return f"{PREFIX}:{{metrics}}:process:{process_id}"
+
+
 RESULTS_PER_CHUNK = 256
 
 DOCUMENTED: tuple[KeyKind, ...] = (
@@ -341,5 +353,7 @@ DOCUMENTED: tuple[KeyKind, ...] = (
     KeyKind("parallm:train:{*}:orders", "stream", "api", "1 d, 256 entries", "updates and checkpoints asked for"),
     KeyKind("parallm:score:orders", "stream", "api", "1 d, 4,096 entries", "texts to be scored at once"),
     KeyKind("parallm:answer:*", "string", "trainer or job runner", "10 min", "the answer to an order, JSON"),
+    KeyKind("parallm:{metrics}:totals", "hash", "any process", "30 d, refreshed", "counts of all processes, summed"),
+    KeyKind("parallm:{metrics}:process:*", "hash", "that process", "1 d, refreshed", "what it has told of its counts"),
     KeyKind("arq:*", "various", "job runner", "arq's own; 1 d at most", "arq's queue, jobs and results"),
 )

@@ -82,6 +82,12 @@ class SequenceQueue:
         self._steal_in: dict[str, float] = {}  # worker -> seconds until something may be stolen, 0: nothing
         self._held: dict[str, list[Claim]] = {}  # worker -> claims as of its last renewal, and since
         self._alone: dict[str, str] = {}  # worker -> the last suspect that it was given
+        self.reclaimed = 0  # leases that `reap` has found run out
+
+    @property
+    def given_up(self) -> int:
+        """Sequences that have ended as dead letters here."""
+        return self._settlement.given_up
 
     # -- filling
 
@@ -173,7 +179,8 @@ class SequenceQueue:
         args: list[Argument] = [keys.GROUP, worker_id, self._lease_ms, self._prefix, self._max_deaths, SUSPECT_AFTER]
         args += [QUEUE_TTL_S, len(nobodys), *(keys.worker(self._model, name) for name in names[len(nobodys) :])]
         streams = [keys.queue(self._model, kind, name) for name in names for kind in CLASSES]
-        poisoned = await _REAP(self._redis, [*self._fronts(), *streams], args)
+        reclaimed, poisoned = await _REAP(self._redis, [*self._fronts(), *streams], args)
+        self.reclaimed += int(reclaimed)
         await self._sort_out(worker_id, poisoned)
         if limit <= 0:
             return []

@@ -33,6 +33,7 @@ class Settlement:
     def __init__(self, redis: "Redis", model: str) -> None:
         self._redis = redis
         self._model = model
+        self.given_up = 0
 
     def unreadable(self, seq: str, job: str) -> SequenceSpec:
         """Stands for a spec that this version cannot read; its end is all that happens to it."""
@@ -48,6 +49,7 @@ class Settlement:
         finish = Finish("error", None, kind.code or "", f"given up: {reason}")
         ending = await self._ending(claim, worker_id, finish)
         await self._commit(worker_id, replace(ending, dead_letter=reason))
+        self.given_up += 1
 
     async def cancel(self, seq_ids: Sequence[str]) -> dict[str, str]:
         """See `SequenceQueue.cancel`."""

@@ -104,6 +104,10 @@ class WorkerRegistry:
             log.warning("registry.unreadable_card", model=model, error=str(error))
             return None
 
+    async def names(self) -> list[str]:
+        """Every model that is known, by name."""
+        return sorted(name.decode() for name in await self._redis.zrange(keys.models(), 0, -1))
+
     async def live_models(self) -> set[str]:
         """Models that at least one live worker serves."""
         names = [name.decode(errors="replace") for name in await self._redis.zrange(keys.models(), 0, -1)]

@@ -17,6 +17,7 @@ from api.auth import ApiKey
 from api.context import RequestContext
 from api.limits import BodyLimit
 from shared.errors import ParallmError, QueueFullError, UnknownModelError
+from shared.metrics import Tally
 
 
 class Body(BaseModel):
@@ -48,7 +49,7 @@ def app_with(error: Exception | None = None, key: str = "") -> FastAPI:
     app.add_middleware(BodyLimit, 1000, 5000)
     if key:
         app.add_middleware(ApiKey, key)
-    app.add_middleware(RequestContext)
+    app.add_middleware(RequestContext, Tally())
     return app
 
 

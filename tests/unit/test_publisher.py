@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from redis.exceptions import ResponseError
 
 from shared.frames import Finish, TokenEvent
+from shared.metrics import Tally
 from shared.redis.token_frames import Commit
 from shared.sequences import Claim, SamplingParams, SequenceSpec
 from tests.waiting import wait_until
+from worker.counts import SequenceCounts
 from worker.publisher import Publisher
 from worker.running import Running
 
@@ -41,6 +43,7 @@ async def test_a_write_that_redis_refused_is_said_again_with_nothing_lost() -> N
     async def owned() -> None:
         return None
 
+    tally = Tally()
     publisher = Publisher(
         writer,  # type: ignore[arg-type]
         running,
@@ -49,6 +52,7 @@ async def test_a_write_that_redis_refused_is_said_again_with_nothing_lost() -> N
         rows_changed=lambda: None,
         verify=owned,
         stale_after_s=60,
+        counts=SequenceCounts(tally, "m"),
     )
     publisher.take([TokenEvent("s", 1, 0, [5], [-0.5])])
     publisher.take([TokenEvent("s", 1, 1, [6], [-0.5], finish=Finish("length"))])
@@ -65,5 +69,8 @@ async def test_a_write_that_redis_refused_is_said_again_with_nothing_lost() -> N
     assert [event.tokens for frame in writer.frames for event in frame] == [[5], [6]]
     await publisher.drained()
     assert running == {}
+    counted = tally.fields()
+    assert (counted["vllm:prompt_tokens_total|m"], counted["vllm:generation_tokens_total|m"]) == (1, 2)
+    assert counted["vllm:request_success_total|m|length"] == 1
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -29,6 +29,8 @@ class AdapterStats:
     waited_for: frozenset[str] = frozenset()  # versions that rows wait for
     failed: dict[str, str] = field(default_factory=dict)  # version -> why this worker cannot use it
     bytes: int = 0  # of all stacks
+    swaps: int = 0  # versions loaded into a slot since start
+    swap_s: float = 0.0  # that took in all, each from the first slice written to the remap
 
 
 class Adapters(Protocol):

@@ -53,6 +53,7 @@ class _Load:
     version: str
     steps: Iterator[list[mx.array]]
     dora: bool
+    began: float  # monotonic
 
 
 class AdapterSlots:
@@ -85,6 +86,7 @@ class AdapterSlots:
         self._is_cpu = mx.default_device() == mx.Device(mx.cpu)
         self._changed = False
         self._bytes = 0
+        self._swaps, self._swap_s = 0, 0.0
         self.stats = AdapterStats()
 
     # -- what the worker tells
@@ -219,7 +221,7 @@ class AdapterSlots:
             self._fail(manifest.id, result)
             return
         steps = self._adapted.fill(self._table.slot_of(manifest.id), result)
-        self._loads.append(_Load(manifest.id, steps, manifest.kind == "dora"))
+        self._loads.append(_Load(manifest.id, steps, manifest.kind == "dora", time.monotonic()))
 
     def _fail(self, version: str, error: ParallmError) -> None:
         self._failed[version] = error
@@ -260,6 +262,8 @@ class AdapterSlots:
         if self._latest.get(name) == load.version:
             self._serve(name)
         self._bytes = self._adapted.nbytes
+        self._swaps += 1
+        self._swap_s += time.monotonic() - load.began
         self._changed = True
         self._start_loads()
 
@@ -304,8 +308,10 @@ class AdapterSlots:
                 waited_for=frozenset(claim.version for claim in self._claims.values() if not claim.held),
                 failed={version: error.message for version, error in self._failed.items()},
                 bytes=self._bytes,
+                swaps=self._swaps,
+                swap_s=self._swap_s,
             ),
         )
-        news = (self.stats.loaded.keys(), self.stats.serving, self.stats.failed)
-        if news != (before.loaded.keys(), before.serving, before.failed):
+        news = (self.stats.loaded.keys(), self.stats.serving, self.stats.failed, self.stats.swaps)
+        if news != (before.loaded.keys(), before.serving, before.failed, before.swaps):
             self._on_change(self.stats)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
+from shared.metrics import Tally
 from shared.redis.affinity import Affinity
 from shared.redis.job_intake import MAX_N
 from shared.redis.job_ledger import JobLedger
@@ -28,6 +29,7 @@ class TickContext:
     window: int = 512
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     prompts: PromptCache = field(default_factory=PromptCache)
+    tally: Tally = field(default_factory=Tally)
     repaired: dict[str, float] = field(default_factory=dict)  # job -> monotonic time of the last repair
 
     def __post_init__(self) -> None:

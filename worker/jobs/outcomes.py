@@ -7,6 +7,7 @@ import msgspec
 from shared.errors import ParallmError
 from shared.frames import FinishReason
 from shared.jobs import JobSpec, JobUsage
+from shared.metrics import Tally
 from shared.redis.job_ledger import Outcome, SampleRecord
 from shared.scoring.pool import RewardPool, RewardSample
 from shared.sequences import SequenceResult
@@ -104,6 +105,15 @@ async def rewarded(
         samples = [RewardSample(finished[i][0].text, finished[i][1].source.reference) for i in complete]
         rewards = dict(zip(complete, await pool.score(spec.reward, samples), strict=True))
     return [_record(spec, trajectory, rewards.get(i)) for i, (trajectory, _) in enumerate(finished)]
+
+
+def count_rewards(tally: Tally, records: Sequence[SampleRecord]) -> None:
+    """Count the rewards of samples that have been recorded."""
+    for reward in (record.reward for record in records if record.reward is not None):
+        if reward.value is not None:
+            tally.histogram("mlx_parallm_reward", reward.name).observe(reward.value)
+        else:
+            tally.counter("mlx_parallm_reward_errors_total", reward.name).add()
 
 
 def _record(spec: JobSpec, trajectory: Trajectory, reward: Reward | None) -> SampleRecord:

@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 from shared.redis.client import connect
 from shared.redis.job_ledger import LEASE_MS
 from shared.redis.job_queue import QUEUE, TICK, WAKE_CHANNEL, arq_redis, deserialize, enqueue_tick, serialize
+from shared.redis.metric_store import MetricWriter
 from shared.scoring.pool import RewardPool
 from shared.settings import RunnerSettings
 from worker.jobs.context import TickContext
@@ -115,6 +116,8 @@ async def run(settings: RunnerSettings) -> None:
     rewards = RewardPool(settings.reward_processes, settings.reward_timeout_s)
     context = TickContext(runner_id(), redis, blocking, rewards, window=settings.window)
     worker = RunnerWorker(context, settings.max_jobs)
+    counts = MetricWriter(redis, context.tally, "runner", context.runner)
+    counting = asyncio.create_task(counts.run())
     background = [asyncio.create_task(worker.listen()), asyncio.create_task(worker.sweep())]
     log.info("runner.ready", runner=context.runner, max_jobs=settings.max_jobs, window=settings.window)
     try:
@@ -124,6 +127,8 @@ async def run(settings: RunnerSettings) -> None:
         for task in background:
             task.cancel()
         await asyncio.gather(*background, *worker.tasks.values(), return_exceptions=True)
+        counting.cancel()  # writes a last time, now that the ticks are over
+        await asyncio.gather(counting, return_exceptions=True)
         rewards.close()
         with contextlib.suppress(RedisError, OSError):  # TimeoutError is an OSError
             async with asyncio.timeout(1):

@@ -14,9 +14,16 @@ from shared.redis.dead_letters import Unusable, bury
 from shared.redis.job_ledger import JobProgress
 from shared.sequences import ModelCard, SequenceResult, SequenceSpec, decode_result
 from shared.text import TextCodec
+from shared.trajectories import Trajectory
 from worker.jobs.context import TickContext
 from worker.jobs.expansion import is_sample, ordinal_of, prompts_to_expand, sequence_id, sequences
-from worker.jobs.outcomes import finished_trajectory, given_trajectory, impossible_trajectories, rewarded
+from worker.jobs.outcomes import (
+    count_rewards,
+    finished_trajectory,
+    given_trajectory,
+    impossible_trajectories,
+    rewarded,
+)
 from worker.jobs.prompts import PreparedPrompt, prepare, read_input
 
 log = structlog.get_logger()
@@ -88,7 +95,7 @@ class JobWork:
         now_ms = time.time_ns() // 1_000_000
         impossible = [(line, p) for p in prompts if p.error for line in impossible_trajectories(self._spec, p, p.error)]
         if impossible:
-            await self._ledger.record(self._spec.id, await rewarded(self._spec, self._context.rewards, impossible))
+            await self._keep(impossible)
         groups = [sequences(self._spec, p, now_ms) for p in prompts if not p.error]
         if not groups:
             return
@@ -112,7 +119,13 @@ class JobWork:
         """Score texts that are there already: no sequence, no model."""
         prompts = [PreparedPrompt(index, read_input(line)) for index, line in enumerate(lines, first)]
         finished = [(given_trajectory(prompt, self._codec), prompt) for prompt in prompts]
-        await self._ledger.record(self._spec.id, await rewarded(self._spec, self._context.rewards, finished))
+        await self._keep(finished)
+
+    async def _keep(self, finished: list[tuple[Trajectory, PreparedPrompt]]) -> None:
+        """Reward and record samples."""
+        records = await rewarded(self._spec, self._context.rewards, finished)
+        if await self._ledger.record(self._spec.id, records):
+            count_rewards(self._context.tally, records)
 
     # --- gather ---
 
@@ -156,7 +169,7 @@ class JobWork:
             ordinal = ordinal_of(result.id)
             prompt = prompts[ordinal // self._spec.n]
             finished.append((finished_trajectory(self._spec, ordinal, prompt, result, self._codec), prompt))
-        await self._ledger.record(self._spec.id, await rewarded(self._spec, self._context.rewards, finished))
+        await self._keep(finished)
 
     async def _prompts_of(self, indices: set[int]) -> dict[int, PreparedPrompt]:
         """Prompts that were expanded, by us a moment ago or by another runner."""

@@ -11,18 +11,20 @@
 -- ARGV[5] max_deaths  ARGV[6] suspect_after  ARGV[7] ttl
 -- ARGV[8] shared    see KEYS[5..]
 -- ARGV[9..]         heartbeat keys of the workers of the streams that follow
--- Returns claims as claim.lua does, with verdict 'poison'.
+-- Returns {number of leases that had run out, claims as claim.lua returns them, with verdict 'poison'}.
 local group, worker, lease_ms, prefix = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local max_deaths, suspect_after, ttl, shared = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
 local AT_ONCE = 256
 local now = server_ms()
 local poison = {}
+local reclaimed = 0
 
 local function settle(stream, entry, is_batch)
   local id = fields_of(entry).id or ''
   if not is_hash(prefix .. id) then return drop(stream, group, entry[1]) end
   local h = redis.call('HMGET', prefix .. id, 'state', 'spec', 'api', 'job')
   if h[1] ~= 'running' then return drop(stream, group, entry[1]) end
+  reclaimed = reclaimed + 1
   local deaths = count_up(prefix .. id, 'deaths')
   if deaths < max_deaths then
     local target = KEYS[(deaths >= suspect_after and 3 or 1) + is_batch]
@@ -57,4 +59,4 @@ for i = 5, #KEYS do
     if owner >= 0 and redis.call('EXISTS', ARGV[9 + owner]) == 0 then dissolve(KEYS[i], is_batch) end
   end
 end
-return poison
+return {reclaimed, poison}

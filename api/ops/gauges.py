@@ -1,0 +1,147 @@
+"""What is the case right now, read from Redis at each scrape: workers, queues, adapters, jobs, Redis itself."""
+
+import time
+from collections import defaultdict
+from typing import Any
+
+from api.ring import Ring
+from shared.metrics import CATALOGUE
+from shared.redis import keys
+from shared.redis.adapter_catalog import AdapterCatalog
+from shared.redis.client import server_time_ms
+from shared.redis.training_board import TrainingBoard, trained_policies
+from shared.redis.worker_registry import WorkerStatus
+
+Gauges = dict[str, dict[tuple[str, ...], float]]  # metric -> label values -> value
+
+ROWS_OF = "adapter_rows:"  # in a heartbeat's figures, before a version (worker/status.py)
+WAITS_FOR = "adapter_waits:"
+
+
+async def read_gauges(ring: Ring, totals: dict[str, float]) -> Gauges:
+    """All figures of the catalogue that are read where they stand, not counted by our processes."""
+    gauges: Gauges = defaultdict(dict)
+    now_ms = await server_time_ms(ring.redis)
+    workers: list[WorkerStatus] = []
+    for name in await ring.registry.names():
+        live = await ring.registry.workers(name)
+        workers += live
+        await _queue(gauges, ring, name, live)
+    for worker in workers:
+        _worker(gauges, worker, now_ms)
+    await _adapters(gauges, ring.adapters, workers)
+    await _training(gauges, ring)
+    gauges["mlx_parallm_jobs_active"][()] = await ring.redis.zcard(keys.active_jobs())
+    await _redis(gauges, ring)
+    _seeds(gauges, workers, totals)
+    assert gauges.keys() <= CATALOGUE.keys(), "a gauge that the catalogue does not have"
+    return gauges
+
+
+async def _queue(gauges: Gauges, ring: Ring, model: str, live: list[WorkerStatus]) -> None:
+    waiting = sum(worker.waiting for worker in live)
+    for kind, depth in (await ring.queue(model).depth()).items():
+        gauges["mlx_parallm_queue_depth"][model, kind] = depth.waiting
+        gauges["mlx_parallm_queue_leased"][model, kind] = depth.leased
+        gauges["mlx_parallm_queue_oldest_seconds"][model, kind] = depth.oldest_ms / 1000
+        waiting += depth.waiting
+    gauges["mlx_parallm_dead_letters"][(model,)] = await ring.redis.xlen(keys.dead_letters(model))
+    gauges["vllm:num_requests_running"][(model,)] = sum(worker.rows for worker in live)
+    gauges["vllm:num_requests_waiting"][(model,)] = waiting
+    used, limit = sum(worker.kv_bytes for worker in live), sum(worker.kv_limit_bytes for worker in live)
+    for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):
+        gauges[name][(model,)] = used / limit if limit else 0.0
+    states: dict[str, int] = defaultdict(int)
+    for worker in live:
+        states[worker.state] += 1
+    for state, count in states.items():
+        gauges["mlx_parallm_workers"][model, state] = count
+    if live:
+        gauges["vllm:lora_requests_info"][_lora_info(model, live)] = time.time()
+
+
+def _lora_info(model: str, live: list[WorkerStatus]) -> tuple[str, ...]:
+    running = {
+        name[len(ROWS_OF) :] for w in live for name, rows in w.extra.items() if name.startswith(ROWS_OF) and rows
+    }
+    waiting = {name[len(WAITS_FOR) :] for w in live for name in w.extra if name.startswith(WAITS_FOR)}
+    slots = max(int(worker.extra.get("adapter_slots", 0)) for worker in live)
+    return model, str(slots), ",".join(sorted(waiting)), ",".join(sorted(running))
+
+
+def _worker(gauges: Gauges, worker: WorkerStatus, now_ms: int) -> None:
+    figures = {
+        "worker_rows": worker.rows,
+        "worker_max_rows": worker.max_rows,
+        "worker_tokens_per_second": worker.tokens_per_s,
+        "worker_kv_bytes": worker.kv_bytes,
+        "worker_kv_limit_bytes": worker.kv_limit_bytes,
+        "worker_heartbeat_age_seconds": max(0, now_ms - worker.heartbeat_ms) / 1000,
+        "adapter_slots": worker.extra.get("adapter_slots", 0),
+        "adapter_slots_used": worker.extra.get("adapter_slots_used", 0),
+        "prefix_cache_bytes": worker.extra.get("prefix_bytes", 0),
+    }
+    for name, value in figures.items():
+        gauges[f"mlx_parallm_{name}"][worker.model, worker.id] = value
+
+
+async def _adapters(gauges: Gauges, adapters: AdapterCatalog, workers: list[WorkerStatus]) -> None:
+    for name, latest in (await adapters.pointers()).items():
+        gauges["mlx_parallm_adapter_latest_version"][(name,)] = latest
+    for worker in workers:
+        for name, version in worker.adapters.items():
+            gauges["mlx_parallm_adapter_loaded_version"][name, worker.id] = version
+
+
+async def _training(gauges: Gauges, ring: Ring) -> None:
+    for policy in await trained_policies(ring.redis):
+        board = TrainingBoard(ring.redis, policy)
+        status = await board.status()
+        if status is None:
+            continue
+        live = await board.trajectories()
+        figures: dict[str, float | None] = {
+            "rl_trajectories_collected": status.trajectories + live.waiting,
+            "rl_training_loss": status.loss,
+            "rl_updates_per_second": status.updates_per_s,
+            "checkpoint_saves_total": status.checkpoint_saves,
+            "rl_reward": status.reward,
+            "rl_held_out_reward": status.held_out,
+            "rl_kl": status.kl,
+            "rl_lag": status.lag,
+            "rl_train_step": status.train_step,
+            "rl_policy_step": status.policy_step,
+            "rl_tokens_per_second": status.tokens_per_s,
+            "rl_versions_rejected": status.rejected,
+            "rl_rollbacks": status.rollbacks,
+            "rl_trainer_up": 1.0 if await board.alive() else 0.0,
+            "rl_trajectories_waiting": live.waiting,
+            "rl_trajectories_dropped": live.dropped,
+        }
+        for name, value in figures.items():
+            if value is not None:
+                gauges[f"mlx_parallm_{name}"][(policy,)] = value
+        for kind, count in (await board.alert_counts()).items():
+            gauges["mlx_parallm_rl_alerts"][policy, kind] = count
+
+
+async def _redis(gauges: Gauges, ring: Ring) -> None:
+    info: dict[str, Any] = await ring.redis.info()
+    gauges["mlx_parallm_redis_used_memory_bytes"][()] = info.get("used_memory", 0)
+    gauges["mlx_parallm_redis_connected_clients"][()] = info.get("connected_clients", 0)
+    gauges["mlx_parallm_redis_commands_per_second"][()] = info.get("instantaneous_ops_per_sec", 0)
+
+
+def _seeds(gauges: Gauges, workers: list[WorkerStatus], totals: dict[str, float]) -> None:
+    """The bare names under which other MLX servers tell some of this."""
+    gauges["active_sequences"][()] = sum(gauges["vllm:num_requests_running"].values())
+    gauges["queued_requests"][()] = sum(gauges["vllm:num_requests_waiting"].values())
+    for name, figure in (("used_blocks", "prefix_blocks"), ("free_blocks", "prefix_free_blocks")):
+        gauges[name][()] = sum(worker.extra.get(figure, 0) for worker in workers)
+    queried, found = (_total(totals, f"vllm:prefix_cache_{name}_total") for name in ("queries", "hits"))
+    gauges["cache_hit_rate"][()] = found / queried if queried else 0.0
+
+
+def _total(totals: dict[str, float], name: str) -> float:
+    """A counter over all its labels."""
+    return sum(value for field, value in totals.items() if field.partition("|")[0] == name)

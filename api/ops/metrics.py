@@ -1,0 +1,135 @@
+"""`GET /metrics`: the figures of the whole ring, from Redis, in Prometheus' text format; the same from any api.
+
+Counters and histograms are the totals of all processes (shared/redis/metric_store.py), gauges what Redis says at this
+moment (api/ops/gauges.py). A client that asks for JSON gets the few figures that training code reads.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.responses import JSONResponse, Response
+
+from api.ops.gauges import Gauges, read_gauges
+from api.ring import Ring, ring_of
+from shared.metrics import CATALOGUE, INF, SUM, parse_field
+from shared.metrics import Metric as Described
+from shared.redis.metric_store import read_totals
+
+router = APIRouter(tags=["operations"])
+TheRing = Annotated[Ring, Depends(ring_of)]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # OpenMetrics would escape the colons of vLLM's names
+
+
+@router.get(
+    "/metrics",
+    summary="Prometheus metrics",
+    response_class=Response,
+    responses={
+        200: {
+            "content": {
+                "text/plain": {"schema": {"type": "string"}},
+                "application/json": {"schema": {"type": "object"}},
+            },
+            "description": "Prometheus' text format; JSON for a client that accepts only that",
+        }
+    },
+)
+async def metrics(request: Request, ring: TheRing) -> Response:
+    """What the ring does and has done (docs/reference.md lists the names)."""
+    await ring.counts.write()
+    totals = await read_totals(ring.redis)
+    gauges = await read_gauges(ring, totals)
+    if wants_json(request.headers.get("accept", "")):
+        return JSONResponse(await _brief(ring, gauges))
+    return Response(exposition(gauges, totals), media_type=CONTENT_TYPE)
+
+
+def wants_json(accept: str) -> bool:
+    """Whether a client asks for JSON and for nothing else that we have."""
+    return "application/json" in accept and "text/plain" not in accept
+
+
+def exposition(gauges: Gauges, totals: dict[str, float]) -> bytes:
+    """The text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Figures(gauges, totals))
+    return generate_latest(registry)
+
+
+class _Figures(Collector):
+    """One scrape's figures for prometheus_client."""
+
+    def __init__(self, gauges: Gauges, totals: dict[str, float]) -> None:
+        self._gauges = gauges
+        self._totals = totals
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family of the catalogue that has a value."""
+        counted = _by_family(self._totals)
+        for name, metric in CATALOGUE.items():
+            if found := self._gauges.get(name):
+                yield _plain_family(metric, found.items())
+            elif name in counted:
+                family = _counter_family if metric.kind == "counter" else _histogram_family
+                yield family(metric, counted[name])
+
+
+_Series = dict[tuple[str, ...], dict[str, float]]  # label values -> bucket ("" of a counter) -> value
+
+
+def _by_family(totals: dict[str, float]) -> dict[str, _Series]:
+    families: dict[str, _Series] = defaultdict(lambda: defaultdict(dict))
+    for field, value in totals.items():
+        try:
+            name, labels, bucket = parse_field(field)
+        except KeyError:  # of a newer version
+            continue
+        families[name][labels][bucket] = value
+    return families
+
+
+def _plain_family(metric: Described, values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = kind(metric.name, metric.meaning, labels=metric.labels)
+    for labels, value in sorted(values):
+        family.add_metric(labels, value)
+    return family
+
+
+def _counter_family(metric: Described, series: _Series) -> Metric:
+    family = CounterMetricFamily(metric.name, metric.meaning, labels=metric.labels)
+    for labels, values in sorted(series.items()):
+        family.add_metric(labels, values.get("", 0.0))
+    return family
+
+
+def _histogram_family(metric: Described, series: _Series) -> Metric:
+    family = HistogramMetricFamily(metric.name, metric.meaning, labels=metric.labels)
+    for labels, values in sorted(series.items()):
+        below = 0.0
+        buckets: list[tuple[str, float]] = []
+        for bound in (*(str(bound) for bound in metric.buckets), INF):
+            below += values.get(bound, 0.0)
+            buckets.append((bound, below))
+        family.add_metric(labels, buckets, values.get(SUM, 0.0))
+    return family
+
+
+async def _brief(ring: Ring, gauges: Gauges) -> dict[str, Any]:
+    """What inference servers of training code tell as JSON."""
+    latest = await ring.adapters.latest(ring.settings.default_adapter)
+    rows = gauges["mlx_parallm_worker_max_rows"].values()
+    return {
+        "current_policy_version": latest,
+        "queue_depth": int(sum(gauges["mlx_parallm_queue_depth"].values())),
+        "max_batch_size": int(max(rows, default=0)),
+        "active_sequences": int(gauges["active_sequences"][()]),
+        "tokens_per_second": round(sum(gauges["mlx_parallm_worker_tokens_per_second"].values()), 1),
+        "workers": len(rows),
+    }

@@ -1,0 +1,67 @@
+"""/metrics of an api process in a ring with a scripted worker."""
+
+from prometheus_client.parser import text_string_to_metric_families
+from redis.asyncio import Redis
+
+from shared.metrics import CATALOGUE
+from shared.redis.training_board import TrainingBoard
+from shared.training import TrainerStatus
+from tests.redis.api_servers import Api, api
+from tests.redis.scripted_worker import MODEL, Answer, working
+
+
+async def scrape(server: Api) -> dict[str, dict[tuple[str, ...], float]]:
+    response = await server.http.get("/metrics", headers={"Accept": "text/plain;version=0.0.4"})
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    families = list(text_string_to_metric_families(response.text))
+    names = {f"{f.name}_total" if f.type == "counter" else f.name for f in families}
+    assert names <= CATALOGUE.keys(), "a metric that docs/reference.md does not know"
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+    return found
+
+
+async def test_any_api_tells_of_the_whole_ring(redis_url: str) -> None:
+    async with working(redis_url, lambda spec: Answer("hi")), api(redis_url) as one, api(redis_url) as other:
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 5, "n": 2}
+        assert (await one.post("/v1/completions", body)).status_code == 200
+        assert (await one.http.get("/v1/jobs/none")).status_code == 404
+        await one.ring.counts.write()
+        found = await scrape(other)
+        assert found["vllm:request_params_n_sum"] == {(MODEL,): 2}
+        assert found["vllm:num_requests_running"] == {(MODEL,): 0}
+        assert found["mlx_parallm_worker_max_rows"] == {(MODEL, "w1"): 8}
+        text = (await other.http.get("/metrics")).text
+        assert 'mlx_parallm_http_requests_total{method="POST",route="/v1/completions",status="200"} 1.0' in text
+        assert 'route="/v1/jobs/{job_id}",status="404"' in text
+        assert f'mlx_parallm_queue_depth{{class="interactive",model_name="{MODEL}"}} 0.0' in text
+
+
+async def test_the_trainer_s_figures_come_from_its_board(redis_url: str, redis: Redis) -> None:
+    board = TrainingBoard(redis, "policy")
+    status = TrainerStatus(policy="policy", run="r", owner="o", loss=-0.5, trajectories=64, checkpoint_saves=2, lag=1)
+    await board.write(status)
+    await board.alert("gate_failed", "norm")
+    async with api(redis_url) as server:
+        found = await scrape(server)
+    assert found["mlx_parallm_rl_training_loss"] == {("policy",): -0.5}
+    assert found["mlx_parallm_rl_trajectories_collected"] == {("policy",): 64}
+    assert found["mlx_parallm_checkpoint_saves_total"] == {("policy",): 2}
+    assert found["mlx_parallm_rl_trainer_up"] == {("policy",): 0}
+    assert "mlx_parallm_rl_reward" not in found  # not known yet
+    assert found["mlx_parallm_rl_updates_per_second"] == {("policy",): 0}
+
+
+async def test_training_code_reads_json(redis_url: str) -> None:
+    async with working(redis_url, lambda spec: Answer()), api(redis_url) as server:
+        response = await server.http.get("/metrics", headers={"Accept": "application/json"})
+    assert response.json() == {
+        "current_policy_version": 0,
+        "queue_depth": 0,
+        "max_batch_size": 8,
+        "active_sequences": 0,
+        "tokens_per_second": 0.0,
+        "workers": 1,
+    }
