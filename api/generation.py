@@ -21,7 +21,7 @@ from shared.errors import (
 )
 from shared.frames import Finish, TokenEvent
 from shared.redis.token_feed import TokenFeed
-from shared.sequences import AdapterPolicy, SamplingParams, SequenceKind, SequenceSpec
+from shared.sequences import AdapterPolicy, Collection, SamplingParams, SequenceKind, SequenceSpec
 
 log = structlog.get_logger()
 
@@ -44,6 +44,7 @@ class Work(msgspec.Struct, frozen=True):
     adapter: str = ""
     adapter_policy: AdapterPolicy = "pin"
     deadline_ms: int = 0
+    collect: Collection | None = None
 
     def specs(self, api_id: str) -> list[SequenceSpec]:
         """One sequence for each completion; sample s of prompt p has index p * n + s."""
@@ -61,6 +62,7 @@ class Work(msgspec.Struct, frozen=True):
                 adapter_policy=self.adapter_policy,
                 deadline_ms=self.deadline_ms,
                 enqueued_ms=now,
+                collect=self.collect and msgspec.structs.replace(self.collect, sample=s),
             )
             for p, prompt in enumerate(self.prompts)
             for s in range(self.n)

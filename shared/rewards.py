@@ -170,6 +170,16 @@ def check(spec: RewardSpec) -> Options:
     return options
 
 
+def needs_reference(spec: RewardSpec) -> bool:
+    """Whether the reward has nothing to say without a reference; `check` has passed."""
+    options = check(spec)
+    if isinstance(options, WeightedOptions):
+        return any(needs_reference(RewardSpec(part.name, part.options)) for part in options.parts)
+    if isinstance(options, RegexOptions):
+        return not options.pattern or options.group is not None
+    return isinstance(options, ExactOptions | Gsm8kOptions | MathOptions)
+
+
 def _compile(pattern: str) -> re.Pattern[str]:
     if len(pattern) > MAX_PATTERN:
         raise ValueError(f"the pattern is longer than {MAX_PATTERN} characters")

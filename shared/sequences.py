@@ -10,7 +10,7 @@ one out would change what is drawn: there it refuses. Field names are never reus
 """
 
 import contextlib
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -54,6 +54,18 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     grammar: str = ""  # llguidance's text (shared/grammar.py) of what the completion must be; "": anything
 
 
+class Collection(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a sequence of live traffic becomes a trajectory when it settles: whose, and what it is scored by."""
+
+    policy: str  # the trainer that gets it
+    scoring: str = ""  # a name of the reward registry; "": not scored
+    options: dict[str, Any] = {}  # of the reward
+    reference: Any = None  # what the reward compares with
+    metadata: dict[str, Any] = {}
+    sample: int = 0  # among the samples of the prompt
+    samples: int = 1
+
+
 class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a worker needs to decode one sequence, and where its tokens go."""
 
@@ -72,6 +84,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_on_swap: Literal["keep", "recompute"] = "keep"
     deadline_ms: int = 0  # Unix time; 0: none
     enqueued_ms: int = 0  # Unix time
+    collect: Collection | None = None  # a trajectory is wanted
     schema: int = OLDEST  # `encode` writes ours
 
     @property

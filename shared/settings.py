@@ -169,6 +169,10 @@ class RunnerSettings(ProcessSettings):
     window: int = Field(default=512, ge=1, description="sequences of one job in flight")
     reward_processes: int = Field(default=0, ge=0, description="0: one per core, at most 4")
     reward_timeout_s: float = Field(default=5.0, gt=0)
+    trajectory_buffer_size: int = Field(
+        default=10_000, ge=1, description="live trajectories of a policy that wait for its trainer; the oldest go"
+    )
+    trajectory_buffer_mb: int = Field(default=256, ge=1, description="their size; the oldest go")
 
 
 class ServeSettings(WorkerSettings, ApiSettings, RunnerSettings):

@@ -38,3 +38,16 @@ class Trajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     timings: Timings = Timings()
     metadata: dict[str, Any] = {}
     loss_mask: tuple[int, ...] = ()  # per completion token: 1 the model's own, 0 a tool's words; (): all 1
+
+
+class LiveTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A trajectory from live traffic, as its trainer gets it."""
+
+    id: str  # of the sequence: "<completion's id>-<choice>"
+    policy: str
+    model: str
+    trajectory: Trajectory
+    group: str = ""  # samples of one prompt share it; "": alone
+    group_size: int = 1
+    temperature: float = 1.0  # that it was drawn with; `logprobs` are those of temperature 1
+    collected_ms: int = 0

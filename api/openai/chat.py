@@ -7,6 +7,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from api.collection import collection_of
 from api.errors import error_responses
 from api.generation import Work
 from api.openai.choices import ReplyPlan
@@ -131,4 +132,4 @@ def plan_chat(
         prompt_logprobs=body.prompt_logprobs,
         grammar=grammar_of_format(body.response_format) or grammar_of_outputs(body.structured_outputs),
     )
-    return work_for(plan, target, sampling), plan
+    return work_for(plan, target, sampling, collect=collection_of(body, target, settings, 1)), plan

@@ -6,6 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from api.collection import collection_of
 from api.errors import error_responses
 from api.generation import Work
 from api.openai.choices import ReplyPlan
@@ -89,7 +90,8 @@ def plan_completion(
         prompt_logprobs=_prompt_logprobs(body, scores_only),
         grammar=grammar_of_outputs(body.structured_outputs),
     )
-    return work_for(plan, target, sampling, "score" if scores_only else "generate"), plan
+    collect = collection_of(body, target, settings, len(prompts))
+    return work_for(plan, target, sampling, "score" if scores_only else "generate", collect), plan
 
 
 def _prompt_logprobs(body: CompletionRequest, scores_only: bool) -> int | None:

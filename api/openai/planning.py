@@ -12,8 +12,8 @@ from api.openai.sampling import deadline
 from api.openai.schemas import SamplingFields
 from api.ring import Ring
 from api.targets import Target, find_target
-from shared.errors import InvalidGrammarError
-from shared.sequences import SamplingParams, SequenceKind
+from shared.errors import InvalidGrammarError, InvalidRequestError
+from shared.sequences import Collection, SamplingParams, SequenceKind
 from shared.settings import ApiSettings
 
 _ID_PREFIX: dict[Endpoint, str] = {"chat": "chatcmpl", "completions": "cmpl"}
@@ -73,8 +73,16 @@ def reply_plan(
     )
 
 
-def work_for(plan: ReplyPlan, target: Target, sampling: SamplingParams, kind: SequenceKind = "generate") -> Work:
+def work_for(
+    plan: ReplyPlan,
+    target: Target,
+    sampling: SamplingParams,
+    kind: SequenceKind = "generate",
+    collect: Collection | None = None,
+) -> Work:
     """The sequences behind a plan's choices."""
+    if collect is not None and kind == "score":
+        raise InvalidRequestError("a trajectory needs generated tokens: 'max_tokens' 0 has none", param="max_tokens")
     return Work(
         id=plan.id,
         model=plan.served,
@@ -85,4 +93,5 @@ def work_for(plan: ReplyPlan, target: Target, sampling: SamplingParams, kind: Se
         adapter=target.adapter,
         adapter_policy=target.policy,
         deadline_ms=plan.deadline_ms,
+        collect=collect,
     )

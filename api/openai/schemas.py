@@ -25,7 +25,6 @@ _SAMPLING_OFF: Off = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
-    "collect_trajectory": (False,),
     # vLLM's older names of what is in `structured_outputs` now
     "guided_json": (),
     "guided_regex": (),
@@ -33,7 +32,6 @@ _SAMPLING_OFF: Off = {
     "guided_grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
-    "scoring_function": (),
 }
 _COMPLETION_OFF: Off = {
     **_SAMPLING_OFF,
@@ -101,7 +99,9 @@ class SamplingFields(RequestModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, description="a session: it stays with its choice of an adapter split")
-    metadata: dict[str, Any] | None = Field(default=None, description="accepted, not used")
+    metadata: dict[str, Any] | None = Field(
+        default=None, description="kept with a collected trajectory; its `reference` is what scoring compares with"
+    )
     # vLLM's
     top_k: int | None = Field(default=0, ge=-1, description="0 or -1: off")
     min_p: float | None = Field(default=0.0, ge=0, le=1)
@@ -120,6 +120,12 @@ class SamplingFields(RequestModel):
     lora_adapter: str | None = Field(default=None, description="the same as `adapter`")
     adapter_policy: AdapterPolicy | None = Field(
         default=None, description="follow: newest version at each decode step; pin: the version at the start"
+    )
+    collect_trajectory: bool | None = Field(
+        default=False, description="each completion becomes a trajectory of the policy, for its trainer"
+    )
+    scoring_function: str | dict[str, Any] | None = Field(
+        default=None, description="what scores the trajectory: a reward's name, or an object with `name` and options"
     )
     return_weight_versions: bool | None = Field(
         default=False, description="adds `weight_versions`: the adapter version of each range of tokens"

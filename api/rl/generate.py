@@ -13,6 +13,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
+from api.collection import collection_of
 from api.errors import error_responses
 from api.openai.choices import Choice, ReplyPlan, join
 from api.openai.chunks import shown_versions
@@ -145,7 +146,8 @@ async def generate(body: GenerateRequest, request: Request, ring: TheRing) -> Re
     plan = reply_plan(body, target, settings, "completions", prompts)
     max_tokens = room_for(prompts, served.card, body.max_tokens, settings.default_max_tokens)
     sampling = sampling_of(body, served.card, max_tokens, top_logprobs=None, prompt_logprobs=None)
-    gathered = await gather_all(ring, request, work_for(plan, target, sampling))
+    collect = collection_of(body, target, settings, len(prompts))
+    gathered = await gather_all(ring, request, work_for(plan, target, sampling, collect=collect))
     if gathered is None:
         return Response(status_code=499)
     spans = [spans_of(events) for events in gathered]
@@ -195,7 +197,8 @@ async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -
         top_logprobs=sampling.logprobs or None,
         prompt_logprobs=sampling.prompt_logprobs,
     )
-    gathered = await gather_all(ring, request, work_for(plan, target, params))
+    collect = collection_of(sampling, target, settings, 1)
+    gathered = await gather_all(ring, request, work_for(plan, target, params, collect=collect))
     if gathered is None:
         return Response(status_code=499)
     answer = {

@@ -18,6 +18,7 @@ from shared.redis import keys
 from shared.redis.client import Script, server_time_ms
 from shared.redis.token_frames import Commit, FrameWriter
 from shared.redis.token_log import read_tokens
+from shared.redis.trajectory_intake import collecting_arguments, collecting_keys
 from shared.results import result_of
 from shared.sequences import Claim, SamplingParams, SequenceSpec, Timings, decode_spec, encode
 
@@ -93,17 +94,19 @@ class Settlement:
                 keys.sequence(self._model, spec.id),
                 keys.sequence_log(self._model, spec.id),
                 keys.finished(self._model, spec.job),
+                *collecting_keys(self._model),
             ],
             [
                 keys.GROUP,
                 spec.id,
                 claim.attempt if ending else "",
-                encode(ending.result) if ending and spec.job else b"",
+                encode(ending.result) if ending and (spec.job or spec.collect) else b"",
                 encode_events(ending.last) if ending else b"",
                 keys.SEQUENCE_TTL_S,
                 keys.JOB_TTL_S,
                 "1" if spec.job else "",
                 "1" if spec.job and not spec.api else "",
+                *collecting_arguments(spec),
             ],
         )
         return str(answer.decode())

@@ -21,6 +21,7 @@ from shared.redis.client import Script, is_no_script
 from shared.redis.frame_reader import FrameReader
 from shared.redis.token_feed import TokenFeed
 from shared.redis.token_log import read_tokens
+from shared.redis.trajectory_intake import collecting_arguments, collecting_keys
 from shared.sequences import Claim, SequenceResult, encode
 
 __all__ = ["Commit", "FrameReader", "FrameWriter", "TokenFeed", "read_tokens"]
@@ -140,6 +141,7 @@ class FrameWriter:
                 keys.sequence_log(self._model, spec.id),
                 keys.finished(self._model, spec.job),
                 keys.dead_letters(self._model),
+                *collecting_keys(self._model),
             ],
             [
                 keys.GROUP,
@@ -147,7 +149,7 @@ class FrameWriter:
                 claim.entry,
                 claim.attempt,
                 "cancelled" if finish.reason == "cancelled" else "done",
-                encode(commit.result) if spec.job else b"",
+                encode(commit.result) if spec.job or spec.collect else b"",
                 encode_events(commit.last) if commit.last else b"",
                 keys.SEQUENCE_TTL_S,
                 keys.JOB_TTL_S,
@@ -155,5 +157,6 @@ class FrameWriter:
                 "1" if unread else "",
                 commit.dead_letter,
                 spec.id,
+                *collecting_arguments(spec),
             ],
         )

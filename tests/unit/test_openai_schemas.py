@@ -96,7 +96,6 @@ def test_values_out_of_range_are_refused_with_the_parameters_name(field: str, va
         ({"frobnicate": 1}, "frobnicate"),
         ({"skip_special_tokens": False}, "skip_special_tokens"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"collect_trajectory": True}, "collect_trajectory"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ],
 )

@@ -23,6 +23,7 @@ from shared.redis.job_queue import QUEUE, TICK, WAKE_CHANNEL, arq_redis, deseria
 from shared.redis.metric_store import MetricWriter
 from shared.scoring.pool import RewardPool
 from shared.settings import RunnerSettings
+from worker.jobs.collecting import Collecting
 from worker.jobs.context import TickContext
 from worker.jobs.tick import tick
 
@@ -118,7 +119,8 @@ async def run(settings: RunnerSettings) -> None:
     worker = RunnerWorker(context, settings.max_jobs)
     counts = MetricWriter(redis, context.tally, "runner", context.runner)
     counting = asyncio.create_task(counts.run())
-    background = [asyncio.create_task(worker.listen()), asyncio.create_task(worker.sweep())]
+    collecting = Collecting(context, settings.trajectory_buffer_size, settings.trajectory_buffer_mb << 20)
+    background = [asyncio.create_task(each) for each in (worker.listen(), worker.sweep(), collecting.run())]
     log.info("runner.ready", runner=context.runner, max_jobs=settings.max_jobs, window=settings.window)
     try:
         with contextlib.suppress(asyncio.CancelledError):  # how arq leaves after a signal

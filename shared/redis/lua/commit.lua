@@ -1,14 +1,16 @@
 -- End a sequence exactly once. Refused unless this worker holds it under this attempt; said again after a lost answer it
 -- is accepted again and changes nothing.
--- uses: ending letters
+-- uses: bounded ending letters
 --
 -- KEYS[1] stream   KEYS[2] sequence hash   KEYS[3] its log   KEYS[4] finished stream of its job   KEYS[5] dead letters
+-- KEYS[6] collected sequences of live traffic   KEYS[7] their stats
 -- ARGV[1] group    ARGV[2] worker   ARGV[3] entry   ARGV[4] attempt
 -- ARGV[5] state    'done' or 'cancelled'
 -- ARGV[6] result   msgpack   ARGV[7] tail: last log chunk (msgpack; '' none)
 -- ARGV[8] ttl      of hash and log   ARGV[9] job_ttl of the finished stream
 -- ARGV[10] '1' when a job gathers the result   ARGV[11] '1' when nobody streams it
 -- ARGV[12] reason  of the dead letter ('' none)   ARGV[13] sequence id
+-- ARGV[14] '1' when it is collected   ARGV[15] most entries   ARGV[16] most bytes   ARGV[17] ttl   ARGV[18] their group
 -- Returns 1 when the end is ours, else 0.
 local h = redis.call('HMGET', KEYS[2], 'state', 'attempt', 'worker', 'spec', 'job')
 local ours = h[2] == ARGV[4] and h[3] == ARGV[2]
@@ -16,6 +18,9 @@ if has_ended(h[1]) then return ours and 1 or 0 end
 if not ours or h[1] ~= 'running' then return 0 end
 redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
 redis.call('XDEL', KEYS[1], ARGV[3])
+if ARGV[14] == '1' then
+  collect(KEYS[6], KEYS[7], KEYS[2], ARGV[13], ARGV[6], ARGV[15], ARGV[16], ARGV[17], ARGV[18])
+end
 finish(KEYS[2], KEYS[3], KEYS[4], ARGV[13], ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10] == '1', ARGV[11] == '1')
 if ARGV[12] ~= '' then
   dead_letter(KEYS[5], ARGV[9], ARGV[13], ARGV[12], ARGV[2], ARGV[4], h[5] or '', KEYS[1], h[4] or '')

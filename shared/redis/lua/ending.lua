@@ -19,3 +19,11 @@ local function finish(seq, log, finished, id, state, result, tail, ttl, job_ttl,
 end
 
 local function has_ended(state) return state == 'done' or state == 'cancelled' end
+
+-- A settled sequence of live traffic goes, with its spec, to those who make trajectories of them (uses bounded.lua).
+-- Called before `finish`, which forgets the spec.
+local function collect(stream, stats, seq, id, result, max_entries, max_bytes, ttl, group)
+  local spec = redis.call('HGET', seq, 'spec') or ''
+  append_bounded(stream, stats, group, ttl, tonumber(max_entries), tonumber(max_bytes), #spec + #result,
+    {'id', id, 'spec', spec, 'result', result})
+end

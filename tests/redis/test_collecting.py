@@ -1,0 +1,199 @@
+"""Trajectories from live traffic: admitted by the api, settled by whoever settles, scored by a runner, queued once."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from shared.frames import VersionSpan
+from shared.redis import keys
+from shared.redis.client import connect
+from shared.redis.trajectory_intake import SCORERS, TrajectoryIntake
+from shared.redis.trajectory_queue import TrajectoryQueue
+from shared.scoring.pool import RewardPool
+from shared.sequences import SequenceSpec
+from shared.trajectories import LiveTrajectory, Trajectory
+from tests.redis.adapter_versions import publish
+from tests.redis.api_servers import Api, api
+from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working
+from tests.unit.api_texts import EOS, codec, ids
+from tests.waiting import wait_until
+from worker.jobs.collecting import Collecting
+from worker.jobs.context import TickContext
+
+ASK = {"model": MODEL, "prompt": "say", "max_tokens": 16, "collect_trajectory": True, "scoring_function": "exact"}
+REFERENCE = {"metadata": {"reference": "hello", "difficulty": "hard"}}
+
+
+def script(spec: SequenceSpec) -> Answer:
+    held = codec().decode(spec.prompt_ids).startswith("hold")
+    answer = Answer("hello", hold_at=2 if held else None)
+    return Answer("hello", hold_at=answer.hold_at, versions={0: spec.adapter} if "@" in spec.adapter else {})
+
+
+@pytest.fixture
+async def worker(redis_url: str) -> AsyncIterator[ScriptedWorker]:
+    async with working(redis_url, script) as playing:
+        yield playing
+
+
+@pytest.fixture
+async def server(redis_url: str, worker: ScriptedWorker) -> AsyncIterator[Api]:
+    async with api(redis_url) as serving:
+        yield serving
+
+
+@contextlib.asynccontextmanager
+async def scorer(redis_url: str, name: str = "r1") -> AsyncIterator[Collecting]:
+    redis, blocking, pool = connect(redis_url), connect(redis_url, blocking=True), RewardPool(1)
+    try:
+        yield Collecting(TickContext(name, redis, blocking, pool), 100, 1 << 20)
+    finally:
+        pool.close()
+        await redis.aclose()
+        await blocking.aclose()
+
+
+async def collected(redis: Redis, policy: str = "policy") -> list[LiveTrajectory]:
+    return [each.live for each in await TrajectoryQueue(redis, policy).peek()]
+
+
+async def test_each_sample_becomes_one_scored_trajectory(server: Api, redis: Redis, redis_url: str) -> None:
+    answer = (await server.post("/v1/completions", {**ASK, **REFERENCE, "n": 2})).json()
+    async with scorer(redis_url) as runner:
+        await wait_until(lambda: _length(redis, 2))
+        assert await runner.collect(MODEL) == 2
+        assert await runner.collect(MODEL) == 0
+    first, second = sorted(await collected(redis), key=lambda live: live.id)
+    assert [first.id, second.id] == [f"{answer['id']}-0", f"{answer['id']}-1"]
+    assert first.group == second.group and first.group_size == 2
+    t = first.trajectory
+    assert (t.prompt_ids, t.completion_ids) == (tuple(ids("say")), (*ids("hello"), EOS))
+    assert t.logprobs == (-0.25,) * 6 and t.spans == (VersionSpan("", 0, 6),)
+    assert t.reward is not None and (t.reward.name, t.reward.value) == ("exact", 1.0)
+    assert t.metadata == {"difficulty": "hard"} and t.text == "hello" and t.finish_reason == "stop"
+
+
+async def _length(redis: Redis, count: int) -> bool:
+    return bool(await redis.xlen(keys.collected(MODEL)) == count)
+
+
+async def test_a_streamed_chat_on_an_adapter_goes_to_its_policy(server: Api, redis: Redis, redis_url: str) -> None:
+    await publish(server.ring.adapters, "mine")
+    chat: dict[str, Any] = {"model": "mine", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 16}
+    async with server.stream("/v1/chat/completions", {**chat, "collect_trajectory": True}) as events:
+        chunks = await events.all()
+    async with scorer(redis_url) as runner:
+        await wait_until(lambda: _length(redis, 1))
+        await runner.collect(MODEL)
+    (live,) = await collected(redis, "mine")
+    assert live.id == f"{chunks[0]['id']}-0" and live.group == ""
+    assert live.trajectory.spans == (VersionSpan("mine@1", 0, 6),)
+    assert live.trajectory.reward is None, "nobody asked for a score"
+    assert await collected(redis) == []
+
+
+async def test_a_client_that_leaves_leaves_its_trajectory(server: Api, redis: Redis, redis_url: str) -> None:
+    body = {**ASK, **REFERENCE, "prompt": "hold on", "stream": True}
+    async with server.http.stream("POST", "/v1/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data:"):
+                break
+    async with scorer(redis_url) as runner:
+        await wait_until(lambda: _length(redis, 1))
+        await runner.collect(MODEL)
+    (live,) = await collected(redis)
+    assert live.trajectory.finish_reason == "cancelled" and live.trajectory.reward is None
+    assert 0 < len(live.trajectory.completion_ids) < 6
+
+
+async def test_a_sequence_cancelled_while_it_waits_is_collected_too(redis: Redis, redis_url: str) -> None:
+    async with working(redis_url, script) as worker:
+        pass  # it has registered the model, and is gone again
+    async with api(redis_url) as server:
+        asking = asyncio.create_task(server.post("/v1/completions", {**ASK, **REFERENCE}))
+        await wait_until(lambda: _waiting(redis))
+        asking.cancel()
+        await wait_until(lambda: _length(redis, 1))
+    (settled,) = await TrajectoryIntake(redis, MODEL).read("r", 10)
+    assert settled.result.finish.reason == "cancelled" and settled.spec.collect is not None
+    assert worker.specs == []
+
+
+async def _waiting(redis: Redis) -> bool:
+    return bool(await redis.xlen(keys.queue(MODEL, "interactive")))
+
+
+async def test_a_runner_that_dies_before_it_forgets_doubles_nothing(
+    server: Api, redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await server.post("/v1/completions", {**ASK, **REFERENCE})
+    await wait_until(lambda: _length(redis, 1))
+
+    async def die(intake: TrajectoryIntake, settled: object) -> None:
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrajectoryIntake, "done", die)
+        async with scorer(redis_url) as dying:
+            with pytest.raises(RuntimeError, match="killed"):
+                await dying.collect(MODEL)
+    monkeypatch.setattr("shared.redis.trajectory_intake.TAKE_OVER_MS", 0)
+    async with scorer(redis_url, "r2") as next_one:
+        assert await next_one.collect(MODEL) == 1
+    assert len(await collected(redis)) == 1
+    assert await redis.xpending(keys.collected(MODEL), SCORERS) == {
+        "pending": 0, "min": None, "max": None, "consumers": []
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"scoring_function": "no_such"}, "scoring_function"),
+        ({"scoring_function": {"name": "exact", "wrong": 1}}, "scoring_function"),
+        ({"scoring_function": {"strip": True}}, "scoring_function"),
+        ({"metadata": {}}, "metadata.reference"),
+        ({"collect_trajectory": False}, "scoring_function"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"metadata": {"reference": "a", "long": "x" * 20_000}}, "metadata"),
+        ({"max_tokens": 0, "echo": True}, "max_tokens"),
+    ],
+)
+async def test_what_cannot_be_collected_is_refused_by_name(server: Api, changes: dict[str, Any], param: str) -> None:
+    answer = await server.post("/v1/completions", {**ASK, **REFERENCE, **changes})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def live(number: int, text: str = "") -> LiveTrajectory:
+    return LiveTrajectory(f"t{number}", "p", "m", Trajectory(0, 0, (1,), (2,), text, (-1.0,), "stop"))
+
+
+async def test_the_queue_drops_the_oldest_beyond_its_bounds_and_counts_them(redis: Redis) -> None:
+    queue = TrajectoryQueue(redis, "p", max_entries=3, max_bytes=4000)
+    assert [await queue.add(live(i)) for i in (0, 1, 2, 3, 3)] == [True, True, True, True, False]
+    assert [each.live.id for each in await queue.peek()] == ["t1", "t2", "t3"]
+    await queue.add(live(4, "x" * 3700))
+    assert [each.live.id for each in await queue.peek()][-1] == "t4"
+    stats = await redis.hgetall(keys.trajectory_stats("p"))
+    waiting = await redis.xrange(keys.trajectories("p"))
+    assert int(stats[b"added"]) == 5 and int(stats[b"dropped"]) == 5 - len(waiting)
+    assert int(stats[b"bytes"]) == sum(int(fields[b"size"]) for _, fields in waiting) <= 4000
+
+
+async def test_a_trainer_that_comes_back_gets_what_it_had_read_first(redis: Redis) -> None:
+    queue = TrajectoryQueue(redis, "p")
+    for i in range(5):
+        await queue.add(live(i))
+    first = await queue.read(3)
+    await queue.done([first[0].entry])
+    again = TrajectoryQueue(redis, "p")
+    assert [each.live.id for each in await again.read(2)] == ["t1", "t2"]
+    assert [each.live.id for each in await again.read(9) or await again.read(9)] == ["t3", "t4"]
+    await again.done([each.entry for each in first])
+    stats = await redis.hgetall(keys.trajectory_stats("p"))
+    assert int(stats[b"consumed"]) == 3, "said again it changes nothing"

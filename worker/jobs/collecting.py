@@ -1,0 +1,148 @@
+"""From settled sequences of live traffic to scored trajectories of their policies.
+
+    read a model's intake -> decode -> score in the reward pool -> the policy's trajectory queue -> forget the entry
+
+Repeatable at every point: the queue ignores a trajectory that it knows, and an entry is forgotten last. Completions
+that did not end by themselves (cancelled, too late, failed) become trajectories without a reward.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+
+import msgspec
+import structlog
+from redis.exceptions import RedisError, ResponseError
+
+from shared.errors import ParallmError
+from shared.jobs import RewardSpec
+from shared.redis import keys
+from shared.redis.trajectory_intake import Settled, TrajectoryIntake
+from shared.redis.trajectory_queue import TrajectoryQueue
+from shared.scoring.pool import RewardSample
+from shared.text import TextCodec
+from shared.trajectories import LiveTrajectory, Reward, Trajectory
+from worker.jobs.context import TickContext
+from worker.jobs.outcomes import OUTCOMES
+
+log = structlog.get_logger()
+
+AT_ONCE = 64
+LOOK_S = 1.0  # longest wait before a new model, or what a dead runner left, is seen
+RETRY_S = 0.5
+
+
+class Collecting:
+    """One runner's share of the collecting."""
+
+    def __init__(self, context: TickContext, max_entries: int, max_bytes: int) -> None:
+        self._context = context
+        self._bounds = {"max_entries": max_entries, "max_bytes": max_bytes}
+
+    async def run(self) -> None:
+        """Collect for ever; a Redis that is away is waited for."""
+        while True:
+            try:
+                models = [card.name for card in await self._context.registry.models()]
+                moved = [await self.collect(model) for model in models]
+                if not any(moved):
+                    await self._wait(models)
+            except (RedisError, OSError) as error:
+                log.warning("collect.redis_away", error=str(error))
+                await asyncio.sleep(RETRY_S)
+            except Exception:
+                log.exception("collect.failed")
+                await asyncio.sleep(RETRY_S)
+
+    async def collect(self, model: str) -> int:
+        """Move what has settled on; how many."""
+        intake = TrajectoryIntake(self._context.redis, model)
+        settled = await intake.read(self._context.runner, AT_ONCE)
+        if not settled:
+            return 0
+        card = await self._context.registry.card(model)
+        codec = await self._context.codecs.codec(card) if card is not None else None
+        for live in await self._scored(settled, codec):
+            queue = TrajectoryQueue(self._context.redis, live.policy, **self._bounds)
+            if await queue.add(live):
+                reward = live.trajectory.reward
+                log.debug("collect.added", trajectory=live.id, reward=reward.value if reward else None)
+        await intake.done(settled)
+        return len(settled)
+
+    async def _wait(self, models: list[str]) -> None:
+        streams = {keys.collected(model): "$" for model in models}
+        if not streams:
+            await asyncio.sleep(LOOK_S)
+            return
+        try:
+            await self._context.blocking.xread(streams, count=1, block=int(1000 * LOOK_S))  # type: ignore[arg-type]
+        except ResponseError as error:
+            log.warning("collect.wait_failed", error=str(error))
+            await asyncio.sleep(LOOK_S)
+
+    async def _scored(self, settled: list[Settled], codec: TextCodec | None) -> list[LiveTrajectory]:
+        """Trajectories in the order of `settled`, those with the same scoring function scored together."""
+        texts = [_text(each, codec) for each in settled]
+        together: defaultdict[bytes, list[int]] = defaultdict(list)
+        for i, each in enumerate(settled):
+            collect = each.spec.collect
+            if collect is not None and collect.scoring and OUTCOMES[each.result.finish.reason] == "succeeded":
+                together[msgspec.json.encode([collect.scoring, collect.options])].append(i)
+        rewards: dict[int, Reward] = {}
+        for indices in together.values():
+            first = settled[indices[0]].spec.collect
+            assert first is not None
+            samples = [RewardSample(texts[i], _reference(settled[i])) for i in indices]
+            spec = RewardSpec(first.scoring, first.options)
+            try:
+                scores = await self._context.rewards.score(spec, samples)
+            except ParallmError as error:  # a runner that is older than the api that admitted it
+                scores = [Reward(spec.name, None, error=error.message)] * len(samples)
+            rewards |= dict(zip(indices, scores, strict=True))
+        return [live_trajectory(each, texts[i], rewards.get(i)) for i, each in enumerate(settled) if each.spec.collect]
+
+
+def live_trajectory(settled: Settled, text: str, reward: Reward | None) -> LiveTrajectory:
+    """What the trainer gets of a settled sequence."""
+    spec, result = settled.spec, settled.result
+    collect, finish = spec.collect, result.finish
+    assert collect is not None
+    trajectory = Trajectory(
+        prompt_index=0,
+        sample_index=collect.sample,
+        prompt_ids=spec.prompt_ids,
+        completion_ids=result.completion_ids,
+        text=text,
+        logprobs=result.logprobs,
+        finish_reason=finish.reason,
+        spans=result.spans,
+        stop_match=finish.stop_match,
+        reward=reward,
+        error=f"{finish.error_code}: {finish.error_message}" if finish.reason == "error" else "",
+        seed=spec.sampling.seed,
+        worker=result.worker,
+        attempt=result.attempt,
+        timings=result.timings,
+        metadata=collect.metadata,
+    )
+    return LiveTrajectory(
+        id=spec.id,
+        policy=collect.policy,
+        model=spec.model,
+        trajectory=trajectory,
+        group=spec.group,
+        group_size=collect.samples,
+        temperature=spec.sampling.temperature,
+        collected_ms=time.time_ns() // 1_000_000,
+    )
+
+
+def _reference(settled: Settled) -> object:
+    return settled.spec.collect.reference if settled.spec.collect else None
+
+
+def _text(settled: Settled, codec: TextCodec | None) -> str:
+    if settled.result.text is not None or codec is None:
+        return settled.result.text or ""
+    return codec.decode(settled.result.completion_ids)
