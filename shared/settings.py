@@ -107,7 +107,7 @@ class WorkerSettings(ProcessSettings):
         validation_alias=AliasChoices("max_batch_size", "max_batch", "PARALLM_MAX_BATCH_SIZE"),
         description="rows that decode together",
     )
-    prefill_batch_size: int = Field(default=8, ge=1, description="prompts that prefill together")
+    prefill_batch_size: int = Field(default=32, ge=1, description="prompts that prefill together, at most")
     prefill_chunk: int = Field(default=512, ge=16, description="prompt tokens between two decode steps")
     reserved_interactive_rows: int = Field(default=2, ge=0, description="rows that batch work never takes")
     interactive_share: float = Field(default=0.7, ge=0, le=1, description="share of rows when both classes wait")

@@ -19,6 +19,7 @@ from worker.engine.messages import EngineConfig
 from worker.engine.row_model import RowModel
 from worker.engine.rows import Row, RowTag
 from worker.engine.sampler import RowSampler
+from worker.engine.scheduler import feed_together
 
 _NEVER = 1 << 60
 
@@ -37,8 +38,7 @@ class RunningBatch:
             prefill_step_size=config.prefill_chunk,
         )
         self._rows: dict[int, Row] = {}
-        self._prefilling: set[int] = set()
-        self._forks: set[int] = set()  # of them, those that have KV of all but their last token
+        self._prefilling: dict[int, int] = {}  # prompt tokens that are still to be fed, in order of arrival
         self._prefill_rows = config.prefill_rows
         self.started: list[Row] = []  # got their first token in the latest step
 
@@ -76,9 +76,7 @@ class RunningBatch:
         for uid, row in zip(uids, rows, strict=True):
             row.uid = uid
             self._rows[uid] = row
-        self._prefilling.update(uids)
-        if len(tokens) == 1:
-            self._forks.update(uids)
+        self._prefilling.update(dict.fromkeys(uids, len(tokens)))
 
     def remove(self, rows: Iterable[Row]) -> None:
         """Free these rows' places and KV."""
@@ -89,24 +87,26 @@ class RunningBatch:
         for row in inside:
             assert row.uid is not None
             del self._rows[row.uid]
-            self._prefilling.discard(row.uid)
-            self._forks.discard(row.uid)
+            self._prefilling.pop(row.uid, None)
             row.uid = None
 
     def step(self, prefill_tokens: int) -> list[tuple[Row, int]]:
         """One decode step and one chunk of prompts, about `prefill_tokens` in all; each row's new token."""
         if self._prefilling:
-            # Forks have nothing to prefill: a group begins to decode as a whole, not a few rows at a time.
-            self._generator.prefill_batch_size = max(self._prefill_rows, len(self._forks))
-            self._generator.prefill_step_size = max(1, prefill_tokens // len(self._prefilling))
-        _, responses = self._generator.next()
+            together = feed_together(self._prefilling.values(), prefill_tokens, self._prefill_rows)
+            self._generator.prefill_batch_size = together.prompts
+            self._generator.prefill_step_size = together.chunk
+        prompts, responses = self._generator.next()
         rows = self._rows
         tokens = [(rows[response.uid], response.token) for response in responses]
         self.started = []
         if self._prefilling:
+            for prompt in prompts:
+                fed, length = prompt.progress
+                self._prefilling[prompt.uid] = length - fed
             self.started = [rows[response.uid] for response in responses if response.uid in self._prefilling]
-            self._prefilling.difference_update(response.uid for response in responses)
-            self._forks &= self._prefilling
+            for response in responses:
+                self._prefilling.pop(response.uid, None)
         return tokens
 
     def kv_of(self, row: Row) -> list[Any]:

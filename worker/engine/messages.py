@@ -18,7 +18,7 @@ class EngineConfig:
     model: str  # a folder or a hub name
     served_name: str = ""  # "": the last part of `model`
     max_rows: int = 32  # rows that hold a place in the batch, prefilling ones included
-    prefill_rows: int = 8  # prompts that prefill together
+    prefill_rows: int = 32  # prompts that prefill together, at most
     prefill_chunk: int = 512  # prompt tokens between two decode steps, over all prompts
     kv_limit_bytes: int | None = None  # None: half of what is free after loading
     dtype: str | None = None  # None: the model's own; float32 on a CPU

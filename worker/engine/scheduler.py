@@ -5,8 +5,10 @@ the rest for batch work; what one class leaves over the other may take, except t
 batch work never takes because it is not preempted.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+SMALLEST_CHUNK = 128  # tokens of a long prompt in one turn: less wastes a forward
 UNDISTURBED = 4  # chunks of prompt at once while nothing decodes; still short enough for cancels and arrivals
 
 
@@ -72,3 +74,30 @@ def share_prefill(chunk: int, *, decoding: bool, batch_waits: bool, lane_waits: 
     if batch_waits and lane_waits:
         return PrefillShare(chunk - chunk // 2, max(1, chunk // 2))
     return PrefillShare(chunk, chunk)
+
+
+@dataclass(frozen=True)
+class Together:
+    """What the batch feeds in one turn."""
+
+    prompts: int  # rows that may be in the prefill batch
+    chunk: int  # tokens of each
+
+
+def feed_together(left: Iterable[int], budget: int, most: int) -> Together:
+    """How many prompts to feed in one turn, of which these numbers of tokens are `left`, in order of arrival.
+
+    As many as the budget feeds to their end, at least one and at most `most`; long ones share it by pieces of
+    `SMALLEST_CHUNK`, so that a short prompt behind them need not wait for their end. Those with one token left (forks,
+    and prompts that are through) feed nothing: all of them begin to decode.
+    """
+    fed = through = longest = 0
+    for tokens in left:
+        if tokens <= 1:
+            through += 1
+            continue
+        longest = max(longest, min(tokens, SMALLEST_CHUNK))
+        if fed < most and (fed + 1) * longest <= budget:
+            fed += 1
+    fed = max(1, fed)
+    return Together(through + fed, max(1, budget // fed))
