@@ -71,6 +71,7 @@ class Microbatch:
     sampler_BT: npt.NDArray[np.float32]
     policy_step_BT: npt.NDArray[np.int32]  # -1 where masked
     advantage_B: npt.NDArray[np.float32]
+    positions: int  # padding left out
 
     @property
     def loss_tokens(self) -> int:
@@ -162,6 +163,7 @@ def pad(groups: Sequence[SampleGroup], pad_id: int = 0, multiple: int = 8) -> Mi
         sampler_BT=np.where(mask_BT, sampler_BT, 0.0).astype(np.float32),
         policy_step_BT=policy_step_BT,
         advantage_B=np.array([sample.advantage for _, sample in rows], np.float32),
+        positions=sum(group.tokens for group in groups),
     )
 
 

@@ -7,7 +7,7 @@ steps, by share (worker.engine owns that side; it only needs this protocol).
 
 import asyncio
 from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Protocol, TypeVar
 
@@ -22,6 +22,24 @@ class ComputeHost(Protocol):
 
     async def run(self, start: Callable[[], Work[T]]) -> T:
         """Call `start` in the thread, advance what it gives to its end, and return its value or raise its error."""
+
+
+class EngineThread(Protocol):
+    """What a worker's engine thread offers (worker/engine/guests.py)."""
+
+    def run_between_steps(self, start: Callable[[], Work[T]]) -> Future[T]:
+        """Run work there by its share; cancelling the future ends it."""
+
+
+class EngineHost:
+    """Runs in a worker's engine thread, between decode steps."""
+
+    def __init__(self, engine: EngineThread) -> None:
+        self._engine = engine
+
+    async def run(self, start: Callable[[], Work[T]]) -> T:
+        """Run to the end, with decode steps in between."""
+        return await asyncio.wrap_future(self._engine.run_between_steps(start))
 
 
 class ThreadHost:

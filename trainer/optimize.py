@@ -26,6 +26,7 @@ from trainer.batches import Microbatch, SampleGroup, microbatches, pad
 from trainer.distances import measure
 from trainer.logprobs import BatchArrays, TokenScores, can_share_prompts, row_scores, shared_scores, to_arrays
 from trainer.losses import LOSSES, LossInputs, LossOptions, StepTotals, k3, token_average, truncated_weights
+from trainer.microbatch_size import MicrobatchSize
 from trainer.policy import Policy
 from trainer.reports import Distances, StepReport
 from trainer.schedules import Schedule
@@ -40,6 +41,7 @@ class OptimizeOptions:
     schedule: Schedule = field(default_factory=Schedule)
     minibatches: int = 1
     microbatch_tokens: int = 8192
+    microbatch_s: float = 0.0  # bound on the time of one; 0: none
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
     adam_betas: tuple[float, float] = (0.9, 0.99)
@@ -80,6 +82,7 @@ class Optimizer:
         shared = not policy.checkpoint_layers and can_share_prompts(policy.base)
         self._scores = shared_scores if shared else row_scores
         self._gradient = nn.value_and_grad(policy.model, self._loss)
+        self._size = MicrobatchSize(options.microbatch_tokens, options.microbatch_s)
         self.reset()
 
     def reset(self) -> None:
@@ -118,6 +121,7 @@ class Optimizer:
         """
         started = time.perf_counter()
         before = self.policy.weights()
+        yield
         batches = [[pad(part) for part in self._cut(mini)] for mini in self._minibatches(groups, step)]
         totals = self._totals([batch for mini in batches for batch in mini])
         if totals.tokens == 0:
@@ -138,7 +142,7 @@ class Optimizer:
         return self._report(sums, totals, len(batches), rate, before, time.perf_counter() - started, distances)
 
     def _cut(self, groups: Sequence[SampleGroup]) -> list[list[SampleGroup]]:
-        return microbatches(groups, self.options.microbatch_tokens)
+        return microbatches(groups, self._size.positions)
 
     def _minibatches(self, groups: Sequence[SampleGroup], step: int) -> list[list[SampleGroup]]:
         """Groups in an order drawn from (seed, step), in equal parts; a group is never split between two updates."""
@@ -175,6 +179,7 @@ class Optimizer:
             return
         gradient: Any = None
         for prepared in batches:
+            started = time.perf_counter()
             (loss, entropy, clipped, kl), part = self._gradient(self.policy.model, prepared, totals)
             gradient = part if gradient is None else tree_map(mx.add, gradient, part)
             mx.eval(loss, entropy, clipped, kl, gradient)
@@ -182,6 +187,7 @@ class Optimizer:
             sums.entropy += entropy.item()
             sums.clipped += clipped.item()
             sums.kl += kl.item()
+            self._size.took(prepared.batch.positions, time.perf_counter() - started)
             yield
         gradient, norm = optim.clip_grad_norm(gradient, self.options.max_grad_norm)
         if not math.isfinite(norm.item()):
@@ -191,6 +197,7 @@ class Optimizer:
         self._adam.learning_rate = rate
         self._adam.update(self.policy.model, gradient)
         mx.eval(self.policy.model.trainable_parameters(), self._adam.state)
+        yield
 
     def _loss(
         self, model: Any, prepared: _Prepared, totals: StepTotals

@@ -90,6 +90,9 @@ class TrainSettings(ProcessSettings):
     adam_beta2: float = Field(default=0.99, ge=0, lt=1)
     minibatches: int = Field(default=1, ge=1, description="updates in one train step")
     microbatch_tokens: int = Field(default=8192, ge=1, description="positions in one backward pass")
+    microbatch_s: float = Field(
+        default=0.0, ge=0, description="seconds that one backward pass may take; 0: as long as microbatch_tokens takes"
+    )
     gradient_checkpointing: bool = False
 
     max_lag: int = Field(default=1, ge=0, description="K: age of the oldest token, in policy steps; 0: on-policy")
@@ -163,6 +166,7 @@ class TrainSettings(ProcessSettings):
             schedule=schedule,
             minibatches=self.minibatches,
             microbatch_tokens=self.microbatch_tokens,
+            microbatch_s=self.microbatch_s,
             max_grad_norm=self.max_grad_norm,
             weight_decay=self.weight_decay,
             adam_betas=(self.adam_beta1, self.adam_beta2),

@@ -12,6 +12,7 @@ MEASUREMENTS = {
     "served": "over HTTP, against raw mlx-lm and mlx_lm.server",
     "memory": "memory of api and worker over 10,000 streamed requests",
     "adapters": "decode steps with 1, 4 and 8 adapters; the pause of a hot load",
+    "hosted": "a trainer in the engine's thread: what decoding keeps, what training gets, memory",
     "prefix": "a second request on a prefix, a group of samples, and prompts that share nothing",
     "adapter_flight": "token frames while 100 MB of adapter are in flight",
 }

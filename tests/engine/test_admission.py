@@ -3,7 +3,6 @@
 import time
 from dataclasses import replace
 
-import mlx.core as mx
 import msgspec
 import pytest
 
@@ -194,19 +193,3 @@ def test_a_newer_attempt_takes_the_place_of_an_older_one(bench: Bench) -> None:
     bench.run()
     assert {event.attempt for event in bench.events["s"]} == {2}
     assert len(bench.tokens("s")) == 12
-
-
-def test_hooks_run_between_decode_steps_with_a_budget(bench: Bench) -> None:
-    calls: list[float] = []
-
-    def hook(budget_s: float) -> bool:
-        calls.append(budget_s)
-        mx.eval(mx.ones(3) + 1)
-        return len(calls) < 7
-
-    bench.engine.add_between_steps(hook)
-    bench.run()
-    assert len(calls) == 7 and all(0 < budget < 1 for budget in calls)
-    bench.submit(spec("s", [1]))
-    bench.run()
-    assert len(calls) > 7

@@ -29,7 +29,7 @@ from worker.engine.admission import Limits
 from worker.engine.generator import RunningBatch
 from worker.engine.grammars import Grammars
 from worker.engine.loader import LoadedModel
-from worker.engine.messages import BetweenSteps, EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
+from worker.engine.messages import EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
 from worker.engine.prefill import PrefillLane, PrefillTask, task_for, wants_prompt_logprobs
 from worker.engine.prefix_cache import PrefixCache
 from worker.engine.row_model import RowModel
@@ -71,8 +71,7 @@ class Engine:
         self._reserved: list[int] = []  # tokens of the admitted rows
         self._next_deadline = NO_DEADLINE
         self._events: list[TokenEvent] = []
-        self._hooks: list[BetweenSteps] = []
-        self._hooks_wait = False
+        self._loading = False  # adapters
         self._stalled = False  # all who wait, wait for their adapter or their grammar
         self._steps = self._failures = 0
         self._throughput = Throughput()
@@ -81,12 +80,17 @@ class Engine:
     def busy(self) -> bool:
         """Whether the next turn has anything to do."""
         waits_only = self._stalled and len(self._rows) == len(self._waiting)
-        return bool(self._events or self._hooks_wait or (self._rows and not waits_only))
+        return bool(self._events or self._loading or (self._rows and not waits_only))
 
     @property
     def has_rows(self) -> bool:
         """Whether any sequence is here, if only to wait for its adapter or its grammar."""
         return bool(self._rows)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether any sequence prefills or decodes."""
+        return len(self._rows) > len(self._waiting)
 
     def submit(self, requests: Iterable[RowRequest]) -> None:
         """Take sequences in; one that cannot run gets its finish in the next turn."""
@@ -106,11 +110,6 @@ class Engine:
         if row is not None:
             self._end([row], Finish(reason))
 
-    def add_between_steps(self, hook: BetweenSteps) -> None:
-        """Let `hook` work between decode steps."""
-        self._hooks.append(hook)
-        self._hooks_wait = True
-
     def turn(self) -> StepOutput:
         """One turn of the loop."""
         self._expire()
@@ -125,7 +124,7 @@ class Engine:
             self._prefill(share.lane)
         if len(self._batch):
             self._decode(share.batch)
-        self._work_between_steps()
+        self._load_adapters()
         events, self._events = self._events, []
         return StepOutput(events, len(self._rows))
 
@@ -315,13 +314,10 @@ class Engine:
         if ended:
             self._leave(ended)
 
-    def _work_between_steps(self) -> None:
-        budget = self._config.between_steps_s
+    def _load_adapters(self) -> None:
         with mx.stream(self._batch.stream):
-            loading = self._model.adapters.work(budget)
+            self._loading = self._model.adapters.work(self._config.between_steps_s)
         self._restart(self._model.adapters.take_moved())
-        waits = [hook(budget) for hook in self._hooks]
-        self._hooks_wait = loading or any(waits)
 
     def _restart(self, rows: list[Row]) -> None:
         """Compute the context of these rows again, under the version that they have come to."""

@@ -26,9 +26,10 @@ class EngineConfig:
     trust_remote_code: bool = False
     top_candidates: int = 256  # tokens that are sorted before the whole vocabulary is (CPU only; sampler.py)
     score_chunk_bytes: int = 64 << 20  # fp32 logits of a prompt that exist at one time
-    between_steps_s: float = 0.005  # time that hooks get between two decode steps
+    between_steps_s: float = 0.005  # time for loading adapters between two decode steps
     prefix_cache_bytes: int = 1 << 30  # KV of earlier prompts, besides `kv_limit_bytes`; 0: none is kept
     block_size: int = 64  # tokens by which prefixes are compared and kept
+    guest_share: float = 0.2  # of the thread's time that guests get while rows decode; 0: none
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,6 @@ class EngineStats:
 
 OnStep = Callable[[StepOutput], None]
 OnDeath = Callable[[BaseException], None]
-BetweenSteps = Callable[[float], bool]
-"""Work that may run between two decode steps, such as writing an adapter slot or a train microbatch.
-
-It is called in the engine's thread with a time budget in seconds and returns True while more work is waiting.
-"""
 
 
 @dataclass

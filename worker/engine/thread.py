@@ -26,9 +26,9 @@ from shared.adapters import AdapterManifest
 from shared.errors import SetupError
 from worker.engine.adapters import AdapterConfig, AdapterStats
 from worker.engine.engine import Engine
+from worker.engine.guests import Guests, GuestStats, T, Work
 from worker.engine.loader import LoadedModel, load_model
 from worker.engine.messages import (
-    BetweenSteps,
     EngineConfig,
     EngineStats,
     OnDeath,
@@ -69,6 +69,7 @@ class EngineThread:
         self._adapter_config = adapters
         self._on_adapters = on_adapters
         self._slots: AdapterSlots | None = None
+        self._guests = Guests(config.guest_share)
         self._wake = threading.Condition()
         self._commands: deque[Command] = deque()
         self._stopping = False
@@ -92,9 +93,20 @@ class EngineThread:
         """End a sequence before its next token."""
         self._command(lambda engine: engine.cancel(seq_id, reason))
 
-    def add_between_steps(self, hook: BetweenSteps) -> None:
-        """Let `hook` work in thread G between decode steps."""
-        self._command(lambda engine: engine.add_between_steps(hook))
+    def run_between_steps(self, start: Callable[[], Work[T]]) -> Future[T]:
+        """Call `start` in thread G and advance what it gives by units between decode steps (guests.py).
+
+        Cancelling the future ends the work after the unit that runs.
+        """
+        future: Future[T] = Future()
+        with self._wake:
+            self._guests.add(start, future)
+            self._wake.notify()
+        return future
+
+    def guest_stats(self) -> GuestStats:
+        """The latest snapshot."""
+        return self._guests.stats
 
     def provide_adapter(self, path: Path, manifest: AdapterManifest) -> None:
         """The file of an adapter version is on disk, and stays until it is withdrawn."""
@@ -180,11 +192,16 @@ class EngineThread:
         ready.set_result(loaded)
         try:
             while self._next_commands(engine):
+                began = time.perf_counter()
                 output = engine.turn()
+                decode_s = time.perf_counter() - began
                 self._stats = engine.stats()
                 if output.events:
-                    self._on_step(output)
+                    self._on_step(output)  # a token does not wait for a guest
+                self._guests.between_steps(decoding=engine.decoding, decode_s=decode_s)
         finally:
+            with self._wake:
+                self._guests.close()
             engine.close()
             if self._slots is not None:
                 self._slots.close()
@@ -192,7 +209,7 @@ class EngineThread:
     def _next_commands(self, engine: Engine) -> bool:
         """Run what was asked for, after waiting for something to do; False when it is time to stop."""
         with self._wake:
-            if not (self._commands or self._stopping or engine.busy):
+            if not (self._commands or self._stopping or engine.busy or self._guests.waiting):
                 self._turn_began = None
                 self._wake.wait(DEADLINE_CHECK_S if engine.has_rows else None)
             self._turn_began = time.monotonic()

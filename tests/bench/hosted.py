@@ -1,0 +1,400 @@
+"""A trainer hosted in the engine's thread: `python -m tests.bench.hosted [--shape small|qwen3-0.6b|...]`.
+
+What training costs the streams that decode meanwhile, what it gets done, and what memory it takes, all in one process
+on one model with random weights, without Redis. Stretches with and without training alternate, so the ratios hold
+whatever else the machine does. The last part is the real loop: rollouts in the same batch, gate, hot loads.
+"""
+
+# ruff: noqa: E402
+from worker.engine import fast_blas
+
+fast_blas.install()
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from shared import logs
+from tests.bench.local_ring import LocalRing, LocalSink, LocalSource
+from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
+from trainer.batches import Sample, SampleGroup
+from trainer.environments import Observation, Outcome
+from trainer.host import EngineHost
+from trainer.learner import Learner
+from trainer.loop import Parts, TrainLoop
+from trainer.metrics import read
+from trainer.rollouts import derived_seed
+from trainer.settings import TrainSettings
+from worker.engine.messages import EngineConfig
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": QWEN3_SMALL,
+    "medium": {**QWEN3_SMALL, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536},
+    "qwen3-0.6b": QWEN3_0_6B,
+    "qwen3-4b": QWEN3_4B,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured."""
+
+    shape: str
+    dtype: str
+    streams: int
+    rollout_rows: int
+    prompt: int
+    stream_tokens: int
+    groups: int
+    samples: int
+    completion: int
+    rank: int
+    share: float
+    pause_s: float
+    rounds: int
+    stretch_s: float
+    loop_s: float
+
+    def settings(self, folder: Path) -> TrainSettings:
+        """The trainer's."""
+        changes: dict[str, Any] = {
+            "run_dir": folder,
+            "prompts_per_step": self.groups,
+            "group_size": self.samples,
+            "max_tokens": self.completion,
+            "lora_rank": self.rank,
+            "microbatch_s": self.pause_s,
+            "mask_overlong": False,
+            "probe_prompts": 2,
+            "distances_every": 0,
+            "checkpoint_every": 0,
+            "parity_every": 0,
+            "max_probe_kl": 100.0,
+            "reward_margin": 10.0,
+            "resume": "no",
+            "steps": 1_000_000,
+        }
+        return TrainSettings.model_construct(**(TrainSettings().model_dump() | changes))
+
+
+@dataclass
+class Stretch:
+    """What happened in a few seconds."""
+
+    seconds: float
+    stream_tokens: int
+    tokens: int
+    gaps_ms: list[float] = field(default_factory=list)
+    train_tokens: int = 0
+    train_steps: int = 0
+    units: int = 0
+    unit_s: float = 0.0
+    peak_bytes: int = 0
+    active_bytes: int = 0  # at the end, between two units
+
+    @property
+    def rate(self) -> float:
+        return self.stream_tokens / self.seconds
+
+
+@dataclass
+class Training:
+    """Train steps on one fixed batch, one after another, in the engine's thread."""
+
+    ring: LocalRing
+    learner: Learner | None
+    groups: list[SampleGroup]
+    steps: int = 0
+    tokens: int = 0
+    on: bool = False
+    _work: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        assert self.learner is not None
+        self.size = self.learner._optimizer._size
+        took = self.size.took
+
+        def count(positions: int, seconds: float) -> None:
+            self.tokens += positions
+            took(positions, seconds)
+
+        self.size.took = count  # type: ignore[method-assign]
+
+    def start(self) -> None:
+        self.on = True
+        self._next()
+
+    def stop(self) -> None:
+        """End in the middle of a train step; what it has accumulated is thrown away."""
+        self.on = False
+        self._work.cancel()
+        self.ring.call(lambda: None)  # the unit that ran has ended
+
+    def _next(self) -> None:
+        if not self.on:
+            return
+        learner, step = self.learner, self.steps
+        assert learner is not None
+        self._work = self.ring.engine.run_between_steps(lambda: learner.train(self.groups, step, step, [(1, 2, 3)]))
+        self._work.add_done_callback(self._done)
+
+    def _done(self, work: Any) -> None:
+        try:
+            report = work.result().report
+        except CancelledError:
+            return
+        assert report.updated, report
+        self.steps += 1
+        self._next()
+
+
+def random_groups(options: Options, vocab: int) -> list[SampleGroup]:
+    """A batch of the real shape; rewards by chance."""
+    draw = np.random.default_rng(1)
+
+    def ids(n: int) -> tuple[int, ...]:
+        return tuple(int(i) for i in draw.integers(3, vocab, n))
+
+    def sample() -> Sample:
+        n = options.completion
+        return Sample(ids(n), (-float(np.log(vocab)),) * n, (True,) * n, (0,) * n, float(draw.normal()))
+
+    return [
+        SampleGroup(str(at), ids(options.prompt), tuple(sample() for _ in range(options.samples)))
+        for at in range(options.groups)
+    ]
+
+
+def watch(ring: LocalRing, seconds: float, training: Training | None = None) -> Stretch:
+    """What happens in a few seconds; training is on when it is given."""
+    if training:
+        training.start()
+    time.sleep(min(1.0, seconds / 4))
+    mx.reset_peak_memory()
+    began, tokens, streamed, steps = time.perf_counter(), ring.tokens, ring.stream_tokens, len(ring.steps_at)
+    units = ring.engine.guest_stats()
+    trained = (training.tokens, training.steps) if training else (0, 0)
+    time.sleep(seconds)
+    assert ring.death is None, ring.death
+    now, after = time.perf_counter(), ring.engine.guest_stats()
+    stretch = Stretch(now - began, ring.stream_tokens - streamed, ring.tokens - tokens)
+    stretch.gaps_ms = (np.diff(np.array(ring.steps_at[steps:])) * 1000).tolist()
+    stretch.peak_bytes = mx.get_peak_memory()
+    stretch.units, stretch.unit_s = after.units - units.units, after.seconds - units.seconds
+    if training:
+        stretch.train_tokens, stretch.train_steps = training.tokens - trained[0], training.steps - trained[1]
+        training.stop()
+    stretch.active_bytes = ring.call(mx.get_active_memory)
+    return stretch
+
+
+class ByChance:
+    """Random prompts; the reward is a hash of the answer."""
+
+    name = "chance"
+
+    async def reset(self, index: int) -> Observation:
+        return Observation(str(index))
+
+    async def step(self, observation: Observation, action: str) -> Outcome:
+        return Outcome(float(derived_seed(action) % 2))
+
+
+class RandomPrompts:
+    """Stands for the tokenizer."""
+
+    def __init__(self, options: Options, vocab: int) -> None:
+        self._options, self._vocab = options, vocab
+
+    def prompt_ids(self, observation: Observation) -> tuple[int, ...]:
+        draw = np.random.default_rng(int(str(observation.prompt)))
+        return tuple(int(i) for i in draw.integers(3, self._vocab, self._options.prompt))
+
+    def text(self, ids: Any) -> str:
+        return ",".join(map(str, ids))
+
+
+async def run_loop(ring: LocalRing, options: Options, folder: Path) -> dict[str, Any]:
+    """The whole loop for a while, beside the streams."""
+    settings = options.settings(folder / "run")
+    card = ring.loaded.card
+    sink = LocalSink(ring, folder, settings.adapter)
+    parts: Any = Parts(
+        host=EngineHost(ring.engine),
+        load_model=lambda: ring.loaded.model,
+        base_sha256=card.base_sha256,
+        conversation=RandomPrompts(options, card.vocab_size),  # type: ignore[arg-type]
+        source=LocalSource(ring),
+        sink=sink,
+        environment=ByChance(),
+    )
+    loop = TrainLoop(settings, parts)
+    running = asyncio.create_task(loop.run())
+    await asyncio.wait([running, asyncio.create_task(sink.published(2))], return_when=asyncio.FIRST_COMPLETED)
+    before, versions = len(read(settings.folder / "metrics.jsonl")), sink.latest
+    stretch = await asyncio.to_thread(watch, ring, options.loop_s)
+    lines = read(settings.folder / "metrics.jsonl")[before:]
+    versions = sink.latest - versions
+    loop.stop()
+    await running
+    return {
+        "updates_per_minute": 60 * versions / stretch.seconds,
+        "stream_tok_per_s": stretch.rate,
+        "all_tok_per_s": stretch.tokens / stretch.seconds,
+        "train_tok_per_s": sum(line.tokens for line in lines) / stretch.seconds,
+        "guest_share": stretch.unit_s / stretch.seconds,
+        "lag_max": max((line.lag_max for line in lines), default=0),
+        "rejected": sink.rejected,
+        **percentiles(stretch.gaps_ms),
+    }
+
+
+def percentiles(gaps_ms: list[float]) -> dict[str, float]:
+    """Time between two decode steps."""
+    if not gaps_ms:
+        return {}
+    p50, p99 = np.percentile(gaps_ms, [50, 99])
+    return {"gap_p50_ms": float(p50), "gap_p99_ms": float(p99), "gap_max_ms": max(gaps_ms)}
+
+
+def spread(values: list[float]) -> str:
+    """Min, median, max."""
+    return f"{min(values):.2f}-{median(values):.2f}-{max(values):.2f}"
+
+
+def bench(options: Options, folder: Path) -> dict[str, Any]:
+    """All parts."""
+    model = random_qwen3(folder / "model", SHAPES[options.shape], options.dtype)
+    config = EngineConfig(
+        str(model),
+        max_rows=options.streams + options.rollout_rows,
+        dtype=options.dtype,
+        guest_share=options.share,
+        prefix_cache_bytes=0,
+        kv_limit_bytes=1 << 40,
+    )
+    ring = LocalRing(config, rank=max(64, options.rank))
+    base = ring.call(mx.get_active_memory)
+    ring.stream(options.streams, options.prompt, options.stream_tokens)
+    watch(ring, options.stretch_s / 2)
+    settings = options.settings(folder / "fixed")
+    learner = ring.call(
+        lambda: Learner(
+            ring.loaded.model, settings.adapter_shape(), settings.optimize_options(), settings.limits(), seed=0
+        )
+    )
+    state = ring.call(lambda: _state_bytes(learner))
+    training = Training(ring, learner, random_groups(options, ring.loaded.card.vocab_size))
+    watch(ring, options.stretch_s, training)  # the size of a microbatch settles
+    pairs = [(watch(ring, options.stretch_s), watch(ring, options.stretch_s, training)) for _ in range(options.rounds)]
+    alone, beside = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    inference, hosted = median(s.active_bytes for s in alone), median(s.active_bytes for s in beside)
+    result: dict[str, Any] = {
+        "device": str(mx.default_device()),
+        "shape": options.shape,
+        "dtype": options.dtype,
+        "streams": options.streams,
+        "share": options.share,
+        "decode_tok_per_s_alone": median(s.rate for s in alone),
+        "decode_tok_per_s_training": median(s.rate for s in beside),
+        "decode_kept": [b.rate / a.rate for a, b in pairs],
+        "train_tok_per_s_beside": median(s.train_tokens / s.seconds for s in beside),
+        "train_steps_per_minute_beside": median(60 * s.train_steps / s.seconds for s in beside),
+        "unit_ms_beside": median(1000 * s.unit_s / max(1, s.units) for s in beside),
+        "time_share_beside": median(s.unit_s / s.seconds for s in beside),
+        "gaps_alone": percentiles([g for s in alone for g in s.gaps_ms]),
+        "gaps_training": percentiles([g for s in beside for g in s.gaps_ms]),
+        "memory": {
+            "base": base,
+            "inference": inference,
+            "hosted": hosted,
+            "adapter_and_optimizer": state,
+            "hosted_without_state_over_inference": (hosted - state) / inference,
+            "peak_over_inference": max(s.peak_bytes for s in beside) / max(s.peak_bytes for s in alone),
+        },
+        "microbatch_positions": training.size.positions,
+    }
+    ring.end_streams()
+    idle = [watch(ring, options.stretch_s, training) for _ in range(options.rounds)]
+    result["train_tok_per_s_idle"] = median(s.train_tokens / s.seconds for s in idle)
+    result["train_steps_per_minute_idle"] = median(60 * s.train_steps / s.seconds for s in idle)
+    training.learner = learner = None
+    if options.loop_s:
+        ring.stream(options.streams, options.prompt, options.stream_tokens)
+        watch(ring, options.stretch_s / 2)
+        result["loop"] = asyncio.run(run_loop(ring, options, folder))
+        ring.end_streams()
+    assert ring.engine.stop(60)
+    return result
+
+
+def _state_bytes(learner: Learner) -> int:
+    snapshot = learner.snapshot()
+    return sum(value.nbytes for part in (snapshot.adapter, snapshot.optimizer) for value in part.values())
+
+
+def report(r: dict[str, Any]) -> None:
+    """For a person, and one line for a program."""
+    mb = {name: f"{value / 1e6:,.0f} MB" for name, value in r["memory"].items()}
+    kept, rates = spread(r["decode_kept"]), {name: f"{value:,.0f}" for name, value in r.items() if "_tok_per_s" in name}
+    print(f"{r['device']}, {r['shape']} {r['dtype']}, {r['streams']} streams, share {r['share']}")
+    print(f"decode          {rates['decode_tok_per_s_alone']} tok/s alone")
+    print(f"  and training  {rates['decode_tok_per_s_training']} tok/s, kept {kept}")
+    print(
+        f"train           {rates['train_tok_per_s_beside']} tok/s in {r['time_share_beside']:.2f} of the time", end=""
+    )
+    print(f", {r['train_steps_per_minute_beside']:.1f} train steps a minute")
+    print(f"  idle worker   {rates['train_tok_per_s_idle']} tok/s, {r['train_steps_per_minute_idle']:.1f} a minute")
+    print(f"unit            {r['unit_ms_beside']:.0f} ms, microbatches of {r['microbatch_positions']} positions")
+    for name in ("alone", "training"):
+        gaps = " ".join(f"{key[4:-3]} {value:.1f}" for key, value in r[f"gaps_{name}"].items())
+        print(f"gaps {name:11s}{gaps} ms between decode steps")
+    print(f"memory          base {mb['base']}, inference {mb['inference']}, hosted {mb['hosted']}", end="")
+    print(f" with adapter and optimizer of {mb['adapter_and_optimizer']}")
+    print(f"  ratios        without those two {r['memory']['hosted_without_state_over_inference']:.2f}", end="")
+    print(f", peak {r['memory']['peak_over_inference']:.2f}")
+    if loop := r.get("loop"):
+        print(f"whole loop      {loop['updates_per_minute']:.1f} updates a minute, lag {loop['lag_max']}", end="")
+        print(f", {loop['train_tok_per_s']:,.0f} train tok/s, streams {loop['stream_tok_per_s']:,.0f} tok/s", end="")
+        print(f", all rows {loop['all_tok_per_s']:,.0f} tok/s, p99 gap {loop['gap_p99_ms']:.1f} ms")
+    print(json.dumps(r))
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--dtype", default="", help="default: float32 on a CPU, else bfloat16")
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--rollout-rows", type=int, default=8, help="rows besides, for the loop's samples")
+    parser.add_argument("--prompt", type=int, default=32)
+    parser.add_argument("--stream-tokens", type=int, default=256)
+    parser.add_argument("--groups", type=int, default=4, help="prompts in a train step")
+    parser.add_argument("--samples", type=int, default=8, help="samples of each")
+    parser.add_argument("--completion", type=int, default=32)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--share", type=float, default=0.2)
+    parser.add_argument("--pause-ms", type=float, default=50.0, help="aim for one microbatch")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--stretch-s", type=float, default=4.0)
+    parser.add_argument("--loop-s", type=float, default=15.0, help="0: leave the loop out")
+    args = vars(parser.parse_args())
+    args["pause_s"] = args.pop("pause_ms") / 1000
+    args["dtype"] = args["dtype"] or ("float32" if mx.default_device() == mx.Device(mx.cpu) else "bfloat16")
+    logs.configure("WARNING")
+    with tempfile.TemporaryDirectory() as folder:
+        report(bench(Options(**args), Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Work of others between decode steps: its share, its pauses, its errors, and rows that do not notice it."""
+
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from shared.errors import EngineError
+from tests.engine.conftest import Bench, prompt_of, spec
+from tests.engine.small_models import QWEN3, write_model
+from tests.engine.test_thread import Outbox
+from trainer.batches import Sample, SampleGroup
+from trainer.gate import GateLimits
+from trainer.learner import Learner
+from trainer.optimize import OptimizeOptions
+from trainer.policy import AdapterShape
+from trainer.schedules import Schedule
+from worker.engine.adapters import AdapterConfig
+from worker.engine.guests import Guests
+from worker.engine.loader import LoadedModel, load_model
+from worker.engine.messages import EngineConfig
+from worker.engine.slots import AdapterSlots
+from worker.engine.thread import EngineThread, RowRequest
+
+Work = Generator[None, None, Any]
+
+
+class Clock:
+    """Time that moves only when a unit works."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Labour:
+    """Units that take their time by the clock."""
+
+    def __init__(self, clock: Clock, unit_s: float, units: int = 1_000_000) -> None:
+        self.done = 0
+        self.closed = False
+        self._clock, self._unit_s, self._units = clock, unit_s, units
+
+    def __call__(self) -> Work:
+        try:
+            while self.done < self._units:
+                self.done += 1
+                self._clock.now += self._unit_s
+                yield
+        finally:
+            self.closed = True
+        return self.done
+
+
+def hosting(share: float, unit_s: float, units: int = 1_000_000) -> tuple[Guests, Labour, "Future[Any]"]:
+    clock, future = Clock(), Future[Any]()
+    guests, labour = Guests(share, clock), Labour(clock, unit_s, units)
+    guests.add(labour, future)
+    return guests, labour, future
+
+
+@pytest.mark.parametrize(
+    ("share", "unit_s", "units"), [(0.2, 1.0, 25), (0.2, 4.0, 6), (0.5, 1.0, 100), (0.5, 10.0, 10)]
+)
+def test_while_rows_decode_units_get_their_share(share: float, unit_s: float, units: int) -> None:
+    guests, labour, _ = hosting(share, unit_s)
+    for _ in range(100):
+        guests.between_steps(decoding=True, decode_s=1.0)
+    assert units - 2 <= labour.done <= units + 1
+
+
+def test_no_more_than_one_unit_between_two_decode_steps() -> None:
+    guests, labour, _ = hosting(0.9, 0.01)
+    for steps in range(1, 20):
+        guests.between_steps(decoding=True, decode_s=5.0)
+        assert labour.done == steps
+
+
+def test_an_expensive_unit_is_paid_before_the_next_one() -> None:
+    clock = Clock()
+    guests = Guests(0.5, clock)
+    costs = iter([1.0, 30.0, 1.0, 1.0, 1.0, 1.0])
+    ran: list[int] = []
+
+    def work() -> Work:
+        for cost in costs:
+            clock.now += cost
+            ran.append(step)
+            yield
+
+    guests.add(work, Future())
+    for step in range(60):  # noqa: B007 - read by work
+        guests.between_steps(decoding=True, decode_s=1.0)
+    assert ran[1] - ran[0] <= 2
+    assert 30 <= ran[2] - ran[1] <= 46, "its cost, and that of the next one"
+
+
+def test_an_idle_worker_gives_all_its_time_and_owes_nothing_afterwards() -> None:
+    guests, labour, _ = hosting(0.2, 1.0)
+    for _ in range(50):
+        guests.between_steps(decoding=False, decode_s=0.0)
+    assert labour.done == 50
+    for _ in range(40):
+        guests.between_steps(decoding=True, decode_s=1.0)
+    assert 58 <= labour.done <= 61
+
+
+def test_time_without_guests_is_not_saved_up_for_a_burst() -> None:
+    guests, _, future = hosting(0.2, 1.0, units=3)
+    for _ in range(1000):
+        guests.between_steps(decoding=True, decode_s=1.0)
+    assert future.result(0) == 3
+    later = Labour(guests._clock, 1.0)  # type: ignore[arg-type]
+    guests.add(later, Future())
+    for _ in range(40):
+        guests.between_steps(decoding=True, decode_s=1.0)
+    assert later.done <= 11
+
+
+def test_a_share_of_nothing_works_on_an_idle_engine_only() -> None:
+    guests, labour, _ = hosting(0.0, 1.0)
+    for _ in range(50):
+        guests.between_steps(decoding=True, decode_s=1.0)
+    assert labour.done == 0
+    guests.between_steps(decoding=False, decode_s=0.0)
+    assert labour.done == 1
+
+
+def test_pieces_run_in_order_and_an_error_concerns_its_owner_alone() -> None:
+    guests, _, first = hosting(0.2, 1.0, units=2)
+    broken, last = Future[Any](), Future[Any]()
+
+    def fails() -> Work:
+        yield
+        raise RuntimeError("out of memory")
+
+    guests.add(fails, broken)
+    guests.add(Labour(Clock(), 1.0, units=1), last)
+    while guests.waiting:
+        guests.between_steps(decoding=False, decode_s=0.0)
+    assert first.result(0) == 2 and last.result(0) == 1
+    with pytest.raises(RuntimeError, match="out of memory"):
+        broken.result(0)
+
+
+def test_cancelled_work_is_closed_after_the_unit_that_ran() -> None:
+    guests, labour, future = hosting(0.2, 1.0)
+    guests.between_steps(decoding=False, decode_s=0.0)
+    assert future.cancel() and not labour.closed
+    guests.between_steps(decoding=False, decode_s=0.0)
+    assert labour.closed and labour.done == 1 and not guests.waiting
+
+
+def test_work_that_a_stopped_engine_did_not_finish_fails(llama_folder: Path) -> None:
+    outbox = Outbox()
+    engine = EngineThread(EngineConfig(str(llama_folder)), outbox.on_step, outbox.on_death)
+    engine.start()
+    begun = threading.Event()
+
+    def endless() -> Work:
+        while True:
+            begun.set()
+            yield
+
+    futures = [engine.run_between_steps(endless), engine.run_between_steps(endless)]
+    assert begun.wait(20)
+    assert engine.stop()
+    for future in (*futures, engine.run_between_steps(endless)):
+        with pytest.raises(EngineError, match="stopped"):
+            future.result(5)
+
+
+def test_units_run_in_the_engines_thread_while_it_has_nothing_else_to_do(llama_folder: Path) -> None:
+    outbox = Outbox()
+    engine = EngineThread(EngineConfig(str(llama_folder)), outbox.on_step, outbox.on_death)
+    engine.start()
+
+    def where() -> Work:
+        yield
+        return threading.current_thread().name
+
+    assert engine.run_between_steps(where).result(20) == "engine"
+    assert engine.guest_stats().units == 2
+    assert engine.stop()
+
+
+# -- a real learner
+
+
+@pytest.fixture(scope="module", params=[None, 4], ids=["dense", "4-bit"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = write_model(tmp_path_factory.mktemp("guests") / "model", QWEN3, bits=request.param)
+    loaded = load_model(EngineConfig(str(folder)))
+    AdapterSlots(loaded, AdapterConfig(), lambda: None).close()  # as a worker serves it: wrapped linears
+    return loaded
+
+
+def learner(loaded: LoadedModel, **options: Any) -> Learner:
+    made = OptimizeOptions(schedule=Schedule("constant", 1e-2, 0, 100, 1.0), **options)
+    return Learner(loaded.model, AdapterShape(rank=4), made, GateLimits(1.0, 10.0, 1.0, 1.0, 1))
+
+
+def batch() -> list[SampleGroup]:
+    draw = np.random.default_rng(0)
+
+    def ids(n: int) -> tuple[int, ...]:
+        return tuple(int(i) for i in draw.integers(0, 256, n))
+
+    def sample(advantage: float) -> Sample:
+        return Sample(ids(6), (-8.0,) * 6, (True,) * 6, (0,) * 6, advantage)
+
+    return [SampleGroup(str(i), ids(7), (sample(1.0), sample(-1.0), sample(0.5), sample(-0.5))) for i in range(4)]
+
+
+def decode(loaded: LoadedModel, between: Callable[[Bench], None]) -> dict[str, list[int]]:
+    bench = Bench(loaded)
+    for i in range(6):
+        bench.submit(spec(f"s{i}", prompt_of(5 + 3 * i, seed=i), max_tokens=30, temperature=i % 2, seed=i))
+    while bench.engine.busy:
+        bench.turn()
+        between(bench)
+    return {seq: bench.tokens(seq) for seq in bench.events}
+
+
+def test_rows_are_the_same_token_for_token_while_training_runs(served: LoadedModel) -> None:
+    undisturbed = decode(served, lambda bench: None)
+    student, guests, losses = learner(served), Guests(0.5), list[Any]()
+
+    def train(bench: Bench) -> None:
+        if not guests.waiting:
+            step = len(losses)
+            losses.append(Future[Any]())
+            guests.add(lambda: student.train(batch(), step, step, [(1, 2, 3)]), losses[-1])
+        guests.between_steps(decoding=bench.engine.decoding, decode_s=10.0)
+
+    assert decode(served, train) == undisturbed
+    reports = [future.result(0).report for future in losses if future.done()]
+    assert len(reports) >= 2 and all(report.updated for report in reports), "gradients came through the served base"
+    assert reports[-1].loss < reports[0].loss, "and taught something"
+
+
+def test_training_shares_the_served_base(served: LoadedModel) -> None:
+    mx.synchronize()
+    before = mx.get_active_memory()
+    student = learner(served)
+    state = student.snapshot()
+    own = sum(value.nbytes for part in (state.adapter, state.optimizer) for value in part.values())
+    assert own * 0.9 < mx.get_active_memory() - before < own * 1.3, "small arrays are rounded up; a copy would be more"
+    del student
+
+
+def test_a_bound_on_time_divides_a_train_step_into_more_microbatches(served: LoadedModel) -> None:
+    def units(work: Work) -> int:
+        return sum(1 for _ in work)
+
+    whole = units(learner(served).train(batch(), 0, 0, []))
+    divided = units(learner(served, microbatch_s=1e-9).train(batch(), 0, 0, []))
+    student = learner(served, microbatch_s=1e-9)
+    units(student.train(batch(), 0, 0, []))
+    again = units(student.train(batch(), 1, 1, []))
+    assert divided == whole, "the first size fits this little batch"
+    assert again > whole + 10, "one sample at a time"
+
+
+def test_rows_finish_while_an_endless_guest_works(llama_folder: Path) -> None:
+    outbox = Outbox()
+    engine = EngineThread(EngineConfig(str(llama_folder), max_rows=4), outbox.on_step, outbox.on_death)
+    engine.start()
+
+    def endless() -> Work:
+        while True:
+            mx.eval(mx.ones((64, 64)) @ mx.ones((64, 64)))
+            yield
+
+    future = engine.run_between_steps(endless)
+    engine.submit([RowRequest(spec("s", prompt_of(5)))])
+    outbox.wait(lambda: outbox.finished("s"))
+    assert not future.done()
+    future.cancel()
+    assert engine.stop()

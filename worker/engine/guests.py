@@ -1,0 +1,159 @@
+"""Work of somebody else in thread G, such as a trainer's microbatches: what may run between two decode steps.
+
+**work** a generator; it yields when everything it made is evaluated and something else may run · **unit** what lies
+between two yields; it is never interrupted, so its owner keeps it short.
+
+Invariants.
+- At most one unit runs between two decode steps, so a row never waits for more than one.
+- While rows decode, a unit runs once decoding has paid for it: `share / (1 - share)` seconds for each second that it
+  has had. What a unit costs more than expected is paid before the next one. Decoding keeps `1 - share` of its time.
+- While no row decodes, units follow one another.
+- An error of a unit goes to whoever asked for the work, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from shared.errors import EngineError
+
+T = TypeVar("T")
+Work = Generator[None, None, T]
+
+RECENT = 0.5  # weight of the latest unit in what the next one is expected to cost
+
+
+@dataclass(frozen=True)
+class GuestStats:
+    """A snapshot of the work of guests since start."""
+
+    units: int = 0
+    seconds: float = 0.0
+    units_beside_rows: int = 0  # of them, those that ran between two decode steps
+    seconds_beside_rows: float = 0.0
+    longest_s: float = 0.0  # unit beside rows: the longest that decoding has waited
+
+
+class TimeShare:
+    """Whether a unit may run now: plain numbers, in seconds."""
+
+    def __init__(self, share: float) -> None:
+        assert 0 <= share < 1, "decoding needs some of its thread's time"
+        self._price = share / (1 - share)  # what a second of decoding pays
+        self._closed = share == 0
+        self._credit = 0.0
+        self._expected = 0.0  # cost of a unit
+
+    def decoded(self, seconds: float) -> None:
+        """Rows have decoded; credit for more than one unit is not kept, or units would come in bursts."""
+        self._credit = min(self._credit + seconds * self._price, max(self._expected, 0.0))
+
+    def worked(self, seconds: float) -> None:
+        """A unit has run beside rows."""
+        self.learn(seconds)
+        self._credit -= seconds
+
+    def idled(self, seconds: float) -> None:
+        """A unit has run while no row was there: nobody has to be paid."""
+        self.learn(seconds)
+        self._credit = 0.0
+
+    def learn(self, seconds: float) -> None:
+        """Take a unit's cost into what is expected of the next."""
+        self._expected = seconds if not self._expected else RECENT * seconds + (1 - RECENT) * self._expected
+
+    @property
+    def may_work(self) -> bool:
+        """Whether the next unit is paid for."""
+        return not self._closed and self._credit >= self._expected
+
+
+@dataclass
+class _Piece:
+    start: Callable[[], Work[Any]]
+    future: Future[Any]
+    work: Work[Any] | None = None
+
+
+class Guests:
+    """Pieces of work, in order of arrival. Belongs to thread G, but for `add` and `stats`."""
+
+    def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._share = TimeShare(share)
+        self._clock = clock
+        self._pieces: deque[_Piece] = deque()
+        self._closed = False
+        self.stats = GuestStats()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is a unit to run."""
+        return bool(self._pieces)
+
+    def add(self, start: Callable[[], Work[T]], future: Future[T]) -> None:
+        """Take a piece of work, from any thread; cancelling the future ends it after the unit that runs."""
+        if self._closed:
+            future.set_exception(EngineError("the engine has stopped"))
+        else:
+            self._pieces.append(_Piece(start, future))
+
+    def between_steps(self, *, decoding: bool, decode_s: float) -> None:
+        """Run one unit if it is time; `decode_s` is what the turn of the engine before has taken."""
+        if decoding:
+            self._share.decoded(decode_s)
+        while self._pieces and self._pieces[0].future.cancelled():
+            self._end(self._pieces.popleft())
+        if not self._pieces or (decoding and not self._share.may_work):
+            return
+        began = self._clock()
+        self._advance(self._pieces[0])
+        self._count(self._clock() - began, decoding)
+
+    def close(self) -> None:
+        """End everything that is left, in this thread; `add` must not be called at the same time."""
+        self._closed = True
+        while self._pieces:
+            piece = self._pieces.popleft()
+            self._end(piece)
+            if piece.future.set_running_or_notify_cancel():
+                piece.future.set_exception(EngineError("the engine has stopped"))
+
+    def _advance(self, piece: _Piece) -> None:
+        # A future stays pending until its work is done: a running one could not be cancelled any more.
+        try:
+            piece.work = piece.work or piece.start()
+            next(piece.work)
+            return
+        except StopIteration as end:
+            self._pieces.popleft()
+            if piece.future.set_running_or_notify_cancel():
+                piece.future.set_result(end.value)
+        except Exception as error:
+            self._pieces.popleft()
+            if piece.future.set_running_or_notify_cancel():
+                piece.future.set_exception(error)
+        piece.work = None
+
+    def _end(self, piece: _Piece) -> None:
+        if piece.work is not None:
+            piece.work.close()
+            piece.work = None
+
+    def _count(self, seconds: float, decoding: bool) -> None:
+        if decoding:
+            self._share.worked(seconds)
+        else:
+            self._share.idled(seconds)
+        was = self.stats
+        self.stats = GuestStats(
+            was.units + 1,
+            was.seconds + seconds,
+            was.units_beside_rows + decoding,
+            was.seconds_beside_rows + (seconds if decoding else 0.0),
+            max(was.longest_s, seconds) if decoding else was.longest_s,
+        )
