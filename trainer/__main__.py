@@ -44,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _train(settings: TrainSettings) -> int:
+    settings.check()
     url = ring_url(settings)
     async with AsyncExitStack() as stack:
         scorer: Scorer | None = None

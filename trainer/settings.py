@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, Field
 
+from shared.errors import SetupError
 from shared.jobs import SamplingOverrides
 from shared.settings import ProcessSettings
 from trainer.advantages import AdvantageScale
@@ -150,8 +151,15 @@ class TrainSettings(ProcessSettings):
         """The bounds of the gate."""
         return GateLimits(self.max_update_rms, self.max_probe_kl, self.max_parity, self.reward_margin, self.min_groups)
 
+    def check(self) -> None:
+        """SetupError when settings contradict each other: before a model is loaded, not after."""
+        try:
+            self.optimize_options()
+        except ValueError as error:
+            raise SetupError(f"bad settings: {error}") from error
+
     def optimize_options(self) -> OptimizeOptions:
-        """The constants of a train step."""
+        """The constants of a train step; ValueError when they contradict each other."""
         loss = LossOptions(
             self.loss,
             self.clip_low,

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from api.client import InferenceClient
+from api.demo.learning import ACT_S, Act
 from api.demo.prompts import arithmetic_job, gsm8k_job
 from api.demo.report import JobReport, percentile, show_table, write_histogram, write_summary
 from api.demo.serving import MODEL, ring
@@ -33,13 +34,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m api.demo", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--learning-seconds", type=float, default=ACT_S, help="of the last act; 0 leaves it out")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="parallm-demo-") as data_dir:
         log_path = arguments.out / "serve.log"
         console.print(f"[bold]1[/] starting Redis, api, job runner and {arguments.workers} workers (log: {log_path})")
         with ring(Path(data_dir), log_path, arguments.workers, console) as served:
-            return asyncio.run(_acts(served.url, arguments.out))
+            code = asyncio.run(_acts(served.url, arguments.out))
+            if arguments.learning_seconds > 0:
+                console.print("[bold]5[/] a trainer joins and learns sums, while chats on its policy go on")
+                learned = asyncio.run(Act(served, arguments.out, console).run(arguments.learning_seconds))
+                code = code or int(not learned)
+            return code
 
 
 async def _acts(url: str, out: Path) -> int:

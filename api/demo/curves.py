@@ -1,0 +1,77 @@
+"""The picture of a run: reward, versions, lag and time to first token over the same seconds."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from api.demo.chats import Chat
+from api.demo.report import percentile
+
+_WINDOW = 15  # chats in a running median
+_FOLLOWING, _PINNED, _PUBLISHED = "#c2571a", "#3b6ea5", "#777777"
+
+
+def draw(
+    path: Path,
+    steps: Sequence[dict[str, Any]],
+    held_out: Sequence[tuple[float, float]],
+    chats: Sequence[Chat],
+    goal: float,
+) -> None:
+    """Write the picture; `steps` are lines of metrics.jsonl with the second at which each appeared."""
+    import matplotlib  # only here: it takes a second to import
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (reward, versions, lag, first) = pyplot.subplots(
+        4, 1, figsize=(9, 10), sharex=True, height_ratios=(3, 2, 1, 2)
+    )
+    at = [step["at_s"] for step in steps]
+    reward.plot(at, [step["reward"] for step in steps], color=_PUBLISHED, lw=1, label="rollouts, sampled")
+    reward.plot(*zip(*held_out, strict=True), "o-", color=_FOLLOWING, label="held-out sums, greedy")
+    reward.axhline(goal, color="black", lw=0.7, ls=":")
+    reward.set_ylabel("reward")
+    reward.set_ylim(0, 1)
+    reward.legend(loc="upper left")
+    reward.set_title("learning while serving: reward, versions, lag and time to first token")
+
+    versions.step(at, [step["version"] for step in steps], where="post", color=_PUBLISHED, label="published")
+    for model, color in _models(chats):
+        seen = [(chat.at_s, _number(chat.versions[-1])) for chat in chats if chat.model == model and chat.versions]
+        versions.plot(*zip(*seen, strict=True), ".", ms=3, color=color, label=f"chats on {model}") if seen else None
+    versions.set_ylabel("version")
+    versions.legend(loc="upper left")
+
+    lag.plot(at, [step["lag_max"] for step in steps], color=_FOLLOWING, lw=1, label="oldest token")
+    lag.plot(at, [step["lag_mean"] for step in steps], color=_PUBLISHED, lw=1, label="mean")
+    lag.set_ylabel("lag, policy steps")
+    lag.set_ylim(-0.1, 1 + max([1, *(step["lag_max"] for step in steps)]))
+    lag.legend(loc="upper left", ncols=2)
+
+    for model, color in _models(chats):
+        whole = [(chat.at_s, chat.first_ms) for chat in chats if chat.model == model and not chat.error]
+        if whole:
+            first.plot(*zip(*whole, strict=True), ".", ms=2, alpha=0.35, color=color)
+            first.plot([at for at, _ in whole], _running_median([ms for _, ms in whole]), color=color, label=model)
+    first.set_yscale("log")
+    first.set_ylabel("time to first token, ms")
+    first.set_xlabel("seconds since the trainer's start")
+    first.legend(loc="upper left")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _models(chats: Sequence[Chat]) -> list[tuple[str, str]]:
+    return [(model, _PINNED if "@" in model else _FOLLOWING) for model in sorted({chat.model for chat in chats})]
+
+
+def _number(version: str) -> int:
+    _, _, number = version.rpartition("@")
+    return int(number) if number.isdigit() else 0
+
+
+def _running_median(values: Sequence[float]) -> list[float]:
+    half = _WINDOW // 2
+    return [percentile(list(values[max(0, i - half) : i + half + 1]), 50) for i in range(len(values))]
