@@ -11,6 +11,7 @@ import structlog
 import uvicorn
 
 from api.app import create_app
+from api.auth import check_exposure
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.lifeline import follow_parent
 from shared.logs import configure
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
             raise SetupError(
                 "an api process needs Redis: --redis URL or PARALLM_REDIS_URL (mlx_parallm_serve starts one)"
             )
+        check_exposure(settings)
         listener = _listen(settings, fd)
         asyncio.run(require(settings.redis))
     except SetupError as error:

@@ -7,10 +7,9 @@ import structlog
 from fastapi import FastAPI
 
 from api import errors
-from api.auth import ApiKey
 from api.context import RequestContext
 from api.generation import settled
-from api.limits import BodyLimit
+from api.guards import guard
 from api.openai import chat, completions, models, streams
 from api.ops import deadletters, health, metrics
 from api.resume import stop_lingering
@@ -63,8 +62,6 @@ def create_app(settings: ApiSettings) -> FastAPI:
         metrics,
     ):
         app.include_router(module.router)
-    app.add_middleware(BodyLimit, settings.max_request_bytes, settings.max_upload_bytes)
-    if key := settings.api_key.get_secret_value():
-        app.add_middleware(ApiKey, key)
+    guard(app, settings)
     app.add_middleware(RequestContext, tally)
     return app

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from api.client import DEFAULT_URL, InferenceClient, JobRequest, RequestFailedError
-from api.commands import deadletters
+from api.commands import deadletters, key
 from shared.jobs import TERMINAL, JobKind, JobStatus, RewardSpec
 
 T = TypeVar("T")
@@ -30,6 +30,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Client of a ParaLLM server."
 )
 app.add_typer(deadletters.app, name="deadletters")
+app.add_typer(key.app, name="key")
 err = Console(stderr=True, highlight=False)
 out = Console(highlight=False, soft_wrap=True)
 

@@ -12,6 +12,7 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
+from api.auth import calling
 from api.ring import Ring
 from shared.errors import (
     DeadlineExceededError,
@@ -21,11 +22,12 @@ from shared.errors import (
 )
 from shared.frames import Finish, TokenEvent
 from shared.redis.token_feed import TokenFeed
-from shared.sequences import AdapterPolicy, Collection, SamplingParams, SequenceKind, SequenceSpec
+from shared.sequences import AdapterPolicy, Collection, SamplingParams, SequenceClass, SequenceKind, SequenceSpec
 
 log = structlog.get_logger()
 
 DEADLINE_GRACE_S = 2.0  # the worker enforces the deadline; without a worker we do, this much later
+_TOO_LATE = "the deadline passed before the request was complete"
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 _cancelling: set["asyncio.Task[None]"] = set()
 
@@ -46,15 +48,19 @@ class Work(msgspec.Struct, frozen=True):
     deadline_ms: int = 0
     collect: Collection | None = None
 
-    def specs(self, api_id: str) -> list[SequenceSpec]:
+    def specs(
+        self, api_id: str, first_token_timeout_s: float = 0, sequence_class: SequenceClass = "interactive"
+    ) -> list[SequenceSpec]:
         """One sequence for each completion; sample s of prompt p has index p * n + s."""
         now = int(1000 * time.time())
+        first = now + int(1000 * first_token_timeout_s) if first_token_timeout_s else 0
         return [
             SequenceSpec(
                 id=f"{self.id}-{p * self.n + s}",
                 model=self.model,
                 prompt_ids=prompt,
                 sampling=msgspec.structs.replace(self.sampling, seed=_sample_seed(self.sampling.seed, s)),
+                sequence_class=sequence_class,
                 kind=self.kind,
                 group=f"{self.id}-p{p}" if self.n > 1 else "",
                 api=api_id,
@@ -63,6 +69,7 @@ class Work(msgspec.Struct, frozen=True):
                 deadline_ms=self.deadline_ms,
                 enqueued_ms=now,
                 collect=self.collect and msgspec.structs.replace(self.collect, sample=s),
+                first_token_deadline_ms=first,
             )
             for p, prompt in enumerate(self.prompts)
             for s in range(self.n)
@@ -76,6 +83,7 @@ class Generation:
         self._ring = ring
         self._model = model
         self._deadline_ms = deadline_ms
+        self._first_deadline_ms = 0  # until an event has come
         self._seqs = seqs
         self._history: Events = []
         self._places: list[int] = []  # of a resumed request: where the sequences of the feed stand among all
@@ -84,9 +92,17 @@ class Generation:
 
     @classmethod
     async def start(cls, ring: Ring, work: Work) -> "Generation":
-        """Open the feed and enqueue; QueueFullError when too much is waiting."""
-        specs = work.specs(ring.api_id)
+        """Open the feed and enqueue, in the class of the caller's key.
+
+        QueueFullError when too much is waiting, ServiceUnavailableError when no worker has memory left.
+        """
+        structlog.contextvars.bind_contextvars(work=work.id)  # sequences, in all processes' logs, are named after it
+        await ring.check_memory(work.model)
+        key = calling.get()
+        kind: SequenceClass = "interactive" if key is None else key.sequence_class
+        specs = work.specs(ring.api_id, ring.settings.first_token_timeout_s, kind)
         generation = cls(ring, work.model, [spec.id for spec in specs], work.deadline_ms)
+        generation._first_deadline_ms = specs[0].first_token_deadline_ms if specs else 0
         ring.tally.histogram("vllm:request_params_n", work.model).observe(work.n)
         generation._feed = ring.frames.open(work.model, generation._seqs)
         try:
@@ -133,14 +149,17 @@ class Generation:
 
     async def _next(self) -> Events:
         assert self._feed is not None, "read before start"
-        if not self._deadline_ms:
+        deadlines = [at for at in (self._deadline_ms, self._first_deadline_ms) if at]
+        if not deadlines:
             return await self._feed.next()
-        left_s = self._deadline_ms / 1000 - time.time() + DEADLINE_GRACE_S
+        left_s = min(deadlines) / 1000 - time.time() + DEADLINE_GRACE_S
         try:
             async with asyncio.timeout(left_s):
-                return await self._feed.next()
+                events = await self._feed.next()
         except TimeoutError:
-            raise DeadlineExceededError("the deadline passed before the request was complete") from None
+            raise DeadlineExceededError(_TOO_LATE) from None
+        self._first_deadline_ms = 0
+        return events
 
     def leave(self) -> list[str]:
         """Stop reading and let the sequences run on; returns those that have not finished."""
@@ -173,7 +192,7 @@ async def settled() -> None:
 def raise_failure(finish: Finish) -> None:
     """Raise the error of a sequence that did not end by itself."""
     if finish.reason == "deadline":
-        raise DeadlineExceededError("the deadline passed before the request was complete")
+        raise DeadlineExceededError(_TOO_LATE)
     if finish.reason == "cancelled":
         raise RequestCancelledError("the request was cancelled")
     if finish.reason == "error":

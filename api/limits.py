@@ -1,23 +1,31 @@
-"""Bounds on what a client may send."""
+"""Bounds on what a client may send, checked before anything is parsed."""
+
+import re
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.errors import error_response
-from shared.errors import PayloadTooLargeError
+from shared.errors import InvalidRequestError, PayloadTooLargeError
+from shared.settings import ApiSettings
+
+MAX_JSON_DEPTH = 64
+
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)  # possessive: one pass, whatever the text
+_NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
 
 
 class BodyLimit:
-    """Bounds request bodies before anything is parsed: by Content-Length, and while reading.
+    """Bounds request bodies: by Content-Length, while reading, and JSON by its depth and its number of values.
 
     Multipart bodies are uploads, which routes stream to disk; they have a bound of their own.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_upload_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, settings: ApiSettings) -> None:
         self._app = app
-        self._max_bytes = max_bytes
-        self._max_upload_bytes = max_upload_bytes
+        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -26,7 +34,7 @@ class BodyLimit:
             return
         headers = Headers(scope=scope)
         upload = headers.get("content-type", "").startswith("multipart/form-data")
-        limit = self._max_upload_bytes if upload else self._max_bytes
+        limit = self._settings.max_upload_bytes if upload else self._settings.max_request_bytes
         detail = f"the body is larger than {limit} bytes"
         if scope["path"] == "/v1/jobs" and not upload:
             detail += "; upload many prompts as JSONL (multipart/form-data)"
@@ -35,13 +43,43 @@ class BodyLimit:
             await error_response(PayloadTooLargeError(detail))(scope, receive, send)
             return
         read = 0
+        held: list[bytes] | None = None if upload else []  # until the whole body has been looked at
 
         async def bounded() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > limit:
-                raise HTTPException(413, detail)
-            return message
+            nonlocal read, held
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    return message
+                read += len(message.get("body", b""))
+                if read > limit:
+                    raise HTTPException(413, detail)
+                if held is None:
+                    return message
+                held.append(message.get("body", b""))
+                if not message.get("more_body"):
+                    body, held = b"".join(held), None
+                    try:
+                        check_shape(body, self._settings.max_json_values)
+                    except InvalidRequestError as error:  # FastAPI lets no other error out of a body
+                        raise HTTPException(400, error.message) from error
+                    return {"type": "http.request", "body": body, "more_body": False}
 
         await self._app(scope, bounded, send)
+
+
+def check_shape(body: bytes, max_values: int) -> None:
+    """InvalidRequestError for JSON that is nested too deep or has too many values; whether it is JSON is not asked.
+
+    Linear in the body's length: strings are cut out, and what is left is looked at by counting and replacing.
+    """
+    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH and body.count(b",") < max_values:
+        return
+    bare = _STRING.sub(b"", body)
+    if bare.count(b",") >= max_values:
+        raise InvalidRequestError(f"the body has more than {max_values} values (--max-json-values)")
+    brackets = bare.translate(_ONE_KIND, _NOT_BRACKETS)
+    for _ in range(MAX_JSON_DEPTH):
+        brackets = brackets.replace(b"[]", b"")  # takes the innermost level off
+    if b"[" in brackets:
+        raise InvalidRequestError(f"the body is nested deeper than {MAX_JSON_DEPTH} levels")

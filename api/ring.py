@@ -20,12 +20,13 @@ from shared.redis.job_store import JobStore
 from shared.redis.metric_store import MetricWriter
 from shared.redis.sequence_queue import SequenceQueue
 from shared.redis.token_frames import FrameReader
-from shared.redis.worker_registry import WorkerRegistry
-from shared.sequences import ModelCard
+from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
+from shared.sequences import ModelCard, SequenceClass
 from shared.settings import ApiSettings
 from shared.text import CodecCache, TextCodec
 
 LOOK_AGAIN_S = 1.0  # how old the view of live models may be
+SERVING = frozenset({"ready", "paused"})  # states of workers that have taken, or will take, what waits
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Ring:
         self._counting: asyncio.Task[None] | None = None
         self._queues: dict[str, SequenceQueue] = {}
         self._live: dict[str, ModelCard] = {}
+        self._workers: dict[str, list[WorkerStatus]] = {}
         self._looked = float("-inf")
         self._looking = asyncio.Lock()
 
@@ -84,10 +86,30 @@ class Ring:
         if time.monotonic() - self._looked > LOOK_AGAIN_S:
             async with self._looking:  # one looks, the others wait for what it sees
                 if time.monotonic() - self._looked > LOOK_AGAIN_S:
-                    live = await self.registry.live_models()
-                    self._live = {card.name: card for card in await self.registry.models() if card.name in live}
+                    cards = await self.registry.models()
+                    self._workers = {card.name: await self.registry.workers(card.name) for card in cards}
+                    self._live = {card.name: card for card in cards if self.serving(card.name)}
                     self._looked = time.monotonic()
         return self._live
+
+    def serving(self, model: str) -> list[WorkerStatus]:
+        """A model's workers that will take what is enqueued, as of the last look."""
+        return [worker for worker in self._workers.get(model, ()) if worker.state in SERVING]
+
+    def memory_pressure(self, model: str) -> float:
+        """Share of its KV memory that the worker with most room has given out, as of the last look; 0 without one."""
+        shares = (worker.kv_bytes / max(1, worker.kv_limit_bytes) for worker in self.serving(model))
+        return min(shares, default=0.0)
+
+    async def check_memory(self, model: str) -> None:
+        """ServiceUnavailableError when no worker of the model has room for another sequence."""
+        await self.live_models()
+        threshold, pressure = self.settings.memory_pressure_threshold, self.memory_pressure(model)
+        if threshold and pressure >= threshold:
+            raise ServiceUnavailableError(
+                f"every worker of model '{model}' has given out {pressure:.0%} or more of its KV memory "
+                f"(--memory-pressure-threshold {threshold}); try again shortly"
+            )
 
     async def served(self, name: str | None) -> ServedModel:
         """The model of a request; without a name, the only one that is served."""
@@ -112,7 +134,12 @@ class Ring:
         """The sequence queue of a model."""
         queue = self._queues.get(model)
         if queue is None:
-            queue = SequenceQueue(self.redis, model, max_waiting={"interactive": self.settings.max_queue_size})
+            settings = self.settings
+            bounds: dict[SequenceClass, int] = {
+                "interactive": settings.max_queue_size,
+                "batch": settings.max_batch_queue_size,
+            }
+            queue = SequenceQueue(self.redis, model, max_waiting=bounds)
             self._queues[model] = queue
         return queue
 

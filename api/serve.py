@@ -15,7 +15,10 @@ from typing import Any
 
 import httpx
 import structlog
+from pydantic import SecretStr
 
+from api.auth import check_exposure
+from api.key_ring import KeyRing
 from api.supervisor import ChildSpec, Supervisor, wait_for
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.lifeline import follow_parent
@@ -41,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             raise SetupError(
                 f"--mode {settings.mode}: the trainer is not part of this version yet; use --mode inference_only"
             )
+        check_exposure(settings)
         with _embedded(settings) as server:
             if server is not None:
                 settings.redis = server.url
@@ -118,8 +122,10 @@ async def _start_children(supervisor: Supervisor, settings: ServeSettings, liste
         )
     await supervisor.start(ChildSpec("job runner", "worker.jobs", settings.of(RunnerSettings).environment()))
     fd = listener.fileno()
+    part_of_api = settings.of(ApiSettings)
+    part_of_api.api_key = SecretStr(KeyRing.plain(settings).hashed())  # the children know the hashes alone
     for i in range(settings.api_processes):
-        environment = settings.of(ApiSettings).environment()
+        environment = part_of_api.environment()
         await supervisor.start(ChildSpec(f"api {i}", "api", environment, arguments=("--fd", str(fd)), pass_fds=(fd,)))
 
 

@@ -65,6 +65,14 @@ class AuthenticationError(ParallmError):
     code = "invalid_api_key"
 
 
+class ForbiddenError(ParallmError):
+    """This caller may not do this: a page of another web site."""
+
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
+
+
 class NotFoundError(ParallmError):
     """The thing that the path or the body names does not exist."""
 

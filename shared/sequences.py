@@ -85,6 +85,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     deadline_ms: int = 0  # Unix time; 0: none
     enqueued_ms: int = 0  # Unix time
     collect: Collection | None = None  # a trajectory is wanted
+    first_token_deadline_ms: int = 0  # Unix time by which the first token must have come; 0: none
     schema: int = OLDEST  # `encode` writes ours
 
     @property

@@ -6,6 +6,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,8 @@ from pydantic_settings import (
 from shared.errors import SetupError
 
 S = TypeVar("S", bound="ProcessSettings")
+
+_URL_SECRET = re.compile(r"(?<=://)[^/@]*@")
 
 
 class PrefixedEnvironment(EnvSettingsSource):
@@ -75,7 +78,9 @@ class ProcessSettings(BaseSettings):
 
     def resolved(self) -> str:
         """The settings as YAML, secrets hidden."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        shown = self.model_dump(mode="json")
+        shown["redis"] = _URL_SECRET.sub("***@", self.redis)
+        return yaml.safe_dump(shown, sort_keys=False)
 
     def environment(self) -> dict[str, str]:
         """The settings as `PARALLM_*` variables for a child process; its command line stays free of secrets."""
@@ -145,11 +150,37 @@ class ApiSettings(ProcessSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     default_max_tokens: int = Field(default=512, ge=1)
     max_prompt_tokens: int = Field(default=0, ge=0, description="0: the model's context")
-    max_queue_size: int = Field(default=4096, ge=1, description="waiting interactive sequences before 429")
+    max_queue_size: int = Field(default=4096, ge=1, description="waiting interactive sequences of a model before 429")
+    max_batch_queue_size: int = Field(
+        default=16_384, ge=1, description="waiting batch sequences of a model before a key of class batch gets 429"
+    )
+    max_concurrent_requests: int = Field(
+        default=1024, ge=0, description="requests for tokens under way in one api process before 429; 0: no bound"
+    )
+    rate_limit: str = Field(
+        default="", description="requests for tokens of each key, such as 600/minute; without keys of each address"
+    )
+    memory_pressure_threshold: float = Field(
+        default=0.9,
+        ge=0,
+        le=1,
+        description="share of KV memory in use at every worker of a model from which on 503; 0: off",
+    )
     request_timeout_s: float = Field(default=600, gt=0, description="deadline of an interactive request")
+    first_token_timeout_s: float = Field(
+        default=300, gt=0, description="a sequence without a token by then is given up (504)"
+    )
     max_request_bytes: int = Field(default=1_048_576, ge=1024)
+    max_json_values: int = Field(default=200_000, ge=1024, description="list items and fields in one JSON body")
     max_upload_bytes: int = Field(default=1_073_741_824, ge=1024, description="JSONL uploads, streamed to disk")
-    api_key: SecretStr = SecretStr("")
+    api_key: SecretStr = Field(
+        default=SecretStr(""), description="keys, with commas between; plain or as sha256:HEX; none: anybody may ask"
+    )
+    api_key_file: Path | None = Field(default=None, description="keys, one a line, with class and limits")
+    insecure: bool = Field(default=False, description="listen beyond this machine without any key")
+    cors_origins: list[str] = Field(
+        default=[], description="web origins that may call from browsers; none: CORS is off"
+    )
     api_id: str = Field(default="", description="default: random")
     uds: str = Field(default="", description="serve on a unix socket instead of a port")
     default_adapter: str = Field(default="policy", description="adapter of requests that name none: /generate, uploads")

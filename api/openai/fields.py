@@ -10,6 +10,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+MAX_PROMPTS = 1024
+MAX_BIASES = 4096
+
 
 def complaint(param: str, reason: str, *, unsupported: bool = False) -> PydanticCustomError:
     """An error that names `param`, a field of the model at hand, as the one to blame."""
@@ -66,6 +69,8 @@ def _prompt(value: Any) -> Any:
         raise complaint("", "a string, token ids, or a non-empty list of either")
     if _is_ids(value):
         return [value]
+    if len(value) > MAX_PROMPTS:
+        raise complaint("", f"at most {MAX_PROMPTS} prompts a request; use /v1/jobs for more")
     if all(isinstance(item, str) for item in value) or all(isinstance(item, list) and _is_ids(item) for item in value):
         return value
     raise complaint("", "strings and token ids cannot be mixed, and ids are integers")
@@ -80,6 +85,8 @@ def _logit_bias(value: Any) -> Any:
         return {}
     if not isinstance(value, dict):
         raise complaint("", "an object of token id to bias")
+    if len(value) > MAX_BIASES:
+        raise complaint("", f"at most {MAX_BIASES} tokens")
     try:
         bias = {int(token): float(amount) for token, amount in value.items()}
     except (TypeError, ValueError):

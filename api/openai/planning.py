@@ -68,7 +68,7 @@ def reply_plan(
         name_tokens_by_id=bool(body.return_tokens_as_token_ids),
         eos_token_ids=served.card.eos_token_ids,
         show_stop_token=bool(body.include_stop_str_in_output),
-        deadline_ms=deadline(settings),
+        deadline_ms=deadline(settings, body.deadline_s),
         **shape,
     )
 

@@ -85,9 +85,10 @@ def room_for(
     )
 
 
-def deadline(settings: ApiSettings) -> int:
-    """Unix milliseconds at which a request that begins now is given up."""
-    return int(1000 * (time.time() + settings.request_timeout_s))
+def deadline(settings: ApiSettings, asked_s: float | None = None) -> int:
+    """Unix milliseconds at which a request that begins now is given up: when it asks, and by the setting at last."""
+    longest = settings.request_timeout_s
+    return int(1000 * (time.time() + (longest if asked_s is None else min(asked_s, longest))))
 
 
 def _check_tokens(tokens: "Sequence[int] | dict[int, float]", card: ModelCard, param: str) -> None:

@@ -106,7 +106,7 @@ class SamplingFields(RequestModel):
     top_k: int | None = Field(default=0, ge=-1, description="0 or -1: off")
     min_p: float | None = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float | None = Field(default=1.0, gt=0, le=10)
-    stop_token_ids: list[StrictId] | None = None
+    stop_token_ids: list[StrictId] | None = Field(default=None, max_length=1024)
     ignore_eos: bool | None = False
     min_tokens: int | None = Field(default=0, ge=0, description="nothing stops the completion before this many tokens")
     include_stop_str_in_output: bool | None = False
@@ -126,6 +126,9 @@ class SamplingFields(RequestModel):
     )
     scoring_function: str | dict[str, Any] | None = Field(
         default=None, description="what scores the trajectory: a reward's name, or an object with `name` and options"
+    )
+    deadline_s: float | None = Field(
+        default=None, gt=0, le=86_400, description="given up (504) after so long; at most the server's own timeout"
     )
     return_weight_versions: bool | None = Field(
         default=False, description="adds `weight_versions`: the adapter version of each range of tokens"
@@ -214,7 +217,7 @@ class ChatCompletionRequest(SamplingFields):
 
     off: ClassVar[Off] = _CHAT_OFF
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1, description="OpenAI's newer name of max_tokens")
     logprobs: bool | None = False

@@ -1,17 +1,27 @@
-"""Probes: /livez (this process), /readyz (somebody can answer), /health (how the ring is)."""
+"""Probes: /livez (this process), /readyz (somebody can answer), /health (how the ring is).
 
+A bound's utilization is what is used of it: waiting sequences of `--max-queue-size`, requests under way of
+`--max-concurrent-requests`, KV memory of `--memory-pressure-threshold`. The greatest decides: degraded from 72%,
+overloaded from 100% on, where new requests are refused. A probe never waits for a Redis that is away.
+"""
+
+import asyncio
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, Field
 from redis.exceptions import RedisError
 
-from api.ring import Ring, ring_of
+from api.admission import Load
+from api.ring import SERVING, Ring, ring_of
+from shared.redis.worker_registry import WorkerStatus
 
 router = APIRouter(tags=["operations"])
 TheRing = Annotated[Ring, Depends(ring_of)]
 
-DEGRADED_FROM = 0.72  # of the waiting sequences that are admitted
+DEGRADED_FROM = 0.72  # of a bound
+SILENT_S = 10.0  # of an engine over its work; worth a word, though it may be a long prompt
+ANSWER_WITHIN_S = 2.0  # Redis
 
 Status = Literal["ok", "degraded", "overloaded", "shutting_down"]
 
@@ -22,7 +32,8 @@ class WorkerHealth(BaseModel):
     id: str
     model: str
     host: str
-    state: str
+    state: str = Field(description="starting, ready, paused, draining or stuck")
+    engine_silent_s: float = Field(description="since the engine's turn under way began; 0: idle")
     rows: int = Field(description="rows in use")
     max_rows: int
     tokens_per_s: float
@@ -36,54 +47,104 @@ class ModelHealth(BaseModel):
     waiting: dict[str, int] = Field(description="sequences that no worker has taken yet, by class")
     leased: dict[str, int] = Field(description="sequences in workers' hands, by class")
     oldest_ms: int = Field(description="age of the one that waits longest")
+    memory: float = Field(description="share of KV memory given out by the worker with most room")
+
+
+class Utilization(BaseModel):
+    """What is used of each bound, 0 to 1 and beyond; of the fullest model."""
+
+    queue: float
+    requests: float = Field(description="of this api process")
+    memory: float
 
 
 class Health(BaseModel):
     """How the ring is. `overloaded` and `shutting_down` answer with 503."""
 
     status: Status
+    reasons: list[str] = Field(description="why it is not ok")
     model_loaded: bool = Field(description="a worker is ready")
     queue_depth: int = Field(description="waiting sequences in all")
+    utilization: Utilization
     workers: list[WorkerHealth]
     models: dict[str, ModelHealth]
     api: str = Field(description="id of this api process")
 
 
 @router.get("/health", summary="How the ring is", responses={503: {"model": Health, "description": "Not well"}})
-async def health(ring: TheRing, response: Response) -> Health:
+async def health(request: Request, ring: TheRing, response: Response) -> Health:
     """Workers, models and queues, read from Redis."""
-    workers: list[WorkerHealth] = []
-    models: dict[str, ModelHealth] = {}
-    for name in await ring.registry.live_models():
-        for worker in await ring.registry.workers(name):
-            workers.append(WorkerHealth.model_validate(worker, from_attributes=True))
-        depth = await ring.queue(name).depth()
-        models[name] = ModelHealth(
+    load: Load = request.app.state.load
+    found = Health(
+        status="ok",
+        reasons=[],
+        model_loaded=False,
+        queue_depth=0,
+        utilization=Utilization(queue=0, requests=round(load.utilization, 4), memory=0),
+        workers=[],
+        models={},
+        api=ring.api_id,
+    )
+    try:
+        async with asyncio.timeout(ANSWER_WITHIN_S):
+            await _look(ring, found)
+    except (RedisError, OSError) as error:  # TimeoutError is an OSError
+        found.status = "overloaded"
+        found.reasons.append(f"Redis does not answer: {str(error) or f'{ANSWER_WITHIN_S:g} s have passed'}")
+    else:
+        _judge(found)
+    if ring.shutting_down:
+        found.status = "shutting_down"
+    if found.status in ("overloaded", "shutting_down"):
+        response.status_code = 503
+    return found
+
+
+async def _look(ring: Ring, found: Health) -> None:
+    """Fill in what Redis says."""
+    settings = ring.settings
+    for card in await ring.registry.models():
+        workers = await ring.registry.workers(card.name)
+        if not workers:
+            continue
+        found.workers += [WorkerHealth.model_validate(worker, from_attributes=True) for worker in workers]
+        depth = await ring.queue(card.name).depth()
+        memory = _memory(workers)
+        found.models[card.name] = ModelHealth(
             waiting={kind: queue.waiting for kind, queue in depth.items()},
             leased={kind: queue.leased for kind, queue in depth.items()},
             oldest_ms=max((queue.oldest_ms for queue in depth.values()), default=0),
+            memory=round(memory, 4),
         )
-    ready = any(worker.state == "ready" for worker in workers)
-    status = _status(ring, ready, max((model.waiting.get("interactive", 0) for model in models.values()), default=0))
-    if status in ("overloaded", "shutting_down"):
-        response.status_code = 503
-    return Health(
-        status=status,
-        model_loaded=ready,
-        queue_depth=sum(sum(model.waiting.values()) for model in models.values()),
-        workers=workers,
-        models=models,
-        api=ring.api_id,
-    )
+        found.queue_depth += sum(queue.waiting for queue in depth.values())
+        use, waiting = found.utilization, depth["interactive"].waiting
+        use.queue = max(use.queue, round(waiting / settings.max_queue_size, 4))
+        if settings.memory_pressure_threshold:
+            use.memory = max(use.memory, round(memory / settings.memory_pressure_threshold, 4))
+        if not any(worker.state in SERVING for worker in workers):
+            found.reasons.append(f"no worker of model '{card.name}' takes work")
+    found.model_loaded = any(worker.state == "ready" for worker in found.workers)
 
 
-def _status(ring: Ring, ready: bool, waiting: int) -> Status:
-    if ring.shutting_down:
-        return "shutting_down"
-    load = waiting / ring.settings.max_queue_size
-    if load >= 1:
-        return "overloaded"
-    return "ok" if ready and load < DEGRADED_FROM else "degraded"
+def _memory(workers: list[WorkerStatus]) -> float:
+    shares = (each.kv_bytes / max(1, each.kv_limit_bytes) for each in workers if each.state in SERVING)
+    return min(shares, default=0.0)
+
+
+def _judge(found: Health) -> None:
+    """Status and reasons from the figures."""
+    for bound, used in found.utilization:
+        if used >= DEGRADED_FROM:
+            found.reasons.append(f"{bound}: {used:.0%} of the bound")
+    for worker in found.workers:
+        if worker.state == "stuck" or worker.engine_silent_s > SILENT_S:
+            found.reasons.append(f"the engine of worker '{worker.id}' has been silent for {worker.engine_silent_s} s")
+    full = any(used >= 1 for _, used in found.utilization)
+    if full or not any(worker.state in SERVING for worker in found.workers):
+        found.status = "overloaded"
+        found.reasons = found.reasons or ["no worker is there"]
+    elif found.reasons:
+        found.status = "degraded"
 
 
 @router.get("/livez", summary="Is this process alive?")
@@ -95,10 +156,10 @@ async def livez() -> dict[str, str]:
 @router.get(
     "/readyz",
     summary="Can a request be answered?",
-    responses={503: {"description": "No Redis, no ready worker, or shutting down"}},
+    responses={503: {"description": "No Redis, no worker that takes work, or shutting down"}},
 )
 async def readyz(ring: TheRing, response: Response) -> dict[str, str]:
-    """Redis answers and a worker is ready."""
+    """Redis answers and a worker takes work."""
     reason = await _why_not_ready(ring)
     if reason:
         response.status_code = 503
@@ -110,9 +171,10 @@ async def _why_not_ready(ring: Ring) -> str:
     if ring.shutting_down:
         return "shutting down"
     try:
-        for name in await ring.registry.live_models():
-            if any(worker.state == "ready" for worker in await ring.registry.workers(name)):
-                return ""
-    except (RedisError, OSError) as error:
-        return f"Redis: {error}"
-    return "no ready worker"
+        async with asyncio.timeout(ANSWER_WITHIN_S):
+            for card in await ring.registry.models():
+                if any(worker.state in SERVING for worker in await ring.registry.workers(card.name)):
+                    return ""
+    except (RedisError, OSError) as error:  # TimeoutError is an OSError
+        return f"Redis does not answer: {str(error) or f'{ANSWER_WITHIN_S:g} s have passed'}"
+    return "no worker takes work"

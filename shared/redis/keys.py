@@ -302,6 +302,11 @@ def process_metrics(process_id: str) -> str:
     return f"{PREFIX}:{{metrics}}:process:{process_id}"
 
 
+def rate_limits() -> str:
+    """What the keys of the rate counters begin with; the rest is the library's."""
+    return f"{PREFIX}:limit"
+
+
 RESULTS_PER_CHUNK = 256
 
 DOCUMENTED: tuple[KeyKind, ...] = (
@@ -355,5 +360,6 @@ DOCUMENTED: tuple[KeyKind, ...] = (
     KeyKind("parallm:answer:*", "string", "trainer or job runner", "10 min", "the answer to an order, JSON"),
     KeyKind("parallm:{metrics}:totals", "hash", "any process", "30 d, refreshed", "counts of all processes, summed"),
     KeyKind("parallm:{metrics}:process:*", "hash", "that process", "1 d, refreshed", "what it has told of its counts"),
+    KeyKind("parallm:limit:*", "string", "api", "twice its window", "requests of one API key, by name, in one window"),
     KeyKind("arq:*", "various", "job runner", "arq's own; 1 d at most", "arq's queue, jobs and results"),
 )

@@ -107,6 +107,7 @@ class SequenceQueue:
         args: list[Argument] = [keys.GROUP, bound, QUEUE_TTL_S, len(specs), BUSY_SHARE]
         for spec in specs:
             args += [spec.id, spec.group, spec.kv_tokens, spec.api, spec.deadline_ms, spec.job, encode(spec)]
+            args.append(spec.first_token_deadline_ms)
         both = sorted(CLASSES, key=lambda each: each != kind)
         names = [keys.queue(self._model, each, place) for each in both for place in ("", keys.HANDED_BACK)]
         names += [keys.sequence(self._model, spec.id) for spec in specs]

@@ -66,6 +66,7 @@ class WorkerRegistry:
         fields = msgspec.to_builtins(status)
         fields["adapters"] = msgspec.json.encode(status.adapters)
         fields["extra"] = msgspec.json.encode(status.extra)
+        fields["engine_silent_s"] = status.engine_silent_s  # also 0, over what stood there
         fields["versions"] = msgspec.json.encode(status.versions)
         async with self._redis.pipeline() as pipe:
             pipe.hset(key, mapping=fields)

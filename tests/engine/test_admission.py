@@ -14,6 +14,7 @@ from shared.errors import (
     TokenOutOfRangeError,
     UnknownAdapterError,
 )
+from shared.frames import TokenEvent
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
 from worker.engine.loader import LoadedModel
@@ -130,6 +131,20 @@ def test_a_deadline_ends_rows_and_waiting_sequences(llama: LoadedModel) -> None:
     assert bench.finish("s").reason == bench.finish("waits").reason == bench.finish("late").reason == "deadline"
     assert bench.tokens("s") and not bench.tokens("waits")
     assert bench.finish("free").reason == "length"
+
+
+def test_the_first_token_s_deadline_ends_what_has_no_token_and_nothing_else(llama: LoadedModel) -> None:
+    bench = Bench(llama, max_rows=1)
+    past = time.time_ns() // 1_000_000 - 1
+    begun, late = (
+        msgspec.structs.replace(spec(seq, [1], max_tokens=20), first_token_deadline_ms=past)
+        for seq in ("begun", "late")
+    )
+    bench.submit(begun, prior=(TokenEvent("begun", 1, 0, [5], [-1.0]),), attempt=2)
+    bench.submit(late)
+    bench.run()
+    assert bench.finish("begun").reason == "length"
+    assert bench.finish("late").reason == "deadline" and not bench.tokens("late")
 
 
 @pytest.mark.parametrize("extra", [{}, {"prompt_logprobs": 0}, {"group": "g"}], ids=str)

@@ -212,7 +212,7 @@ async def test_a_model_without_a_live_worker_is_503_and_an_unknown_one_404(redis
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
     assert unnamed.status_code == 503
     assert listed["data"] == []
-    assert (ready.status_code, ready.json()["reason"]) == (503, "no ready worker")
+    assert (ready.status_code, ready.json()["reason"]) == (503, "no worker takes work")
 
 
 @pytest.mark.parametrize(

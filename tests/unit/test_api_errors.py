@@ -8,16 +8,18 @@ import httpx
 import pytest
 import structlog
 from fastapi import FastAPI, Request
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
 from api import errors
-from api.auth import ApiKey
+from api.auth import OwnOrigin, RequireKey
 from api.context import RequestContext
+from api.key_ring import KeyRing
 from api.limits import BodyLimit
 from shared.errors import ParallmError, QueueFullError, UnknownModelError
 from shared.metrics import Tally
+from shared.settings import ApiSettings
 
 
 class Body(BaseModel):
@@ -46,9 +48,12 @@ def app_with(error: Exception | None = None, key: str = "") -> FastAPI:
     async def livez() -> str:
         return "ok"
 
-    app.add_middleware(BodyLimit, 1000, 5000)
+    settings = ApiSettings(max_request_bytes=1024, max_upload_bytes=5000, api_key=SecretStr(key))
+    app.add_middleware(BodyLimit, settings)
     if key:
-        app.add_middleware(ApiKey, key)
+        app.add_middleware(RequireKey, KeyRing.of(settings))
+    else:
+        app.add_middleware(OwnOrigin, ["https://friend.example"])
     app.add_middleware(RequestContext, Tally())
     return app
 
@@ -116,9 +121,9 @@ async def test_requests_that_no_route_takes(
 
 
 async def test_a_body_that_announces_too_much_is_refused_unread() -> None:
-    response = await ask(app_with(), "POST", "/body", content=b"x" * 1001)
+    response = await ask(app_with(), "POST", "/body", content=b"x" * 1025)
     assert response.status_code == 413
-    assert "1000" in error_of(response)["message"]
+    assert "1024" in error_of(response)["message"]
 
 
 async def test_a_body_of_unknown_length_is_cut_off_while_it_is_read() -> None:

@@ -171,8 +171,7 @@ class Engine:
         # Interactive sequences wait before batch ones, each class in order of arrival.
         ahead = sum(other.spec.sequence_class == "interactive" for other in self._waiting)
         self._waiting.insert(ahead if spec.sequence_class == "interactive" else len(self._waiting), row)
-        if spec.deadline_ms:
-            self._next_deadline = min(self._next_deadline, spec.deadline_ms)
+        self._next_deadline = min(self._next_deadline, _deadline(row))
 
     def _refuse(self, request: RowRequest, error: ParallmError) -> None:
         position = sum(len(event.tokens) for event in request.prior)
@@ -339,10 +338,8 @@ class Engine:
         now = time.time_ns() // 1_000_000
         if now < self._next_deadline:
             return
-        late = [row for row in self._rows.values() if 0 < row.spec.deadline_ms <= now]
-        self._end(late, Finish("deadline"))
-        left = (row.spec.deadline_ms for row in self._rows.values() if row.spec.deadline_ms)
-        self._next_deadline = min(left, default=NO_DEADLINE)
+        self._end([row for row in self._rows.values() if _deadline(row) <= now], Finish("deadline"))
+        self._next_deadline = min(map(_deadline, self._rows.values()), default=NO_DEADLINE)
 
     def _failed(self, rows: list[Row], error: Exception) -> None:
         """A forward failed: its rows end, the engine goes on unless it keeps failing."""
@@ -368,3 +365,10 @@ class Engine:
             else:
                 self._waiting.remove(row)
             self._model.adapters.release(row)
+
+
+def _deadline(row: Row) -> int:
+    """When a row is given up, Unix milliseconds: its first token, then its end, has a deadline."""
+    spec = row.spec
+    first = 0 if row.tokens or spec.kind == "score" else spec.first_token_deadline_ms
+    return min(spec.deadline_ms or NO_DEADLINE, first or NO_DEADLINE)

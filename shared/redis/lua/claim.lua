@@ -34,10 +34,11 @@ local closed = false -- an entry did not fit into the KV budget: it and all behi
 -- What to do with a waiting sequence: 'run', 'cancelled', 'deadline', or nil when there is nothing to run.
 local function verdict_on(id)
   if not id or not is_hash(prefix .. id) then return nil end
-  local h = redis.call('HMGET', prefix .. id, 'state', 'cancel', 'deadline')
+  local h = redis.call('HMGET', prefix .. id, 'state', 'cancel', 'deadline', 'first', 'attempt')
   if h[1] ~= 'queued' then return nil end
   if h[2] then return 'cancelled' end
-  local deadline = tonumber(h[3] or '0') or 0
+  local deadline, first = tonumber(h[3] or '0') or 0, tonumber(h[4] or '0') or 0
+  if first > 0 and first <= now and h[5] == '0' then return 'deadline' end
   return (deadline > 0 and deadline <= now) and 'deadline' or 'run'
 end
 

@@ -10,11 +10,11 @@
 -- ARGV[3] ttl      of stream and hashes, seconds
 -- ARGV[4] n        how many sequences
 -- ARGV[5] share    of a worker's rows; from there on it is busy
--- ARGV[6..]        per sequence: id, group of the sequence, KV tokens, api, deadline ms, job, spec (msgpack);
---                  then the preferred workers' ids
+-- ARGV[6..]        per sequence: id, group of the sequence, KV tokens, api, deadline ms, job, spec (msgpack),
+--                  first token's deadline ms; then the preferred workers' ids
 -- Returns the number of new sequences, or -waiting-1 when the bound would be passed.
 local group, bound, ttl, n, share = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
-local FIELDS = 7
+local FIELDS = 8
 local new, seen = {}, {}
 for i = 1, n do
   local key = KEYS[i + 4]
@@ -66,7 +66,8 @@ for _, i in ipairs(new) do
   local a = 6 + (i - 1) * FIELDS
   local entry = redis.call('XADD', stream, '*', 'id', ARGV[a], 'group', ARGV[a + 1], 'kv', ARGV[a + 2])
   redis.call('HSET', KEYS[i + 4], 'state', 'queued', 'stream', stream, 'entry', entry, 'attempt', 0, 'worker', '',
-    'api', ARGV[a + 3], 'deadline', ARGV[a + 4], 'job', ARGV[a + 5], 'spec', ARGV[a + 6])
+    'api', ARGV[a + 3], 'deadline', ARGV[a + 4], 'job', ARGV[a + 5], 'spec', ARGV[a + 6],
+    'first', ARGV[a + 7])
   redis.call('EXPIRE', KEYS[i + 4], ttl)
 end
 return #new

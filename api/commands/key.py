@@ -1,0 +1,35 @@
+"""`mlx_parallm key`: make API keys. Works without a server."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from api.key_ring import line_of, new_key
+
+app = typer.Typer(no_args_is_help=True, help="Make API keys for a server's key file.")
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Option(help="how logs call it")] = "",
+    sequence_class: Annotated[str, typer.Option("--class", help="interactive or batch")] = "",
+    rate: Annotated[str, typer.Option(help="requests for tokens, such as 600/minute")] = "",
+    concurrent: Annotated[int, typer.Option(min=0, help="requests at a time; 0: the server's own bound")] = 0,
+) -> None:
+    """Print a fresh key (stdout's first line) and the line for --api-key-file that admits it (the second)."""
+    key = new_key()
+    print(key)
+    options = {
+        "name": name,
+        "class": sequence_class,
+        "rate": rate.replace(" ", ""),
+        "concurrent": str(concurrent or ""),
+    }
+    print(line_of(key, **options))
+
+
+@app.command("hash")
+def hash_key() -> None:
+    """Read a key from stdin and print its line for --api-key-file."""
+    print(line_of(sys.stdin.readline().strip()))

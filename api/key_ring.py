@@ -1,0 +1,142 @@
+"""API keys: who may ask, in which class, how much. Known by their SHA-256 alone, compared in constant time.
+
+A key comes from `--api-key` (or PARALLM_API_KEY; several with commas between) or from a line of `--api-key-file`:
+
+    <key or sha256:HEX> [name=alice] [class=interactive|batch] [rate=600/minute] [concurrent=32]
+
+Keys of ours are 256 random bits, so a plain hash is enough; a key that a person has thought up has to be long.
+Invariant: no key stays in memory or in a message, a name or a part of the digest stands for it.
+"""
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import structlog
+from limits import RateLimitItem, parse
+
+from shared.errors import SetupError
+from shared.sequences import SequenceClass
+from shared.settings import ApiSettings
+
+log = structlog.get_logger()
+
+PREFIX = "plm-"
+SHORTEST = 16  # characters of a plain key, below which we warn
+_DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}")
+_NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """One key's digest, and what its owner may do."""
+
+    name: str
+    digest: bytes
+    sequence_class: SequenceClass = "interactive"
+    rate: RateLimitItem | None = None  # of requests that begin work; None: the server's own
+    concurrent: int = 0  # such requests at a time in one api process; 0: the server's own
+
+
+class KeyRing:
+    """The keys of one server."""
+
+    def __init__(self, keys: Sequence[ApiKey] = ()) -> None:
+        self._keys = tuple(keys)
+        for what in ("name", "digest"):
+            if len({getattr(key, what) for key in keys}) < len(keys):
+                raise SetupError(f"two API keys have one {what}")
+
+    @classmethod
+    def plain(cls, settings: ApiSettings) -> "KeyRing":
+        """Those of `--api-key` alone."""
+        given = settings.api_key.get_secret_value().split(",")
+        return cls([_key(part, "--api-key") for part in given if part.strip()])
+
+    @classmethod
+    def of(cls, settings: ApiSettings) -> "KeyRing":
+        """The keys that the settings name; SetupError says which line is wrong, without showing it."""
+        found = list(cls.plain(settings)._keys)
+        if settings.api_key_file is not None:
+            found += list(_lines(settings.api_key_file))
+            if not found:
+                raise SetupError(f"--api-key-file {settings.api_key_file} has no key")
+        return cls(found)
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, presented: str) -> ApiKey | None:
+        """The key that was presented; takes as long for a wrong one as for a right one."""
+        digest = hashlib.sha256(presented.encode()).digest()
+        found: ApiKey | None = None
+        for key in self._keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        return found
+
+    def hashed(self) -> str:
+        """The keys as `--api-key` takes them, without the keys themselves; names and limits are left out."""
+        return ",".join(f"sha256:{key.digest.hex()}" for key in self._keys)
+
+
+def new_key() -> str:
+    """A fresh random key."""
+    return PREFIX + secrets.token_urlsafe(32)
+
+
+def line_of(key: str, **options: str) -> str:
+    """The line of a key file for a key: its digest and the options that are not empty."""
+    shown = [f"{name}={value}" for name, value in options.items() if value]
+    return " ".join([f"sha256:{hashlib.sha256(key.encode()).hexdigest()}", *shown])
+
+
+def rate_of(text: str, where: str) -> RateLimitItem:
+    """`600/minute`, `10 per second`; SetupError when it is neither."""
+    try:
+        return parse(text)
+    except ValueError:
+        raise SetupError(f"{where}: {text!r} is no rate such as 600/minute") from None
+
+
+def _lines(path: Path) -> Iterator[ApiKey]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SetupError(f"--api-key-file {path} cannot be read: {error}") from error
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            yield _key(line, f"{path} line {number}")
+
+
+def _key(line: str, where: str) -> ApiKey:
+    secret, *fields = line.split()
+    if _DIGEST.fullmatch(secret):
+        digest = bytes.fromhex(secret.removeprefix("sha256:"))
+    elif secret.startswith("sha256:"):
+        raise SetupError(f"{where}: a digest is sha256: and 64 hexadecimal digits")
+    else:
+        if len(secret) < SHORTEST:
+            log.warning("api.short_key", where=where, hint="mlx_parallm key new makes a good one")
+        digest = hashlib.sha256(secret.encode()).digest()
+    given = dict(field.partition("=")[::2] for field in fields)
+    if unknown := given.keys() - {"name", "class", "rate", "concurrent"}:
+        raise SetupError(f"{where}: unknown field {sorted(unknown)[0][:20]!r}")
+    kind: SequenceClass = "batch" if given.get("class") == "batch" else "interactive"
+    if given.get("class", kind) != kind:
+        raise SetupError(f"{where}: class is one of {', '.join(get_args(SequenceClass))}")
+    name = given.get("name", f"key-{digest.hex()[:8]}")
+    if not _NAME.fullmatch(name):
+        raise SetupError(f"{where}: a name is letters, digits and ._@-")
+    concurrent = given.get("concurrent", "0")
+    if not concurrent.isdecimal():
+        raise SetupError(f"{where}: concurrent is a number")
+    return ApiKey(name, digest, kind, rate_of(given["rate"], where) if "rate" in given else None, int(concurrent))
