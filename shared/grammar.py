@@ -8,6 +8,7 @@ where the text may end.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from shared.errors import InvalidGrammarError
-from shared.text import TokenizerBundle
+from shared.text import TextCodec, TokenizerBundle
 
 # Between JSON's tokens: what pretty printers write, and no more, or a weak model writes blanks until max_tokens.
 WHITESPACE = r"(\x20|\r?\n(\x20{0,32}|\t{0,8}))?"
@@ -61,6 +62,31 @@ def of_choice(choices: Sequence[str]) -> str:
 def of_lark(lark: str) -> str:
     """A grammar in llguidance's dialect of Lark."""
     return json.dumps({"grammars": [{"lark_grammar": lark}]})
+
+
+def compose(lark: str, parts: dict[str, str]) -> str:
+    """A Lark grammar that refers to other grammars as `@name`."""
+    named = [{**json.loads(text)["grammars"][0], "name": name} for name, text in parts.items()]
+    return json.dumps({"grammars": [{"name": "whole", "lark_grammar": lark}, *named]})
+
+
+def inline_schema(schema: dict[str, Any]) -> str:
+    """A JSON schema inside a Lark grammar."""
+    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+
+
+def mark(text: str, codec: TextCodec) -> str:
+    """Lark for a mark such as `<tool_call>`: its token if the vocabulary has one, else its letters."""
+    token = codec.added_token(text)
+    return literal(text) if token is None else f"<[{token}]>"
+
+
+def until(name: str, text: str, codec: TextCodec) -> str:
+    """A rule of Lark: anything up to and with a mark. The next thing in the grammar begins right behind it."""
+    token = codec.added_token(text)
+    if token is None:
+        return f"{name}[lazy]: /(.|\\n)*{re.escape(text).replace('/', chr(92) + '/')}/"
+    return f"{name}: {name.upper()}_TEXT <[{token}]>\n{name.upper()}_TEXT: /(.|\\n)*/"
 
 
 def of_ebnf(text: str) -> str:

@@ -44,6 +44,7 @@ class TextCodec:
         self._tokenizer.no_padding()
         self._template = ChatTemplate(bundle.chat_template) if bundle.chat_template else None
         added = self._tokenizer.get_added_tokens_decoder()
+        self._added: dict[str, int] = {token.content: id_ for id_, token in added.items()}
         self._special = frozenset(token.content for token in added.values() if token.special)
         self.decoder = DecoderShape.of(_decoder_section(bundle.tokenizer_json))
         self._visible = _Pieces(self, skip_special=True)
@@ -111,6 +112,10 @@ class TextCodec:
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
         return self.encode(text, add_special_tokens=False)
 
+    def added_token(self, text: str) -> int | None:
+        """The id of a token that was added to the vocabulary as a whole, such as `<tool_call>`."""
+        return self._added.get(text)
+
     def token(self, token: int) -> str | None:
         """The vocabulary's own spelling of an id; None for an id that it does not know."""
         spelling: str | None = self._tokenizer.id_to_token(token)
@@ -120,10 +125,10 @@ class TextCodec:
         """Whether decoding hides this token."""
         return spelling in self._special
 
-    @property
-    def visible_pieces(self) -> "_Pieces":
-        """id -> its share of the decoded text, special tokens empty."""
-        return self._visible
+    def visible_pieces(self, shown: Iterable[str] = ()) -> "_Pieces":
+        """id -> its share of the decoded text, special tokens empty, except those in `shown`."""
+        special = frozenset(shown) & self._special
+        return _Pieces(self, skip_special=True, shown=special) if special else self._visible
 
 
 class CardSource(Protocol):
@@ -151,10 +156,10 @@ class CodecCache:
 
 
 class TextStream:
-    """Decodes ids as they come. Not for two sequences at once."""
+    """Decodes ids as they come. Not for two sequences at once. `shown`: special tokens that are not hidden."""
 
-    def __init__(self, codec: TextCodec) -> None:
-        self._stream = codec.decoder.stream(codec)
+    def __init__(self, codec: TextCodec, shown: Iterable[str] = ()) -> None:
+        self._stream = codec.decoder.stream(codec, codec.visible_pieces(shown))
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; it may be empty while a character is unfinished."""
@@ -214,12 +219,12 @@ class DecoderShape(msgspec.Struct, frozen=True):
             spelling = spelling.replace(pattern, content)
         return spelling
 
-    def stream(self, codec: TextCodec) -> _Stream:
+    def stream(self, codec: TextCodec, pieces: "_Pieces") -> _Stream:
         """A fresh stream of this shape."""
         if self.kind == "bytes":
-            return _ByteStream(codec)
+            return _ByteStream(pieces)
         if self.kind == "pieces":
-            return _PieceStream(codec, self.strip_left)
+            return _PieceStream(pieces, self.strip_left)
         return _WholeStream(codec)
 
 
@@ -236,8 +241,9 @@ def _decoder_section(tokenizer_json: str) -> dict[str, Any] | None:
 class _Pieces(dict[int, "str | bytes"]):
     """id -> its share of the text, filled as ids are met."""
 
-    def __init__(self, codec: TextCodec, *, skip_special: bool) -> None:
+    def __init__(self, codec: TextCodec, *, skip_special: bool, shown: frozenset[str] = frozenset()) -> None:
         super().__init__()
+        self._shown = shown
         self._codec = codec
         self._skip_special = skip_special
 
@@ -249,7 +255,9 @@ class _Pieces(dict[int, "str | bytes"]):
     def _piece(self, token: int) -> str | bytes:
         codec = self._codec
         spelling = codec.token(token)
-        if spelling is None or (self._skip_special and codec.is_special(spelling)):
+        if spelling is None:
+            return b""
+        if self._skip_special and codec.is_special(spelling) and spelling not in self._shown:
             return b""
         if codec.decoder.kind == "whole":
             return codec.decode([token], skip_special_tokens=self._skip_special)
@@ -259,8 +267,8 @@ class _Pieces(dict[int, "str | bytes"]):
 class _ByteStream:
     """Python's incremental decoder replaces malformed bytes exactly as Rust's `from_utf8_lossy` does."""
 
-    def __init__(self, codec: TextCodec) -> None:
-        self._pieces: dict[int, Any] = codec.visible_pieces
+    def __init__(self, pieces: _Pieces) -> None:
+        self._pieces: dict[int, Any] = pieces  # bytes, all of them
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Sequence[int]) -> str:
@@ -276,8 +284,8 @@ class _ByteStream:
 class _PieceStream:
     """A run of byte tokens is one string if all of it is UTF-8, else one U+FFFD a byte: held back until it ends."""
 
-    def __init__(self, codec: TextCodec, strip_left: int) -> None:
-        self._pieces = codec.visible_pieces
+    def __init__(self, pieces: _Pieces, strip_left: int) -> None:
+        self._pieces = pieces
         self._run = bytearray()
         self._strip_left = strip_left
 

@@ -1,9 +1,7 @@
 """POST /v1/chat/completions: messages through the model's chat template, then as any completion."""
 
-import asyncio
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
@@ -11,42 +9,20 @@ from api.collection import collection_of
 from api.errors import error_responses
 from api.generation import Work
 from api.openai.choices import ReplyPlan
-from api.openai.completions import ENCODE_IN_THREAD_CHARS
+from api.openai.conversations import Conversation, conversation
 from api.openai.planning import check_grammar, reply_plan, target_of, work_for
 from api.openai.replies import reply
 from api.openai.sampling import check_prompts, room_for, sampling_of
-from api.openai.schemas import ChatCompletionRequest, ChatMessage
+from api.openai.schemas import ChatCompletionRequest
 from api.openai.structured import grammar_of_format, grammar_of_outputs
+from api.openai.tools import ToolUse
 from api.ring import Ring, ring_of
 from api.targets import Target
-from shared.errors import InvalidRequestError
+from shared.errors import UnsupportedParameterError
 from shared.settings import ApiSettings
 from shared.text import TextCodec
 
 router = APIRouter(tags=["openai"])
-
-
-class ChatFields(Protocol):
-    """What the template needs of a request."""
-
-    @property
-    def messages(self) -> list[ChatMessage]:
-        """The chat."""
-
-    @property
-    def chat_template_kwargs(self) -> dict[str, Any] | None:
-        """Variables of the template."""
-
-    @property
-    def add_generation_prompt(self) -> bool | None:
-        """Whether the answer begins."""
-
-    @property
-    def add_special_tokens(self) -> bool | None:
-        """Whether the tokenizer adds its own."""
-
-
-_OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 @router.post(
@@ -62,60 +38,32 @@ async def create_chat_completion(
 ) -> Response:
     """OpenAI's chat completions for text, with vLLM's extras."""
     target = await target_of(body, request, ring)
-    prompt = await encoded_chat(target.served.codec, body)
-    work, plan = plan_chat(body, prompt, target, ring.settings)
-    await check_grammar(ring, work, target, "response_format" if body.response_format else "structured_outputs")
+    chat = await chat_of(target.served.codec, body)
+    work, plan = plan_chat(body, chat, target, ring.settings)
+    await check_grammar(ring, work, target, grammar_param(body))
     return await reply(ring, request, target.served, work, plan, bool(body.stream))
 
 
-async def encoded_chat(codec: TextCodec, body: ChatFields) -> list[int]:
-    """Ids of a chat through the model's template; long ones are encoded in a thread."""
-    variables = body.chat_template_kwargs or {}
-    if wrong := sorted(variables.keys() & _OWN_VARIABLES):
-        raise InvalidRequestError(f"'{wrong[0]}' is not a template variable of its own", param="chat_template_kwargs")
-    text = codec.render_chat(
-        template_messages(body.messages), add_generation_prompt=body.add_generation_prompt is not False, **variables
-    )
-    special = bool(body.add_special_tokens)  # the template writes them itself
-    if len(text) > ENCODE_IN_THREAD_CHARS:
-        return await asyncio.to_thread(codec.encode, text, special)
-    return codec.encode(text, special)
-
-
-def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: text as one string, `developer` as `system`, call arguments as objects."""
-    shown: list[dict[str, Any]] = []
-    for message in messages:
-        fields = message.model_dump(exclude_none=True)
-        if isinstance(message.content, list):
-            fields["content"] = "".join(part.text for part in message.content)
-        fields.setdefault("content", "")
-        if message.role == "developer":
-            fields["role"] = "system"
-        if message.tool_calls:
-            fields["tool_calls"] = [_with_object_arguments(call) for call in message.tool_calls]
-        shown.append(fields)
-    return shown
-
-
-def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        return {**call, "function": {**function, "arguments": msgspec.json.decode(function["arguments"] or "{}")}}
-    except msgspec.DecodeError as error:
-        raise InvalidRequestError(f"'arguments' of a tool call is not JSON: {error}", param="messages") from error
+async def chat_of(codec: TextCodec, body: ChatCompletionRequest) -> Conversation:
+    """The chat as the model gets it."""
+    variables: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        if "reasoning_effort" not in codec.bundle.chat_template:
+            raise UnsupportedParameterError("the model's template does not know it", param="reasoning_effort")
+        variables["reasoning_effort"] = body.reasoning_effort
+    tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    return await conversation(codec, body, tools, **variables)
 
 
 def plan_chat(
-    body: ChatCompletionRequest, prompt: list[int], target: Target, settings: ApiSettings
+    body: ChatCompletionRequest, chat: Conversation, target: Target, settings: ApiSettings
 ) -> tuple[Work, ReplyPlan]:
-    """What to ask of the workers, and what to make of their tokens."""
-    card = target.served.card
+    """What to ask of the workers, and what to make of their tokens. The grammar is not checked here."""
+    card, prompt = target.served.card, chat.prompt
     check_prompts([prompt], card, settings, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    plan = reply_plan(body, target, settings, "chat", [prompt], logprobs=logprobs)
+    split = chat.split(body.include_reasoning is not False)
+    plan = reply_plan(body, target, settings, "chat", [prompt], logprobs=logprobs, split=split)
     newer = body.max_completion_tokens is not None
     max_tokens = room_for(
         [prompt],
@@ -130,6 +78,13 @@ def plan_chat(
         max_tokens,
         top_logprobs=logprobs or None,
         prompt_logprobs=body.prompt_logprobs,
-        grammar=grammar_of_format(body.response_format) or grammar_of_outputs(body.structured_outputs),
+        grammar=chat.grammar(grammar_of_format(body.response_format) or grammar_of_outputs(body.structured_outputs)),
     )
     return work_for(plan, target, sampling, collect=collection_of(body, target, settings, 1)), plan
+
+
+def grammar_param(body: ChatCompletionRequest) -> str:
+    """The field to blame for a grammar that cannot be compiled."""
+    if body.response_format is not None and body.response_format.type != "text":
+        return "response_format"
+    return "structured_outputs" if body.structured_outputs is not None else "tools"

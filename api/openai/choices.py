@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from api.openai.pieces import Piece, SplitPlan, Splitter
 from shared.frames import Finish, TokenEvent, TokenLogprob, VersionSpan, spans_of
 from shared.text import TextCodec, TextStream
 
@@ -37,6 +38,7 @@ class ReplyPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     show_stop_token: bool = False  # the text of a stop token id that the request named
     scores_only: bool = False  # the prompt is scored, nothing is generated
     deadline_ms: int = 0
+    split: SplitPlan | None = None  # reasoning and tool calls that are told apart from content
 
     @property
     def choices(self) -> int:
@@ -46,6 +48,10 @@ class ReplyPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     def sequence(self, choice: int) -> str:
         """Id of the sequence behind a choice."""
         return f"{self.id}-{choice}"
+
+    def call_id(self, choice: int, call: int) -> str:
+        """Id of a tool call; the same in every process that writes the reply."""
+        return f"call_{self.id.rpartition('-')[2][:20]}{choice:02d}{call:02d}"
 
 
 class Delta(msgspec.Struct):
@@ -61,11 +67,15 @@ class Delta(msgspec.Struct):
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[list[TokenLogprob]] | None = None
     versions: tuple[VersionSpan, ...] = ()  # of the new tokens, when the request wants them
+    piece: Piece | None = None  # new text taken apart, when the plan says so
+    calls_ended_it: bool = False
 
     @property
     def finish_reason(self) -> str | None:
         """OpenAI's name of it."""
-        return None if self.finish is None else self.finish.reason
+        if self.finish is None:
+            return None
+        return "tool_calls" if self.calls_ended_it and self.finish.reason == "stop" else self.finish.reason
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -84,12 +94,14 @@ class Choice:
     """One choice while its events come in. With `seen` it shows only what lies beyond."""
 
     __slots__ = (
-        "_decoder", "_eos", "_show_stop", "_skip_chars", "_skip_tokens", "_versions", "begun", "cached", "chars",
-        "ended", "seen_end", "tokens",
+        "_decoder", "_eos", "_show_stop", "_skip_chars", "_skip_tokens", "_split", "_splitter", "_versions", "begun",
+        "cached", "chars", "ended", "seen_end", "tokens",
     )  # fmt: skip
 
     def __init__(self, plan: ReplyPlan, codec: TextCodec, seen: Progress = NOTHING_SEEN) -> None:
-        self._decoder = TextStream(codec)
+        self._split = plan.split
+        self._splitter = None if plan.split is None else Splitter(plan.split)
+        self._decoder = TextStream(codec, () if plan.split is None else plan.split.marks)
         self._eos = plan.eos_token_ids
         self._show_stop = plan.show_stop_token
         self._versions = plan.weight_versions
@@ -115,6 +127,8 @@ class Choice:
         delta = Delta(text, event.tokens, event.logprobs, event.top_logprobs, not self.begun, finish)
         delta.prompt_logprobs = event.prompt_logprobs
         delta.prompt_top_logprobs = event.prompt_top_logprobs
+        if self._splitter is not None:
+            self._take_apart(self._splitter, delta)
         if self._skip_tokens or self._skip_chars:
             self._skip(delta)
         if self._versions:
@@ -135,6 +149,16 @@ class Choice:
         return ends_with_stop_token(tokens, finish, self._eos) and not (
             self._show_stop and finish.stop_match is not None
         )
+
+    def _take_apart(self, splitter: Splitter, delta: Delta) -> None:
+        text, seen = delta.text, min(self._skip_chars, len(delta.text))
+        if seen:
+            splitter.push(text[:seen])
+        piece = splitter.push(text[seen:])
+        if delta.finish is not None:
+            piece.add(splitter.flush())
+            delta.calls_ended_it = bool(splitter.calls) and self._split is not None and not self._split.named
+        delta.piece = piece
 
     def _skip(self, delta: Delta) -> None:
         delta.seen_tokens, chars = min(self._skip_tokens, len(delta.tokens)), min(self._skip_chars, len(delta.text))

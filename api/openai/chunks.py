@@ -10,12 +10,14 @@ import msgspec
 
 from api.openai.choices import Choice, Delta, Progress, ReplyPlan
 from api.openai.logprobs import TextLogprobs, TextOffsets, TokenNames
+from api.openai.pieces import Piece
+from api.openai.tool_formats import Call
 from shared.frames import VersionSpan
 from shared.text import TextCodec
 
 DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder()
-_FINISH = {None: b"null", "stop": b'"stop"', "length": b'"length"'}
+_FINISH = {None: b"null", "stop": b'"stop"', "length": b'"length"', "tool_calls": b'"tool_calls"'}
 
 
 class ChunkWriter:
@@ -46,6 +48,8 @@ class ChunkWriter:
 
     def chunk(self, index: int, delta: Delta) -> bytes:
         """The chunk for a delta; empty when there is nothing to say."""
+        if delta.piece is not None:
+            return self._split_chunk(index, delta, delta.piece)
         text, finish = delta.text, delta.finish
         if self._plan.echo and delta.first:
             text = self._plan.echo[index // self._plan.n] + text
@@ -61,6 +65,13 @@ class ChunkWriter:
         if self._chat:
             encoded = b'{"content":%s}' % encoded if text or finish is None else b"{}"
         return b"%s%s%s%s" % (self._choice_heads[index], encoded, rest, self._tail)
+
+    def _split_chunk(self, index: int, delta: Delta, piece: Piece) -> bytes:
+        shown = shown_piece(self._plan, index, piece)
+        news = not self._plain and delta.seen_tokens < len(delta.tokens)
+        if not shown and delta.finish is None and not news:
+            return b""
+        return b"%s%s%s%s" % (self._choice_heads[index], _json.encode(shown), self._rest(index, delta), self._tail)
 
     def _plain_chunk(self, index: int, text: str) -> bytes:
         shape = (
@@ -108,6 +119,26 @@ class ChunkWriter:
         """The last chunk before [DONE], when the request wants the counts."""
         counts = _json.encode(usage(self._plan, choices))
         return b'%s,"choices":[],"usage":%s}\n\n' % (self._head, counts)
+
+
+def shown_piece(plan: ReplyPlan, index: int, piece: Piece) -> dict[str, Any]:
+    """The fields of a chat delta; only what is new."""
+    shown: dict[str, Any] = {}
+    if piece.reasoning:
+        shown["reasoning_content"] = piece.reasoning
+    if piece.content:
+        shown["content"] = piece.content
+    if piece.calls:
+        shown["tool_calls"] = [
+            {"index": at, **shown_call(plan.call_id(index, at), call)}
+            for at, call in enumerate(piece.calls, piece.first_call)
+        ]
+    return shown
+
+
+def shown_call(call_id: str, call: Call) -> dict[str, Any]:
+    """A tool call as OpenAI shows it."""
+    return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class PromptDetails(msgspec.Struct):

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from api.errors import error_object, from_fault
 from api.generation import Events, Generation, Work, by_choice
-from api.openai.choices import Choice, ReplyPlan, join
-from api.openai.chunks import DONE, ChunkWriter, event_id, shown_versions, usage
+from api.openai.choices import Choice, Delta, ReplyPlan, join
+from api.openai.chunks import DONE, ChunkWriter, event_id, shown_call, shown_versions, usage
 from api.openai.logprobs import TextLogprobs, TextOffsets, TokenNames
 from api.resume import reading, remember
 from api.ring import Ring, ServedModel
@@ -116,7 +116,7 @@ def whole_body(
 ) -> bytes:
     """JSON of a reply that is not streamed; each choice is decoded once. `spans`: the choices' version spans."""
     choices = [Choice(plan, codec) for _ in gathered]
-    texts = [choice.take([event]).text for choice, event in zip(choices, gathered, strict=True)]
+    deltas = [choice.take([event]) for choice, event in zip(choices, gathered, strict=True)]
     shape = _chat_choice if plan.endpoint == "chat" else _text_choice
     body: dict[str, Any] = {
         "id": plan.id,
@@ -124,7 +124,7 @@ def whole_body(
         "created": plan.created,
         "model": plan.model,
         "system_fingerprint": plan.fingerprint,
-        "choices": [shape(plan, codec, i, texts[i], event) for i, event in enumerate(gathered)],
+        "choices": [shape(plan, codec, i, deltas[i], event) for i, event in enumerate(gathered)],
         "usage": usage(plan, choices),
     }
     for choice, versions in zip(body["choices"], spans, strict=bool(spans)):
@@ -138,17 +138,30 @@ def whole_body(
     return msgspec.json.encode(body)
 
 
-def _chat_choice(plan: ReplyPlan, codec: TextCodec, index: int, text: str, event: TokenEvent) -> dict[str, Any]:
+def _chat_choice(plan: ReplyPlan, codec: TextCodec, index: int, delta: Delta, event: TokenEvent) -> dict[str, Any]:
     shown = None
     if plan.logprobs is not None:
         names = TokenNames(codec, plan.name_tokens_by_id)
         shown = {"content": names.chat(event.tokens, event.logprobs, event.top_logprobs), "refusal": None}
-    message = {"role": "assistant", "content": text, "refusal": None}
-    return {"index": index, "message": message, "logprobs": shown, **_ending(plan, event)}
+    ending = {**_ending(plan, event), "finish_reason": delta.finish_reason}
+    return {"index": index, "message": _message(plan, index, delta), "logprobs": shown, **ending}
 
 
-def _text_choice(plan: ReplyPlan, codec: TextCodec, index: int, text: str, event: TokenEvent) -> dict[str, Any]:
-    prompt = index // plan.n
+def _message(plan: ReplyPlan, index: int, delta: Delta) -> dict[str, Any]:
+    piece = delta.piece
+    if piece is None:
+        return {"role": "assistant", "content": delta.text, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": piece.content, "refusal": None}
+    if piece.reasoning:
+        message["reasoning_content"] = piece.reasoning
+    if piece.calls:
+        message["content"] = piece.content or None
+        message["tool_calls"] = [shown_call(plan.call_id(index, at), call) for at, call in enumerate(piece.calls)]
+    return message
+
+
+def _text_choice(plan: ReplyPlan, codec: TextCodec, index: int, delta: Delta, event: TokenEvent) -> dict[str, Any]:
+    prompt, text = index // plan.n, delta.text
     names = TokenNames(codec, plan.name_tokens_by_id)
     choice: dict[str, Any] = {
         "index": index,

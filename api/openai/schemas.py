@@ -1,11 +1,13 @@
 """The bodies of the OpenAI endpoints, with vLLM's extras. Every field is known by name; unknown ones are refused."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from api.openai.fields import LogitBias, Prompts, RequestModel, Stop, check_unicode, complaint
+from api.openai.messages import ChatMessage
 from api.openai.structured import ResponseFormat, StructuredOutputs
+from api.openai.tools import ToolChoice, Tools
 from shared.sequences import AdapterPolicy
 
 MAX_N = 256
@@ -38,24 +40,16 @@ _COMPLETION_OFF: Off = {
     "suffix": ("",),
     "store": (False,),
 }
-_MESSAGE_OFF: Off = {
-    "refusal": (),
-    "audio": (),
-    "function_call": (),
-}
 _CHAT_OFF: Off = {
     **_SAMPLING_OFF,
     "continue_final_message": (False,),
     "echo": (False,),
     "best_of": (1,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": ("medium",),
     "web_search_options": (),
     "service_tier": (
@@ -175,43 +169,6 @@ class CompletionRequest(SamplingFields):
         return self
 
 
-class ContentPart(RequestModel):
-    """A part of a message; text alone."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(RequestModel):
-    """One message of a chat."""
-
-    off: ClassVar[Off] = _MESSAGE_OFF
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _text_parts(cls, data: Any) -> Any:
-        content = data.get("content") if isinstance(data, dict) else None
-        for i, part in enumerate(content if isinstance(content, list) else ()):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind != "text":
-                reason = f"parts of type '{kind}' are not supported, only 'text'"
-                raise complaint(f"content[{i}]", reason, unsupported=True)
-        return data
-
-    @model_validator(mode="after")
-    def _complete(self) -> "ChatMessage":
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise complaint("content", f"a message of role '{self.role}' needs 'content'")
-        return self
-
-
 class ChatCompletionRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
@@ -225,7 +182,11 @@ class ChatCompletionRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="variables of the chat template")
     add_generation_prompt: bool | None = True
-    parallel_tool_calls: bool | None = Field(default=None, description="accepted, without tools it means nothing")
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = Field(default=None, description="default: auto, if there are tools")
+    parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call")
+    reasoning_effort: str | None = Field(default=None, description="for templates that know it")
+    include_reasoning: bool | None = Field(default=True, description="false: reasoning is left out (vLLM's)")
     safety_identifier: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_key: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_retention: str | None = Field(default=None, description="accepted, not used")

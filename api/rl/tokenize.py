@@ -6,10 +6,11 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field, model_validator
 
 from api.errors import error_responses
-from api.openai.chat import encoded_chat
 from api.openai.completions import encoded
+from api.openai.conversations import encoded_chat
 from api.openai.fields import RequestModel, check_unicode, complaint
-from api.openai.schemas import ChatMessage, Off, StrictId
+from api.openai.messages import ChatMessage
+from api.openai.schemas import Off, StrictId
 from api.ring import Ring, ring_of
 from api.targets import find_job_target
 from shared.errors import TokenOutOfRangeError

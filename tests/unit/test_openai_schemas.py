@@ -6,9 +6,10 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from api.errors import from_validation
-from api.openai.chat import template_messages
+from api.openai.conversations import template_messages
+from api.openai.messages import ChatMessage
 from api.openai.sampling import check_prompts, room_for, sampling_of
-from api.openai.schemas import ChatCompletionRequest, ChatMessage, CompletionRequest
+from api.openai.schemas import ChatCompletionRequest, CompletionRequest
 from shared.errors import (
     ContextLengthExceededError,
     EmptyPromptError,
@@ -136,12 +137,11 @@ def test_contradictions_are_refused(body: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),
         ({"guided_json": {"type": "object"}}, "guided_json"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
         ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"store": True}, "store"),
         ({"service_tier": "priority"}, "service_tier"),
         ({"nonsense": 1}, "nonsense"),

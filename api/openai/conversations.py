@@ -1,0 +1,130 @@
+"""From messages to prompt ids: the chat template, what it is told of tools, and where it leaves the model."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from api.openai.completions import ENCODE_IN_THREAD_CHARS
+from api.openai.messages import ChatMessage
+from api.openai.pieces import SplitPlan, Thinking
+from api.openai.thinking import behind_thinking, marks_of, thinking_after
+from api.openai.tools import ToolUse, for_template, knows_tools
+from shared.errors import InvalidRequestError
+from shared.text import TextCodec
+
+_OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class ChatFields(Protocol):
+    """What the template needs of a request."""
+
+    @property
+    def messages(self) -> list[ChatMessage]:
+        """The chat."""
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None:
+        """Variables of the template."""
+
+    @property
+    def add_generation_prompt(self) -> bool | None:
+        """Whether the answer begins."""
+
+    @property
+    def add_special_tokens(self) -> bool | None:
+        """Whether the tokenizer adds its own."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A chat as the model gets it, and what its answer may be made of."""
+
+    codec: TextCodec
+    prompt: list[int]
+    tools: ToolUse | None
+    thinking: Thinking
+    think_marks: tuple[str, str] | None
+
+    def split(self, show_thinking: bool) -> SplitPlan | None:
+        """How the answer is taken apart; None when it is content only."""
+        if self.tools is None and not self.thinking:
+            return None
+        start, end = (self.think_marks or ("", "")) if self.thinking else ("", "")
+        plan = SplitPlan(thinking=self.thinking, think_start=start, think_end=end, show_thinking=show_thinking)
+        if self.tools is None:
+            return plan
+        return msgspec.structs.replace(
+            plan,
+            format=self.tools.form(self.codec),
+            tools=msgspec.json.encode(self.tools.shown),
+            parallel=self.tools.parallel,
+            named=self.tools.named,
+        )
+
+    def grammar(self, wanted: str) -> str:
+        """The grammar of the answer, of which `wanted` is the one of its content; "" when anything goes."""
+        text = wanted if self.tools is None else self.tools.grammar(self.codec, wanted)
+        if self.think_marks is None:
+            return text
+        return behind_thinking(text, self.thinking, self.think_marks, self.codec)
+
+
+async def conversation(
+    codec: TextCodec, body: ChatFields, tools: ToolUse | None = None, **variables: Any
+) -> Conversation:
+    """Render and encode a chat; InvalidRequestError when the template refuses it."""
+    text = _rendered(codec, body, tools, variables)
+    ids = await _encoded(codec, text, bool(body.add_special_tokens))
+    marks = marks_of(codec) if body.add_generation_prompt is not False else None
+    return Conversation(codec, ids, tools, "" if marks is None else thinking_after(text, marks), marks)
+
+
+async def encoded_chat(codec: TextCodec, body: ChatFields) -> list[int]:
+    """Ids of a chat through the model's template."""
+    return await _encoded(codec, _rendered(codec, body, None, {}), bool(body.add_special_tokens))
+
+
+def _rendered(codec: TextCodec, body: ChatFields, tools: ToolUse | None, variables: dict[str, Any]) -> str:
+    asked = body.chat_template_kwargs or {}
+    if wrong := sorted(asked.keys() & _OWN_VARIABLES):
+        raise InvalidRequestError(f"'{wrong[0]}' is not a template variable of its own", param="chat_template_kwargs")
+    return codec.render_chat(
+        for_template(template_messages(body.messages), tools, codec),
+        add_generation_prompt=body.add_generation_prompt is not False,
+        tools=tools.shown if tools is not None and knows_tools(codec) else None,
+        **{**variables, **asked},
+    )
+
+
+async def _encoded(codec: TextCodec, text: str, special: bool) -> list[int]:
+    """The template writes special tokens itself; long texts are encoded in a thread."""
+    if len(text) > ENCODE_IN_THREAD_CHARS:
+        return await asyncio.to_thread(codec.encode, text, special)
+    return codec.encode(text, special)
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: text as one string, `developer` as `system`, call arguments as objects."""
+    shown: list[dict[str, Any]] = []
+    for message in messages:
+        fields = message.model_dump(exclude_none=True)
+        if isinstance(message.content, list):
+            fields["content"] = "".join(part.text for part in message.content)
+        fields.setdefault("content", "")
+        if message.role == "developer":
+            fields["role"] = "system"
+        if message.tool_calls:
+            fields["tool_calls"] = [_with_object_arguments(call.model_dump()) for call in message.tool_calls]
+        shown.append(fields)
+    return shown
+
+
+def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    try:
+        return {**call, "function": {**function, "arguments": msgspec.json.decode(function["arguments"] or "{}")}}
+    except msgspec.DecodeError as error:
+        raise InvalidRequestError(f"'arguments' of a tool call is not JSON: {error}", param="messages") from error

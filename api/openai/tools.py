@@ -1,0 +1,195 @@
+"""Tools: what a request says of them, how the model is told, and the grammar that makes it call one.
+
+A template that knows `tools` gets them. For any other the definitions go into the system message in Hermes' words,
+calls of earlier turns are written as Hermes writes them, and results come as user turns.
+
+Invariants. With `tool_choice` "required" or a named function the completion is calls in Hermes' form and nothing else,
+with arguments of the function's schema, whatever form the model would rather use. With "auto" the model decides;
+arguments of functions with `strict` follow their schema then, too, when the model's form is Hermes'.
+"""
+
+import json
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BeforeValidator, Field
+
+from api.openai.fields import RequestModel, complaint
+from api.openai.tool_formats import HERMES, format_name
+from shared import grammar
+from shared.errors import InvalidGrammarError, InvalidRequestError, UnsupportedParameterError
+from shared.text import TextCodec
+
+MAX_TOOLS = 128
+MAX_FORCED_CALLS = 16  # of one completion: a weak model would call for ever
+
+
+class FunctionDefinition(RequestModel):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(default=None, description="a JSON schema; absent: no parameters")
+    strict: bool | None = Field(default=None, description="arguments follow the schema under `auto`, too")
+
+
+def _function_only(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise complaint("type", f"type '{kind}' is not supported, only 'function'", unsupported=True)
+    return value
+
+
+class Tool(RequestModel):
+    """A tool; functions alone."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class _FunctionName(RequestModel):
+    name: str
+
+
+class NamedChoice(RequestModel):
+    """The one function to call."""
+
+    type: Literal["function"]
+    function: _FunctionName
+
+
+Tools = Annotated[list[Annotated[Tool, BeforeValidator(_function_only)]], Field(max_length=MAX_TOOLS)]
+ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedChoice, BeforeValidator(_function_only)]
+
+
+class ToolUse(msgspec.Struct, frozen=True):
+    """What a request's tools come to. `shown` are the definitions as the template gets them."""
+
+    shown: list[dict[str, Any]]
+    callable: list[FunctionDefinition]  # of them, those that may be called: all, or the named one
+    forced: bool
+    named: bool
+    parallel: bool
+
+    @classmethod
+    def of(cls, tools: list[Tool] | None, choice: str | NamedChoice | None, parallel: bool | None) -> "ToolUse | None":
+        """None when nothing may be called; InvalidRequestError for a choice without its tool."""
+        if not tools:
+            if choice not in (None, "none", "auto"):
+                raise InvalidRequestError("'tool_choice' needs 'tools'", param="tool_choice")
+            return None
+        names = [tool.function.name for tool in tools]
+        if len(set(names)) < len(names):
+            raise InvalidRequestError("two tools have the same name", param="tools")
+        if choice == "none":
+            return None
+        functions = [tool.function for tool in tools]
+        named = isinstance(choice, NamedChoice)
+        if isinstance(choice, NamedChoice):
+            functions = [each for each in functions if each.name == choice.function.name]
+            if not functions:
+                raise InvalidRequestError(f"no tool is named '{choice.function.name}'", param="tool_choice")
+        shown = [tool.model_dump(exclude_none=True) for tool in tools]
+        return cls(shown, functions, named or choice == "required", named, parallel is not False and not named)
+
+    def form(self, codec: TextCodec) -> str:
+        """The form in which calls will come."""
+        return HERMES if self.forced else format_name(codec.bundle.chat_template)
+
+    def grammar(self, codec: TextCodec, otherwise: str = "") -> str:
+        """What the completion must be; "" when anything goes. `otherwise`: the grammar of an answer without calls."""
+        if self.forced and otherwise:
+            raise InvalidRequestError("a forced call leaves no room for a response format", param="tool_choice")
+        if otherwise and self.form(codec) != HERMES:
+            raise UnsupportedParameterError(
+                "a response format beside tools is not supported for this model's form of calls", param="tools"
+            )
+        if otherwise:
+            rules = self._call_rules(codec, self.callable)
+            return grammar.compose(f"start: @answer | call {self._more}\n{rules}", {"answer": otherwise})
+        if self.forced:
+            return grammar.of_lark(f"start: call {self._more}\n{self._call_rules(codec, self.callable)}")
+        if self.form(codec) == HERMES and any(each.strict for each in self.callable):
+            return grammar.of_lark(self._free_text(codec))
+        return ""
+
+    @property
+    def _more(self) -> str:
+        return f"({grammar.literal(chr(10))} call){{0,{MAX_FORCED_CALLS - 1}}}" if self.parallel else ""
+
+    def _call_rules(self, codec: TextCodec, functions: list[FunctionDefinition], begun: bool = False) -> str:
+        """`call` and what it refers to; `begun`: without the opening mark."""
+        start = "" if begun else grammar.mark("<tool_call>", codec)
+        names = " | ".join(f"f{at}" for at in range(len(functions)))
+        blank = "/\\n?/" if begun else grammar.literal("\n")
+        rules = [f"call: {start} {blank} ({names}) {blank} {grammar.mark('</tool_call>', codec)}"]
+        for at, function in enumerate(functions):
+            head = grammar.literal(f'{{"name": {json.dumps(function.name)}, "arguments": ')
+            rules.append(f"f{at}: {head} {_arguments(function, enforced=not begun or bool(function.strict))} {_CLOSE}")
+        return "\n".join(rules)
+
+    def _free_text(self, codec: TextCodec) -> str:
+        """Text in which every call is well formed."""
+        text = grammar.until("words", "<tool_call>", codec)
+        return f"start: (words call)* TAIL\nTAIL: /(.|\\n)*/\n{text}\n{self._call_rules(codec, self.callable, True)}"
+
+
+_CLOSE = grammar.literal("}")
+
+
+def _arguments(function: FunctionDefinition, enforced: bool) -> str:
+    if not enforced:
+        return grammar.inline_schema({"type": "object"})
+    schema = function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+    if schema.get("type", "object") != "object":
+        raise InvalidGrammarError(f"the parameters of '{function.name}' are not of type object", param="tools")
+    return grammar.inline_schema({"type": "object", **schema})
+
+
+# -- how the model is told
+
+
+def knows_tools(codec: TextCodec) -> bool:
+    """Whether the model's template shows tools."""
+    return "tools" in codec.bundle.chat_template
+
+
+def for_template(messages: list[dict[str, Any]], use: ToolUse | None, codec: TextCodec) -> list[dict[str, Any]]:
+    """Messages for a template; one that does not know tools gets them as text."""
+    if knows_tools(codec):
+        return messages
+    plain = [_as_text(message) for message in messages]
+    if use is None:
+        return plain
+    words = _PREAMBLE.format(tools="\n".join(json.dumps(each, ensure_ascii=False) for each in use.shown))
+    if plain and plain[0]["role"] == "system":
+        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{words}"}, *plain[1:]]
+    return [{"role": "system", "content": words}, *plain]
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    written = [f"<tool_call>\n{_written(call['function'])}\n</tool_call>" for call in calls]
+    words = "\n".join([text for text in [message["content"]] if text] + written)
+    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": words}
+
+
+def _written(function: dict[str, Any]) -> str:
+    return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+
+
+_PREAMBLE = """# Tools
+
+You may call these functions:
+<tools>
+{tools}
+</tools>
+
+To call one, answer with its name and its arguments as JSON, each call within its own tags:
+<tool_call>
+{{"name": "<name>", "arguments": {{<arguments>}}}}
+</tool_call>"""

@@ -1,0 +1,322 @@
+"""Tool calls and reasoning: what is told to the model, what is enforced, and how a completion is taken apart."""
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api.openai.conversations import conversation, template_messages
+from api.openai.messages import ChatMessage
+from api.openai.pieces import Piece, SplitPlan, Splitter
+from api.openai.schemas import ChatCompletionRequest
+from api.openai.thinking import behind_thinking, thinking_after
+from api.openai.tool_formats import HERMES, Call, format_name, tool_format
+from api.openai.tools import ToolUse, for_template
+from shared import grammar
+from shared.errors import InvalidGrammarError, InvalidRequestError, UnsupportedParameterError
+from shared.text import TextCodec, TextStream, TokenizerBundle
+from tests.unit.api_texts import bundle, codec
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]},
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+ROME = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+OSLO = ROME.replace("Rome", "Oslo")
+HERMES_PLAN = SplitPlan(format=HERMES)
+THINKING = SplitPlan(format=HERMES, thinking="may", think_start="<think>", think_end="</think>")
+
+
+def request(**fields: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], **fields})
+
+
+def use_of(**fields: Any) -> ToolUse | None:
+    body = request(**fields)
+    return ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
+
+
+def taken(plan: SplitPlan, *texts: str) -> Piece:
+    splitter, whole = Splitter(plan), Piece()
+    for text in texts:
+        whole.add(splitter.push(text))
+    whole.add(splitter.flush())
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("plan", "text", "content", "reasoning", "cities"),
+    [
+        (HERMES_PLAN, "plain text \n", "plain text \n", "", []),
+        (HERMES_PLAN, ROME, "", "", ["Rome"]),
+        (HERMES_PLAN, f"Look:\n{ROME}\n{OSLO}\n", "Look:", "", ["Rome", "Oslo"]),
+        (HERMES_PLAN, f"{ROME}\nand then", "\nand then", "", ["Rome"]),
+        (HERMES_PLAN, "<tool_call>nonsense</tool_call>!", "<tool_call>nonsense</tool_call>!", "", []),
+        (HERMES_PLAN, '<tool_call>\n{"name": "a"', '<tool_call>\n{"name": "a"', "", []),
+        (HERMES_PLAN, "a < b <tool", "a < b <tool", "", []),
+        (THINKING, f"<think>\nhm\n\n</think>\n\nSo:\n{ROME}", "So:", "hm", ["Rome"]),
+        (THINKING, "no thoughts", "no thoughts", "", []),
+        (THINKING, "<think>cut off <tool_call>", "", "cut off <tool_call>", []),
+        (THINKING, "<think></think>x", "x", "", []),
+        (SplitPlan(thinking="open", think_end="</think>"), "so\n</think>\n\nyes", "yes", "so", []),
+        (SplitPlan(thinking="open", think_end="</think>", show_thinking=False), "so\n</think>\n\nyes", "yes", "", []),
+        (SplitPlan(format="llama3"), '{"name": "f", "parameters": {"city": "Rome"}}', "", "", ["Rome"]),
+        (SplitPlan(format="llama3"), '{"a": 1} is JSON', '{"a": 1} is JSON', "", []),
+        (SplitPlan(format="llama3"), 'see {"name": "f"}', 'see {"name": "f"}', "", []),
+        (SplitPlan(format=HERMES, parallel=False), ROME + OSLO, "", "", ["Rome"]),
+    ],
+)
+def test_a_completion_is_taken_apart(
+    plan: SplitPlan, text: str, content: str, reasoning: str, cities: list[str]
+) -> None:
+    piece = taken(plan, text)
+    assert (piece.content, piece.reasoning) == (content, reasoning)
+    assert [json.loads(call.arguments)["city"] for call in piece.calls] == cities
+
+
+PARTS = ["<think>", "</think>", "<tool_call>", "</tool_call>", ROME, "\n", " ", "word", "<", "{", '{"name": "f"}']
+
+
+@given(
+    parts=st.lists(st.sampled_from(PARTS), max_size=12),
+    cuts=st.lists(st.integers(0, 120), max_size=8),
+    plan=st.sampled_from([HERMES_PLAN, THINKING, SplitPlan(format="llama3"), SplitPlan(format="mistral")]),
+)
+def test_how_the_text_was_cut_makes_no_difference(parts: list[str], cuts: list[int], plan: SplitPlan) -> None:
+    text = "".join(parts)
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    assert taken(plan, *(text[a:b] for a, b in pairwise(edges))) == taken(plan, text)
+    assert taken(plan, *text) == taken(plan, text)
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "expected"),
+    [
+        (
+            "... <tool_call>\\n<function=",
+            "<tool_call>\n<function=f>\n<parameter=n>\n2\n</parameter>\n</function>\n</tool_call>",
+            '{"n":2}',
+        ),
+        ("[TOOL_CALLS]", '[TOOL_CALLS]f[ARGS]{"n": 2}', '{"n":2}'),
+        ("<|tool_call_start|>", "<|tool_call_start|>[f(n=2)]<|tool_call_end|>", '{"n":2}'),
+        (
+            "<minimax:tool_call>",
+            '<minimax:tool_call><invoke name="f">\n<parameter name="n">2</parameter>\n</invoke></minimax:tool_call>',
+            '{"n":2}',
+        ),
+    ],
+)
+def test_other_forms_are_read_by_mlx_lms_parsers(template: str, text: str, expected: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}]
+    plan = SplitPlan(format=format_name(template), tools=json.dumps(tools).encode())
+    assert taken(plan, text).calls == [Call("f", expected)]
+
+
+def test_the_parsers_come_without_mlx() -> None:
+    code = (
+        "import sys; from api.openai.tool_formats import tool_format; tool_format('glm47'); tool_format('minicpm5')\n"
+        "assert not any(name.split('.')[0] in ('mlx', 'mlx_lm') for name in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+# -- what is enforced
+
+
+def allows(text: str, completion: str, codec: TextCodec) -> bool:
+    tokenizer = grammar.tokenizer_of(codec.bundle, codec.vocab_size)
+    grammar.check(text, tokenizer)
+    matcher = grammar.matcher_of(text, tokenizer)
+    ids = codec.encode(completion, add_special_tokens=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def with_marks() -> TextCodec:
+    """A vocabulary in which the marks are tokens, as Qwen's."""
+    document = json.loads(bundle().tokenizer_json)
+    size = codec().vocab_size
+    for at, mark in enumerate(["<tool_call>", "</tool_call>", "<think>", "</think>"]):
+        document["added_tokens"].append(
+            {"id": size + at, "content": mark, "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False, "special": False}
+        )  # fmt: skip
+    return TextCodec(TokenizerBundle(json.dumps(document), bundle().chat_template, (0,), {}))
+
+
+@pytest.fixture(params=["letters", "tokens"])
+def marked(request: pytest.FixtureRequest) -> TextCodec:
+    return codec() if request.param == "letters" else with_marks()
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel", "completion", "allowed"),
+    [
+        ("required", None, ROME, True),
+        ("required", None, f"{ROME}\n{OSLO}", True),
+        ("required", False, f"{ROME}\n{OSLO}", False),
+        ("required", None, ROME.replace("Rome", "Bonn"), False),
+        ("required", None, "Hello", False),
+        ("required", None, '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>', True),
+        ({"type": "function", "function": {"name": "clock"}}, None, ROME, False),
+        ({"type": "function", "function": {"name": "get_weather"}}, None, ROME, True),
+    ],
+)
+def test_a_forced_call_is_one(marked: TextCodec, choice: Any, parallel: Any, completion: str, allowed: bool) -> None:
+    use = use_of(tools=[WEATHER, CLOCK], tool_choice=choice, parallel_tool_calls=parallel)
+    assert use is not None
+    assert allows(use.grammar(marked), completion, marked) is allowed
+
+
+@pytest.mark.parametrize(
+    ("completion", "allowed"),
+    [
+        ("Just words, a < b.", True),
+        (f"Look:\n{ROME}\n and {OSLO} done", True),
+        (ROME.replace("Rome", "Bonn"), False),
+        ('<tool_call>\n{"name": "clock", "arguments": {"anything": 1}}\n</tool_call>', True),
+    ],
+)
+def test_strict_functions_are_enforced_when_the_model_decides(
+    marked: TextCodec, completion: str, allowed: bool
+) -> None:
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    use = use_of(tools=[strict, CLOCK])
+    assert use is not None
+    assert allows(use.grammar(marked), completion, marked) is allowed
+
+
+def test_nothing_is_enforced_when_nothing_is_strict() -> None:
+    use = use_of(tools=[WEATHER])
+    assert use is not None and use.grammar(codec()) == ""
+
+
+def test_an_answer_in_a_format_may_be_a_call_instead(marked: TextCodec) -> None:
+    use = use_of(tools=[WEATHER])
+    assert use is not None
+    text = use.grammar(marked, grammar.of_schema({"type": "integer"}))
+    assert allows(text, "42", marked) and allows(text, ROME, marked)
+    assert not allows(text, "words", marked)
+
+
+@pytest.mark.parametrize(
+    ("thinking", "completion", "allowed"),
+    [
+        ("open", "so it is\n</think>\n\n42", True),
+        ("open", "42", False),
+        ("may", "<think>so</think>42", True),
+        ("may", "42", True),
+        ("may", "<think>so</think>words", False),
+    ],
+)
+def test_a_grammar_waits_for_the_reasoning(marked: TextCodec, thinking: Any, completion: str, allowed: bool) -> None:
+    text = behind_thinking(grammar.of_regex(r"\d+"), thinking, ("<think>", "</think>"), marked)
+    assert allows(text, completion, marked) is allowed
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+    ],
+)
+def test_choices_without_their_tool_are_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        use_of(**fields)
+    assert raised.value.param == param
+
+
+def test_schemas_that_no_arguments_could_follow_are_refused() -> None:
+    broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
+    use = use_of(tools=[broken], tool_choice="required")
+    assert use is not None
+    with pytest.raises(InvalidGrammarError):
+        use.grammar(codec())
+    use = use_of(tools=[WEATHER], tool_choice="required")
+    assert use is not None
+    with pytest.raises(InvalidRequestError, match="no room"):
+        use.grammar(codec(), grammar.of_object())
+    llama = TextCodec(TokenizerBundle(bundle().tokenizer_json, "tools [TOOL_CALLS]", (0,), {}))
+    use = use_of(tools=[WEATHER])
+    assert use is not None
+    with pytest.raises(UnsupportedParameterError):
+        use.grammar(llama, grammar.of_object())
+
+
+# -- what the model is told
+
+TURNS = [
+    {"role": "user", "content": "Weather?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+]
+
+
+def test_a_template_that_knows_no_tools_gets_them_as_text() -> None:
+    messages = template_messages([ChatMessage.model_validate(turn) for turn in TURNS])
+    shown = for_template(messages, use_of(tools=[WEATHER]), codec())
+    assert [message["role"] for message in shown] == ["system", "user", "assistant", "user"]
+    assert json.dumps(WEATHER["function"]["description"]) in shown[0]["content"]
+    assert shown[2]["content"] == ROME
+    assert "sunny" in shown[3]["content"]
+
+
+async def test_a_template_that_knows_tools_gets_them_itself() -> None:
+    template = (
+        "{% for t in tools or [] %}T:{{ t.function.name }}\n{% endfor %}"
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}\n{% endfor %}<think>\n"
+    )
+    knowing = TextCodec(TokenizerBundle(bundle().tokenizer_json, template + "{# </think> #}", (0,), {}))
+    body = request(messages=TURNS, tools=[WEATHER])
+    chat = await conversation(knowing, body, ToolUse.of(body.tools, body.tool_choice, None))
+    assert knowing.decode(chat.prompt) == "T:get_weather\nuser:Weather?assistant:Rometool:sunny<think>\n"
+    assert chat.thinking == "open"
+    split = chat.split(show_thinking=True)
+    assert split is not None and split.format == HERMES and split.think_end == "</think>"
+
+
+async def test_without_tools_and_marks_nothing_is_taken_apart() -> None:
+    chat = await conversation(codec(), request())
+    assert chat.split(show_thinking=True) is None
+
+
+def test_tool_choice_none_hides_the_tools() -> None:
+    assert use_of(tools=[WEATHER], tool_choice="none") is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "thinking"), [("x<think>\n", "open"), ("<think>\n\n</think>\n\n", ""), ("x", "may")]
+)
+def test_the_prompts_end_tells_what_comes(prompt: str, thinking: str) -> None:
+    assert thinking_after(prompt, ("<think>", "</think>")) == thinking
+
+
+def test_a_special_mark_is_seen_although_special_tokens_are_hidden() -> None:
+    document = json.loads(bundle().tokenizer_json)
+    size = codec().vocab_size
+    document["added_tokens"].append(
+        {"id": size, "content": "[TOOL_CALLS]", "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False, "special": True}
+    )  # fmt: skip
+    marked = TextCodec(TokenizerBundle(json.dumps(document), "", (0,), {}))
+    ids = [size, *codec().encode("f"), 0]
+    assert TextStream(marked).push(ids) == "f"
+    assert TextStream(marked, tool_format("mistral").start.split()).push(ids) == "[TOOL_CALLS]f"
