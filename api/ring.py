@@ -90,6 +90,8 @@ class Ring:
                     self._workers = {card.name: await self.registry.workers(card.name) for card in cards}
                     self._live = {card.name: card for card in cards if self.serving(card.name)}
                     self._looked = time.monotonic()
+                    for card in self._live.values():
+                        self.codecs.prepare(card)
         return self._live
 
     def serving(self, model: str) -> list[WorkerStatus]:

@@ -139,20 +139,32 @@ class CardSource(Protocol):
 
 
 class CodecCache:
-    """Codecs by tokenizer hash, fetched from the registry once."""
+    """Codecs by tokenizer hash, each fetched from the registry and built once, however many wait for it."""
 
     def __init__(self, registry: CardSource) -> None:
         self._registry = registry
-        self._codecs: dict[str, TextCodec] = {}
+        self._codecs: dict[str, asyncio.Task[TextCodec]] = {}
 
     async def codec(self, card: ModelCard) -> TextCodec:
         """The codec of a model."""
-        codec = self._codecs.get(card.tokenizer_sha256)
-        if codec is None:
-            bundle = await self._registry.tokenizer(card.tokenizer_sha256)
-            codec = await asyncio.to_thread(TextCodec, bundle)  # a second for a large vocabulary
-            codec = self._codecs.setdefault(card.tokenizer_sha256, codec)
-        return codec
+        return await asyncio.shield(self.prepare(card))  # one waiter that goes does not end it for the others
+
+    def prepare(self, card: ModelCard) -> "asyncio.Task[TextCodec]":
+        """Begin to build the codec of a model, before anyone waits for it: a second for a large vocabulary."""
+        task = self._codecs.get(card.tokenizer_sha256)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = asyncio.create_task(self._build(card.tokenizer_sha256))
+            task.add_done_callback(_looked_at)  # nobody may wait for it
+            self._codecs[card.tokenizer_sha256] = task
+        return task
+
+    async def _build(self, sha256: str) -> TextCodec:
+        return await asyncio.to_thread(TextCodec, await self._registry.tokenizer(sha256))
+
+
+def _looked_at(task: "asyncio.Task[TextCodec]") -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 class TextStream:
