@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from shared.errors import InvalidRequestError
+from shared.trajectories import LiveTrajectory
 
 AlertKind = Literal["gate_failed", "reward_collapse", "no_signal"]
 ALERT_KINDS: tuple[AlertKind, ...] = ("gate_failed", "reward_collapse", "no_signal")
@@ -89,6 +90,58 @@ class Alert(msgspec.Struct, frozen=True):
     kind: AlertKind
     message: str
     at_ms: int
+
+
+class UpdateOrder(msgspec.Struct, frozen=True, tag="update"):
+    """Learn from these trajectories in one train step."""
+
+    trajectories: tuple[LiveTrajectory, ...]
+    update_inference: bool = True  # serve the result
+    checkpoint_name: str = ""  # save a checkpoint of the result; "": none
+
+
+class CheckpointOrder(msgspec.Struct, frozen=True, tag="checkpoint"):
+    """Save a checkpoint now, between two train steps."""
+
+    name: str = ""
+
+
+Order = UpdateOrder | CheckpointOrder
+UpdateOutcome = Literal["updated", "rejected", "no_signal"]
+
+
+class UpdateAnswer(msgspec.Struct, frozen=True, tag="updated"):
+    """What became of an update. `rejected`: the gate refused it and all is as before; `no_signal`: nothing to learn."""
+
+    status: UpdateOutcome
+    train_step: int
+    policy_step: int
+    version: int  # that is served afterwards
+    served: bool  # whether the update is in it
+    trajectories: int  # that were in the loss
+    dropped: dict[str, int]  # groups or trajectories that taught nothing, by reason
+    reward: float | None
+    loss: float | None
+    kl: float | None
+    gate: str  # the failed checks
+    checkpoint: str  # "": none
+
+
+class CheckpointAnswer(msgspec.Struct, frozen=True, tag="saved"):
+    """A checkpoint was saved."""
+
+    checkpoint: str
+    train_step: int
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refused"):
+    """The order could not be carried out; `code` is that of an error of ours."""
+
+    code: str
+    message: str
+
+
+Answer = UpdateAnswer | CheckpointAnswer | Refusal
 
 
 class TrajectoryStats(msgspec.Struct, frozen=True):

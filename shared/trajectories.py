@@ -51,3 +51,4 @@ class LiveTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     group_size: int = 1
     temperature: float = 1.0  # that it was drawn with; `logprobs` are those of temperature 1
     collected_ms: int = 0
+    advantage: float | None = None  # in place of what the group's rewards would give

@@ -65,6 +65,8 @@ async def _train(settings: TrainSettings) -> int:
             environment=environment,
             held_out=held_out,
             board=ring.board,
+            live=ring.live,
+            mailbox=ring.mailbox,
         )
         training = TrainLoop(settings, parts)
         loop = asyncio.get_running_loop()

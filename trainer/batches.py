@@ -6,11 +6,12 @@ Invariants.
 - A row is one sample: everything after the prompt that its group shares. In a multi-turn sample that includes tool
   results; `mask_BT` is true only where the model itself wrote the token.
 - Prompts are never in the loss.
-- A group whose rewards are all equal is dropped: its advantages are 0.
+- A group whose rewards are all equal is dropped: its advantages are 0. A single sample is compared with its pool.
 - A truncated sample counts in its group's baseline, and with `mask_overlong` stays out of the loss (DAPO, arXiv
   2503.14476 section 3.4: the length limit says nothing about the answer).
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -97,23 +98,57 @@ def sample_groups(
     """
     kept: list[SampleGroup] = []
     zero = few = failed = overlong = 0
-    for group in groups:
-        usable = [t for t in group.trajectories if _usable(t)]
-        failed += len(group.trajectories) - len(usable)
-        if len(usable) < 2:
+    given = list(groups)
+    baselines = _pooled(given, scale)
+    for group in given:
+        members = [i for i, t in enumerate(group.trajectories) if usable(t)]
+        failed += len(group.trajectories) - len(members)
+        advantages = _advantages(group, members, baselines.get(group.id), scale)
+        if advantages is None:
             few += 1
             continue
-        overlong += sum(t.finish_reason == "length" for t in usable)
-        rewards = [_reward(t) for t in usable]
-        if not has_signal(rewards):
+        chosen = [group.trajectories[i] for i in members]
+        overlong += sum(t.finish_reason == "length" for t in chosen)
+        if not any(advantages):
             zero += 1
             continue
-        advantages = group_advantages(rewards, scale)
-        samples = [_sample(t, float(a), policy_steps, mask_overlong) for t, a in zip(usable, advantages, strict=True)]
+        samples = [_sample(t, a, policy_steps, mask_overlong) for t, a in zip(chosen, advantages, strict=True)]
         taught = tuple(sample for sample in samples if any(sample.mask))
         if taught:
-            kept.append(SampleGroup(group.id, usable[0].prompt_ids, taught))
+            kept.append(SampleGroup(group.id, chosen[0].prompt_ids, taught))
     return kept, Dropped(zero, few, failed, overlong)
+
+
+def _pooled(groups: Sequence[RolloutGroup], scale: AdvantageScale) -> dict[str, float]:
+    """Advantages of single samples, by group id: against the mean of their pool."""
+    pools: dict[str, list[RolloutGroup]] = {}
+    for group in groups:
+        if group.pool and not group.advantages and usable(group.trajectories[0]):
+            pools.setdefault(group.pool, []).append(group)
+    found: dict[str, float] = {}
+    for members in pools.values():
+        rewards = [_reward(group.trajectories[0]) for group in members]
+        if len(members) > 1:
+            even = not has_signal(rewards)
+            advantages = [0.0] * len(members) if even else group_advantages(rewards, scale).tolist()
+            found |= {group.id: float(a) for group, a in zip(members, advantages, strict=True)}
+    return found
+
+
+def _advantages(
+    group: RolloutGroup, members: Sequence[int], pooled: float | None, scale: AdvantageScale
+) -> list[float] | None:
+    """Advantages of the usable samples; None when there is nothing to compare them with."""
+    if group.advantages and members:
+        return [float(group.advantages[i] or 0.0) for i in members]
+    if group.pool:
+        return None if pooled is None or not members else [pooled]
+    if len(members) < 2:
+        return None
+    rewards = [_reward(group.trajectories[i]) for i in members]
+    if not has_signal(rewards):
+        return [0.0] * len(members)
+    return [float(a) for a in group_advantages(rewards, scale)]
 
 
 def microbatches(groups: Sequence[SampleGroup], max_tokens: int) -> list[list[SampleGroup]]:
@@ -182,8 +217,10 @@ def loss_mask(trajectory: Trajectory) -> tuple[bool, ...]:
     return tuple(bool(value) for value in mask)
 
 
-def _usable(trajectory: Trajectory) -> bool:
-    scored = trajectory.reward is not None and trajectory.reward.value is not None
+def usable(trajectory: Trajectory) -> bool:
+    """Whether it came to its end and has a finite reward."""
+    reward = trajectory.reward
+    scored = reward is not None and reward.value is not None and math.isfinite(reward.value)
     fine = not trajectory.error and trajectory.finish_reason not in _FAILED
     return scored and fine and len(trajectory.completion_ids) > 0
 

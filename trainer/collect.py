@@ -86,6 +86,11 @@ class Collector:
         self.consumed += len(batch)
         return batch
 
+    def give_back(self, batch: Sequence[RolloutGroup]) -> None:
+        """Take back a batch that was handed out and not used; it will be handed out again."""
+        self.consumed -= len(batch)
+        self._waiting += batch
+
     def discard(self, batch: Sequence[RolloutGroup]) -> None:
         """Take back a batch that was handed out and taught nothing, because its policy is no more."""
         self.consumed -= len(batch)

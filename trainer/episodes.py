@@ -1,6 +1,7 @@
 """One group from start to end: reset the environment, sample, step, and go on while the environment wants more."""
 
 import asyncio
+import math
 from dataclasses import dataclass
 
 import msgspec
@@ -66,6 +67,9 @@ class Episodes:
                 return msgspec.structs.replace(whole, reward=reward)
             if outcome.reward is None:
                 return whole
+            if not math.isfinite(outcome.reward):
+                reward = Reward(name, None, error=f"the reward is {outcome.reward}")
+                return msgspec.structs.replace(whole, reward=reward)
             total += outcome.reward
             components.update(outcome.components)
             if outcome.done or last.finish_reason == "length" or turn == self._options.max_turns:

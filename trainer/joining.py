@@ -9,10 +9,13 @@ from dataclasses import dataclass
 
 from shared.errors import SetupError
 from shared.redis.client import connect
+from shared.redis.trajectory_queue import TrajectoryQueue
 from shared.redis.worker_registry import WorkerRegistry
 from shared.sequences import ModelCard
 from shared.text import CodecCache, TextCodec
 from trainer.board import Board, RingBoard
+from trainer.live import LiveQueue
+from trainer.mailbox import Mailbox, RingMailbox
 from trainer.publish import AdapterSink
 from trainer.ring import RingSource, StoreSink
 from trainer.rollouts import RolloutSource
@@ -30,6 +33,8 @@ class JoinedRing:
     source: RolloutSource
     sink: AdapterSink
     board: Board
+    live: LiveQueue
+    mailbox: Mailbox
 
 
 def ring_url(settings: TrainSettings) -> str:
@@ -47,7 +52,7 @@ def ring_url(settings: TrainSettings) -> str:
 @contextlib.asynccontextmanager
 async def joined(url: str, settings: TrainSettings, mine: ModelCard) -> AsyncIterator[JoinedRing]:
     """The ring at `url`; SetupError unless it serves the base model `mine`."""
-    redis = connect(url)
+    redis, blocking = connect(url), connect(url, blocking=True)
     try:
         registry = WorkerRegistry(redis)
         card = next((c for c in await registry.models() if c.base_sha256 == mine.base_sha256), None)
@@ -57,7 +62,10 @@ async def joined(url: str, settings: TrainSettings, mine: ModelCard) -> AsyncIte
         async with (
             RingBoard(redis, settings.adapter) as board,
             RingSource(redis, card, codec, settings.run_name) as source,
+            RingMailbox(redis, blocking, settings.adapter) as mailbox,
         ):
-            yield JoinedRing(card, codec, source, StoreSink(redis, settings.adapter, card), board)
+            live = TrajectoryQueue(redis, settings.adapter, blocking=blocking)
+            yield JoinedRing(card, codec, source, StoreSink(redis, settings.adapter, card), board, live, mailbox)
     finally:
         await redis.aclose()
+        await blocking.aclose()

@@ -58,12 +58,14 @@ class Learner:
         self._remembered = remembered
         self._older: OrderedDict[int, Arrays] = OrderedDict()  # policy step -> weights
         self._good = self._policy.weights()
+        self._before = self._optimizer.kept()
         self._shapes = {name: tuple(value.shape) for name, value in self._good.items()}
 
     def train(
         self, groups: Sequence[SampleGroup], step: int, policy_step: int, probes: Sequence[tuple[int, ...]]
     ) -> Work[Trained]:
         """One train step and its checks; the result is not good until `accept`."""
+        self._before = self._optimizer.kept()
         self._older[policy_step] = self._good
         while len(self._older) > self._remembered:
             self._older.popitem(last=False)
@@ -90,11 +92,12 @@ class Learner:
         self._good = self._policy.weights()
 
     def revert(self) -> None:
-        """Back to the last good weights, without momentum."""
-        self.load(self._good)
+        """Back to the last good weights and to the moments that made them, as if the train step had not been."""
+        self._policy.load(self._good)
+        self._optimizer.put_back(self._before)
 
     def load(self, weights: Arrays) -> None:
-        """Go on from other weights, as after a rollback, without momentum."""
+        """Go on from older weights after a rollback, without momentum: it points to where rewards collapsed."""
         self._policy.load(weights)
         self._good = self._policy.weights()
         self._optimizer.reset()

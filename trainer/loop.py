@@ -17,27 +17,29 @@ import secrets
 import time
 
 import msgspec
-import numpy as np
 import structlog
 
-from shared.adapters import GateCheck, version_id
-from shared.errors import ParallmError
+from shared.adapters import version_id
+from shared.errors import SetupError
 from shared.training import TrainerState, TrainerStatus
-from trainer import gate
 from trainer.batches import sample_groups
 from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.collect import Collector
 from trainer.episodes import EpisodeOptions, Episodes
 from trainer.examine import Examiner
-from trainer.gate import RewardWatch, Standing
 from trainer.host import at_once
+from trainer.inbox import Batch, Inbox
 from trainer.learner import Learner, Snapshot, Trained
+from trainer.live import LiveCollector
+from trainer.mailbox import Letter
 from trainer.metrics import Progress, StepMetrics, Timing, progress, step_metrics, totals
+from trainer.orders import Stepped, carry_out
 from trainer.pacing import lag_of, oldest_version
 from trainer.parts import Parts
-from trainer.publish import Published, Publisher
+from trainer.publish import Publisher
 from trainer.reports import StepReport
-from trainer.rollouts import RolloutGroup, mean_reward
+from trainer.rollouts import RolloutGroup
+from trainer.serving import Serving
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.status import point_of, status_of
@@ -56,13 +58,10 @@ class TrainLoop:
         self.parts = parts
         self.state = RunState(run=settings.run_name)
         self.checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.keep_checkpoints)
-        self._watch = RewardWatch(settings.reward_margin, settings.min_groups)
         self._stop = asyncio.Event()
         self._last: StepMetrics | None = None
-        self._rejections = 0  # in a row
         self._started_ms = time.time_ns() // 1_000_000
         self._start_id = secrets.token_hex(3)
-        self._held_out: float | None = None  # of this train step
         self._save_as: list[str] = []
 
     async def run(self) -> RunState:
@@ -70,43 +69,64 @@ class TrainLoop:
         await self._start()
         self.parts.board.begin(self.status, self.stop)
         await self.parts.board.show("waiting")
-        episodes = Episodes(self.parts.source, self.parts.environment, self.parts.conversation, self._options())
-        books = self.state
-        collector = Collector(
-            episodes,
-            self.settings.pace(),
-            self.settings.adapter,
-            cursor=books.cursor,
-            pending=books.pending,
-            consumed=books.consumed,
-        )
         try:
-            async with collector:
-                await self._train(collector)
+            async with self._sources() as inbox:
+                self._inbox = inbox
+                self.parts.mailbox.known(self.state.orders)
+                await self._train()
         finally:
             self._metrics.close()
         return self.state
 
-    async def _train(self, collector: Collector) -> None:
+    def _sources(self) -> Inbox:
+        settings, books, own, live = self.settings, self.state, None, None
+        if settings.source in ("prompts", "both"):
+            episodes = Episodes(self.parts.source, self.parts.environment, self.parts.conversation, self._options())
+            own = Collector(
+                episodes,
+                settings.pace(),
+                settings.adapter,
+                cursor=books.cursor,
+                pending=books.pending,
+                consumed=books.consumed,
+            )
+        if settings.source in ("live", "both"):
+            if self.parts.live is None:
+                raise SetupError(f"source {settings.source!r} needs a ring with live traffic")
+            live = LiveCollector(
+                self.parts.live, settings.live_trajectories, settings.max_lag, settings.group_deadline_s, books.taken
+            )
+        return Inbox(own, live, self.parts.mailbox)
+
+    async def _train(self) -> None:
         """Train steps until the end, each followed by what is due."""
-        settings, state, saved = self.settings, self.state, -1
-        while state.train_step < settings.steps and not self._stop.is_set():
+        state, saved = self.state, -1
+        while not self._finished():
             timing = Timing()
-            batch = await self._next_batch(collector, timing)
-            if batch is None:
+            started = time.perf_counter()
+            work = await self._inbox.next(state, self._lag, self._stop)
+            timing.wait_s = time.perf_counter() - started
+            if work is None:
                 break
-            if await self._has_collapsed(batch):
-                collector.discard(batch)
-                continue
-            await self._train_step(batch, collector, timing)
-            self._keep_books(collector)
-            due = settings.checkpoint_every and state.train_step % settings.checkpoint_every == 0
-            if due or self._save_as:
+            if isinstance(work, Letter):
+                if await carry_out(self, self.parts.mailbox, work, timing):
+                    saved = state.train_step
+            elif await self._serving.judge(work.groups):
+                self._inbox.discard(work)
+                await self.save()  # a resume must not serve again what has just been taken back
+            else:
+                await self.train_step(work, timing)
+                self._serving.check_patience()
+            due = self.settings.checkpoint_every and state.train_step % self.settings.checkpoint_every == 0
+            if (due and saved != state.train_step) or self._save_as:
                 await self.save(self._save_as.pop() if self._save_as else "")
                 saved = state.train_step
         if saved != state.train_step:
-            self._keep_books(collector)
             await self.save()
+
+    def _finished(self) -> bool:
+        steps = self.state.train_step - self.state.posted_steps
+        return self._stop.is_set() or (self.settings.source != "posted" and steps >= self.settings.steps)
 
     def stop(self) -> None:
         """End after the train step that runs now."""
@@ -130,21 +150,15 @@ class TrainLoop:
         settings = self.settings
         self._learner: Learner = await self.parts.host.run(at_once(self._build))
         config = await self.parts.host.run(at_once(self._learner.config))
-        self._publisher = Publisher(self.parts.sink, settings.folder, settings.adapter, config, self.parts.base_sha256)
+        publisher = Publisher(self.parts.sink, settings.folder, settings.adapter, config, self.parts.base_sha256)
         checkpoint = None if settings.resume == "no" else self.checkpoints.load(settings.resume)
         if checkpoint is not None:
             await self._resume(checkpoint)
         self._metrics = open_logs(settings.folder, settings.tensorboard, self.state.train_step)
         self._probes = await self._probe_prompts()
-        self._examiner = Examiner(
-            settings, self.parts, self._learner, self._probes, f"{self.state.run}-{self._start_id}"
-        )
-        # A resumed run publishes again: served must be what was saved, and numbers are never used twice.
-        await self._publish_start()
-        if settings.evaluate_every and self.state.held_out is None:
-            served = version_id(settings.adapter, self.state.version)
-            self.state.held_out = await self._examiner.evaluate(served, self.state.train_step)
-            log.info("run.started", held_out=self.state.held_out)
+        examiner = Examiner(settings, self.parts, self._learner, self._probes, f"{self.state.run}-{self._start_id}")
+        self._serving = Serving(settings, self.parts, self._learner, publisher, examiner, self.state)
+        await self._serving.start()
 
     def _build(self) -> Learner:
         settings = self.settings
@@ -160,17 +174,9 @@ class TrainLoop:
 
     async def _resume(self, checkpoint: Checkpoint) -> None:
         self.state = checkpoint.state
-        self._watch.good = {version: Standing(*earned) for version, earned in checkpoint.state.good.items()}
         snapshot = Snapshot(checkpoint.adapter, checkpoint.optimizer)
         await self.parts.host.run(at_once(lambda: self._learner.restore(snapshot)))
         log.info("run.resumed", train_step=self.state.train_step, pending=len(self.state.pending))
-
-    async def _publish_start(self) -> None:
-        weights = await self.parts.host.run(at_once(self._learner.weights))
-        published = await self._publisher.publish(weights, self.state, [gate.finite_weights(weights)], {})
-        if not published.version:
-            raise ParallmError(f"the first version was refused: {gate.failures(published.checks)}")
-        self._served(published.version)
 
     async def _probe_prompts(self) -> list[tuple[int, ...]]:
         environment = self.parts.held_out or self.parts.environment
@@ -190,26 +196,12 @@ class TrainLoop:
 
     # -- one train step
 
-    async def _next_batch(self, collector: Collector, timing: Timing) -> list[RolloutGroup] | None:
-        """A batch, or None when the run was stopped meanwhile."""
-        started = time.perf_counter()
-        batch = asyncio.create_task(collector.next_batch(self.state.train_step, self._lag))
-        stopped = asyncio.create_task(self._stop.wait())
-        try:
-            await asyncio.wait((batch, stopped), return_when=asyncio.FIRST_COMPLETED)
-            timing.wait_s = time.perf_counter() - started
-            return batch.result() if batch.done() else None
-        finally:
-            batch.cancel()
-            stopped.cancel()
-            await asyncio.gather(batch, stopped, return_exceptions=True)
-
-    async def _train_step(self, batch: list[RolloutGroup], collector: Collector, timing: Timing) -> None:
+    async def train_step(self, batch: Batch, timing: Timing, *, serve: bool = True) -> Stepped:
         """Consume one batch: train, gate, publish, or leave the policy as it is."""
         state, started = self.state, time.perf_counter()
         steps = {version_id(self.settings.adapter, v): s for v, s in state.policy_steps.items()}
         groups, dropped = sample_groups(
-            batch, steps, scale=self.settings.advantage_scale, mask_overlong=self.settings.mask_overlong
+            batch.groups, steps, scale=self.settings.advantage_scale, mask_overlong=self.settings.mask_overlong
         )
         trained = Trained(StepReport(updated=False), {}, ())
         await self.parts.board.show("training")
@@ -217,102 +209,22 @@ class TrainLoop:
             step, policy_step = state.train_step, state.policy_step
             trained = await self.parts.host.run(lambda: self._learner.train(groups, step, policy_step, self._probes))
         timing.train_s = time.perf_counter() - started
-        lags = [self._lag(group) for group in batch]
-        self._held_out = None
-        failed = await self._publish(trained, batch) if trained.checks else ""
+        lags = [self._lag(group) for group in batch.groups]
+        failed = await self._serving.offer(trained, batch.groups, serve=serve)
         timing.publish_s = time.perf_counter() - started - timing.train_s
-        state.train_step += 1
-        collector.pace_on(state.train_step)
         self._count(batch, trained.report, timing)
-        stale = collector.take_dropped()
-        state.dropped = [*state.dropped, *stale]
+        self._inbox.pace_on(state)
+        own, stale = self._inbox.take_dropped()
+        state.dropped = [*state.dropped, *own]
         metrics = step_metrics(
-            state, batch, trained.report, dropped, timing, lags, stale=len(stale), held_out=self._held_out, gate=failed
-        )
+            state, batch.groups, trained.report, dropped, timing, lags,
+            stale=stale, held_out=self._serving.held_out, gate=failed, source=batch.source,
+        )  # fmt: skip
         self._last = metrics
         self._metrics.write(metrics)
         await self.parts.board.show("waiting", point_of(metrics))
         log.info("train.step", **progress(metrics, self.settings.steps))
-
-    async def _publish(self, trained: Trained, batch: list[RolloutGroup]) -> str:
-        """Serve the new weights, or take the train step back; the failed checks."""
-        state = self.state
-        metrics = {"reward": mean_reward(batch), "loss": trained.report.loss, "kl": trained.report.kl}
-
-        async def remote(version: int) -> list[GateCheck]:
-            checks, self._held_out = await self._examiner.check(version, state.train_step + 1, state.held_out)
-            return checks
-
-        published = await self._publisher.publish(trained.weights, state, trained.checks, metrics, remote)
-        if published.version:
-            if self._held_out is not None:
-                await self._judged(published.version, self._held_out)
-                state.held_out = self._held_out
-            await self.parts.host.run(at_once(self._learner.accept))
-            state.policy_step += 1
-            state.updates += 1
-            state.last_update_ms = time.time_ns() // 1_000_000
-            self._rejections = 0
-            self._served(published.version)
-            return ""
-        return await self._take_back(published)
-
-    async def _take_back(self, published: Published) -> str:
-        await self.parts.host.run(at_once(self._learner.revert))
-        self.state.rejected += 1
-        self._rejections += 1
-        failed = gate.failures(published.checks)
-        log.error("version.rejected", train_step=self.state.train_step, checks=failed)
-        if self._rejections >= self.settings.max_rejections:
-            raise ParallmError(f"{self._rejections} train steps in a row failed the gate: {failed}")
-        return failed
-
-    def _served(self, version: int) -> None:
-        state = self.state
-        state.version = version
-        state.swaps += 1
-        state.policy_steps[version] = state.policy_step
-        known = sorted(state.policy_steps)[-(self.settings.max_lag + 64) :]
-        state.policy_steps = {v: state.policy_steps[v] for v in known}
-        self._publisher.forget({version, state.best_version, *self._watch.good, *known[-2:]})
-
-    # -- rollback
-
-    async def _has_collapsed(self, batch: list[RolloutGroup]) -> bool:
-        """Judge the versions that sampled this batch; go back to the best one when rewards have collapsed."""
-        by_version: dict[int, list[float]] = {}
-        for group in batch:
-            versions = [oldest_version(t.spans, self.settings.adapter) or 0 for t in group.trajectories]
-            if group.rewards:
-                by_version.setdefault(min(versions), []).append(float(np.mean(group.rewards)))
-        for version, means in sorted(by_version.items()):
-            target = self._watch.add(version, means)
-            if target is not None:
-                await self._roll_back(version, target)
-                return True
-            if not self.settings.evaluate_every and version in self._watch.good:
-                await self._judged(version, self._watch.good[version].mean)
-        return False
-
-    async def _roll_back(self, bad: int, target: int) -> None:
-        """Serve an old version again and go on from its weights; what newer ones sampled is too old from now on."""
-        state = self.state
-        reason = f"version {bad} earned less than version {target} by more than {self.settings.reward_margin}"
-        log.error("version.rolled_back", bad=bad, to=target, earned=self._watch.good[target].mean)
-        await self.parts.sink.roll_back(target, reason)
-        await self.parts.sink.alert("reward_collapse", reason)
-        weights = self._publisher.weights_of(target)
-        await self.parts.host.run(at_once(lambda: self._learner.load(weights)))
-        state.policy_step += self.settings.max_lag + 1
-        state.policy_steps = {v: s for v, s in state.policy_steps.items() if v != bad}
-        state.rollbacks += 1
-        self._watch.rolled_back()
-        self._served(target)
-
-    async def _judged(self, version: int, reward: float) -> None:
-        if self.state.best_reward is None or reward > self.state.best_reward:
-            self.state.best_reward, self.state.best_version = reward, version
-            await self.parts.sink.set_best(version, reward)
+        return Stepped(metrics, dropped, sum(len(group.samples) for group in groups), trained.checks != ())
 
     # -- books
 
@@ -326,20 +238,20 @@ class TrainLoop:
             default=0,
         )
 
-    def _keep_books(self, collector: Collector) -> None:
+    def _count(self, batch: Batch, report: StepReport, timing: Timing) -> None:
         state = self.state
-        state.cursor, state.pending, state.consumed = collector.cursor, collector.pending(), collector.consumed
-        state.good = {version: (s.mean, s.error) for version, s in self._watch.good.items()}
-
-    def _count(self, batch: list[RolloutGroup], report: StepReport, timing: Timing) -> None:
-        state = self.state
-        state.trajectories += sum(len(group.trajectories) for group in batch)
+        state.train_step += 1
+        state.posted_steps += batch.source == "posted"
+        state.live_steps += batch.source == "live"
+        state.trajectories += sum(len(group.trajectories) for group in batch.groups)
         state.tokens += report.tokens
         state.seconds += timing.whole_s
 
     async def save(self, name: str = "") -> str:
         """Save a checkpoint of this moment; between two train steps only."""
         self.state.saves += 1
+        self._inbox.keep_books(self.state)
+        self._serving.keep_books()
         snapshot = await self.parts.host.run(at_once(self._learner.snapshot))
         config = await self.parts.host.run(at_once(self._learner.config))
         state: RunState = msgspec.json.decode(msgspec.json.encode(self.state), type=RunState)
@@ -347,5 +259,6 @@ class TrainLoop:
         saved = await asyncio.to_thread(self.checkpoints.save, checkpoint, name)
         if self.state.version == self.state.best_version:
             self.checkpoints.set_best(saved)
+        await self._inbox.saved()
         log.info("checkpoint.saved", name=saved, train_step=state.train_step)
         return saved

@@ -56,7 +56,8 @@ class StepMetrics(msgspec.Struct, frozen=True):
     train_s: float
     publish_s: float
     seconds: float  # since the run began, over all resumes
-    indices: tuple[int, ...]  # of the groups that this step consumed
+    indices: tuple[int, ...]  # of the groups of our own prompts that this step consumed
+    source: str = "prompts"  # where the batch came from: prompts, live, posted
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ def step_metrics(
     stale: int,
     held_out: float | None,
     gate: str,
+    source: str = "prompts",
 ) -> StepMetrics:
     """The line of the train step that was just counted in `state`."""
     distances = report.distances
@@ -156,7 +158,8 @@ def step_metrics(
         train_s=timing.train_s,
         publish_s=timing.publish_s,
         seconds=state.seconds,
-        indices=tuple(group.index for group in batch),
+        indices=tuple(group.index for group in batch if group.index >= 0),
+        source=source,
     )
 
 

@@ -96,6 +96,14 @@ class Optimizer:
         )
         self._adam.init(self.policy.model.trainable_parameters())
 
+    def kept(self) -> Any:
+        """The present state, to be put back by `put_back`; arrays are shared, since an update replaces them."""
+        return tree_map(lambda value: value, self._adam.state)
+
+    def put_back(self, kept: Any) -> None:
+        """As if what came after `kept` had not been: the moments of before, not of a step that was refused."""
+        self._adam.state = kept
+
     def moments(self) -> Moments:
         """Adam's state as plain data."""
         return {name: np.array(value) for name, value in tree_flatten(self._adam.state)}

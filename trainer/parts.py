@@ -8,6 +8,8 @@ from trainer.board import Board, NoBoard
 from trainer.conversation import Conversation
 from trainer.environments import Environment
 from trainer.host import ComputeHost
+from trainer.live import LiveQueue
+from trainer.mailbox import Mailbox, NoMailbox
 from trainer.publish import AdapterSink
 from trainer.rollouts import RolloutSource
 
@@ -25,3 +27,5 @@ class Parts:
     environment: Environment
     held_out: Environment | None = None
     board: Board = field(default_factory=NoBoard)
+    live: LiveQueue | None = None  # needed for the sources `live` and `both`
+    mailbox: Mailbox = field(default_factory=NoMailbox)

@@ -43,8 +43,10 @@ class RolloutGroup:
     """The scored samples of one prompt. Exactly one train step consumes it, or it is dropped and counted."""
 
     id: str
-    index: int  # position in the run's order of prompts
+    index: int  # position in the run's order of prompts; -1: not one of ours
     trajectories: tuple[Trajectory, ...]
+    pool: str = ""  # single samples of one pool share a baseline: the mean of their rewards in the train step
+    advantages: tuple[float | None, ...] = ()  # one a trajectory, where the user has given them
 
     @property
     def trajectory_ids(self) -> tuple[str, ...]:

@@ -53,6 +53,16 @@ class TrainSettings(ProcessSettings):
 
     steps: int = Field(default=100, ge=1, description="train steps")
     prompts_per_step: int = Field(default=32, ge=1, description="groups in one train step")
+    source: Literal["prompts", "live", "both", "posted"] = Field(
+        default="prompts",
+        description="what to learn from: own prompts, live traffic, both, or only what users post",
+    )
+    live_trajectories: int = Field(
+        default=64,
+        ge=2,
+        validation_alias=AliasChoices("live_trajectories", "update_frequency", "PARALLM_LIVE_TRAJECTORIES"),
+        description="trajectories of live traffic in one train step",
+    )
     group_size: int = Field(
         default=8,
         ge=2,
@@ -106,6 +116,9 @@ class TrainSettings(ProcessSettings):
     reward_margin: float = Field(default=0.15, gt=0)
     min_groups: int = Field(default=16, ge=1, description="groups before a version is judged by its rewards")
     max_rejections: int = Field(default=5, ge=1, description="versions in a row that may fail before the run ends")
+    no_signal_after: int = Field(
+        default=5, ge=1, description="train steps in a row with nothing to learn from before an alert"
+    )
     probe_prompts: int = Field(default=8, ge=1, description="fixed prompts of the gate")
     parity_every: int = Field(default=10, ge=0, description="train steps between comparisons with a worker; 0: none")
     evaluate_every: int = Field(default=0, ge=0, description="train steps between evaluations; 0: none")

@@ -28,6 +28,11 @@ class RunState(msgspec.Struct):
     pending: list[int] = []  # started, neither consumed nor dropped: played again after a resume
     consumed: int = 0  # groups
     dropped: list[int] = []
+    posted_steps: int = 0  # train steps on what users posted; they do not count towards the run's length
+    live_steps: int = 0  # train steps on live traffic
+    unpublished: int = 0  # policy steps since the served version
+    taken: list[str] = []  # entries of the live queue that the weights know and that are not acknowledged yet
+    orders: list[str] = []  # ids of the last orders that the weights know
     policy_steps: dict[int, int] = {}  # adapter version -> policy step that made it
     good: dict[int, tuple[float, float]] = {}  # version -> mean reward and its standard error (`gate.RewardWatch`)
     rejected: int = 0
@@ -40,3 +45,8 @@ class RunState(msgspec.Struct):
     tokens: int = 0
     seconds: float = 0.0  # of training so far, over all resumes
     schema: int = 1
+
+    @property
+    def own_steps(self) -> int:
+        """Train steps on our own prompts; generation is paced by them."""
+        return self.train_step - self.posted_steps - self.live_steps

@@ -23,6 +23,7 @@ def status_of(
         run=settings.run_name,
         owner="",
         model=settings.model,
+        source=settings.source,
         state=now,
         started_ms=started_ms,
         last_update_ms=state.last_update_ms,

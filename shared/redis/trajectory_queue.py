@@ -44,9 +44,16 @@ class TrajectoryQueue:
     """One policy's queue."""
 
     def __init__(
-        self, redis: Redis, policy: str, *, max_entries: int = MAX_ENTRIES, max_bytes: int = MAX_BYTES
+        self,
+        redis: Redis,
+        policy: str,
+        *,
+        blocking: Redis | None = None,  # for `wait`
+        max_entries: int = MAX_ENTRIES,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         self._redis = redis
+        self._blocking = blocking or redis
         self._stream, self._stats = keys.trajectories(policy), keys.trajectory_stats(policy)
         self._seen = keys.trajectories_seen(policy)
         self._bounds = [str(max_entries), str(max_bytes), str(keys.COLLECTED_TTL_S)]
@@ -70,8 +77,8 @@ class TrajectoryQueue:
         return await self._decoded(await self._group_read(">", count))
 
     async def wait(self, timeout_s: float) -> None:
-        """Until something new may be there; on a connection that may block."""
-        await self._redis.xread({self._stream: "$"}, count=1, block=max(1, int(1000 * timeout_s)))
+        """Until something new may be there."""
+        await self._blocking.xread({self._stream: "$"}, count=1, block=max(1, int(1000 * timeout_s)))
 
     async def done(self, entries: list[str]) -> None:
         """A checkpoint has these, or they are of no use; said again it changes nothing."""

@@ -37,7 +37,7 @@ class Collecting:
 
     def __init__(self, context: TickContext, max_entries: int, max_bytes: int) -> None:
         self._context = context
-        self._bounds = {"max_entries": max_entries, "max_bytes": max_bytes}
+        self._max_entries, self._max_bytes = max_entries, max_bytes
 
     async def run(self) -> None:
         """Collect for ever; a Redis that is away is waited for."""
@@ -63,7 +63,9 @@ class Collecting:
         card = await self._context.registry.card(model)
         codec = await self._context.codecs.codec(card) if card is not None else None
         for live in await self._scored(settled, codec):
-            queue = TrajectoryQueue(self._context.redis, live.policy, **self._bounds)
+            queue = TrajectoryQueue(
+                self._context.redis, live.policy, max_entries=self._max_entries, max_bytes=self._max_bytes
+            )
             if await queue.add(live):
                 reward = live.trajectory.reward
                 log.debug("collect.added", trajectory=live.id, reward=reward.value if reward else None)

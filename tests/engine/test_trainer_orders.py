@@ -1,0 +1,183 @@
+"""Orders to a running trainer, carried out between train steps, in one process without a ring."""
+
+import asyncio
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.frames import VersionSpan
+from shared.redis.orders import Received
+from shared.training import Answer, CheckpointAnswer, CheckpointOrder, Order, Refusal, UpdateAnswer, UpdateOrder
+from shared.trajectories import LiveTrajectory, Reward, Trajectory
+from tests.engine.test_trainer_loop import settings
+from tests.training.in_process import MemorySink
+from tests.training.run import train
+from trainer.checkpoint import CheckpointStore
+from trainer.environments import ArithmeticEnvironment, Observation, Outcome
+from trainer.mailbox import Letter
+from trainer.metrics import read
+
+
+class Letters:
+    """Orders that are there from the start; the run is stopped when all have been answered."""
+
+    def __init__(self, orders: Sequence[Order], name: str) -> None:
+        self.waiting = [Letter(Received(f"{i}-0", f"{name}-{i}", b"", 0, False), o) for i, o in enumerate(orders)]
+        self.left = len(orders)
+        self.answers: dict[str, Answer] = {}
+        self.kept: list[str] = []
+        self.loops: list[Any] = []
+
+    async def next(self) -> Letter:
+        if not self.waiting:
+            await asyncio.Event().wait()
+        return self.waiting.pop(0)
+
+    def give_back(self, letter: Letter) -> None:
+        self.waiting.insert(0, letter)
+
+    async def answer(self, letter: Letter, answer: Answer, *, keep: bool = False) -> None:
+        self.answers[letter.received.id] = answer
+        self.kept += [letter.received.id] if keep else []
+        if len(self.answers) == self.left:
+            self.loops[0].stop()
+
+    async def saved(self) -> None:
+        self.kept.clear()
+
+    def known(self, orders: Collection[str]) -> None:
+        self.waiting = [letter for letter in self.waiting if letter.received.id not in orders]
+        self.left = len(self.waiting)
+        if not self.waiting:
+            self.loops[0].stop()
+
+
+async def carried_out(
+    tmp_path: Path, *orders: Order, name: str = "order", **changes: Any
+) -> tuple[list[Any], MemorySink, Any]:
+    letters, sink = Letters(orders, name), MemorySink()
+    run = settings(tmp_path, **({"source": "posted", "checkpoint_every": 0} | changes))
+    state, _ = await train(run, sink, mailbox=letters, on_loop=letters.loops.append)
+    return [letters.answers[each] for each in sorted(letters.answers)], sink, state
+
+
+def posted(reward: float, logprob: float = -1.0, completion: Sequence[int] = (40, 41)) -> LiveTrajectory:
+    sampled = Trajectory(
+        prompt_index=0,
+        sample_index=0,
+        prompt_ids=(5, 6, 7),
+        completion_ids=tuple(completion),
+        text="",
+        logprobs=(logprob,) * len(completion),
+        finish_reason="stop",
+        spans=(VersionSpan("policy@1", 0, len(completion)),),
+        reward=Reward("mine", reward),
+    )
+    return LiveTrajectory(f"t{reward}", "policy", "tiny", sampled)
+
+
+GOOD, BAD = posted(1.0), posted(0.0, completion=(50, 51))
+TEACHES = (GOOD, BAD)
+
+
+async def test_a_posted_update_is_one_train_step_that_is_served(tmp_path: Path) -> None:
+    (answer,), sink, state = await carried_out(tmp_path, UpdateOrder(TEACHES, checkpoint_name="mine"))
+    assert isinstance(answer, UpdateAnswer)
+    assert (answer.status, answer.served, answer.version, answer.checkpoint) == ("updated", True, 2, "mine")
+    assert answer.trajectories == 2 and answer.reward == 0.5 and answer.dropped == {}
+    assert sink.latest == 2
+    changed = [n for n, v in sink.versions[2].items() if not np.array_equal(v, sink.versions[1][n])]
+    assert changed
+    assert (state.train_step, state.posted_steps, state.own_steps) == (1, 1, 0)
+    (line,) = read(tmp_path / "policy" / "metrics.jsonl")
+    assert line.source == "posted" and line.indices == ()
+    assert "mine" in CheckpointStore(tmp_path / "policy" / "checkpoints").names()
+
+
+async def test_an_update_without_inference_is_learned_and_served_with_the_next(tmp_path: Path) -> None:
+    quiet = UpdateOrder(TEACHES, update_inference=False)
+    answers, sink, state = await carried_out(tmp_path, quiet, UpdateOrder(TEACHES))
+    assert [(a.status, a.served, a.version, a.policy_step) for a in answers] == [
+        ("updated", False, 1, 1),
+        ("updated", True, 2, 2),
+    ]
+    assert sorted(sink.versions) == [1, 2] and state.unpublished == 0
+
+
+async def test_unserved_updates_survive_a_restart_unserved(tmp_path: Path) -> None:
+    await carried_out(tmp_path, UpdateOrder(TEACHES, update_inference=False))
+    (answer,), sink, state = await carried_out(tmp_path, CheckpointOrder("again"), name="second")
+    assert answer == CheckpointAnswer("again", 1)
+    assert sink.versions == {}, "nothing was served anew"
+    assert state.policy_step == 1 and state.unpublished == 1
+
+
+async def test_a_nan_update_is_rejected_and_all_is_as_before(tmp_path: Path) -> None:
+    poison = (posted(1.0, logprob=-1e30), posted(0.0, logprob=-1e30, completion=(50, 51)))
+    answers, sink, state = await carried_out(
+        tmp_path, UpdateOrder(TEACHES), UpdateOrder(poison), UpdateOrder(TEACHES), max_rejections=1
+    )
+    assert [a.status for a in answers] == ["updated", "rejected", "updated"]
+    assert "finite_gradients" in answers[1].gate and answers[1].loss is None
+    assert answers[1].version == 2 and sink.latest == state.version
+    assert [kind for kind, _ in sink.alerts] == ["gate_failed"]
+    assert sink.rejected.keys() == {3}
+    assert (tmp_path / "policy" / "rejected" / "step-000001" / "gate.json").exists()
+    again, _, _ = await carried_out(tmp_path / "clean", UpdateOrder(TEACHES), UpdateOrder(TEACHES))
+    twice = CheckpointStore(tmp_path / "clean" / "policy" / "checkpoints").load()
+    thrice = CheckpointStore(tmp_path / "policy" / "checkpoints").load()
+    assert twice is not None and thrice is not None and again
+    for name, moment in twice.optimizer.items():
+        assert np.array_equal(moment, thrice.optimizer[name]), f"{name}: a refused step leaves the moments alone"
+
+
+async def test_equal_rewards_teach_nothing_and_one_sample_neither(tmp_path: Path) -> None:
+    answers, sink, _ = await carried_out(tmp_path, UpdateOrder((GOOD, posted(1.0))), UpdateOrder((GOOD,)))
+    assert [a.status for a in answers] == ["no_signal", "no_signal"]
+    assert [a.dropped for a in answers] == [{"equal_rewards": 1}, {"nothing_to_compare_with": 1}]
+    assert sink.latest == 1 and sink.alerts == []
+
+
+async def test_too_many_unserved_updates_are_refused_beside_own_prompts(tmp_path: Path) -> None:
+    quiet = UpdateOrder(TEACHES, update_inference=False)
+    answers, _, _ = await carried_out(tmp_path, quiet, quiet, source="prompts", steps=50, max_lag=1)
+    assert answers[0].status == "updated"
+    assert isinstance(answers[1], Refusal | UpdateAnswer)
+    if isinstance(answers[1], Refusal):  # unless a step of our own has served in between
+        assert answers[1].code == "conflict" and "max_lag" in answers[1].message
+
+
+async def test_a_checkpoint_knows_the_orders_that_its_weights_know(tmp_path: Path) -> None:
+    await carried_out(tmp_path, UpdateOrder(TEACHES))
+    answers, sink, state = await carried_out(tmp_path, UpdateOrder(TEACHES))
+    assert answers == [], "order-0 comes again after a kill, and is in the weights already"
+    assert state.policy_step == 1 and sink.latest == 1
+
+
+class Silent(ArithmeticEnvironment):
+    """Nothing is ever right."""
+
+    async def step(self, observation: Observation, action: str) -> Outcome:
+        return Outcome(0.0)
+
+
+async def test_a_run_without_signal_says_so_once(tmp_path: Path) -> None:
+    sink = MemorySink()
+    state, _ = await train(settings(tmp_path, steps=4, no_signal_after=2), sink, environment=Silent(count=8))
+    assert [kind for kind, _ in sink.alerts] == ["no_signal"]
+    assert state.train_step == 4 and state.policy_step == 0
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+async def test_a_reward_that_is_no_number_marks_its_sample_alone(tmp_path: Path, reward: float) -> None:
+    class Odd(ArithmeticEnvironment):
+        async def step(self, observation: Observation, action: str) -> Outcome:
+            return Outcome(reward) if len(action) % 2 else await super().step(observation, action)
+
+    state, sink = await train(settings(tmp_path, steps=2), environment=Odd(count=8))
+    assert state.train_step == 2
+    assert all(np.isfinite(value).all() for value in sink.versions[sink.latest].values())
+    assert all(np.isfinite(line.reward) for line in read(tmp_path / "policy" / "metrics.jsonl"))

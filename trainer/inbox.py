@@ -1,0 +1,124 @@
+"""What to train on next: a batch of our own prompts, a batch of live traffic, or what a user has posted.
+
+Invariant. One piece of work is handed out at a time; what was ready beside it goes back to where it came from, so that
+a checkpoint between two train steps has every group either trained on or pending. Posted orders come first, then live
+traffic, then our own prompts, whose generation goes on meanwhile.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from trainer.collect import Collector
+from trainer.live import Lag, LiveCollector
+from trainer.mailbox import Letter, Mailbox
+from trainer.rollouts import RolloutGroup
+from trainer.state import RunState
+
+Source = Literal["prompts", "live", "posted"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Groups for one train step."""
+
+    groups: list[RolloutGroup]
+    source: Source = "prompts"
+
+
+Work = Batch | Letter
+
+
+class Inbox:
+    """All sources of one run; those that it does not use are None."""
+
+    def __init__(self, own: Collector | None, live: LiveCollector | None, mailbox: Mailbox) -> None:
+        self._own = own
+        self._live = live
+        self._mailbox = mailbox
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        if self._own is not None:
+            await self._stack.enter_async_context(self._own)
+        if self._live is not None:
+            await self._stack.enter_async_context(self._live)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def next(self, state: RunState, lag: Lag, stop: asyncio.Event) -> Work | None:
+        """The next piece of work; None when the run was stopped meanwhile."""
+        waiting: dict[str, asyncio.Task[Any]] = {"stop": _task(stop.wait()), "order": _task(self._mailbox.next())}
+        if self._live is not None:
+            waiting["live"] = _task(self._live.next_batch(lag))
+        if self._own is not None:
+            waiting["prompts"] = _task(self._own.next_batch(state.own_steps, lag))
+        try:
+            await asyncio.wait(waiting.values(), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting.values():
+                task.cancel()
+            await asyncio.gather(*waiting.values(), return_exceptions=True)
+            done = [name for name, task in waiting.items() if not task.cancelled() and task.exception() is None]
+            for name in done[1:]:
+                self._give_back(name, waiting[name].result())
+        failed = [error for task in waiting.values() if not task.cancelled() and (error := task.exception())]
+        if failed:
+            raise failed[0]
+        if done[0] == "stop":
+            return None
+        result = waiting[done[0]].result()
+        if isinstance(result, Letter):
+            return result
+        return Batch(result, "live" if done[0] == "live" else "prompts")
+
+    def _give_back(self, name: str, work: Any) -> None:
+        if name == "order":
+            self._mailbox.give_back(work)
+        elif name == "live" and self._live is not None:
+            self._live.give_back(work)
+        elif name == "prompts" and self._own is not None:
+            self._own.give_back(work)
+
+    def discard(self, batch: Batch) -> None:
+        """A batch that was handed out taught nothing, because its policy is no more."""
+        if batch.source == "prompts" and self._own is not None:
+            self._own.discard(batch.groups)
+
+    def pace_on(self, state: RunState) -> None:
+        """A train step is done: more groups may start."""
+        if self._own is not None:
+            self._own.pace_on(state.own_steps)
+
+    def take_dropped(self) -> tuple[list[int], int]:
+        """Since the last call: indices of our own groups that were dropped, and how many groups in all."""
+        own = self._own.take_dropped() if self._own is not None else []
+        live = 0
+        if self._live is not None:
+            live = sum(self._live.dropped.values())
+            self._live.dropped.clear()
+        return own, len(own) + live
+
+    def keep_books(self, state: RunState) -> None:
+        """Write into the state what a checkpoint needs."""
+        if self._own is not None:
+            state.cursor, state.pending, state.consumed = self._own.cursor, self._own.pending(), self._own.consumed
+        if self._live is not None:
+            state.taken = list(self._live.taken)
+
+    async def saved(self) -> None:
+        """A checkpoint with these books is on disk."""
+        if self._live is not None:
+            await self._live.saved()
+        await self._mailbox.saved()
+
+
+def _task(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    return asyncio.create_task(work)

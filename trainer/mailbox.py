@@ -1,0 +1,164 @@
+"""What users ask of a running trainer, and what it answers: orders from /v1/training/update and /training/checkpoint.
+
+Invariants. An order that trains is done (will not come again) when a checkpoint with its effect is on disk, so a killed
+trainer carries it out again on the weights that do not know it, and an order that the checkpoint's weights know is not
+carried out twice. Orders are read by a task of their own: waiting for one may be cancelled without losing it.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from shared.errors import ParallmError
+from shared.redis import keys
+from shared.redis.orders import Orders, Received
+from shared.training import Answer, Order, Refusal
+
+log = structlog.get_logger()
+
+WAIT_S = 1.0
+_CONSUMER = "trainer"  # one trainer a policy: the next one takes over what the last one had not finished
+_order = msgspec.json.Decoder(Order)
+
+
+@dataclass(frozen=True)
+class Letter:
+    """An order in the trainer's hands."""
+
+    received: Received
+    order: Order
+
+
+class Mailbox(Protocol):
+    """Where orders come from."""
+
+    async def next(self) -> Letter:
+        """Wait for an order; may be cancelled without loss."""
+
+    def give_back(self, letter: Letter) -> None:
+        """It comes first again."""
+
+    async def answer(self, letter: Letter, answer: Answer, *, keep: bool = False) -> None:
+        """Tell whoever waits; `keep` until a checkpoint has it."""
+
+    async def saved(self) -> None:
+        """A checkpoint is on disk: what was kept is done."""
+
+    def known(self, orders: Collection[str]) -> None:
+        """Orders whose effect the weights have already."""
+
+
+class NoMailbox:
+    """Nobody asks."""
+
+    async def next(self) -> Letter:
+        """Never."""
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    def give_back(self, letter: Letter) -> None:
+        """Nothing."""
+
+    async def answer(self, letter: Letter, answer: Answer, *, keep: bool = False) -> None:
+        """Nothing."""
+
+    async def saved(self) -> None:
+        """Nothing."""
+
+    def known(self, orders: Collection[str]) -> None:
+        """Nothing."""
+
+
+class RingMailbox:
+    """The orders of one policy in Redis."""
+
+    def __init__(self, redis: Redis, blocking: Redis, policy: str) -> None:
+        self._orders = Orders(redis, keys.training_orders(policy), blocking=blocking)
+        self._letters: deque[Letter] = deque()
+        self._arrived = asyncio.Event()
+        self._kept: list[Received] = []
+        self._known: frozenset[str] = frozenset()
+        self._ready = asyncio.Event()
+        self._pump: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._pump = asyncio.create_task(self._read_forever())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pump is not None:
+            self._pump.cancel()
+            await asyncio.gather(self._pump, return_exceptions=True)
+
+    def known(self, orders: Collection[str]) -> None:
+        """See `Mailbox`; nothing is read before this is told."""
+        self._known = frozenset(orders)
+        self._ready.set()
+
+    async def next(self) -> Letter:
+        """See `Mailbox`."""
+        while not self._letters:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._letters.popleft()
+
+    def give_back(self, letter: Letter) -> None:
+        """See `Mailbox`."""
+        self._letters.appendleft(letter)
+        self._arrived.set()
+
+    async def answer(self, letter: Letter, answer: Answer, *, keep: bool = False) -> None:
+        """See `Mailbox`."""
+        await self._orders.tell(letter.received.id, msgspec.json.encode(answer))
+        if keep:
+            self._kept.append(letter.received)
+        else:
+            await self._orders.done(letter.received)
+
+    async def saved(self) -> None:
+        """See `Mailbox`."""
+        kept, self._kept = self._kept, []
+        for received in kept:
+            await self._orders.done(received)
+
+    async def _read_forever(self) -> None:
+        await self._ready.wait()
+        while True:
+            try:
+                found = await self._orders.take(_CONSUMER)
+                for received in found:
+                    await self._sort(received)
+                if not found:
+                    await self._orders.wait(WAIT_S)
+            except (RedisError, OSError) as error:
+                log.warning("train.redis_trouble", error=str(error))
+                await asyncio.sleep(0.2)
+
+    async def _sort(self, received: Received) -> None:
+        if received.id in self._known or received.too_late:
+            log.info("order.left_out", order=received.id, too_late=received.too_late)
+            await self._orders.done(received)
+            return
+        try:
+            order = _order.decode(received.body)
+        except msgspec.DecodeError as error:
+            await self._orders.tell(received.id, msgspec.json.encode(refusal(ParallmError(f"unreadable: {error}"))))
+            await self._orders.done(received)
+            return
+        self._letters.append(Letter(received, order))
+        self._arrived.set()
+
+
+def refusal(error: ParallmError) -> Refusal:
+    """The answer when an order could not be carried out."""
+    return Refusal(error.code or "", error.message)

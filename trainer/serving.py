@@ -1,0 +1,188 @@
+"""Which version is served: offers trained weights to the gate, and takes versions back whose rewards have collapsed.
+
+Invariants. What is served is always a good version: a train step that fails the gate is taken back, weights and
+moments, and its version stays in the store as rejected. `best` points at the version with the best judged reward,
+`latest` at the one that is served.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import structlog
+
+from shared.adapters import GateCheck, version_id
+from shared.errors import ParallmError
+from trainer import gate
+from trainer.examine import Examiner
+from trainer.gate import RewardWatch, Standing
+from trainer.host import at_once
+from trainer.learner import Learner, Trained
+from trainer.pacing import oldest_version
+from trainer.parts import Parts
+from trainer.publish import Publisher
+from trainer.rollouts import RolloutGroup, mean_reward
+from trainer.settings import TrainSettings
+from trainer.state import RunState
+
+log = structlog.get_logger()
+
+
+class Serving:
+    """The served version of one run; writes into its state."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        parts: Parts,
+        learner: Learner,
+        publisher: Publisher,
+        examiner: Examiner,
+        state: RunState,
+    ) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._learner = learner
+        self._publisher = publisher
+        self._examiner = examiner
+        self._state = state
+        self._watch = RewardWatch(settings.reward_margin, settings.min_groups)
+        self._watch.good = {version: Standing(*earned) for version, earned in state.good.items()}
+        self._rejections = 0  # in a row
+        self._failed = ""  # the last one's failed checks
+        self._silent = 0  # train steps in a row without anything to learn from
+        self.held_out: float | None = None  # of the last offer
+
+    async def start(self) -> None:
+        """Publish what the run begins with.
+
+        A resumed run publishes again: served must be what was saved, and numbers are never used twice. Weights that
+        were trained with `update_inference` false stay unserved.
+        """
+        settings, state = self._settings, self._state
+        if not state.unpublished:
+            weights = await self._parts.host.run(at_once(self._learner.weights))
+            published = await self._publisher.publish(weights, state, [gate.finite_weights(weights)], {})
+            if not published.version:
+                raise ParallmError(f"the first version was refused: {gate.failures(published.checks)}")
+            self._served(published.version)
+        if settings.evaluate_every and state.held_out is None:
+            served = version_id(settings.adapter, state.version)
+            state.held_out = await self._examiner.evaluate(served, state.train_step)
+            log.info("run.started", held_out=state.held_out)
+
+    async def offer(self, trained: Trained, batch: Sequence[RolloutGroup], *, serve: bool = True) -> str:
+        """Serve new weights, or keep them unserved, or take the train step back; the failed checks.
+
+        Nothing is offered when the step had nothing to learn from; several in a row are worth an alert.
+        """
+        self.held_out = None
+        if not trained.checks:
+            await self._count_silence()
+            return ""
+        self._silent = 0
+        if not serve:
+            return await self._keep(trained)
+        state = self._state
+        metrics = {"reward": mean_reward(batch), "loss": trained.report.loss, "kl": trained.report.kl}
+
+        async def remote(version: int) -> list[GateCheck]:
+            checks, self.held_out = await self._examiner.check(version, state.train_step + 1, state.held_out)
+            return checks
+
+        published = await self._publisher.publish(trained.weights, state, trained.checks, metrics, remote)
+        if not published.version:
+            return await self._take_back(gate.failures(published.checks))
+        if self.held_out is not None:
+            await self._judged(published.version, self.held_out)
+            state.held_out = self.held_out
+        await self._accept()
+        self._served(published.version)
+        return ""
+
+    async def judge(self, batch: Sequence[RolloutGroup]) -> bool:
+        """Judge the versions that sampled this batch; True when rewards have collapsed and an older one is served."""
+        by_version: dict[int, list[float]] = {}
+        for group in batch:
+            versions = [oldest_version(t.spans, self._settings.adapter) or 0 for t in group.trajectories]
+            if group.rewards:
+                by_version.setdefault(min(versions), []).append(float(np.mean(group.rewards)))
+        for version, means in sorted(by_version.items()):
+            target = self._watch.add(version, means)
+            if target is not None:
+                await self._roll_back(version, target)
+                return True
+            if not self._settings.evaluate_every and version in self._watch.good:
+                await self._judged(version, self._watch.good[version].mean)
+        return False
+
+    def keep_books(self) -> None:
+        """Write what a checkpoint needs into the state."""
+        self._state.good = {version: (s.mean, s.error) for version, s in self._watch.good.items()}
+
+    async def _keep(self, trained: Trained) -> str:
+        """The local checks alone decide on weights that nobody is served yet."""
+        if not gate.passed(trained.checks):
+            failed = gate.failures(trained.checks)
+            await self._parts.sink.alert("gate_failed", failed)
+            return await self._take_back(failed)
+        await self._accept()
+        self._state.unpublished += 1
+        return ""
+
+    async def _accept(self) -> None:
+        state = self._state
+        await self._parts.host.run(at_once(self._learner.accept))
+        state.policy_step += 1
+        state.updates += 1
+        state.last_update_ms = time.time_ns() // 1_000_000
+        self._rejections = 0
+
+    async def _take_back(self, failed: str) -> str:
+        await self._parts.host.run(at_once(self._learner.revert))
+        self._state.rejected += 1
+        self._rejections += 1
+        self._failed = failed
+        log.error("version.rejected", train_step=self._state.train_step, checks=failed)
+        return failed
+
+    def check_patience(self) -> None:
+        """Raise when too many train steps in a row have failed the gate."""
+        if self._rejections >= self._settings.max_rejections:
+            raise ParallmError(f"{self._rejections} train steps in a row failed the gate: {self._failed}")
+
+    async def _count_silence(self) -> None:
+        self._silent += 1
+        if self._silent == self._settings.no_signal_after:
+            reason = f"{self._silent} train steps in a row had nothing to learn from: every group's rewards are equal"
+            await self._parts.sink.alert("no_signal", reason)
+
+    def _served(self, version: int) -> None:
+        state = self._state
+        state.version = version
+        state.swaps += 1
+        state.unpublished = 0
+        state.policy_steps[version] = state.policy_step
+        known = sorted(state.policy_steps)[-(self._settings.max_lag + 64) :]
+        state.policy_steps = {v: state.policy_steps[v] for v in known}
+        self._publisher.forget({version, state.best_version, *self._watch.good, *known[-2:]})
+
+    async def _roll_back(self, bad: int, target: int) -> None:
+        """Serve an old version again and go on from its weights; what newer ones sampled is too old from now on."""
+        state, settings = self._state, self._settings
+        reason = f"version {bad} earned less than version {target} by more than {settings.reward_margin}"
+        log.error("version.rolled_back", bad=bad, to=target, earned=self._watch.good[target].mean)
+        await self._parts.sink.roll_back(target, reason)
+        await self._parts.sink.alert("reward_collapse", reason)
+        weights = self._publisher.weights_of(target)
+        await self._parts.host.run(at_once(lambda: self._learner.load(weights)))
+        state.policy_step += settings.max_lag + 1
+        state.policy_steps = {v: s for v, s in state.policy_steps.items() if v != bad}
+        state.rollbacks += 1
+        self._watch.rolled_back()
+        self._served(target)
+
+    async def _judged(self, version: int, reward: float) -> None:
+        if self._state.best_reward is None or reward > self._state.best_reward:
+            self._state.best_reward, self._state.best_version = reward, version
+            await self._parts.sink.set_best(version, reward)
