@@ -29,6 +29,7 @@ from shared.settings import ApiSettings, RunnerSettings, ServeSettings, WorkerSe
 
 log = structlog.get_logger()
 
+TRAINER = "trainer.hosted:HostedTrainer"
 READY_TIMEOUT_S = 600.0  # a large model loads for minutes
 REDIS_LOOK_S = 0.2
 LAST_LOOK_S = 1.0  # at the end: without Redis no child can finish anything
@@ -40,10 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(ServeSettings, argv)
         configure(settings.log_level, settings.log_json)
-        if settings.mode in ("inference_and_training", "training_only"):
-            raise SetupError(
-                f"--mode {settings.mode}: the trainer is not part of this version yet; use --mode inference_only"
-            )
+        _check(settings)
         check_exposure(settings)
         with _embedded(settings) as server:
             if server is not None:
@@ -52,6 +50,19 @@ def main(argv: list[str] | None = None) -> int:
     except (SetupError, ServiceUnavailableError) as error:
         print(f"mlx_parallm_serve: {error}", file=sys.stderr)
         return 2
+
+
+def _check(settings: ServeSettings) -> None:
+    """SetupError when the settings contradict each other."""
+    if settings.trains:
+        if not settings.workers:
+            raise SetupError("a hosted trainer needs a worker on this machine: --workers 1, or run mlx_parallm_train")
+        if settings.train_config is not None and not settings.train_config.is_file():
+            raise SetupError(f"--train-config {settings.train_config}: no such file")
+        return
+    for flag, given in (("--train-config", settings.train_config), ("--lora-rank", settings.lora_rank)):
+        if given:
+            raise SetupError(f"{flag} is for a hosted trainer: add --mode inference_and_training")
 
 
 @contextlib.contextmanager
@@ -76,7 +87,8 @@ async def _serve(settings: ServeSettings, server: EmbeddedRedis | None) -> int:
         loop.add_signal_handler(number, stop.set)
     follow_parent(lambda: loop.call_soon_threadsafe(stop.set))
     supervisor = Supervisor()
-    with _listen(settings) as listener:
+    with contextlib.ExitStack() as stack:
+        listener = None if settings.mode == "training_only" else stack.enter_context(_listen(settings))
         try:
             await _start_children(supervisor, settings, listener)
             code = await _until_stopped(supervisor, settings, listener, stop, server)
@@ -112,14 +124,12 @@ def _listen_unix(path: str) -> socket.socket:
     return listener
 
 
-async def _start_children(supervisor: Supervisor, settings: ServeSettings, listener: socket.socket) -> None:
+async def _start_children(supervisor: Supervisor, settings: ServeSettings, listener: socket.socket | None) -> None:
     # Stopped in the reverse order: first no new requests, then jobs, then the workers drain.
     for i in range(settings.workers):
-        part = settings.of(WorkerSettings)
-        part.worker_id = f"{settings.worker_id}-{i}" if settings.worker_id else ""
-        await supervisor.start(
-            ChildSpec(f"worker {i}", "worker", part.environment(), stop_timeout_s=settings.drain_grace_s + 10)
-        )
+        await supervisor.start(_worker(settings, i))
+    if listener is None:
+        return
     await supervisor.start(ChildSpec("job runner", "worker.jobs", settings.of(RunnerSettings).environment()))
     fd = listener.fileno()
     part_of_api = settings.of(ApiSettings)
@@ -129,25 +139,45 @@ async def _start_children(supervisor: Supervisor, settings: ServeSettings, liste
         await supervisor.start(ChildSpec(f"api {i}", "api", environment, arguments=("--fd", str(fd)), pass_fds=(fd,)))
 
 
+def _worker(settings: ServeSettings, index: int) -> ChildSpec:
+    """One worker; the first one hosts the trainer, of which there is one a policy."""
+    part = settings.of(WorkerSettings)
+    part.worker_id = f"{settings.worker_id}-{index}" if settings.worker_id else ""
+    hosts = settings.trains and index == 0
+    part.guest = TRAINER if hosts else part.guest
+    part.end_with_guest = hosts and settings.mode == "training_only"
+    environment = part.environment()
+    if hosts:
+        environment["PARALLM_MODE"] = "rl"  # the trainer's setting of that name
+        if settings.lora_rank:
+            environment["PARALLM_LORA_RANK"] = str(settings.lora_rank)
+    return ChildSpec(
+        f"worker {index}",
+        "worker",
+        environment,
+        stop_timeout_s=settings.drain_grace_s + (20 if hosts else 10),
+        ends=part.end_with_guest,
+    )
+
+
 async def _until_stopped(
     supervisor: Supervisor,
     settings: ServeSettings,
-    listener: socket.socket,
+    listener: socket.socket | None,
     stop: asyncio.Event,
     server: EmbeddedRedis | None,
 ) -> int:
-    url = f"unix:{settings.uds}" if settings.uds else "http://{}:{}".format(*listener.getsockname()[:2])
-    ready = asyncio.create_task(_announce_when_ready(url, settings))
+    ready = asyncio.create_task(_announce(settings, listener))
     stopped = asyncio.create_task(stop.wait())
     tended = asyncio.create_task(_tend(server))
-    waits: list[asyncio.Future[Any]] = [stopped, supervisor.failed, tended]
+    waits: list[asyncio.Future[Any]] = [stopped, supervisor.failed, supervisor.ended, tended]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     if tended.done():
         tended.result()
     for task in (ready, stopped, tended):
         task.cancel()
     if supervisor.failed.done():
-        log.error("serve.child_cannot_start", child=supervisor.failed.result().name)
+        log.error("serve.child_gave_up", child=supervisor.failed.result().name)
         return 2
     return 0
 
@@ -173,7 +203,20 @@ async def _tend(server: EmbeddedRedis | None) -> None:
                 await asyncio.sleep(1.0)
 
 
-async def _announce_when_ready(url: str, settings: ServeSettings) -> None:
+async def _announce(settings: ServeSettings, listener: socket.socket | None) -> None:
+    if listener is None:
+        print(f"ParaLLM trains {settings.model}, without HTTP", flush=True)
+    else:
+        url = f"unix:{settings.uds}" if settings.uds else "http://{}:{}".format(*listener.getsockname()[:2])
+        if not await _ready(url, settings):
+            log.error("serve.not_ready", after_s=READY_TIMEOUT_S)
+            return
+        print(f"ParaLLM is ready: {url}" + ("" if settings.uds else "/v1"), flush=True)
+    joining = f"mlx_parallm_worker --redis {shown(settings.redis)} --model {settings.model}"
+    print(f"join with another worker: {joining}", flush=True)
+
+
+async def _ready(url: str, settings: ServeSettings) -> bool:
     transport = httpx.AsyncHTTPTransport(uds=settings.uds) if settings.uds else None
     base_url = "http://localhost" if settings.uds else url
     async with httpx.AsyncClient(base_url=base_url, transport=transport, timeout=5, trust_env=False) as client:
@@ -184,12 +227,7 @@ async def _announce_when_ready(url: str, settings: ServeSettings) -> None:
                 return (await client.get(path)).status_code == 200
             return False
 
-        if not await wait_for(ready, READY_TIMEOUT_S):
-            log.error("serve.not_ready", after_s=READY_TIMEOUT_S)
-            return
-    model = settings.model
-    print(f"ParaLLM is ready: {url}" + ("" if settings.uds else "/v1"), flush=True)
-    print(f"join with another worker: mlx_parallm_worker --redis {shown(settings.redis)} --model {model}", flush=True)
+        return await wait_for(ready, READY_TIMEOUT_S)
 
 
 if __name__ == "__main__":

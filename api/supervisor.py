@@ -33,6 +33,7 @@ class ChildSpec:
     arguments: tuple[str, ...] = ()
     pass_fds: tuple[int, ...] = ()
     stop_timeout_s: float = 15.0
+    ends: bool = False  # exit code 0 says that its work is done
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Supervisor:
     def __init__(self) -> None:
         self._children: list[Child] = []
         self.failed: asyncio.Future[ChildSpec] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[ChildSpec] = asyncio.get_running_loop().create_future()
 
     async def start(self, spec: ChildSpec) -> Child:
         """Start one child and watch it from now on."""
@@ -103,9 +105,10 @@ class Supervisor:
             if child.stopping:
                 child.exited.set()
                 return
-            if code == SETUP_EXIT_CODE:
-                if not self.failed.done():
-                    self.failed.set_result(child.spec)
+            if code == SETUP_EXIT_CODE or (code == 0 and child.spec.ends):
+                told = self.failed if code else self.ended
+                if not told.done():
+                    told.set_result(child.spec)
                 child.exited.set()
                 return
             delay = FIRST_DELAY_S if time.monotonic() - began > STEADY_AFTER_S else min(LONGEST_DELAY_S, delay * 2)

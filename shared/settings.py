@@ -93,6 +93,7 @@ class ProcessSettings(BaseSettings):
             else:
                 text = value.get_secret_value() if isinstance(value, SecretStr) else str(value)
             variables["PARALLM_REDIS_URL" if name == "redis" else f"PARALLM_{name.upper()}"] = text
+        variables["PARALLM_CONFIG"] = ""  # all of it is resolved
         return variables
 
 
@@ -141,6 +142,18 @@ class WorkerSettings(ProcessSettings):
     )
     adapter_cache_dir: Path = Field(default=Path(".parallm/adapters"), description="fetched adapter files")
     adapter_cache_gb: float = Field(default=4, gt=0, description="size of that folder")
+    guest: str = Field(
+        default="",
+        description="shares the engine's thread: package.module:Class; the trainer is trainer.hosted:HostedTrainer",
+    )
+    end_with_guest: bool = Field(default=False, description="end when the guest has done its work")
+    train_config: Path | None = Field(default=None, description="YAML file of the hosted trainer's settings")
+    training_share: float = Field(
+        default=0.2, ge=0, lt=1, description="of the engine's time that training takes while rows decode"
+    )
+    training_pause_ms: float = Field(
+        default=50, ge=0, description="time that one microbatch may take, and so a row wait for it; 0: not bounded"
+    )
 
 
 class ApiSettings(ProcessSettings):
@@ -209,11 +222,21 @@ class RunnerSettings(ProcessSettings):
 class ServeSettings(WorkerSettings, ApiSettings, RunnerSettings):
     """`mlx_parallm_serve`: all of them on one machine."""
 
-    mode: Literal["inference_and_training", "inference_only", "training_only", "inference"] = "inference_only"
+    mode: Literal["inference_and_training", "inference_only", "training_only", "inference"] = Field(
+        default="inference_only",
+        description="with a trainer in the first worker, without one, or the trainer without HTTP until it is done",
+    )
+    enable_rl_training: bool = Field(default=False, description="the same as --mode inference_and_training")
+    lora_rank: int = Field(default=0, ge=0, description="of the hosted trainer's adapter; 0: as its settings say")
     data_dir: Path = Field(default=Path(".parallm"), description="Redis data, uploads, caches")
     workers: int = Field(default=1, ge=0, description="worker processes on this machine; 0: others will join")
     api_processes: int = Field(default=1, ge=1)
     redis_port: int = Field(default=0, ge=0, le=65535, description="port of the embedded Redis; 0: a free one")
+
+    @property
+    def trains(self) -> bool:
+        """Whether the first worker hosts a trainer."""
+        return self.enable_rl_training or self.mode in ("inference_and_training", "training_only")
 
     def of(self, kind: type[S]) -> S:
         """The part of these settings that another process takes."""

@@ -55,7 +55,8 @@ async def joined(url: str, settings: TrainSettings, mine: ModelCard) -> AsyncIte
     redis, blocking = connect(url), connect(url, blocking=True)
     try:
         registry = WorkerRegistry(redis)
-        card = next((c for c in await registry.models() if c.base_sha256 == mine.base_sha256), None)
+        cards = [card for card in await registry.models() if card.base_sha256 == mine.base_sha256]
+        card = next((card for card in cards if card.name == mine.name), cards[0] if cards else None)
         if card is None:
             raise SetupError(f"no worker of this ring has ever served {settings.model}: start one first")
         codec = await CodecCache(registry).codec(card)

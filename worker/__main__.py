@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -19,6 +20,9 @@ from shared.redis.client import require
 from shared.settings import WorkerSettings, load
 from worker.engine import fast_blas
 from worker.engine_watch import guard_loop
+
+if TYPE_CHECKING:
+    from worker.guest import Guest
 
 log = structlog.get_logger()
 
@@ -36,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
                 "a worker joins a ring: give its Redis with --redis redis://HOST:PORT (mlx_parallm_serve prints it)"
             )
         fast_blas.install()
-        code = asyncio.run(_run(settings))
+        code = asyncio.run(_run(settings, _invite(settings)))
     except SetupError as error:
         print(f"mlx_parallm_worker: {error}", file=sys.stderr)
         return 2
@@ -58,11 +62,17 @@ def _begin_anew() -> None:
     os.execv(sys.executable, sys.orig_argv)
 
 
-async def _run(settings: WorkerSettings) -> int:
-    await require(settings.redis)
-    from worker.process import WorkerProcess  # imports mlx, so only after fast_blas.install
+def _invite(settings: WorkerSettings) -> "Guest | None":
+    from worker.guest import invited  # imports mlx, so only after fast_blas.install
 
-    worker = WorkerProcess(settings)
+    return invited(settings)
+
+
+async def _run(settings: WorkerSettings, guest: "Guest | None") -> int:
+    await require(settings.redis)
+    from worker.process import WorkerProcess
+
+    worker = WorkerProcess(settings, guest)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, worker.stop)

@@ -36,9 +36,11 @@ from worker.adapter_sync import AdapterSync
 from worker.counts import WorkerCounts
 from worker.engine.adapters import AdapterConfig, AdapterStats
 from worker.engine.scheduler import SchedulerState, Shares, plan_claims
-from worker.engine.thread import EngineConfig, EngineThread, RowRequest, StepOutput
+from worker.engine.thread import EngineThread, RowRequest, StepOutput
+from worker.engine_settings import engine_config
 from worker.engine_watch import EngineWatch
 from worker.farewell import LAST_WORDS_S, Farewell
+from worker.guest import Guest, Lodging, Workplace
 from worker.orders import Orders
 from worker.publisher import Publisher
 from worker.running import Running, now_ms
@@ -55,8 +57,9 @@ REFRESH_MODEL_EVERY = 150  # heartbeats between two refreshes of card and tokeni
 class WorkerProcess:
     """One worker: an engine thread and the loops that connect it to the ring."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, guest: Guest | None = None) -> None:
         self._settings = settings
+        self._lodging = Lodging(guest, settings.end_with_guest)
         self.id = settings.worker_id or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:6]}"
         self._lease_s = settings.lease_ms / 1000
         self.running: dict[str, Running] = {}
@@ -71,11 +74,14 @@ class WorkerProcess:
         self._preparing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
-        """Serve until stopped; the exit code: 0 after a drain, 1 when the engine has died or is stuck."""
+        """Serve until stopped; the exit code: 0 after a drain, 1 when the engine has died or is stuck.
+
+        2 when the worker was to end with its guest, and the guest gave up.
+        """
         self._loop = asyncio.get_running_loop()
         s = self._settings
         adapters = AdapterConfig(s.adapter_slots, s.adapter_rank, s.adapter_dtype)
-        self._engine = EngineThread(self._engine_config(), self._on_step, self._on_death, adapters, self._on_adapters)
+        self._engine = EngineThread(engine_config(s), self._on_step, self._on_death, adapters, self._on_adapters)
         self._watch = EngineWatch(self._engine, s.engine_stall_s, self._on_stall)
         loaded = await asyncio.to_thread(self._engine.start)
         self._card, self._tokenizer = loaded.card, loaded.tokenizer
@@ -83,6 +89,7 @@ class WorkerProcess:
         self._control = connect(self._settings.redis, blocking=True)
         try:
             await self._open(loaded.card, loaded.tokenizer)
+            self._lodging.open(Workplace(self._engine, loaded), self._stop)
             await self._serve()
         finally:
             for last_word in (self._registry.remove(self._card.name, self.id), self._count(), self._adapters.close()):
@@ -92,27 +99,11 @@ class WorkerProcess:
             await asyncio.to_thread(self._engine.stop, 0 if self.stalled else 10)
             await self._redis.aclose()
             await self._control.aclose()
-        return 1 if self._death else 0
+        return 1 if self._death else self._lodging.exit_code
 
     def stop(self) -> None:
         """Begin to drain; safe in a signal handler of the loop."""
         self._stop.set()
-
-    def _engine_config(self) -> EngineConfig:
-        s = self._settings
-        return EngineConfig(
-            model=s.model,
-            served_name=s.served_model_name or s.model.rstrip("/").rsplit("/", 1)[-1],
-            max_rows=s.max_batch_size,
-            prefill_rows=s.prefill_batch_size,
-            prefill_chunk=s.prefill_chunk,
-            kv_limit_bytes=int(s.kv_memory_gb * 1e9) or None,
-            dtype=s.dtype or None,
-            max_context=s.max_context or None,
-            trust_remote_code=s.trust_remote_code,
-            prefix_cache_bytes=int(s.prefix_cache_gb * 1e9),
-            block_size=s.block_size,
-        )
 
     async def _open(self, card: ModelCard, tokenizer: TokenizerBundle) -> None:
         self._queue = SequenceQueue(self._redis, card.name, lease_ms=self._settings.lease_ms)
@@ -164,6 +155,7 @@ class WorkerProcess:
         ]
         try:
             await self._stop.wait()
+            await self._lodging.close(hopeless=self._death is not None)  # a train step may still need rows
             await _cancel(claiming)
             farewell = Farewell(self._redis, self._queue, self._publisher, self.id, self.running, self._freed)
             if self._death is None:

@@ -1,0 +1,173 @@
+"""The trainer inside a worker: `mlx_parallm_serve --mode inference_and_training`.
+
+Its MLX work runs in the worker's engine thread, between decode steps and over the same base arrays; everything else
+runs in a thread of its own with an event loop of its own, so that an environment that blocks delays no token and no
+lease. Otherwise it is the run that `mlx_parallm_train` does: samples through the queue, versions through the store.
+
+Invariants. No error of training reaches the worker. What may pass is tried again from the last checkpoint, a few times
+in a row; anything else ends training, says why on the board and in the log, and the worker goes on serving.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+import yaml
+
+from shared.errors import EngineError, ParallmError, QueueFullError, ServiceUnavailableError, SetupError
+from shared.settings import WorkerSettings, load
+from trainer.host import EngineHost, EngineThread
+from trainer.loop import TrainLoop
+from trainer.session import tasks, train
+from trainer.settings import TrainSettings
+from worker.engine.loader import LoadedModel
+
+log = structlog.get_logger()
+
+TRIES = 4  # in a row, without a train step between them
+FIRST_PAUSE_S = 2.0
+_MAY_PASS = (EngineError, QueueFullError, ServiceUnavailableError)
+_OF_THE_WORKER = {"model": "model", "model_path": "model", "dtype": "dtype", "redis": "redis", "redis_url": "redis"}
+
+
+class Workplace(Protocol):
+    """What a worker lends (worker/guest.py)."""
+
+    @property
+    def engine(self) -> EngineThread:
+        """Where MLX work runs."""
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The served model."""
+
+
+class HostedTrainer:
+    """A worker's guest (worker/guest.py)."""
+
+    def __init__(self, worker: WorkerSettings) -> None:
+        self._settings = hosted_settings(worker)
+        asyncio.run(_check(self._settings))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._training: TrainLoop | None = None
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, place: Workplace, ended: Callable[[bool], None]) -> None:
+        """Train from now on."""
+
+        def run() -> None:
+            done = False
+            try:
+                done = asyncio.run(self._train_until_done(place))
+            except Exception:
+                log.exception("training.failed")
+            finally:
+                ended(done)
+
+        self._thread = threading.Thread(target=run, name="trainer", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """End after the train step that runs now, or at `timeout_s` in the midst of it: the checkpoint counts."""
+        self._stopping.set()
+        thread = self._thread
+        if thread is None:
+            return
+        self._call(self._end_in_order)
+        thread.join(timeout_s)
+        if thread.is_alive():
+            self._call(lambda: self._running is not None and self._running.cancel())
+            thread.join(2.0)
+
+    def _call(self, function: Callable[[], Any]) -> None:
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(function)
+
+    def _end_in_order(self) -> None:
+        if self._training is not None:
+            self._training.stop()
+        elif self._running is not None:
+            self._running.cancel()
+
+    # -- in the trainer's thread
+
+    async def _train_until_done(self, place: Workplace) -> bool:
+        """Whether all is done."""
+        self._loop = asyncio.get_running_loop()
+        failures = 0
+        while not self._stopping.is_set():
+            before = self._train_steps()
+            self._training = None
+            self._running = asyncio.create_task(self._train(place))
+            try:
+                await self._running
+                return True
+            except asyncio.CancelledError:
+                return False
+            except Exception as error:
+                failures = 1 if self._train_steps() > before else failures + 1
+                if self._stopping.is_set():
+                    return False
+                if isinstance(error, ParallmError) and not isinstance(error, _MAY_PASS):
+                    log.error("training.failed", reason=str(error))
+                    return False
+                if failures == TRIES:
+                    log.exception("training.failed", tries=failures)
+                    return False
+                pause_s = FIRST_PAUSE_S * 2 ** (failures - 1)
+                log.exception("training.again", in_s=pause_s, tries=failures)
+            await self._pause(pause_s)
+        return False
+
+    async def _train(self, place: Workplace) -> None:
+        async def loaded() -> LoadedModel:
+            return place.loaded
+
+        def begun(training: TrainLoop) -> None:
+            self._training = training
+            if self._stopping.is_set():
+                training.stop()
+
+        await train(self._settings, EngineHost(place.engine), loaded, begun)
+
+    async def _pause(self, seconds: float) -> None:
+        self._running = asyncio.create_task(asyncio.sleep(seconds))
+        await asyncio.gather(self._running, return_exceptions=True)
+
+    def _train_steps(self) -> int:
+        return self._training.state.train_step if self._training is not None else 0
+
+
+def hosted_settings(worker: WorkerSettings) -> TrainSettings:
+    """The run's settings; model, dtype and ring are the worker's. SetupError when its file says otherwise."""
+    arguments: list[str] = []
+    if worker.train_config is not None:
+        arguments = ["--config", str(worker.train_config)]
+    settings = load(TrainSettings, arguments)
+    if worker.train_config is not None:
+        _refuse_another_place(worker, worker.train_config)
+    bound_s = settings.microbatch_s or worker.training_pause_ms / 1000
+    changes = {"model": worker.model, "dtype": worker.dtype, "redis": worker.redis, "microbatch_s": bound_s}
+    return settings.model_copy(update=changes)
+
+
+async def _check(settings: TrainSettings) -> None:
+    """SetupError when tasks or reward are not there: before the model is loaded, not after."""
+    async with tasks(settings):
+        pass
+
+
+def _refuse_another_place(worker: WorkerSettings, file: Path) -> None:
+    given: dict[str, Any] = yaml.safe_load(file.read_bytes()) or {}
+    for key, value in given.items():
+        if key == "connect_to":
+            raise SetupError(f"{file}: connect_to: a hosted trainer belongs to its worker's ring")
+        mine = getattr(worker, _OF_THE_WORKER[key]) if key in _OF_THE_WORKER else value
+        if value != mine:
+            raise SetupError(f"{file}: {key}: {value}, but the worker has {mine or 'none'}: leave it out")
