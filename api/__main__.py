@@ -12,6 +12,7 @@ import uvicorn
 
 from api.app import create_app
 from api.auth import check_exposure
+from api.connections import bounded, raise_file_limit
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.lifeline import follow_parent
 from shared.logs import configure
@@ -20,6 +21,7 @@ from shared.settings import ApiSettings, load
 
 log = structlog.get_logger()
 
+SPARE_FILES = 200  # besides one for each request
 SHUTDOWN_S = 10  # time for requests under way at SIGTERM
 
 
@@ -43,6 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     except ServiceUnavailableError as error:  # may pass, so that a supervisor tries again
         print(f"api: {error}", file=sys.stderr)
         return 1
+    files = raise_file_limit()
+    if files < settings.max_concurrent_requests + SPARE_FILES:
+        log.warning("api.few_files", open_files=files, wanted=settings.max_concurrent_requests + SPARE_FILES)
     server = Server(_config(settings))
     follow_parent()
     if listener.family != socket.AF_UNIX:
@@ -103,7 +108,8 @@ def _listen(settings: ApiSettings, fd: int | None) -> socket.socket:
 def _config(settings: ApiSettings) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(settings),
-        http="httptools",
+        http=bounded(settings.slow_reader_s),
+        reset_contextvars=True,
         lifespan="on",
         access_log=False,
         log_config=None,

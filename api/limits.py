@@ -1,6 +1,8 @@
 """Bounds on what a client may send, checked before anything is parsed."""
 
+import asyncio
 import re
+import time
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -11,6 +13,7 @@ from shared.errors import InvalidRequestError, PayloadTooLargeError
 from shared.settings import ApiSettings
 
 MAX_JSON_DEPTH = 64
+BODY_WITHIN_S = 30.0  # of everything but uploads
 
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)  # possessive: one pass, whatever the text
 _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
@@ -42,13 +45,13 @@ class BodyLimit:
         if length.isdigit() and int(length) > limit:
             await error_response(PayloadTooLargeError(detail))(scope, receive, send)
             return
-        read = 0
+        read, until = 0, time.monotonic() + BODY_WITHIN_S
         held: list[bytes] | None = None if upload else []  # until the whole body has been looked at
 
         async def bounded() -> Message:
             nonlocal read, held
             while True:
-                message = await receive()
+                message = await (receive() if held is None else _in_time(receive, until))
                 if message["type"] != "http.request":
                     return message
                 read += len(message.get("body", b""))
@@ -66,6 +69,14 @@ class BodyLimit:
                     return {"type": "http.request", "body": body, "more_body": False}
 
         await self._app(scope, bounded, send)
+
+
+async def _in_time(receive: Receive, until: float) -> Message:
+    try:
+        async with asyncio.timeout(until - time.monotonic()):
+            return await receive()
+    except TimeoutError:
+        raise HTTPException(400, f"the body did not arrive within {BODY_WITHIN_S:g} s") from None
 
 
 def check_shape(body: bytes, max_values: int) -> None:

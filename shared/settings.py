@@ -183,6 +183,9 @@ class ApiSettings(ProcessSettings):
     first_token_timeout_s: float = Field(
         default=300, gt=0, description="a sequence without a token by then is given up (504)"
     )
+    slow_reader_s: float = Field(
+        default=30, gt=0, description="a client that leaves its 64 KiB of a response unread for so long is cut off"
+    )
     max_request_bytes: int = Field(default=1_048_576, ge=1024)
     max_json_values: int = Field(default=200_000, ge=1024, description="list items and fields in one JSON body")
     max_upload_bytes: int = Field(default=1_073_741_824, ge=1024, description="JSONL uploads, streamed to disk")

@@ -11,6 +11,7 @@ import httpx
 import uvicorn
 
 from api.app import create_app
+from api.connections import bounded
 from api.ring import Ring
 from shared.settings import ApiSettings
 
@@ -78,12 +79,15 @@ class Events:
 
 
 @contextlib.asynccontextmanager
-async def api(redis_url: str, **settings: Any) -> AsyncIterator[Api]:
-    """One api process in the ring of `redis_url`."""
-    app = create_app(ApiSettings(redis=redis_url, **settings))
-    config = uvicorn.Config(app, http="httptools", lifespan="on", log_config=None, access_log=False)
+async def api(redis_url: str, *, send_buffer: int = 0, **settings: Any) -> AsyncIterator[Api]:
+    """One api process in the ring of `redis_url`; `send_buffer` bounds what the kernel holds for each client."""
+    parsed = ApiSettings(redis=redis_url, **settings)
+    app = create_app(parsed)
+    config = uvicorn.Config(app, http=bounded(parsed.slow_reader_s), lifespan="on", log_config=None, access_log=False)
     server = _Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        if send_buffer:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             while not server.started:
