@@ -10,7 +10,7 @@ from api import errors
 from api.context import RequestContext
 from api.generation import settled
 from api.guards import guard
-from api.openai import chat, completions, models, streams
+from api.openai import chat, completions, embeddings, models, streams
 from api.ops import deadletters, health, metrics
 from api.resume import stop_lingering
 from api.ring import Ring
@@ -51,6 +51,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
     for module in (
         completions,
         chat,
+        embeddings,
         models,
         streams,
         jobs,

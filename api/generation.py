@@ -22,7 +22,15 @@ from shared.errors import (
 )
 from shared.frames import Finish, TokenEvent
 from shared.redis.token_feed import TokenFeed
-from shared.sequences import AdapterPolicy, Collection, SamplingParams, SequenceClass, SequenceKind, SequenceSpec
+from shared.sequences import (
+    AdapterPolicy,
+    Collection,
+    Pooling,
+    SamplingParams,
+    SequenceClass,
+    SequenceKind,
+    SequenceSpec,
+)
 
 log = structlog.get_logger()
 
@@ -47,6 +55,7 @@ class Work(msgspec.Struct, frozen=True):
     adapter_policy: AdapterPolicy = "pin"
     deadline_ms: int = 0
     collect: Collection | None = None
+    pooling: Pooling = "mean"
 
     def specs(
         self, api_id: str, first_token_timeout_s: float = 0, sequence_class: SequenceClass = "interactive"
@@ -70,6 +79,7 @@ class Work(msgspec.Struct, frozen=True):
                 enqueued_ms=now,
                 collect=self.collect and msgspec.structs.replace(self.collect, sample=s),
                 first_token_deadline_ms=first,
+                pooling=self.pooling,
             )
             for p, prompt in enumerate(self.prompts)
             for s in range(self.n)

@@ -24,5 +24,6 @@ def result_of(
         text="".join(text) if text else None,
         prompt_logprobs=tuple(events[0].prompt_logprobs or ()),
         score_logprobs=tuple(events[-1].score_logprobs or ()),
+        embedding=events[-1].embedding or b"",
         timings=timings,
     )

@@ -23,7 +23,8 @@ OLDEST = 1  # that we read; also what a message means that does not say
 M = TypeVar("M", "SequenceSpec", "SequenceResult")
 
 SequenceClass = Literal["interactive", "batch"]
-SequenceKind = Literal["generate", "score"]
+SequenceKind = Literal["generate", "score", "embed"]
+Pooling = Literal["mean", "last", "cls"]
 AdapterPolicy = Literal["follow", "pin"]
 
 
@@ -86,12 +87,13 @@ class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     enqueued_ms: int = 0  # Unix time
     collect: Collection | None = None  # a trajectory is wanted
     first_token_deadline_ms: int = 0  # Unix time by which the first token must have come; 0: none
+    pooling: Pooling = "mean"  # kind "embed": which hidden states make the vector
     schema: int = OLDEST  # `encode` writes ours
 
     @property
     def kv_tokens(self) -> int:
         """Positions of KV that this sequence may come to hold; admission counts with it."""
-        if self.kind == "score":
+        if self.kind != "generate":
             return len(self.prompt_ids) + len(self.score_ids)
         return len(self.prompt_ids) + self.sampling.max_tokens
 
@@ -121,6 +123,7 @@ class SequenceResult(msgspec.Struct, frozen=True, omit_defaults=True):
     text: str | None = None  # only of rows with stop strings; else the reader decodes the ids
     prompt_logprobs: tuple[float | None, ...] = ()
     score_logprobs: tuple[float, ...] = ()
+    embedding: bytes = b""  # kind "embed": fp32, little-endian
     timings: Timings = Timings()
     schema: int = OLDEST  # `encode` writes ours
 

@@ -89,6 +89,7 @@ def merged(events: list[TokenEvent]) -> list[TokenEvent]:
             last.top_logprobs = (last.top_logprobs or []) + event.top_logprobs
         last.finish = event.finish
         last.score_logprobs = event.score_logprobs
+        last.embedding = event.embedding
     return out
 
 
@@ -119,4 +120,5 @@ def _copy(event: TokenEvent) -> TokenEvent:
         event.prompt_logprobs,
         event.score_logprobs,
         event.prompt_top_logprobs,
+        event.embedding,
     )

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request
 
@@ -13,13 +13,37 @@ from api.openai.schemas import SamplingFields
 from api.ring import Ring
 from api.targets import Target, find_target
 from shared.errors import InvalidGrammarError, InvalidRequestError
-from shared.sequences import Collection, SamplingParams, SequenceKind
+from shared.sequences import AdapterPolicy, Collection, SamplingParams, SequenceKind
 from shared.settings import ApiSettings
 
 _ID_PREFIX: dict[Endpoint, str] = {"chat": "chatcmpl", "completions": "cmpl"}
 
 
-async def target_of(body: SamplingFields, request: Request, ring: Ring) -> Target:
+class TargetFields(Protocol):
+    """What says which model and adapter a request wants."""
+
+    @property
+    def model(self) -> str | None:
+        """A model or an adapter."""
+
+    @property
+    def adapter(self) -> str | None:
+        """An adapter."""
+
+    @property
+    def lora_adapter(self) -> str | None:
+        """The same."""
+
+    @property
+    def adapter_policy(self) -> AdapterPolicy | None:
+        """Whether it stays with its version."""
+
+    @property
+    def user(self) -> str | None:
+        """The session."""
+
+
+async def target_of(body: TargetFields, request: Request, ring: Ring) -> Target:
     """Model and adapter of a request, pinned unless it says otherwise."""
     return await find_target(
         ring,

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from shared.errors import EngineError, InvalidGrammarError, ParallmError
+from shared.errors import EngineError, InvalidGrammarError, InvalidRequestError, ParallmError
 from shared.frames import Finish, TokenEvent
 from shared.text import TextCodec
 from worker.engine.adapters import Adapters
@@ -164,6 +164,8 @@ class Engine:
         if finish is not None:
             self._events.append(row.last_event(finish))
             return
+        if spec.kind == "embed" and not self._model.embeds:
+            raise InvalidRequestError("this model shows no hidden states, so it makes no embeddings", param="model")
         self._model.adapters.admit(row)
         if s.grammar and spec.kind == "generate":
             row.place = self._grammars.open(s.grammar, row.tokens)
@@ -239,7 +241,7 @@ class Engine:
             try:
                 with mx.stream(self._batch.stream):
                     budget -= self._lane.feed(budget)
-                if not task.left:
+                if not task.left and task.pool is None:
                     self._keep_prefix(task.rows[0], task.kv_versions, partial(list, task.kv), task.done)
                 self._failures = 0
             except Exception as error:
@@ -266,7 +268,7 @@ class Engine:
                 self._prefixes.store(ids, version, kv())
 
     def _scored(self, task: PrefillTask) -> None:
-        """Tell of the log-probabilities that a prefill brought."""
+        """Tell of the log-probabilities, or of the embedding, that a prefill brought."""
         for row in task.rows:
             prompt = len(row.spec.prompt_ids)
             event = TokenEvent(row.spec.id, row.attempt, row.start, [], [])
@@ -277,6 +279,9 @@ class Engine:
             if row.spec.kind == "score":
                 event.score_logprobs = task.logprobs[prompt - 1 - task.score_from :]
                 event.finish = Finish("stop", cached_tokens=row.cached_tokens)
+            elif task.pool is not None:
+                event.embedding, event.finish = task.pool.result(), Finish("stop")
+            if event.finish is not None:
                 self._leave([row])
             if event.prompt_logprobs is not None or event.finish is not None:
                 self._events.append(event)
@@ -370,5 +375,5 @@ class Engine:
 def _deadline(row: Row) -> int:
     """When a row is given up, Unix milliseconds: its first token, then its end, has a deadline."""
     spec = row.spec
-    first = 0 if row.tokens or spec.kind == "score" else spec.first_token_deadline_ms
+    first = 0 if row.tokens or spec.kind != "generate" else spec.first_token_deadline_ms
     return min(spec.deadline_ms or NO_DEADLINE, first or NO_DEADLINE)

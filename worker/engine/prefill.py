@@ -1,4 +1,4 @@
-"""Our own prefill lane, beside BatchGenerator's: prompts that are scored, and prompts that several rows share.
+"""Our own prefill lane, beside BatchGenerator's: prompts that are scored or embedded, and those that rows share.
 
 A task runs in chunks between decode steps. Logits of a chunk are reduced to log-probabilities at once: [L, V] of a
 long prompt never exists in one piece. What a task leaves is its KV, for the rows that fork from it, and the
@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from shared.frames import TokenLogprob
 from worker.engine.draw import most_likely, top_lists
+from worker.engine.pooling import Pool
 from worker.engine.prefix_cache import PrefixCache
 from worker.engine.row_model import RowModel
 from worker.engine.rows import Row, RowTag
@@ -35,21 +36,25 @@ class PrefillTask:
     kv_versions: set[str] = field(default_factory=set)  # that the KV has been computed with
     logprobs: list[float] = field(default_factory=list)  # of ids[1 + score_from :]
     top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
+    pool: Pool | None = None  # of an embedding: then all ids are fed, and nothing is scored
 
     def __post_init__(self) -> None:
-        self.key = (tuple(self.ids), self.adapter)  # tasks of equal keys have the same KV
+        embeds = self.rows[0].spec.pooling if self.pool is not None else ""
+        self.key = (tuple(self.ids), self.adapter, embeds)  # tasks of equal keys have the same KV
         self.is_batch = self.rows[0].spec.sequence_class == "batch"
-        self.reports = any(row.spec.kind == "score" or wants_prompt_logprobs(row) for row in self.rows)
+        self.reports = any(row.spec.kind != "generate" or wants_prompt_logprobs(row) for row in self.rows)
 
     @property
     def left(self) -> int:
         """Ids that still have to be fed."""
-        return len(self.ids) - 1 - self.done
+        return len(self.ids) - (self.pool is None) - self.done
 
 
 def task_for(row: Row, adapter: str = "") -> PrefillTask:
     """The task that a row needs: a score, its prompt's log-probabilities, or only KV to fork from."""
     ids = row.context
+    if row.spec.kind == "embed":
+        return PrefillTask([row], ids, 0, adapter, pool=Pool(row.spec.pooling))
     if wants_prompt_logprobs(row):
         return PrefillTask([row], ids, 0, adapter, row.sampling.prompt_logprobs or 0)
     score_from = len(row.spec.prompt_ids) - 1 if row.spec.kind == "score" else len(ids) - 1
@@ -117,6 +122,9 @@ class PrefillLane:
         length = min(budget, task.left)
         if length == 0:
             return 0
+        if task.pool is not None:
+            self._embed(task, task.pool, length)
+            return length
         scores = task.done >= task.score_from
         if scores:
             length = min(length, self._score_positions)
@@ -131,6 +139,13 @@ class PrefillLane:
         mx.clear_cache()
         task.done += length
         return length
+
+    def _embed(self, task: PrefillTask, pool: Pool, length: int) -> None:
+        ids_1L = mx.array(task.ids[task.done : task.done + length])[None]
+        pool.take(self._model.hidden(ids_1L, cache=[*task.kv, RowTag((task.rows[0],))])[0])
+        mx.eval([cache.state for cache in task.kv])
+        mx.clear_cache()
+        task.done += length
 
     def _begin(self, task: PrefillTask) -> None:
         """Start from what is cached; ids that are to be scored are fed in any case."""

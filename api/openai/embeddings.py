@@ -1,0 +1,128 @@
+"""POST /v1/embeddings: one vector for each input, out of the served model's hidden states."""
+
+import base64
+import time
+import uuid
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field, model_validator
+from starlette.responses import Response
+
+from api.errors import error_responses
+from api.generation import Work
+from api.openai.completions import encoded
+from api.openai.fields import Prompts, RequestModel, check_unicode
+from api.openai.planning import target_of
+from api.openai.replies import gather_all
+from api.openai.sampling import check_prompts, deadline
+from api.ring import Ring, ring_of
+from api.targets import Target
+from shared.errors import InvalidRequestError
+from shared.sequences import AdapterPolicy, Pooling, SamplingParams
+from shared.settings import ApiSettings
+
+router = APIRouter(tags=["openai"])
+
+MAX_INPUTS = 2048  # OpenAI's
+
+
+class EmbeddingRequest(RequestModel):
+    """POST /v1/embeddings."""
+
+    off: ClassVar[dict[str, tuple[Any, ...]]] = {"truncate_prompt_tokens": (), "priority": (0,)}
+
+    input: Prompts
+    model: str | None = Field(default=None, description="a served model or an adapter on one")
+    encoding_format: Literal["float", "base64"] | None = Field(default="float", description="base64: of fp32 LE")
+    dimensions: int | None = Field(
+        default=None, ge=1, description="the first so many, normalised again: for models trained so (Matryoshka)"
+    )
+    user: str | None = Field(default=None, description="a session: it stays with its choice of an adapter split")
+    # vLLM's
+    normalize: bool | None = Field(default=True, description="to length 1")
+    add_special_tokens: bool | None = True
+    # ours
+    pooling: Pooling | None = Field(default="mean", description="mean of all positions, the last one, or the first")
+    adapter: str | None = Field(default=None, description="an adapter or a version of it")
+    lora_adapter: str | None = Field(default=None, description="the same as `adapter`")
+    adapter_policy: AdapterPolicy | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unicode(cls, data: Any) -> Any:
+        check_unicode(data)
+        return data
+
+
+@router.post(
+    "/v1/embeddings",
+    summary="Embed texts",
+    responses={
+        200: {"description": "A list of embeddings, in the order of the inputs"},
+        **error_responses(400, 404, 413, 429, 503, 504),
+    },
+)
+async def create_embeddings(
+    body: EmbeddingRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]
+) -> Response:
+    """OpenAI's embeddings, as sequences in the same queue as everything else."""
+    target = await target_of(body, request, ring)
+    codec = target.served.codec
+    prompts = [await encoded(codec, text, body.add_special_tokens is not False) for text in body.input]
+    work = plan_embeddings(body, prompts, target, ring.settings)
+    gathered = await gather_all(ring, request, work)
+    if gathered is None:
+        return Response(status_code=499)
+    vectors = [events[-1].embedding or b"" for events in gathered]
+    return Response(embeddings_body(body, work, vectors), media_type="application/json")
+
+
+def plan_embeddings(body: EmbeddingRequest, prompts: list[list[int]], target: Target, settings: ApiSettings) -> Work:
+    """What to ask of the workers."""
+    if len(prompts) > MAX_INPUTS:
+        raise InvalidRequestError(f"at most {MAX_INPUTS} inputs a request", param="input")
+    check_prompts(prompts, target.served.card, settings, "input")
+    return Work(
+        id=f"embd-{uuid.uuid4().hex}",
+        model=target.served.card.name,
+        prompts=tuple(map(tuple, prompts)),
+        sampling=SamplingParams(max_tokens=0, seed=0),
+        kind="embed",
+        adapter=target.adapter,
+        adapter_policy=target.policy,
+        deadline_ms=deadline(settings),
+        pooling=body.pooling or "mean",
+    )
+
+
+def embeddings_body(body: EmbeddingRequest, work: Work, vectors: list[bytes]) -> bytes:
+    """JSON of the reply; `vectors` are the workers', fp32 and not normalised."""
+    shown = [_shown(body, np.frombuffer(vector, "<f4")) for vector in vectors]
+    tokens = sum(map(len, work.prompts))
+    return msgspec.json.encode(
+        {
+            "object": "list",
+            "data": [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(shown)],
+            "model": body.model or work.model,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            "created": int(time.time()),
+            "id": work.id,
+        }
+    )
+
+
+def _shown(body: EmbeddingRequest, vector: npt.NDArray[np.float32]) -> str | list[float]:
+    if body.dimensions is not None:
+        if body.dimensions > len(vector):
+            raise InvalidRequestError(f"the model's embeddings have {len(vector)} dimensions", param="dimensions")
+        vector = vector[: body.dimensions]
+    if body.normalize is not False:
+        length = np.linalg.norm(vector)
+        vector = vector / length if length > 0 else vector
+    if body.encoding_format == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return [float(value) for value in vector]

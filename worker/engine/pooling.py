@@ -1,0 +1,49 @@
+"""One vector for a whole prompt, out of the hidden states that come chunk by chunk.
+
+Hidden states are those behind the model's last norm, in fp32: what its head would turn into logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from shared.sequences import Pooling
+
+
+def hidden_states(model: Any) -> Callable[..., mx.array] | None:
+    """The part of an mlx-lm model that ends before the head; None when it has no such part."""
+    model = getattr(model, "language_model", model)
+    inner = getattr(model, "model", None)
+    return inner if callable(inner) else None
+
+
+class Pool:
+    """Mean over all positions, the last position, or the first (`cls`)."""
+
+    def __init__(self, pooling: Pooling) -> None:
+        self._pooling = pooling
+        self._vector_H: mx.array | None = None
+        self._count = 0
+
+    def take(self, hidden_LH: mx.array) -> None:
+        """The hidden states of the next positions, at least one."""
+        hidden_LH = hidden_LH.astype(mx.float32)
+        self._count += hidden_LH.shape[0]
+        if self._pooling == "mean":
+            sum_H = mx.sum(hidden_LH, axis=0)
+            self._vector_H = sum_H if self._vector_H is None else self._vector_H + sum_H
+        elif self._pooling == "last":
+            self._vector_H = hidden_LH[-1]
+        elif self._vector_H is None:
+            self._vector_H = hidden_LH[0]
+        mx.eval(self._vector_H)
+
+    def result(self) -> bytes:
+        """The vector: fp32, little-endian, not normalised."""
+        assert self._vector_H is not None, "a prompt has at least one token"
+        vector_H = self._vector_H / self._count if self._pooling == "mean" else self._vector_H
+        return np.array(vector_H).astype("<f4").tobytes()
