@@ -33,13 +33,13 @@ class Player(Protocol):
 
 
 class Collector:
-    """Runs groups in the background of an event loop."""
+    """Runs groups in the background of an event loop; `adapter` says, at each start of one, what to sample from."""
 
     def __init__(
         self,
         player: Player,
         pace: Pace,
-        adapter: str,
+        adapter: Callable[[], str],
         *,
         cursor: int = 0,
         pending: Sequence[int] = (),
@@ -155,7 +155,7 @@ class Collector:
         pause, longest = _BACKOFF_S
         for attempt in range(1, _RETRIES + 1):
             try:
-                return await self._player.play(index, self._adapter)
+                return await self._player.play(index, self._adapter())
             except ParallmError as error:
                 if attempt == _RETRIES or error.status < 429:
                     raise

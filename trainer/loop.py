@@ -85,7 +85,7 @@ class TrainLoop:
             own = Collector(
                 episodes,
                 settings.pace(),
-                settings.adapter,
+                self._sampled_from,
                 cursor=books.cursor,
                 pending=books.pending,
                 consumed=books.consumed,
@@ -159,6 +159,7 @@ class TrainLoop:
         examiner = Examiner(settings, self.parts, self._learner, self._probes, f"{self.state.run}-{self._start_id}")
         self._serving = Serving(settings, self.parts, self._learner, publisher, examiner, self.state)
         await self._serving.start()
+        self._first_version = self.state.version
 
     def _build(self) -> Learner:
         settings = self.settings
@@ -227,6 +228,16 @@ class TrainLoop:
         return Stepped(metrics, dropped, sum(len(group.samples) for group in groups), trained.checks != ())
 
     # -- books
+
+    def _sampled_from(self) -> str:
+        """What a group that starts now is sampled from: the newest version, as soon as a worker has it.
+
+        Exactly the served version when nothing older will do (K = 0), and until this start has published a second one:
+        before, workers may still have what an earlier start published.
+        """
+        served = self.state.version
+        pinned = self.settings.max_lag == 0 or served == self._first_version
+        return version_id(self.settings.adapter, served) if pinned else self.settings.adapter
 
     def _lag(self, group: RolloutGroup) -> int:
         state, adapter = self.state, self.settings.adapter

@@ -5,6 +5,8 @@ Invariants.
   what happens in between: nothing (a process of its own), or decode steps (hosted in a worker).
 - With one minibatch the ratio is taken against mu, the sampler's log-probabilities. With several, against logpi_v from
   a pass before the first update, and the truncated weight of v against mu corrects the rest: never both on one ratio.
+- With `ratio` "trainer" it is always against such a pass, and what the present policy sampled weighs 1: mu, whose last
+  bits depend on the batch that a token was decoded in, is left out, and an on-policy run repeats to the byte.
 - A gradient that is not finite changes nothing: the update is left out and the report says so.
 - Two distances are reported apart. *Mismatch* is logpi_v - logmu with the weights v that sampled the token: other
   kernels, other batches. *Staleness* is logpi_theta - logpi_v: what training has changed since.
@@ -14,7 +16,7 @@ import math
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,6 +34,8 @@ from trainer.reports import Distances, StepReport
 from trainer.schedules import Schedule
 from trainer.state import Arrays, Moments
 
+RatioBase = Literal["sampler", "trainer"]
+
 
 @dataclass(frozen=True)
 class OptimizeOptions:
@@ -39,6 +43,7 @@ class OptimizeOptions:
 
     loss: LossOptions = field(default_factory=LossOptions)
     schedule: Schedule = field(default_factory=Schedule)
+    ratio: RatioBase = "sampler"
     minibatches: int = 1
     microbatch_tokens: int = 8192
     microbatch_s: float = 0.0  # bound on the time of one; 0: none
@@ -141,7 +146,7 @@ class Optimizer:
         prepared: list[list[_Prepared]] = [[] for _ in batches]
         for mini, into in zip(batches, prepared, strict=True):
             for batch in mini:
-                into.append(self._prepare(batch, several=len(batches) > 1))
+                into.append(self._prepare(batch, policy_step, several=len(batches) > 1))
                 yield
         sums = _Sums()
         rate = self.options.schedule.rate(step)
@@ -167,13 +172,17 @@ class Optimizer:
             max_tokens=self.options.max_completion,
         )
 
-    def _prepare(self, batch: Microbatch, several: bool) -> _Prepared:
+    def _prepare(self, batch: Microbatch, policy_step: int, several: bool) -> _Prepared:
         arrays = to_arrays(batch)
         old_BT, weight_BT, reference_BT = arrays.sampler_BT, None, None
-        if several:
+        own = self.options.ratio == "trainer"
+        if several or own:
             old_BT = self._scores(self.policy.model, arrays, entropy=False).logp_BT
             bound = self.options.loss.truncation
-            weight_BT = truncated_weights(old_BT, arrays.sampler_BT, arrays.mask_BT, bound)
+            corrected_BT = arrays.mask_BT
+            if own:
+                corrected_BT = corrected_BT & mx.array(batch.policy_step_BT != policy_step)
+            weight_BT = truncated_weights(old_BT, arrays.sampler_BT, corrected_BT, bound)
             mx.eval(old_BT, weight_BT)
         if self.options.loss.kl_coefficient:
             reference_BT = self._scores(self.policy.base, arrays, entropy=False).logp_BT

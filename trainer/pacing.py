@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from shared.frames import VersionSpan
 
+UNKNOWN_LAG = 1 << 30
+
 
 @dataclass(frozen=True)
 class Pace:
@@ -45,12 +47,13 @@ def oldest_version(spans: Iterable[VersionSpan], adapter: str) -> int | None:
 def lag_of(oldest: int | None, policy_steps: Mapping[int, int], policy_step: int) -> int:
     """Age in policy steps. `policy_steps` maps adapter versions to the policy step that made them.
 
-    Versions need not be consecutive: rejected candidates use up numbers. A version unknown here counts as the
-    oldest possible one.
+    Versions need not be consecutive: rejected candidates use up numbers. The base is what the run began with, step 0. A
+    version unknown here is another run's, or of a start that was killed: too old for every bound.
     """
     if oldest is None:
         return 0
-    return policy_step - policy_steps.get(oldest, 0)
+    made_in = policy_steps.get(oldest, 0 if oldest == 0 else None)
+    return UNKNOWN_LAG if made_in is None else policy_step - made_in
 
 
 def _number(version: str, adapter: str) -> int:

@@ -14,7 +14,7 @@ from shared.settings import ProcessSettings
 from trainer.advantages import AdvantageScale
 from trainer.gate import GateLimits
 from trainer.losses import LossName, LossOptions
-from trainer.optimize import OptimizeOptions
+from trainer.optimize import OptimizeOptions, RatioBase
 from trainer.pacing import Pace
 from trainer.policy import AdapterKind, AdapterShape
 from trainer.schedules import Schedule, ScheduleName
@@ -80,6 +80,10 @@ class TrainSettings(ProcessSettings):
     kl_coefficient: float = Field(default=0.0, ge=0, description="of k3 to the base; 0 skips that pass")
     entropy_bonus: float = Field(default=0.0, ge=0)
     importance_truncation: float = Field(default=2.0, ge=1)
+    ratio: RatioBase = Field(
+        default="sampler",
+        description="log-probabilities below the fraction line; trainer: with max_lag 0, runs repeat to the byte",
+    )
     mask_overlong: bool = Field(default=True, description="keep samples that hit max_tokens out of the loss")
 
     lora_kind: AdapterKind = "lora"
@@ -185,6 +189,7 @@ class TrainSettings(ProcessSettings):
         return OptimizeOptions(
             loss=loss,
             schedule=schedule,
+            ratio=self.ratio,
             minibatches=self.minibatches,
             microbatch_tokens=self.microbatch_tokens,
             microbatch_s=self.microbatch_s,

@@ -13,10 +13,11 @@ from trainer.host import at_once
 from trainer.learner import Learner, Trained
 from trainer.logprobs import shared_scores, to_arrays
 from trainer.losses import LOSSES, LossName, LossOptions
-from trainer.optimize import OptimizeOptions, Optimizer
+from trainer.optimize import OptimizeOptions, Optimizer, RatioBase
 from trainer.policy import AdapterShape, Policy
 from trainer.reports import StepReport
 from trainer.schedules import Schedule
+from trainer.state import Arrays
 from worker.engine.loader import LoadedModel
 
 OPTIONS = OptimizeOptions(schedule=Schedule(peak=1e-3), microbatch_tokens=64, max_completion=8, distances_every=0)
@@ -223,3 +224,39 @@ def test_revert_takes_a_train_step_back(llama: LoadedModel, policy: Policy) -> N
 def test_short_work_is_work_too() -> None:
     function: Callable[[], int] = lambda: 7  # noqa: E731
     assert finish(at_once(function)()) == 7
+
+
+def test_with_the_trainers_own_ratio_the_last_bits_of_the_sampler_change_nothing(policy: Policy) -> None:
+    """A run repeats to the byte only if what depends on the sampler's batch is left out."""
+    start = policy.weights()
+    results: dict[str, list[Arrays]] = {}
+    ratios: tuple[RatioBase, ...] = ("sampler", "trainer")
+    for ratio in ratios:
+        for noise in (0.0, 3e-5):
+            policy.load(start)
+            groups = [noisy(group, noise) for group in groups_of(policy)]
+            optimizer = Optimizer(policy, replace(OPTIONS, ratio=ratio))
+            finish(optimizer.train_step(groups, 1, policy_step=0))
+            results.setdefault(ratio, []).append(policy.weights())
+    assert same(*results["trainer"]) and not same(*results["sampler"])
+
+
+def test_with_the_trainers_own_ratio_older_samples_keep_their_truncated_weight(policy: Policy) -> None:
+    start = policy.weights()
+    results: list[Arrays] = []
+    for noise in (0.0, 0.5):
+        policy.load(start)
+        optimizer = Optimizer(policy, replace(OPTIONS, ratio="trainer"))
+        finish(optimizer.train_step([noisy(group, noise) for group in groups_of(policy)], 1, policy_step=1))
+        results.append(policy.weights())
+    assert not same(*results)
+
+
+def same(one: Arrays, other: Arrays) -> bool:
+    return all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def noisy(group: SampleGroup, noise: float) -> SampleGroup:
+    """The same samples, as if another kernel had computed their log-probabilities."""
+    samples = [replace(s, sampler_logprobs=tuple(x + noise for x in s.sampler_logprobs)) for s in group.samples]
+    return replace(group, samples=tuple(samples))

@@ -39,7 +39,7 @@ async def settle() -> None:
 
 async def test_on_policy_starts_one_batch_and_orders_it_by_index() -> None:
     player = Player()
-    async with Collector(player, Pace(3, max_lag=0), "policy") as collector:
+    async with Collector(player, Pace(3, max_lag=0), lambda: "policy") as collector:
         batch = asyncio.create_task(collector.next_batch(0, fresh))
         await settle()
         assert player.started == [0, 1, 2]
@@ -54,7 +54,7 @@ async def test_on_policy_starts_one_batch_and_orders_it_by_index() -> None:
 
 async def test_one_step_off_policy_keeps_the_next_batch_running() -> None:
     player = Player()
-    async with Collector(player, Pace(2, max_lag=1), "policy") as collector:
+    async with Collector(player, Pace(2, max_lag=1), lambda: "policy") as collector:
         batch = asyncio.create_task(collector.next_batch(0, fresh))
         await settle()
         assert player.started == [0, 1, 2, 3]
@@ -67,7 +67,7 @@ async def test_one_step_off_policy_keeps_the_next_batch_running() -> None:
 async def test_stale_groups_are_dropped_counted_and_replaced() -> None:
     player = Player()
     player.open = True
-    async with Collector(player, Pace(2, max_lag=0), "policy") as collector:
+    async with Collector(player, Pace(2, max_lag=0), lambda: "policy") as collector:
         batch = await collector.next_batch(0, lambda g: 1 if g.index == 0 else 0)
         assert [g.index for g in batch] == [1, 2]
         assert collector.take_dropped() == [0]
@@ -77,7 +77,7 @@ async def test_stale_groups_are_dropped_counted_and_replaced() -> None:
 async def test_a_straggler_is_dropped_at_its_deadline() -> None:
     player = Player()
     player.finish(1, 2)
-    async with Collector(player, Pace(2, max_lag=0, group_deadline_s=0.01), "policy") as collector:
+    async with Collector(player, Pace(2, max_lag=0, group_deadline_s=0.01), lambda: "policy") as collector:
         batch = await collector.next_batch(0, fresh)
         assert [g.index for g in batch] == [1, 2]
         assert collector.take_dropped() == [0]
@@ -87,7 +87,7 @@ async def test_a_resumed_collector_plays_pending_groups_first() -> None:
     player = Player()
     player.open = True
     pace = Pace(2, max_lag=0)
-    async with Collector(player, pace, "policy", cursor=7, pending=[3, 5], consumed=4) as collector:
+    async with Collector(player, pace, lambda: "policy", cursor=7, pending=[3, 5], consumed=4) as collector:
         assert [g.index for g in await collector.next_batch(2, fresh)] == [3, 5]
         assert collector.cursor == 7
 
@@ -104,7 +104,7 @@ async def test_a_group_is_played_again_when_the_ring_is_away_for_a_while(monkeyp
                 raise ServiceUnavailableError("no worker")
             return group(trajectory(), index=index)
 
-    async with Collector(Away(), Pace(1, max_lag=0), "policy") as collector:
+    async with Collector(Away(), Pace(1, max_lag=0), lambda: "policy") as collector:
         assert [g.index for g in await collector.next_batch(0, fresh)] == [0]
     assert tries == 3
 
@@ -115,7 +115,7 @@ async def test_what_cannot_be_played_ends_the_wait_and_stays_pending(error: Exce
         async def play(self, index: int, adapter: str) -> RolloutGroup:
             raise error
 
-    async with Collector(Broken(), Pace(1, max_lag=0), "policy") as collector:
+    async with Collector(Broken(), Pace(1, max_lag=0), lambda: "policy") as collector:
         with pytest.raises(type(error)):
             await collector.next_batch(0, fresh)
         assert collector.pending() == [0]
@@ -124,7 +124,7 @@ async def test_what_cannot_be_played_ends_the_wait_and_stays_pending(error: Exce
 async def test_a_discarded_batch_is_dropped_and_replaced() -> None:
     player = Player()
     player.open = True
-    async with Collector(player, Pace(2, max_lag=0), "policy") as collector:
+    async with Collector(player, Pace(2, max_lag=0), lambda: "policy") as collector:
         collector.discard(await collector.next_batch(0, fresh))
         assert collector.consumed == 0
         assert [g.index for g in await collector.next_batch(0, fresh)] == [2, 3]
@@ -136,7 +136,7 @@ async def test_every_started_index_is_in_exactly_one_place() -> None:
     player.open = True
     consumed: list[int] = []
     dropped: list[int] = []
-    async with Collector(player, Pace(4, max_lag=1), "policy") as collector:
+    async with Collector(player, Pace(4, max_lag=1), lambda: "policy") as collector:
         for step in range(6):
             batch = await collector.next_batch(step, lambda g: 2 if g.index % 5 == 0 else 0)
             consumed += [g.index for g in batch]

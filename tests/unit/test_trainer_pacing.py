@@ -37,7 +37,8 @@ def test_lag_counts_policy_steps_not_version_numbers() -> None:
     steps = {1: 0, 2: 1, 5: 2}  # 3 and 4 were rejected
     assert lag_of(5, steps, 2) == 0
     assert lag_of(2, steps, 2) == 1
-    assert lag_of(3, steps, 2) == 2  # unknown: as old as can be
+    assert lag_of(0, steps, 2) == 2  # the base is what the run began with
+    assert Pace(4, 1000).too_old(lag_of(3, steps, 0)), "another run's version, or a killed start's"
     assert not Pace(4, 1).too_old(1)
     assert Pace(4, 1).too_old(2)
 
