@@ -14,7 +14,7 @@ from shared.trajectories import LiveTrajectory
 
 AlertKind = Literal["gate_failed", "reward_collapse", "no_signal"]
 ALERT_KINDS: tuple[AlertKind, ...] = ("gate_failed", "reward_collapse", "no_signal")
-TrainerState = Literal["starting", "waiting", "training", "ended"]
+TrainerState = Literal["starting", "waiting", "training", "ended", "failed"]
 
 _CHECKPOINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -28,6 +28,7 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     source: str = "prompts"
     state: TrainerState = "starting"
+    problem: str = ""  # why it failed
     started_ms: int = 0  # Unix milliseconds
     heartbeat_ms: int = 0
     last_update_ms: int = 0  # when a policy step last succeeded; 0: never

@@ -57,6 +57,7 @@ class RingBoard:
         self._board = TrainingBoard(redis, policy)
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self._state: TrainerState = "starting"
+        self._problem = ""
         self._status: Callable[[TrainerState], TrainerStatus] | None = None
         self._stop: Callable[[], None] = lambda: None
         self._beating: asyncio.Task[None] | None = None
@@ -79,7 +80,9 @@ class RingBoard:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
         with contextlib.suppress(RedisError, OSError):
-            await self.show("ended")
+            failed = error is not None and not isinstance(error, asyncio.CancelledError)
+            self._problem = f"{type(error).__name__}: {error}"[:2000] if failed else ""
+            await self.show("failed" if failed else "ended")
             await self._board.let_go(self.owner)
 
     def begin(self, status: Callable[[TrainerState], TrainerStatus], stop: Callable[[], None]) -> None:
@@ -97,7 +100,9 @@ class RingBoard:
     async def _write(self) -> None:
         if self._status is not None:
             now_ms = time.time_ns() // 1_000_000
-            await self._board.write(_stamped(self._status(self._state), self.owner, now_ms))
+            status = self._status(self._state)
+            stamp = {"owner": self.owner, "heartbeat_ms": now_ms, "problem": self._problem}
+            await self._board.write(msgspec.structs.replace(status, **stamp))
 
     async def _beat(self) -> None:
         while True:
@@ -111,10 +116,6 @@ class RingBoard:
             except (RedisError, OSError) as error:
                 log.warning("train.redis_trouble", error=str(error))
             await asyncio.sleep(BEAT_S)
-
-
-def _stamped(status: TrainerStatus, owner: str, now_ms: int) -> TrainerStatus:
-    return msgspec.structs.replace(status, owner=owner, heartbeat_ms=now_ms)
 
 
 def _dead(owner: str) -> bool:

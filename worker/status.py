@@ -68,4 +68,5 @@ def _extra(card: ModelCard, settings: WorkerSettings, stats: EngineStats, adapte
         "adapter_slots_used": len(adapters.loaded),
         **{f"{ROWS_OF}{version}": rows for version, rows in adapters.loaded.items()},
         **{f"{WAITS_FOR}{version}": 1 for version in adapters.waited_for},
+        **({f"guest_{name}": value for name, value in asdict(stats.guests).items()} if settings.guest else {}),
     }

@@ -182,11 +182,11 @@ def watch(ring: LocalRing, seconds: float, training: Training | None = None) -> 
     time.sleep(min(1.0, seconds / 4))
     mx.reset_peak_memory()
     began, tokens, streamed, steps = time.perf_counter(), ring.tokens, ring.stream_tokens, len(ring.steps_at)
-    units = ring.engine.guest_stats()
+    units = ring.engine.stats().guests
     trained = (training.tokens, training.steps) if training else (0, 0)
     time.sleep(seconds)
     assert ring.death is None, ring.death
-    now, after = time.perf_counter(), ring.engine.guest_stats()
+    now, after = time.perf_counter(), ring.engine.stats().guests
     stretch = Stretch(now - began, ring.stream_tokens - streamed, ring.tokens - tokens)
     stretch.gaps_ms = (np.diff(np.array(ring.steps_at[steps:])) * 1000).tolist()
     stretch.peak_bytes = mx.get_peak_memory()

@@ -187,7 +187,7 @@ def test_units_run_in_the_engines_thread_while_it_has_nothing_else_to_do(llama_f
         return threading.current_thread().name
 
     assert engine.run_between_steps(where).result(20) == "engine"
-    assert engine.guest_stats().units == 2
+    assert engine.stats().guests.units == 2
     assert engine.stop()
 
 

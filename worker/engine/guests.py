@@ -21,22 +21,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shared.errors import EngineError
+from worker.engine.messages import GuestStats
 
 T = TypeVar("T")
 Work = Generator[None, None, T]
 
 RECENT = 0.5  # weight of the latest unit in what the next one is expected to cost
-
-
-@dataclass(frozen=True)
-class GuestStats:
-    """A snapshot of the work of guests since start."""
-
-    units: int = 0
-    seconds: float = 0.0
-    units_beside_rows: int = 0  # of them, those that ran between two decode steps
-    seconds_beside_rows: float = 0.0
-    longest_s: float = 0.0  # unit beside rows: the longest that decoding has waited
 
 
 class TimeShare:

@@ -62,6 +62,17 @@ class PrefixStats:
 
 
 @dataclass(frozen=True)
+class GuestStats:
+    """A snapshot of the work of guests since start."""
+
+    units: int = 0
+    seconds: float = 0.0
+    units_beside_rows: int = 0  # of them, those that ran between two decode steps
+    seconds_beside_rows: float = 0.0
+    longest_s: float = 0.0  # unit beside rows: the longest that decoding has waited
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """A snapshot of the engine."""
 
@@ -75,6 +86,7 @@ class EngineStats:
     last_step_ms: int = 0  # monotonic; now when the engine is idle: an old value means that it is stuck
     tokens_per_s: float = 0.0  # over the last seconds
     prefix: PrefixStats = field(default_factory=PrefixStats)
+    guests: GuestStats = field(default_factory=GuestStats)
 
 
 OnStep = Callable[[StepOutput], None]

@@ -26,7 +26,7 @@ from shared.adapters import AdapterManifest
 from shared.errors import SetupError
 from worker.engine.adapters import AdapterConfig, AdapterStats
 from worker.engine.engine import Engine
-from worker.engine.guests import Guests, GuestStats, T, Work
+from worker.engine.guests import Guests, T, Work
 from worker.engine.loader import LoadedModel, load_model
 from worker.engine.messages import (
     EngineConfig,
@@ -104,10 +104,6 @@ class EngineThread:
             self._wake.notify()
         return future
 
-    def guest_stats(self) -> GuestStats:
-        """The latest snapshot."""
-        return self._guests.stats
-
     def provide_adapter(self, path: Path, manifest: AdapterManifest) -> None:
         """The file of an adapter version is on disk, and stays until it is withdrawn."""
         self._on_slots(lambda slots: slots.provide(path, manifest))
@@ -126,9 +122,10 @@ class EngineThread:
 
     def stats(self) -> EngineStats:
         """The latest snapshot."""
+        stats = replace(self._stats, guests=self._guests.stats)
         if self._turn_began is None:
-            return replace(self._stats, last_step_ms=time.monotonic_ns() // 1_000_000)
-        return self._stats
+            return replace(stats, last_step_ms=time.monotonic_ns() // 1_000_000)
+        return stats
 
     @property
     def alive(self) -> bool:

@@ -1,0 +1,150 @@
+"""A trainer inside the worker that serves: it learns while streams go on, and none of its troubles is theirs."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from shared.redis.client import connect
+from shared.redis.training_board import TrainingBoard
+from shared.training import TrainerStatus
+from tests.e2e.rings import MODEL, ROOT, Ring, ring
+from tests.waiting import wait_until
+from trainer.metrics import StepMetrics, read
+
+ASK = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 24, "temperature": 0, "stream": True}
+HOSTED = ("--mode", "inference_and_training", "--log-json", "true")
+
+
+def config(folder: Path, **changes: Any) -> Path:
+    """The recipe for sixteen tasks, in a file."""
+    recipe = yaml.safe_load((ROOT / "trainer/recipes/tiny-fixed.yaml").read_bytes())
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(recipe | {"run_dir": str(folder / "run")} | changes))
+    return path
+
+
+def metrics(folder: Path) -> list[StepMetrics]:
+    return read(folder / "run" / "policy" / "metrics.jsonl")
+
+
+def status(served: Ring) -> TrainerStatus | None:
+    async def look() -> TrainerStatus | None:
+        redis = connect(served.redis_url)
+        try:
+            return await TrainingBoard(redis, "policy").status()
+        finally:
+            await redis.aclose()
+
+    return asyncio.run(look())
+
+
+class Streams:
+    """Chats on the base and on the policy, one after another, until told to stop."""
+
+    def __init__(self, url: str) -> None:
+        self.answers: dict[str, int] = {MODEL: 0, "policy": 0}
+        self.texts: set[str] = set()
+        self._url = url
+        self._going = True
+
+    async def run(self, model: str) -> None:
+        async with httpx.AsyncClient(base_url=self._url, timeout=60) as http:
+            while self._going:
+                async with http.stream("POST", "/v1/chat/completions", json={**ASK, "model": model}) as answer:
+                    assert answer.status_code == 200, await answer.aread()
+                    lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
+                assert lines[-1] == "data: [DONE]"
+                chunks = [json.loads(line[6:]) for line in lines[:-1]]
+                reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+                assert reasons[-1] in ("stop", "length")
+                self.answers[model] += 1
+                if model == MODEL:
+                    self.texts.add("".join(c["delta"].get("content") or "" for k in chunks for c in k["choices"]))
+
+    @contextlib.asynccontextmanager
+    async def going(self) -> Any:
+        tasks = [asyncio.create_task(self.run(model)) for model in self.answers]
+        try:
+            yield
+        finally:
+            self._going = False
+            await asyncio.gather(*tasks)
+
+
+async def steps(folder: Path, count: int) -> list[StepMetrics]:
+    await wait_until(lambda: len(metrics(folder)) >= count, timeout_s=90)
+    return metrics(folder)
+
+
+@pytest.fixture
+def hosted(tmp_path: Path) -> Iterator[Ring]:
+    file = config(tmp_path, steps=14, checkpoint_every=2, learning_rate=2e-3, evaluate_every=7)
+    with ring(tmp_path / "ring", *HOSTED, "--train-config", str(file), "--training-share", "0.6") as served:
+        yield served
+
+
+async def test_it_learns_while_streams_go_on_and_goes_on_after_a_kill(hosted: Ring, tmp_path: Path) -> None:
+    await steps(tmp_path, 1)
+    streams = Streams(hosted.url)
+    async with streams.going():
+        await steps(tmp_path, 5)
+        (worker,) = await asyncio.to_thread(hosted.workers)
+        os.kill(worker.pid, signal.SIGKILL)
+        await wait_until(lambda: bool(hosted.server.printed("train.ended")), timeout_s=90)
+    lines = metrics(tmp_path)
+    assert hosted.server.printed("run.resumed"), "the new worker goes on from the checkpoint"
+    assert [line.train_step for line in lines] == list(range(14))
+    consumed = [index for line in lines for index in line.indices]
+    assert len(set(consumed)) == len(consumed), "each group was learned from once"
+    assert lines[-1].held_out is not None and lines[-1].held_out >= 0.7, "0.56 before training"
+    assert min(streams.answers.values()) > 3
+    assert len(streams.texts) == 1, "greedy answers of the base do not notice the trainer"
+    last = await asyncio.to_thread(status, hosted)
+    assert last is not None and (last.state, last.train_step) == ("ended", 14)
+
+
+def test_training_that_fails_says_why_and_the_worker_serves_on(tmp_path: Path) -> None:
+    file = config(tmp_path, learning_rate=1.0, warmup_steps=0, max_rejections=2, evaluate_every=0)
+    with ring(tmp_path / "ring", *HOSTED, "--train-config", str(file)) as served:
+        served.server.wait_for_line(r"failed the gate.*training\.failed")
+        served.server.wait_for_line(r"worker\.guest_left")
+        last = status(served)
+        assert last is not None and last.state == "failed" and "update_norm" in last.problem
+        answer = httpx.post(
+            f"{served.url}/v1/chat/completions", json={**ASK, "stream": False, "model": MODEL}, timeout=30
+        )
+        assert answer.status_code == 200, answer.text
+        (worker,) = served.workers()
+        assert worker.extra["guest_units"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [({"steps": 2}, 0, "train.ended"), ({"task": "tests.e2e.nothing:Here"}, 2, "tests.e2e.nothing")],
+)
+def test_training_only_ends_with_the_training(tmp_path: Path, changes: dict[str, Any], code: int, words: str) -> None:
+    file = config(tmp_path, evaluate_every=0, **changes)
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "api.serve", "--model", f"models/{MODEL}", "--data-dir", str(tmp_path / "ring"),
+            "--mode", "training_only", "--train-config", str(file), "--lora-rank", "4",
+        ],
+        cwd=ROOT, capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    output = done.stdout + done.stderr
+    assert (done.returncode, words in output) == (code, True), output
+    if code == 0:
+        assert len(metrics(tmp_path)) == 2
+        adapter = json.loads((tmp_path / "run/policy/checkpoints/step-000002/adapter_config.json").read_text())
+        assert adapter["lora_parameters"]["rank"] == 4, "the flag goes before the file"
