@@ -3,13 +3,14 @@
 # make test    check, then all tests
 # make check   format, lint, types and layers
 # make bench   measurements (never run by the tests)
+# make chaos   kill, freeze and cut off the processes under load, for MINUTES=30 (never run by the tests)
 # make docs    write docs/reference.md from the code
 # make lock    resolve requirements.lock anew
 
 BIN := .venv/bin
 STAMP := .venv/.stamp
 
-.PHONY: setup demo test check bench docs lock clean
+.PHONY: setup demo test check bench chaos docs lock clean
 
 setup: $(STAMP)
 
@@ -42,6 +43,9 @@ test: setup check
 
 bench: setup
 	$(BIN)/python -m tests.bench
+
+chaos: setup
+	$(BIN)/python -m tests.e2e.chaos --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED))
 
 docs: setup
 	PYTHONPATH=. $(BIN)/python docs/generate.py

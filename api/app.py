@@ -11,6 +11,7 @@ from api.context import RequestContext
 from api.generation import settled
 from api.guards import guard
 from api.openai import chat, completions, embeddings, models, streams
+from api.openapi import describe_errors
 from api.ops import deadletters, health, metrics
 from api.resume import stop_lingering
 from api.ring import Ring
@@ -48,6 +49,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
         responses={401: {"model": errors.ErrorBody, "description": "No API key, or a wrong one."}},
     )
     errors.install(app)
+    describe_errors(app)
     for module in (
         completions,
         chat,

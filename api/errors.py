@@ -61,8 +61,9 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def error_object(error: ParallmError) -> bytes:
-    """JSON of the error object."""
-    detail = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    """JSON of the error object; what is no text, such as half of a surrogate pair that the client sent, becomes `?`."""
+    message, param = (v and v.encode(errors="replace").decode() for v in (error.message, error.param))
+    detail = {"message": message, "type": error.type, "param": param, "code": error.code}
     return msgspec.json.encode({"error": detail})
 
 

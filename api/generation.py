@@ -5,6 +5,7 @@ the request ends, however it ends, is cancelled.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
 
@@ -17,7 +18,9 @@ from api.ring import Ring
 from shared.errors import (
     DeadlineExceededError,
     ParallmError,
+    QueueFullError,
     RequestCancelledError,
+    ServiceUnavailableError,
     from_code,
 )
 from shared.frames import Finish, TokenEvent
@@ -37,7 +40,7 @@ log = structlog.get_logger()
 DEADLINE_GRACE_S = 2.0  # the worker enforces the deadline; without a worker we do, this much later
 _TOO_LATE = "the deadline passed before the request was complete"
 _SEED_STRIDE = 0x9E3779B97F4A7C15
-_cancelling: set["asyncio.Task[None]"] = set()
+_settling: set["asyncio.Task[None]"] = set()
 
 Events = list[tuple[int, TokenEvent]]  # (index of the sequence, event)
 
@@ -99,6 +102,7 @@ class Generation:
         self._places: list[int] = []  # of a resumed request: where the sequences of the feed stand among all
         self.unfinished = dict.fromkeys(seqs)
         self._feed: TokenFeed | None = None
+        self._specs: dict[str, SequenceSpec] = {}  # of a request that began here
 
     @classmethod
     async def start(cls, ring: Ring, work: Work) -> "Generation":
@@ -117,6 +121,8 @@ class Generation:
         generation._feed = ring.frames.open(work.model, generation._seqs)
         try:
             await ring.queue(work.model).enqueue(specs, prefer=await ring.affinity.preferred(specs))
+            generation._specs = {spec.id: spec for spec in specs}
+            generation._feed.on_lost = generation._lost
         except BaseException as error:
             if isinstance(error, ParallmError):
                 generation.unfinished = {}  # refused as a whole; any other error may have come after the enqueueing
@@ -136,6 +142,7 @@ class Generation:
         generation._places = places
         attempts = [history[i][-1].attempt if history[i] else 0 for i in places]
         generation._feed = ring.frames.open(model, [seqs[i] for i in places], start, attempts)
+        generation._feed.on_lost = generation._lost
         return generation
 
     async def batches(self) -> AsyncIterator[Events]:
@@ -182,8 +189,26 @@ class Generation:
         """The request is over: what has not finished is cancelled, without waiting for Redis."""
         if unfinished := self.leave():
             task = asyncio.create_task(self._cancel(unfinished))
-            _cancelling.add(task)
-            task.add_done_callback(_cancelling.discard)
+            _settling.add(task)
+            task.add_done_callback(_settling.discard)
+
+    def _lost(self, seq: str, position: int) -> None:
+        """Redis has come back without a sequence: enqueue it again, if it will say again what its client has seen."""
+        spec = self._specs.get(seq)
+        says_the_same = spec is not None and (position == 0 or not spec.adapter or "@" in spec.adapter)
+        if spec is None or not says_the_same:
+            log.warning("api.sequence_lost", sequence=seq, position=position)
+            if self._feed is not None:
+                self._feed.fail(ServiceUnavailableError("the request was lost when Redis was restarted; send it again"))
+            return
+        log.warning("api.enqueued_anew", sequence=seq, position=position)
+        task = asyncio.create_task(self._enqueue_anew(spec))
+        _settling.add(task)
+        task.add_done_callback(_settling.discard)
+
+    async def _enqueue_anew(self, spec: SequenceSpec) -> None:
+        with contextlib.suppress(RedisError, OSError, QueueFullError):  # still lost: it will be asked for again
+            await self._ring.queue(self._model).enqueue([spec])
 
     async def _cancel(self, seqs: list[str]) -> None:
         try:
@@ -195,8 +220,8 @@ class Generation:
 
 async def settled() -> None:
     """Wait for cancellations that are under way; at shutdown."""
-    if _cancelling:
-        await asyncio.wait(_cancelling, timeout=2)
+    if _settling:
+        await asyncio.wait(_settling, timeout=2)
 
 
 def raise_failure(finish: Finish) -> None:

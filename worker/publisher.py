@@ -130,7 +130,7 @@ class Publisher:
                 row.occupies_row = False
                 ended.append(row)
             elif row.unlogged_tokens >= self._log_every_tokens:
-                write.chunks[row.id] = row.take_chunk()
+                write.chunks.setdefault(row.id, []).extend(row.take_chunk())  # after a stall several in one write
         tokens = sum(len(event.tokens) for event in events)
         self.tokens += tokens
         self._counts.step(tokens)
@@ -139,6 +139,12 @@ class Publisher:
         if write.frames or write.chunks or write.commits:
             owned = await self._writer.write(write.frames, write.chunks, write.commits)
             self._forget(write.commits, owned)
+            while self._writer.gaps:
+                seq = self._writer.gaps.pop()
+                if (row := self._running.get(seq)) is not None:
+                    log.warning("worker.logged_anew", sequence=seq, tokens=row.unlogged_tokens)
+                    row.log_anew()
+                    self.flush_log(seq)
             if write.commits:
                 self._rows_changed()
 
@@ -146,7 +152,7 @@ class Publisher:
         for seq in self._flush:
             row = self._running.get(seq)
             if row is not None and row.unlogged_tokens and row.occupies_row:
-                chunks[seq] = row.take_chunk()
+                chunks.setdefault(seq, []).extend(row.take_chunk())
         self._flush.clear()
 
     def _forget(self, commits: list[Commit], owned: list[bool]) -> None:

@@ -64,12 +64,17 @@ class Running:
         self.unlogged_tokens = 0
         return merged(chunk)
 
+    def log_anew(self) -> None:
+        """The log has lost something: nothing of it counts."""
+        self.logged = 0
+        self.unlogged_tokens = sum(len(event.tokens) for event in self.events)
+
     def commit(self, worker_id: str) -> Commit:
         """The commit of a sequence whose last event carries `finish`."""
         spec = self.claim.spec
         timings = Timings(spec.enqueued_ms, self.started_ms, self.first_token_ms, now_ms())
         result = result_of(spec, self.claim.attempt, worker_id, self.events, timings)
-        return Commit(claim=self.claim, result=result, last=self.take_chunk())
+        return Commit(claim=self.claim, result=result, last=self.take_chunk(), said=self.events)
 
 
 def merged(events: list[TokenEvent]) -> list[TokenEvent]:

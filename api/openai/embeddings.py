@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from fastapi import APIRouter, Depends, Request
-from pydantic import Field, model_validator
+from pydantic import Field
 from starlette.responses import Response
 
 from api.errors import error_responses
 from api.generation import Work
 from api.openai.completions import encoded
-from api.openai.fields import Prompts, RequestModel, check_unicode
+from api.openai.fields import Prompts, RequestModel
 from api.openai.planning import target_of
 from api.openai.replies import gather_all
 from api.openai.sampling import check_prompts, deadline
@@ -50,12 +50,6 @@ class EmbeddingRequest(RequestModel):
     adapter: str | None = Field(default=None, description="an adapter or a version of it")
     lora_adapter: str | None = Field(default=None, description="the same as `adapter`")
     adapter_policy: AdapterPolicy | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unicode(cls, data: Any) -> Any:
-        check_unicode(data)
-        return data
 
 
 @router.post(

@@ -42,6 +42,7 @@ class RequestModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_off(cls, data: Any) -> Any:
+        check_unicode(data)
         if not isinstance(data, dict) or not (named := data.keys() & cls.off.keys()):
             return data
         for name in sorted(named):

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from api.openai.fields import LogitBias, Prompts, RequestModel, Stop, check_unicode, complaint
+from api.openai.fields import LogitBias, Prompts, RequestModel, Stop, complaint
 from api.openai.messages import ChatMessage
 from api.openai.structured import ResponseFormat, StructuredOutputs
 from api.openai.tools import ToolChoice, Tools
@@ -127,12 +127,6 @@ class SamplingFields(RequestModel):
     return_weight_versions: bool | None = Field(
         default=False, description="adds `weight_versions`: the adapter version of each range of tokens"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unicode(cls, data: Any) -> Any:
-        check_unicode(data)
-        return data
 
     @model_validator(mode="after")
     def _consistent(self) -> "SamplingFields":

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, model_validator
 from api.errors import error_responses
 from api.openai.completions import encoded
 from api.openai.conversations import encoded_chat
-from api.openai.fields import RequestModel, check_unicode, complaint
+from api.openai.fields import RequestModel, complaint
 from api.openai.messages import ChatMessage
 from api.openai.schemas import Off, StrictId
 from api.ring import Ring, ring_of
@@ -36,12 +36,6 @@ class TokenizeRequest(RequestModel):
     add_generation_prompt: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unicode(cls, data: Any) -> Any:
-        check_unicode(data)
-        return data
 
     @model_validator(mode="after")
     def _one_input(self) -> "TokenizeRequest":

@@ -201,9 +201,12 @@ class FrameReader:
             async with self.redis.pipeline(transaction=False) as pipe:
                 for cursor in some:
                     pipe.execute_command("XRANGE", keys.sequence_log(cursor.feed.model, cursor.seq), "-", "+")
-                logs = await pipe.execute()
+                    pipe.execute_command("EXISTS", keys.sequence(cursor.feed.model, cursor.seq))
+                answers = await pipe.execute()
             now = time.monotonic()
-            for cursor, chunks in zip(some, logs, strict=True):
+            for cursor, chunks, exists in zip(some, answers[::2], answers[1::2], strict=True):
+                if not exists and not chunks and cursor.feed.on_lost is not None:
+                    cursor.feed.on_lost(cursor.seq, cursor.position)
                 self._offer_log(cursor, (e for _, fields in chunks for e in events_of_chunk(fields, cursor.seq)), now)
             await asyncio.sleep(0)
 

@@ -135,8 +135,10 @@ class TokenFeed:
         self.unfinished = len(seq_ids)
         self.overrun = False  # the reader was too slow: nothing is taken off the live channel until it asks
         self.ask = ask
+        self.on_lost: Callable[[str, int], None] | None = None  # Redis has lost this sequence; the next token wanted
         self._close = close
         self._wake = asyncio.Event()
+        self._error: Exception | None = None
         # Sequences that run already have a past: ask for it at once.
         due_at = time.monotonic() + (SILENCE_S if start is None else 0.0)
         places = start or [0] * len(seq_ids)
@@ -154,8 +156,13 @@ class TokenFeed:
         return self.unfinished == 0 and not self.ready
 
     async def next(self) -> Ready:
-        """What is ready: (index of the sequence, event), at least one; [] when all sequences have ended."""
+        """What is ready: (index of the sequence, event), at least one; [] when all sequences have ended.
+
+        Raises what `fail` was told, after what is ready.
+        """
         while not self.ready and self.unfinished:
+            if self._error is not None:
+                raise self._error
             self._wake.clear()
             if self.overrun:
                 self.overrun = False
@@ -175,6 +182,11 @@ class TokenFeed:
         """Let the reader go on if there is something for it."""
         if self.ready or not self.unfinished:
             self._wake.set()
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more will come: let the reader know."""
+        self._error = error
+        self._wake.set()
 
     def close(self) -> None:
         """Stop listening."""

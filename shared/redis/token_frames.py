@@ -8,7 +8,7 @@ hears of an end finds it committed. Every token has a position: a write may be r
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 from redis.asyncio import Redis
@@ -43,6 +43,7 @@ class Commit:
     result: SequenceResult
     last: list[TokenEvent]
     dead_letter: str = ""  # the reason, when it was given up
+    said: Sequence[TokenEvent] = ()  # all its events, should the log have lost some
 
 
 class FrameWriter:
@@ -54,6 +55,7 @@ class FrameWriter:
         self._worker_id = worker_id
         self._expired_at: dict[str, float] = {}
         self._knows_scripts = False
+        self.gaps: set[str] = set()  # sequences whose logs have lost something: they are to be logged anew
 
     async def write(
         self,
@@ -80,7 +82,12 @@ class FrameWriter:
             if failed:
                 raise failed[0]
             first = 1 if chunks else 0
-            return [answer == 1 for answer in answers[first : first + len(commits)]]
+            if chunks:
+                self.gaps.update(seq for i, seq in enumerate(chunks) if i in answers[0])  # type: ignore[operator]
+            owned = answers[first : first + len(commits)]
+            if 2 not in owned:
+                return [answer == 1 for answer in owned]
+            commits = [replace(c, last=list(c.said)) if o == 2 else c for c, o in zip(commits, owned, strict=True)]
 
     async def fence(self, owners: Mapping[str, Mapping[str, int]]) -> None:
         """Shut earlier owners of sequences out of the frame streams: {api: {sequence: our attempt}}.
@@ -124,10 +131,10 @@ class FrameWriter:
 
     def _add_chunks(self, pipe: "Pipeline", chunks: Mapping[str, list[TokenEvent]]) -> None:
         names: list[str | bytes] = []
-        args: list[str | bytes | int | float] = [keys.JOB_TTL_S]
+        args: list[str | bytes | int | float] = [keys.JOB_TTL_S, self._worker_id]
         for seq, events in chunks.items():
             names += [keys.sequence(self._model, seq), keys.sequence_log(self._model, seq)]
-            args += [events[0].attempt, encode_events(events)]
+            args += [events[0].attempt, events[0].position, events[-1].end, encode_events(events)]
         _LOG.add(pipe, names, args)
 
     def _add_commit(self, pipe: "Pipeline", commit: Commit) -> None:
@@ -158,5 +165,6 @@ class FrameWriter:
                 commit.dead_letter,
                 spec.id,
                 *collecting_arguments(spec),
+                commit.last[0].position if commit.last else 0,
             ],
         )

@@ -59,6 +59,7 @@ class ScriptedWorker:
     specs: list[SequenceSpec] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     routes: dict[str, str] = field(default_factory=dict)
+    paused: bool = False
     go: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -77,7 +78,8 @@ class ScriptedWorker:
         async with asyncio.TaskGroup() as rows:
             rows.create_task(self._hear())
             while True:
-                for claim in await self._queue.claim(self.id, ClaimPlan(8, 8, 0, 8, 10**6, False)):
+                free = 0 if self.paused else 8
+                for claim in await self._queue.claim(self.id, ClaimPlan(free, free, 0, free, 10**6, False)):
                     self.specs.append(claim.spec)
                     rows.create_task(self._answer(claim))
                 await asyncio.sleep(0.005)

@@ -18,8 +18,10 @@ class FailingOnce:
 
     def __init__(self) -> None:
         self.frames: list[list[TokenEvent]] = []
+        self.chunks: list[TokenEvent] = []
         self.commits: list[str] = []
         self.failures = 1
+        self.gaps: set[str] = set()
 
     async def write(
         self,
@@ -31,6 +33,7 @@ class FailingOnce:
             self.failures -= 1
             raise ResponseError("LOADING")
         self.frames += frames.values()
+        self.chunks += [event for chunk in chunks.values() for event in chunk]
         self.commits += [commit.result.id for commit in commits]
         return [True for _ in commits]
 
@@ -72,5 +75,34 @@ async def test_a_write_that_redis_refused_is_said_again_with_nothing_lost() -> N
     counted = tally.fields()
     assert (counted["vllm:prompt_tokens_total|m"], counted["vllm:generation_tokens_total|m"]) == (1, 2)
     assert counted["vllm:request_success_total|m|length"] == 1
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_what_gathered_in_a_long_stall_is_logged_whole() -> None:
+    """Several chunks' worth in one write: each used to replace the one before, which left holes in the log."""
+    spec = SequenceSpec("s", "m", (1,), SamplingParams(100, 0), api="a")
+    row = Running.after(Claim(spec, "stream", "0-1", 1), [])
+    writer = FailingOnce()
+    writer.failures = 0
+
+    async def owned() -> None:
+        return None
+
+    publisher = Publisher(
+        writer,  # type: ignore[arg-type]
+        {"s": row},
+        "w",
+        log_every_tokens=4,
+        rows_changed=lambda: None,
+        verify=owned,
+        stale_after_s=60,
+        counts=SequenceCounts(Tally(), "m"),
+    )
+    publisher.take([TokenEvent("s", 1, at, [at], [-0.5]) for at in range(22)])
+    publisher.flush_log("s")
+    task = asyncio.create_task(publisher.run())
+    await publisher.drained()
+    assert [token for event in writer.chunks for token in event.tokens] == list(range(22))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

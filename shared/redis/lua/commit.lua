@@ -11,11 +11,15 @@
 -- ARGV[10] '1' when a job gathers the result   ARGV[11] '1' when nobody streams it
 -- ARGV[12] reason  of the dead letter ('' none)   ARGV[13] sequence id
 -- ARGV[14] '1' when it is collected   ARGV[15] most entries   ARGV[16] most bytes   ARGV[17] ttl   ARGV[18] their group
--- Returns 1 when the end is ours, else 0.
-local h = redis.call('HMGET', KEYS[2], 'state', 'attempt', 'worker', 'spec', 'job')
+-- ARGV[19] start   position of the tail's first token
+-- Returns 1 when the end is ours; 2 when it is and the tail does not join on to the log: nothing is done, it is to be said
+-- again with all tokens for a tail; else 0.
+local h = redis.call('HMGET', KEYS[2], 'state', 'attempt', 'worker', 'spec', 'job', 'logged')
 local ours = h[2] == ARGV[4] and h[3] == ARGV[2]
 if has_ended(h[1]) then return ours and 1 or 0 end
 if not ours or h[1] ~= 'running' then return 0 end
+local logged = tonumber(h[6] or '0') or 0
+if ARGV[11] ~= '1' and tonumber(ARGV[19]) > logged then return 2 end
 redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
 redis.call('XDEL', KEYS[1], ARGV[3])
 if ARGV[14] == '1' then

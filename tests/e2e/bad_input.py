@@ -1,0 +1,228 @@
+"""Bad input for every route of a running server: from its own OpenAPI document, from valid requests with one thing made
+wrong, and raw bytes. `python -m tests.e2e.bad_input URL --examples 300` runs long against a server that you started.
+
+No answer may be a 5xx (504 where the request set itself a deadline), none may take longer than PATIENCE_S, every error
+is OpenAI's object, and afterwards the server answers as before.
+"""
+
+import argparse
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
+
+MODEL = "tiny"
+PATIENCE_S = 30.0
+
+VALID: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": MODEL, "prompt": "12+35=", "max_tokens": 4, "temperature": 0.5, "stop": ["x"], "n": 2},
+    "/v1/chat/completions": {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_completion_tokens": 4,
+        "logit_bias": {"5": 1.0},
+        "logprobs": True,
+        "top_logprobs": 2,
+    },
+    "/generate": {"prompt": "12+35=", "max_tokens": 4, "seed": 1},
+    "/inference/v1/generate": {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, "temperature": 1.0}},
+    "/tokenize": {"model": MODEL, "prompt": "hello"},
+    "/detokenize": {"model": MODEL, "tokens": [5, 6, 7]},
+    "/v1/jobs": {
+        "kind": "rollout",
+        "model": MODEL,
+        "prompts": [{"prompt": "1+1=", "reference": "2"}],
+        "n": 2,
+        "max_tokens": 4,
+        "reward": {"name": "exact", "options": {}},
+    },
+    "/load_adapter": {"adapter_path": "somewhere"},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "somewhere"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
+    "/model/switch-lora": {"lora_name": "a"},
+    "/v1/adapters/a/promote": {"version": 1},
+}
+
+WRONG: list[Any] = [
+    None, True, "", "x", " ", "\x00", "\ud800", "😀" * 50, 0, -1, 1, 2**31, 2**63, 2**64, -(2**70), 10**400, 0.5, -0.0,
+    float("nan"), float("inf"), float("-inf"), 1e308, [], [[]], [None], ["x"] * 3000, [1] * 3000, [-1], [2**70], [448],
+    [0.5], [float("nan")], {}, {"": ""}, {"a": {"b": []}}, {"1": float("nan")}, {"-5": 1}, {"999999999": 1.0},
+    {"١": 1}, [{"type": "text"}], [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "a" * 20_000,
+]  # fmt: skip
+
+RAW = [
+    b"", b"{", b"null", b"[]", b'"text"', b"\xff\xfe\x00", b'{"model": "\xff"}', b'{"model": "\xed\xa0\x80"}',
+    b"[" * 100_000, b'{"a":' * 50_000, b'{"model":"tiny","prompt":' + b"[" * 900 + b"]" * 900 + b"}",
+    b'{"model":"tiny","model":"tiny"}', b'{"model":"tiny","prompt":"x","max_tokens":' + b"9" * 5000 + b"}",
+    b"\x00" * 1000, b'{"\\ud800": 1}', b'{"model":"tiny","prompt":"\\ud800"}', b'{"a": "' + b"x" * 900_000,
+    b'{"model":"tiny","prompt":"x","temperature":1e999}',
+]  # fmt: skip
+
+
+@dataclass
+class Findings:
+    """What was sent, and what came back wrong."""
+
+    answers: Counter[int] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    def judge(self, what: str, send: Callable[[], Any], *, deadline: bool = False) -> None:
+        try:
+            response = send()
+        except Exception as error:
+            self.wrong.append(f"{what}: {type(error).__name__}: {error}")
+            return
+        status = response.status_code
+        self.answers[status] += 1
+        if status >= 500 and not (status == 504 and deadline):
+            self.wrong.append(f"{what}: {status} {response.text[:300]}")
+        elif status >= 400:
+            try:
+                error = json.loads(response.text)["error"]
+                assert set(error) >= {"message", "type", "param", "code"}
+            except Exception:
+                self.wrong.append(f"{what}: {status} is no error object: {response.text[:300]}")
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a JSON value."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from places(item, (*path, key))
+
+
+def put(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """A copy of a JSON value with something else at one place."""
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = put(copy[path[0]], path[1:], new)
+    return copy
+
+
+def encoded(value: Any) -> bytes:
+    """JSON with NaN, and with halves of surrogate pairs as escapes."""
+    return json.dumps(value).encode()
+
+
+def ways_to_be_wrong(fields: dict[str, list[str]]) -> st.SearchStrategy[tuple[str, bytes]]:
+    """A valid request in which one or two places hold something else, or a field of its schema is added."""
+
+    @st.composite
+    def wrong(draw: st.DrawFn) -> tuple[str, bytes]:
+        path = draw(st.sampled_from(sorted(VALID)))
+        body: Any = VALID[path]
+        for _ in range(draw(st.integers(1, 2))):
+            value = draw(st.sampled_from(WRONG))
+            if draw(st.booleans()) and isinstance(body, dict):
+                body = {**body, draw(st.sampled_from(fields[path])): value}
+            else:
+                body = put(body, draw(st.sampled_from(list(places(body)))), value)
+        return path, encoded(body)
+
+    return wrong()
+
+
+def fields_of(document: dict[str, Any]) -> dict[str, list[str]]:
+    """The fields that each route of VALID knows, and one that none knows."""
+    schemas, found = document["components"]["schemas"], {}
+    for path in VALID:
+        route = path if path in document["paths"] else "/v1/adapters/{name}/promote"
+        schema = document["paths"][route]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        name = schema.get("$ref", "").rpartition("/")[2]
+        found[path] = ["unheard_of", *sorted((schemas[name] if name else schema).get("properties", {}))]
+    return found
+
+
+def bounded(examples: int, derandomize: bool) -> Any:
+    return settings(
+        max_examples=examples,
+        derandomize=derandomize,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def mutate(url: str, findings: Findings, examples: int, derandomize: bool = True) -> None:
+    """Valid requests made wrong."""
+    with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
+        document = http.get("/openapi.json").json()
+
+        @bounded(examples, derandomize)
+        @given(ways_to_be_wrong(fields_of(document)))
+        def try_one(case: tuple[str, bytes]) -> None:
+            path, body = case
+            findings.judge(
+                f"POST {path} {body[:300]!r}",
+                lambda: http.post(path, content=body, headers={"content-type": "application/json"}),
+                deadline=b"deadline" in body or b"timeout" in body,
+            )
+
+        try_one()
+
+
+def raw(url: str, findings: Findings) -> None:
+    """Bodies that are no requests at all."""
+    with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
+        for path in VALID:
+            for body in RAW:
+                for kind in ("application/json", "multipart/form-data; boundary=x", "text/plain"):
+                    headers = {"content-type": kind}
+                    findings.judge(
+                        f"POST {path} {kind} {body[:80]!r}",
+                        lambda path=path, body=body, headers=headers: http.post(path, content=body, headers=headers),
+                    )
+
+
+def explore(url: str, findings: Findings, examples: int, derandomize: bool = True) -> None:
+    """What schemathesis makes of our OpenAPI document, both right and wrong by it."""
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+
+            @bounded(examples, derandomize)
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def try_one(case: schemathesis.Case) -> None:
+                if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
+                    case.body["model"] = MODEL  # else most end as an unknown model
+                label = f"{case.method} {case.path} {case.path_parameters} {case.query} {str(case.body)[:300]}"
+                asked = str(case.body)
+                findings.judge(
+                    label,
+                    lambda: case.call(timeout=PATIENCE_S),
+                    deadline="deadline" in asked or "timeout" in asked,
+                )
+
+            with contextlib.suppress(Unsatisfiable):  # a route that takes nothing cannot be given anything wrong
+                try_one()
+
+
+def main() -> int:
+    """Run everything against a server."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("url")
+    parser.add_argument("--examples", type=int, default=300)
+    options = parser.parse_args()
+    findings = Findings()
+    raw(options.url, findings)
+    mutate(options.url, findings, 20 * options.examples, derandomize=False)
+    explore(options.url, findings, options.examples, derandomize=False)
+    print("\n".join(findings.wrong))
+    print(f"answers {dict(findings.answers)}; wrong {len(findings.wrong)}")
+    return 1 if findings.wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,241 @@
+"""Chaos: real processes under load are killed, frozen, restarted and cut off at random moments.
+
+    python -m tests.e2e.chaos --minutes 30 --seed 7      (or: make chaos MINUTES=30)
+
+Checked from outside, all the time and at the end: every job ends in one terminal state and stays there; every sample is
+there exactly once; no client sees a token change, repeat or go missing, compared with the answer that its prompt gets
+alone; streams go on over another api; a dead worker's streams pause for less than five seconds; afterwards nothing is
+left: no row, no queue entry, no lease, no undocumented or immortal key, no process.
+
+The seed fixes what is drawn for the faults; what they meet is up to the machine.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter
+from fnmatch import fnmatch, fnmatchcase
+from pathlib import Path
+
+import psutil
+from redis.asyncio import Redis
+
+from shared.jobs import TERMINAL
+from shared.redis import keys
+from shared.redis.client import connect
+from shared.redis.sequence_queue import SequenceQueue
+from shared.redis.worker_registry import WorkerRegistry
+from tests.e2e.chaos_load import Answers, Load, Report
+from tests.e2e.chaos_ring import ChaosRing, Member, chaos_ring
+from tests.e2e.rings import MODEL
+from tests.waiting import wait_until
+
+WEIGHTS = {
+    "worker.kill": 4, "worker.stop": 3, "worker.restart": 2, "worker.cut": 3, "worker.hold": 3,
+    "api.kill": 3, "api.stop": 1, "api.restart": 2,
+    "runner.kill": 3, "runner.stop": 1, "runner.restart": 2,
+    "trainer.kill": 1, "trainer.stop": 1, "trainer.restart": 1,
+    "redis.kill": 2, "redis.stop": 1,
+}  # fmt: skip
+TAKEOVER_S = 5.0
+STREAMS = 4
+ALARMS = ("worker.loop_failed", "api.fault", "job.tick_failed", "Traceback", "never retrieved")
+
+
+async def run(
+    seconds: float,
+    seed: int,
+    *,
+    lease_ms: int = 3000,
+    freeze_s: float = 10.0,
+    trainer: bool = True,
+    only: str = "*",
+    logs: Path | None = None,
+) -> tuple[Report, Counter[str]]:
+    """Run chaos for a while; what happened, and the faults survived by kind."""
+    rng = random.Random(seed)
+    print(f"chaos: seed {seed}, {seconds:.0f} s", flush=True)
+    report, answers = Report(), Answers()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        async with chaos_ring(Path(folder), rng, lease_ms=lease_ms, freeze_s=freeze_s, trainer=trainer) as ring:
+            await answers.learn(ring.of("api")[0].url)
+            load = Load(ring, random.Random(seed + 1), report, answers)
+            tasks = [asyncio.create_task(load.streams()) for _ in range(STREAMS)]
+            tasks += [asyncio.create_task(load.jobs()), asyncio.create_task(load.leavers())]
+            await _harm(ring, load, report, time.monotonic() + seconds, only)
+            load.stopping = True
+            for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(outcome, BaseException):
+                    report.violation(f"a client failed: {outcome!r}")
+            await _check_rest(ring, report)
+            if trainer:
+                _check_trainer(ring, Path(folder), report)
+        _check_processes(ring, report)
+    for member in ring.members:
+        if logs is not None:
+            (logs / f"{member.name}.log").write_text("".join(member.all_lines()))
+        for line in member.all_lines():
+            if any(alarm in line for alarm in ALARMS):
+                report.violation(f"{member.name} says: {line.strip()[:2000]}")
+    return report, ring.faults
+
+
+async def _harm(ring: ChaosRing, load: Load, report: Report, until: float, only: str) -> None:
+    redis = connect(ring.redis.url)
+
+    async def workers_of(sequences: list[str]) -> dict[str, str]:
+        found = {}
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(1):
+                for seq in sequences:
+                    owner = await redis.hget(keys.sequence(MODEL, seq), "worker")
+                    found[seq] = (owner or b"").decode()
+        return found
+
+    async def before(member: Member) -> None:
+        await load.watch_takeovers(member, workers_of)
+
+    kinds = [kind for kind in WEIGHTS if fnmatch(kind, only)]
+    kinds = [kind for kind in kinds if ring.of(kind.split(".")[0]) or kind.startswith("redis")]
+    harming: set[asyncio.Task[None]] = set()
+    while time.monotonic() < until:
+        await asyncio.sleep(ring.rng.expovariate(1 / 2.0) + 0.2)
+        possible = [kind for kind in kinds if ring.can_harm(kind)]
+        if not possible:
+            continue
+        kind = ring.rng.choices(possible, [WEIGHTS[k] for k in possible])[0]
+        task = asyncio.create_task(ring.harm(kind, before if kind == "worker.kill" else None))
+        harming.add(task)
+        for done in [task for task in harming if task.done()]:
+            harming.discard(done)
+            _judge(done, report)
+    await asyncio.gather(*harming, return_exceptions=True)
+    for task in harming:
+        _judge(task, report)
+    await redis.aclose()
+
+
+def _judge(done: "asyncio.Task[None]", report: Report) -> None:
+    if error := done.exception():
+        report.violation(f"a process did not survive: {error}")
+
+
+async def _check_rest(ring: ChaosRing, report: Report) -> None:
+    """What must be gone when everybody has his answer."""
+    redis = connect(ring.redis.url)
+    queue, registry = SequenceQueue(redis, MODEL), WorkerRegistry(redis)
+    seen: object = None
+    training = bool(ring.of("trainer"))
+
+    async def quiet() -> bool:
+        nonlocal seen
+        depth = await queue.depth()
+        rows = [(worker.id, worker.rows, worker.waiting) for worker in await registry.workers(MODEL)]
+        seen = depth, rows
+        idle = not any(depth[kind].waiting + depth[kind].leased for kind in depth if not training or kind != "batch")
+        return idle and len(rows) == 2 and (training or all(row[1:] == (0, 0) for row in rows))
+
+    try:
+        try:
+            await wait_until(quiet, timeout_s=90)  # rows of an api that died unread end after its heartbeat, 60 s
+        except AssertionError:
+            report.violation(f"the ring does not come to rest: {seen}")
+        for job_id, state in report.jobs.items():
+            now = (await redis.hget(keys.job(job_id), "state")).decode()
+            if now != state or now not in TERMINAL:
+                report.violation(f"job {job_id} was {state} and is {now}")
+            if await redis.exists(keys.job_lease(job_id), keys.finished(MODEL, job_id)):
+                report.violation(f"job {job_id} left a lease or results behind")
+        await _check_keys(redis, report)
+    finally:
+        await redis.aclose()
+
+
+async def _check_keys(redis: Redis, report: Report) -> None:
+    for key in [key.decode() async for key in redis.scan_iter(count=1000)]:
+        if not any(fnmatchcase(key, kind.pattern) for kind in keys.DOCUMENTED):
+            report.violation(f"an undocumented key: {key}")
+        if await redis.ttl(key) == -1:
+            report.violation(f"a key for ever: {key}")
+    running = 0
+    async for key in redis.scan_iter(match=keys.sequence(MODEL, "*"), count=1000):
+        running += await redis.hget(key, "state") in (b"queued", b"running") and not key.count(b"train")
+    if running:
+        print(f"{running} sequences are not settled")
+
+
+def _check_trainer(ring: ChaosRing, folder: Path, report: Report) -> None:
+    lines = [json.loads(line) for path in (folder / "train").rglob("metrics.jsonl") for line in path.open()]
+    steps = [line["train_step"] for line in lines]
+    if not steps or steps != list(range(steps[0], steps[0] + len(steps))):
+        report.violation(f"the trainer's steps are not one row: {steps[-20:]}")
+    print(f"train steps: {len(steps)}")
+
+
+def _check_processes(ring: ChaosRing, report: Report) -> None:
+    pids = {pid for member in ring.members for pid in member.descendants}
+    deadline = time.monotonic() + 10
+    while alive := [pid for pid in pids if _alive(pid)]:
+        if time.monotonic() > deadline:
+            report.violation(f"processes left over: {alive}")
+            return
+        time.sleep(0.1)
+
+
+def _alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and "python" in process.name()
+    return False
+
+
+def show(report: Report, faults: Counter[str]) -> None:
+    """Print the counts."""
+    print(f"\nfaults survived: {faults.total()}")
+    for kind in WEIGHTS:
+        if faults[kind]:
+            print(f"  {kind:16} {faults[kind]:5}")
+    states = Counter(report.jobs.values())
+    print(f"streams {report.streams} ({report.tokens} tokens, {report.resumed} resumptions, {report.left} left early)")
+    print(f"jobs {dict(states)} ({report.samples} samples); given up after three deaths: {report.given_up}")
+    if took := sorted(report.takeovers_s):
+        print(f"pause at a worker's death: {len(took)} streams, min {took[0]:.2f} median {statistics.median(took):.2f} "
+              f"max {took[-1]:.2f} s")  # fmt: skip
+    print(f"violations: {len(report.violations)}", flush=True)
+
+
+def main() -> int:
+    """Run for `--minutes`; exit code 1 when anything was violated."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--lease-ms", type=int, default=3000)
+    parser.add_argument("--only", default="*", help="kinds of faults, such as redis.* or *.kill")
+    parser.add_argument("--logs", type=Path, default=None, help="an existing folder for what the processes print")
+    parser.add_argument("--no-trainer", action="store_true")
+    options = parser.parse_args()
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
+    report, faults = asyncio.run(
+        run(
+            60 * options.minutes,
+            seed,
+            lease_ms=options.lease_ms,
+            trainer=not options.no_trainer,
+            only=options.only,
+            logs=options.logs,
+        )
+    )
+    late = [took for took in report.takeovers_s if took >= TAKEOVER_S]
+    if late:
+        report.violation(f"takeovers of {late} s")
+    show(report, faults)
+    return 1 if report.violations else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

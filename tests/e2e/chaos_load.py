@@ -1,0 +1,278 @@
+"""What clients do while processes die, and what they hold against what they see.
+
+Every prompt's greedy answer is known from before, when nothing was harmed, and nothing shared its batch. A stream must
+show exactly that, token by token, through any number of resumptions; a sample of a job must be a beginning of it.
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from api.client import InferenceClient, JobRequest, RequestFailedError
+from shared.jobs import JobInput, JobStatus
+from shared.redis import keys
+from shared.redis.client import connect
+from shared.redis.token_log import events_of_chunk
+from shared.trajectories import Trajectory
+from tests.e2e.chaos_ring import ChaosRing, Member
+from tests.e2e.rings import MODEL
+
+PROMPTS = [f"Tell me about the number {n}." for n in (3, 17, 29, 44, 58, 63, 71, 86)]
+LONGEST = 320
+PATIENCE_S = 60.0  # a client without any progress for so long has been forgotten
+GIVEN_UP = "its workers died 3 times"
+
+
+@dataclass
+class Report:
+    """What happened."""
+
+    violations: list[str] = field(default_factory=list)
+    streams: int = 0
+    tokens: int = 0
+    resumed: int = 0
+    begun_again: int = 0  # their api died before it had said a word
+    left: int = 0
+    jobs: dict[str, str] = field(default_factory=dict)  # id -> terminal state
+    samples: int = 0
+    given_up: int = 0
+    takeovers_s: list[float] = field(default_factory=list)
+
+    def violation(self, text: str) -> None:
+        self.violations.append(text)
+        print(f"VIOLATION: {text}", flush=True)
+
+
+class Answers:
+    """The greedy answer to each prompt."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+
+    async def learn(self, url: str) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            for prompt in PROMPTS:
+                answer = await http.post("/v1/completions", json=body(prompt, LONGEST))
+                self.tokens[prompt] = answer.raise_for_status().json()["choices"][0]["token_ids"]
+                assert len(self.tokens[prompt]) == LONGEST
+
+
+def body(prompt: str, max_tokens: int) -> dict[str, Any]:
+    greedy = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, **greedy}
+
+
+class Stream:
+    """One streamed request, from its first try to its last token, over any number of connections."""
+
+    def __init__(self, load: "Load", expected: list[int]) -> None:
+        self.load = load
+        self.report = load.report
+        self.expected = expected
+        self.tokens: list[int] = []
+        self.times: list[float] = []  # when each token came
+        self.id = self.last_event_id = ""
+        self.done = False
+        self.error = ""
+
+    @property
+    def sequence(self) -> str:
+        return f"{self.id}-0"
+
+    async def run(self, prompt: str, http: httpx.AsyncClient) -> None:
+        request = body(prompt, len(self.expected)) | {"stream": True, "stream_options": {"include_event_ids": True}}
+        progress_at, had = time.monotonic(), 0
+        while not self.done and not self.error:
+            with contextlib.suppress(httpx.HTTPError):
+                await self._read(self._open(http, request))
+            if len(self.tokens) > had:
+                progress_at, had = time.monotonic(), len(self.tokens)
+            if time.monotonic() - progress_at > PATIENCE_S:
+                stored = await self.load.stored(self.sequence)
+                self.error = f"nothing came for {PATIENCE_S:.0f} s after {had} tokens; in Redis: {stored}"
+            if not self.done:
+                await asyncio.sleep(0.1)
+        self._judge()
+
+    def _open(self, http: httpx.AsyncClient, request: dict[str, Any]) -> Any:
+        url = self.load.api_url()
+        if not self.id:
+            return http.stream("POST", f"{url}/v1/completions", json=request)
+        self.report.resumed += 1
+        return http.stream("GET", f"{url}/v1/streams/{self.id}", headers={"Last-Event-ID": self.last_event_id})
+
+    async def _read(self, opened: Any) -> None:
+        async with opened as response:
+            if response.status_code in (429, 503):
+                return
+            if response.status_code != 200:
+                self.error = f"status {response.status_code}: {(await response.aread()).decode()[:300]}"
+                return
+            event_id = ""
+            async for line in response.aiter_lines():
+                if line.startswith("id:"):
+                    event_id = line[3:].strip()
+                elif line == "data: [DONE]":
+                    self.done = len(self.tokens) >= len(self.expected) or bool(self.error)
+                elif line.startswith("data: "):
+                    self._take(json.loads(line[6:]), event_id)
+
+    def _take(self, chunk: dict[str, Any], event_id: str) -> None:
+        if "error" in chunk:
+            if "shutting down" not in chunk["error"]["message"] and "Redis cannot" not in chunk["error"]["message"]:
+                self.error = str(chunk["error"])
+            return
+        self.id, self.last_event_id = chunk["id"], event_id
+        for choice in chunk["choices"]:
+            self.tokens += choice.get("token_ids") or []
+            self.times += [time.monotonic()] * (len(self.tokens) - len(self.times))
+
+    def _judge(self) -> None:
+        self.report.streams += 1
+        self.report.tokens += len(self.tokens)
+        if GIVEN_UP in self.error:
+            self.report.given_up += 1
+        elif self.error:
+            self.report.violation(f"stream {self.id or '(unnamed)'}: {self.error}")
+        if self.tokens != self.expected[: len(self.tokens)] or (not self.error and self.tokens != self.expected):
+            at = next((i for i, (a, b) in enumerate(zip(self.tokens, self.expected, strict=False)) if a != b), -1)
+            self.report.violation(
+                f"stream {self.id}: {len(self.tokens)} of {len(self.expected)} tokens, first other one at {at}"
+            )
+
+
+class Load:
+    """Streams and jobs until told to stop."""
+
+    def __init__(self, ring: ChaosRing, rng: random.Random, report: Report, answers: Answers) -> None:
+        self.ring = ring
+        self.rng = rng
+        self.report = report
+        self.answers = answers
+        self.stopping = False
+        self.open: set[Stream] = set()
+
+    def api_url(self) -> str:
+        """Of some api; a client cannot know which one is well."""
+        return self.rng.choice(self.ring.of("api")).url
+
+    async def stored(self, seq: str) -> str:
+        """What Redis holds of a sequence, for a message."""
+        redis = connect(self.ring.redis.url)
+        try:
+            fields = await redis.hgetall(keys.sequence(MODEL, seq))
+            fields.pop(b"spec", None)
+            chunks = await redis.xrange(keys.sequence_log(MODEL, seq))
+            events = [event for _, chunk in chunks for event in events_of_chunk(chunk, seq)]
+            return f"{fields} log {[(event.attempt, event.position, event.end, event.finish) for event in events]}"
+        finally:
+            await redis.aclose()
+
+    async def streams(self) -> None:
+        rng = self.rng
+        async with httpx.AsyncClient(timeout=httpx.Timeout(15, connect=2), trust_env=False) as http:
+            while not self.stopping:
+                prompt = rng.choice(PROMPTS)
+                stream = Stream(self, self.answers.tokens[prompt][: rng.randint(40, LONGEST)])
+                self.open.add(stream)
+                try:
+                    await stream.run(prompt, http)
+                finally:
+                    self.open.discard(stream)
+
+    async def leavers(self) -> None:
+        """Clients that go away in the middle; their rows must not stay."""
+        rng = self.rng
+        async with httpx.AsyncClient(timeout=httpx.Timeout(5, connect=2), trust_env=False) as http:
+            while not self.stopping:
+                request = body(rng.choice(PROMPTS), LONGEST) | {"stream": True}
+                with contextlib.suppress(httpx.HTTPError):
+                    async with http.stream("POST", f"{self.api_url()}/v1/completions", json=request) as response:
+                        async for _ in response.aiter_lines():
+                            if rng.random() < 0.1:
+                                self.report.left += 1
+                                break
+                await asyncio.sleep(1.0)
+
+    async def jobs(self) -> None:
+        rng = self.rng
+        while not self.stopping:
+            prompts = rng.sample(PROMPTS, 6)
+            request = JobRequest(
+                kind="generate", model=MODEL, n=3, max_tokens=rng.randint(24, 120), temperature=0, ignore_eos=True
+            )
+            cancelled = rng.random() < 0.2
+            submitted = await self.asking(lambda c, r=request, p=prompts: c.submit(r, [JobInput(text) for text in p]))
+            if cancelled:
+                await asyncio.sleep(rng.uniform(0.1, 2.0))
+                await self.asking(lambda c, id=submitted.id: c.cancel(id))
+            await self._follow(submitted.id, prompts, request, cancelled)
+
+    async def asking(self, ask: Any) -> Any:
+        """Ask any api until one answers."""
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                async with InferenceClient(self.api_url(), timeout_s=15, patience_s=5) as client:
+                    return await ask(client)
+            except RequestFailedError as error:
+                if error.http_status in (400, 404, 409, 500) or time.monotonic() > until:
+                    self.report.violation(f"a request failed: {error.http_status} {error.message}")
+                    raise
+
+    async def _follow(self, job_id: str, prompts: list[str], request: JobRequest, cancelled: bool) -> None:
+        ended: JobStatus = await self.asking(lambda c: c.wait(job_id, timeout_s=PATIENCE_S))
+        lines: list[Trajectory] = await self.asking(lambda c: collected(c.results(job_id)))
+        self.report.jobs[job_id] = ended.status
+        self.report.samples += len(lines)
+        places = [(line.prompt_index, line.sample_index) for line in lines]
+        all_places = [(p, s) for p in range(len(prompts)) for s in range(request.n)]
+        if ended.status != "succeeded" and not (cancelled and ended.status == "cancelled"):
+            self.report.violation(f"job {job_id} is {ended.status}: {ended.error}")
+        if len(set(places)) < len(places) or (ended.status == "succeeded" and places != all_places):
+            self.report.violation(f"job {job_id}: samples {places}")
+        for line in lines:
+            self._judge(job_id, line, prompts[line.prompt_index], request.max_tokens or 0)
+
+    def _judge(self, job_id: str, line: Trajectory, prompt: str, wanted: int) -> None:
+        got = list(line.completion_ids)
+        if line.finish_reason == "error" and GIVEN_UP in line.error:
+            self.report.given_up += 1
+        elif line.finish_reason not in ("length", "cancelled"):
+            self.report.violation(f"job {job_id}: a sample ended with {line.finish_reason}: {line.error}")
+        elif line.finish_reason == "length" and len(got) != wanted:
+            self.report.violation(f"job {job_id}: {len(got)} tokens instead of {wanted}")
+        if got != self.answers.tokens[prompt][: len(got)] or len(line.logprobs) != len(got):
+            self.report.violation(f"job {job_id}: another answer than the one to {prompt!r} alone")
+
+    async def watch_takeovers(self, victim: Member, workers_of: Any) -> None:
+        """Before a worker is killed: how long its streams will pause, unless something else disturbs them, too."""
+        owners = await workers_of([stream.sequence for stream in self.open if stream.tokens])
+        began = time.monotonic()
+        for stream in [s for s in self.open if s.tokens and owners.get(s.sequence) == victim.name]:
+            task = asyncio.create_task(self._measure(stream, victim, began))
+            _measuring.add(task)
+            task.add_done_callback(_measuring.discard)
+
+    async def _measure(self, stream: Stream, victim: Member, began: float) -> None:
+        while not stream.done and not stream.error:
+            later = [at for at in stream.times if at > began + 0.2]
+            if later:
+                if not self.ring.disturbed(victim.name, began, later[0]):
+                    self.report.takeovers_s.append(later[0] - began)
+                return
+            await asyncio.sleep(0.02)
+
+
+_measuring: set["asyncio.Task[None]"] = set()
+
+
+async def collected(lines: AsyncIterator[Trajectory]) -> list[Trajectory]:
+    return [line async for line in lines]

@@ -1,0 +1,222 @@
+"""The processes that chaos harms, and the ways in which it harms them."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from shared.redis.embedded import EmbeddedRedis
+from tests.e2e.chaos_proxy import Proxy
+from tests.e2e.rings import MODEL, Process
+
+READY = {"worker": "worker.ready", "api": "api.listening", "runner": "runner.ready", "trainer": "train."}
+MODULES = {"worker": "worker", "api": "api", "runner": "worker.jobs", "trainer": "trainer"}
+
+
+@dataclass
+class Member:
+    """One process of the ring under its name; started again after every death."""
+
+    name: str
+    role: str
+    arguments: tuple[str, ...]
+    proxy: Proxy | None = None
+    port: int = 0
+    process: Process | None = None
+    harmed: bool = False
+    lines: list[str] = field(default_factory=list)  # of its earlier lives
+    descendants: set[int] = field(default_factory=set)
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.popen.pid
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        if self.process is not None:
+            self.lines += self.process.lines
+        self.process = Process.start(MODULES[self.role], *self.arguments)
+
+    async def ready(self) -> None:
+        assert self.process is not None
+        await asyncio.to_thread(self.process.wait_for_line, READY[self.role])
+
+    def remember_descendants(self) -> None:
+        with contextlib.suppress(psutil.Error):
+            self.descendants |= {child.pid for child in psutil.Process(self.pid).children(recursive=True)}
+        self.descendants.add(self.pid)
+
+    async def end(self, number: int) -> int:
+        assert self.process is not None
+        self.remember_descendants()
+        return await asyncio.to_thread(self.process.stop, number)
+
+    def all_lines(self) -> list[str]:
+        return self.lines + (self.process.lines if self.process else [])
+
+
+@dataclass
+class ChaosRing:
+    """Redis, two workers behind proxies, two apis, two job runners, and a trainer if wanted."""
+
+    redis: EmbeddedRedis
+    members: list[Member]
+    rng: random.Random
+    freeze_s: float
+    faults: Counter[str] = field(default_factory=Counter)
+    running: dict[str, float] = field(default_factory=dict)  # fault -> when it began
+    history: list[tuple[str, float, float]] = field(default_factory=list)  # what, from, to
+    redis_harmed: bool = False
+
+    def of(self, role: str) -> list[Member]:
+        return [member for member in self.members if member.role == role]
+
+    def can_harm(self, kind: str) -> bool:
+        """Whether there is somebody; of two workers one is left in peace, for somebody is to take over."""
+        role = kind.partition(".")[0]
+        if role == "redis":
+            return not self.redis_harmed
+        harmed = [member.harmed for member in self.of(role)]
+        return not all(harmed) and not (role == "worker" and any(harmed))
+
+    async def harm(self, kind: str, before: Callable[[Member], Awaitable[None]] | None = None) -> None:
+        """One fault (`can_harm`), from its beginning until the process is there again."""
+        role, _, how = kind.partition(".")
+        if role == "redis":
+            await self._harm_redis(kind, how)
+            return
+        member = self.rng.choice([member for member in self.of(role) if not member.harmed])
+        member.harmed = True
+        if before is not None:
+            await before(member)
+        try:
+            async with self._written_down(kind, member.name):
+                await self._harm_member(member, how)
+        finally:
+            member.harmed = False
+
+    async def _harm_member(self, member: Member, how: str) -> None:
+        pause_s = self.rng.uniform(0.1, 1.0)
+        if how in ("kill", "restart"):
+            code = await member.end(signal.SIGKILL if how == "kill" else signal.SIGTERM)
+            assert how == "kill" or code == 0, f"{member.name} left with {code} on SIGTERM:\n{tail(member)}"
+            await asyncio.sleep(pause_s)
+            member.start()
+            await member.ready()
+        elif how == "stop":
+            os.kill(member.pid, signal.SIGSTOP)
+            await asyncio.sleep(self.freeze_s)
+            os.kill(member.pid, signal.SIGCONT)
+        else:
+            assert member.proxy is not None
+            (member.proxy.cut if how == "cut" else member.proxy.hold)()
+            await asyncio.sleep(self.rng.uniform(0.3, 1.0) * self.freeze_s)
+            member.proxy.mend()
+        assert member.process is not None
+        code_now = member.process.popen.poll()
+        assert code_now is None, f"{member.name} died with {code_now} of {how}:\n{tail(member)}"
+
+    async def _harm_redis(self, kind: str, how: str) -> None:
+        self.redis_harmed = True
+        try:
+            async with self._written_down(kind, "redis"):
+                if how == "kill":
+                    os.kill(self.redis.pid, signal.SIGKILL)
+                    await asyncio.sleep(self.rng.uniform(0.1, 1.5))
+                    await asyncio.to_thread(self.redis.restart)
+                else:
+                    os.kill(self.redis.pid, signal.SIGSTOP)
+                    await asyncio.sleep(self.rng.uniform(0.2, 0.5) * self.freeze_s)
+                    os.kill(self.redis.pid, signal.SIGCONT)
+        finally:
+            self.redis_harmed = False
+
+    @contextlib.asynccontextmanager
+    async def _written_down(self, kind: str, name: str) -> AsyncIterator[None]:
+        began = time.monotonic()
+        self.running[name] = began
+        try:
+            yield
+            self.faults[kind] += 1
+        finally:
+            del self.running[name]
+            self.history.append((name, began, time.monotonic()))
+
+    def disturbed(self, but: str, since: float, until: float) -> bool:
+        """Whether another process on a stream's way was harmed in a span of time."""
+        spans = [*self.history, *((name, began, until) for name, began in self.running.items())]
+        way = {"redis", *(member.name for member in self.members if member.role in ("worker", "api"))} - {but}
+        return any(name in way and began < until and end > since - 1.0 for name, began, end in spans)
+
+
+def tail(member: Member) -> str:
+    return "".join(member.all_lines()[-30:])
+
+
+@contextlib.asynccontextmanager
+async def chaos_ring(
+    folder: Path, rng: random.Random, *, lease_ms: int, freeze_s: float, trainer: bool
+) -> AsyncIterator[ChaosRing]:
+    """Start everything; at the end stop everything and expect clean exits and no process left."""
+    async with contextlib.AsyncExitStack() as stack:
+        redis = stack.enter_context(EmbeddedRedis(folder / "redis"))
+        port = int(redis.url.rsplit(":", 1)[1].split("/")[0])
+        members = []
+        for i in range(2):
+            proxy = await stack.enter_async_context(Proxy(port))
+            arguments = (
+                "--redis",
+                proxy.url,
+                "--model",
+                f"models/{MODEL}",
+                "--lease-ms",
+                str(lease_ms),
+                "--worker-id",
+                f"w{i}",
+            )
+            members.append(Member(f"w{i}", "worker", (*arguments, "--adapter-cache-dir", str(folder / f"w{i}")), proxy))
+        for i in range(2):
+            api_port = free_port()
+            arguments = ("--redis", redis.url, "--port", str(api_port), "--api-id", f"a{i}")
+            members.append(Member(f"a{i}", "api", arguments, port=api_port))
+        members += [Member(f"r{i}", "runner", ("--redis", redis.url, "--reward-processes", "1")) for i in range(2)]
+        if trainer:
+            members.append(Member("t0", "trainer", trainer_arguments(redis.url, folder)))
+        ring = ChaosRing(redis, members, rng, freeze_s)
+        try:
+            for member in members:
+                member.start()
+                if member.role != "trainer":
+                    await member.ready()
+            yield ring
+        except BaseException:
+            await asyncio.gather(*(m.end(signal.SIGKILL) for m in members if m.process), return_exceptions=True)
+            raise
+        codes = {member.name: await member.end(signal.SIGTERM) for member in reversed(members)}
+        assert not any(codes.values()), f"exit codes {codes}"
+
+
+def trainer_arguments(redis_url: str, folder: Path) -> tuple[str, ...]:
+    sizes = ("--steps", "1000000", "--prompts-per-step", "4", "--group-size", "4", "--max-tokens", "6")
+    task = ("--task", "arithmetic", "--task-count", "16", "--learning-rate", "1e-4", "--lora-rank", "4")
+    kept = ("--run-dir", str(folder / "train"), "--checkpoint-every", "5", "--parity-every", "0")
+    return ("--redis", redis_url, "--model", f"models/{MODEL}", *task, *sizes, *kept)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
