@@ -11,8 +11,9 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.adapter_bench import AdapterBench, make_versions, row
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
+from worker.engine.kv_slabs import KvRows
 from worker.engine.loader import LoadedModel
-from worker.engine.prefix_cache import PrefixCache
+from worker.engine.prefix_cache import PrefixCache, Prompt
 
 BLOCK_BYTES = 4 * 2 * 4 * 8  # of the caches made by `kv`: positions x (keys and values) x fp32 x dim
 
@@ -40,7 +41,7 @@ def found(cache: PrefixCache, ids: list[int], version: str = "") -> int:
 
 
 def store(cache: PrefixCache, ids: list[int], version: str = "") -> None:
-    cache.store(ids, version, kv(ids))
+    cache.store([Prompt(ids, version)], KvRows.of(kv(ids)))
 
 
 def alone(loaded: LoadedModel, *specs: SequenceSpec) -> dict[str, list[int]]:
@@ -52,6 +53,42 @@ def alone(loaded: LoadedModel, *specs: SequenceSpec) -> dict[str, list[int]]:
         bench.run()
         tokens[one.id] = bench.tokens(one.id)
     return tokens
+
+
+def store_together(cache: PrefixCache, prompts: list[list[int]]) -> None:
+    """As the batch holds them: padded on the left to the longest."""
+    longest = max(len(ids) for ids in prompts)
+    padding = [longest - len(ids) for ids in prompts]
+    caches = [kv([-1] * pad + ids)[0] for pad, ids in zip(padding, prompts, strict=True)]
+    keys, values = (mx.concatenate([getattr(one, name) for one in caches]) for name in ("keys", "values"))
+    rows = KvRows([(keys, values)], list(range(len(prompts))), padding)
+    cache.store([Prompt(ids, "") for ids in prompts], rows)
+
+
+def test_prompts_that_came_together_are_found_each() -> None:
+    cache = cache_of(64)
+    prompts = [list(range(100 * n, 100 * n + length)) for n, length in enumerate((8, 21, 4, 9, 3, 16), start=1)]
+    store_together(cache, prompts)
+    assert [found(cache, ids) for ids in prompts] == [8, 20, 4, 8, 0, 16]
+
+
+def test_equal_beginnings_that_came_together_are_stored_once() -> None:
+    cache = cache_of(64)
+    store_together(cache, [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9], [1, 2, 3, 4, 5, 6, 7, 8]])
+    assert cache.stats.blocks == 2
+    assert found(cache, [1, 2, 3, 4, 9, 9, 9, 9]) == 4
+
+
+def test_a_hit_leaves_the_slab_and_the_bytes_stay_right() -> None:
+    cache = cache_of(5)
+    prompts = [[100 * n + i for i in range(4)] for n in range(1, 5)]
+    store_together(cache, prompts)
+    assert cache.stats.bytes == 4 * BLOCK_BYTES
+    assert found(cache, prompts[0]) == 4
+    assert cache.stats.bytes == 5 * BLOCK_BYTES, "its own copy, beside the slab of the others"
+    store(cache, [7, 7, 7, 7])  # one block too many: the three cold ones go, and with them their slab
+    assert (cache.stats.bytes, cache.stats.blocks) == (2 * BLOCK_BYTES, 2)
+    assert (found(cache, prompts[0]), found(cache, [7, 7, 7, 7])) == (4, 4)
 
 
 # -- in the engine

@@ -15,9 +15,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Set
+from typing import Literal
 
 import mlx.core as mx
 
@@ -28,10 +27,11 @@ from worker.engine.adapters import Adapters
 from worker.engine.admission import Limits
 from worker.engine.generator import RunningBatch
 from worker.engine.grammars import Grammars
+from worker.engine.kv_slabs import KvRows
 from worker.engine.loader import LoadedModel
 from worker.engine.messages import EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
 from worker.engine.prefill import PrefillLane, PrefillTask, task_for, wants_prompt_logprobs
-from worker.engine.prefix_cache import PrefixCache
+from worker.engine.prefix_cache import PrefixCache, Prompt
 from worker.engine.row_model import RowModel
 from worker.engine.rows import Row
 from worker.engine.scheduler import share_prefill
@@ -242,7 +242,7 @@ class Engine:
                 with mx.stream(self._batch.stream):
                     budget -= self._lane.feed(budget)
                 if not task.left and task.pool is None:
-                    self._keep_prefix(task.rows[0], task.kv_versions, partial(list, task.kv), task.done)
+                    self._keep_prefixes([task.rows[0]], task.kv_versions, lambda _: KvRows.of(task.kv), task.done)
                 self._failures = 0
             except Exception as error:
                 self._failed(self._lane.pop().rows, error)
@@ -257,15 +257,18 @@ class Engine:
             if rows:
                 self._batch.insert(rows, task.ids[-1:], task.kv if task.done else None)
 
-    def _keep_prefix(self, row: Row, versions: set[str], kv: Callable[[], list[Any]], length: int) -> None:
-        """Store the KV of a row's prompt, of which `kv` has `length` ids; not when versions are mixed in it."""
+    def _keep_prefixes(
+        self, rows: list[Row], versions: Set[str], kv: Callable[[list[Row]], KvRows], length: int | None = None
+    ) -> None:
+        """Store the KV of these rows' prompts, computed with `versions`: of `length` ids, or of all but the last."""
         if len(versions) != 1:
-            return
+            return  # mixed: nobody could ask for it
         [version] = versions
-        ids = row.spec.prompt_ids[:length]
-        if self._prefixes.lacks(ids, version):
+        prompts = [Prompt(row.spec.prompt_ids[: -1 if length is None else length], version) for row in rows]
+        lacking = [place for place, prompt in enumerate(prompts) if self._prefixes.lacks(prompt.ids, version)]
+        if lacking:
             with mx.stream(self._batch.stream):
-                self._prefixes.store(ids, version, kv())
+                self._prefixes.store([prompts[place] for place in lacking], kv([rows[place] for place in lacking]))
 
     def _scored(self, task: PrefillTask) -> None:
         """Tell of the log-probabilities, or of the embedding, that a prefill brought."""
@@ -289,9 +292,11 @@ class Engine:
     def _decode(self, prefill_tokens: int) -> None:
         try:
             tokens = self._batch.step(prefill_tokens)
+            by_version: dict[frozenset[str], list[Row]] = {}
             for row in self._batch.started:
-                kv = partial(self._batch.kv_of, row)
-                self._keep_prefix(row, row.kv_versions, kv, len(row.spec.prompt_ids) - 1)  # as much as the lane
+                by_version.setdefault(frozenset(row.kv_versions), []).append(row)
+            for versions, started in by_version.items():
+                self._keep_prefixes(started, versions, self._batch.kv_of)
         except Exception as error:
             rows = self._batch.give_up()
             self._batch = RunningBatch(self._model, self._config)

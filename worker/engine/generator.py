@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
+from worker.engine.kv_slabs import KvRows
 from worker.engine.messages import EngineConfig
 from worker.engine.row_model import RowModel
 from worker.engine.rows import Row, RowTag
@@ -109,8 +110,12 @@ class RunningBatch:
                 self._prefilling.pop(response.uid, None)
         return tokens
 
-    def kv_of(self, row: Row) -> list[Any]:
-        """A row's KV, one cache per layer; not computed yet."""
+    def kv_of(self, rows: list[Row]) -> KvRows:
+        """The KV of rows that decode, as it lies in the batch."""
+        batch = self._generator._generation_batch  # `extract_cache` would copy row by row
+        places = {uid: place for place, uid in enumerate(batch.uids)}
+        index = [places[row.uid] for row in rows]
+        *caches, _ = batch.prompt_cache
         with mx.stream(self.stream):
-            caches, _ = self._generator.extract_cache([row.uid])[row.uid]
-        return list(caches[:-1])
+            padding = caches[0].left_padding.tolist()
+        return KvRows([(cache.keys, cache.values) for cache in caches], index, [padding[at] for at in index])

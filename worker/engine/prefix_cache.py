@@ -6,7 +6,8 @@ weights.
 
 What a prompt adds to the cache is one *segment*: the KV of those blocks that nobody stored before it. A prompt that
 shares some blocks of a segment hits as far as they go. MLX arrays never change: whoever writes behind a prefix
-writes into a copy, so hits share the stored arrays.
+writes into a copy, so hits share the stored arrays. Segments that come together lie in one slab (kv_slabs.py), which
+lives as long as one of them; the first hit of a segment takes it out, so that few hot prompts do not keep cold ones.
 
 Invariants. Lives in the engine's thread. A segment's first block follows a block of another segment, its parent, or
 begins the prompt. A use renews a segment and then its parents, so a parent is always younger in the order of use, and
@@ -26,9 +27,16 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+from worker.engine.kv_slabs import Cut, KvRows, Slab, Wanted, copy_rows
 from worker.engine.messages import PrefixStats
 
-Layers = list[tuple[mx.array, mx.array]]  # keys and values [1, heads, positions, dim] of each layer
+
+@dataclass(frozen=True)
+class Prompt:
+    """Ids whose KV was computed with `version` from end to end."""
+
+    ids: Sequence[int]
+    version: str
 
 
 @dataclass
@@ -44,11 +52,7 @@ class _Segment:
     """Blocks that were stored together."""
 
     keys: list[bytes]  # of its blocks
-    layers: Layers
-
-    @property
-    def nbytes(self) -> int:
-        return sum(keys.nbytes + values.nbytes for keys, values in self.layers)
+    cut: Cut
 
 
 class PrefixCache:
@@ -87,36 +91,65 @@ class PrefixCache:
         self._hits += 1
         self._hit_tokens += length
         self._touch(list(runs))
-        return Prefix(length, _joined(list(runs.items()), self._block_size, length))
+        for segment in runs:
+            if segment.cut.slab.users > 1:
+                self._put(segment, segment.cut.alone())
+        prefix = Prefix(length, _joined(list(runs.items()), self._block_size, length))
+        self._shrink()
+        return prefix
 
     def lacks(self, ids: Sequence[int], version: str) -> bool:
         """Whether `store` would add anything."""
         return bool(self._limit) and any(key not in self._blocks for key in self._keys(ids, version))
 
-    def store(self, ids: Sequence[int], version: str, kv: Sequence[Any]) -> None:
-        """Keep the whole blocks of `ids`; `kv` covers them all, and was computed with `version` from end to end."""
+    def store(self, prompts: Sequence[Prompt], kv: KvRows) -> None:
+        """Keep the whole blocks of these prompts, whose KV is in these rows."""
         if not self._limit:
             return
-        keys = list(self._keys(ids, version))
-        parents = self._find(iter(keys))
-        known = sum(parents.values())
-        if known == len(keys):
-            return
-        start, end = known * self._block_size, len(keys) * self._block_size
-        assert all(cache.offset >= end for cache in kv), "KV that is shorter than its ids"
-        cut = [(cache.keys[..., start:end, :], cache.values[..., start:end, :]) for cache in kv]
-        segment = _Segment(keys[known:], cut)
-        if segment.nbytes > self._limit:
-            return
-        segment.layers = [(mx.contiguous(keys), mx.contiguous(values)) for keys, values in cut]
-        # Copies: a slice would keep the whole batch's KV alive. Nobody waits for them, nor do first tokens.
-        mx.async_eval(segment.layers)  # type: ignore[no-untyped-call]
-        self._blocks.update(dict.fromkeys(segment.keys, segment))
-        self._segments[segment.keys[0]] = segment
-        self._bytes += segment.nbytes
-        self._touch([*parents, segment])
+        chains: list[tuple[list[_Segment], list[bytes]]] = []  # what is known of a prompt, and the keys of the rest
+        wanted: list[Wanted] = []
+        begun: set[bytes] = set()
+        for prompt, row, start in zip(prompts, kv.rows, kv.starts, strict=True):
+            keys = list(self._keys(prompt.ids, prompt.version))
+            parents = self._find(iter(keys))
+            known = sum(parents.values())
+            if known == len(keys) or keys[known] in begun:  # an equal beginning in the same step: the first one's
+                continue
+            begun.add(keys[known])
+            chains.append((list(parents), keys[known:]))
+            wanted.append(Wanted(row, start + known * self._block_size, start + len(keys) * self._block_size))
+        fits = [self._bytes_of(kv, part) <= self._limit for part in wanted]
+        chains = [chain for chain, fit in zip(chains, fits, strict=True) if fit]
+        wanted = [part for part, fit in zip(wanted, fits, strict=True) if fit]
+        for (parents_of, keys), cut in zip(chains, copy_rows(kv.layers, wanted), strict=True):
+            segment = _Segment(keys, cut)
+            self._put(segment, cut)
+            self._blocks.update(dict.fromkeys(keys, segment))
+            self._segments[keys[0]] = segment
+            self._touch([*parents_of, segment])
+        self._shrink()
+
+    def _put(self, segment: _Segment, cut: Cut) -> None:
+        """Let a segment use this cut; a slab counts while anybody uses it."""
+        if not cut.slab.users:
+            self._bytes += cut.slab.nbytes
+        cut.slab.users += 1
+        if segment.cut is not cut:
+            self._release(segment.cut.slab)
+            segment.cut = cut
+
+    def _release(self, slab: Slab) -> None:
+        slab.users -= 1
+        if not slab.users:
+            self._bytes -= slab.nbytes
+
+    def _shrink(self) -> None:
         while self._bytes > self._limit:
             self._evict()
+
+    @staticmethod
+    def _bytes_of(kv: KvRows, part: Wanted) -> int:
+        return Cut(Slab(kv.layers), part.row, part.start, part.length).nbytes
 
     def _keys(self, ids: Sequence[int], version: str) -> Iterator[bytes]:
         """The chain of hashes of all whole blocks."""
@@ -146,18 +179,18 @@ class PrefixCache:
         _, segment = self._segments.popitem(last=False)
         for key in segment.keys:
             del self._blocks[key]
-        self._bytes -= segment.nbytes
+        self._release(segment.cut.slab)
         self._evicted += len(segment.keys)
 
 
 def _joined(runs: list[tuple[_Segment, int]], block_size: int, length: int) -> list[Any]:
     """Caches of the first `length` positions of consecutive runs of blocks."""
     caches = []
-    for layer in range(len(runs[0][0].layers)):
+    parts = [segment.cut.layers(blocks * block_size) for segment, blocks in runs]
+    for layers in zip(*parts, strict=True):
         cache = KVCache()
-        parts = [(segment.layers[layer], blocks * block_size) for segment, blocks in runs]
-        cache.keys = _concatenated([keys[..., :end, :] for (keys, _), end in parts])[..., :length, :]
-        cache.values = _concatenated([values[..., :end, :] for (_, values), end in parts])[..., :length, :]
+        cache.keys = _concatenated([keys for keys, _ in layers])[..., :length, :]
+        cache.values = _concatenated([values for _, values in layers])[..., :length, :]
         cache.offset = length
         caches.append(cache)
     return caches
