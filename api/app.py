@@ -10,7 +10,7 @@ from api import errors
 from api.context import RequestContext
 from api.generation import settled
 from api.guards import guard
-from api.openai import chat, completions, embeddings, models, streams
+from api.openai import chat, completions, embeddings, models, responses, streams
 from api.openapi import describe_errors
 from api.ops import deadletters, health, metrics
 from api.resume import stop_lingering
@@ -54,6 +54,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
         completions,
         chat,
         embeddings,
+        responses,
         models,
         streams,
         jobs,

@@ -1,7 +1,6 @@
 """POST /v1/embeddings: one vector for each input, out of the served model's hidden states."""
 
 import base64
-import time
 import uuid
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -103,8 +102,6 @@ def embeddings_body(body: EmbeddingRequest, work: Work, vectors: list[bytes]) ->
             "data": [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(shown)],
             "model": body.model or work.model,
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-            "created": int(time.time()),
-            "id": work.id,
         }
     )
 
