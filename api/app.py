@@ -15,7 +15,7 @@ from api.openapi import describe_errors
 from api.ops import deadletters, health, metrics
 from api.resume import stop_lingering
 from api.ring import Ring
-from api.rl import adapters, generate, jobs, tokenize
+from api.rl import adapters, generate, jobs, rewards, tokenize, training
 from shared.metrics import Tally
 from shared.settings import ApiSettings
 
@@ -61,6 +61,8 @@ def create_app(settings: ApiSettings) -> FastAPI:
         adapters,
         generate,
         tokenize,
+        training,
+        rewards,
         health,
         deadletters,
         metrics,

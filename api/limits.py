@@ -14,6 +14,8 @@ from shared.settings import ApiSettings
 
 MAX_JSON_DEPTH = 64
 BODY_WITHIN_S = 30.0  # of everything but uploads
+TRAJECTORIES = "/v1/training/update"  # token ids and log-probabilities: long bodies of many numbers
+BYTES_PER_NUMBER = 8
 
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)  # possessive: one pass, whatever the text
 _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
@@ -37,7 +39,12 @@ class BodyLimit:
             return
         headers = Headers(scope=scope)
         upload = headers.get("content-type", "").startswith("multipart/form-data")
-        limit = self._settings.max_upload_bytes if upload else self._settings.max_request_bytes
+        limit, most_values = self._settings.max_request_bytes, self._settings.max_json_values
+        if upload:
+            limit = self._settings.max_upload_bytes
+        elif scope["path"] == TRAJECTORIES:
+            limit = self._settings.max_training_bytes
+            most_values = max(most_values, limit // BYTES_PER_NUMBER)
         detail = f"the body is larger than {limit} bytes"
         if scope["path"] == "/v1/jobs" and not upload:
             detail += "; upload many prompts as JSONL (multipart/form-data)"
@@ -63,7 +70,7 @@ class BodyLimit:
                 if not message.get("more_body"):
                     body, held = b"".join(held), None
                     try:
-                        check_shape(body, self._settings.max_json_values)
+                        check_shape(body, most_values)
                     except InvalidRequestError as error:  # FastAPI lets no other error out of a body
                         raise HTTPException(400, error.message) from error
                     return {"type": "http.request", "body": body, "more_body": False}

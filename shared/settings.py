@@ -187,6 +187,7 @@ class ApiSettings(ProcessSettings):
         default=30, gt=0, description="a client that leaves its 64 KiB of a response unread for so long is cut off"
     )
     max_request_bytes: int = Field(default=1_048_576, ge=1024)
+    max_training_bytes: int = Field(default=67_108_864, ge=1024, description="trajectories in one training update")
     max_json_values: int = Field(default=200_000, ge=1024, description="list items and fields in one JSON body")
     max_upload_bytes: int = Field(default=1_073_741_824, ge=1024, description="JSONL uploads, streamed to disk")
     api_key: SecretStr = Field(

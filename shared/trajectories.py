@@ -52,3 +52,11 @@ class LiveTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     temperature: float = 1.0  # that it was drawn with; `logprobs` are those of temperature 1
     collected_ms: int = 0
     advantage: float | None = None  # in place of what the group's rewards would give
+
+
+class ScoreOrder(msgspec.Struct, frozen=True):
+    """Texts that a job runner is to score at once; the answer is a list of `Reward`."""
+
+    name: str  # of the reward
+    options: dict[str, Any]
+    samples: tuple[tuple[str, Any], ...]  # text, reference

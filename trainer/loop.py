@@ -271,5 +271,6 @@ class TrainLoop:
         if self.state.version == self.state.best_version:
             self.checkpoints.set_best(saved)
         await self._inbox.saved()
+        await self.parts.board.show("waiting")
         log.info("checkpoint.saved", name=saved, train_step=state.train_step)
         return saved

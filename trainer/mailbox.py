@@ -86,6 +86,7 @@ class RingMailbox:
         self._arrived = asyncio.Event()
         self._kept: list[Received] = []
         self._known: frozenset[str] = frozenset()
+        self._seen: deque[str] = deque(maxlen=256)  # an order that was placed twice is carried out once
         self._ready = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
 
@@ -145,7 +146,7 @@ class RingMailbox:
                 await asyncio.sleep(0.2)
 
     async def _sort(self, received: Received) -> None:
-        if received.id in self._known or received.too_late:
+        if received.id in self._known or received.id in self._seen or received.too_late:
             log.info("order.left_out", order=received.id, too_late=received.too_late)
             await self._orders.done(received)
             return
@@ -155,6 +156,7 @@ class RingMailbox:
             await self._orders.tell(received.id, msgspec.json.encode(refusal(ParallmError(f"unreadable: {error}"))))
             await self._orders.done(received)
             return
+        self._seen.append(received.id)
         self._letters.append(Letter(received, order))
         self._arrived.set()
 

@@ -10,6 +10,7 @@ Invariants.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -88,7 +89,7 @@ class AdapterStore(AdapterCatalog):
             chunk_size=adapter_bytes.CHUNK_BYTES,
             created_ms=time.time_ns() // 1_000_000,
             train_step=train_step,
-            metrics=dict(metrics or {}),
+            metrics={k: v for k, v in (metrics or {}).items() if math.isfinite(v)},  # JSON has no other numbers
             status=status,
             gate=tuple(gate),
             source=source,

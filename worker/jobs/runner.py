@@ -25,6 +25,7 @@ from shared.scoring.pool import RewardPool
 from shared.settings import RunnerSettings
 from worker.jobs.collecting import Collecting
 from worker.jobs.context import TickContext
+from worker.jobs.scores import Scores
 from worker.jobs.tick import tick
 
 log = structlog.get_logger()
@@ -120,7 +121,8 @@ async def run(settings: RunnerSettings) -> None:
     counts = MetricWriter(redis, context.tally, "runner", context.runner)
     counting = asyncio.create_task(counts.run())
     collecting = Collecting(context, settings.trajectory_buffer_size, settings.trajectory_buffer_mb << 20)
-    background = [asyncio.create_task(each) for each in (worker.listen(), worker.sweep(), collecting.run())]
+    loops = (worker.listen(), worker.sweep(), collecting.run(), Scores(context).run())
+    background = [asyncio.create_task(loop) for loop in loops]
     log.info("runner.ready", runner=context.runner, max_jobs=settings.max_jobs, window=settings.window)
     try:
         with contextlib.suppress(asyncio.CancelledError):  # how arq leaves after a signal
