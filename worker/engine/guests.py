@@ -6,7 +6,7 @@ between two yields; it is never interrupted, so its owner keeps it short.
 Invariants.
 - At most one unit runs between two decode steps, so a row never waits for more than one.
 - While rows decode, a unit runs once decoding has paid for it: `share / (1 - share)` seconds for each second that it
-  has had. What a unit costs more than expected is paid before the next one. Decoding keeps `1 - share` of its time.
+  has had. What a unit costs more than expected is paid before the next one. Decoding keeps `1 - share` of its speed.
 - While no row decodes, units follow one another.
 - An error of a unit goes to whoever asked for the work, and nowhere else.
 """
@@ -26,11 +26,17 @@ from worker.engine.messages import GuestStats
 T = TypeVar("T")
 Work = Generator[None, None, T]
 
-RECENT = 0.5  # weight of the latest unit in what the next one is expected to cost
+RECENT_UNIT = 0.5  # weight of the latest unit in what the next one is expected to cost
+RECENT_TURN = 0.1
+LOOK_AFTER = 8  # turns in a row that follow a unit
 
 
 class TimeShare:
-    """Whether a unit may run now: plain numbers, in seconds."""
+    """Whether a unit may run now: plain numbers, in seconds.
+
+    What a unit costs is what decoding loses by it: its own time, and by how much the turn after it is longer than usual
+    (cold caches) or shorter (the look-ahead step ran beside it). So the share adapts until decoding keeps its part.
+    """
 
     def __init__(self, share: float) -> None:
         assert 0 <= share < 1, "decoding needs some of its thread's time"
@@ -38,29 +44,43 @@ class TimeShare:
         self._closed = share == 0
         self._credit = 0.0
         self._expected = 0.0  # cost of a unit
+        self._usual = 0.0  # turn of the engine that follows no unit
+        self._last = 0.0  # unit before the next turn; 0: none
+        self._in_a_row = 0
 
     def decoded(self, seconds: float) -> None:
-        """Rows have decoded; credit for more than one unit is not kept, or units would come in bursts."""
-        self._credit = min(self._credit + seconds * self._price, max(self._expected, 0.0))
+        """Rows have decoded for a turn; credit for more than two units is not kept, or units would come in bursts."""
+        usual = seconds
+        if self._last:
+            usual = self._usual or seconds
+            self._credit -= max(-self._last, min(seconds - usual, self._last))
+            self._in_a_row += 1
+        else:
+            self._usual = _recent(self._usual, seconds, RECENT_TURN)
+            self._in_a_row = 0
+        self._last = 0.0
+        self._credit = min(self._credit + usual * self._price, 2 * self._expected)
 
     def worked(self, seconds: float) -> None:
         """A unit has run beside rows."""
-        self.learn(seconds)
+        self._expected = _recent(self._expected, seconds, RECENT_UNIT)
         self._credit -= seconds
+        self._last = seconds
 
     def idled(self, seconds: float) -> None:
         """A unit has run while no row was there: nobody has to be paid."""
-        self.learn(seconds)
-        self._credit = 0.0
-
-    def learn(self, seconds: float) -> None:
-        """Take a unit's cost into what is expected of the next."""
-        self._expected = seconds if not self._expected else RECENT * seconds + (1 - RECENT) * self._expected
+        self._expected = _recent(self._expected, seconds, RECENT_UNIT)
+        self._credit = self._last = 0.0
 
     @property
     def may_work(self) -> bool:
-        """Whether the next unit is paid for."""
-        return not self._closed and self._credit >= self._expected
+        """Whether the next unit is paid for; now and then a turn goes without one, to know what is usual."""
+        return not self._closed and self._credit >= self._expected and self._in_a_row < LOOK_AFTER
+
+
+def _recent(before: float, now: float, weight: float) -> float:
+    """A running mean that begins with the first value."""
+    return weight * now + (1 - weight) * before if before else now
 
 
 @dataclass
