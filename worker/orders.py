@@ -47,10 +47,11 @@ class Orders:
         """Obey until the connection breaks or we are cancelled."""
         async with self._listening.pubsub() as channel:
             await channel.subscribe(self._channel)
-            await self.reread(list(self._running.values()))
             async for message in channel.listen():
                 if message["type"] == "message":
                     self._obey(message["data"])
+                elif message["type"] == "subscribe":  # the first time, and whenever redis-py has connected again
+                    await self.reread(list(self._running.values()))
 
     def welcome(self, seq: str) -> None:
         """Obey what was said of a sequence after Redis gave it to us and before we knew."""
@@ -87,16 +88,22 @@ class Orders:
 
     async def reread(self, rows: list[Running]) -> None:
         """Obey what stands in the rows' hashes: nobody heard it, or the engine did not know the row yet."""
-        for row in rows:
-            key = keys.sequence(self._model, row.id)
-            cancel, api = await self._redis.hmget(key, ["cancel", "api"])  # type: ignore[misc]
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for row in rows:
+                pipe.hmget(keys.sequence(self._model, row.id), ["cancel", "api"])
+            found = await pipe.execute()
+        for row, (cancel, api) in zip(rows, found, strict=True):
             if cancel:
                 self._cancel(row.id, "cancelled")
             if api is not None and api.decode() != row.api:
                 self._route(row.id, api.decode())
 
     async def end_orphans(self) -> None:
-        """Cancel interactive rows whose api has been dead for its heartbeat's time to live: nobody reads them."""
+        """Cancel interactive rows whose api has been dead for its heartbeat's time to live: nobody reads them.
+
+        Looks after orders as well: a connection that died without a word brought none.
+        """
+        await self.reread(list(self._running.values()))
         rows = [r for r in self._running.values() if r.api and r.claim.spec.sequence_class == "interactive"]
         dead = {api for api in {row.api for row in rows} if not await self._redis.exists(keys.api(api))}
         for row in rows:

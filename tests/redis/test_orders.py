@@ -91,3 +91,23 @@ async def test_an_order_that_came_before_the_claim_is_obeyed_with_it(heard: Hear
         heard.orders.welcome(seq)
     assert heard.cancelled == ["late"]
     assert heard.running["moved"].api == "b"
+
+
+async def test_an_order_given_while_the_connection_was_down_is_obeyed(heard: Heard) -> None:
+    """redis-py connects and subscribes again by itself; what was said in between stands in the sequence's hash."""
+    import asyncio
+
+    listener = asyncio.create_task(heard.orders.listen())
+    channel = keys.control_channel("w")
+
+    async def subscribed() -> bool:
+        return (await heard.redis.pubsub_numsub(channel))[0][1] == 1
+
+    await wait_until(subscribed)
+    heard.run("stopped", "a")
+    await heard.redis.hset(keys.sequence(MODEL, "stopped"), "cancel", "1")
+    await heard.redis.expire(keys.sequence(MODEL, "stopped"), 60)
+    await heard.redis.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+    await wait_until(lambda: heard.cancelled == ["stopped"], timeout_s=10)
+    listener.cancel()
+    await asyncio.gather(listener, return_exceptions=True)
