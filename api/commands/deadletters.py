@@ -38,7 +38,9 @@ def list_letters(
     found = _call(url, api_key, "GET", "", model=model, limit=limit)["data"]
     if as_json:
         return _print_json(found)
-    table = Table("id", "sequence", "attempt", "job", "can run again", "reason", box=None)
+    table = Table(box=None)
+    for title in ("id", "sequence", "attempt", "job", "can run again", "reason"):
+        table.add_column(title, overflow="fold", no_wrap=title == "id")
     for letter in found:
         runs = "yes" if letter["requeueable"] else f"no: {letter['unreadable']}"
         cells = (letter["id"], letter["sequence"], str(letter["attempt"]), letter["job"], runs, letter["reason"])
