@@ -1,5 +1,6 @@
 """The HTTP front end: `create_app(settings)` puts routes, errors and the ring together."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -12,7 +13,9 @@ from api.generation import settled
 from api.guards import guard
 from api.openai import chat, completions, embeddings, models, responses, streams
 from api.openapi import describe_errors
-from api.ops import deadletters, health, metrics
+from api.ops import dashboard, deadletters, health, metrics, snapshot
+from api.ops.sampling import sample_forever
+from api.ops.snapshot import Snapshots
 from api.resume import stop_lingering
 from api.ring import Ring
 from api.rl import adapters, generate, jobs, rewards, tokenize, training
@@ -32,11 +35,15 @@ def create_app(settings: ApiSettings) -> FastAPI:
         ring = Ring(settings, tally)
         app.state.ring = ring
         await ring.start()
+        app.state.snapshots = Snapshots(ring)
+        sampling = asyncio.create_task(sample_forever(ring, app.state.snapshots))
         log.info("api.started", api=ring.api_id)
         try:
             yield
         finally:
             ring.shutting_down = True
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
             stop_lingering()
             await settled()
             await ring.stop()
@@ -66,6 +73,8 @@ def create_app(settings: ApiSettings) -> FastAPI:
         health,
         deadletters,
         metrics,
+        snapshot,
+        dashboard,
     ):
         app.include_router(module.router)
     guard(app, settings)

@@ -28,10 +28,10 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or _is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
-        key = self._keys.find(_presented(Headers(scope=scope)))
+        key = self._keys.find(presented(Headers(scope=scope)))
         if key is None:
             error = AuthenticationError("wrong or missing API key: send it as `Authorization: Bearer <key>`")
             await error_response(error)(scope, receive, send)
@@ -40,6 +40,11 @@ class RequireKey:
         calling.set(key)
         structlog.contextvars.bind_contextvars(key=key.name)
         await self._app(scope, receive, send)
+
+
+def _is_open(path: str) -> bool:
+    """Probes, and the dashboard, which asks for the key itself (api/ops/dashboard/session.py)."""
+    return path in OPEN_PATHS or path == "/dashboard" or path.startswith("/dashboard/")
 
 
 class OwnOrigin:
@@ -95,6 +100,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _presented(headers: Headers) -> str:
+def presented(headers: Headers) -> str:
+    """The key that a request carries; "" without one."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""

@@ -15,7 +15,8 @@ def guard(app: FastAPI, settings: ApiSettings) -> None:
     app.state.load = Load(settings.max_concurrent_requests)
     app.add_middleware(BodyLimit, settings)
     app.add_middleware(Admission, settings, app.state.load)
-    if keys := KeyRing.of(settings):
+    keys = app.state.keys = KeyRing.of(settings)
+    if keys:
         app.add_middleware(RequireKey, keys)
     else:
         app.add_middleware(OwnOrigin, settings.cors_origins)

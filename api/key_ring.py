@@ -74,6 +74,9 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def __iter__(self) -> Iterator[ApiKey]:
+        return iter(self._keys)
+
     def find(self, presented: str) -> ApiKey | None:
         """The key that was presented; takes as long for a wrong one as for a right one."""
         digest = hashlib.sha256(presented.encode()).digest()

@@ -197,5 +197,17 @@ async def cancel_job(job_id: str, ring: TheRing) -> Response:
     return _json(await ring.jobs.cancel(job_id))
 
 
+@router.post(
+    "/v1/jobs/{job_id}/retry",
+    status_code=202,
+    summary="Submit a job again",
+    response_class=Response,
+    responses={202: {"description": "The new job's status", **_STATUS_SCHEMA}, **error_responses(404)},
+)
+async def retry_job(job_id: str, ring: TheRing) -> Response:
+    """A new job with the same settings and inputs; its metadata says `retry_of`."""
+    return await _accepted(ring, await ring.jobs.submit_again(job_id))
+
+
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(value), status, headers, "application/json")

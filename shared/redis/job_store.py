@@ -19,6 +19,7 @@ from shared.redis.job_ledger import JobLedger, ask, decode_job_spec, unknown_job
 from shared.redis.job_queue import enqueue_tick
 
 _cancel = Script("job_cancel")
+INPUTS_AT_ONCE = 512
 
 _STATUS_FIELDS = [
     "spec",
@@ -91,6 +92,23 @@ class JobStore:
         if state == "queued":
             await self._ledger.finish(job_id, "cancelled", only_queued=True)
         return await self.status(job_id)
+
+    async def submit_again(self, job_id: str) -> str:
+        """A new job with the spec and the inputs of another one, without its deadline; its id."""
+        spec = await self.spec(job_id)
+        fresh = msgspec.structs.replace(
+            spec,
+            id=new_job_id(),
+            created_ms=time.time_ns() // 1_000_000,
+            deadline_ms=0,
+            metadata={**spec.metadata, "retry_of": job_id},
+        )
+        return (await self.create(fresh, self._inputs(job_id, spec.total_prompts)))[0]
+
+    async def _inputs(self, job_id: str, count: int) -> AsyncIterator[bytes]:
+        for start in range(0, count, INPUTS_AT_ONCE):
+            for line in await self._ledger.inputs(job_id, start, min(INPUTS_AT_ONCE, count - start)):
+                yield line
 
     async def results(
         self, job_id: str, after: int = -1, limit: int = 1000, *, complete_only: bool = False

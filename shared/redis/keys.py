@@ -31,6 +31,7 @@ ORDER_TTL_S = DAY_S  # of orders that no trainer takes
 ANSWER_TTL_S = 600
 METRICS_TTL_S = 30 * DAY_S  # of the totals, from the last write of any process
 METRICS_PROCESS_TTL_S = DAY_S
+HISTORY_TTL_S = DAY_S
 
 
 class KeyKind(NamedTuple):
@@ -307,6 +308,16 @@ def rate_limits() -> str:
     return f"{PREFIX}:limit"
 
 
+def history() -> str:
+    """Stream of the ring's samples of the last hour: the dashboard's curves."""
+    return f"{PREFIX}:{{metrics}}:history"
+
+
+def history_turn() -> str:
+    """String: the api process that took the last sample."""
+    return f"{PREFIX}:{{metrics}}:history-turn"
+
+
 RESULTS_PER_CHUNK = 256
 
 DOCUMENTED: tuple[KeyKind, ...] = (
@@ -361,5 +372,7 @@ DOCUMENTED: tuple[KeyKind, ...] = (
     KeyKind("parallm:{metrics}:totals", "hash", "any process", "30 d, refreshed", "counts of all processes, summed"),
     KeyKind("parallm:{metrics}:process:*", "hash", "that process", "1 d, refreshed", "what it has told of its counts"),
     KeyKind("parallm:limit:*", "string", "api", "twice its window", "requests of one API key, by name, in one window"),
+    KeyKind("parallm:{metrics}:history", "stream", "api", "1 d, 720 entries", "samples of the last hour: curves"),
+    KeyKind("parallm:{metrics}:history-turn", "string", "api", "4.5 s", "which api process has sampled last"),
     KeyKind("arq:*", "various", "job runner", "arq's own; 1 d at most", "arq's queue, jobs and results"),
 )

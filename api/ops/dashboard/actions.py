@@ -1,0 +1,62 @@
+"""What one can do from the dashboard: the same as over the API, by the same stores. The answer is a line of text.
+
+The page itself changes by its events. Without scripts the forms work, too: they lead back to their page.
+"""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Form, Request
+from starlette.responses import RedirectResponse, Response
+
+from api.ops.dashboard.render import HEADERS, DashboardRoute, notice
+from api.ops.dashboard.session import may_act
+from api.ring import Ring, ring_of
+
+router = APIRouter(prefix="/dashboard", route_class=DashboardRoute, dependencies=[Depends(may_act)])
+TheRing = Annotated[Ring, Depends(ring_of)]
+
+
+@router.post("/jobs/{job_id}/cancel")
+async def cancel_job(request: Request, job_id: str, ring: TheRing) -> Response:
+    """End a job; what has finished stays."""
+    status = await ring.jobs.cancel(job_id)
+    said = f"{job_id} is {status.status}" if status.finished_ms else f"{job_id} is being cancelled"
+    return _done(request, said, f"/dashboard/jobs/{job_id}")
+
+
+@router.post("/jobs/{job_id}/retry")
+async def retry_job(request: Request, job_id: str, ring: TheRing) -> Response:
+    """Submit the job again, as a new one."""
+    again = await ring.jobs.submit_again(job_id)
+    to = f"/dashboard/jobs/{again}"
+    if request.headers.get("hx-request") == "true":
+        return Response(headers={**HEADERS, "HX-Redirect": to})
+    return RedirectResponse(to, 303, HEADERS)
+
+
+@router.post("/adapters/{name}/rollback")
+async def roll_back(request: Request, name: str, ring: TheRing, version: Annotated[int, Form(ge=1)]) -> Response:
+    """Make another version the latest."""
+    latest = await ring.adapters.rollback(name, version, reason="rolled back from the dashboard")
+    return _done(request, f"{name}@{latest} is the latest version", f"/dashboard/adapters/{name}")
+
+
+@router.post("/deadletters/{letter_id:path}/requeue")
+async def requeue(request: Request, letter_id: str, ring: TheRing) -> Response:
+    """Run a letter's sequence again, once."""
+    sequence, done = await ring.dead_letters.requeue(letter_id)
+    said = f"requeued as {sequence}" if done else f"it had been requeued before, as {sequence}"
+    return _done(request, said, "/dashboard/deadletters")
+
+
+@router.post("/deadletters/{letter_id:path}/drop")
+async def drop(request: Request, letter_id: str, ring: TheRing) -> Response:
+    """Forget a letter."""
+    dropped = await ring.dead_letters.drop(letter_id)
+    return _done(request, "dropped" if dropped else "it was not there any more", "/dashboard/deadletters")
+
+
+def _done(request: Request, said: str, back: str) -> Response:
+    if request.headers.get("hx-request") == "true":
+        return notice(said)
+    return RedirectResponse(back, 303, HEADERS)

@@ -1,0 +1,102 @@
+"""The pages. Each is whole without scripts; with them its parts go on changing (live.py)."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query, Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from api.ops.dashboard.parts import adapter_view, job_view, letters, training_views
+from api.ops.dashboard.render import HEADERS, DashboardRoute, Page, page, part
+from api.ops.dashboard.samples import SHOWN, SampleLine, sample_lines, sample_view
+from api.ops.dashboard.session import may_look
+from api.ops.snapshot import TheSnapshots
+from api.ring import Ring, ring_of
+
+router = APIRouter(prefix="/dashboard", route_class=DashboardRoute, dependencies=[Depends(may_look)])
+TheRing = Annotated[Ring, Depends(ring_of)]
+
+JOBS_PAGE = 50
+
+
+@router.get("")
+async def overview(request: Request, snapshots: TheSnapshots) -> Response:
+    """Workers, queues, the newest jobs, adapters: the ring at a glance."""
+    about = Page("Ring", "ring", "/dashboard/events/ring")
+    return page(request, "ring.html", about, ring=await snapshots.read())
+
+
+@router.get("/")
+async def with_slash() -> Response:
+    """People write it."""
+    return RedirectResponse("/dashboard", 308)
+
+
+@router.get("/jobs")
+async def jobs(
+    request: Request, ring: TheRing, snapshots: TheSnapshots, before: Annotated[str, Query(max_length=200)] = ""
+) -> Response:
+    """All jobs, newest first."""
+    found = await ring.jobs.list(JOBS_PAGE, before)
+    more = found[-1].id if len(found) == JOBS_PAGE else ""
+    live = "" if before else "/dashboard/events/jobs"
+    about = Page("Jobs", "jobs", live)
+    return page(request, "jobs.html", about, ring=await snapshots.read(), jobs=found, more=more, before=before)
+
+
+@router.get("/jobs/{job_id}")
+async def job(request: Request, job_id: str, ring: TheRing, snapshots: TheSnapshots) -> Response:
+    """One job: how far it is, its rewards, its samples."""
+    about = Page(job_id, "jobs", f"/dashboard/events/jobs/{job_id}")
+    snapshot, view = await snapshots.read(), await job_view(ring, job_id)
+    lines = await sample_lines(ring, job_id, -1)
+    return page(request, "job.html", about, ring=snapshot, job=view, lines=lines, more=_more(lines))
+
+
+@router.get("/jobs/{job_id}/samples")
+async def samples(job_id: str, ring: TheRing, after: Annotated[int, Query(ge=-1)] = -1) -> Response:
+    """Further lines of a job's list of samples."""
+    lines = await sample_lines(ring, job_id, after)
+    return HTMLResponse(part("samples", job_id=job_id, lines=lines, more=_more(lines)), headers=HEADERS)
+
+
+@router.get("/jobs/{job_id}/samples/{ordinal}")
+async def sample(request: Request, job_id: str, ordinal: int, ring: TheRing, snapshots: TheSnapshots) -> Response:
+    """One sample, token by token: a piece of the job's page, or a page of its own."""
+    view = await sample_view(ring, await ring.jobs.status(job_id), ordinal)
+    if request.headers.get("hx-request") == "true":
+        return HTMLResponse(part("sample", sample=view), headers=HEADERS)
+    about = Page(f"{job_id}, sample {ordinal}", "jobs")
+    return page(request, "sample.html", about, ring=await snapshots.read(), job_id=job_id, sample=view)
+
+
+@router.get("/adapters")
+async def adapters(request: Request, snapshots: TheSnapshots) -> Response:
+    """All adapters."""
+    about = Page("Adapters", "adapters", "/dashboard/events/adapters")
+    return page(request, "adapters.html", about, ring=await snapshots.read())
+
+
+@router.get("/adapters/{name}")
+async def adapter(request: Request, name: str, ring: TheRing, snapshots: TheSnapshots) -> Response:
+    """One adapter: versions, gate results, who has loaded what, every move of its pointer."""
+    about = Page(name, "adapters", f"/dashboard/events/adapters/{name}")
+    return page(request, "adapter.html", about, ring=await snapshots.read(), adapter=await adapter_view(ring, name))
+
+
+@router.get("/training")
+async def training(request: Request, ring: TheRing, snapshots: TheSnapshots) -> Response:
+    """The curves of every policy."""
+    about = Page("Training", "training", "/dashboard/events/training")
+    return page(request, "training.html", about, ring=await snapshots.read(), runs=await training_views(ring))
+
+
+@router.get("/deadletters")
+async def dead_letters(request: Request, ring: TheRing, snapshots: TheSnapshots) -> Response:
+    """What was given up, and why."""
+    about = Page("Dead letters", "deadletters", "/dashboard/events/deadletters")
+    return page(request, "deadletters.html", about, ring=await snapshots.read(), letters=await letters(ring))
+
+
+def _more(lines: list[SampleLine]) -> int:
+    """The ordinal after which the list goes on; -1: it does not."""
+    return lines[-1].ordinal if len(lines) == SHOWN else -1

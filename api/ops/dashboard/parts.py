@@ -1,0 +1,95 @@
+"""What the pages show beyond the ring's snapshot, read when somebody looks."""
+
+from typing import NamedTuple
+
+from api.ops.dashboard.samples import Histogram, metadata, reward_histogram
+from api.ops.snapshot import TrainingView
+from api.ring import Ring
+from shared.adapters import AdapterManifest
+from shared.errors import UnknownAdapterError
+from shared.jobs import TERMINAL, JobSpec, JobStatus
+from shared.redis.adapter_catalog import Acknowledgement, AdapterFlip, AdapterSummary
+from shared.redis.dead_letters import DeadLetter
+from shared.redis.training_board import TrainingBoard, trained_policies
+from shared.training import Alert, TrainingPoint
+
+LETTERS_SHOWN = 100
+HISTORY_SHOWN = 20
+ALERTS_SHOWN = 10
+
+
+class JobView(NamedTuple):
+    """A job's page."""
+
+    status: JobStatus
+    spec: JobSpec
+    metadata: str
+    rewards: Histogram | None
+    ended: bool
+
+
+class AdapterDetail(NamedTuple):
+    """An adapter's page."""
+
+    summary: AdapterSummary
+    versions: list[AdapterManifest]  # newest first
+    history: list[AdapterFlip]
+    acks: dict[str, Acknowledgement]
+
+
+class RunView(NamedTuple):
+    """A policy's curves."""
+
+    view: TrainingView
+    points: list[TrainingPoint]
+    alerts: list[Alert]
+
+
+async def job_view(ring: Ring, job_id: str) -> JobView:
+    """UnknownJobError when there is none."""
+    status = await ring.jobs.status(job_id)
+    spec = await ring.jobs.spec(job_id)
+    rewards = await reward_histogram(ring, status)
+    return JobView(
+        status, spec, metadata(status.metadata) if status.metadata else "", rewards, status.status in TERMINAL
+    )
+
+
+def eta_ms(status: JobStatus, now_ms: int) -> float | None:
+    """How long a running job will take at its pace so far; None when that cannot be told."""
+    if status.status != "running" or not status.started_ms or status.progress <= 0:
+        return None
+    return (now_ms - status.started_ms) * (1 - status.progress) / status.progress
+
+
+async def adapter_view(ring: Ring, name: str) -> AdapterDetail:
+    """UnknownAdapterError when there is none."""
+    summary = await ring.adapters.summary(name)
+    versions = []
+    for version in sorted(summary.versions, reverse=True):
+        try:
+            versions.append(await ring.adapters.manifest(name, version))
+        except UnknownAdapterError:  # deleted just now
+            continue
+    return AdapterDetail(
+        summary, versions, await ring.adapters.history(name, HISTORY_SHOWN), await ring.adapters.acks(name)
+    )
+
+
+async def training_views(ring: Ring) -> list[RunView]:
+    """Every policy that was ever trained, the newest first."""
+    runs = []
+    for policy in await trained_policies(ring.redis):
+        board = TrainingBoard(ring.redis, policy)
+        status = await board.status()
+        if status is None:
+            continue
+        counts = {str(kind): count for kind, count in (await board.alert_counts()).items()}
+        view = TrainingView(status, bool(await board.alive()), counts)
+        runs.append(RunView(view, await board.points(), await board.alerts(ALERTS_SHOWN)))
+    return runs
+
+
+async def letters(ring: Ring) -> list[DeadLetter]:
+    """The newest dead letters."""
+    return await ring.dead_letters.list(limit=LETTERS_SHOWN)

@@ -1,0 +1,162 @@
+"""A job's samples for people: the histogram of its rewards, lines of a list, and one sample token by token."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from api.ring import Ring
+from shared.errors import NotFoundError, UnknownModelError
+from shared.jobs import JobStatus
+from shared.redis import keys
+from shared.text import TextCodec
+from shared.trajectories import Trajectory
+
+BINS = 20
+HISTOGRAM_CHUNKS = 8  # of RESULTS_PER_CHUNK samples, spread over the job
+SHOWN = 25  # lines of a page
+SNIPPET = 160  # characters
+
+_LOG_CONFIDENT = tuple(math.log(p) for p in (0.9, 0.5, 0.2, 0.05))  # part the five shades of a token
+
+
+class _Rewarded(msgspec.Struct):
+    value: float | None = None
+
+
+class _Line(msgspec.Struct):
+    """As much of a trajectory as the histogram wants."""
+
+    reward: _Rewarded | None = None
+
+
+class Bar(NamedTuple):
+    """One bin of a histogram."""
+
+    low: float
+    high: float
+    samples: int
+    share: float  # of the highest bin
+
+
+class Histogram(NamedTuple):
+    """Rewards of a job's samples."""
+
+    bars: list[Bar]
+    samples: int
+    mean: float
+    low: float
+    high: float
+
+
+class TokenView(NamedTuple):
+    """One token of a completion."""
+
+    text: str
+    shade: int  # 0 the model was sure, 4 it was not
+    colour: int  # of its version; -1: the base
+    logprob: float | None
+    version: str
+
+
+class SampleView(NamedTuple):
+    """One sample, token by token."""
+
+    ordinal: int
+    trajectory: Trajectory
+    prompt: str
+    tokens: list[TokenView]
+    versions: list[tuple[str, int]]  # and their colours
+
+
+class SampleLine(NamedTuple):
+    """One sample in a list."""
+
+    ordinal: int
+    trajectory: Trajectory
+    snippet: str
+
+
+async def reward_histogram(ring: Ring, status: JobStatus) -> Histogram | None:
+    """Of all samples, or of some chunks spread over a large job; None when no sample has a reward yet."""
+    if status.mean_reward is None:
+        return None
+    chunks = -(-status.counts.total // keys.RESULTS_PER_CHUNK)
+    step = max(1, -(-chunks // HISTOGRAM_CHUNKS))
+    values: list[float] = []
+    for chunk in range(0, chunks, step):
+        first = chunk * keys.RESULTS_PER_CHUNK
+        for ordinal, line in await ring.jobs.results(status.id, first - 1, keys.RESULTS_PER_CHUNK):
+            if ordinal >= first + keys.RESULTS_PER_CHUNK:
+                break
+            reward = msgspec.json.decode(line, type=_Line).reward
+            if reward is not None and reward.value is not None:
+                values.append(reward.value)
+    return histogram(values)
+
+
+def histogram(values: Sequence[float]) -> Histogram | None:
+    """BINS equal bins from the least to the greatest value; None without values."""
+    if not values:
+        return None
+    low, high = min(values), max(values)
+    width = (high - low) / BINS
+    counts = [0] * BINS
+    for value in values:
+        counts[min(BINS - 1, int((value - low) / width)) if width else 0] += 1
+    top = max(counts)
+    bars = [Bar(low + i * width, low + (i + 1) * width, count, count / top) for i, count in enumerate(counts)]
+    return Histogram(bars if width else bars[:1], len(values), sum(values) / len(values), low, high)
+
+
+async def sample_lines(ring: Ring, job_id: str, after: int) -> list[SampleLine]:
+    """The next samples after an ordinal."""
+    lines = []
+    for ordinal, line in await ring.jobs.results(job_id, after, SHOWN):
+        trajectory = msgspec.json.decode(line, type=Trajectory)
+        text = " ".join((trajectory.text or trajectory.error).split())
+        lines.append(SampleLine(ordinal, trajectory, text if len(text) <= SNIPPET else text[:SNIPPET] + "…"))
+    return lines
+
+
+async def sample_view(ring: Ring, status: JobStatus, ordinal: int) -> SampleView:
+    """One sample; NotFoundError when it has not finished."""
+    found = await ring.jobs.results(status.id, ordinal - 1, 1) if 0 <= ordinal < status.counts.total else []
+    if not found or found[0][0] != ordinal:
+        raise NotFoundError(f"sample {ordinal} of {status.id} has not finished, or there is none")
+    trajectory = msgspec.json.decode(found[0][1], type=Trajectory)
+    try:
+        codec: TextCodec | None = (await ring.known(status.model))[1]
+    except (UnknownModelError, NotFoundError):  # the registry has forgotten the model
+        codec = None
+    prompt = codec.decode(trajectory.prompt_ids, False) if codec else " ".join(map(str, trajectory.prompt_ids))
+    versions = list(dict.fromkeys(span.version for span in trajectory.spans))
+    colours = {version: i % 6 if version else -1 for i, version in enumerate(sorted(versions, key=_age))}
+    tokens = [_token(codec, trajectory, at, colours) for at in range(len(trajectory.completion_ids))]
+    return SampleView(ordinal, trajectory, prompt, tokens, sorted(colours.items(), key=lambda item: _age(item[0])))
+
+
+def _token(codec: TextCodec | None, trajectory: Trajectory, at: int, colours: dict[str, int]) -> TokenView:
+    token = trajectory.completion_ids[at]
+    logprob = trajectory.logprobs[at] if at < len(trajectory.logprobs) else None
+    version = next((span.version for span in trajectory.spans if span.start <= at < span.end), "")
+    text = codec.token_text(token) if codec else f"{token} "
+    return TokenView(text, shade(logprob), colours.get(version, -1), logprob, version)
+
+
+def shade(logprob: float | None) -> int:
+    """0 for a token that the model was sure of, to 4 for one that it hardly expected; 0 when it is not known."""
+    if logprob is None:
+        return 0
+    return sum(logprob < threshold for threshold in _LOG_CONFIDENT)
+
+
+def _age(version: str) -> tuple[str, int]:
+    name, _, number = version.partition("@")
+    return name, int(number) if number.isdigit() else 0
+
+
+def metadata(value: dict[str, Any]) -> str:
+    """A job's metadata as JSON."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()

@@ -1,0 +1,218 @@
+"""`GET /v1/ring`: the whole ring at one moment, read from Redis. The dashboard and `mlx_parallm top` show this.
+
+It is read at most once a second in a process, however many look at it.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from api.ring import Ring
+from shared.errors import UnknownAdapterError
+from shared.jobs import JobStatus
+from shared.metrics import SUM, parse_field
+from shared.redis import keys
+from shared.redis.adapter_catalog import AdapterSummary
+from shared.redis.client import server_time_ms
+from shared.redis.metric_store import read_totals
+from shared.redis.ring_history import RingHistory, RingSample
+from shared.redis.training_board import TrainingBoard, trained_policies
+from shared.redis.worker_registry import WorkerStatus
+from shared.training import TrainerStatus
+
+router = APIRouter(tags=["operations"])
+
+FRESH_S = 1.0
+JOBS_SHOWN = 20
+RATE_WINDOW_MS = 20_000
+
+
+class RedisInfo(msgspec.Struct, frozen=True):
+    """The server in the middle."""
+
+    version: str
+    uptime_s: int
+    used_bytes: int
+    peak_bytes: int
+    limit_bytes: int  # 0: none
+    clients: int
+    commands_per_s: int
+    persistence: str  # "AOF", "RDB" or "none"
+    keys: int
+
+
+class QueueView(msgspec.Struct, frozen=True):
+    """One class of one model's queue."""
+
+    model: str
+    sequence_class: str
+    waiting: int
+    leased: int
+    oldest_ms: int
+    ended_per_s: float  # over the last seconds
+
+
+class AdapterView(msgspec.Struct, frozen=True):
+    """An adapter's pointers, and who computes with which version."""
+
+    summary: AdapterSummary
+    loaded: dict[str, int]  # worker -> version
+
+
+class TrainingView(msgspec.Struct, frozen=True):
+    """A policy's training."""
+
+    status: TrainerStatus
+    alive: bool
+    alerts: dict[str, int]
+
+
+class RingSnapshot(msgspec.Struct, frozen=True):
+    """Everything at a glance."""
+
+    at_ms: int  # Unix milliseconds, by Redis
+    redis: RedisInfo
+    models: list[str]
+    workers: list[WorkerStatus]
+    queues: list[QueueView]
+    jobs: list[JobStatus]  # the newest
+    jobs_active: int
+    adapters: list[AdapterView]
+    trainings: list[TrainingView]
+    dead_letters: int
+    tokens_per_s: float  # decoded, over the last heartbeats
+    history: list[RingSample] = []
+
+
+class Snapshots:
+    """Reads snapshots, and keeps the last one for a second."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._last: RingSnapshot | None = None
+        self._read_at = float("-inf")
+        self._reading = asyncio.Lock()
+
+    async def read(self) -> RingSnapshot:
+        """The ring, at most FRESH_S old."""
+        async with self._reading:
+            if self._last is None or time.monotonic() - self._read_at > FRESH_S:
+                self._last = await _read(self._ring)
+                self._read_at = time.monotonic()
+            return self._last
+
+
+def snapshots_of(request: Request) -> Snapshots:
+    """The snapshots of the app that serves a request."""
+    found: Snapshots = request.app.state.snapshots
+    return found
+
+
+TheSnapshots = Annotated[Snapshots, Depends(snapshots_of)]
+
+
+@router.get(
+    "/v1/ring",
+    summary="The whole ring at a glance",
+    response_class=Response,
+    responses={
+        200: {"description": "Workers, queues, jobs, adapters, training, Redis", "content": {"application/json": {}}}
+    },
+)
+async def ring_snapshot(snapshots: TheSnapshots) -> Response:
+    """Read from Redis alone, so any api process answers the same."""
+    return Response(msgspec.json.encode(await snapshots.read()), media_type="application/json")
+
+
+async def _read(ring: Ring) -> RingSnapshot:
+    names = await ring.registry.names()
+    workers = [worker for name in names for worker in await ring.registry.workers(name)]
+    history = await RingHistory(ring.redis).newest()
+    totals = await read_totals(ring.redis)
+    now_ms = await server_time_ms(ring.redis)
+    return RingSnapshot(
+        at_ms=now_ms,
+        redis=await _redis(ring),
+        models=names,
+        workers=workers,
+        queues=await _queues(ring, names, history, totals, now_ms),
+        jobs=await ring.jobs.list(JOBS_SHOWN),
+        jobs_active=await ring.redis.zcard(keys.active_jobs()),
+        adapters=await _adapters(ring, workers),
+        trainings=await _trainings(ring),
+        dead_letters=sum([await ring.redis.xlen(keys.dead_letters(name)) for name in names]),
+        tokens_per_s=sum(worker.tokens_per_s for worker in workers),
+        history=history,
+    )
+
+
+async def _redis(ring: Ring) -> RedisInfo:
+    info: dict[str, Any] = await ring.redis.info()
+    persistence = "AOF" if info.get("aof_enabled") else "RDB" if info.get("rdb_last_save_time") else "none"
+    name = "Valkey" if "valkey_version" in info else "Redis"
+    return RedisInfo(
+        version=f"{name} {info.get('valkey_version', info.get('redis_version', '?'))}",
+        uptime_s=int(info.get("uptime_in_seconds", 0)),
+        used_bytes=int(info.get("used_memory", 0)),
+        peak_bytes=int(info.get("used_memory_peak", 0)),
+        limit_bytes=int(info.get("maxmemory", 0)),
+        clients=int(info.get("connected_clients", 0)),
+        commands_per_s=int(info.get("instantaneous_ops_per_sec", 0)),
+        persistence=persistence,
+        keys=int(await ring.redis.dbsize()),
+    )
+
+
+async def _queues(
+    ring: Ring, names: list[str], history: list[RingSample], totals: dict[str, float], now_ms: int
+) -> list[QueueView]:
+    ended = ended_by_queue(totals)
+    before = next((sample for sample in reversed(history) if now_ms - sample.at_ms >= RATE_WINDOW_MS), None)
+    before = before or (history[0] if history else None)
+    views = []
+    for name in names:
+        for kind, depth in (await ring.queue(name).depth()).items():
+            rate = 0.0
+            if before is not None and now_ms > before.at_ms:
+                queue = f"{name}|{kind}"
+                rate = (ended.get(queue, 0) - before.ended.get(queue, 0)) / ((now_ms - before.at_ms) / 1000)
+            views.append(QueueView(name, kind, depth.waiting, depth.leased, depth.oldest_ms, max(0.0, rate)))
+    return views
+
+
+async def _adapters(ring: Ring, workers: list[WorkerStatus]) -> list[AdapterView]:
+    views = []
+    for name in await ring.adapters.names():
+        try:
+            summary = await ring.adapters.summary(name)
+        except UnknownAdapterError:  # deleted just now
+            continue
+        loaded = {worker.id: worker.adapters[name] for worker in workers if name in worker.adapters}
+        views.append(AdapterView(summary, loaded))
+    return views
+
+
+async def _trainings(ring: Ring) -> list[TrainingView]:
+    views = []
+    for policy in await trained_policies(ring.redis):
+        board = TrainingBoard(ring.redis, policy)
+        status = await board.status()
+        if status is not None:
+            alerts = {str(kind): count for kind, count in (await board.alert_counts()).items()}
+            views.append(TrainingView(status, bool(await board.alive()), alerts))
+    return views
+
+
+def ended_by_queue(totals: dict[str, float]) -> dict[str, float]:
+    """ "<model>|<class>" -> sequences that have ended since the beginning."""
+    ended: dict[str, float] = defaultdict(float)
+    for field, value in totals.items():
+        if field.startswith("vllm:request_inference_time_seconds|"):
+            _, (model, kind), bucket = parse_field(field)
+            ended[f"{model}|{kind}"] += value if bucket != SUM else 0
+    return dict(ended)

@@ -1,0 +1,53 @@
+"""How the ring has fared over the last hour: a sample every few seconds, in one bounded stream.
+
+Any number of api processes offer to sample; a short lease lets one of them do it. Counts are totals since the
+beginning, so a reader takes differences, and a sample that is missing costs resolution alone.
+"""
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.redis import keys
+
+SAMPLE_EVERY_S = 5.0
+SAMPLES_KEPT = 720
+
+
+class RingSample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The ring at one moment."""
+
+    at_ms: int  # Unix milliseconds, by Redis
+    running: int = 0  # rows in use
+    waiting: dict[str, int] = {}  # by class
+    kv_used: float = 0.0  # 0 to 1
+    tokens: float = 0  # totals from here on
+    prompt_tokens: float = 0
+    ended: dict[str, float] = {}  # "<model>|<class>" -> sequences that have ended
+    first_token_s: float = 0  # sum over interactive sequences, and their number
+    first_tokens: float = 0
+    gap_s: float = 0  # sum of the times between two tokens of interactive sequences, and their number
+    gaps: float = 0
+
+
+class RingHistory:
+    """The samples in Redis."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    async def is_my_turn(self, api_id: str) -> bool:
+        """Whether this api process is to sample now; it, or another one, may ask again after SAMPLE_EVERY_S."""
+        wait_ms = int(900 * SAMPLE_EVERY_S)
+        return bool(await self._redis.set(keys.history_turn(), api_id, nx=True, px=wait_ms))
+
+    async def add(self, sample: RingSample) -> None:
+        """Keep a sample, and forget those that are too old."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.xadd(keys.history(), {"d": msgspec.json.encode(sample)}, maxlen=SAMPLES_KEPT, approximate=True)
+            pipe.expire(keys.history(), keys.HISTORY_TTL_S)
+            await pipe.execute()
+
+    async def newest(self, count: int = SAMPLES_KEPT) -> list[RingSample]:
+        """The newest samples, in order."""
+        entries = await self._redis.xrevrange(keys.history(), count=count)
+        return [msgspec.json.decode(fields[b"d"], type=RingSample) for _, fields in reversed(entries)]

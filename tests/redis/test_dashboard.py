@@ -1,0 +1,282 @@
+"""The dashboard over a real ring without workers: pages, events, actions, who may."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from redis.asyncio import Redis
+
+from shared.adapters import GateCheck
+from shared.frames import VersionSpan
+from shared.redis import keys
+from shared.redis.adapter_store import AdapterStore
+from shared.redis.job_ledger import JobLedger, SampleRecord
+from shared.redis.training_board import TrainingBoard
+from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
+from shared.training import TrainerStatus, TrainingPoint
+from shared.trajectories import Reward, Trajectory
+from tests.redis.adapter_versions import publish
+from tests.redis.api_servers import Api, api
+from tests.redis.scripted_worker import CARD, MODEL
+from tests.unit.api_texts import bundle, ids
+from tests.waiting import wait_until
+
+HOSTILE = '<script>alert("x")</script>'
+STATIC = Path(__file__).parents[2] / "api" / "ops" / "dashboard" / "static"
+VOID = {"meta", "link", "img", "input", "br"}
+
+
+class Checked(HTMLParser):
+    """Fails on tags that are not closed in order; keeps what a browser would run or load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loaded: list[str] = []
+        self.inline: list[str] = []
+        self.buttons = 0
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "action", "sse-connect")]
+        self.inline += [name for name in found if name.startswith("on") or name == "style"]
+        self.inline += ["script"] if tag == "script" and "src" not in found else []
+        self.buttons += tag == "button"
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture
+async def server(redis_url: str, redis: Redis) -> AsyncIterator[Api]:
+    registry = WorkerRegistry(redis)
+    await registry.register_model(CARD, bundle())
+    await registry.heartbeat(
+        WorkerStatus(HOSTILE, MODEL, "h", 1, "ready", 2, 8, 0, 5, 9, 1.5, 0, 1, 2**40, {"policy": 1})
+    )
+    async with api(redis_url) as serving:
+        yield serving
+
+
+async def finished_job(server: Api, redis: Redis) -> str:
+    """A job with one sample that tries to break out, and one that is still queued."""
+    body = {
+        "kind": "rollout",
+        "model": MODEL,
+        "reward": {"name": "exact"},
+        "prompts": [HOSTILE, "b"],
+        "references": ["1", "2"],
+    }
+    job = (await server.post("/v1/jobs", {**body, "metadata": {"note": HOSTILE}})).json()["id"]
+    sample = Trajectory(
+        0, 0, tuple(ids(HOSTILE)), tuple(ids(HOSTILE + "\nb")), HOSTILE, (-0.01, -3.5), "stop",
+        (VersionSpan("policy@1", 0, 3), VersionSpan("policy@2", 3, 99)), reward=Reward("exact", 0.25), worker=HOSTILE,
+    )  # fmt: skip
+    record = SampleRecord(0, msgspec.json.encode(sample), "succeeded", reward=sample.reward)
+    assert await JobLedger(redis).record(job, [record]) == 1
+    return str(job)
+
+
+async def filled(server: Api, redis: Redis) -> list[str]:
+    """Something on every page; their addresses."""
+    job = await finished_job(server, redis)
+    store = AdapterStore(redis)
+    for seed in (1, 2):
+        await publish(store, seed=seed, metrics={"reward": 0.5}, gate=[GateCheck("norm", True)])
+    rejected = await publish(store, seed=3, set_latest=False)
+    await store.reject("policy", rejected.version, [GateCheck("probe_kl", False, HOSTILE)])
+    board = TrainingBoard(redis, "policy")
+    await board.write(TrainerStatus(policy="policy", run=HOSTILE, owner="o", loss=0.5))
+    await board.add(TrainingPoint(train_step=0, policy_step=1, version=1, at_ms=1, reward=0.5))
+    await board.alert("gate_failed", HOSTILE)
+    letter = {"id": HOSTILE, "reason": HOSTILE, "worker": "w", "attempt": "3"}
+    await redis.xadd(keys.dead_letters(MODEL), letter)
+    await redis.expire(keys.dead_letters(MODEL), 60)
+    return ["", "/jobs", f"/jobs/{job}", f"/jobs/{job}/samples/0", "/adapters", "/adapters/policy", "/training",
+            "/deadletters"]  # fmt: skip
+
+
+async def test_every_page_is_whole_escaped_and_asks_nobody_else(server: Api, redis: Redis) -> None:
+    for path in await filled(server, redis):
+        response = await server.http.get(f"/dashboard{path}")
+        assert response.status_code == 200, path
+        page = Checked(response.text)
+        assert HOSTILE not in response.text
+        assert page.inline == []
+        assert [address for address in page.loaded if not address.startswith(("/", "#"))] == []
+        policy = response.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+
+
+async def test_names_and_words_from_outside_are_shown_as_they_are(server: Api, redis: Redis) -> None:
+    shown = "&lt;script&gt;alert(&#34;x&#34;)&lt;/script&gt;"
+    for path in await filled(server, redis):
+        if path in ("", "/training", "/deadletters", "/adapters/policy"):
+            assert shown in (await server.http.get(f"/dashboard{path}")).text, path
+
+
+async def test_a_sample_is_coloured_by_how_sure_the_model_was_and_by_version(server: Api, redis: Redis) -> None:
+    job = await finished_job(server, redis)
+    piece = (await server.http.get(f"/dashboard/jobs/{job}/samples/0", headers={"HX-Request": "true"})).text
+    Checked(piece)
+    assert "<html" not in piece
+    assert re.search(r'class="q0 v0" title="log-probability -0.010, policy@1">&lt;<', piece)
+    assert re.search(r'class="q4 v0" title="log-probability -3.500, policy@1">s<', piece)
+    assert 'class="q0 v1" title="policy@2"' in piece
+    missing = await server.http.get(f"/dashboard/jobs/{job}/samples/1")
+    assert missing.status_code == 404
+    assert "has not finished" in missing.text
+
+
+def test_our_own_files_name_no_other_address() -> None:
+    for name in ("dashboard.js", "dashboard.css", "theme.js"):
+        assert "://" not in (STATIC / name).read_text(), name
+    for name in ("htmx-2.0.11.min.js", "htmx-ext-sse-2.2.4.min.js", "uplot-1.6.32.min.js"):
+        assert (STATIC / name).stat().st_size > 2_000
+    assert "MIT License" in (STATIC / "LICENSES.txt").read_text()
+
+
+async def test_static_files_are_kept_by_browsers_and_nothing_else_is_served(server: Api) -> None:
+    page = (await server.http.get("/dashboard")).text
+    for address in re.findall(r'(?:src|href)="(/dashboard/static/[^"]+)"', page):
+        response = await server.http.get(address)
+        assert response.status_code == 200
+        assert "immutable" in response.headers["cache-control"]
+    for name in ("../render.py", "..%2Frender.py", "nothing.js"):
+        assert (await server.http.get(f"/dashboard/static/{name}")).status_code == 404
+
+
+async def events(server: Api, path: str, until: str, **arguments: Any) -> dict[str, str]:
+    """The newest data of each event, once `until` has been seen in one of them."""
+    found: dict[str, str] = {}
+    async with asyncio.timeout(10), server.http.stream("GET", path, **arguments) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        name, data = "", []
+        async for line in response.aiter_lines():
+            if line.startswith("event: "):
+                name = line[7:]
+            elif line.startswith("data: "):
+                data.append(line[6:])
+            elif not line and name:
+                found[name], name, data = "\n".join(data), "", []
+                if any(until in value for value in found.values()) and len(found) > 1:
+                    return found
+    raise AssertionError("the stream ended")
+
+
+async def test_parts_of_the_page_arrive_as_events(server: Api, redis: Redis) -> None:
+    await filled(server, redis)
+    found = await events(server, "/dashboard/events/ring", '"throughput"')
+    assert {"redis", "tiles", "workers", "queues", "jobs", "adapters", "trainings", "curves"} <= found.keys()
+    for name, data in found.items():
+        if name != "curves":
+            Checked(data)
+        assert HOSTILE not in data
+    training = await events(server, "/dashboard/events/training", '"reward"')
+    assert msgspec.json.decode(training["curves-policy"])["reward"] == {"x": [0], "series": [[0.5], [None]]}
+
+
+async def test_a_change_is_pushed_to_an_open_page(server: Api, redis: Redis) -> None:
+    job = await finished_job(server, redis)
+
+    async def cancel() -> None:
+        await asyncio.sleep(0)
+        await server.http.post(f"/v1/jobs/{job}/cancel")
+
+    looking = asyncio.create_task(events(server, f"/dashboard/events/jobs/{job}", "state cancelled"))
+    await cancel()
+    assert "cancelled" in (await looking)["job"]
+
+
+SAME = {"Sec-Fetch-Site": "same-origin"}
+
+
+async def test_actions_do_what_they_say(server: Api, redis: Redis) -> None:
+    await filled(server, redis)
+    job = (await server.http.get("/v1/jobs")).json()["data"][0]["id"]
+    htmx = {**SAME, "HX-Request": "true"}
+    said = await server.http.post(f"/dashboard/jobs/{job}/cancel", headers=htmx)
+    assert (said.status_code, "cancelled" in said.text) == (200, True)
+    again = await server.http.post(f"/dashboard/jobs/{job}/retry", headers=htmx)
+    retried = (await server.http.get(f"/v1/jobs/{again.headers['hx-redirect'].rpartition('/')[2]}")).json()
+    assert (retried["status"], retried["counts"]["total"]) == ("queued", 2)
+    assert retried["metadata"] == {"note": HOSTILE, "retry_of": job}
+    rolled = await server.http.post("/dashboard/adapters/policy/rollback", data={"version": "1"}, headers=SAME)
+    assert (rolled.status_code, rolled.headers["location"]) == (303, "/dashboard/adapters/policy")
+    assert (await server.http.get("/v1/adapters/policy")).json()["latest"] == 1
+    refused = await server.http.post("/dashboard/adapters/policy/rollback", data={"version": "3"}, headers=htmx)
+    assert (refused.status_code, "did not pass its gate" in refused.text) == (409, True)
+    letter = (await server.http.get("/v1/deadletters")).json()["data"][0]["id"]
+    unreadable = await server.http.post(f"/dashboard/deadletters/{letter}/requeue", headers=htmx)
+    assert unreadable.status_code == 409
+    await server.http.post(f"/dashboard/deadletters/{letter}/drop", headers=htmx)
+    assert (await server.http.get("/v1/deadletters")).json()["data"] == []
+
+
+async def test_other_sites_cannot_act(server: Api, redis: Redis) -> None:
+    job = await finished_job(server, redis)
+    for headers in ({}, {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
+        response = await server.http.post(f"/dashboard/jobs/{job}/cancel", headers=headers)
+        assert response.status_code == 403
+    assert (await server.http.get(f"/v1/jobs/{job}")).json()["status"] == "queued"
+    ours = await server.http.post(f"/dashboard/jobs/{job}/cancel", headers={"Origin": server.url})
+    assert ours.status_code == 303
+
+
+async def test_with_a_key_one_signs_in(redis_url: str) -> None:
+    async with api(redis_url, api_key="a-long-secret-key") as server:
+        sent = await server.http.get("/dashboard/jobs")
+        assert (sent.status_code, sent.headers["location"]) == (303, "/dashboard/login?next=/dashboard/jobs")
+        assert (
+            await server.http.get("/dashboard/events/ring", headers={"Accept": "text/event-stream"})
+        ).status_code == 401
+        assert (await server.http.get("/dashboard/login")).status_code == 200
+        assert (await server.http.get("/v1/ring")).status_code == 401
+        wrong = await server.http.post("/dashboard/login", data={"key": "no"}, headers=SAME)
+        assert (wrong.status_code, "set-cookie" in wrong.headers) == (401, False)
+        form = {"key": "a-long-secret-key", "next": "//evil.example"}
+        assert (await server.http.post("/dashboard/login", data=form)).status_code == 403
+        right = await server.http.post("/dashboard/login", data=form, headers=SAME)
+        assert right.headers["location"] == "/dashboard"
+        cookie = right.headers["set-cookie"]
+        assert all(word in cookie for word in ("HttpOnly", "SameSite=strict", "Path=/dashboard"))
+        assert "a-long-secret-key" not in cookie
+        assert (await server.http.get("/dashboard/jobs")).status_code == 200
+        assert (await server.http.get("/v1/jobs")).status_code == 401  # the cookie opens the dashboard alone
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False) as stranger:
+            name, _, value = cookie.partition(";")[0].partition("=")
+            until, _, signature = value.partition(".")
+            for forged in (f"{int(until) + 1}.{signature}", f"1.{signature}", until, "", "²." + signature):
+                headers = {"Cookie": f"{name}={forged}".encode()}
+                assert (await stranger.get("/dashboard", headers=headers)).status_code == 303
+            bearer = {"Authorization": "Bearer a-long-secret-key"}
+            assert (await stranger.get("/dashboard", headers=bearer)).status_code == 200
+
+
+async def test_the_ring_is_told_as_json(server: Api, redis: Redis) -> None:
+    await filled(server, redis)
+    found: dict[str, Any] = {}
+
+    async def is_fresh() -> bool:  # a snapshot is kept for a second
+        found.update((await server.http.get("/v1/ring")).json())
+        return bool(found["dead_letters"])
+
+    await wait_until(is_fresh)
+    assert [worker["id"] for worker in found["workers"]] == [HOSTILE]
+    assert {(q["model"], q["sequence_class"]) for q in found["queues"]} == {(MODEL, "interactive"), (MODEL, "batch")}
+    assert (found["dead_letters"], found["jobs_active"]) == (1, 1)
+    assert found["adapters"][0]["loaded"] == {HOSTILE: 1}
