@@ -18,7 +18,7 @@ from api.ops.sampling import sample_forever
 from api.ops.snapshot import Snapshots
 from api.resume import stop_lingering
 from api.ring import Ring
-from api.rl import adapters, generate, jobs, rewards, tokenize, training
+from api.rl import adapters, generate, jobs, pause, rewards, tokenize, training
 from shared.metrics import Tally
 from shared.settings import ApiSettings
 
@@ -67,6 +67,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
         jobs,
         adapters,
         generate,
+        pause,
         tokenize,
         training,
         rewards,

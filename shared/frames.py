@@ -17,7 +17,7 @@ from shared.errors import IncompatibleVersionError, UnreadableMessageError
 
 SCHEMA = 1  # of frames
 
-FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+FinishReason = Literal["stop", "length", "abort", "cancelled", "deadline", "error"]  # abort: by POST /pause
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):

@@ -13,7 +13,14 @@ from worker.engine.adapters import AdapterStats
 from worker.engine.messages import PrefixStats
 from worker.running import Running
 
-FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "deadline": "abort", "error": "error"}
+FINISHED_REASONS = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "abort",
+    "cancelled": "abort",
+    "deadline": "abort",
+    "error": "error",
+}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a worker is told while it runs: cancel this, send that to another api. And whose reader has died.
+"""What a worker is told while it runs: cancel this, send that to another api, look at the pause. And whose reader died.
 
 Orders come over the worker's control channel; one that nobody heard stands in the sequence's hash as well, and is read
 there after every (re)connection.
@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 EARLY_KEPT = 256
 
-Cancel = Callable[[str, Literal["cancelled", "deadline"]], None]
+Cancel = Callable[[str, Literal["cancelled"]], None]
 
 
 class Orders:
@@ -33,6 +33,7 @@ class Orders:
         running: dict[str, Running],
         cancel: Cancel,
         flush_log: Callable[[str], None],
+        look_at_pause: Callable[[], None],
     ) -> None:
         self._redis = redis
         self._listening = listening
@@ -41,6 +42,7 @@ class Orders:
         self._running = running
         self._cancel = cancel
         self._flush_log = flush_log
+        self._look_at_pause = look_at_pause
         self._early: dict[str, tuple[str, ...]] = {}  # of sequences that we do not know, or not yet
 
     async def listen(self) -> None:
@@ -51,6 +53,7 @@ class Orders:
                 if message["type"] == "message":
                     self._obey(message["data"])
                 elif message["type"] == "subscribe":  # the first time, and whenever redis-py has connected again
+                    self._look_at_pause()
                     await self.reread(list(self._running.values()))
 
     def welcome(self, seq: str) -> None:
@@ -77,6 +80,8 @@ class Orders:
                 self._cancel(seq, "cancelled")
             case ("route", seq, api):
                 self._route(seq, api)
+            case ("pause",):
+                self._look_at_pause()
             case _:
                 log.warning("worker.unknown_control_message", order=order)
 

@@ -14,18 +14,17 @@ import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 import structlog
 from redis.exceptions import RedisError
 
-from shared.errors import EngineError, ParallmError
-from shared.frames import Finish, TokenEvent
+from shared.errors import EngineError
 from shared.metrics import Tally
 from shared.redis.adapter_cache import DiskCache
 from shared.redis.affinity import WarmNotes
 from shared.redis.client import connect
 from shared.redis.metric_store import MetricWriter
+from shared.redis.pause import PauseSwitch
 from shared.redis.sequence_queue import ClaimPlan, SequenceQueue
 from shared.redis.token_frames import FrameWriter, read_tokens
 from shared.redis.worker_registry import WorkerRegistry, WorkerState
@@ -33,15 +32,17 @@ from shared.sequences import Claim, ModelCard
 from shared.settings import WorkerSettings
 from shared.text import TokenizerBundle
 from worker.adapter_sync import AdapterSync
+from worker.claim_plan import NOTHING, claim_plan
 from worker.counts import WorkerCounts
 from worker.engine.adapters import AdapterConfig, AdapterStats
-from worker.engine.scheduler import SchedulerState, Shares, plan_claims
 from worker.engine.thread import EngineThread, RowRequest, StepOutput
 from worker.engine_settings import engine_config
 from worker.engine_watch import EngineWatch
 from worker.farewell import LAST_WORDS_S, Farewell
 from worker.guest import Guest, Lodging, Workplace
 from worker.orders import Orders
+from worker.pause import Pause
+from worker.preparing import Preparing
 from worker.publisher import Publisher
 from worker.running import Running, now_ms
 from worker.status import Identity, worker_status
@@ -71,7 +72,6 @@ class WorkerProcess:
         self.stalled = False  # the engine's thread is alive and stuck: this process cannot end in order
         self._stop = asyncio.Event()
         self._rate = (time.monotonic(), 0)
-        self._preparing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
         """Serve until stopped; the exit code: 0 after a drain, 1 when the engine has died or is stuck.
@@ -131,11 +131,32 @@ class WorkerProcess:
             stale_after_s=0.8 * self._lease_s,
             counts=self._counts.sequences,
         )
+        self._pause = Pause(
+            PauseSwitch(self._redis),
+            self._engine,
+            self._queue,
+            self._publisher,
+            self.id,
+            self.running,
+            changed=self._freed.set,
+            tell=self._beat,
+        )
+        self._preparing = Preparing(
+            self._adapters, self.running, self._engine.submit, self._submitted, self._publisher.take
+        )
         self._orders = Orders(
-            self._redis, self._control, card.name, self.id, self.running, self._engine.cancel, self._publisher.flush_log
+            self._redis,
+            self._control,
+            card.name,
+            self.id,
+            self.running,
+            self._engine.cancel,
+            self._publisher.flush_log,
+            self._pause.poke,
         )
         await self._registry.register_model(card, tokenizer)
         self._state = "ready"
+        await self._pause.look()
         await self._beat()
         log.info("worker.ready", worker=self.id, model=card.name, rows=self._settings.max_batch_size)
 
@@ -149,6 +170,7 @@ class WorkerProcess:
             asyncio.create_task(self._forever("renew", self._renew_forever)),
             asyncio.create_task(self._forever("heartbeat", self._beat_forever)),
             asyncio.create_task(self._forever("control", self._orders.listen)),
+            asyncio.create_task(self._forever("pause", self._pause.run)),
             asyncio.create_task(self._forever("adapters", self._adapters.run)),
             asyncio.create_task(self._forever("acknowledge", self._adapters.acknowledge)),
             asyncio.create_task(self._watch.run()),
@@ -163,7 +185,9 @@ class WorkerProcess:
                 with contextlib.suppress(RedisError, OSError):
                     async with asyncio.timeout(LAST_WORDS_S):
                         await self._beat()
-                await farewell.finish_rows(self._settings.drain_grace_s, lambda: self._death is not None)
+                await farewell.finish_rows(
+                    self._settings.drain_grace_s, lambda: self._death is not None or self._pause.frozen
+                )
             await farewell.hand_back(failed=self._death is not None)
         finally:
             await _cancel(claiming + tending)
@@ -186,11 +210,12 @@ class WorkerProcess:
         try:
             while True:
                 self._freed.clear()
-                plan = self._plan()
-                claims = await self._queue.claim(self.id, plan, self._others) if plan.rows > 0 else []
-                if claims:
-                    await self._admit(claims)
-                    continue
+                async with self._pause.gate:
+                    plan = self._plan()
+                    claims = await self._queue.claim(self.id, plan, self._others) if plan.rows > 0 else []
+                    if claims:
+                        await self._admit(claims)
+                        continue
                 freed = asyncio.create_task(self._freed.wait())
                 waits: set[asyncio.Task[bool]] = {asyncio.ensure_future(freed)}
                 if plan.rows > 0:
@@ -206,33 +231,10 @@ class WorkerProcess:
                 await _cancel([waiting])
 
     def _plan(self) -> ClaimPlan:
-        interactive = batch = longest = 0
-        for row in self.running.values():
-            if not row.occupies_row:
-                continue
-            longest = max(longest, row.claim.spec.kv_tokens)
-            if row.claim.spec.sequence_class == "interactive":
-                interactive += 1
-            else:
-                batch += 1
-        limit = self._engine.stats().kv_limit_bytes // max(1, self._card.kv_bytes_per_token)
-        plan = plan_claims(
-            SchedulerState(
-                interactive_rows=interactive,
-                batch_rows=batch,
-                max_rows=self._settings.max_batch_size,
-                kv_tokens_free=max(0, limit - (interactive + batch) * longest),  # the batch pads to its longest
-            ),
-            Shares(self._settings.interactive_share, self._settings.reserved_interactive_rows),
-        )
-        return ClaimPlan(
-            rows=plan.rows,
-            interactive_first=plan.interactive_first,
-            batch_first=plan.batch_first,
-            batch_max=plan.batch_max,
-            kv_tokens=plan.kv_tokens,
-            worker_is_empty=interactive + batch == 0,
-        )
+        if self._pause.on:
+            return NOTHING
+        kv_tokens = self._engine.stats().kv_limit_bytes // max(1, self._card.kv_bytes_per_token)
+        return claim_plan(self.running.values(), self._settings, kv_tokens)
 
     async def _admit(self, claims: list[Claim]) -> None:
         requests: list[RowRequest] = []
@@ -245,12 +247,7 @@ class WorkerProcess:
                 log.info("worker.took_over", sequence=claim.spec.id, attempt=claim.attempt, events=len(prior))
             self.running[claim.spec.id] = Running.after(claim, prior)
             requests.append(RowRequest(claim.spec, claim.attempt, tuple(prior)))
-        self._engine.submit([request for request in requests if not request.spec.adapter])
-        for adapter in {request.spec.adapter for request in requests} - {""}:
-            alike = [request for request in requests if request.spec.adapter == adapter]
-            task = asyncio.create_task(self._submit_with_adapter(alike))
-            self._preparing.add(task)
-            task.add_done_callback(self._preparing.discard)
+        self._preparing.take(requests)
         for request in requests:
             self._orders.welcome(request.spec.id)
             if request.prior:
@@ -259,40 +256,24 @@ class WorkerProcess:
             with contextlib.suppress(RedisError, OSError):
                 await self._notes.note([claim.spec for claim in claims])
 
-    async def _submit_with_adapter(self, requests: list[RowRequest]) -> None:
-        """Have an adapter at hand, then submit the rows that want it, together; the others do not wait for it."""
-        prepared = [request for request in [await self._prepare(request) for request in requests] if request]
-        self._engine.submit(prepared)
-        rows = [self.running.get(request.spec.id) for request in prepared]
+    async def _submitted(self, rows: list[Running]) -> None:
+        """Rows have reached the engine late: obey what was said of them meanwhile."""
+        for row in rows:
+            if self._pause.aborts(row):
+                self._engine.cancel(row.id, "abort")
         with contextlib.suppress(RedisError, OSError):
-            await self._orders.reread([row for row in rows if row is not None])  # cancelled meanwhile?
-
-    async def _prepare(self, request: RowRequest) -> RowRequest | None:
-        """The request with its adapter resolved; None when the sequence has ended or gone."""
-        spec = request.spec
-        while (row := self.running.get(spec.id)) is not None and row.claim.attempt == request.attempt:
-            try:
-                return replace(request, spec=await self._adapters.prepare(spec, request.prior))
-            except (RedisError, OSError) as error:
-                log.warning("worker.adapter_delayed", sequence=spec.id, error=str(error))
-                await asyncio.sleep(0.2)
-            except Exception as error:
-                known = error if isinstance(error, ParallmError) else EngineError(f"{type(error).__name__}: {error}")
-                finish = Finish("error", error_code=known.code or "", error_message=known.message)
-                position = sum(len(event.tokens) for event in request.prior)
-                self._publisher.take([TokenEvent(spec.id, request.attempt, position, [], [], finish=finish)])
-                return None
-        return None
+            await self._orders.reread(rows)
 
     async def _reap_forever(self) -> None:
         while True:
             await asyncio.sleep(self._lease_s / 3)
-            rows = self._plan().rows
-            if rows > 0:
-                claims = await self._queue.reap(self.id, rows)
-                if claims:
-                    log.info("worker.reaped", sequences=len(claims))
-                    await self._admit(claims)
+            async with self._pause.gate:
+                rows = self._plan().rows
+                if rows > 0:
+                    claims = await self._queue.reap(self.id, rows)
+                    if claims:
+                        log.info("worker.reaped", sequences=len(claims))
+                        await self._admit(claims)
 
     # -- leases
 
@@ -347,6 +328,11 @@ class WorkerProcess:
 
     # -- heartbeat
 
+    def _shown_state(self) -> WorkerState:
+        if self._watch.suspects:
+            return "stuck"
+        return "paused" if self._pause.rests_under and self._state == "ready" else self._state
+
     async def _beat_forever(self) -> None:
         beats = 0
         while True:
@@ -367,7 +353,8 @@ class WorkerProcess:
             self._settings,
             stats,
             self._engine.adapter_stats(),
-            state="stuck" if self._watch.suspects else self._state,
+            state=self._shown_state(),
+            pause=self._pause.rests_under,
             loaded=self._adapters.loaded,
             tokens_per_s=(self._publisher.tokens - tokens) / max(1e-3, now - then),
             silent_s=self._watch.silent_s,

@@ -17,7 +17,7 @@ from shared.text import TextCodec
 
 DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder()
-_FINISH = {None: b"null", "stop": b'"stop"', "length": b'"length"', "tool_calls": b'"tool_calls"'}
+_FINISH = {None: b"null"} | {each: b'"%s"' % each.encode() for each in ("stop", "length", "tool_calls", "abort")}
 
 
 class ChunkWriter:

@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 
 from api.admission import Load
 from api.ring import SERVING, Ring, ring_of
+from shared.redis.pause import PauseMode, PauseSwitch
 from shared.redis.worker_registry import WorkerStatus
 
 router = APIRouter(tags=["operations"])
@@ -23,7 +24,7 @@ DEGRADED_FROM = 0.72  # of a bound
 SILENT_S = 10.0  # of an engine over its work; worth a word, though it may be a long prompt
 ANSWER_WITHIN_S = 2.0  # Redis
 
-Status = Literal["ok", "degraded", "overloaded", "shutting_down"]
+Status = Literal["ok", "paused", "degraded", "overloaded", "shutting_down"]
 
 
 class WorkerHealth(BaseModel):
@@ -63,7 +64,8 @@ class Health(BaseModel):
 
     status: Status
     reasons: list[str] = Field(description="why it is not ok")
-    model_loaded: bool = Field(description="a worker is ready")
+    paused: PauseMode | None = Field(default=None, description="the pause in force, by POST /pause")
+    model_loaded: bool = Field(description="a worker is ready, or paused")
     queue_depth: int = Field(description="waiting sequences in all")
     utilization: Utilization
     workers: list[WorkerHealth]
@@ -123,7 +125,9 @@ async def _look(ring: Ring, found: Health) -> None:
             use.memory = max(use.memory, round(memory / settings.memory_pressure_threshold, 4))
         if not any(worker.state in SERVING for worker in workers):
             found.reasons.append(f"no worker of model '{card.name}' takes work")
-    found.model_loaded = any(worker.state == "ready" for worker in found.workers)
+    found.model_loaded = any(worker.state in SERVING for worker in found.workers)
+    order = await PauseSwitch(ring.redis).current()
+    found.paused = None if order is None else order.mode
 
 
 def _memory(workers: list[WorkerStatus]) -> float:
@@ -145,6 +149,8 @@ def _judge(found: Health) -> None:
         found.reasons = found.reasons or ["no worker is there"]
     elif found.reasons:
         found.status = "degraded"
+    elif found.paused:
+        found.status = "paused"
 
 
 @router.get("/livez", summary="Is this process alive?")
@@ -159,7 +165,7 @@ async def livez() -> dict[str, str]:
     responses={503: {"description": "No Redis, no worker that takes work, or shutting down"}},
 )
 async def readyz(ring: TheRing, response: Response) -> dict[str, str]:
-    """Redis answers and a worker takes work."""
+    """Redis answers and a worker takes work; while it is paused, requests wait."""
     reason = await _why_not_ready(ring)
     if reason:
         response.status_code = 503

@@ -20,6 +20,7 @@ API_TTL_S = 60  # of an api's heartbeat and frame stream
 JOB_TTL_S = 7 * DAY_S  # from its last change
 IDEMPOTENCY_TTL_S = DAY_S
 REQUEST_TTL_S = SEQUENCE_TTL_S
+PAUSE_TTL_S = DAY_S  # refreshed by every worker that looks
 WARM_EPOCH_S = 300  # hints of warm prefixes go after one to two of these
 ADAPTER_TTL_S = 30 * DAY_S  # from the last publish of an adapter, or its last use by a worker
 ADAPTER_COUNTER_TTL_S = 730 * DAY_S  # its version numbers stand in trajectories that outlive it
@@ -91,6 +92,11 @@ def workers(model: str) -> str:
 def warm_prefixes(model: str, epoch: int) -> str:
     """Hash: hash of a prompt's beginning -> the worker that computed it last, in one epoch."""
     return f"{PREFIX}:{{{model}}}:warm:{epoch}"
+
+
+def pause() -> str:
+    """String: JSON of the pause in force, for the workers of all models."""
+    return f"{PREFIX}:pause"
 
 
 def models() -> str:
@@ -334,6 +340,7 @@ DOCUMENTED: tuple[KeyKind, ...] = (
     KeyKind("parallm:{*}:worker:*", "hash", "worker", "10 s", "heartbeat"),
     KeyKind("parallm:{*}:workers", "sorted set", "worker", "7 d", "worker ids by heartbeat"),
     KeyKind("parallm:{*}:warm:*", "hash", "worker", "10 min, bounded", "which worker computed which prefix last"),
+    KeyKind("parallm:pause", "string", "api", "1 d, refreshed", "the pause in force, JSON"),
     KeyKind("parallm:models", "sorted set", "worker", "7 d", "model names by heartbeat"),
     KeyKind("parallm:{*}:model", "string", "worker", "7 d", "model card, JSON"),
     KeyKind("parallm:tokenizer:*", "string", "worker", "7 d", "tokenizer bundle, JSON, by sha256"),

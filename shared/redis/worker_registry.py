@@ -41,6 +41,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     adapters: dict[str, int] = {}  # name -> version that is loaded
     extra: dict[str, float] = {}
     engine_silent_s: float = 0.0  # since the engine's turn under way began
+    pause: str = ""  # id of the pause that it has come to rest under
     versions: tuple[str, ...] = ()  # every adapter version that is loaded, as name@k
 
 
@@ -63,7 +64,7 @@ class WorkerRegistry:
     async def heartbeat(self, status: WorkerStatus) -> None:
         """Say that a worker lives."""
         key = keys.worker(status.model, status.id)
-        fields = msgspec.to_builtins(status)
+        fields = msgspec.structs.asdict(status)  # defaults, too: they replace what an earlier heartbeat said
         fields["adapters"] = msgspec.json.encode(status.adapters)
         fields["extra"] = msgspec.json.encode(status.extra)
         fields["engine_silent_s"] = status.engine_silent_s  # also 0, over what stood there

@@ -88,3 +88,10 @@ async def test_names_with_slashes_are_fine(redis: Redis) -> None:
     await registry.heartbeat(status("w1", named.name))
     assert await registry.live_models() == {named.name}
     assert await registry.card(named.name) == named
+
+
+async def test_a_heartbeat_takes_back_what_an_earlier_one_said(redis: Redis) -> None:
+    registry = WorkerRegistry(redis)
+    await registry.heartbeat(msgspec.structs.replace(status("w", "m"), pause="p", versions=("a@1",)))
+    await registry.heartbeat(status("w", "m"))
+    assert await registry.workers("m") == [status("w", "m")]

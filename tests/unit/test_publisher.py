@@ -1,14 +1,15 @@
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 from redis.exceptions import ResponseError
 
-from shared.frames import Finish, TokenEvent
+from shared.frames import Finish, FinishReason, TokenEvent
 from shared.metrics import Tally
 from shared.redis.token_frames import Commit
 from shared.sequences import Claim, SamplingParams, SequenceSpec
 from tests.waiting import wait_until
-from worker.counts import SequenceCounts
+from worker.counts import FINISHED_REASONS, SequenceCounts
 from worker.publisher import Publisher
 from worker.running import Running
 
@@ -106,3 +107,7 @@ async def test_what_gathered_in_a_long_stall_is_logged_whole() -> None:
     assert [token for event in writer.chunks for token in event.tokens] == list(range(22))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def test_every_end_of_a_sequence_is_counted_under_a_name() -> None:
+    assert set(FINISHED_REASONS) == set(get_args(FinishReason))

@@ -16,7 +16,6 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Set
-from typing import Literal
 
 import mlx.core as mx
 
@@ -29,18 +28,17 @@ from worker.engine.generator import RunningBatch
 from worker.engine.grammars import Grammars
 from worker.engine.kv_slabs import KvRows
 from worker.engine.loader import LoadedModel
-from worker.engine.messages import EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
+from worker.engine.messages import EndReason, EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
 from worker.engine.prefill import PrefillLane, PrefillTask, task_for, wants_prompt_logprobs
 from worker.engine.prefix_cache import PrefixCache, Prompt
 from worker.engine.row_model import RowModel
-from worker.engine.rows import Row
+from worker.engine.rows import NO_DEADLINE, Row
 from worker.engine.scheduler import share_prefill
 from worker.engine.text import RowText
 
 log = logging.getLogger(__name__)
 
 FAILURES_IN_A_ROW = 3  # forwards that fail one after another before the engine gives up
-NO_DEADLINE = 1 << 62
 
 
 class Engine:
@@ -72,6 +70,7 @@ class Engine:
         self._next_deadline = NO_DEADLINE
         self._events: list[TokenEvent] = []
         self._loading = False  # adapters
+        self._frozen = False  # nothing is computed; commands, deadlines and adapter loads go on
         self._stalled = False  # all who wait, wait for their adapter or their grammar
         self._steps = self._failures = 0
         self._throughput = Throughput()
@@ -79,7 +78,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether the next turn has anything to do."""
-        waits_only = self._stalled and len(self._rows) == len(self._waiting)
+        waits_only = self._frozen or (self._stalled and len(self._rows) == len(self._waiting))
         return bool(self._events or self._loading or (self._rows and not waits_only))
 
     @property
@@ -90,7 +89,7 @@ class Engine:
     @property
     def decoding(self) -> bool:
         """Whether any sequence prefills or decodes."""
-        return len(self._rows) > len(self._waiting)
+        return not self._frozen and len(self._rows) > len(self._waiting)
 
     def submit(self, requests: Iterable[RowRequest]) -> None:
         """Take sequences in; one that cannot run gets its finish in the next turn."""
@@ -104,15 +103,36 @@ class Engine:
                 log.exception("engine.bad_request seq=%s", request.spec.id)
                 self._refuse(request, EngineError(f"{type(error).__name__}: {error}"))
 
-    def cancel(self, seq_id: str, reason: Literal["cancelled", "deadline"] = "cancelled") -> None:
+    def cancel(self, seq_id: str, reason: EndReason = "cancelled") -> None:
         """End a sequence; unknown ones are ignored."""
         row = self._rows.get(seq_id)
         if row is not None:
             self._end([row], Finish(reason))
 
+    def freeze(self, *, clear_cache: bool) -> None:
+        """Stop computing; rows stay as they are, and deadlines count on.
+
+        `clear_cache`: no KV from before outlives this, be it of earlier prompts or of rows, which compute theirs again.
+        """
+        self._frozen = True
+        if clear_cache:
+            self._prefixes.clear()
+            self._restart([row for row in self._rows.values() if row.admitted])
+
+    def thaw(self) -> None:
+        """Go on where `freeze` stopped."""
+        self._frozen = False
+
     def turn(self) -> StepOutput:
         """One turn of the loop."""
         self._expire()
+        if not self._frozen:
+            self._compute()
+        self._load_adapters()
+        events, self._events = self._events, []
+        return StepOutput(events, len(self._rows))
+
+    def _compute(self) -> None:
         self._admit()
         share = share_prefill(
             self._config.prefill_chunk,
@@ -124,9 +144,6 @@ class Engine:
             self._prefill(share.lane)
         if len(self._batch):
             self._decode(share.batch)
-        self._load_adapters()
-        events, self._events = self._events, []
-        return StepOutput(events, len(self._rows))
 
     def stats(self) -> EngineStats:
         """A snapshot."""
@@ -173,7 +190,7 @@ class Engine:
         # Interactive sequences wait before batch ones, each class in order of arrival.
         ahead = sum(other.spec.sequence_class == "interactive" for other in self._waiting)
         self._waiting.insert(ahead if spec.sequence_class == "interactive" else len(self._waiting), row)
-        self._next_deadline = min(self._next_deadline, _deadline(row))
+        self._next_deadline = min(self._next_deadline, row.deadline_ms)
 
     def _refuse(self, request: RowRequest, error: ParallmError) -> None:
         position = sum(len(event.tokens) for event in request.prior)
@@ -348,8 +365,8 @@ class Engine:
         now = time.time_ns() // 1_000_000
         if now < self._next_deadline:
             return
-        self._end([row for row in self._rows.values() if _deadline(row) <= now], Finish("deadline"))
-        self._next_deadline = min(map(_deadline, self._rows.values()), default=NO_DEADLINE)
+        self._end([row for row in self._rows.values() if row.deadline_ms <= now], Finish("deadline"))
+        self._next_deadline = min((row.deadline_ms for row in self._rows.values()), default=NO_DEADLINE)
 
     def _failed(self, rows: list[Row], error: Exception) -> None:
         """A forward failed: its rows end, the engine goes on unless it keeps failing."""
@@ -375,10 +392,3 @@ class Engine:
             else:
                 self._waiting.remove(row)
             self._model.adapters.release(row)
-
-
-def _deadline(row: Row) -> int:
-    """When a row is given up, Unix milliseconds: its first token, then its end, has a deadline."""
-    spec = row.spec
-    first = 0 if row.tokens or spec.kind != "generate" else spec.first_token_deadline_ms
-    return min(spec.deadline_ms or NO_DEADLINE, first or NO_DEADLINE)

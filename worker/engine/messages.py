@@ -6,9 +6,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from shared.frames import TokenEvent
 from shared.sequences import SequenceSpec
+
+EndReason = Literal["cancelled", "deadline", "abort"]  # why a row ends that did not end by itself
 
 
 @dataclass(frozen=True)

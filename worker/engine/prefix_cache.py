@@ -147,6 +147,11 @@ class PrefixCache:
         while self._bytes > self._limit:
             self._evict()
 
+    def clear(self) -> None:
+        """Forget everything."""
+        while self._segments:
+            self._evict()
+
     @staticmethod
     def _bytes_of(kv: KvRows, part: Wanted) -> int:
         return Cut(Slab(kv.layers), part.row, part.start, part.length).nbytes

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from worker.engine.sampler import Draw
 
 
+NO_DEADLINE = 1 << 62
+
+
 class Row:
     """State of one sequence in the engine."""
 
@@ -62,6 +65,13 @@ class Row:
         self.admitted = False  # holds a place and KV; until then it waits
         self.cached_tokens = 0  # of the prompt, from the prefix cache
         self.kv_versions: set[str] = set()  # that its KV has been computed with
+
+    @property
+    def deadline_ms(self) -> int:
+        """When it is given up, Unix milliseconds: its first token, then its end, has a deadline."""
+        spec = self.spec
+        first = 0 if self.tokens or spec.kind != "generate" else spec.first_token_deadline_ms
+        return min(spec.deadline_ms or NO_DEADLINE, first or NO_DEADLINE)
 
     @property
     def context(self) -> list[int]:

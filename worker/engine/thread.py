@@ -18,7 +18,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import mlx.core as mx
 
@@ -29,6 +28,7 @@ from worker.engine.engine import Engine
 from worker.engine.guests import Guests, T, Work
 from worker.engine.loader import LoadedModel, load_model
 from worker.engine.messages import (
+    EndReason,
     EngineConfig,
     EngineStats,
     OnDeath,
@@ -89,9 +89,17 @@ class EngineThread:
         """Decode these sequences; those of one group with equal prompts share their prefill."""
         self._command(lambda engine: engine.submit(requests))
 
-    def cancel(self, seq_id: str, reason: Literal["cancelled", "deadline"] = "cancelled") -> None:
+    def cancel(self, seq_id: str, reason: EndReason = "cancelled") -> None:
         """End a sequence before its next token."""
         self._command(lambda engine: engine.cancel(seq_id, reason))
+
+    def freeze(self, *, clear_cache: bool) -> None:
+        """Stop computing after the decode step under way; rows stay."""
+        self._command(lambda engine: engine.freeze(clear_cache=clear_cache))
+
+    def thaw(self) -> None:
+        """Go on."""
+        self._command(lambda engine: engine.thaw())
 
     def run_between_steps(self, start: Callable[[], Work[T]]) -> Future[T]:
         """Call `start` in thread G and advance what it gives by units between decode steps (guests.py).

@@ -21,6 +21,7 @@ OUTCOMES: dict[FinishReason, Outcome] = {
     "length": "succeeded",
     "error": "failed",
     "cancelled": "cancelled",
+    "abort": "cancelled",
     "deadline": "expired",
 }
 

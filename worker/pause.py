@@ -1,0 +1,142 @@
+"""A worker's side of the pause switch: stop claiming, bring the rows to rest, go on.
+
+abort: sequences that a request waits for end with finish reason "abort" and what they have; those of jobs, which nobody
+reads yet, go back to the queue and continue after the resume. wait: rows finish. keep: rows stand still, with their
+leases renewed.
+
+Invariants. Claiming goes through `gate`, so that nothing comes in after the worker has said that it rests. At rest the
+engine computes nothing, but loads adapters.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from shared.redis.pause import PauseOrder, PauseSwitch
+from shared.redis.sequence_queue import SequenceQueue
+from worker.engine.thread import EngineThread
+from worker.publisher import Publisher
+from worker.running import Running
+
+log = structlog.get_logger()
+
+LOOK_S = 2.0
+SETTLE_LOOK_S = 0.05  # while rows still run
+
+
+class Pause:
+    """Of one worker. `changed` is called when claiming may begin again, `tell` when the heartbeat has news."""
+
+    def __init__(
+        self,
+        switch: PauseSwitch,
+        engine: EngineThread,
+        queue: SequenceQueue,
+        publisher: Publisher,
+        worker_id: str,
+        running: dict[str, Running],
+        changed: Callable[[], None],
+        tell: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._switch = switch
+        self._engine = engine
+        self._queue = queue
+        self._publisher = publisher
+        self._worker_id = worker_id
+        self._running = running
+        self._changed = changed
+        self._tell = tell
+        self._order: PauseOrder | None = None
+        self._news = asyncio.Event()
+        self.gate = asyncio.Lock()
+        self.rests_under = ""  # id of the order under which everything has come to rest
+
+    @property
+    def on(self) -> bool:
+        """Whether claiming is off."""
+        return self._order is not None
+
+    @property
+    def frozen(self) -> bool:
+        """Whether rows stand still."""
+        return self._order is not None and self._order.mode != "wait"
+
+    def poke(self) -> None:
+        """There may be news."""
+        self._news.set()
+
+    def aborts(self, row: Running) -> bool:
+        """Whether a row that has only now reached the engine ends at once."""
+        return self._order is not None and self._order.mode == "abort" and not row.claim.spec.job
+
+    async def run(self) -> None:
+        """Obey the switch for ever."""
+        while True:
+            await self.look()
+            settling = self.on and not self.rests_under
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SETTLE_LOOK_S if settling else LOOK_S):
+                    await self._news.wait()
+            self._news.clear()
+
+    async def look(self) -> None:
+        """Read the switch and do what it says."""
+        order = await self._switch.current()
+        async with self.gate:
+            if order is None:
+                await self._resume()
+            else:
+                if order != self._order:
+                    await self._begin(order)
+                await self._settle(order)
+
+    async def _begin(self, order: PauseOrder) -> None:
+        log.info("worker.pausing", mode=order.mode, rows=len(self._running))
+        self._order, self.rests_under = order, ""
+        if order.mode == "wait":
+            self._engine.thaw()  # an earlier pause may have kept rows; they finish now
+            return
+        self._engine.freeze(clear_cache=order.clear_cache)
+        if order.mode == "abort":
+            rows = [row for row in self._running.values() if row.occupies_row]
+            for row in rows:
+                if not row.claim.spec.job:
+                    self._engine.cancel(row.id, "abort")
+            await self._give_back([row for row in rows if row.claim.spec.job])
+
+    async def _give_back(self, rows: list[Running]) -> None:
+        """Let the queue have the rows of jobs, with all their tokens in the log."""
+        if not rows:
+            return
+        for row in rows:
+            self._publisher.flush_log(row.id)
+        await self._publisher.drained()
+        for row in rows:
+            row.occupies_row = False
+        try:
+            await self._queue.release(self._worker_id, [row.claim for row in rows])
+        finally:  # should Redis have gone, their leases run out
+            for row in rows:
+                self._engine.cancel(row.id)
+                self._running.pop(row.id, None)
+
+    async def _settle(self, order: PauseOrder) -> None:
+        """Come to rest when nothing is left to wait for."""
+        if self.rests_under == order.id or (order.mode != "keep" and self._running):
+            return
+        if order.mode == "wait":
+            self._engine.freeze(clear_cache=order.clear_cache)
+        self.rests_under = order.id
+        log.info("worker.paused", mode=order.mode, rows=len(self._running))
+        await self._tell()
+
+    async def _resume(self) -> None:
+        if self._order is None:
+            return
+        self._order, self.rests_under = None, ""
+        self._engine.thaw()
+        self._changed()
+        log.info("worker.resumed", rows=len(self._running))
+        await self._tell()
