@@ -6,13 +6,12 @@ traffic, then our own prompts, whose generation goes on meanwhile.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
-from trainer.collect import Collector
 from trainer.live import Lag, LiveCollector
 from trainer.mailbox import Letter, Mailbox
 from trainer.rollouts import RolloutGroup
@@ -32,10 +31,43 @@ class Batch:
 Work = Batch | Letter
 
 
+class OwnSource(Protocol):
+    """Groups that carry an index: our own prompts (`Collector`), or those of Atropos (`AtroposCollector`)."""
+
+    cursor: int
+    consumed: int
+
+    async def __aenter__(self) -> Any:
+        """Begin."""
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End; nothing that was not handed out counts as consumed."""
+
+    async def next_batch(self, steps_done: int, lag: Lag) -> list[RolloutGroup]:
+        """Wait for a batch; may be cancelled without loss."""
+
+    def give_back(self, batch: Sequence[RolloutGroup]) -> None:
+        """It comes first again."""
+
+    def discard(self, batch: Sequence[RolloutGroup]) -> None:
+        """It taught nothing."""
+
+    def pace_on(self, steps_done: int) -> None:
+        """More may start."""
+
+    def pending(self) -> list[int]:
+        """Indices started and neither consumed nor dropped."""
+
+    def take_dropped(self) -> list[int]:
+        """Indices dropped since the last call."""
+
+
 class Inbox:
     """All sources of one run; those that it does not use are None."""
 
-    def __init__(self, own: Collector | None, live: LiveCollector | None, mailbox: Mailbox) -> None:
+    def __init__(self, own: OwnSource | None, live: LiveCollector | None, mailbox: Mailbox) -> None:
         self._own = own
         self._live = live
         self._mailbox = mailbox

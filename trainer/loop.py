@@ -22,13 +22,14 @@ import structlog
 from shared.adapters import version_id
 from shared.errors import SetupError
 from shared.training import TrainerState, TrainerStatus
+from trainer.atropos import AtroposApi, AtroposCollector
 from trainer.batches import sample_groups
 from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.collect import Collector
 from trainer.episodes import EpisodeOptions, Episodes
 from trainer.examine import Examiner
 from trainer.host import at_once
-from trainer.inbox import Batch, Inbox
+from trainer.inbox import Batch, Inbox, OwnSource
 from trainer.learner import Learner, Snapshot, Trained
 from trainer.live import LiveCollector
 from trainer.mailbox import Letter
@@ -79,8 +80,18 @@ class TrainLoop:
         return self.state
 
     def _sources(self) -> Inbox:
-        settings, books, own, live = self.settings, self.state, None, None
-        if settings.source in ("prompts", "both"):
+        settings, books = self.settings, self.state
+        own: OwnSource | None = None
+        live: LiveCollector | None = None
+        if settings.atropos_url:
+            own = AtroposCollector(
+                AtroposApi(settings.atropos_url),
+                settings.registration(books.train_step),
+                cursor=books.cursor,
+                pending=books.pending,
+                consumed=books.consumed,
+            )
+        elif settings.source in ("prompts", "both"):
             episodes = Episodes(self.parts.source, self.parts.environment, self.parts.conversation, self._options())
             own = Collector(
                 episodes,

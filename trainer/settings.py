@@ -12,6 +12,7 @@ from shared.errors import SetupError
 from shared.jobs import SamplingOverrides
 from shared.settings import ProcessSettings
 from trainer.advantages import AdvantageScale
+from trainer.atropos import Registration
 from trainer.gate import GateLimits
 from trainer.losses import LossName, LossOptions
 from trainer.optimize import OptimizeOptions, RatioBase
@@ -57,6 +58,8 @@ class TrainSettings(ProcessSettings):
         default="prompts",
         description="what to learn from: own prompts, live traffic, both, or only what users post",
     )
+    atropos_url: str = Field(default="", description="learn from the environments of Atropos' run-api at this URL")
+    atropos_max_token_len: int = Field(default=2048, ge=1, description="longest sequence that they may send")
     live_trajectories: int = Field(
         default=64,
         ge=2,
@@ -170,10 +173,27 @@ class TrainSettings(ProcessSettings):
 
     def check(self) -> None:
         """SetupError when settings contradict each other: before a model is loaded, not after."""
+        if self.atropos_url and self.source in ("live", "posted"):
+            raise SetupError(
+                f"--atropos-url with --source {self.source}: give --source both for live traffic beside it"
+            )
         try:
             self.optimize_options()
         except ValueError as error:
             raise SetupError(f"bad settings: {error}") from error
+
+    def registration(self, train_step: int) -> Registration:
+        """What Atropos learns of this run."""
+        return Registration(
+            wandb_group=self.run_name,
+            wandb_project="mlx-parallm",
+            batch_size=self.prompts_per_step * self.group_size,
+            max_token_len=self.atropos_max_token_len,
+            checkpoint_dir=str(self.folder / "checkpoints"),
+            save_checkpoint_interval=self.checkpoint_every,
+            starting_step=train_step,
+            num_steps=self.steps,
+        )
 
     def optimize_options(self) -> OptimizeOptions:
         """The constants of a train step; ValueError when they contradict each other."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from api.collection import collection_of
@@ -37,12 +37,20 @@ TheRing = Annotated[Ring, Depends(ring_of)]
 Ids = list[StrictId]
 
 
+class TokensPrompt(BaseModel):
+    """A prompt as vLLM's simple server takes it; the answer then has that server's shape, too."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt_token_ids: Ids = Field(min_length=1)
+
+
 class GenerateRequest(SamplingFields):
     """POST /generate. Exactly one of the three prompts is there."""
 
     off: ClassVar[Off] = {"stream": (False,), "stream_options": (), "prompt_logprobs": ()}
 
-    prompt: str | None = None
+    prompt: str | TokensPrompt | None = Field(default=None, description="text, or vLLM's {prompt_token_ids: [...]}")
     prompts: list[str] | None = Field(default=None, min_length=1, description="several: the answer's fields are lists")
     prompt_ids: Ids | list[Ids] | None = Field(default=None, description="token ids, or a list of such prompts")
     max_tokens: int | None = Field(default=None, ge=1)
@@ -65,6 +73,8 @@ class GenerateRequest(SamplingFields):
 
     def texts_or_ids(self) -> Sequence[str | list[int]]:
         """The prompts."""
+        if isinstance(self.prompt, TokensPrompt):
+            return [self.prompt.prompt_token_ids]
         if self.prompt is not None:
             return [self.prompt]
         if self.prompts is not None:
@@ -151,6 +161,8 @@ async def generate(body: GenerateRequest, request: Request, ring: TheRing) -> Re
     if gathered is None:
         return Response(status_code=499)
     spans = [spans_of(events) for events in gathered]
+    if isinstance(body.prompt, TokensPrompt):
+        return Response(_vllm_answer(body, plan, served.codec, gathered), media_type="application/json")
     completions = _completions(body, plan, served.codec, gathered)
     name = target.admitted.name if target.admitted is not None else settings.default_adapter
     answer = {
@@ -256,6 +268,27 @@ def _completions(
         "finish_reason": [_finish_reason(events) for events in gathered],
         "weight_versions": [shown_versions(spans_of(events)) for events in gathered],
     }
+
+
+def _vllm_answer(
+    body: GenerateRequest, plan: ReplyPlan, codec: TextCodec, gathered: Sequence[list[TokenEvent]]
+) -> bytes:
+    """Lists with one entry a sample; log-probabilities of a token as `[{id: value}]`, which is what Atropos reads."""
+    fields = _completions(body, plan, codec, gathered)
+    answer = {
+        "text": fields["text"],
+        "prompt": codec.decode(plan.prompts[0], skip_special_tokens=False),
+        "prompt_token_ids": plan.prompts[0],
+        "token_ids": fields["completion_ids"],
+        "finish_reasons": fields["finish_reason"],
+        "weight_versions": fields["weight_versions"],
+    }
+    if body.logprobs is not None and body.logprobs is not False:
+        answer["logprobs"] = [
+            [[{token: floored(x)}] for event in events for token, x in zip(event.tokens, event.logprobs, strict=True)]
+            for events in gathered
+        ]
+    return msgspec.json.encode(answer)
 
 
 def _oldest_version(spans: Sequence[Sequence[VersionSpan]], target: Target) -> int:

@@ -43,3 +43,10 @@ def test_a_task_that_is_not_there_says_what_is() -> None:
         training_tasks(settings, None)
     with pytest.raises(SetupError, match="needs a dataset"):
         training_tasks(TrainSettings(task="gsm8k"), None)
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(SetupError, match="--source both"):
+        TrainSettings(atropos_url="http://127.0.0.1:8001", source="posted").check()
+    with pytest.raises(SetupError, match="warm-up"):
+        TrainSettings(schedule="linear", steps=5, warmup_steps=10).check()

@@ -151,3 +151,22 @@ async def test_text_becomes_tokens_and_text_again(server: Api) -> None:
     assert back.json() == {"prompt": "héllo"}
     chat = (await server.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]})).json()
     assert codec().decode(chat["tokens"]) == "user: hi\n"
+
+
+async def test_a_prompt_of_token_ids_is_answered_in_the_shape_of_vllms_server(server: Api) -> None:
+    body = {"prompt": {"prompt_token_ids": ids("say")}, "logprobs": 0, "n": 2, "max_tokens": 16, "temperature": 1.0}
+    answer = (await server.post("/generate", body)).json()
+    assert answer["text"] == ["hello", "hello"]
+    assert answer["finish_reasons"] == ["stop", "stop"]
+    assert answer["prompt_token_ids"] == ids("say") and answer["prompt"] == "say"
+    assert answer["token_ids"] == [HELLO, HELLO]
+    # As Atropos reads it: the only item of each position is {id: log-probability}.
+    assert [[int(next(iter(item[0]))) for item in sample] for sample in answer["logprobs"]] == [HELLO, HELLO]
+    assert all(list(item[0].values()) == [-0.25] for sample in answer["logprobs"] for item in sample)
+
+
+async def test_a_wrong_prompt_object_is_refused_by_name(server: Api) -> None:
+    for prompt in ({"prompt_token_ids": []}, {"prompt_tokens": [1]}, {"prompt_token_ids": ["a"]}, {}):
+        refusal = await server.post("/generate", {"prompt": prompt})
+        assert refusal.status_code == 400, refusal.text
+        assert "prompt" in refusal.json()["error"]["param"]
