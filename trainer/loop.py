@@ -221,7 +221,7 @@ class TrainLoop:
             step, policy_step = state.train_step, state.policy_step
             trained = await self.parts.host.run(lambda: self._learner.train(groups, step, policy_step, self._probes))
         timing.train_s = time.perf_counter() - started
-        lags = [self._lag(group) for group in batch.groups]
+        lags = [min(self._lag(group), state.policy_step) for group in batch.groups]  # posted ones may be of any age
         failed = await self._serving.offer(trained, batch.groups, serve=serve)
         timing.publish_s = time.perf_counter() - started - timing.train_s
         self._count(batch, trained.report, timing)

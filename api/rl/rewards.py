@@ -57,7 +57,7 @@ class ScoreBody(RequestModel):
     "/v1/rewards/score",
     summary="Score texts",
     response_class=Response,
-    responses={200: {"description": "A score for each text"}, **error_responses(400, 413, 503)},
+    responses={200: {"description": "A score for each text"}, **error_responses(400, 413, 429, 503)},
 )
 async def score(body: ScoreBody, ring: TheRing) -> Response:
     """One score for each text; `error` says why there is none."""
@@ -71,7 +71,7 @@ async def score(body: ScoreBody, ring: TheRing) -> Response:
             param="references",
         )
     order_id = f"score-{uuid.uuid4().hex}"
-    orders = Orders(ring.redis, keys.score_orders(), kept=4096)
+    orders = Orders(ring.redis, keys.score_orders(), kept=256)
     order = ScoreOrder(spec.name, spec.options, tuple(zip(texts, references, strict=True)))
     limit = min(MAX_WAIT_S, ring.settings.request_timeout_s)
     await orders.place(order_id, msgspec.json.encode(order), limit)

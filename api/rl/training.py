@@ -56,7 +56,7 @@ _answer = msgspec.json.Decoder(Answer)
     "/v1/training/update",
     summary="Train on trajectories",
     response_class=Response,
-    responses={200: {"description": "What became of the update"}, **error_responses(400, 404, 409, 413, 503, 504)},
+    responses={200: {"description": "What became of the update"}, **error_responses(400, 404, 409, 413, 429, 503, 504)},
 )
 async def update(body: UpdateBody, ring: TheRing, idempotency_key: IdempotencyKey = "") -> Response:
     """One train step on the given trajectories, through the gate, served unless `update_inference` is false.
@@ -79,7 +79,7 @@ async def update(body: UpdateBody, ring: TheRing, idempotency_key: IdempotencyKe
     "/training/checkpoint",
     summary="Save a checkpoint",
     response_class=Response,
-    responses={200: {"description": "The checkpoint's name"}, **error_responses(400, 503, 504)},
+    responses={200: {"description": "The checkpoint's name"}, **error_responses(400, 429, 503, 504)},
 )
 async def checkpoint(
     ring: TheRing, body: CheckpointBody | None = None, idempotency_key: IdempotencyKey = ""

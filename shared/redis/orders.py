@@ -13,6 +13,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
+from shared.errors import QueueFullError
 from shared.redis import keys
 
 TAKERS = "takers"  # the consumer group
@@ -38,7 +39,7 @@ class Received:
 class Orders:
     """One stream of orders."""
 
-    def __init__(self, redis: Redis, stream: str, *, blocking: Redis | None = None, kept: int = 256) -> None:
+    def __init__(self, redis: Redis, stream: str, *, blocking: Redis | None = None, kept: int = 32) -> None:
         self._redis = redis
         self._blocking = blocking or redis
         self._stream = stream
@@ -49,11 +50,14 @@ class Orders:
     # -- who asks
 
     async def place(self, order_id: str, body: bytes, within_s: float) -> None:
-        """Ask; the answer comes to `answer`."""
+        """Ask; the answer comes to `answer`. QueueFullError when too many wait already."""
+        waiting = await self.waiting()
+        if waiting >= self._kept:
+            raise QueueFullError(f"{waiting} orders are waiting and {self._kept} is the limit; try again shortly")
         deadline = time.time_ns() // 1_000_000 + int(1000 * within_s)
         async with self._redis.pipeline(transaction=True) as pipe:
             fields: dict[Any, Any] = {"id": order_id, "d": body, "deadline_ms": deadline}
-            pipe.xadd(self._stream, fields, maxlen=self._kept, approximate=False)
+            pipe.xadd(self._stream, fields)
             pipe.expire(self._stream, keys.ORDER_TTL_S)
             await pipe.execute()
 

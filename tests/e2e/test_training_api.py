@@ -104,6 +104,31 @@ def test_live_traffic_trains_the_policy_that_it_talks_to(served: Ring, http: htt
     assert [point["source"] for point in points] == ["live", "live"]
 
 
+def test_a_killed_trainer_learns_from_every_live_trajectory_exactly_once(
+    served: Ring, http: httpx.Client, tmp_path: Path
+) -> None:
+    # Pinned: what a version of the killed life has sampled is dropped as stale, since no weights of ours made it.
+    flags = (
+        "--source", "live", "--live-trajectories", "16", "--steps", "4", "--checkpoint-every", "2", "--max-lag", "9",
+        "--parity-every", "0",
+    )  # fmt: skip
+    with trainer(served, tmp_path, "killed", *flags) as process:
+        ready(http, "killed")
+        for _ in range(6):
+            collected(http, "killed", model="killed@1")
+        process.wait_for_line(r'"step": "3/4"')  # trained on 48, a checkpoint knows 32
+        process.popen.kill()
+        process.popen.wait()
+    for _ in range(2):
+        collected(http, "killed", model="killed@1")
+    with trainer(served, tmp_path, "killed", *flags) as process:
+        assert process.popen.wait(60) == 0, process.output
+    assert process.printed("run.resumed")
+    told = status(http, "killed")
+    assert told["trajectories"] == {"collected": 64, "dropped": 0, "consumed": 64, "waiting": 0, "bytes": 0}
+    assert (told["trainer"]["train_step"], told["trainer"]["trajectories"]) == (4, 64)
+
+
 def test_posted_trajectories_checkpoints_and_sabotage(served: Ring, http: httpx.Client, tmp_path: Path) -> None:
     def post(policy: str, trajectories: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         answer = http.post("/v1/training/update", json={"trajectories": trajectories, "policy": policy, **more})

@@ -5,10 +5,13 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
+from shared.redis import keys
 from shared.redis.client import connect
+from shared.redis.orders import Orders
 from shared.redis.training_board import TrainingBoard
 from shared.scoring.pool import RewardPool
 from shared.training import Answer, CheckpointAnswer, CheckpointOrder, Refusal, TrainerStatus, UpdateAnswer, UpdateOrder
@@ -160,3 +163,21 @@ async def test_texts_are_scored_by_a_job_runner(server: Api, redis_url: str) -> 
         pool.close()
         await redis.aclose()
         await blocking.aclose()
+
+
+async def test_orders_are_bounded(server: Api, redis: Redis) -> None:
+    orders = Orders(redis, keys.training_orders("policy"))
+    await TrainingBoard(redis, "policy").hold("me")
+    for i in range(32):
+        await orders.place(f"o{i}", b"{}", 60)
+    answer = await server.post("/v1/training/update", {"trajectories": [ONE]})
+    assert answer.status_code == 429 and "32 orders are waiting" in answer.json()["error"]["message"]
+
+
+async def test_an_order_that_nobody_took_in_time_is_not_carried_out(redis: Redis, redis_url: str) -> None:
+    orders = Orders(redis, keys.training_orders("policy"))
+    await orders.place("late", msgspec.json.encode(CheckpointOrder()), 0)
+    await orders.place("fresh", msgspec.json.encode(CheckpointOrder()), 60)
+    async with trainer(redis_url, lambda letter: CheckpointAnswer("c", 1)) as seen:
+        assert await orders.answer("fresh", 5) is not None
+    assert [letter.received.id for letter in seen] == ["fresh"] and await orders.waiting() == 0
