@@ -13,6 +13,7 @@ fast_blas.install()
 import argparse
 import asyncio
 import json
+import sys
 import tempfile
 import time
 from concurrent.futures import CancelledError
@@ -285,8 +286,10 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
     )
     ring = LocalRing(config, rank=max(64, options.rank))
     base = ring.call(mx.get_active_memory)
+    said("model loaded")
     ring.stream(options.streams, options.prompt, options.stream_tokens)
     watch(ring, options.stretch_s / 2)
+    said("streams decode")
     settings = options.settings(folder / "fixed")
     learner = ring.call(
         lambda: Learner(
@@ -296,6 +299,7 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
     state = ring.call(lambda: _state_bytes(learner))
     training = Training(ring, learner, random_groups(options, ring.loaded.card.vocab_size))
     watch(ring, options.stretch_s, training)  # the size of a microbatch settles
+    said(f"training runs, microbatches of {training.size.positions} positions")
     pairs = [(watch(ring, options.stretch_s), watch(ring, options.stretch_s, training)) for _ in range(options.rounds)]
     alone, beside = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     inference, hosted = median(s.active_bytes for s in alone), median(s.active_bytes for s in beside)
@@ -324,10 +328,12 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
         },
         "microbatch_positions": training.size.positions,
     }
+    said(f"decode kept {spread(result['decode_kept'])}, {result['train_tok_per_s_beside']:,.0f} train tok/s beside")
     ring.end_streams()
     idle = [watch(ring, options.stretch_s, training) for _ in range(options.rounds)]
     result["train_tok_per_s_idle"] = median(s.train_tokens / s.seconds for s in idle)
     result["train_steps_per_minute_idle"] = median(60 * s.train_steps / s.seconds for s in idle)
+    said(f"idle: {result['train_tok_per_s_idle']:,.0f} train tok/s")
     training.learner = learner = None
     if options.loop_s:
         ring.stream(options.streams, options.prompt, options.stream_tokens)
@@ -336,6 +342,11 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
         ring.end_streams()
     assert ring.engine.stop(60)
     return result
+
+
+def said(what: str) -> None:
+    """Tell how far it is: a run that is cut off still leaves its figures."""
+    print(f"[{time.process_time():6.1f} s of CPU] {what}", file=sys.stderr, flush=True)
 
 
 def _state_bytes(learner: Learner) -> int:
