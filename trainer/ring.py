@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from shared.adapter_format import prepared
 from shared.adapters import GateCheck
-from shared.errors import EngineError, QueueFullError
+from shared.errors import EngineError, QueueFullError, UnreadableMessageError
 from shared.redis import keys
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.sequence_queue import SequenceQueue
@@ -115,9 +115,12 @@ class RingSource:
                 for _, entries in await self._redis.xread({self._stream: last}, count=256, block=1000):
                     for entry, fields in entries:
                         last = entry.decode()
-                        waiting = self._waiting.get(fields[b"id"].decode())
+                        waiting = self._waiting.get(fields.get(b"id", b"").decode(errors="replace"))
                         if waiting is not None and not waiting.done():
-                            waiting.set_result(decode_result(fields[b"result"]))
+                            try:
+                                waiting.set_result(decode_result(fields.get(b"result", b"")))
+                            except UnreadableMessageError as error:  # garbage, or another version's
+                                waiting.set_exception(error)
                     await self._redis.xdel(self._stream, *(entry for entry, _ in entries))
             except (RedisError, OSError) as error:
                 log.warning("train.redis_trouble", error=str(error))

@@ -56,8 +56,9 @@ async def run(
     trainer: bool = True,
     only: str = "*",
     logs: Path | None = None,
+    once: bool = False,
 ) -> tuple[Report, Counter[str]]:
-    """Run chaos for a while; what happened, and the faults survived by kind."""
+    """Run chaos for a while, or (`once`) until each kind of fault has come; what happened, and the faults by kind."""
     rng = random.Random(seed)
     print(f"chaos: seed {seed}, {seconds:.0f} s", flush=True)
     report, answers = Report(), Answers()
@@ -67,7 +68,7 @@ async def run(
             load = Load(ring, random.Random(seed + 1), report, answers)
             tasks = [asyncio.create_task(load.streams()) for _ in range(STREAMS)]
             tasks += [asyncio.create_task(load.jobs()), asyncio.create_task(load.leavers())]
-            await _harm(ring, load, report, time.monotonic() + seconds, only)
+            await _harm(ring, load, report, time.monotonic() + seconds, only, once)
             load.stopping = True
             for outcome in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(outcome, BaseException):
@@ -85,7 +86,7 @@ async def run(
     return report, ring.faults
 
 
-async def _harm(ring: ChaosRing, load: Load, report: Report, until: float, only: str) -> None:
+async def _harm(ring: ChaosRing, load: Load, report: Report, until: float, only: str, once: bool) -> None:
     redis = connect(ring.redis.url)
 
     async def workers_of(sequences: list[str]) -> dict[str, str]:
@@ -102,13 +103,17 @@ async def _harm(ring: ChaosRing, load: Load, report: Report, until: float, only:
 
     kinds = [kind for kind in WEIGHTS if fnmatch(kind, only)]
     kinds = [kind for kind in kinds if ring.of(kind.split(".")[0]) or kind.startswith("redis")]
+    left = ring.rng.sample(kinds, len(kinds)) if once else []
     harming: set[asyncio.Task[None]] = set()
-    while time.monotonic() < until:
-        await asyncio.sleep(ring.rng.expovariate(1 / 2.0) + 0.2)
-        possible = [kind for kind in kinds if ring.can_harm(kind)]
+    while left if once else time.monotonic() < until:
+        await asyncio.sleep(0.5 if once else ring.rng.expovariate(1 / 2.0) + 0.2)
+        possible = [kind for kind in left or kinds if ring.can_harm(kind)]
         if not possible:
             continue
-        kind = ring.rng.choices(possible, [WEIGHTS[k] for k in possible])[0]
+        if once:
+            left.remove(kind := possible[0])
+        else:
+            (kind,) = ring.rng.choices(possible, [WEIGHTS[k] for k in possible])
         task = asyncio.create_task(ring.harm(kind, before if kind == "worker.kill" else None))
         harming.add(task)
         for done in [task for task in harming if task.done()]:

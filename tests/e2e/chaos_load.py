@@ -79,6 +79,7 @@ class Stream:
         self.tokens: list[int] = []
         self.times: list[float] = []  # when each token came
         self.id = self.last_event_id = ""
+        self.api = ""  # the name of the one that is read from
         self.done = False
         self.error = ""
 
@@ -102,7 +103,8 @@ class Stream:
         self._judge()
 
     def _open(self, http: httpx.AsyncClient, request: dict[str, Any]) -> Any:
-        url = self.load.api_url()
+        api = self.load.some_api()
+        self.api, url = api.name, api.url
         if not self.id:
             return http.stream("POST", f"{url}/v1/completions", json=request)
         self.report.resumed += 1
@@ -159,9 +161,12 @@ class Load:
         self.stopping = False
         self.open: set[Stream] = set()
 
+    def some_api(self) -> Member:
+        """A client cannot know which one is well."""
+        return self.rng.choice(self.ring.of("api"))
+
     def api_url(self) -> str:
-        """Of some api; a client cannot know which one is well."""
-        return self.rng.choice(self.ring.of("api")).url
+        return self.some_api().url
 
     async def stored(self, seq: str) -> str:
         """What Redis holds of a sequence, for a message."""
@@ -262,10 +267,11 @@ class Load:
             task.add_done_callback(_measuring.discard)
 
     async def _measure(self, stream: Stream, victim: Member, began: float) -> None:
+        api = stream.api
         while not stream.done and not stream.error:
             later = [at for at in stream.times if at > began + 0.2]
             if later:
-                if not self.ring.disturbed(victim.name, began, later[0]):
+                if not self.ring.disturbed(victim.name, {api, stream.api}, began, later[0]):
                     self.report.takeovers_s.append(later[0] - began)
                 return
             await asyncio.sleep(0.02)

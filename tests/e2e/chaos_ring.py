@@ -155,10 +155,10 @@ class ChaosRing:
             del self.running[name]
             self.history.append((name, began, time.monotonic()))
 
-    def disturbed(self, but: str, since: float, until: float) -> bool:
-        """Whether another process on a stream's way was harmed in a span of time."""
+    def disturbed(self, victim: str, apis: set[str], since: float, until: float) -> bool:
+        """Whether another process than the victim was harmed on the way of a stream in a span of time."""
         spans = [*self.history, *((name, began, until) for name, began in self.running.items())]
-        way = {"redis", *(member.name for member in self.members if member.role in ("worker", "api"))} - {but}
+        way = {"redis", *apis, *(member.name for member in self.of("worker"))} - {victim}
         return any(name in way and began < until and end > since - 1.0 for name, began, end in spans)
 
 
@@ -199,8 +199,7 @@ async def chaos_ring(
         try:
             for member in members:
                 member.start()
-                if member.role != "trainer":
-                    await member.ready()
+            await asyncio.gather(*(member.ready() for member in members if member.role != "trainer"))
             yield ring
         except BaseException:
             await asyncio.gather(*(m.end(signal.SIGKILL) for m in members if m.process), return_exceptions=True)
