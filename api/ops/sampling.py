@@ -5,7 +5,8 @@ from collections import defaultdict
 
 import structlog
 
-from api.ops.snapshot import RingSnapshot, Snapshots, ended_by_queue
+from api.ops.snapshot import Snapshots, ended_by_queue
+from api.ops.views import RingSnapshot
 from api.ring import Ring
 from shared.metrics import SUM, parse_field
 from shared.redis.metric_store import read_totals

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from api.ops.dashboard.samples import Histogram, metadata, reward_histogram
-from api.ops.snapshot import TrainingView
+from api.ops.views import TrainingView
 from api.ring import Ring
 from shared.adapters import AdapterManifest
 from shared.errors import UnknownAdapterError

@@ -1,0 +1,129 @@
+"""docs/redis.md against a real ring: every command runs, and shows what it says."""
+
+import asyncio
+import re
+import shlex
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from api.client import InferenceClient, JobRequest
+from shared.jobs import JobInput
+from shared.redis import keys
+from shared.redis.adapter_store import AdapterStore
+from shared.redis.client import connect
+from shared.redis.training_board import TrainingBoard
+from shared.redis.worker_registry import WorkerRegistry
+from shared.training import TrainerStatus, TrainingPoint
+from tests.e2e.rings import MODEL, ROOT, Ring
+from tests.redis.adapter_versions import publish
+from tests.waiting import wait_until
+
+PAGE = Path(ROOT) / "docs" / "redis.md"
+COMMANDS = re.findall(r"^\$R (.+?)\s*(?:# .*)?$", PAGE.read_text(), re.MULTILINE)
+MAY_BE_EMPTY = ("deadletters", "XPENDING", "CONSUMERS", "SLOWLOG", "queue:batch'", ":out:", "jobs:active")
+
+
+@pytest.fixture
+async def redis(served: Ring) -> AsyncIterator[Redis]:
+    client = connect(served.redis_url)
+    yield client
+    await client.aclose()
+
+
+async def filled(served: Ring, redis: Redis) -> dict[str, str]:
+    """Something under every heading; the names that the page leaves open."""
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+        body = {"model": MODEL, "prompt": "hello", "max_tokens": 8, "stream": True}
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+    async with InferenceClient(served.url) as client:
+        request = JobRequest(kind="generate", model=MODEL, max_tokens=8)
+        job = (await client.wait((await client.submit(request, [JobInput("hello")])).id)).id
+    await publish(AdapterStore(redis), base="some other base")
+    await AdapterStore(redis).acknowledge("w", "policy", 1)
+    board = TrainingBoard(redis, "policy")
+    await board.hold("owner")
+    await board.write(TrainerStatus(policy="policy", run="r", owner="owner"))
+    await board.add(TrainingPoint(train_step=0, policy_step=1, version=1, at_ms=1))
+    await board.alert("no_signal", "all rewards are equal")
+
+    async def is_counted() -> bool:
+        tokens = await redis.execute_command("HGET", keys.metric_totals(), f"vllm:generation_tokens_total|{MODEL}")
+        return float(tokens or 0) > 0 and await redis.exists(keys.history()) == 1
+
+    await wait_until(is_counted, timeout_s=15)
+    apis = [key.decode() async for key in redis.scan_iter(match="parallm:api:{*}:frames")]
+    [worker] = await WorkerRegistry(redis).workers(MODEL)
+    return {"WORKER": worker.id, "JOB": job, "SEQ": f"{job}-0", "API": re.findall(r"{(.+)}", apis[0])[0]}
+
+
+async def test_every_command_of_the_tour_shows_something(served: Ring, redis: Redis) -> None:
+    names = await filled(served, redis)
+    assert len(COMMANDS) > 35
+    for line in COMMANDS:
+        command = shlex.split(re.sub(r"\$([A-Z]+)", lambda found: names[found[1]], line))
+        if command[0] in ("SUBSCRIBE", "PSUBSCRIBE", "--bigkeys"):
+            continue
+        answer = await redis.execute_command(*command)
+        assert answer is not None, line
+        empty = answer in ([], {}, 0, b"") or (command[0] == "SCAN" and not answer[1])
+        assert not empty or any(word in line for word in MAY_BE_EMPTY), line
+
+
+async def test_the_channels_of_the_tour_speak(served: Ring, redis: Redis) -> None:
+    await publish(AdapterStore(redis), base="some other base")
+    version = await AdapterStore(redis).latest("policy")
+    heard: set[str] = set()
+    async with redis.pubsub() as channel:
+        for line in COMMANDS:
+            verb, *patterns = shlex.split(line)
+            if verb in ("SUBSCRIBE", "PSUBSCRIBE"):
+                await (channel.subscribe if verb == "SUBSCRIBE" else channel.psubscribe)(*patterns)
+
+        async def listen() -> None:
+            async for message in channel.listen():
+                if message["type"] in ("message", "pmessage"):
+                    heard.add(str((message["pattern"] or message["channel"]).decode()))
+                    if len(heard) == 2:
+                        return
+
+        listening = asyncio.create_task(listen())
+        await publish(AdapterStore(redis), base="some other base", seed=1)
+        await AdapterStore(redis).rollback("policy", version)
+        async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+            body: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 4}
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+        async with asyncio.timeout(10):
+            await listening
+    assert heard == {"parallm:api:{*}:live", "parallm:adapters:events"}
+
+
+async def test_metrics_of_a_real_worker_add_up(served: Ring) -> None:
+    labels = f'{{class="interactive",model_name="{MODEL}"}}'
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+        body = {"model": MODEL, "prompt": "hello", "max_tokens": 12, "ignore_eos": True}
+        usage = (await http.post("/v1/completions", json=body)).json()["usage"]
+        found: dict[str, float] = {}
+
+        async def figures() -> bool:
+            for line in (await http.get("/metrics")).text.splitlines():
+                if not line.startswith("#"):
+                    name, _, value = line.rpartition(" ")
+                    found[name] = float(value)
+            return found.get(f"vllm:inter_token_latency_seconds_count{labels}", 0) >= 11
+
+        await wait_until(figures, timeout_s=15)
+    ended = found[f"vllm:e2e_request_latency_seconds_count{labels}"]
+    assert usage["completion_tokens"] == 12
+    assert found[f'vllm:generation_tokens_total{{model_name="{MODEL}"}}'] >= 12
+    assert found[f"vllm:time_to_first_token_seconds_count{labels}"] == ended
+    whole, queued, inference = (
+        found[f"vllm:{name}_seconds_sum{labels}"]
+        for name in ("e2e_request_latency", "request_queue_time", "request_inference_time")
+    )
+    assert abs(whole - queued - inference) < 0.005 * ended
+    assert found[f'vllm:request_success_total{{finished_reason="length",model_name="{MODEL}"}}'] >= 1
