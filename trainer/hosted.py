@@ -9,6 +9,7 @@ in a row; anything else ends training, says why on the board and in the log, and
 """
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,7 @@ class HostedTrainer:
             except Exception:
                 log.exception("training.failed")
             finally:
+                self._forget_run()
                 ended(done)
 
         self._thread = threading.Thread(target=run, name="trainer", daemon=True)
@@ -103,7 +105,7 @@ class HostedTrainer:
         failures = 0
         while not self._stopping.is_set():
             before = self._train_steps()
-            self._training = None
+            self._forget_run()
             self._running = asyncio.create_task(self._train(place))
             try:
                 await self._running
@@ -139,6 +141,11 @@ class HostedTrainer:
     async def _pause(self, seconds: float) -> None:
         self._running = asyncio.create_task(asyncio.sleep(seconds))
         await asyncio.gather(self._running, return_exceptions=True)
+
+    def _forget_run(self) -> None:
+        """Let go of a run's arrays; its exception and its tasks hold each other."""
+        self._training = self._running = None
+        gc.collect()
 
     def _train_steps(self) -> int:
         return self._training.state.train_step if self._training is not None else 0

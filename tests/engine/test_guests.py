@@ -269,6 +269,35 @@ def test_training_shares_the_served_base(served: LoadedModel) -> None:
     del student
 
 
+def test_a_worker_that_trains_holds_one_base_and_the_trainers_own_state(tmp_path: Path) -> None:
+    shape = {"hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 1536, "vocab_size": 8192, "head_dim": 64}
+    outbox = Outbox()
+    folder = write_model(tmp_path / "model", QWEN3 | shape)
+    engine = EngineThread(EngineConfig(str(folder)), outbox.on_step, outbox.on_death, AdapterConfig())
+    loaded = engine.start()
+
+    def call(function: Callable[[], Any]) -> Any:
+        def work() -> Work:
+            return function()
+            yield
+
+        return engine.run_between_steps(work).result(60)
+
+    engine.submit([RowRequest(spec(f"s{i}", prompt_of(8), max_tokens=1800)) for i in range(4)])
+    outbox.wait(lambda: len(outbox.events) > 20)
+    alone = call(mx.get_active_memory)
+    students = [call(lambda: learner(loaded))]
+    for step in range(2):
+        work = engine.run_between_steps(lambda step=step: students[0].train(batch(), step, step, [(1, 2)]))
+        assert work.result(60).report.updated
+    hosted, state = call(mx.get_active_memory), call(students[0].snapshot)
+    own = sum(value.nbytes for part in (state.adapter, state.optimizer) for value in part.values())
+    assert not outbox.finished("s0"), "both were measured while rows decode"
+    call(students.clear)
+    assert engine.stop() and outbox.death is None
+    assert alone > 60e6 and (hosted - own) / alone < 1.10
+
+
 def test_a_bound_on_time_divides_a_train_step_into_more_microbatches(served: LoadedModel) -> None:
     def units(work: Work) -> int:
         return sum(1 for _ in work)

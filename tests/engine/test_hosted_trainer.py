@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +44,17 @@ async def test_both_hosts_make_the_same_weights_of_the_same_run(tmp_path: Path) 
     assert (tmp_path / "inside" / name).read_bytes() == (tmp_path / "separate" / name).read_bytes()
 
 
+class Loop:
+    """Stands for a TrainLoop."""
+
+    def __init__(self) -> None:
+        self.state = SimpleNamespace(train_step=0)
+        self.cycle = self  # as tasks and tracebacks make them
+
+    def stop(self) -> None:
+        """Does not listen."""
+
+
 class Run:
     """Stands for a run of the trainer that does what a test says."""
 
@@ -51,13 +63,16 @@ class Run:
         self.begun = threading.Event()
         self.ended = threading.Event()
         self.done: list[bool] = []
+        self.loops: list[weakref.ref[Any]] = []
         self._each = each
         monkeypatch.setattr(hosted, "train", self._train)
         monkeypatch.setattr(hosted, "FIRST_PAUSE_S", 0.001)
 
     async def _train(self, settings: Any, host: Any, load: Any, begun: Callable[[Any], None]) -> None:
         self.tries += 1
-        loop = SimpleNamespace(state=SimpleNamespace(train_step=0), stop=lambda: None)
+        loop = Loop()
+        assert not any(each() for each in self.loops), "the arrays of an earlier try are still there"
+        self.loops.append(weakref.ref(loop))
         begun(loop)
         self.begun.set()
         await asyncio.sleep(0)
@@ -113,6 +128,7 @@ def test_what_may_pass_is_tried_again(monkeypatch: pytest.MonkeyPatch, each: Any
     assert run.ended.wait(20)
     trainer.stop(5)
     assert (run.tries, run.done) == (tries, [done])
+    assert not any(loop() for loop in run.loops), "a trainer that has ended holds no memory"
 
 
 def test_a_run_that_does_not_end_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
