@@ -371,7 +371,7 @@ DOCUMENTED: tuple[KeyKind, ...] = (
     KeyKind("parallm:train:{*}:steps", "stream", "trainer", "30 d, 4,096 entries", "train steps: the curves"),
     KeyKind("parallm:train:{*}:alerts", "stream", "trainer", "30 d, 256 entries", "alerts"),
     KeyKind("parallm:train:{*}:trajectories", "stream", "job runner", "7 d, bounded", "live trajectories, JSON"),
-    KeyKind("parallm:train:{*}:trajectories:stats", "hash", "job runner", "30 d", "counts, and bytes that wait"),
+    KeyKind("parallm:train:{*}:trajectories:stats", "hash", "job runner", "7 d", "counts, and bytes that wait"),
     KeyKind("parallm:train:{*}:trajectories:seen", "sorted set", "job runner", "7 d", "ids, so that none comes twice"),
     KeyKind("parallm:train:{*}:orders", "stream", "api", "1 d, 32 entries", "updates and checkpoints asked for"),
     KeyKind("parallm:score:orders", "stream", "api", "1 d, 256 entries", "texts to be scored at once"),

@@ -14,5 +14,8 @@ for i = 2, #ARGV do
     redis.call('XACK', KEYS[1], ARGV[1], ARGV[i])
   end
 end
-if found > 0 then redis.call('HINCRBY', KEYS[2], 'consumed', found) end
+if found > 0 then
+  redis.call('HINCRBY', KEYS[2], 'consumed', found)
+  redis.call('EXPIRE', KEYS[2], 604800, 'NX') -- had it expired just now, what we made goes, too
+end
 return found
