@@ -165,7 +165,6 @@ class GrammarMasks:
         self._all_rows = len(self._places) == len(rows)
         self._indices_C = mx.array([index for index, _ in self._places])
         self._executor = LLExecutor() if len(self._places) > 1 else None
-        self._bits_32 = mx.arange(32, dtype=mx.uint32)
 
     def apply(self, logits_BV: mx.array, inputs_B1: mx.array) -> mx.array:
         """Logits [B, V], -inf where a row's grammar forbids the token; `inputs_B1` are the ids that were fed."""
@@ -173,12 +172,18 @@ class GrammarMasks:
         # Apart, so that reading the inputs does not wait for the forward that they are fed to.
         mx.async_eval(inputs_B)  # type: ignore[no-untyped-call]
         mx.async_eval(logits_BV)  # type: ignore[no-untyped-call]
-        allowed_CV = self._unpack(self._next_words(cast(list[int], inputs_B.tolist())))
+        allowed_CV = mx.array(self._allowed(cast(list[int], inputs_B.tolist())))
         if self._all_rows:
             return mx.where(allowed_CV, logits_BV, -mx.inf)
         masked_BV = mx.array(logits_BV)
         masked_BV[self._indices_C] = mx.where(allowed_CV, logits_BV[self._indices_C], -mx.inf)
         return masked_BV
+
+    def _allowed(self, inputs: list[int]) -> npt.NDArray[np.bool_]:
+        """Which tokens may come next, [C, V]: in the host's time, which the forward's covers."""
+        words_CW = self._next_words(inputs)
+        bits_CV = np.unpackbits(words_CW.view(np.uint8), axis=1, count=self._vocab, bitorder="little")
+        return bits_CV.view(np.bool_)
 
     def _next_words(self, inputs: list[int]) -> npt.NDArray[np.int32]:
         words_CW = allocate_token_bitmask(len(self._places), self._places[0][1].vocab_size)
@@ -198,8 +203,3 @@ class GrammarMasks:
             if place.fault:
                 words_CW[at] = _EVERYTHING
         return words_CW
-
-    def _unpack(self, words_CW: npt.NDArray[np.int32]) -> mx.array:
-        """Which tokens are allowed, [C, V] bool."""
-        bits_CW32 = (mx.array(words_CW.view(np.uint32))[:, :, None] >> self._bits_32) & 1
-        return bits_CW32.reshape(len(self._places), -1)[:, : self._vocab].astype(mx.bool_)
