@@ -11,14 +11,14 @@ from api import errors
 from api.context import RequestContext
 from api.generation import settled
 from api.guards import guard
-from api.openai import chat, completions, embeddings, models, responses, streams
+from api.openai import chat, classifications, completions, embeddings, models, responses, streams
 from api.openapi import describe_errors
 from api.ops import dashboard, deadletters, health, metrics, snapshot
 from api.ops.sampling import sample_forever
 from api.ops.snapshot import Snapshots
 from api.resume import stop_lingering
 from api.ring import Ring
-from api.rl import adapters, generate, jobs, pause, rewards, tokenize, training
+from api.rl import act, adapters, generate, jobs, pause, predict, rewards, tokenize, training
 from shared.metrics import Tally
 from shared.settings import ApiSettings
 
@@ -62,6 +62,9 @@ def create_app(settings: ApiSettings) -> FastAPI:
         chat,
         embeddings,
         responses,
+        classifications,
+        act,
+        predict,
         models,
         streams,
         jobs,

@@ -59,6 +59,8 @@ class Work(msgspec.Struct, frozen=True):
     deadline_ms: int = 0
     collect: Collection | None = None
     pooling: Pooling = "mean"
+    score_ids: tuple[tuple[int, ...], ...] = ()  # kind "score": what follows each prompt
+    seed_by_prompt: bool = False  # else equal prompts draw equal samples
 
     def specs(
         self, api_id: str, first_token_timeout_s: float = 0, sequence_class: SequenceClass = "interactive"
@@ -71,7 +73,9 @@ class Work(msgspec.Struct, frozen=True):
                 id=f"{self.id}-{p * self.n + s}",
                 model=self.model,
                 prompt_ids=prompt,
-                sampling=msgspec.structs.replace(self.sampling, seed=_sample_seed(self.sampling.seed, s)),
+                sampling=msgspec.structs.replace(
+                    self.sampling, seed=_sample_seed(self.sampling.seed, s + (p if self.seed_by_prompt else 0))
+                ),
                 sequence_class=sequence_class,
                 kind=self.kind,
                 group=f"{self.id}-p{p}" if self.n > 1 else "",
@@ -83,6 +87,7 @@ class Work(msgspec.Struct, frozen=True):
                 collect=self.collect and msgspec.structs.replace(self.collect, sample=s),
                 first_token_deadline_ms=first,
                 pooling=self.pooling,
+                score_ids=self.score_ids[p] if self.score_ids else (),
             )
             for p, prompt in enumerate(self.prompts)
             for s in range(self.n)

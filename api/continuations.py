@@ -1,0 +1,47 @@
+"""How likely a model finds each of some continuations of a prompt: the exact log-probability of every one.
+
+Each pair is a sequence of kind "score" in the same queue; equal prompts share their KV through the prefix cache.
+"""
+
+import uuid
+
+from fastapi import Request
+
+from api.generation import Work
+from api.openai.replies import gather_all
+from api.openai.sampling import check_prompts, deadline
+from api.ring import Ring
+from api.targets import Target
+from shared.errors import InvalidRequestError
+from shared.sequences import SamplingParams
+
+MAX_PAIRS = 4096
+
+
+async def log_probabilities(
+    ring: Ring, request: Request, target: Target, prompts: list[list[int]], continuations: list[list[int]], param: str
+) -> list[list[float]] | None:
+    """log P(continuation | prompt) of every pair, fp32, summed over its tokens; None when the client has left."""
+    card, settings = target.served.card, ring.settings
+    if len(prompts) * len(continuations) > MAX_PAIRS:
+        raise InvalidRequestError(f"more than {MAX_PAIRS} pairs of prompt and continuation", param=param)
+    pairs = [(prompt, continuation) for prompt in prompts for continuation in continuations]
+    check_prompts(prompts, card, settings, param)
+    check_prompts([prompt + continuation for prompt, continuation in pairs], card, settings, param)
+    work = Work(
+        id=f"score-{uuid.uuid4().hex}",
+        model=card.name,
+        prompts=tuple(tuple(prompt) for prompt, _ in pairs),
+        sampling=SamplingParams(max_tokens=0, seed=0),
+        kind="score",
+        adapter=target.adapter,
+        adapter_policy=target.policy,
+        deadline_ms=deadline(settings),
+        score_ids=tuple(tuple(continuation) for _, continuation in pairs),
+    )
+    gathered = await gather_all(ring, request, work)
+    if gathered is None:
+        return None
+    totals = [sum(events[-1].score_logprobs or ()) for events in gathered]
+    width = len(continuations)
+    return [totals[at * width : (at + 1) * width] for at in range(len(prompts))]

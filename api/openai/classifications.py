@@ -1,0 +1,95 @@
+"""POST /v1/classifications: which of some labels the served model finds most likely behind each input."""
+
+import math
+import time
+import uuid
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field, model_validator
+from starlette.responses import Response
+
+from api.continuations import log_probabilities
+from api.errors import error_responses
+from api.openai.completions import encoded
+from api.openai.fields import RequestModel, complaint
+from api.openai.planning import target_of
+from api.ring import Ring, ring_of
+from shared.sequences import AdapterPolicy
+
+router = APIRouter(tags=["openai"])
+
+_PLACE = "{input}"
+
+
+class ClassificationRequest(RequestModel):
+    """POST /v1/classifications."""
+
+    input: str | list[str] = Field(description="one text, or several")
+    labels: list[Annotated[str, Field(min_length=1)]] = Field(min_length=2, max_length=256)
+    template: str = Field(
+        default=f"{_PLACE}\n\nLabel: ",
+        description=f"the prompt: {_PLACE} is where the text goes, and the label is what would follow",
+    )
+    model: str | None = Field(default=None, description="a served model or an adapter on one")
+    user: str | None = Field(default=None, description="a session: it stays with its choice of an adapter split")
+    adapter: str | None = None
+    lora_adapter: str | None = None
+    adapter_policy: AdapterPolicy | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> "ClassificationRequest":
+        if _PLACE not in self.template:
+            raise complaint("template", f"a template has {_PLACE} in it")
+        if len(set(self.labels)) < len(self.labels):
+            raise complaint("labels", "two labels are the same")
+        if not self.input:
+            raise complaint("input", "nothing to classify")
+        return self
+
+
+@router.post(
+    "/v1/classifications",
+    summary="Classify texts by labels of your own",
+    responses={
+        200: {"description": "For each input the most likely label and the probabilities of all, in `labels`' order"},
+        **error_responses(400, 404, 413, 429, 503, 504),
+    },
+)
+async def create_classifications(
+    body: ClassificationRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]
+) -> Response:
+    """Zero-shot: P(label | prompt), exact, over the labels given. The shape is vLLM's /classify with `labels`."""
+    target = await target_of(body, request, ring)
+    codec = target.served.codec
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    prompts = [await encoded(codec, body.template.replace(_PLACE, text)) for text in texts]
+    labels = [codec.encode(label, add_special_tokens=False) for label in body.labels]
+    scores = await log_probabilities(ring, request, target, prompts, labels, "input")
+    if scores is None:
+        return Response(status_code=499)
+    tokens = sum(map(len, prompts))
+    answer = {
+        "id": f"classify-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": body.model or target.served.card.name,
+        "labels": body.labels,
+        "data": [_shown(at, body.labels, softmax(each)) for at, each in enumerate(scores)],
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _shown(index: int, labels: list[str], chances: list[float]) -> dict[str, object]:
+    best = max(range(len(labels)), key=chances.__getitem__)
+    return {"index": index, "label": labels[best], "probs": chances, "num_classes": len(labels)}
+
+
+def softmax(scores: list[float], temperature: float = 1.0) -> list[float]:
+    """Chances in proportion to exp(score / temperature)."""
+    top = max(scores)
+    weights = [math.exp((score - top) / temperature) for score in scores]
+    total = sum(weights)
+    return [weight / total for weight in weights]

@@ -1,0 +1,170 @@
+"""POST /v1/rl/act: a batch of observations in, an action for each out, for loops of reinforcement learning.
+
+With `actions` the action space is discrete: the policy is the model's own distribution over those texts, and the
+action's log-probability is exact under it. Without, an action is the text that the model writes.
+"""
+
+import math
+import random
+import secrets
+import uuid
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field, model_validator
+from starlette.responses import Response
+
+from api.continuations import log_probabilities
+from api.errors import error_responses
+from api.generation import Work
+from api.openai.choices import ends_with_stop_token
+from api.openai.classifications import softmax
+from api.openai.completions import encoded
+from api.openai.conversations import template_messages
+from api.openai.fields import RequestModel, complaint
+from api.openai.messages import ChatMessage
+from api.openai.planning import target_of
+from api.openai.replies import gather_all
+from api.openai.sampling import check_prompts, deadline, room_for
+from api.ring import Ring, ring_of
+from api.targets import Target
+from shared.frames import spans_of
+from shared.sequences import AdapterPolicy, SamplingParams
+from shared.text import TextCodec
+
+router = APIRouter(tags=["rl"])
+
+Observation = str | list[Annotated[int, Field(strict=True, ge=0)]] | list[ChatMessage]
+
+
+class ActRequest(RequestModel):
+    """POST /v1/rl/act."""
+
+    off: ClassVar[dict[str, tuple[Any, ...]]] = {"hidden_states": ()}
+
+    observations: list[Observation] = Field(min_length=1, max_length=1024, description="texts, token ids, or chats")
+    model_id: str | None = Field(default=None, description="the policy: a served model, an adapter or a version of it")
+    model: str | None = Field(default=None, description="the same as `model_id`")
+    actions: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        default=None, min_length=1, max_length=256, description="the action space; without it an action is free text"
+    )
+    deterministic: bool | None = Field(default=False, description="the most likely action instead of a drawn one")
+    temperature: float | None = Field(default=1.0, gt=0, le=10)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    max_tokens: int | None = Field(default=None, ge=1, description="of an action that is free text")
+    user: str | None = None
+    adapter: str | None = None
+    lora_adapter: str | None = None
+    adapter_policy: AdapterPolicy | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> "ActRequest":
+        if self.model and self.model_id and self.model != self.model_id:
+            raise complaint("model_id", "'model' and 'model_id' name different models")
+        self.model = self.model or self.model_id
+        if self.actions is not None and self.max_tokens is not None:
+            raise complaint("max_tokens", "'max_tokens' is a matter of free text, not of given 'actions'")
+        return self
+
+
+@router.post(
+    "/v1/rl/act",
+    summary="Act on a batch of observations",
+    responses={
+        200: {"description": "An action for each observation, with its log-probability and the policy's version"},
+        **error_responses(400, 404, 413, 429, 503, 504),
+    },
+)
+async def act(body: ActRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]) -> Response:
+    """`value_estimates` and `new_hidden_states` are null: a language model has neither value head nor hidden state."""
+    target = await target_of(body, request, ring)
+    prompts = [await _prompt(target.served.codec, each) for each in body.observations]
+    seed = secrets.randbits(62) if body.seed is None else body.seed
+    choose = _choose if body.actions is not None else _write
+    made = await choose(body, request, ring, target, prompts, seed)
+    if made is None:
+        return Response(status_code=499)
+    answer = {
+        "id": f"act-{uuid.uuid4().hex}",
+        "object": "rl.act",
+        "model": body.model or target.served.card.name,
+        "policy_version": target.admitted.id if target.admitted is not None else "",
+        **made,
+        "value_estimates": None,
+        "new_hidden_states": None,
+        "seed": seed,
+    }
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def _prompt(codec: TextCodec, observation: Observation) -> list[int]:
+    if isinstance(observation, str):
+        return await encoded(codec, observation)
+    messages = [each for each in observation if isinstance(each, ChatMessage)]
+    if messages:
+        return codec.encode_chat(template_messages(messages))
+    return [each for each in observation if isinstance(each, int)]
+
+
+async def _choose(
+    body: ActRequest, request: Request, ring: Ring, target: Target, prompts: list[list[int]], seed: int
+) -> dict[str, Any] | None:
+    """Actions of a discrete space."""
+    names = body.actions or []
+    space = [target.served.codec.encode(name, add_special_tokens=False) for name in names]
+    scores = await log_probabilities(ring, request, target, prompts, space, "observations")
+    if scores is None:
+        return None
+    policies = [softmax(each, body.temperature or 1.0) for each in scores]
+    if body.deterministic:
+        chosen = [max(range(len(names)), key=chances.__getitem__) for chances in policies]
+    else:
+        drawn = random.Random(seed)
+        chosen = [drawn.choices(range(len(names)), chances)[0] for chances in policies]
+    return {
+        "actions": [names[at] for at in chosen],
+        "action_indices": chosen,
+        "action_log_probs": [math.log(max(policy[at], 5e-324)) for policy, at in zip(policies, chosen, strict=True)],
+        "action_probs": policies,
+    }
+
+
+async def _write(
+    body: ActRequest, request: Request, ring: Ring, target: Target, prompts: list[list[int]], seed: int
+) -> dict[str, Any] | None:
+    """Actions that are text; log-probabilities are the model's at temperature 1."""
+    card, codec, settings = target.served.card, target.served.codec, ring.settings
+    check_prompts(prompts, card, settings, "observations")
+    max_tokens = room_for(prompts, card, body.max_tokens, settings.default_max_tokens)
+    temperature = 0.0 if body.deterministic else body.temperature or 1.0
+    work = Work(
+        id=f"act-{uuid.uuid4().hex}",
+        model=card.name,
+        prompts=tuple(map(tuple, prompts)),
+        sampling=SamplingParams(max_tokens=max_tokens, seed=seed, temperature=temperature),
+        adapter=target.adapter,
+        adapter_policy=target.policy,
+        deadline_ms=deadline(settings),
+        seed_by_prompt=True,
+    )
+    gathered = await gather_all(ring, request, work)
+    if gathered is None:
+        return None
+    shown: dict[str, list[Any]] = {
+        "actions": [], "action_log_probs": [], "action_token_ids": [], "action_token_log_probs": [],
+        "finish_reasons": [], "weight_versions": [],
+    }  # fmt: skip
+    for events in gathered:
+        tokens = [token for event in events for token in event.tokens]
+        logprobs = [logprob for event in events for logprob in event.logprobs]
+        finish = events[-1].finish
+        assert finish is not None, "gathered before the end"
+        text = tokens[:-1] if ends_with_stop_token(tokens, finish, card.eos_token_ids) else tokens
+        shown["actions"].append(codec.decode(text))
+        shown["action_log_probs"].append(sum(logprobs))
+        shown["action_token_ids"].append(tokens)
+        shown["action_token_log_probs"].append(logprobs)
+        shown["finish_reasons"].append(finish.reason)
+        shown["weight_versions"].append([msgspec.structs.asdict(span) for span in spans_of(events)])
+    return shown
