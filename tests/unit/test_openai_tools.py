@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.openai.conversations import conversation, template_messages
@@ -87,6 +87,7 @@ def test_a_completion_is_taken_apart(
 PARTS = ["<think>", "</think>", "<tool_call>", "</tool_call>", ROME, "\n", " ", "word", "<", "{", '{"name": "f"}']
 
 
+@settings(deadline=None)
 @given(
     parts=st.lists(st.sampled_from(PARTS), max_size=12),
     cuts=st.lists(st.integers(0, 120), max_size=8),
