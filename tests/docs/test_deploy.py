@@ -1,0 +1,76 @@
+"""The files that deploy us name settings, flags and files that exist."""
+
+import plistlib
+import re
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shared.settings import ServeSettings, WorkerSettings, load
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+
+
+def resolves(command: list[str]) -> None:
+    """The command line is understood: `--dry-run` prints its settings and exits 0."""
+    kind = {"mlx_parallm_serve": ServeSettings, "mlx_parallm_worker": WorkerSettings}[Path(command[0]).name]
+    flags = [word for word in command[1:] if not word.endswith(".yaml") and word != "--config"]
+    with pytest.raises(SystemExit) as stopped:
+        load(kind, [*flags, "--dry-run"])
+    assert stopped.value.code == 0
+
+
+def test_compose_sets_variables_that_are_settings() -> None:
+    names = {f"PARALLM_{name.upper()}" for name in ServeSettings.model_fields} | {"PARALLM_REDIS_URL"}
+    variables = set(COMPOSE["services"]["api"]["environment"])
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    variables |= set(re.findall(r"(PARALLM_\w+)=", dockerfile))
+    assert variables <= names
+
+
+def test_compose_mounts_files_that_exist() -> None:
+    mounts = [volume for service in COMPOSE["services"].values() for volume in service.get("volumes", [])]
+    files = [volume.split(":")[0] for volume in mounts if volume.startswith("./")]
+    assert len(files) == 3 and all((ROOT / file).exists() for file in files)
+
+
+def test_compose_asks_for_every_secret_and_holds_none() -> None:
+    text = (ROOT / "docker-compose.yml").read_text()
+    assert all(f"{name}:?" in text for name in ("REDIS_PASSWORD", "API_KEY", "GRAFANA_PASSWORD"))
+
+
+def test_the_image_starts_a_front_without_workers() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    found = re.search(r"^CMD (\[.*\])$", dockerfile, re.MULTILINE)
+    assert found is not None
+    command = yaml.safe_load(found.group(1))
+    assert "--workers" in command
+    resolves(command)
+    copied = re.findall(r"^COPY (.+) \S+$", dockerfile, re.MULTILINE)
+    assert all((ROOT / name).exists() for names in copied for name in names.split())
+
+
+@pytest.mark.parametrize("unit", sorted((ROOT / "deploy/systemd").glob("*.service")), ids=lambda path: path.name)
+def test_systemd_units_start_commands_of_ours(unit: Path) -> None:
+    parser = ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read(unit)
+    resolves(parser["Service"]["ExecStart"].split())
+    grace = WorkerSettings.model_fields["drain_grace_s"].default
+    assert int(parser["Service"]["TimeoutStopSec"]) > grace, "systemd would kill what still drains"
+
+
+def test_the_launchd_job_starts_a_worker_and_lets_it_drain() -> None:
+    job = plistlib.loads((ROOT / "deploy/launchd/com.parallm.worker.plist").read_bytes())
+    resolves(job["ProgramArguments"])
+    assert job["ExitTimeOut"] > WorkerSettings.model_fields["drain_grace_s"].default
+
+
+def test_grafana_is_provisioned_with_our_board() -> None:
+    [provider] = yaml.safe_load((ROOT / "deploy/grafana/provisioning/dashboards/parallm.yml").read_text())["providers"]
+    folder = provider["options"]["path"]
+    targets = [volume.split(":")[1] for volume in COMPOSE["services"]["grafana"]["volumes"]]
+    assert any(target.startswith(folder) for target in targets)
