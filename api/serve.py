@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(ServeSettings, argv)
         configure(settings.log_level, settings.log_json)
-        _check(settings)
+        check_modes(settings)
         check_exposure(settings)
         with _embedded(settings) as server:
             if server is not None:
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def _check(settings: ServeSettings) -> None:
+def check_modes(settings: ServeSettings) -> None:
     """SetupError when the settings contradict each other."""
     if settings.trains:
         if not settings.workers:
@@ -127,7 +127,7 @@ def _listen_unix(path: str) -> socket.socket:
 async def _start_children(supervisor: Supervisor, settings: ServeSettings, listener: socket.socket | None) -> None:
     # Stopped in the reverse order: first no new requests, then jobs, then the workers drain.
     for i in range(settings.workers):
-        await supervisor.start(_worker(settings, i))
+        await supervisor.start(worker_spec(settings, i))
     if listener is None:
         return
     await supervisor.start(ChildSpec("job runner", "worker.jobs", settings.of(RunnerSettings).environment()))
@@ -139,7 +139,7 @@ async def _start_children(supervisor: Supervisor, settings: ServeSettings, liste
         await supervisor.start(ChildSpec(f"api {i}", "api", environment, arguments=("--fd", str(fd)), pass_fds=(fd,)))
 
 
-def _worker(settings: ServeSettings, index: int) -> ChildSpec:
+def worker_spec(settings: ServeSettings, index: int) -> ChildSpec:
     """One worker; the first one hosts the trainer, of which there is one a policy."""
     part = settings.of(WorkerSettings)
     part.worker_id = f"{settings.worker_id}-{index}" if settings.worker_id else ""

@@ -270,7 +270,7 @@ def test_training_shares_the_served_base(served: LoadedModel) -> None:
 
 
 def test_a_worker_that_trains_holds_one_base_and_the_trainers_own_state(tmp_path: Path) -> None:
-    shape = {"hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 1536, "vocab_size": 8192, "head_dim": 64}
+    shape = {"hidden_size": 512, "num_hidden_layers": 3, "intermediate_size": 1536, "vocab_size": 8192, "head_dim": 64}
     outbox = Outbox()
     folder = write_model(tmp_path / "model", QWEN3 | shape)
     engine = EngineThread(EngineConfig(str(folder)), outbox.on_step, outbox.on_death, AdapterConfig())
@@ -295,7 +295,7 @@ def test_a_worker_that_trains_holds_one_base_and_the_trainers_own_state(tmp_path
     assert not outbox.finished("s0"), "both were measured while rows decode"
     call(students.clear)
     assert engine.stop() and outbox.death is None
-    assert alone > 60e6 and (hosted - own) / alone < 1.10
+    assert alone > 50e6 and (hosted - own) / alone < 1.10
 
 
 def test_a_bound_on_time_divides_a_train_step_into_more_microbatches(served: LoadedModel) -> None:

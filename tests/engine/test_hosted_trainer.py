@@ -20,6 +20,7 @@ from tests.training.run import train
 from trainer import hosted
 from trainer.host import EngineHost
 from trainer.hosted import HostedTrainer, hosted_settings
+from worker.__main__ import main
 from worker.engine.adapters import AdapterConfig
 from worker.engine.messages import EngineConfig
 from worker.engine.thread import EngineThread, RowRequest
@@ -105,7 +106,7 @@ def out_of_memory_twice(tries: int, loop: Any) -> None:
 
 def out_of_memory_after_a_train_step(tries: int, loop: Any) -> None:
     loop.state.train_step = tries
-    if tries < 9:
+    if tries < 6:
         raise RuntimeError("out of memory")
 
 
@@ -118,7 +119,7 @@ def refused(tries: int, loop: Any) -> None:
     [
         (out_of_memory, hosted.TRIES, False),
         (out_of_memory_twice, 3, True),
-        (out_of_memory_after_a_train_step, 9, True),
+        (out_of_memory_after_a_train_step, 6, True),
         (refused, 1, False),
     ],
 )
@@ -168,3 +169,11 @@ def test_model_ring_and_pause_are_the_workers(tmp_path: Path) -> None:
 def test_a_guest_that_is_not_there_is_named(name: str) -> None:
     with pytest.raises(SetupError, match=name.replace(".", r"\.")):
         invited(WorkerSettings(guest=name))
+
+
+def test_a_worker_whose_guest_cannot_work_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("task: no.such.module:Task")
+    guest = ["--guest", "trainer.hosted:HostedTrainer", "--train-config", str(path)]
+    assert main(["--redis", "redis://127.0.0.1:1", *guest]) == 2, "which a supervisor does not try again"
+    assert "no.such.module" in capsys.readouterr().err

@@ -1,0 +1,49 @@
+"""What the modes of `mlx_parallm_serve` start, and which settings contradict each other."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api.serve import TRAINER, check_modes, worker_spec
+from shared.errors import SetupError
+from shared.settings import ServeSettings
+
+
+def settings(**changes: Any) -> ServeSettings:
+    return ServeSettings.model_construct(**(ServeSettings().model_dump() | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"mode": "training_only", "workers": 0}, "needs a worker"),
+        ({"enable_rl_training": True, "train_config": Path("/no/such.yaml")}, "/no/such.yaml: no such file"),
+        ({"train_config": Path("run.yaml")}, "--train-config is for a hosted trainer"),
+        ({"mode": "inference", "lora_rank": 4}, "--lora-rank is for a hosted trainer"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(SetupError, match=complaint):
+        check_modes(settings(**changes))
+
+
+@pytest.mark.parametrize("mode", ["inference", "inference_only"])
+def test_without_training_no_worker_has_a_guest(mode: str) -> None:
+    assert worker_spec(settings(mode=mode), 0).environment["PARALLM_GUEST"] == ""
+
+
+@pytest.mark.parametrize("changes", [{"mode": "inference_and_training"}, {"enable_rl_training": True}])
+def test_the_first_worker_hosts_the_trainer(changes: dict[str, Any]) -> None:
+    made = settings(workers=2, lora_rank=4, training_share=0.3, **changes)
+    check_modes(made)
+    first, second = worker_spec(made, 0), worker_spec(made, 1)
+    assert (first.environment["PARALLM_GUEST"], second.environment["PARALLM_GUEST"]) == (TRAINER, "")
+    assert first.environment["PARALLM_LORA_RANK"] == "4"
+    assert first.environment["PARALLM_TRAINING_SHARE"] == "0.3"
+    assert not first.ends, "it goes on serving"
+
+
+def test_training_alone_ends_when_it_is_done() -> None:
+    first = worker_spec(settings(mode="training_only"), 0)
+    assert first.ends and first.environment["PARALLM_END_WITH_GUEST"] == "True"
