@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import sys
+from pathlib import Path
 
 from redis.asyncio import Redis
 from typer.testing import CliRunner
@@ -14,6 +17,8 @@ from tests.redis.api_servers import api
 from tests.redis.scripted_worker import CARD, MODEL
 from tests.unit.api_texts import bundle
 
+ROOT = Path(__file__).parents[2]
+
 
 async def test_it_shows_the_ring_once(redis_url: str, redis: Redis) -> None:
     registry = WorkerRegistry(redis)
@@ -22,14 +27,22 @@ async def test_it_shows_the_ring_once(redis_url: str, redis: Redis) -> None:
         WorkerStatus("w[1]", MODEL, "h", 1, "ready", 2, 8, 0, 5, 9, 41.6, 0, 1, 2**40, {"policy": 3})
     )
     async with api(redis_url) as server:
-        shown = await asyncio.to_thread(
-            CliRunner(env={"COLUMNS": "120"}).invoke, app, ["top", "--once", "--url", server.url]
-        )
-        told = await asyncio.to_thread(CliRunner().invoke, app, ["top", "--json", "--url", server.url])
-    assert shown.exit_code == 0, shown.output
+        shown = await top("--once", "--url", server.url)
+        told = await top("--json", "--url", server.url)
     for words in ("42 tok/s", "w[1]", "2/8", "policy@3", "interactive"):
-        assert words in shown.output
-    assert json.loads(told.stdout)["workers"][0]["adapters"] == {"policy": 3}
+        assert words in shown
+    assert json.loads(told)["workers"][0]["adapters"] == {"policy": 3}
+
+
+async def top(*arguments: str) -> str:
+    """What the command prints, as a process of its own: the api of this one logs to stdout, too."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "api.cli", "top", *arguments,
+        stdout=asyncio.subprocess.PIPE, cwd=ROOT, env={**os.environ, "COLUMNS": "120"},
+    )  # fmt: skip
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    return output.decode()
 
 
 def test_a_server_that_is_away_is_an_error_in_a_line() -> None:
