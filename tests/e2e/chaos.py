@@ -83,6 +83,7 @@ async def run(
         for line in member.all_lines():
             if any(alarm in line for alarm in ALARMS):
                 report.violation(f"{member.name} says: {line.strip()[:2000]}")
+    report.redis_restarts_s = ring.redis_restarts_s
     return report, ring.faults
 
 
@@ -211,6 +212,8 @@ def show(report: Report, faults: Counter[str]) -> None:
     if took := sorted(report.takeovers_s):
         print(f"pause at a worker's death: {len(took)} streams, min {took[0]:.2f} median {statistics.median(took):.2f} "
               f"max {took[-1]:.2f} s")  # fmt: skip
+    if took := report.redis_restarts_s:
+        print(f"Redis was back after {min(took):.2f} to {max(took):.2f} s")
     print(f"violations: {len(report.violations)}", flush=True)
 
 

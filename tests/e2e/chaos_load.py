@@ -44,6 +44,7 @@ class Report:
     samples: int = 0
     given_up: int = 0
     takeovers_s: list[float] = field(default_factory=list)
+    redis_restarts_s: list[float] = field(default_factory=list)
 
     def violation(self, text: str) -> None:
         self.violations.append(text)

@@ -51,8 +51,18 @@ class Member:
         self.process = Process.start(MODULES[self.role], *self.arguments)
 
     async def ready(self) -> None:
-        assert self.process is not None
-        await asyncio.to_thread(self.process.wait_for_line, READY[self.role])
+        """Wait for it; one that finds no Redis leaves with code 1 and is started again, as by a supervisor."""
+        until = time.monotonic() + 120
+        while True:
+            assert self.process is not None
+            try:
+                await asyncio.to_thread(self.process.wait_for_line, READY[self.role])
+                return
+            except AssertionError:
+                if self.process.popen.poll() != 1 or time.monotonic() > until:
+                    raise
+            await asyncio.sleep(0.5)
+            self.start()
 
     def remember_descendants(self) -> None:
         with contextlib.suppress(psutil.Error):
@@ -80,6 +90,7 @@ class ChaosRing:
     running: dict[str, float] = field(default_factory=dict)  # fault -> when it began
     history: list[tuple[str, float, float]] = field(default_factory=list)  # what, from, to
     redis_harmed: bool = False
+    redis_restarts_s: list[float] = field(default_factory=list)
 
     def of(self, role: str) -> list[Member]:
         return [member for member in self.members if member.role == role]
@@ -136,7 +147,9 @@ class ChaosRing:
                 if how == "kill":
                     os.kill(self.redis.pid, signal.SIGKILL)
                     await asyncio.sleep(self.rng.uniform(0.1, 1.5))
+                    began = time.monotonic()
                     await asyncio.to_thread(self.redis.restart)
+                    self.redis_restarts_s.append(time.monotonic() - began)
                 else:
                     os.kill(self.redis.pid, signal.SIGSTOP)
                     await asyncio.sleep(self.rng.uniform(0.2, 0.5) * self.freeze_s)
