@@ -105,7 +105,11 @@ class TrainLoop:
             if self.parts.live is None:
                 raise SetupError(f"source {settings.source!r} needs a ring with live traffic")
             live = LiveCollector(
-                self.parts.live, settings.live_trajectories, settings.max_lag, settings.group_deadline_s, books.taken
+                self.parts.live,
+                settings.live_trajectories,
+                settings.live_max_lag,
+                settings.group_deadline_s,
+                books.taken,
             )
         return Inbox(own, live, self.parts.mailbox)
 
@@ -122,7 +126,7 @@ class TrainLoop:
             if isinstance(work, Letter):
                 if await carry_out(self, self.parts.mailbox, work, timing):
                     saved = state.train_step
-            elif await self._serving.judge(work.groups):
+            elif await self._serving.judge(work):
                 self._inbox.discard(work)
                 await self.save()  # a resume must not serve again what has just been taken back
             else:

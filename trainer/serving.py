@@ -17,6 +17,7 @@ from trainer import gate
 from trainer.examine import Examiner
 from trainer.gate import RewardWatch, Standing
 from trainer.host import at_once
+from trainer.inbox import Batch
 from trainer.learner import Learner, Trained
 from trainer.pacing import oldest_version
 from trainer.parts import Parts
@@ -26,6 +27,8 @@ from trainer.settings import TrainSettings
 from trainer.state import RunState
 
 log = structlog.get_logger()
+
+SOURCES = ("prompts", "live")  # whose rewards are watched, each on its own
 
 
 class Serving:
@@ -46,8 +49,10 @@ class Serving:
         self._publisher = publisher
         self._examiner = examiner
         self._state = state
-        self._watch = RewardWatch(settings.reward_margin, settings.min_groups)
-        self._watch.good = {version: Standing(*earned) for version, earned in state.good.items()}
+        # Live traffic is another set of tasks than our own: what is earned on one says nothing about the other.
+        self._watches = {source: RewardWatch(settings.reward_margin, settings.min_groups) for source in SOURCES}
+        for source, standings in (("prompts", state.good), ("live", state.good_live)):
+            self._watches[source].good = {version: Standing(*earned) for version, earned in standings.items()}
         self._rejections = 0  # in a row
         self._failed = ""  # the last one's failed checks
         self._silent = 0  # train steps in a row without anything to learn from
@@ -100,25 +105,33 @@ class Serving:
         self._served(published.version)
         return ""
 
-    async def judge(self, batch: Sequence[RolloutGroup]) -> bool:
+    async def judge(self, batch: Batch) -> bool:
         """Judge the versions that sampled this batch; True when rewards have collapsed and an older one is served."""
+        watch = self._watches[batch.source]
         by_version: dict[int, list[float]] = {}
-        for group in batch:
+        for group in batch.groups:
             versions = [oldest_version(t.spans, self._settings.adapter) or 0 for t in group.trajectories]
             if group.rewards:
                 by_version.setdefault(min(versions), []).append(float(np.mean(group.rewards)))
         for version, means in sorted(by_version.items()):
-            target = self._watch.add(version, means)
+            target = watch.add(version, means)
             if target is not None:
-                await self._roll_back(version, target)
+                await self._roll_back(version, target, watch.good[target].mean)
                 return True
-            if not self._settings.evaluate_every and version in self._watch.good:
-                await self._judged(version, self._watch.good[version].mean)
+            decides = not self._settings.evaluate_every and batch.source == self._decides_best
+            if decides and version in watch.good:
+                await self._judged(version, watch.good[version].mean)
         return False
 
     def keep_books(self) -> None:
         """Write what a checkpoint needs into the state."""
-        self._state.good = {version: (s.mean, s.error) for version, s in self._watch.good.items()}
+        prompts, live = ({v: (s.mean, s.error) for v, s in watch.good.items()} for watch in self._watches.values())
+        self._state.good, self._state.good_live = prompts, live
+
+    @property
+    def _decides_best(self) -> str:
+        """The source whose rewards say which version is the best."""
+        return "live" if self._settings.source == "live" else "prompts"
 
     async def _keep(self, trained: Trained) -> str:
         """The local checks alone decide on weights that nobody is served yet."""
@@ -165,21 +178,23 @@ class Serving:
         state.policy_steps[version] = state.policy_step
         known = sorted(state.policy_steps)[-(self._settings.max_lag + 64) :]
         state.policy_steps = {v: state.policy_steps[v] for v in known}
-        self._publisher.forget({version, state.best_version, *self._watch.good, *known[-2:]})
+        good = {version for watch in self._watches.values() for version in watch.good}
+        self._publisher.forget({version, state.best_version, *good, *known[-2:]})
 
-    async def _roll_back(self, bad: int, target: int) -> None:
+    async def _roll_back(self, bad: int, target: int, earned: float) -> None:
         """Serve an old version again and go on from its weights; what newer ones sampled is too old from now on."""
         state, settings = self._state, self._settings
         reason = f"version {bad} earned less than version {target} by more than {settings.reward_margin}"
-        log.error("version.rolled_back", bad=bad, to=target, earned=self._watch.good[target].mean)
+        log.error("version.rolled_back", bad=bad, to=target, earned=earned)
         await self._parts.sink.roll_back(target, reason)
         await self._parts.sink.alert("reward_collapse", reason)
         weights = self._publisher.weights_of(target)
         await self._parts.host.run(at_once(lambda: self._learner.load(weights)))
         state.policy_step += settings.max_lag + 1
-        state.policy_steps = {v: s for v, s in state.policy_steps.items() if v != bad}
+        state.policy_steps = {v: s for v, s in state.policy_steps.items() if v <= target}
         state.rollbacks += 1
-        self._watch.rolled_back()
+        for watch in self._watches.values():
+            watch.rolled_back()
         self._served(target)
 
     async def _judged(self, version: int, reward: float) -> None:

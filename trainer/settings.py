@@ -114,6 +114,7 @@ class TrainSettings(ProcessSettings):
     gradient_checkpointing: bool = False
 
     max_lag: int = Field(default=1, ge=0, description="K: age of the oldest token, in policy steps; 0: on-policy")
+    live_max_lag: int = Field(default=8, ge=0, description="the same bound for live traffic, which comes when it comes")
     group_deadline_s: float = Field(default=600.0, gt=0)
     distances_every: int = Field(default=10, ge=0, description="train steps between measurements of mismatch")
 

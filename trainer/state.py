@@ -35,6 +35,7 @@ class RunState(msgspec.Struct):
     orders: list[str] = []  # ids of the last orders that the weights know
     policy_steps: dict[int, int] = {}  # adapter version -> policy step that made it
     good: dict[int, tuple[float, float]] = {}  # version -> mean reward and its standard error (`gate.RewardWatch`)
+    good_live: dict[int, tuple[float, float]] = {}  # the same, earned on live traffic
     rejected: int = 0
     rollbacks: int = 0
     updates: int = 0  # policy steps ever made; a rollback takes none away

@@ -109,7 +109,7 @@ def test_a_killed_trainer_learns_from_every_live_trajectory_exactly_once(
 ) -> None:
     # Pinned: what a version of the killed life has sampled is dropped as stale, since no weights of ours made it.
     flags = (
-        "--source", "live", "--live-trajectories", "16", "--steps", "4", "--checkpoint-every", "2", "--max-lag", "9",
+        "--source", "live", "--live-trajectories", "16", "--steps", "4", "--checkpoint-every", "2",
         "--parity-every", "0",
     )  # fmt: skip
     with trainer(served, tmp_path, "killed", *flags) as process:
