@@ -18,7 +18,7 @@ from api.ops.sampling import sample_forever
 from api.ops.snapshot import Snapshots
 from api.resume import stop_lingering
 from api.ring import Ring
-from api.rl import act, adapters, generate, jobs, pause, predict, rewards, tokenize, training
+from api.rl import act, adapters, address, generate, jobs, pause, predict, rewards, tokenize, training
 from shared.metrics import Tally
 from shared.settings import ApiSettings
 
@@ -69,6 +69,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
         streams,
         jobs,
         adapters,
+        address,
         generate,
         pause,
         tokenize,

@@ -60,7 +60,11 @@ def check_modes(settings: ServeSettings) -> None:
         if settings.train_config is not None and not settings.train_config.is_file():
             raise SetupError(f"--train-config {settings.train_config}: no such file")
         return
-    for flag, given in (("--train-config", settings.train_config), ("--lora-rank", settings.lora_rank)):
+    for flag, given in (
+        ("--train-config", settings.train_config),
+        ("--lora-rank", settings.lora_rank),
+        ("--atropos-url", settings.atropos_url),
+    ):
         if given:
             raise SetupError(f"{flag} is for a hosted trainer: add --mode inference_and_training")
 
@@ -151,6 +155,8 @@ def worker_spec(settings: ServeSettings, index: int) -> ChildSpec:
         environment["PARALLM_MODE"] = "rl"  # the trainer's setting of that name
         if settings.lora_rank:
             environment["PARALLM_LORA_RANK"] = str(settings.lora_rank)
+        if settings.atropos_url:
+            environment["PARALLM_ATROPOS_URL"] = settings.atropos_url
     return ChildSpec(
         f"worker {index}",
         "worker",

@@ -231,6 +231,7 @@ class ServeSettings(WorkerSettings, ApiSettings, RunnerSettings):
         description="with a trainer in the first worker, without one, or the trainer without HTTP until it is done",
     )
     enable_rl_training: bool = Field(default=False, description="the same as --mode inference_and_training")
+    atropos_url: str = Field(default="", description="Atropos' run-api, for the hosted trainer to learn from")
     lora_rank: int = Field(default=0, ge=0, description="of the hosted trainer's adapter; 0: as its settings say")
     data_dir: Path = Field(default=Path(".parallm"), description="Redis data, uploads, caches")
     workers: int = Field(default=1, ge=0, description="worker processes on this machine; 0: others will join")

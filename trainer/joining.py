@@ -1,7 +1,4 @@
-"""How a trainer finds its ring: by its Redis (`--redis`), or by what `--connect-to` names.
-
-`--connect-to` takes a Redis URL, which says the same as `--redis`.
-"""
+"""How a trainer joins its ring: by its Redis (`--redis`), or by an api of it (`--connect-to`, trainer/discovery.py)."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -14,14 +11,13 @@ from shared.redis.worker_registry import WorkerRegistry
 from shared.sequences import ModelCard
 from shared.text import CodecCache, TextCodec
 from trainer.board import Board, RingBoard
+from trainer.discovery import find_redis
 from trainer.live import LiveQueue
 from trainer.mailbox import Mailbox, RingMailbox
 from trainer.publish import AdapterSink
 from trainer.ring import RingSource, StoreSink
 from trainer.rollouts import RolloutSource
 from trainer.settings import TrainSettings
-
-_REDIS = ("redis://", "rediss://", "unix://")
 
 
 @dataclass(frozen=True)
@@ -37,16 +33,16 @@ class JoinedRing:
     mailbox: Mailbox
 
 
-def ring_url(settings: TrainSettings) -> str:
+async def ring_url(settings: TrainSettings) -> str:
     """Where the ring is; SetupError when the settings do not say it, or say it twice."""
     if settings.redis and settings.connect_to:
         raise SetupError("--redis and --connect-to both name a ring: give one of them")
-    url = settings.redis or settings.connect_to
-    if not url:
-        raise SetupError("a trainer joins a ring: give its Redis with --redis redis://HOST:PORT")
-    if not url.startswith(_REDIS):
-        raise SetupError(f"{url!r} is no Redis URL: redis://HOST:PORT, rediss://HOST:PORT or unix://PATH")
-    return url
+    if settings.redis:
+        return settings.redis
+    if not settings.connect_to:
+        raise SetupError("a trainer joins a ring: give its Redis (--redis redis://HOST:PORT) or an api (--connect-to)")
+    key, password = settings.api_key.get_secret_value(), settings.redis_password.get_secret_value()
+    return await find_redis(settings.connect_to, api_key=key, password=password)
 
 
 @contextlib.asynccontextmanager

@@ -26,7 +26,7 @@ async def train(
     begun: Callable[[TrainLoop], None],
 ) -> RunState:
     """Train until all steps are done or the loop is stopped; `begun` gets the loop before its first step."""
-    url = ring_url(settings)
+    url = await ring_url(settings)
     async with AsyncExitStack() as stack:
         environment, held_out = await stack.enter_async_context(tasks(settings))
         loaded = await load()

@@ -6,7 +6,7 @@ The defaults are for real models. `trainer/recipes/` holds settings for the tiny
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, SecretStr
 
 from shared.errors import SetupError
 from shared.jobs import SamplingOverrides
@@ -33,7 +33,9 @@ class TrainSettings(ProcessSettings):
         default="", description="of the base; default: the model's, float32 on a Linux CPU"
     )
     mode: Literal["rl"] = Field(default="rl", description="what kind of training: from rewards")
-    connect_to: str = Field(default="", description="the ring to learn from; the same as --redis")
+    connect_to: str = Field(default="", description="the ring to learn from: an api (HOST:PORT) or its Redis")
+    api_key: SecretStr = Field(default=SecretStr(""), description="for the api that --connect-to names")
+    redis_password: SecretStr = Field(default=SecretStr(""), description="of its Redis: an api does not tell it")
     adapter: str = Field(default="policy", description="name under which versions are published")
     run: str = Field(default="", description="name of the run; default: the adapter's")
     run_dir: Path = Field(default=Path(".parallm/train"), description="checkpoints, metrics, rejected versions")

@@ -56,7 +56,7 @@ def test_gsm8k_is_trained_with_its_reward_and_drawn_in_tensorboard(served: Ring,
 def training(served: Ring, run_dir: Path, *arguments: str) -> Iterator[Process]:
     """A trainer on the ring, as a process of its own."""
     trainer = Process.start(
-        "trainer", "--connect-to", served.redis_url, "--model", f"models/{MODEL}",
+        "trainer", "--connect-to", served.url, "--model", f"models/{MODEL}",
         "--run-dir", str(run_dir), "--log-json", "true", *arguments,
     )  # fmt: skip
     try:
