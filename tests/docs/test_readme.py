@@ -122,7 +122,9 @@ def test_a_second_worker_joins(shell: Shell) -> None:
 
 
 def test_a_trainer_learns_from_the_ring(shell: Shell) -> None:
-    shell.run(block("mlx_parallm_train --connect-to").replace("--steps 20", f"--steps 2 --run-dir {shell.folder}/train"))
+    shell.run(
+        block("mlx_parallm_train --connect-to").replace("--steps 20", f"--steps 2 --run-dir {shell.folder}/train")
+    )
     models = json.loads(shell.run("curl -s http://127.0.0.1:8000/v1/models"))
     assert "policy" in [model["id"] for model in models["data"]]
 
