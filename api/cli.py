@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from api.client import DEFAULT_URL, InferenceClient, JobRequest, RequestFailedError
-from api.commands import deadletters, key, top
+from api.commands import acl, deadletters, key, top
 from shared.jobs import TERMINAL, JobKind, JobStatus, RewardSpec
 
 T = TypeVar("T")
@@ -32,6 +32,7 @@ app = typer.Typer(
 app.add_typer(deadletters.app, name="deadletters")
 app.add_typer(key.app, name="key")
 app.command("top")(top.top)
+app.command()(acl.acl)
 err = Console(stderr=True, highlight=False)
 out = Console(highlight=False, soft_wrap=True)
 

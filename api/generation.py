@@ -129,6 +129,8 @@ class Generation:
             generation._specs = {spec.id: spec for spec in specs}
             generation._feed.on_lost = generation._lost
         except BaseException as error:
+            if isinstance(error, QueueFullError):
+                error.retry_after_s = ring.load.found_full(work.model, kind, ring.queue_bound(kind))
             if isinstance(error, ParallmError):
                 generation.unfinished = {}  # refused as a whole; any other error may have come after the enqueueing
             generation.close()

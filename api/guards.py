@@ -3,7 +3,7 @@
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from api.admission import Admission, Load
+from api.admission import Admission
 from api.auth import OwnOrigin, RequireKey
 from api.key_ring import KeyRing
 from api.limits import BodyLimit
@@ -12,9 +12,8 @@ from shared.settings import ApiSettings
 
 def guard(app: FastAPI, settings: ApiSettings) -> None:
     """Put the guards in front of the app; the last added stands outermost."""
-    app.state.load = Load(settings.max_concurrent_requests)
     app.add_middleware(BodyLimit, settings)
-    app.add_middleware(Admission, settings, app.state.load)
+    app.add_middleware(Admission, settings)
     keys = app.state.keys = KeyRing.of(settings)
     if keys:
         app.add_middleware(RequireKey, keys)

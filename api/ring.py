@@ -4,12 +4,14 @@ import asyncio
 import socket
 import time
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from fastapi import Request
 from redis.asyncio import Redis
 
 from api.grammars import GrammarChecker
+from api.load import Load
 from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownModelError
 from shared.metrics import Tally
 from shared.redis.adapter_store import AdapterStore
@@ -18,7 +20,7 @@ from shared.redis.client import connect
 from shared.redis.dead_letters import DeadLetters
 from shared.redis.job_store import JobStore
 from shared.redis.metric_store import MetricWriter
-from shared.redis.sequence_queue import SequenceQueue
+from shared.redis.sequence_queue import CLASSES, SequenceQueue
 from shared.redis.token_frames import FrameReader
 from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
 from shared.sequences import ModelCard, SequenceClass
@@ -51,6 +53,7 @@ class Ring:
         self.tally = tally or Tally()
         self.api_id = settings.api_id or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:8]}"
         self.shutting_down = False
+        self.load = Load(settings.max_concurrent_requests)
         self.redis: Redis = connect(settings.redis)
         self.registry = WorkerRegistry(self.redis)
         self.affinity = Affinity(self.redis, self.registry)
@@ -61,7 +64,7 @@ class Ring:
         self.adapters = AdapterStore(self.redis, keep_n=settings.adapter_keep_n)
         self.frames = FrameReader(settings.redis, self.api_id)
         self.counts = MetricWriter(self.redis, self.tally, "api", self.api_id)
-        self._counting: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._queues: dict[str, SequenceQueue] = {}
         self._live: dict[str, ModelCard] = {}
         self._workers: dict[str, list[WorkerStatus]] = {}
@@ -71,14 +74,14 @@ class Ring:
     async def start(self) -> None:
         """Subscribe to our frames and announce this process."""
         await self.frames.start()
-        self._counting = asyncio.create_task(self.counts.run())
+        self._tasks = [asyncio.create_task(self.counts.run()), asyncio.create_task(self.load.watch())]
 
     async def stop(self) -> None:
         """Let go of Redis."""
         await self.frames.stop()
-        if self._counting is not None:
-            self._counting.cancel()
-            await asyncio.gather(self._counting, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.redis.aclose()
 
     async def live_models(self) -> dict[str, ModelCard]:
@@ -92,6 +95,11 @@ class Ring:
                     self._looked = time.monotonic()
                     for card in self._live.values():
                         self.codecs.prepare(card)
+        return self._live
+
+    @property
+    def models_seen(self) -> Collection[str]:
+        """Names of the live models, as of the last look."""
         return self._live
 
     def serving(self, model: str) -> list[WorkerStatus]:
@@ -132,16 +140,15 @@ class Ring:
             raise UnknownModelError(f"model '{name}' does not exist", param="model")
         return card, await self.codecs.codec(card)
 
+    def queue_bound(self, kind: SequenceClass) -> int:
+        """How many sequences of a class may wait for one model."""
+        return self.settings.max_queue_size if kind == "interactive" else self.settings.max_batch_queue_size
+
     def queue(self, model: str) -> SequenceQueue:
         """The sequence queue of a model."""
         queue = self._queues.get(model)
         if queue is None:
-            settings = self.settings
-            bounds: dict[SequenceClass, int] = {
-                "interactive": settings.max_queue_size,
-                "batch": settings.max_batch_queue_size,
-            }
-            queue = SequenceQueue(self.redis, model, max_waiting=bounds)
+            queue = SequenceQueue(self.redis, model, max_waiting={kind: self.queue_bound(kind) for kind in CLASSES})
             self._queues[model] = queue
         return queue
 

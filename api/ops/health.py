@@ -8,11 +8,10 @@ overloaded from 100% on, where new requests are refused. A probe never waits for
 import asyncio
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Response
 from pydantic import BaseModel, Field
 from redis.exceptions import RedisError
 
-from api.admission import Load
 from api.ring import SERVING, Ring, ring_of
 from shared.redis.pause import PauseMode, PauseSwitch
 from shared.redis.worker_registry import WorkerStatus
@@ -74,15 +73,14 @@ class Health(BaseModel):
 
 
 @router.get("/health", summary="How the ring is", responses={503: {"model": Health, "description": "Not well"}})
-async def health(request: Request, ring: TheRing, response: Response) -> Health:
+async def health(ring: TheRing, response: Response) -> Health:
     """Workers, models and queues, read from Redis."""
-    load: Load = request.app.state.load
     found = Health(
         status="ok",
         reasons=[],
         model_loaded=False,
         queue_depth=0,
-        utilization=Utilization(queue=0, requests=round(load.utilization, 4), memory=0),
+        utilization=Utilization(queue=0, requests=round(ring.load.utilization, 4), memory=0),
         workers=[],
         models={},
         api=ring.api_id,

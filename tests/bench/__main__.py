@@ -14,6 +14,7 @@ MEASUREMENTS = {
     "adapters": "decode steps with 1, 4 and 8 adapters; the pause of a hot load",
     "hosted": "a trainer in the engine's thread: what decoding keeps, what training gets, memory",
     "prefix": "a second request on a prefix, a group of samples, and prompts that share nothing",
+    "overload": "goodput and first tokens at four times the sustainable rate; slow readers; 1,000 streams",
     "adapter_flight": "token frames while 100 MB of adapter are in flight",
 }
 

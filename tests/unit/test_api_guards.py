@@ -12,11 +12,11 @@ from fastapi import FastAPI
 from pydantic import SecretStr
 
 from api import errors
-from api.admission import Load
 from api.app import create_app
 from api.auth import OwnOrigin, check_exposure
 from api.key_ring import KeyRing, line_of, new_key
 from api.limits import MAX_JSON_DEPTH, check_shape
+from api.load import Load
 from shared.errors import InvalidRequestError, SetupError
 from shared.settings import ApiSettings
 

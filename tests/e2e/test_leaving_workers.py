@@ -1,7 +1,8 @@
-"""A worker whose engine is stuck or dead gives its work up, is never called healthy, and restarts."""
+"""Workers that leave: told to, they finish or hand back; stuck or dead, they give their work up and restart."""
 
 import asyncio
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,10 +24,12 @@ def workerless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
 
 
 @contextmanager
-def worker(served: Ring, folder: Path, name: str, *, module: str, parent: bool = True) -> Iterator[Process]:
+def worker(
+    served: Ring, folder: Path, name: str, *arguments: str, module: str = "worker", parent: bool = True
+) -> Iterator[Process]:
     process = Process.start(
         module, "--redis", served.redis_url, "--model", f"models/{MODEL}", "--worker-id", name, "--lease-ms", "1000",
-        "--engine-stall-s", str(STALL_S), "--adapter-cache-dir", str(folder),
+        "--engine-stall-s", str(STALL_S), "--adapter-cache-dir", str(folder), *arguments,
         environment=None if parent else {"PARALLM_PARENT_PIPE": ""},
     )  # fmt: skip
     try:
@@ -36,9 +39,9 @@ def worker(served: Ring, folder: Path, name: str, *, module: str, parent: bool =
         process.stop()
 
 
-async def told(url: str, seed: int, tokens: list[int] | None = None) -> list[int]:
+async def told(url: str, seed: int, tokens: list[int] | None = None, max_tokens: int = 60) -> list[int]:
     """The tokens that a client has seen when the stream ends in order."""
-    body = {"model": MODEL, "prompt": "Count to 60.", "max_tokens": 60, "ignore_eos": True, "seed": seed}
+    body = {"model": MODEL, "prompt": "Count to 60.", "max_tokens": max_tokens, "ignore_eos": True, "seed": seed}
     body |= {"stream": True, "return_token_ids": True}
     tokens = [] if tokens is None else tokens
     async with (
@@ -60,8 +63,8 @@ async def test_a_stream_goes_on_elsewhere_when_the_engine_below_it_is(
     with worker(workerless, tmp_path, "faulty", module="tests.e2e.faulty_worker") as faulty:
         seen: list[int] = []
         stream = asyncio.create_task(told(workerless.url, fault, seen))
-        await wait_until(lambda: bool(seen), 20)
-        with worker(workerless, tmp_path / "sane", "sane", module="worker"):
+        await wait_until(lambda: bool(seen) or faulty.popen.poll() is not None, 20)
+        with worker(workerless, tmp_path / "sane", "sane"):
             tokens = await asyncio.wait_for(stream, 30)
             code = await asyncio.to_thread(faulty.popen.wait, 30)
             again = await told(workerless.url, fault)
@@ -89,3 +92,35 @@ async def test_a_stuck_worker_is_not_reported_ready_and_a_worker_without_supervi
         await wait_until(restarted, 40)
         assert (await asyncio.to_thread(workerless.workers))[0].pid == pid, "it replaces itself in its process"
     assert "stuck" in states, states
+
+
+async def test_a_worker_told_to_leave_finishes_what_it_can_and_claims_nothing(workerless: Ring, tmp_path: Path) -> None:
+    with worker(workerless, tmp_path, "leaver", "--drain-grace-s", "30") as leaver:
+        seen: list[int] = []
+        stream = asyncio.create_task(told(workerless.url, 5, seen, max_tokens=400))
+        await wait_until(lambda: bool(seen), 20)
+        leaver.popen.send_signal(signal.SIGTERM)
+        await wait_until(lambda: bool(leaver.printed("worker.draining")), 10)
+        async with httpx.AsyncClient(base_url=workerless.url, timeout=20) as http:
+            await wait_until(lambda: answers(http, 503), 10)
+        assert len(await stream) == 400
+        assert await asyncio.to_thread(leaver.popen.wait, 20) == 0
+    assert not leaver.printed("worker.handed_back"), leaver.output
+
+
+async def test_what_a_leaving_worker_cannot_finish_goes_on_elsewhere_at_once(workerless: Ring, tmp_path: Path) -> None:
+    seen: list[int] = []
+    with worker(workerless, tmp_path, "leaver", "--drain-grace-s", "0.2") as leaver:
+        stream = asyncio.create_task(told(workerless.url, 6, seen, max_tokens=1500))
+        await wait_until(lambda: bool(seen), 20)
+        with worker(workerless, tmp_path / "heir", "heir") as heir:
+            assert await asyncio.to_thread(leaver.stop) == 0
+            assert leaver.printed("worker.handed_back"), leaver.output
+            assert len(await asyncio.wait_for(stream, 30)) == 1500
+            assert heir.printed("worker.took_over"), heir.output
+            assert await told(workerless.url, 6, max_tokens=1500) == seen, "the tokens changed with the worker"
+
+
+async def answers(http: httpx.AsyncClient, status: int) -> bool:
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 1, "deadline_s": 0.1}
+    return (await http.post("/v1/completions", json=body)).status_code == status

@@ -1,0 +1,84 @@
+"""What is under way in one api process, at what pace it ends, and which queues have just been found full.
+
+Refusing must cost next to nothing when most requests are refused. So after a queue has said that it is full, requests
+are refused before they are read, until a tenth of the queue has been worked off: workers never run dry meanwhile.
+"""
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Iterator
+
+from shared.sequences import SequenceClass
+
+WINDOW_S = 10.0  # over which the pace of finished requests is measured
+LONGEST_RETRY_S = 30
+LONGEST_SHED_S = 0.5
+LAG_LOOK_S = 0.05
+LAG_LIMIT_S = 0.5  # from here on this process is the bottleneck, and what it accepts would wait in it
+
+
+class Load:
+    """The load of this api process."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit  # 0: none
+        self.under_way = 0
+        self.by_key: Counter[str] = Counter()
+        self._ended: deque[float] = deque(maxlen=1000)
+        self.lag_s = 0.0  # how late the event loop has been lately
+        self._full: dict[tuple[str, SequenceClass], float] = {}  # until when we do not ask the queue again
+
+    @property
+    def utilization(self) -> float:
+        """Requests under way over their bound; 0 without one."""
+        return self.under_way / self.limit if self.limit else 0.0
+
+    @property
+    def lags(self) -> bool:
+        """Whether this process has more to do than it can."""
+        return self.lag_s > LAG_LIMIT_S
+
+    async def watch(self) -> None:
+        """Measure the event loop's lag, for ever; an old lag fades within half a second."""
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(LAG_LOOK_S)
+            self.lag_s = max(0.75 * self.lag_s, time.monotonic() - began - LAG_LOOK_S)
+
+    @contextlib.contextmanager
+    def one(self, key: str) -> Iterator[None]:
+        """Around one request."""
+        self.under_way += 1
+        self.by_key[key] += 1
+        try:
+            yield
+        finally:
+            self.under_way -= 1
+            self.by_key[key] -= 1
+            if not self.by_key[key]:
+                del self.by_key[key]
+            self._ended.append(time.monotonic())
+
+    def pace(self) -> float:
+        """Requests that end in a second, of late; 1 when none has."""
+        now = time.monotonic()
+        recent = [at for at in self._ended if now - at < WINDOW_S]
+        return len(recent) / max(1.0, now - recent[0]) if recent else 1.0
+
+    def retry_after_s(self, ahead: int = 1) -> int:
+        """Seconds until `ahead` more requests will have ended at the present pace, 1 to LONGEST_RETRY_S."""
+        return max(1, min(LONGEST_RETRY_S, math.ceil(ahead / self.pace())))
+
+    def found_full(self, model: str, kind: SequenceClass, bound: int) -> int:
+        """The queue has just refused: do so in its place until a tenth of it has been worked off; a `Retry-After`."""
+        tenth = max(1, bound // 10)
+        self._full[model, kind] = time.monotonic() + min(LONGEST_SHED_S, tenth / self.pace())
+        return self.retry_after_s(tenth)
+
+    def all_full(self, models: Collection[str], kind: SequenceClass) -> bool:
+        """Whether each of these models refused lately: then nothing else about a request matters."""
+        now = time.monotonic()
+        return bool(models) and all(self._full.get((model, kind), 0.0) > now for model in models)
