@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from types import FrameType
 
 import structlog
 import uvicorn
@@ -59,7 +60,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but SIGTERM is a clean exit: uvicorn raises the signal again when it is done."""
+    """uvicorn, but SIGTERM is a clean exit: uvicorn raises the signal again when it is done.
+
+    The ring hears of it at once, so that endless streams end by themselves while requests under way are waited for.
+    """
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """On a signal."""
+        ring = getattr(getattr(self.config.app, "state", None), "ring", None)
+        if ring is not None:
+            ring.shutting_down = True
+        super().handle_exit(sig, frame)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import signal
 from collections.abc import AsyncIterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,6 +22,7 @@ from shared.redis.training_board import TrainingBoard
 from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
 from shared.training import TrainerStatus, TrainingPoint
 from shared.trajectories import Reward, Trajectory
+from tests.e2e.rings import Process
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import CARD, MODEL
@@ -265,6 +267,24 @@ async def test_with_a_key_one_signs_in(redis_url: str) -> None:
                 assert (await stranger.get("/dashboard", headers=headers)).status_code == 303
             bearer = {"Authorization": "Bearer a-long-secret-key"}
             assert (await stranger.get("/dashboard", headers=bearer)).status_code == 200
+
+
+async def test_an_open_page_does_not_hold_up_the_server_s_end(redis_url: str) -> None:
+    process = Process.start("api", "--redis", redis_url, "--port", "0")
+    try:
+        url = (await asyncio.to_thread(process.wait_for_line, r"(http://127[.\d]+:\d+)")).group(1)
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as http,
+            http.stream("GET", "/dashboard/events/ring") as response,
+        ):
+            lines = response.aiter_lines()
+            await anext(lines)
+            process.popen.send_signal(signal.SIGTERM)
+            rest = [line async for line in lines]
+    finally:
+        code = await asyncio.to_thread(process.stop)
+    assert code == 0
+    assert not any("shutting down" in line for line in rest), "it was cut off after a wait instead of ending"
 
 
 async def test_the_ring_is_told_as_json(server: Api, redis: Redis) -> None:
