@@ -266,7 +266,7 @@ class WorkerProcess:
 
     async def _reap_forever(self) -> None:
         while True:
-            await asyncio.sleep(self._lease_s / 3)
+            await asyncio.sleep(self._lease_s / 6)
             async with self._pause.gate:
                 rows = self._plan().rows
                 if rows > 0:

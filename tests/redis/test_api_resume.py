@@ -87,7 +87,7 @@ async def test_a_resumable_stream_that_nobody_resumes_is_cancelled(
 async def test_a_stream_resumed_in_the_same_process_is_not_cancelled(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api_resume, "GRACE_S", 0.2)
+    monkeypatch.setattr(api_resume, "GRACE_S", 1.0)
     async with working(redis_url, held) as worker, api(redis_url) as server:
         async with server.stream("/v1/completions", BODY) as begun:
             await read(begun, 3)

@@ -109,8 +109,9 @@ def test_fields_that_were_added_are_left_out_and_those_of_sampling_are_refused()
     newer = {**fields, "sampling": {**fields["sampling"], "added": 1}}
     with pytest.raises(UnreadableMessageError, match="added"):
         decode_spec(msgspec.msgpack.encode(newer))
-    frame = msgspec.msgpack.encode(["w", 1, [["s", 1, 0, [5], [-0.5], *[None] * 2, "", *[None] * 4, "added"]], 1, "x"])
-    assert decode_frame(frame).events == [TokenEvent("s", 1, 0, [5], [-0.5])]
+    event = TokenEvent("s", 1, 0, [5], [-0.5])
+    frame = msgspec.msgpack.encode(["w", 1, [[*msgspec.to_builtins(event), "added"]], 1, "added"])
+    assert decode_frame(frame).events == [event]
 
 
 def test_a_message_says_its_version_as_soon_as_it_is_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ class Heard:
             self.running,
             lambda seq, reason: self.cancelled.append(seq),
             self.flushed.append,
+            lambda: None,
         )
 
     def run(self, seq: str, api: str) -> None:
