@@ -47,10 +47,8 @@ def collection_of(body: CollectFields, target: Target, settings: ApiSettings, pr
             raise InvalidRequestError("'scoring_function' needs 'collect_trajectory': true", param="scoring_function")
         return None
     metadata = dict(body.metadata or {})
-    if len(msgspec.json.encode(metadata)) > MAX_METADATA_BYTES:
-        raise InvalidRequestError(
-            f"'metadata' of a trajectory may have {MAX_METADATA_BYTES} bytes of JSON", param="metadata"
-        )
+    if _packed_size(metadata, "metadata") > MAX_METADATA_BYTES:
+        raise InvalidRequestError(f"'metadata' of a trajectory may have {MAX_METADATA_BYTES} bytes", param="metadata")
     reference = metadata.pop(REFERENCE, None)
     scoring = scoring_spec(body.scoring_function) if body.scoring_function is not None else None
     if scoring is not None and rewards.needs_reference(scoring):
@@ -76,12 +74,21 @@ def scoring_spec(given: str | dict[str, Any], param: str = "scoring_function") -
         if not isinstance(name, str) or not isinstance(options, dict):
             raise InvalidRequestError(f"'{param}' is a name, or an object with 'name' and options", param=param)
         spec = RewardSpec(name, {**options, **fields})
+        _packed_size(spec.options, param)
     try:
         rewards.check(spec)
     except InvalidRequestError as error:
         error.param = param
         raise
     return spec
+
+
+def _packed_size(value: Any, param: str) -> int:
+    """Bytes of a value on its way to the worker; InvalidRequestError for a number that no message can hold."""
+    try:
+        return len(msgspec.msgpack.encode(value))
+    except (OverflowError, RecursionError) as error:
+        raise InvalidRequestError(f"'{param}' has an integer of more than 64 bits", param=param) from error
 
 
 def _check_reference(scoring: RewardSpec, reference: Any, prompts: int) -> None:

@@ -170,7 +170,7 @@ async def debug(ring: TheRing, policy: PolicyName = "", points: Annotated[int, Q
 async def waiting_trajectories(
     ring: TheRing,
     policy: PolicyName = "",
-    after: Annotated[str, Query(pattern=r"^(\d+-\d+)?$", description="`last` of the page before")] = "",
+    after: Annotated[str, Query(pattern=r"^([0-9]{1,19}-[0-9]{1,19})?$", description="`last` of the page before")] = "",
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Response:
     """Takes nothing: the trainer still gets them. Each can be posted to /v1/training/update as it is."""

@@ -113,8 +113,10 @@ class TrainingBoard:
 
     async def trajectories(self) -> TrajectoryStats:
         """Counts of the policy's live trajectories."""
-        fields = await self._hash(keys.trajectory_stats(self.policy))
-        waiting = int(await self._redis.xlen(keys.trajectories(self.policy)))
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hgetall(keys.trajectory_stats(self.policy))
+            pipe.xlen(keys.trajectories(self.policy))
+            fields, waiting = await pipe.execute()
         return TrajectoryStats(
             collected=int(fields.get(b"added", 0)),
             dropped=int(fields.get(b"dropped", 0)),

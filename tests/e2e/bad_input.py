@@ -24,7 +24,17 @@ MODEL = "tiny"
 PATIENCE_S = 30.0
 
 VALID: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"model": MODEL, "prompt": "12+35=", "max_tokens": 4, "temperature": 0.5, "stop": ["x"], "n": 2},
+    "/v1/completions": {
+        "model": MODEL,
+        "prompt": "12+35=",
+        "max_tokens": 4,
+        "temperature": 0.5,
+        "stop": ["x"],
+        "n": 2,
+        "collect_trajectory": True,
+        "scoring_function": {"name": "exact", "options": {}},
+        "metadata": {"reference": "47", "a": [1]},
+    },
     "/v1/chat/completions": {
         "model": MODEL,
         "messages": [{"role": "user", "content": "hello"}],
@@ -44,6 +54,31 @@ VALID: dict[str, dict[str, Any]] = {
         "n": 2,
         "max_tokens": 4,
         "reward": {"name": "exact", "options": {}},
+    },
+    "/v1/training/update": {
+        "trajectories": [
+            {
+                "prompt_ids": [5, 6],
+                "completion_ids": [7, 8],
+                "logprobs": [-1.0, -0.5],
+                "reward": 1.0,
+                "loss_mask": [1, 0],
+            },
+            {
+                "prompt_ids": [5, 6],
+                "completion_ids": [9],
+                "logprobs": [-1.0],
+                "reward": {"value": 0.0},
+                "spans": [["", 0, 1]],
+            },
+        ],
+        "update_inference": False,
+    },
+    "/training/checkpoint": {"name": "mine"},
+    "/v1/rewards/score": {
+        "completions": ["a", "b"],
+        "references": ["a", "a"],
+        "reward": {"name": "exact", "strip": True},
     },
     "/load_adapter": {"adapter_path": "somewhere"},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "somewhere"},

@@ -165,6 +165,12 @@ async def test_texts_are_scored_by_a_job_runner(server: Api, redis_url: str) -> 
         await blocking.aclose()
 
 
+async def test_a_page_behind_no_entry_is_refused_or_empty(server: Api) -> None:
+    for after, expected in (("9" * 30 + "-1", 400), ("x", 400), ("9" * 19 + "-0", 200)):
+        answer = await server.http.get("/v1/training/trajectories", params={"after": after})
+        assert answer.status_code == expected, answer.text
+
+
 async def test_orders_are_bounded(server: Api, redis: Redis) -> None:
     orders = Orders(redis, keys.training_orders("policy"))
     await TrainingBoard(redis, "policy").hold("me")

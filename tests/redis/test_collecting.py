@@ -161,6 +161,8 @@ async def test_a_runner_that_dies_before_it_forgets_doubles_nothing(
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"metadata": {"reference": "a", "long": "x" * 20_000}}, "metadata"),
         ({"max_tokens": 0, "echo": True}, "max_tokens"),
+        ({"metadata": {"reference": 2**70}}, "metadata"),
+        ({"scoring_function": {"name": "length", "target": 2**70}}, "scoring_function"),
     ],
 )
 async def test_what_cannot_be_collected_is_refused_by_name(server: Api, changes: dict[str, Any], param: str) -> None:
