@@ -30,6 +30,7 @@ from shared.settings import ApiSettings, RunnerSettings, ServeSettings, WorkerSe
 log = structlog.get_logger()
 
 TRAINER = "trainer.hosted:HostedTrainer"
+TRAINER_FLAGS = ("lora_rank", "atropos_url")  # of ours that are the hosted trainer's settings
 READY_TIMEOUT_S = 600.0  # a large model loads for minutes
 REDIS_LOOK_S = 0.2
 LAST_LOOK_S = 1.0  # at the end: without Redis no child can finish anything
@@ -60,12 +61,9 @@ def check_modes(settings: ServeSettings) -> None:
         if settings.train_config is not None and not settings.train_config.is_file():
             raise SetupError(f"--train-config {settings.train_config}: no such file")
         return
-    for flag, given in (
-        ("--train-config", settings.train_config),
-        ("--lora-rank", settings.lora_rank),
-        ("--atropos-url", settings.atropos_url),
-    ):
-        if given:
+    for name in ("train_config", *TRAINER_FLAGS):
+        if getattr(settings, name):
+            flag = f"--{name.replace('_', '-')}"
             raise SetupError(f"{flag} is for a hosted trainer: add --mode inference_and_training")
 
 
@@ -153,10 +151,8 @@ def worker_spec(settings: ServeSettings, index: int) -> ChildSpec:
     environment = part.environment()
     if hosts:
         environment["PARALLM_MODE"] = "rl"  # the trainer's setting of that name
-        if settings.lora_rank:
-            environment["PARALLM_LORA_RANK"] = str(settings.lora_rank)
-        if settings.atropos_url:
-            environment["PARALLM_ATROPOS_URL"] = settings.atropos_url
+        given = {name: str(getattr(settings, name)) for name in TRAINER_FLAGS if getattr(settings, name)}
+        environment |= {f"PARALLM_{name.upper()}": value for name, value in given.items()}
     return ChildSpec(
         f"worker {index}",
         "worker",

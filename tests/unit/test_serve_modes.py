@@ -21,6 +21,7 @@ def settings(**changes: Any) -> ServeSettings:
         ({"enable_rl_training": True, "train_config": Path("/no/such.yaml")}, "/no/such.yaml: no such file"),
         ({"train_config": Path("run.yaml")}, "--train-config is for a hosted trainer"),
         ({"mode": "inference", "lora_rank": 4}, "--lora-rank is for a hosted trainer"),
+        ({"atropos_url": "http://localhost:8001"}, "--atropos-url is for a hosted trainer"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(changes: dict[str, Any], complaint: str) -> None:
@@ -35,11 +36,12 @@ def test_without_training_no_worker_has_a_guest(mode: str) -> None:
 
 @pytest.mark.parametrize("changes", [{"mode": "inference_and_training"}, {"enable_rl_training": True}])
 def test_the_first_worker_hosts_the_trainer(changes: dict[str, Any]) -> None:
-    made = settings(workers=2, lora_rank=4, training_share=0.3, **changes)
+    made = settings(workers=2, lora_rank=4, atropos_url="http://localhost:8001", training_share=0.3, **changes)
     check_modes(made)
     first, second = worker_spec(made, 0), worker_spec(made, 1)
     assert (first.environment["PARALLM_GUEST"], second.environment["PARALLM_GUEST"]) == (TRAINER, "")
     assert first.environment["PARALLM_LORA_RANK"] == "4"
+    assert first.environment["PARALLM_ATROPOS_URL"] == "http://localhost:8001"
     assert first.environment["PARALLM_TRAINING_SHARE"] == "0.3"
     assert not first.ends, "it goes on serving"
 
