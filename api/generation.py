@@ -1,13 +1,15 @@
 """One request's sequences in flight: enqueued, read, and cancelled as soon as nobody waits for them.
 
 Invariants. The feed is open before anything is enqueued, so no token is missed. A sequence that has not finished when
-the request ends, however it ends, is cancelled.
+the request ends, however it ends, is cancelled. The adapter version that a request was admitted with cannot be deleted
+while it lasts.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any
 
 import msgspec
 import structlog
@@ -37,6 +39,7 @@ from shared.sequences import (
 
 log = structlog.get_logger()
 
+PIN_S = 3600.0  # of the adapter version of a request without a deadline, at most
 DEADLINE_GRACE_S = 2.0  # the worker enforces the deadline; without a worker we do, this much later
 _TOO_LATE = "the deadline passed before the request was complete"
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -108,6 +111,7 @@ class Generation:
         self.unfinished = dict.fromkeys(seqs)
         self._feed: TokenFeed | None = None
         self._specs: dict[str, SequenceSpec] = {}  # of a request that began here
+        self._pinned: tuple[str, str] | None = None  # adapter version and owner of the pin
 
     @classmethod
     async def start(cls, ring: Ring, work: Work) -> "Generation":
@@ -125,6 +129,7 @@ class Generation:
         ring.tally.histogram("vllm:request_params_n", work.model).observe(work.n)
         generation._feed = ring.frames.open(work.model, generation._seqs)
         try:
+            await generation._pin(work)
             await ring.queue(work.model).enqueue(specs, prefer=await ring.affinity.preferred(specs))
             generation._specs = {spec.id: spec for spec in specs}
             generation._feed.on_lost = generation._lost
@@ -195,9 +200,22 @@ class Generation:
     def close(self) -> None:
         """The request is over: what has not finished is cancelled, without waiting for Redis."""
         if unfinished := self.leave():
-            task = asyncio.create_task(self._cancel(unfinished))
-            _settling.add(task)
-            task.add_done_callback(_settling.discard)
+            _settle(self._cancel(unfinished))
+        if self._pinned is not None:
+            _settle(self._unpin(*self._pinned))
+            self._pinned = None
+
+    async def _pin(self, work: Work) -> None:
+        """Keep the version for as long as the request may last; UnknownAdapterError when it has gone by now."""
+        if "@" not in work.adapter:
+            return
+        left_s = work.deadline_ms / 1000 - time.time() + DEADLINE_GRACE_S if work.deadline_ms else PIN_S
+        await self._ring.adapters.pin_all(work.adapter, work.id, left_s)
+        self._pinned = work.adapter, work.id
+
+    async def _unpin(self, adapter: str, owner: str) -> None:
+        with contextlib.suppress(RedisError, OSError):  # it ends by itself
+            await self._ring.adapters.unpin_all(adapter, owner)
 
     def _lost(self, seq: str, position: int) -> None:
         """Redis has come back without a sequence: enqueue it again, if it will say again what its client has seen."""
@@ -209,9 +227,7 @@ class Generation:
                 self._feed.fail(ServiceUnavailableError("the request was lost when Redis was restarted; send it again"))
             return
         log.warning("api.enqueued_anew", sequence=seq, position=position)
-        task = asyncio.create_task(self._enqueue_anew(spec))
-        _settling.add(task)
-        task.add_done_callback(_settling.discard)
+        _settle(self._enqueue_anew(spec))
 
     async def _enqueue_anew(self, spec: SequenceSpec) -> None:
         with contextlib.suppress(RedisError, OSError, QueueFullError):  # still lost: it will be asked for again
@@ -223,6 +239,13 @@ class Generation:
             log.info("api.cancelled", sequences=len(seqs), first=seqs[0])
         except (RedisError, OSError) as error:
             log.warning("api.cancel_failed", error=str(error), sequences=len(seqs))
+
+
+def _settle(work: Coroutine[Any, Any, None]) -> None:
+    """Run it while nobody waits."""
+    task = asyncio.create_task(work)
+    _settling.add(task)
+    task.add_done_callback(_settling.discard)
 
 
 async def settled() -> None:

@@ -1,4 +1,4 @@
-"""Generation for training code: POST /generate, and token in, token out as vLLM's POST /inference/v1/generate.
+"""Generation for training code: POST /generate.
 
 `policy_version` is the version of an adapter: of the one that the request names, else of the setting
 `default_adapter`. 0 is the base.
@@ -15,16 +15,16 @@ from starlette.responses import Response
 
 from api.collection import collection_of
 from api.errors import error_responses
-from api.openai.choices import Choice, ReplyPlan, join
+from api.openai.choices import Choice, ReplyPlan
 from api.openai.chunks import shown_versions
 from api.openai.completions import MAX_CHOICES, encoded
-from api.openai.fields import RequestModel, complaint
-from api.openai.logprobs import TokenNames, floored
+from api.openai.fields import complaint
 from api.openai.planning import reply_plan, work_for
 from api.openai.replies import gather_all
 from api.openai.sampling import check_prompts, room_for, sampling_of
-from api.openai.schemas import MAX_TOP_LOGPROBS, Off, SamplingFields, StrictId
+from api.openai.schemas import Off, SamplingFields, StrictId
 from api.ring import Ring, ring_of
+from api.rl import generate_tokens
 from api.targets import Target, find_target
 from shared.adapters import AdapterRef, version_id
 from shared.errors import ConflictError, InvalidRequestError, UnknownAdapterError
@@ -32,6 +32,7 @@ from shared.frames import TokenEvent, VersionSpan, spans_of
 from shared.text import TextCodec
 
 router = APIRouter(tags=["rl"])
+router.include_router(generate_tokens.router)
 TheRing = Annotated[Ring, Depends(ring_of)]
 
 Ids = list[StrictId]
@@ -83,58 +84,6 @@ class GenerateRequest(SamplingFields):
         return given if given and isinstance(given[0], list) else [given]
 
 
-class TokenSampling(SamplingFields):
-    """vLLM's `SamplingParams`."""
-
-    off: ClassVar[Off] = {
-        "stream": (False,),
-        "stream_options": (),
-        "detokenize": (True, False),
-        "output_kind": (0, 1, 2),
-        "skip_special_tokens": (True, False),
-        "spaces_between_special_tokens": (True, False),
-        "flat_logprobs": (False,),
-        "best_of": (1,),
-        "truncate_prompt_tokens": (),
-        "bad_words": ([],),
-        "allowed_token_ids": (),
-        "structured_outputs": (),
-        "guided_decoding": (),
-        "logits_processors": (),
-        "extra_args": (),
-    }
-
-    max_tokens: int | None = Field(default=16, ge=1)
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-
-
-class TokenRequest(RequestModel):
-    """POST /inference/v1/generate."""
-
-    off: ClassVar[Off] = {
-        "features": (),
-        "stream": (False,),
-        "stream_options": (),
-        "priority": (0,),
-        "kv_transfer_params": (),
-    }
-
-    token_ids: Ids | None = None
-    prompt_token_ids: Ids | None = Field(default=None, description="the same as `token_ids`")
-    sampling_params: TokenSampling = Field(default_factory=lambda: TokenSampling.model_validate({}))
-    model: str | None = None
-    request_id: str | None = Field(default=None, max_length=256)
-    cache_salt: str | None = Field(default=None, description="accepted, not used")
-
-    @model_validator(mode="after")
-    def _one_prompt(self) -> "TokenRequest":
-        if (self.token_ids is None) == (self.prompt_token_ids is None):
-            raise complaint("token_ids", "give exactly one of 'token_ids' and 'prompt_token_ids'")
-        if self.sampling_params.model not in (None, self.model):
-            raise complaint("model", "'model' and 'sampling_params.model' differ")
-        return self
-
-
 @router.post(
     "/generate",
     summary="Generate for training",
@@ -175,53 +124,6 @@ async def generate(body: GenerateRequest, request: Request, ring: TheRing) -> Re
             "latency_ms": round(1000 * (time.perf_counter() - began), 2),
             "current_policy_version": await ring.adapters.latest(name),
         },
-    }
-    return Response(msgspec.json.encode(answer), media_type="application/json")
-
-
-@router.post(
-    "/inference/v1/generate",
-    summary="Tokens in, tokens out (vLLM)",
-    response_class=Response,
-    responses={
-        200: {"description": "Choices with token ids, log-probabilities and weight versions"},
-        **error_responses(400, 404, 429, 503, 504),
-    },
-)
-async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -> Response:
-    """Completions of token ids, without any text; logprobs name a token both `token_id:<id>` and by its integer."""
-    sampling = body.sampling_params
-    target = await find_target(
-        ring,
-        body.model,
-        sampling.adapter or sampling.lora_adapter or "",
-        sampling.adapter_policy or "pin",
-        session=sampling.user or request.state.request_id,
-    )
-    served, settings = target.served, ring.settings
-    prompts = [list(body.token_ids if body.token_ids is not None else body.prompt_token_ids or [])]
-    check_prompts(prompts, served.card, settings, "token_ids")
-    plan = reply_plan(sampling, target, settings, "completions", prompts)
-    params = sampling_of(
-        sampling,
-        served.card,
-        room_for(prompts, served.card, sampling.max_tokens, settings.default_max_tokens),
-        top_logprobs=sampling.logprobs or None,
-        prompt_logprobs=sampling.prompt_logprobs,
-    )
-    collect = collection_of(sampling, target, settings, 1)
-    gathered = await gather_all(ring, request, work_for(plan, target, params, collect=collect))
-    if gathered is None:
-        return Response(status_code=499)
-    answer = {
-        "request_id": body.request_id or request.state.request_id,
-        "model": body.model or served.card.name,
-        "system_fingerprint": target.fingerprint,
-        "choices": [_token_choice(i, events, sampling.logprobs) for i, events in enumerate(gathered)],
-        "prompt_logprobs": None
-        if sampling.prompt_logprobs is None
-        else _prompt_logprobs(served.codec, prompts[0], gathered[0], sampling.prompt_logprobs),
-        "kv_transfer_params": None,
     }
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
@@ -303,37 +205,3 @@ def _finish_reason(events: Sequence[TokenEvent]) -> str:
     finish = events[-1].finish
     assert finish is not None, "gathered before the end"
     return finish.reason
-
-
-def _token_choice(index: int, events: list[TokenEvent], logprobs: int | None) -> dict[str, Any]:
-    finish = events[-1].finish
-    assert finish is not None, "gathered before the end"
-    choice: dict[str, Any] = {
-        "index": index,
-        "token_ids": [token for event in events for token in event.tokens],
-        "logprobs": None,
-        "finish_reason": finish.reason,
-        "stop_reason": finish.stop_match,
-        "weight_versions": shown_versions(spans_of(events)),
-    }
-    if logprobs is not None:
-        choice["logprobs"] = {"content": [shown for event in events for shown in _token_logprobs(event)]}
-    return choice
-
-
-def _token_logprobs(event: TokenEvent) -> list[dict[str, Any]]:
-    tops = event.top_logprobs or [[] for _ in event.tokens]
-    return [
-        {**_named(token, logprob), "top_logprobs": [_named(each.token, each.logprob) for each in top]}
-        for token, logprob, top in zip(event.tokens, event.logprobs, tops, strict=True)
-    ]
-
-
-def _named(token: int, logprob: float) -> dict[str, Any]:
-    return {"token": f"token_id:{token}", "token_id": token, "logprob": floored(logprob), "bytes": None}
-
-
-def _prompt_logprobs(codec: TextCodec, prompt: list[int], events: list[TokenEvent], count: int) -> Any:
-    event = join(events)
-    logprobs = event.prompt_logprobs or [None] * len(prompt)
-    return TokenNames(codec, by_id=True).of_prompt(prompt, logprobs, event.prompt_top_logprobs, count)

@@ -22,6 +22,7 @@ from redis.asyncio import Redis
 from shared.adapters import (
     AdapterEvent,
     AdapterManifest,
+    AdapterRef,
     AdapterStatus,
     GateCheck,
     PreparedAdapter,
@@ -231,6 +232,16 @@ class AdapterStore(AdapterCatalog):
         """End a pin."""
         await self._redis.zrem(keys.adapter_pins(name), f"{version}:{owner}")
 
+    async def pin_all(self, reference: str, owner: str, ttl_s: float) -> None:
+        """Pin every version that a reference names; a bare name pins nothing. UnknownAdapterError when one has gone."""
+        for name, version in _named_versions(reference):
+            await self.pin(name, version, owner, ttl_s)
+
+    async def unpin_all(self, reference: str, owner: str) -> None:
+        """End what `pin_all` began."""
+        for name, version in _named_versions(reference):
+            await self.unpin(name, version, owner)
+
     async def acknowledge(self, worker: str, name: str, version: int) -> None:
         """A worker says which version it has loaded; again at times, so that the version does not expire."""
         await _ack(
@@ -297,6 +308,11 @@ class AdapterStore(AdapterCatalog):
                 continue
             deleted.append(version)
         return deleted
+
+
+def _named_versions(reference: str) -> list[tuple[str, int]]:
+    choices = AdapterRef.parse(reference).choices if "@" in reference else ()
+    return [(choice.name, choice.version) for choice in choices if choice.version]
 
 
 def _used(name: str, version: int) -> list[str]:

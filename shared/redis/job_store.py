@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 import msgspec
 from redis.asyncio import Redis
 
-from shared.jobs import TERMINAL, JobCounts, JobSpec, JobState, JobStatus, JobUsage
+from shared.jobs import PIN_S, TERMINAL, JobCounts, JobSpec, JobState, JobStatus, JobUsage, pin_owner
 from shared.redis import job_intake, keys
+from shared.redis.adapter_store import AdapterStore
 from shared.redis.client import Script
 from shared.redis.job_ledger import JobLedger, ask, decode_job_spec, unknown_job
 from shared.redis.job_queue import enqueue_tick
@@ -54,6 +55,7 @@ class JobStore:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._ledger = JobLedger(redis)
+        self._adapters = AdapterStore(redis)
 
     async def create(
         self, spec: JobSpec, inputs: AsyncIterator[bytes] | Iterable[bytes], idempotency_key: str = ""
@@ -65,7 +67,14 @@ class JobStore:
         line or field, ConflictError when the key was used for something else.
         """
         spec = spec if spec.id else msgspec.structs.replace(spec, id=new_job_id())
-        job_id, created = await job_intake.submit(self._redis, spec, inputs, idempotency_key)
+        owner = pin_owner(spec.id)
+        await self._adapters.pin_all(spec.adapter, owner, PIN_S)
+        created = False
+        try:
+            job_id, created = await job_intake.submit(self._redis, spec, inputs, idempotency_key)
+        finally:
+            if not created:
+                await self._adapters.unpin_all(spec.adapter, owner)
         if created:
             await enqueue_tick(self._redis, job_id, 0)
         return job_id, created
@@ -89,8 +98,8 @@ class JobStore:
         state = (await _cancel(self._redis, [keys.job(job_id)], [])).decode()
         if not state:
             raise unknown_job(job_id)
-        if state == "queued":
-            await self._ledger.finish(job_id, "cancelled", only_queued=True)
+        if state == "queued" and await self._ledger.finish(job_id, "cancelled", only_queued=True):
+            await self._adapters.unpin_all((await self.spec(job_id)).adapter, pin_owner(job_id))
         return await self.status(job_id)
 
     async def submit_again(self, job_id: str) -> str:

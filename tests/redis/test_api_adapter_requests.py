@@ -1,15 +1,20 @@
 """Requests that name adapters: what reaches the worker, and what is refused."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from shared.errors import ConflictError
+from shared.jobs import JobSpec
+from shared.redis import keys
 from shared.sequences import SequenceSpec
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working
 from tests.unit.api_texts import ids
+from tests.waiting import wait_until
 
 VERSIONS = {0: "policy@1", 3: "policy@2"}
 
@@ -172,3 +177,36 @@ async def test_jobs_follow_unless_they_pin(server: Api, fields: dict[str, Any], 
     assert (spec.model, spec.adapter, spec.adapter_policy) == (MODEL, adapter, policy)
     wrong = await server.post("/v1/jobs", {"kind": "generate", "prompts": [ids("a")], "adapter": "policy@9"})
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "adapter_not_found")
+
+
+async def test_the_version_of_a_waiting_request_is_not_deleted(server: Api, worker: ScriptedWorker) -> None:
+    """From admission on, also before any worker has claimed it; the latest moves on meanwhile."""
+    adapters = server.ring.adapters
+    await publish(adapters, name="slow")
+    worker.script = lambda spec: Answer("hello", hold_at=1)
+    asking = asyncio.create_task(server.post("/v1/completions", {"model": "slow", "prompt": "say"}))
+    await wait_until(lambda: any(spec.adapter == "slow@1" for spec in worker.specs))
+    await publish(adapters, name="slow", seed=1)
+    with pytest.raises(ConflictError, match="in use by cmpl-"):
+        await adapters.delete("slow", 1)
+    worker.go.set()
+    assert (await asking).status_code == 200
+
+    async def unpinned() -> bool:
+        return not await server.ring.redis.exists(keys.adapter_pins("slow"))
+
+    await wait_until(unpinned)
+    await adapters.delete("slow", 1)
+
+
+async def test_the_versions_of_a_job_are_not_deleted_before_it_has_ended(server: Api) -> None:
+    jobs, adapters = server.ring.jobs, server.ring.adapters
+    spec = JobSpec("", "generate", MODEL, 0, adapter="policy@1:0.5,policy@2:0.5")
+    job_id, _ = await jobs.create(spec, [b'{"prompt": "say"}'])
+    await publish(adapters, seed=3)
+    for version in (1, 2):
+        with pytest.raises(ConflictError, match=f"in use by job:{job_id}"):
+            await adapters.delete("policy", version)
+    assert (await jobs.cancel(job_id)).status == "cancelled"
+    for version in (1, 2):
+        await adapters.delete("policy", version)

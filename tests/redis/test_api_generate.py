@@ -108,7 +108,12 @@ async def test_a_demanded_version_that_is_not_there_conflicts(server: Api, worke
         ("/generate", {"prompt": "a", "stream": True}, "stream"),
         ("/generate", {"prompt": "a", "policy_version": -1}, "policy_version"),
         ("/inference/v1/generate", {}, "token_ids"),
-        ("/inference/v1/generate", {"token_ids": [1], "stream": True}, "stream"),
+        ("/inference/v1/generate", {"token_ids": [1], "stream_options": {"include_usage": True}}, "stream_options"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "stream": True, "sampling_params": {"prompt_logprobs": 1}},
+            "sampling_params.prompt_logprobs",
+        ),
         ("/inference/v1/generate", {"token_ids": [99999]}, "token_ids"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"bad_words": ["x"]}}, None),
         ("/tokenize", {}, "prompt"),
@@ -141,6 +146,26 @@ async def test_tokens_go_in_and_out(server: Api, worker: ScriptedWorker) -> None
     assert (worker.specs[0].sampling.max_tokens, worker.specs[0].sampling.seed) == (9, 3)
     plain = (await server.post("/inference/v1/generate", {"prompt_token_ids": ids("say")})).json()
     assert plain["choices"][0]["logprobs"] is None
+
+
+async def test_tokens_are_streamed_as_they_come(server: Api) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    sampling = {"n": 2, "logprobs": 0}
+    body = {"token_ids": ids("say"), "request_id": "r", "stream_options": options, "sampling_params": sampling}
+    async with server.stream("/inference/v1/generate", body) as stream:
+        *chunks, last = await stream.all()
+        assert stream.done
+    assert {chunk["request_id"] for chunk in [*chunks, last]} == {"r"}
+    assert len(chunks) > 2
+    for index in range(2):
+        said = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
+        choices = [chunk["choices"][0] for chunk in said]
+        assert [token for choice in choices for token in choice["token_ids"]] == HELLO
+        assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
+        logprobs = [each["token_id"] for choice in choices for each in choice["logprobs"]["content"]]
+        assert logprobs == HELLO
+        assert said[-1]["usage"]["completion_tokens"] == len(HELLO)
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 2 * len(HELLO))
 
 
 async def test_text_becomes_tokens_and_text_again(server: Api) -> None:

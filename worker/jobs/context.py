@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from redis.asyncio import Redis
 
 from shared.metrics import Tally
+from shared.redis.adapter_store import AdapterStore
 from shared.redis.affinity import Affinity
 from shared.redis.job_intake import MAX_N
 from shared.redis.job_ledger import JobLedger
@@ -35,6 +36,7 @@ class TickContext:
     def __post_init__(self) -> None:
         self.ledger = JobLedger(self.redis)
         self.registry = WorkerRegistry(self.redis)
+        self.adapters = AdapterStore(self.redis)
         self.affinity = Affinity(self.redis, self.registry)
         self.codecs = CodecCache(self.registry)
         self._queues: dict[str, SequenceQueue] = {}

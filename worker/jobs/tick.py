@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 import structlog
 from redis.exceptions import ConnectionError, OutOfMemoryError, RedisError, TimeoutError
 
-from shared.errors import UnknownJobError, UnknownModelError
+from shared.errors import UnknownAdapterError, UnknownJobError, UnknownModelError
 from shared.redis.job_ledger import LEASE_MS
 from shared.redis.job_queue import enqueue_tick
 from worker.jobs.context import TickContext
@@ -86,6 +86,6 @@ async def _advance(context: TickContext, job_id: str) -> bool:
         return await work.advance(time.monotonic() + TICK_S)
     except UnknownJobError:
         return False  # its time to live is over
-    except UnknownModelError as error:
+    except (UnknownModelError, UnknownAdapterError) as error:
         await context.ledger.finish(job_id, "failed", error.message)
         return False

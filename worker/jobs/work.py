@@ -8,7 +8,7 @@ import structlog
 
 from shared.errors import QueueFullError, UnknownModelError, UnreadableMessageError
 from shared.frames import Finish
-from shared.jobs import TERMINAL, JobSpec, JobState
+from shared.jobs import PIN_S, TERMINAL, JobSpec, JobState, pin_owner
 from shared.redis import keys
 from shared.redis.dead_letters import Unusable, bury
 from shared.redis.job_ledger import JobProgress
@@ -49,6 +49,7 @@ class JobWork:
     @classmethod
     async def on(cls, context: TickContext, spec: JobSpec) -> "JobWork":
         """Fetch what the job's model needs; UnknownModelError when no worker has ever told of it."""
+        await context.adapters.pin_all(spec.adapter, pin_owner(spec.id), PIN_S)
         card = await context.registry.card(spec.model)
         if card is None and needs_model(spec):
             raise UnknownModelError(f"no worker has registered the model {spec.model!r}")
@@ -233,6 +234,7 @@ class JobWork:
             log.info("job.finished", job=self._spec.id, state=state)
         self._context.repaired.pop(self._spec.id, None)
         await self._context.redis.delete(self._finished)
+        await self._context.adapters.unpin_all(self._spec.adapter, pin_owner(self._spec.id))
 
 
 def needs_model(spec: JobSpec) -> bool:

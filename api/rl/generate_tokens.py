@@ -1,0 +1,224 @@
+"""Tokens in, tokens out: vLLM's POST /inference/v1/generate, whole or as a stream of new tokens.
+
+No text is made. A log-probability names its token both `token_id:<id>` and by the integer. A stream has one chunk for
+each choice and decode step, `{"request_id", "choices", "usage"?}`, and ends with `data: [DONE]`.
+"""
+
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+import structlog
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field, model_validator
+from starlette.responses import Response
+
+from api.collection import collection_of
+from api.errors import error_object, error_responses, from_fault
+from api.generation import Generation, by_choice
+from api.openai.choices import ReplyPlan, join
+from api.openai.chunks import DONE, shown_versions
+from api.openai.fields import RequestModel, complaint
+from api.openai.logprobs import TokenNames, floored
+from api.openai.planning import reply_plan, work_for
+from api.openai.replies import gather_all
+from api.openai.sampling import check_prompts, room_for, sampling_of
+from api.openai.schemas import MAX_TOP_LOGPROBS, Off, SamplingFields, StrictId
+from api.ring import Ring, ring_of
+from api.sse import EventStream
+from api.targets import find_target
+from shared.frames import TokenEvent, spans_of
+from shared.text import TextCodec
+
+router = APIRouter(tags=["rl"])
+TheRing = Annotated[Ring, Depends(ring_of)]
+log = structlog.get_logger()
+
+Ids = list[StrictId]
+
+
+class TokenSampling(SamplingFields):
+    """vLLM's `SamplingParams`."""
+
+    off: ClassVar[Off] = {
+        "stream": (False,),
+        "stream_options": (),
+        "detokenize": (True, False),
+        "output_kind": (0, 1, 2),
+        "skip_special_tokens": (True, False),
+        "spaces_between_special_tokens": (True, False),
+        "flat_logprobs": (False,),
+        "best_of": (1,),
+        "truncate_prompt_tokens": (),
+        "bad_words": ([],),
+        "allowed_token_ids": (),
+        "structured_outputs": (),
+        "guided_decoding": (),
+        "logits_processors": (),
+        "extra_args": (),
+    }
+
+    max_tokens: int | None = Field(default=16, ge=1)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+
+
+class TokenStreamOptions(RequestModel):
+    """vLLM's."""
+
+    include_usage: bool = Field(default=False, description="a last chunk with the counts")
+    continuous_usage_stats: bool = Field(default=False, description="the counts so far with every chunk")
+
+
+class TokenRequest(RequestModel):
+    """POST /inference/v1/generate."""
+
+    off: ClassVar[Off] = {
+        "features": (),
+        "priority": (0,),
+        "kv_transfer_params": (),
+    }
+
+    token_ids: Ids | None = None
+    prompt_token_ids: Ids | None = Field(default=None, description="the same as `token_ids`")
+    sampling_params: TokenSampling = Field(default_factory=lambda: TokenSampling.model_validate({}))
+    model: str | None = None
+    request_id: str | None = Field(default=None, max_length=256)
+    stream: bool = Field(default=False, description="server-sent events with the new tokens of each choice")
+    stream_options: TokenStreamOptions | None = None
+    cache_salt: str | None = Field(default=None, description="accepted, not used")
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> "TokenRequest":
+        if (self.token_ids is None) == (self.prompt_token_ids is None):
+            raise complaint("token_ids", "give exactly one of 'token_ids' and 'prompt_token_ids'")
+        if self.sampling_params.model not in (None, self.model):
+            raise complaint("model", "'model' and 'sampling_params.model' differ")
+        if self.stream_options is not None and not self.stream:
+            raise complaint("stream_options", "'stream_options' needs 'stream': true")
+        if self.stream and self.sampling_params.prompt_logprobs is not None:
+            raise complaint("sampling_params.prompt_logprobs", "'prompt_logprobs' does not go with 'stream'")
+        return self
+
+
+@router.post(
+    "/inference/v1/generate",
+    summary="Tokens in, tokens out (vLLM)",
+    response_class=Response,
+    responses={
+        200: {"description": "Choices with token ids, log-probabilities and weight versions; or a stream of them"},
+        **error_responses(400, 404, 429, 503, 504),
+    },
+)
+async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -> Response:
+    """Completions of token ids, without any text."""
+    sampling = body.sampling_params
+    target = await find_target(
+        ring,
+        body.model,
+        sampling.adapter or sampling.lora_adapter or "",
+        sampling.adapter_policy or "pin",
+        session=sampling.user or request.state.request_id,
+    )
+    served, settings = target.served, ring.settings
+    prompts = [list(body.token_ids if body.token_ids is not None else body.prompt_token_ids or [])]
+    check_prompts(prompts, served.card, settings, "token_ids")
+    plan = reply_plan(sampling, target, settings, "completions", prompts)
+    params = sampling_of(
+        sampling,
+        served.card,
+        room_for(prompts, served.card, sampling.max_tokens, settings.default_max_tokens),
+        top_logprobs=sampling.logprobs or None,
+        prompt_logprobs=sampling.prompt_logprobs,
+    )
+    collect = collection_of(sampling, target, settings, 1)
+    work = work_for(plan, target, params, collect=collect)
+    request_id = body.request_id or request.state.request_id
+    if body.stream:
+        generation = await Generation.start(ring, work)
+        return EventStream(_chunks(generation, body, plan, request_id))
+    gathered = await gather_all(ring, request, work)
+    if gathered is None:
+        return Response(status_code=499)
+    answer = {
+        "request_id": request_id,
+        "model": body.model or served.card.name,
+        "system_fingerprint": target.fingerprint,
+        "choices": [_token_choice(i, events, sampling.logprobs) for i, events in enumerate(gathered)],
+        "prompt_logprobs": None
+        if sampling.prompt_logprobs is None
+        else _prompt_logprobs(served.codec, prompts[0], gathered[0], sampling.prompt_logprobs),
+        "kv_transfer_params": None,
+    }
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def _chunks(
+    generation: Generation, body: TokenRequest, plan: ReplyPlan, request_id: str
+) -> AsyncGenerator[bytes, None]:
+    """All bytes of a stream, to [DONE], which comes after an error, too."""
+    options = body.stream_options or TokenStreamOptions()
+    prompt, tokens = len(plan.prompts[0]), [0] * plan.choices
+    try:
+        async for batch in generation.batches():
+            out = b""
+            for index, events in by_choice(batch):
+                choice = _token_choice(index, events, body.sampling_params.logprobs)
+                tokens[index] += len(choice["token_ids"])
+                chunk: dict[str, Any] = {"request_id": request_id, "choices": [choice]}
+                if options.continuous_usage_stats:
+                    chunk["usage"] = _usage(prompt, tokens[index])
+                if choice["token_ids"] or choice["finish_reason"]:
+                    out += _event(chunk)
+            if out:
+                yield out
+        last = {"request_id": request_id, "choices": [], "usage": _usage(prompt, sum(tokens))}
+        yield (_event(last) if options.include_usage else b"") + DONE
+    except Exception as error:
+        told = from_fault(error)
+        if told.status == 500:
+            log.exception("api.stream_failed", stream=plan.id)
+        yield b"data: %s\n\n%s" % (error_object(told), DONE)
+    finally:
+        generation.close()
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: %s\n\n" % msgspec.json.encode(chunk)
+
+
+def _usage(prompt: int, completion: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _token_choice(index: int, events: list[TokenEvent], logprobs: int | None) -> dict[str, Any]:
+    """A choice, or what is new of it."""
+    finish = events[-1].finish
+    choice: dict[str, Any] = {
+        "index": index,
+        "token_ids": [token for event in events for token in event.tokens],
+        "logprobs": None,
+        "finish_reason": None if finish is None else finish.reason,
+        "stop_reason": None if finish is None else finish.stop_match,
+        "weight_versions": shown_versions(spans_of(events)),
+    }
+    if logprobs is not None:
+        choice["logprobs"] = {"content": [shown for event in events for shown in _token_logprobs(event)]}
+    return choice
+
+
+def _token_logprobs(event: TokenEvent) -> list[dict[str, Any]]:
+    tops = event.top_logprobs or [[] for _ in event.tokens]
+    return [
+        {**_named(token, logprob), "top_logprobs": [_named(each.token, each.logprob) for each in top]}
+        for token, logprob, top in zip(event.tokens, event.logprobs, tops, strict=True)
+    ]
+
+
+def _named(token: int, logprob: float) -> dict[str, Any]:
+    return {"token": f"token_id:{token}", "token_id": token, "logprob": floored(logprob), "bytes": None}
+
+
+def _prompt_logprobs(codec: TextCodec, prompt: list[int], events: list[TokenEvent], count: int) -> Any:
+    event = join(events)
+    logprobs = event.prompt_logprobs or [None] * len(prompt)
+    return TokenNames(codec, by_id=True).of_prompt(prompt, logprobs, event.prompt_top_logprobs, count)
