@@ -19,6 +19,7 @@ from api.openai.choices import Choice, ReplyPlan
 from api.openai.chunks import shown_versions
 from api.openai.completions import MAX_CHOICES, encoded
 from api.openai.fields import complaint
+from api.openai.logprobs import floored
 from api.openai.planning import reply_plan, work_for
 from api.openai.replies import gather_all
 from api.openai.sampling import check_prompts, room_for, sampling_of
