@@ -1,4 +1,4 @@
-"""Start everything, chat, run two rollout jobs while chatting, report, stop everything.
+"""Start everything, chat, run two rollout jobs while chatting, report, load an adapter under way, learn, stop.
 
 `python -m api.demo --out demo-out`. Every token goes the way that a user's would: HTTP, queue, worker, stream.
 """
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from api.client import InferenceClient
+from api.demo.adapters import AdapterAct
 from api.demo.learning import ACT_S, Act
 from api.demo.prompts import arithmetic_job, gsm8k_job
 from api.demo.report import JobReport, percentile, show_table, write_histogram, write_summary
@@ -42,8 +43,10 @@ def main() -> int:
         console.print(f"[bold]1[/] starting Redis, api, job runner and {arguments.workers} workers (log: {log_path})")
         with ring(Path(data_dir), log_path, arguments.workers, console) as served:
             code = asyncio.run(_acts(served.url, arguments.out))
+            console.print("[bold]5[/] two adapters and the base in one batch, and a version loaded under way")
+            code = code or int(not asyncio.run(AdapterAct(served.url, console).run()))
             if arguments.learning_seconds > 0:
-                console.print("[bold]5[/] a trainer joins and learns sums, while chats on its policy go on")
+                console.print("[bold]6[/] a trainer joins and learns sums, while chats on its policy go on")
                 learned = asyncio.run(Act(served, arguments.out, console).run(arguments.learning_seconds))
                 code = code or int(not learned)
             return code

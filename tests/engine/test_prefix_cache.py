@@ -219,13 +219,49 @@ def test_a_full_cache_stays_within_its_limit(llama: LoadedModel) -> None:
     assert prefix.evicted_blocks == 6
 
 
+def test_an_equal_prompt_that_comes_while_one_is_prefilled_starts_from_its_kv(llama: LoadedModel) -> None:
+    bench = Bench(llama, prefill_chunk=64)
+    bench.submit(spec("decoding", prompt_of(3), max_tokens=300))
+    bench.until(lambda: len(bench.tokens("decoding")) > 2)
+    prompt = prompt_of(500)
+    bench.submit(spec("first", prompt))
+    bench.turn()
+    bench.submit(spec("equal", prompt))
+    bench.turn()
+    bench.submit(spec("alike", [*prompt[:400], *prompt_of(60, 9)]), spec("other", prompt_of(500, 7)))
+    bench.turn()
+    assert not bench.tokens("first"), "all came while it was being fed"
+    bench.run()
+    cached = {seq: bench.finish(seq).cached_tokens for seq in ("first", "equal", "alike", "other")}
+    assert cached == {"first": 0, "equal": 448, "alike": 384, "other": 0}
+    assert bench.tokens("equal") == bench.tokens("first")
+    alone = Bench(llama, prefix_cache_bytes=0)
+    alone.submit(spec("alike", [*prompt[:400], *prompt_of(60, 9)]))
+    alone.run()
+    assert bench.tokens("alike") == alone.tokens("alike")
+
+
+def test_a_row_does_not_wait_for_a_leader_that_has_left(llama: LoadedModel) -> None:
+    bench = Bench(llama, prefill_chunk=64)
+    bench.submit(spec("decoding", prompt_of(3), max_tokens=300))
+    bench.until(lambda: len(bench.tokens("decoding")) > 2)
+    for seq in ("leader", "cancelled", "follower"):
+        bench.submit(spec(seq, prompt_of(500)))
+        bench.turn()
+    bench.engine.cancel("cancelled")
+    bench.engine.cancel("leader")
+    bench.run()
+    assert bench.finish("follower").reason == "length"
+    assert bench.finish("follower").cached_tokens == 0
+
+
 # -- adapter versions
 
 
 @pytest.fixture
 def adapters(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterBench]:
     made = make_versions(llama, tmp_path_factory.mktemp("adapters"))
-    with AdapterBench(llama, made) as bench:
+    with AdapterBench(llama, made, between_steps_s=10.0) as bench:  # a version that has been read is loaded in one turn
         yield bench
 
 
@@ -252,9 +288,9 @@ def test_a_follower_hits_under_the_version_that_it_has(adapters: AdapterBench) -
     assert cached == [0, 64, 0, 64]
 
 
-@pytest.mark.parametrize("rows", [1])
+@pytest.mark.parametrize("rows", [1, 3])
 def test_kv_of_two_versions_is_not_kept(adapters: AdapterBench, rows: int) -> None:
-    """One row, so that the prefill runs in the batch: in our lane it may end before the switch."""
+    """With three rows of one prompt the prefill runs in our lane."""
     adapters.publish("a@1")
     adapters.load("a@1")
     adapters.provide("b@1")
@@ -265,8 +301,9 @@ def test_kv_of_two_versions_is_not_kept(adapters: AdapterBench, rows: int) -> No
     adapters.turn()
     adapters.turn()
     assert not adapters.tokens("f0")
-    adapters.publish("a@2")
-    adapters.load("a@2")
+    adapters.publish_and_read("a@2")
+    adapters.turn()  # the fourth chunk of eight
+    assert "a@2" in adapters.slots.stats.loaded
     assert not adapters.tokens("f0"), "the switch came while the prompt was being fed"
     adapters.run()
     for version in ("a@1", "a@2"):

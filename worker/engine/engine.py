@@ -24,6 +24,7 @@ from shared.frames import Finish, TokenEvent
 from shared.text import TextCodec
 from worker.engine.adapters import Adapters
 from worker.engine.admission import Limits
+from worker.engine.followers import Followers
 from worker.engine.generator import RunningBatch
 from worker.engine.grammars import Grammars
 from worker.engine.kv_slabs import KvRows
@@ -64,6 +65,7 @@ class Engine:
             config.prefix_cache_bytes, config.block_size, loaded.card.base_sha256, self._model.new_kv()
         )
         self._lane = PrefillLane(self._model, self._prefixes, max(1, score_positions))
+        self._followers = Followers(self._prefixes, self._model.adapters)
         self._waiting: deque[Row] = deque()
         self._rows: dict[str, Row] = {}
         self._reserved: list[int] = []  # tokens of the admitted rows
@@ -133,6 +135,7 @@ class Engine:
         return StepOutput(events, len(self._rows))
 
     def _compute(self) -> None:
+        self._start(self._followers.ready(self._batch.prefilling_rows), wait=False)
         self._admit()
         share = share_prefill(
             self._config.prefill_chunk,
@@ -221,14 +224,14 @@ class Engine:
             self._end([row], Finish("error", error_code=error.code or "", error_message=error.message))
             return False
 
-    def _start(self, rows: list[Row]) -> None:
-        """Prefill admitted rows: equal prompts together and reports in our lane, all others in the batch."""
+    def _start(self, rows: list[Row], *, wait: bool = True) -> None:
+        """Prefill admitted rows: equal prompts and reports in our lane, others in the batch; some may `wait`."""
         tasks = [task_for(row, self._model.adapters.prefill_key(row)) for row in rows]
         shared = Counter(task.key for task in tasks)
         for task in tasks:
             if task.reports or shared[task.key] > 1 or self._lane.has_equal(task):
                 self._lane.add(task)
-            else:
+            elif not (wait and self._followers.add(task, self._batch.prefilling_rows)):
                 self._insert(task)
 
     def _insert(self, task: PrefillTask) -> None:
@@ -351,6 +354,7 @@ class Engine:
         self._batch.remove(rows)
         for row in rows:
             self._lane.remove(row)
+            self._followers.remove(row)
             row.rewind()
         for row in decoding:
             self._batch.insert([row], row.context)
@@ -389,6 +393,7 @@ class Engine:
             if row.admitted:
                 self._reserved.remove(row.reserved_tokens)
                 self._lane.remove(row)
+                self._followers.remove(row)
             else:
                 self._waiting.remove(row)
             self._model.adapters.release(row)

@@ -56,6 +56,11 @@ class RunningBatch:
         return rows
 
     @property
+    def prefilling_rows(self) -> list[Row]:
+        """Rows that have no first token yet."""
+        return [self._rows[uid] for uid in self._prefilling]
+
+    @property
     def prefilling(self) -> int:
         """Rows that have no first token yet."""
         return len(self._prefilling)

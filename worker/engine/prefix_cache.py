@@ -98,6 +98,13 @@ class PrefixCache:
         self._shrink()
         return prefix
 
+    def worth_sharing(self, ids: Sequence[int], version: str) -> int:
+        """Ids of half the prompt, in whole blocks, when they are not cached and could be; else 0."""
+        half = len(ids) // 2 // self._block_size or len(ids) // self._block_size
+        if not self._limit or sum(self._find(self._keys(ids, version)).values()) >= half:
+            return 0
+        return half * self._block_size
+
     def lacks(self, ids: Sequence[int], version: str) -> bool:
         """Whether `store` would add anything."""
         return bool(self._limit) and any(key not in self._blocks for key in self._keys(ids, version))

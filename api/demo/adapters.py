@@ -1,0 +1,145 @@
+"""The act with adapters: two of them and the base decode in one batch, and a new version is loaded under way.
+
+Streams on the base, on a pinned version and on a name that follows run together; a version is published in the midst of
+them. What is printed is what the clients saw: the gaps between tokens before and during the load, and the time from
+the publish to the first token of the new version. No stream may break, and pinned ones must keep their version.
+"""
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import httpx
+import numpy as np
+from rich.console import Console
+from safetensors.numpy import save
+
+from api.demo.serving import MODEL
+
+STREAMS = 4  # of each kind
+TOKENS = 400
+RANK = 8
+LAYERS = 3
+SHAPES = {"self_attn.q_proj": (128, 128), "self_attn.v_proj": (128, 64), "mlp.down_proj": (384, 128)}  # models/tiny
+CONFIG = {
+    "fine_tune_type": "lora",
+    "num_layers": LAYERS,
+    "lora_parameters": {"rank": RANK, "scale": 2.0, "dropout": 0.0},
+}
+
+
+@dataclass
+class Seen:
+    """One stream, as its client saw it; monotonic seconds."""
+
+    model: str
+    arrivals: list[float] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)  # of each arrival
+    tokens: int = 0
+    error: str = ""
+    under_way: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self, span: dict[str, Any]) -> None:
+        """New tokens have come."""
+        self.arrivals.append(time.monotonic())
+        self.versions.append(span["version"])
+        self.tokens += span["end"] - span["start"]
+        if len(self.arrivals) > 20:
+            self.under_way.set()
+
+    def gaps(self, start: float, end: float) -> list[float]:
+        """Seconds between neighbouring arrivals of which the later one lies between two times."""
+        pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
+        return [later - earlier for earlier, later in pairs if start <= later <= end]
+
+    def first(self, version: str) -> float:
+        """When the first token of a version came."""
+        return next((at for at, seen in zip(self.arrivals, self.versions, strict=True) if seen == version), 0.0)
+
+
+class AdapterAct:
+    """On a served ring."""
+
+    def __init__(self, url: str, console: Console) -> None:
+        self._url = url
+        self._console = console
+
+    async def run(self) -> bool:
+        """Whether every stream ended, on the versions that it asked for."""
+        async with httpx.AsyncClient(base_url=self._url, timeout=120) as http:
+            await self._upload(http, "calm", 1)
+            await self._upload(http, "bold", 2)
+            seen = [Seen(model) for _ in range(STREAMS) for model in (MODEL, "calm@1", "bold")]
+            streams = [asyncio.create_task(self._stream(http, each)) for each in seen]
+            await asyncio.gather(*(each.under_way.wait() for each in seen))
+            published = time.monotonic()
+            await self._upload(http, "bold", 3)
+            told = time.monotonic()
+            await asyncio.gather(*streams)
+        return self._report(seen, published, told)
+
+    async def _upload(self, http: httpx.AsyncClient, name: str, seed: int) -> None:
+        files = {
+            "adapter": ("adapters.safetensors", _weights(seed)),
+            "config": ("adapter_config.json", json.dumps(CONFIG).encode()),
+        }
+        (await http.post("/upload_adapter", data={"name": name}, files=files)).raise_for_status()
+
+    async def _stream(self, http: httpx.AsyncClient, seen: Seen) -> None:
+        body: dict[str, Any] = {
+            "model": seen.model,
+            "messages": [{"role": "user", "content": "Count from 3 to 9."}],
+            "max_tokens": TOKENS,
+            "ignore_eos": True,
+            "stream": True,
+            "adapter_policy": "follow",
+            "return_weight_versions": True,
+        }
+        async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    seen.error = chunk["error"]["message"]
+                    seen.under_way.set()
+                    return
+                for span in chunk["choices"][0].get("weight_versions", []):
+                    seen.take(span)
+
+    def _report(self, seen: list[Seen], published: float, told: float) -> bool:
+        following = [each for each in seen if each.model == "bold"]
+        switched = [each.first("bold@2") for each in following]
+        end = max([told, *switched])
+        before = [gap for each in seen for gap in each.gaps(0, published)]
+        during = [gap for each in seen for gap in each.gaps(published, end)]
+        whole = all(each.tokens == TOKENS for each in seen)
+        kept = all(
+            set(each.versions) == {"" if each.model == MODEL else "calm@1"} for each in seen if each not in following
+        )
+        moved = all(switched) and all(each.versions[0] == "bold@1" for each in following)
+        self._console.print(
+            f"  {len(seen)} streams on {MODEL}, calm@1 and bold in one batch; bold@2 published under way: "
+            f"first token of it after {1000 * (max(switched) - published):.0f} ms\n"
+            f"  gap between tokens, as clients see it: median {1000 * median(before):.1f} ms before, "
+            f"{1000 * median(during):.1f} ms during the load; longest {1000 * max(before):.1f} ms before, "
+            f"{1000 * max(during):.1f} ms during: a pause of "
+            f"{1000 * max(0.0, max(during) - max(before)):.1f} ms\n"
+            f"  streams whole: {whole}; pinned ones and the base kept their version: {kept}; followers moved: {moved}"
+        )
+        return whole and kept and moved
+
+
+def _weights(seed: int) -> bytes:
+    """A random LoRA of the tiny model."""
+    draw = np.random.default_rng(seed)
+    tensors: dict[str, np.ndarray[Any, np.dtype[np.float32]]] = {}
+    for layer in range(LAYERS):
+        for path, (inputs, outputs) in SHAPES.items():
+            module = f"model.layers.{layer}.{path}"
+            tensors[f"{module}.lora_a"] = (0.1 * draw.standard_normal((inputs, RANK))).astype(np.float32)
+            tensors[f"{module}.lora_b"] = (0.1 * draw.standard_normal((RANK, outputs))).astype(np.float32)
+    return save(tensors)
