@@ -25,7 +25,9 @@ WHITESPACE = r"(\x20|\r?\n(\x20{0,32}|\t{0,8}))?"
 
 def of_schema(schema: dict[str, Any] | bool, *, whitespace: str = WHITESPACE, any_whitespace: bool = True) -> str:
     """JSON that a JSON schema describes; keywords that cannot be enforced are refused by `check`."""
-    text = json.dumps(schema)
+    if schema is False:
+        raise InvalidGrammarError("the schema `false` allows nothing")
+    text = json.dumps({} if schema is True else schema)
     if not any_whitespace:
         return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
     return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": whitespace})

@@ -21,13 +21,21 @@ from api.openai.response_body import ResponseRequest
 from api.openai.response_items import Event, ItemWriter
 from api.ring import Ring, ring_of
 from api.sse import EventStream
-from shared.errors import InvalidGrammarError, InvalidRequestError
+from shared.errors import InvalidRequestError
 from shared.frames import Finish
 from shared.text import TextCodec
 
 log = structlog.get_logger()
 
 router = APIRouter(tags=["openai"])
+
+_NAMES = {  # of a chat's fields -> ours
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "prompt": "input",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
 
 
 @router.post(
@@ -45,11 +53,11 @@ async def create_response(body: ResponseRequest, request: Request, ring: Annotat
     except ValidationError as error:
         raise InvalidRequestError(error.errors()[0]["msg"], param="input") from error
     target = await target_of(chat, request, ring)
-    work, plan = plan_chat(chat, await chat_of(target.served.codec, chat), target, ring.settings)
     try:
+        work, plan = plan_chat(chat, await chat_of(target.served.codec, chat), target, ring.settings)
         await check_grammar(ring, work, target, grammar_param(chat))
-    except InvalidGrammarError as error:
-        error.param = "text.format" if error.param == "response_format" else error.param
+    except InvalidRequestError as error:
+        error.param = _NAMES.get(error.param or "", error.param)
         raise
     answer = Answer(body, plan, work, target.served.codec)
     if body.stream:

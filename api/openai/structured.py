@@ -70,7 +70,11 @@ def grammar_of_format(wanted: ResponseFormat | None) -> str:
     described = wanted.json_schema
     if described is None or described.schema_ is None:
         return grammar.of_object()
-    return grammar.of_schema(described.schema_)
+    try:
+        return grammar.of_schema(described.schema_)
+    except InvalidGrammarError as error:
+        error.param = "response_format"
+        raise
 
 
 def grammar_of_outputs(wanted: StructuredOutputs | None) -> str:
@@ -85,14 +89,14 @@ def grammar_of_outputs(wanted: StructuredOutputs | None) -> str:
         if wanted.grammar is not None:
             return grammar.of_ebnf(wanted.grammar)
         schema = {"type": "object"} if wanted.json_ is None else grammar.schema_of(wanted.json_)
+        return grammar.of_schema(
+            schema,
+            whitespace=wanted.whitespace_pattern or grammar.WHITESPACE,
+            any_whitespace=not wanted.disable_any_whitespace,
+        )
     except InvalidGrammarError as error:
         error.param = "structured_outputs"
         raise
-    return grammar.of_schema(
-        schema,
-        whitespace=wanted.whitespace_pattern or grammar.WHITESPACE,
-        any_whitespace=not wanted.disable_any_whitespace,
-    )
 
 
 def check_alone(text: str, ignore_eos: bool, min_tokens: int) -> None:

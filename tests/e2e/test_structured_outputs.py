@@ -110,6 +110,12 @@ def test_vllms_structured_outputs(client: OpenAI, wanted: dict, pattern: str) ->
         assert answer.choices[0].finish_reason == "stop"
 
 
+def test_the_schema_true_is_any_json(client: OpenAI) -> None:
+    wanted = {"structured_outputs": {"json": True}}
+    answer = client.completions.create(model=MODEL, prompt="hello", temperature=0, max_tokens=200, extra_body=wanted)
+    assert answer.choices[0].finish_reason == "length" or json.loads(answer.choices[0].text) is not Ellipsis
+
+
 def test_max_tokens_cuts_json_with_length(client: OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=3, response_format=FORMAT)
     assert answer.choices[0].finish_reason == "length"
@@ -128,6 +134,12 @@ def test_max_tokens_cuts_json_with_length(client: OpenAI) -> None:
             "response_format",
             "uniqueItems",
         ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": False}}},
+            "response_format",
+            "nothing",
+        ),
+        ({"structured_outputs": {"grammar": "start: start"}}, None, "cannot go on"),
         ({"structured_outputs": {"regex": "a("}}, "structured_outputs", "unclosed group"),
         ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs", "look-around"),
         ({"structured_outputs": {"grammar": "??"}}, "structured_outputs", "neither GBNF nor Lark"),
@@ -136,7 +148,9 @@ def test_max_tokens_cuts_json_with_length(client: OpenAI) -> None:
         ({"structured_outputs": {"choice": ["a"]}, "min_tokens": 4}, "min_tokens", "min_tokens"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_with_the_reason(client: OpenAI, body: dict, param: str, word: str) -> None:
+def test_what_cannot_be_enforced_is_refused_with_the_reason(
+    client: OpenAI, body: dict, param: str | None, word: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=64, extra_body=body)
     error = raised.value.response.json()["error"]

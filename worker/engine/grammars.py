@@ -103,7 +103,7 @@ class Place:
     def note_fault(self) -> None:
         """After a mask: the parser may have hit one of its limits."""
         if self.matcher.is_error():
-            self.fault = first_line(self.matcher.get_error())
+            self.fault = f"the grammar cannot go on after {self.taken} tokens: {first_line(self.matcher.get_error())}"
 
 
 class Grammars:
