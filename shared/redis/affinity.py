@@ -118,11 +118,11 @@ def _beginning_marks(group: Sequence[SequenceSpec]) -> list[bytes]:
 
 
 def _holders(adapter: str, ready: Sequence[WorkerStatus]) -> tuple[str, ...]:
-    """The workers that have an adapter ("name" or "name@k"); none when all or none of them have it."""
-    if not adapter:
-        return ()
-    name, _, version = adapter.partition("@")
-    have = [w.id for w in ready if (adapter in w.versions if version else name in w.adapters)]
+    """The workers that have an adapter version; none when all or none of them have it.
+
+    A bare name means the latest version, which every worker loads as soon as it is published.
+    """
+    have = [worker.id for worker in ready if adapter in worker.versions]
     return tuple(have) if len(have) < len(ready) else ()
 
 
