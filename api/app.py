@@ -34,6 +34,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         ring = Ring(settings, tally)
         app.state.ring = ring
+        await asyncio.to_thread(dashboard.warm_up)
         await ring.start()
         app.state.snapshots = Snapshots(ring)
         sampling = asyncio.create_task(sample_forever(ring, app.state.snapshots))

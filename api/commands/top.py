@@ -1,4 +1,4 @@
-"""`mlx_parallm top`: the ring in a terminal, from `GET /v1/ring` once a second.
+"""`mlx_parallm top`: the ring in a terminal, from `GET /v1/ring/snapshot` once a second.
 
 Exit codes: 0, also after Ctrl-C; 1 when the server refuses or cannot be reached.
 """
@@ -59,14 +59,14 @@ def top(
 
 async def _look(url: str, api_key: str) -> RingSnapshot:
     async with InferenceClient(url, api_key=api_key, patience_s=0) as client:
-        return await client.call("GET", "/v1/ring", RingSnapshot)
+        return await client.call("GET", "/v1/ring/snapshot", RingSnapshot)
 
 
 async def _watch(url: str, api_key: str, interval: float) -> None:
     async with InferenceClient(url, api_key=api_key) as client:
         with Live(screen=True, auto_refresh=False) as live:
             while True:
-                live.update(view(await client.call("GET", "/v1/ring", RingSnapshot)), refresh=True)
+                live.update(view(await client.call("GET", "/v1/ring/snapshot", RingSnapshot)), refresh=True)
                 await asyncio.sleep(interval)
 
 

@@ -1,4 +1,4 @@
-"""`GET /v1/ring`: the whole ring at one moment, read from Redis. The dashboard and `mlx_parallm top` show this.
+"""`GET /v1/ring/snapshot`: the whole ring at one moment, from Redis. Dashboard and `mlx_parallm top` show this.
 
 It is read at most once a second in a process, however many look at it.
 """
@@ -58,7 +58,7 @@ TheSnapshots = Annotated[Snapshots, Depends(snapshots_of)]
 
 
 @router.get(
-    "/v1/ring",
+    "/v1/ring/snapshot",
     summary="The whole ring at a glance",
     response_class=Response,
     responses={

@@ -1,4 +1,4 @@
-"""What a snapshot of the ring holds: plain data, shown by the dashboard, `mlx_parallm top` and `GET /v1/ring`."""
+"""What a snapshot of the ring holds: plain data, for the dashboard, `mlx_parallm top` and `GET /v1/ring/snapshot`."""
 
 import msgspec
 

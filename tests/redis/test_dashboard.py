@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
+from api.ops.dashboard.parts import RewardsKept
 from shared.adapters import GateCheck
 from shared.frames import VersionSpan
 from shared.redis import keys
@@ -247,7 +248,7 @@ async def test_with_a_key_one_signs_in(redis_url: str) -> None:
             await server.http.get("/dashboard/events/ring", headers={"Accept": "text/event-stream"})
         ).status_code == 401
         assert (await server.http.get("/dashboard/login")).status_code == 200
-        assert (await server.http.get("/v1/ring")).status_code == 401
+        assert (await server.http.get("/v1/ring/snapshot")).status_code == 401
         wrong = await server.http.post("/dashboard/login", data={"key": "no"}, headers=SAME)
         assert (wrong.status_code, "set-cookie" in wrong.headers) == (401, False)
         form = {"key": "a-long-secret-key", "next": "//evil.example"}
@@ -292,7 +293,7 @@ async def test_the_ring_is_told_as_json(server: Api, redis: Redis) -> None:
     found: dict[str, Any] = {}
 
     async def is_fresh() -> bool:  # a snapshot is kept for a second
-        found.update((await server.http.get("/v1/ring")).json())
+        found.update((await server.http.get("/v1/ring/snapshot")).json())
         return bool(found["dead_letters"])
 
     await wait_until(is_fresh)
@@ -300,3 +301,16 @@ async def test_the_ring_is_told_as_json(server: Api, redis: Redis) -> None:
     assert {(q["model"], q["sequence_class"]) for q in found["queues"]} == {(MODEL, "interactive"), (MODEL, "batch")}
     assert (found["dead_letters"], found["jobs_active"]) == (1, 1)
     assert found["adapters"][0]["loaded"] == {HOSTILE: 1}
+
+
+async def test_a_page_of_a_running_job_does_not_read_all_samples_every_second(server: Api, redis: Redis) -> None:
+    job = await finished_job(server, redis)
+    status, kept = await server.ring.jobs.status(job), RewardsKept()
+    first = await kept.read(server.ring, status)
+    assert first is not None
+    assert await kept.read(server.ring, msgspec.structs.replace(status, progress=0.6)) is first
+    ended = msgspec.structs.replace(status, progress=1.0, status="succeeded")
+    last = await kept.read(server.ring, ended)
+    assert last == first
+    assert last is not first
+    assert await kept.read(server.ring, ended) is last

@@ -7,6 +7,9 @@ templates, and the headers of every answer. Everything is read from Redis throug
 from fastapi import APIRouter
 
 from api.ops.dashboard import actions, assets, live, pages, session
+from api.ops.dashboard.render import warm_up
+
+__all__ = ["router", "warm_up"]
 
 router = APIRouter(include_in_schema=False)
 for module in (assets, session, pages, live, actions):

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 from starlette.responses import Response
 
 from api.ops.dashboard.curves import ring_charts, training_charts
-from api.ops.dashboard.parts import adapter_view, job_view, letters, training_views
+from api.ops.dashboard.parts import RewardsKept, adapter_view, job_view, letters, training_views
 from api.ops.dashboard.render import HEADERS, DashboardRoute, part
 from api.ops.dashboard.session import may_look
 from api.ops.snapshot import Snapshots, TheSnapshots
@@ -58,8 +58,10 @@ async def jobs_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
 async def job_events(job_id: str, ring: TheRing, snapshots: TheSnapshots) -> Response:
     """Of one job."""
 
+    kept = RewardsKept()
+
     async def look() -> Parts:
-        view = await job_view(ring, job_id)
+        view = await job_view(ring, job_id, kept)
         shown = {name: part(name, job=view) for name in ("rewards", "job_actions")}
         return {"job": part("job", ring=await snapshots.read(), job=view), **shown}
 

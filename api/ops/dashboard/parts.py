@@ -1,5 +1,6 @@
 """What the pages show beyond the ring's snapshot, read when somebody looks."""
 
+import time
 from typing import NamedTuple
 
 from api.ops.dashboard.samples import Histogram, metadata, reward_histogram
@@ -16,6 +17,7 @@ from shared.training import Alert, TrainingPoint
 LETTERS_SHOWN = 100
 HISTORY_SHOWN = 20
 ALERTS_SHOWN = 10
+REWARDS_EVERY_S = 5.0
 
 
 class JobView(NamedTuple):
@@ -45,11 +47,28 @@ class RunView(NamedTuple):
     alerts: list[Alert]
 
 
-async def job_view(ring: Ring, job_id: str) -> JobView:
+class RewardsKept:
+    """A job's histogram for an open page: it reads many samples, so it is made anew only now and then."""
+
+    def __init__(self) -> None:
+        self._rewards: Histogram | None = None
+        self._of: tuple[str, float] = ("", -1.0)  # state and progress that it was made of
+        self._made_at = float("-inf")
+
+    async def read(self, ring: Ring, status: JobStatus) -> Histogram | None:
+        """The histogram, at most REWARDS_EVERY_S older than the job while it runs."""
+        now, stage = time.monotonic(), (status.status, status.progress)
+        due = now - self._made_at > REWARDS_EVERY_S or status.status in TERMINAL
+        if stage != self._of and due:
+            self._rewards, self._of, self._made_at = await reward_histogram(ring, status), stage, now
+        return self._rewards
+
+
+async def job_view(ring: Ring, job_id: str, kept: RewardsKept | None = None) -> JobView:
     """UnknownJobError when there is none."""
     status = await ring.jobs.status(job_id)
     spec = await ring.jobs.spec(job_id)
-    rewards = await reward_histogram(ring, status)
+    rewards = await (kept or RewardsKept()).read(ring, status)
     return JobView(
         status, spec, metadata(status.metadata) if status.metadata else "", rewards, status.status in TERMINAL
     )

@@ -90,6 +90,12 @@ def _error(request: Request, error: ParallmError) -> Response:
     return page(request, "error.html", Page("Not here", "none"), status=error.status, error=error)
 
 
+def warm_up() -> None:
+    """Compile all templates now: done at the first look, it would hold up the streams of this process."""
+    for name in _templates.list_templates():
+        _templates.get_template(name)
+
+
 # -- how figures are written
 
 

@@ -14,7 +14,7 @@ from shared.text import TextCodec
 from shared.trajectories import Trajectory
 
 BINS = 20
-HISTOGRAM_CHUNKS = 8  # of RESULTS_PER_CHUNK samples, spread over the job
+HISTOGRAM_CHUNKS = 4  # of RESULTS_PER_CHUNK samples, spread over the job
 SHOWN = 25  # lines of a page
 SNIPPET = 160  # characters
 
