@@ -8,6 +8,7 @@ than PATIENCE_S, every error is OpenAI's object, and afterwards the server answe
 import argparse
 import contextlib
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -113,6 +114,11 @@ class Findings:
     def judge(self, what: str, send: Callable[[], Any], *, deadline: bool = False) -> None:
         try:
             response = send()
+            for _ in range(40):
+                if response.status_code != 503 or "more to do" not in response.text:
+                    break
+                time.sleep(0.25)  # the machine is busy, and the server says so: once more, as a client would
+                response = send()
         except Exception as error:
             self.wrong.append(f"{what}: {type(error).__name__}: {error}")
             return
