@@ -17,6 +17,7 @@ def draw(
     held_out: Sequence[tuple[float, float]],
     chats: Sequence[Chat],
     goal: float,
+    measured: str,
 ) -> None:
     """Write the picture; `steps` are lines of metrics.jsonl with the second at which each appeared."""
     import matplotlib  # only here: it takes a second to import
@@ -29,11 +30,11 @@ def draw(
     )
     at = [step["at_s"] for step in steps]
     reward.plot(at, [step["reward"] for step in steps], color=_PUBLISHED, lw=1, label="rollouts, sampled")
-    reward.plot(*zip(*held_out, strict=True), "o-", color=_FOLLOWING, label="held-out sums, greedy")
+    reward.plot(*zip(*held_out, strict=True), "o-", color=_FOLLOWING, label=f"{measured}, greedy")
     reward.axhline(goal, color="black", lw=0.7, ls=":")
     reward.set_ylabel("reward")
-    reward.set_ylim(0, 1)
-    reward.legend(loc="upper left")
+    reward.set_ylim(0, 1.04)
+    reward.legend(loc="lower right")
     reward.set_title("learning while serving: reward, versions, lag and time to first token")
 
     versions.step(at, [step["version"] for step in steps], where="post", color=_PUBLISHED, label="published")

@@ -1,7 +1,7 @@
 """The act in which the model learns while it serves: a trainer joins the ring, and chats on its policy go on.
 
-    python -m api.demo.learning --full     the whole recipe: held-out sums from 0.41 to 0.7 and above in ten minutes
-    python -m api.demo.learning            two minutes of it, as in `make demo`
+    python -m api.demo.learning            sixteen sums, learned by heart within two minutes, as in `make demo`
+    python -m api.demo.learning --full     addition itself: held-out sums from 0.41 to 0.7 and above in ten minutes
 
 Chats are streamed on `policy`, which moves to the newest version at the next decode step, and on `policy@1`, which
 never changes. Not one of them may fail or break off. Figures over time go to `reward.png` and `learning.json`.
@@ -31,13 +31,12 @@ from api.demo.curves import draw
 from api.demo.report import percentile
 from api.demo.serving import MODEL, Served, ring, stop
 
-RECIPE = Path("trainer/recipes/tiny-arithmetic.yaml")
+RECIPES = Path("trainer/recipes")
 POLICY = "policy"
 GOAL = 0.7
 ACT_S = 110.0  # of training, in `make demo`
 FIRST_VERSION_S = 120.0
-ACT_FLAGS = ("--schedule", "constant", "--warmup-steps", "3", "--evaluate-every", "5", "--evaluate-prompts", "200")
-SUMS = 64  # asked by HTTP after training
+FEW, MANY = 16, 64  # sums: of the short act's data set, and asked by HTTP after the full recipe
 
 
 @dataclass
@@ -76,14 +75,12 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    seed = ("--seed", str(arguments.seed))
-    flags, seconds = (seed, None) if arguments.full else ((*ACT_FLAGS, *seed), ACT_S)
     with (
         tempfile.TemporaryDirectory(prefix="parallm-demo-") as data_dir,
         ring(Path(data_dir), arguments.out / "serve.log", 1, console, "--max-batch-size", "128") as served,
     ):
-        act = Act(served, arguments.out, console)
-        ok = asyncio.run(act.run(seconds, flags))
+        act = Act(served, arguments.out, console, full=arguments.full, seed=arguments.seed)
+        ok = asyncio.run(act.run(None if arguments.full else ACT_S))
     cpu_s = resource.getrusage(resource.RUSAGE_CHILDREN)
     console.print(f"  processor time of all processes: {cpu_s.ru_utime + cpu_s.ru_stime:.0f} s")
     return 0 if ok and (not arguments.full or act.course.after >= GOAL) else 1
@@ -92,29 +89,31 @@ def main() -> int:
 class Act:
     """One run of the trainer beside chats."""
 
-    def __init__(self, served: Served, out: Path, console: Console) -> None:
+    def __init__(self, served: Served, out: Path, console: Console, *, full: bool = False, seed: int = 0) -> None:
         self._served = served
         self._out = out
         self._console = console
+        self._sums = sums(MANY if full else FEW)
+        self._flags = ["--seed", str(seed), *(_whole_recipe() if full else _few_sums(out / "sums.jsonl", self._sums))]
+        self._measured = "held-out sums" if full else f"the {FEW} sums of sums.jsonl"
         self.course = Course()
 
-    async def run(self, seconds: float | None, flags: tuple[str, ...] = ACT_FLAGS) -> bool:
-        """Train (for so long, or to the recipe's end), chat meanwhile, report; whether all went well."""
+    async def run(self, seconds: float | None = ACT_S) -> bool:
+        """Train (for so long at most, or to the recipe's end), chat meanwhile, report; whether all went well."""
         with tempfile.TemporaryDirectory(prefix="parallm-train-") as run_dir:
             metrics = Path(run_dir) / POLICY / "metrics.jsonl"
-            with self._trainer(run_dir, flags) as trainer:
+            with self._trainer(run_dir) as trainer:
                 began = time.monotonic()
                 await self._first_version(trainer)
                 async with chatting(self._served.url, (POLICY, f"{POLICY}@1"), 0.25, began) as chats:
                     await self._watch(trainer, metrics, began, seconds, chats)
-        sums = await self._ask_sums()
-        self._report(chats, sums)
+        self._report(chats, await self._ask_sums())
         return self.course.exit_code == 0 and not chats.broken and bool(self.course.steps)
 
     @contextlib.contextmanager
-    def _trainer(self, run_dir: str, flags: tuple[str, ...]) -> Iterator["subprocess.Popen[str]"]:
+    def _trainer(self, run_dir: str) -> Iterator["subprocess.Popen[str]"]:
         command = [sys.executable, "-m", "trainer", "--connect-to", self._served.redis_url, "--log-json", "true"]
-        command += ["--model", f"models/{MODEL}", "--config", str(RECIPE), "--run-dir", run_dir, *flags]
+        command += ["--model", f"models/{MODEL}", "--run-dir", run_dir, *self._flags]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         with (self._out / "train.log").open("w") as log:
             environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -133,7 +132,7 @@ class Act:
             for line in (self._out / "train.log").read_text().splitlines():
                 if '"run.started"' in line:
                     self.course.before = json.loads(line)["held_out"]
-                    self._console.print(f"  held-out sums right before training: {self.course.before:.3f}")
+                    self._console.print(f"  {self._measured} right before training: {self.course.before:.3f}")
                     return
             await asyncio.sleep(0.1)
         raise SystemExit(f"the trainer did not start; see {self._out / 'train.log'}")
@@ -170,58 +169,58 @@ class Act:
     def _show(self, step: dict[str, Any], chats: ChatLog) -> None:
         self._console.print(
             f"  {step['at_s']:5.0f} s  step {step['train_step'] + 1:3d}  reward {step['reward']:.3f}  "
-            f"held-out {step['held_out']:.3f}  version {step['version']}  lag {step['lag_max']}  "
+            f"greedy {step['held_out']:.3f}  version {step['version']}  lag {step['lag_max']}  "
             f"{step['tokens_per_s']:.0f} tok/s  chats {len(chats.chats)}, broken {len(chats.broken)}"
         )
 
     async def _ask_sums(self) -> dict[str, int]:
         """How many of the same sums the first and the newest version get right, asked as any client would."""
-        draw_from = random.Random(1)
-        pairs = [(draw_from.randint(10, 99), draw_from.randint(10, 99)) for _ in range(SUMS)]
         async with AsyncOpenAI(base_url=f"{self._served.url}/v1", api_key="none", max_retries=0) as openai:
 
-            async def right(model: str, a: int, b: int) -> bool:
-                messages: Any = [{"role": "user", "content": f"What is {a} + {b}?"}]
+            async def right(model: str, question: str, wanted: str) -> bool:
+                messages: Any = [{"role": "user", "content": question}]
                 answer = await openai.chat.completions.create(
                     model=model, messages=messages, temperature=0, max_tokens=8
                 )
-                return answer.choices[0].message.content == str(a + b)
+                return answer.choices[0].message.content == wanted
 
             return {
-                model: sum(await asyncio.gather(*(right(model, a, b) for a, b in pairs)))
+                model: sum(await asyncio.gather(*(right(model, question, wanted) for question, wanted in self._sums)))
                 for model in (f"{POLICY}@1", POLICY)
             }
 
-    def _report(self, chats: ChatLog, sums: dict[str, int]) -> None:
+    def _report(self, chats: ChatLog, right: dict[str, int]) -> None:
         course, console = self.course, self._console
         first = chats.first_ms()
         reached = course.reached(GOAL)
         console.print(
-            f"  held-out sums right: [bold]{course.before:.3f} before, {course.after:.3f} after[/] "
+            f"  {self._measured} right: [bold]{course.before:.3f} before, {course.after:.3f} after[/] "
             f"{len(course.steps)} train steps, {course.seconds:.0f} s (trainer: {course.cpu_s:.0f} s of processor time)"
             + (f", {GOAL} after {reached:.0f} s" if reached is not None else "")
         )
-        for model, count in sums.items():
-            console.print(f"  asked by HTTP, {SUMS} sums: {model} gets {count} right")
+        for model, count in right.items():
+            console.print(f"  asked by HTTP, {len(self._sums)} sums: {model} gets {count} right")
         console.print(
             f"  chats meanwhile: {len(chats.chats)}, failed or broken off: {len(chats.broken)}, "
             f"time to first token p50 {percentile(first, 50):.0f} ms, p99 {percentile(first, 99):.0f} ms"
         )
         for chat in chats.broken[:5]:
             console.print(f"    [red]{chat.model} at {chat.at_s:.1f} s: {chat.error}[/]")
-        draw(self._out / "reward.png", course.steps, course.held_out, chats.chats, GOAL)
-        (self._out / "learning.json").write_text(json.dumps(_summary(course, chats, sums), indent=2) + "\n")
+        draw(self._out / "reward.png", course.steps, course.held_out, chats.chats, GOAL, self._measured)
+        (self._out / "learning.json").write_text(
+            json.dumps(_summary(course, chats, {"of": len(self._sums), **right}), indent=2) + "\n"
+        )
         console.print(f"  written to {self._out}/: learning.json, reward.png, train.log")
 
 
-def _summary(course: Course, chats: ChatLog, sums: dict[str, int]) -> dict[str, Any]:
+def _summary(course: Course, chats: ChatLog, right: dict[str, int]) -> dict[str, Any]:
     def first_ms(model: str) -> dict[str, float]:
         values = chats.first_ms(model)
         return {"p50": percentile(values, 50), "p99": percentile(values, 99)}
 
     return {
         "held_out": {"before": course.before, "after": course.after, "reached_goal_s": course.reached(GOAL)},
-        "sums_right_by_http": {"of": SUMS, **sums},
+        "sums_right_by_http": right,
         "train_steps": len(course.steps),
         "seconds": round(course.seconds, 1),
         "trainer_cpu_s": round(course.cpu_s, 1),
@@ -233,6 +232,25 @@ def _summary(course: Course, chats: ChatLog, sums: dict[str, int]) -> dict[str, 
         },
         "steps": course.steps,
     }
+
+
+def sums(count: int) -> list[tuple[str, str]]:
+    """Two-digit additions as questions, with their answers."""
+    draw_from = random.Random(1)
+    pairs = [(draw_from.randint(10, 99), draw_from.randint(10, 99)) for _ in range(count)]
+    return [(f"What is {a} + {b}?", str(a + b)) for a, b in pairs]
+
+
+def _whole_recipe() -> list[str]:
+    return ["--config", str(RECIPES / "tiny-arithmetic.yaml")]
+
+
+def _few_sums(path: Path, questions: list[tuple[str, str]]) -> list[str]:
+    """A data set of one's own and a reward: what a user would give."""
+    lines = [{"prompt": [{"role": "user", "content": question}], "reference": wanted} for question, wanted in questions]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = ["--task", "jsonl", "--dataset", str(path), "--held-out-dataset", str(path), "--reward", "exact"]
+    return ["--config", str(RECIPES / "tiny-fixed.yaml"), *data]
 
 
 def _new_lines(path: Path, known: int) -> list[str]:

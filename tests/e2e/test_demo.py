@@ -23,7 +23,7 @@ def test_the_demo_chats_runs_two_jobs_and_writes_its_report(tmp_path: Path) -> N
     assert (tmp_path / "rewards.png").read_bytes().startswith(b"\x89PNG")
     assert len((tmp_path / "arithmetic.trajectories.jsonl").read_text().splitlines()) == 512
     learning = json.loads((tmp_path / "learning.json").read_text())
-    assert 0.3 < learning["held_out"]["before"] < 0.5
-    assert learning["train_steps"] >= 5 and learning["chats"]["streamed"] > 10
+    assert 0 < learning["held_out"]["before"] < 0.8
+    assert learning["train_steps"] >= 10 and learning["chats"]["streamed"] > 10
     assert learning["chats"]["broken"] == []
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
