@@ -35,7 +35,10 @@ _TELL = ("&parallm:api:*", "&parallm:ctl:*")
 ROLE: dict[RoleName, Role] = {
     "api": Role(("~parallm:*", "~arq:*"), ("&parallm:*", "&arq:*"), (*_DATA, "+info")),
     "worker": Role(
-        (*_MODEL, *_ADAPTERS, *_FRAMES, "~parallm:tokenizer:*", "~parallm:train*", "~parallm:answer:*"),
+        (
+            *_MODEL, *_ADAPTERS, *_FRAMES, "~parallm:tokenizer:*", "~parallm:pause", "~parallm:train*",
+            "~parallm:answer:*",
+        ),
         (*_TELL, "&parallm:adapters:events", "&parallm:alerts"),
     ),
     "runner": Role(
