@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, WatchError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -105,7 +105,9 @@ def from_fault(error: Exception) -> ParallmError:
     """Our error for what a user cannot help: Redis out of reach, or a fault of ours."""
     if isinstance(error, ParallmError):
         return error
-    if isinstance(error, RedisConnectionError | RedisTimeoutError | OSError):
+    if isinstance(
+        error, RedisConnectionError | RedisTimeoutError | WatchError | OSError
+    ):  # WATCH and a lost connection
         return ServiceUnavailableError("Redis cannot be reached; try again")
     return ParallmError("internal error; the server's log has the details under this x-request-id")
 

@@ -10,7 +10,7 @@ import structlog
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, SecretStr
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ResponseError
+from redis.exceptions import ResponseError, WatchError
 
 from api import errors
 from api.auth import OwnOrigin, RequireKey
@@ -77,6 +77,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         (UnknownModelError("no", param="model"), 404, "invalid_request_error", "model_not_found"),
         (QueueFullError("full", retry_after_s=3), 429, "rate_limit_error", "queue_full"),
         (RedisConnectionError("gone"), 503, "service_unavailable_error", "service_unavailable"),
+        (WatchError("gone"), 503, "service_unavailable_error", "service_unavailable"),
         (ResponseError("WRONGTYPE"), 500, "server_error", None),
         (RuntimeError("secret"), 500, "server_error", None),
     ],
