@@ -15,6 +15,7 @@ MEASUREMENTS = {
     "hosted": "a trainer in the engine's thread: what decoding keeps, what training gets, memory",
     "prefix": "a second request on a prefix, a group of samples, and prompts that share nothing",
     "overload": "goodput and first tokens at four times the sustainable rate; slow readers; 1,000 streams",
+    "adapter_publish": "from a publish to the first token of the new version at each of 2 workers",
     "adapter_flight": "token frames while 100 MB of adapter are in flight",
 }
 
