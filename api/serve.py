@@ -6,6 +6,7 @@ machine's `mlx_parallm_worker --redis ...` is no different from the workers star
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -44,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         configure(settings.log_level, settings.log_json)
         check_modes(settings)
         check_exposure(settings)
+        os.environ.pop("PARALLM_API_KEY", None)  # no child inherits it: the apis get digests, the others nothing
         with _embedded(settings) as server:
             if server is not None:
                 settings.redis = server.url
