@@ -105,9 +105,7 @@ def from_fault(error: Exception) -> ParallmError:
     """Our error for what a user cannot help: Redis out of reach, or a fault of ours."""
     if isinstance(error, ParallmError):
         return error
-    if isinstance(
-        error, RedisConnectionError | RedisTimeoutError | WatchError | OSError
-    ):  # WATCH and a lost connection
+    if isinstance(error, RedisConnectionError | RedisTimeoutError | WatchError | OSError):
         return ServiceUnavailableError("Redis cannot be reached; try again")
     return ParallmError("internal error; the server's log has the details under this x-request-id")
 

@@ -100,7 +100,10 @@ async def _harm(ring: ChaosRing, load: Load, report: Report, until: float, only:
         return found
 
     async def before(member: Member) -> None:
-        await load.watch_takeovers(member, workers_of)
+        if member.role == "worker":
+            await load.watch_takeovers(member, workers_of)
+        else:
+            await load.reads_from(member)
 
     kinds = [kind for kind in WEIGHTS if fnmatch(kind, only)]
     kinds = [kind for kind in kinds if ring.of(kind.split(".")[0]) or kind.startswith("redis")]
@@ -115,7 +118,7 @@ async def _harm(ring: ChaosRing, load: Load, report: Report, until: float, only:
             left.remove(kind := possible[0])
         else:
             (kind,) = ring.rng.choices(possible, [WEIGHTS[k] for k in possible])
-        task = asyncio.create_task(ring.harm(kind, before if kind == "worker.kill" else None))
+        task = asyncio.create_task(ring.harm(kind, before if kind in ("worker.kill", "api.kill") else None))
         harming.add(task)
         for done in [task for task in harming if task.done()]:
             harming.discard(done)

@@ -264,6 +264,14 @@ class Load:
         if got != self.answers.tokens[prompt][: len(got)] or len(line.logprobs) != len(got):
             self.report.violation(f"job {job_id}: another answer than the one to {prompt!r} alone")
 
+    async def reads_from(self, api: Member, within_s: float = 20.0) -> None:
+        """Before an api is killed: wait until a stream is in its middle there."""
+        until = time.monotonic() + within_s
+        while time.monotonic() < until and not self.stopping:
+            if any(s.api == api.name and 0 < len(s.tokens) < len(s.expected) - 60 for s in self.open):
+                return
+            await asyncio.sleep(0.01)
+
     async def watch_takeovers(self, victim: Member, workers_of: Any) -> None:
         """Before a worker is killed: how long its streams will pause, unless something else disturbs them, too."""
         owners = await workers_of([stream.sequence for stream in self.open if stream.tokens])

@@ -12,3 +12,4 @@ async def test_nothing_is_lost_and_nothing_changed_while_processes_die() -> None
     assert report.violations == []
     assert set(faults) == {kind for kind in chaos.WEIGHTS if not kind.startswith("trainer")}
     assert report.streams >= 4 and report.samples > 0
+    assert report.resumed > 0, "the killed api had a stream"
