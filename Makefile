@@ -3,6 +3,7 @@
 # make test    check, then all tests
 # make check   format, lint, types and layers
 # make bench   measurements (never run by the tests)
+# make clients real clients (openai, litellm, langchain, instructor, lm-eval, verifiers), in an environment of their own
 # make chaos   kill, freeze and cut off the processes under load, for MINUTES=30 (never run by the tests)
 # make docs    write docs/reference.md from the code
 # make lock    resolve requirements.lock anew
@@ -10,7 +11,7 @@
 BIN := .venv/bin
 STAMP := .venv/.stamp
 
-.PHONY: setup demo test check bench chaos docs lock clean
+.PHONY: setup demo test check bench chaos clients docs lock clean
 
 setup: $(STAMP)
 
@@ -46,6 +47,11 @@ bench: setup
 
 chaos: setup
 	$(BIN)/python -m tests.e2e.chaos --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED))
+
+clients: setup
+	test -x .venv-clients/bin/python || $(BIN)/python -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	$(BIN)/python -m tests.clients --python .venv-clients/bin/python
 
 docs: setup
 	PYTHONPATH=. $(BIN)/python docs/generate.py

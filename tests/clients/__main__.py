@@ -1,0 +1,68 @@
+"""Real clients, unmodified, against a real ring: `make clients`, or `python -m tests.clients --python VENV/bin/python`.
+
+Starts `mlx_parallm_serve` with the tiny model and runs each script of tests/clients/scripts with the interpreter that
+has the clients (tests/clients/requirements.txt), and those for Node where `--node` names a folder with their packages.
+A script proves what its docstring says, and exits 0 when it holds.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.e2e.rings import MODEL, ROOT, ring
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TIMEOUT_S = 300
+
+
+def run(script: Path, python: str, node: Path | None, url: str) -> bool:
+    """Whether the script passes; its output is shown when it does not."""
+    environment = {
+        **os.environ,
+        "PARALLM_URL": url,
+        "PARALLM_MODEL_NAME": MODEL,
+        "PARALLM_MODEL_DIR": str(ROOT / "models" / MODEL),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": "",
+    }
+    if script.suffix == ".mjs":
+        assert node is not None
+        script = Path(shutil.copy(script, node))  # Node looks for packages beside the script
+    command = ["node" if script.suffix == ".mjs" else python, str(script)]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=SCRIPTS)
+    except subprocess.TimeoutExpired as error:
+        print(f"FAILED  {script.name}: no end after {TIMEOUT_S} s\n{error.stdout}\n{error.stderr}", flush=True)
+        return False
+    passed = done.returncode == 0
+    last = done.stdout.strip().splitlines()[-1:] or [""]
+    print(f"{'passed' if passed else 'FAILED'}  {script.name:24s} {last[0]}", flush=True)
+    if not passed:
+        print(done.stdout[-3000:], done.stderr[-5000:], sep="\n", flush=True)
+    return passed
+
+
+def main() -> int:
+    """Run the scripts; 1 when one fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=sys.executable, help="interpreter that has the clients")
+    parser.add_argument("--node", type=Path, help="folder in which `npm install openai` was run; without it: no Node")
+    parser.add_argument("names", nargs="*", help="scripts to run; default: all")
+    arguments = parser.parse_args()
+    kinds = (".py", ".mjs") if arguments.node else (".py",)
+    scripts = sorted(path for path in SCRIPTS.iterdir() if path.suffix in kinds)
+    chosen = [path for path in scripts if not arguments.names or path.stem in arguments.names]
+    if not chosen:
+        parser.error(f"no such script; there are: {', '.join(path.stem for path in scripts)}")
+    with tempfile.TemporaryDirectory() as folder, ring(Path(folder)) as server:
+        passed = [run(script, arguments.python, arguments.node, server.url) for script in chosen]
+    print(f"{sum(passed)} passed, {len(passed) - sum(passed)} failed")
+    return 0 if all(passed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
