@@ -13,7 +13,7 @@ import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import structlog
 import yaml
@@ -106,26 +106,34 @@ class HostedTrainer:
         while not self._stopping.is_set():
             before = self._train_steps()
             self._forget_run()
-            self._running = asyncio.create_task(self._train(place))
-            try:
-                await self._running
-                return True
-            except asyncio.CancelledError:
+            outcome = await self._try(place)
+            if outcome != "again":
+                return outcome == "done"
+            failures = 1 if self._train_steps() > before else failures + 1
+            if failures == TRIES:
+                log.error("training.failed", tries=failures)
                 return False
-            except Exception as error:
-                failures = 1 if self._train_steps() > before else failures + 1
-                if self._stopping.is_set():
-                    return False
-                if isinstance(error, ParallmError) and not isinstance(error, _MAY_PASS):
-                    log.error("training.failed", reason=str(error))
-                    return False
-                if failures == TRIES:
-                    log.exception("training.failed", tries=failures)
-                    return False
-                pause_s = FIRST_PAUSE_S * 2 ** (failures - 1)
-                log.exception("training.again", in_s=pause_s, tries=failures)
+            pause_s = FIRST_PAUSE_S * 2 ** (failures - 1)
+            log.warning("training.again", in_s=pause_s, tries=failures)
             await self._pause(pause_s)
         return False
+
+    async def _try(self, place: Workplace) -> Literal["done", "ended", "again"]:
+        # Errors end in here: one that passed the loop above would stay in its frame, with all the run's arrays.
+        self._running = asyncio.create_task(self._train(place))
+        try:
+            await self._running
+            return "done"
+        except asyncio.CancelledError:
+            return "ended"
+        except Exception as error:
+            if self._stopping.is_set():
+                return "ended"
+            if isinstance(error, ParallmError) and not isinstance(error, _MAY_PASS):
+                log.error("training.failed", reason=str(error))
+                return "ended"
+            log.exception("training.broken")
+            return "again"
 
     async def _train(self, place: Workplace) -> None:
         async def loaded() -> LoadedModel:
