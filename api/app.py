@@ -11,7 +11,8 @@ from api import errors
 from api.context import RequestContext
 from api.generation import settled
 from api.guards import guard
-from api.openai import chat, classifications, completions, embeddings, models, responses, streams
+from api.openai import batches, chat, classifications, completions, embeddings, files, models, responses, streams
+from api.openai.batch_work import BatchWork
 from api.openapi import describe_errors
 from api.ops import dashboard, deadletters, health, metrics, snapshot
 from api.ops.sampling import sample_forever
@@ -38,13 +39,15 @@ def create_app(settings: ApiSettings) -> FastAPI:
         await ring.start()
         app.state.snapshots = Snapshots(ring)
         sampling = asyncio.create_task(sample_forever(ring, app.state.snapshots))
+        batch_work = asyncio.create_task(BatchWork(ring).run())
         log.info("api.started", api=ring.api_id)
         try:
             yield
         finally:
             ring.shutting_down = True
             sampling.cancel()
-            await asyncio.gather(sampling, return_exceptions=True)
+            batch_work.cancel()
+            await asyncio.gather(sampling, batch_work, return_exceptions=True)
             stop_lingering()
             await settled()
             await ring.stop()
@@ -62,6 +65,8 @@ def create_app(settings: ApiSettings) -> FastAPI:
         completions,
         chat,
         embeddings,
+        files,
+        batches,
         responses,
         classifications,
         act,

@@ -331,7 +331,7 @@ def _kind(kind: str, reward: RewardSpec | None) -> JobKind:
     if not kind:
         return "rollout" if reward is not None else "generate"
     for known in get_args(JobKind):
-        if kind == known:
+        if kind == known != "batch":
             return cast(JobKind, known)
     _fail(f"--kind {kind}: it is generate, rollout or score", 2)
 

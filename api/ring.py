@@ -16,8 +16,10 @@ from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownM
 from shared.metrics import Tally
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.affinity import Affinity
+from shared.redis.batch_store import BatchStore
 from shared.redis.client import connect
 from shared.redis.dead_letters import DeadLetters
+from shared.redis.file_store import FileStore
 from shared.redis.job_store import JobStore
 from shared.redis.metric_store import MetricWriter
 from shared.redis.sequence_queue import CLASSES, SequenceQueue
@@ -60,6 +62,8 @@ class Ring:
         self.codecs = CodecCache(self.registry)
         self.grammars = GrammarChecker()
         self.jobs = JobStore(self.redis)
+        self.files = FileStore(self.redis)
+        self.batches = BatchStore(self.redis)
         self.dead_letters = DeadLetters(self.redis)
         self.adapters = AdapterStore(self.redis, keep_n=settings.adapter_keep_n)
         self.frames = FrameReader(settings.redis, self.api_id)

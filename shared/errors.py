@@ -100,6 +100,18 @@ class UnknownJobError(NotFoundError):
     code = "job_not_found"
 
 
+class UnknownFileError(NotFoundError):
+    """No such file, or its time to live is over."""
+
+    code = "file_not_found"
+
+
+class UnknownBatchError(NotFoundError):
+    """No such batch, or its time to live is over."""
+
+    code = "batch_not_found"
+
+
 class UnknownAdapterError(NotFoundError):
     """No adapter, or no such version of it."""
 

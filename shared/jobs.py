@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from shared.sequences import AdapterPolicy
+from shared.sequences import AdapterPolicy, Pooling, SamplingParams, SequenceKind
 
-JobKind = Literal["generate", "rollout", "score"]
+JobKind = Literal["generate", "rollout", "score", "batch"]
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
 TERMINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled", "expired"})
 
@@ -76,6 +76,14 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.total_prompts * self.n
 
 
+class LineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Kind "batch": what one line asks of a worker; the api has checked it against the model."""
+
+    sampling: SamplingParams
+    kind: SequenceKind = "generate"
+    pooling: Pooling = "mean"
+
+
 class JobInput(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line of input: a prompt, and what its reward needs.
 
@@ -86,6 +94,9 @@ class JobInput(msgspec.Struct, frozen=True, omit_defaults=True):
     reference: Any = None
     completion: str | list[int] | None = None
     metadata: dict[str, Any] = {}
+    request: LineRequest | None = None  # kind "batch"; None: the api has refused the line
+    refused: str = ""  # why
+    reply: dict[str, Any] = {}  # kind "batch": what the api needs to write the answer; runners do not look at it
 
 
 class JobCounts(msgspec.Struct, frozen=True):

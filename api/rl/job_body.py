@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from pydantic import ConfigDict, Field, model_validator
@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 from api.openai.fields import LogitBias, RequestModel, Stop, complaint
 from api.openai.schemas import MAX_TOP_LOGPROBS, StrictId
 from shared.errors import InvalidRequestError, TokenOutOfRangeError
-from shared.jobs import JobInput, JobKind, JobSpec, Prompt, RewardSpec, SamplingOverrides
+from shared.jobs import JobInput, JobSpec, Prompt, RewardSpec, SamplingOverrides
 from shared.sequences import AdapterPolicy, ModelCard
 
 MAX_LINE_BYTES = 16 << 20
@@ -36,7 +36,7 @@ class RewardBody(RequestModel):
 class JobBody(RequestModel):
     """A job. With a multipart upload, this is the `spec` field and the prompts are in `file`."""
 
-    kind: JobKind
+    kind: Literal["generate", "rollout", "score"]
     model: str | None = Field(
         default=None,
         description="a model, an adapter, a version of it, or a split; may be left out when only one model is served",

@@ -58,6 +58,8 @@ async def submit(
 def _check(spec: JobSpec) -> None:
     if not 1 <= spec.n <= MAX_N:
         raise InvalidRequestError(f"n must be between 1 and {MAX_N}", param="n")
+    if spec.kind == "batch" and spec.n != 1:
+        raise InvalidRequestError("a batch's lines are sequences of their own: n is 1", param="n")
     if spec.kind == "score":
         if spec.n != 1:
             raise InvalidRequestError("a score job takes n=1: there is nothing to sample", param="n")
@@ -179,6 +181,8 @@ def _check_line(spec: JobSpec, number: int, line: bytes) -> None:
         raise InvalidRequestError(f"input line {number}: {error}", param="prompts") from error
     if spec.kind == "score" and parsed.completion is None:
         raise InvalidRequestError(f"input line {number}: a score job needs `completion`", param="prompts")
+    if spec.kind == "batch" and parsed.request is None and not parsed.refused:
+        raise InvalidRequestError(f"input line {number}: a batch needs `request`", param="prompts")
 
 
 async def _discard(redis: Redis, job_id: str) -> None:

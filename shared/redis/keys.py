@@ -18,6 +18,10 @@ REGISTRY_TTL_S = 7 * DAY_S  # model cards and tokenizers outlive their workers
 WORKER_TTL_S = 10  # refreshed by each heartbeat
 API_TTL_S = 60  # of an api's heartbeat and frame stream
 JOB_TTL_S = 7 * DAY_S  # from its last change
+FILE_UPLOAD_TTL_S = 3_600  # of bytes without a description: a torn upload
+FILES_TTL_S = 30 * DAY_S  # the longest that a file may live
+BATCH_TTL_S = 8 * DAY_S  # a day longer than the longest completion window
+BATCH_LEASE_MS = 10_000
 IDEMPOTENCY_TTL_S = DAY_S
 REQUEST_TTL_S = SEQUENCE_TTL_S
 PAUSE_TTL_S = DAY_S  # refreshed by every worker that looks
@@ -177,6 +181,41 @@ def active_jobs() -> str:
 def job_idempotency(key: str) -> str:
     """String: the id of the job that was submitted under this idempotency key."""
     return f"{PREFIX}:idem:job:{key}"
+
+
+def file(file_id: str) -> str:
+    """String: JSON of a file's name, size and purpose; it is there when all of its bytes are."""
+    return f"{PREFIX}:file:{{{file_id}}}"
+
+
+def file_bytes(file_id: str) -> str:
+    """Hash chunk number -> bytes of a file."""
+    return f"{file(file_id)}:bytes"
+
+
+def files() -> str:
+    """Sorted set of file ids by creation time."""
+    return f"{PREFIX}:files"
+
+
+def batch(batch_id: str) -> str:
+    """Hash of one batch: spec, state, job, errors, times."""
+    return f"{PREFIX}:batch:{{{batch_id}}}"
+
+
+def batch_lease(batch_id: str) -> str:
+    """String: the api process that checks the batch's lines, or writes its files, right now."""
+    return f"{batch(batch_id)}:lease"
+
+
+def batches() -> str:
+    """Sorted set of batch ids by creation time."""
+    return f"{PREFIX}:batches"
+
+
+def pending_batches() -> str:
+    """Sorted set of the ids of batches not yet terminal, by creation time."""
+    return f"{PREFIX}:batches:pending"
 
 
 def adapters() -> str:
@@ -354,6 +393,13 @@ DOCUMENTED: tuple[KeyKind, ...] = (
     KeyKind("parallm:jobs", "sorted set", "api", "7 d", "job ids by creation"),
     KeyKind("parallm:jobs:active", "sorted set", "api", "7 d", "ids of jobs not yet terminal"),
     KeyKind("parallm:idem:job:*", "string", "api", "1 d", "idempotency key -> job id"),
+    KeyKind("parallm:file:{*}", "string", "api", "the file's; 7 d unless asked", "one file's description, JSON"),
+    KeyKind("parallm:file:{*}:bytes", "hash", "api", "the file's; 1 h while it is written", "its bytes in chunks"),
+    KeyKind("parallm:files", "sorted set", "api", "30 d, refreshed", "file ids by creation"),
+    KeyKind("parallm:batch:{*}", "hash", "api", "8 d, refreshed", "one batch's spec, state, errors, times"),
+    KeyKind("parallm:batch:{*}:lease", "string", "api", "10 s", "which api process checks lines or writes files"),
+    KeyKind("parallm:batches", "sorted set", "api", "8 d, refreshed", "batch ids by creation"),
+    KeyKind("parallm:batches:pending", "sorted set", "api", "8 d, refreshed", "ids of batches not yet terminal"),
     KeyKind("parallm:adapters", "sorted set", "publisher", "30 d, refreshed", "adapter names by last publish"),
     KeyKind("parallm:adapter:{*}", "hash", "publisher", "30 d, refreshed", "pointers of one adapter"),
     KeyKind("parallm:adapter:{*}:counter", "string", "publisher", "730 d", "last version number given out"),

@@ -7,7 +7,7 @@ yields the same sequences, which the queue already knows.
 import hashlib
 
 from shared.jobs import JobSpec
-from shared.sequences import SamplingParams, SequenceSpec
+from shared.sequences import SamplingParams, SequenceKind, SequenceSpec
 from worker.jobs.prompts import PreparedPrompt
 
 SEED_BITS = 53  # exact in JSON everywhere
@@ -32,14 +32,16 @@ def ordinal_of(sequence: str) -> int:
 def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int) -> list[SequenceSpec]:
     """The group of one prompt."""
     first = prompt.index * spec.n
+    own = prompt.source.request  # a batch's line
     return [
         SequenceSpec(
             id=sequence_id(spec.id, first + sample),
             model=spec.model,
             prompt_ids=prompt.prompt_ids,
-            sampling=sampling(spec, prompt.index, sample),
+            sampling=sampling(spec, prompt.index, sample) if own is None else own.sampling,
             sequence_class="batch",
-            kind="score" if spec.kind == "score" else "generate",
+            kind=_kind(spec) if own is None else own.kind,
+            pooling="mean" if own is None else own.pooling,
             group=f"{spec.id}-p{prompt.index}" if spec.n > 1 else "",
             score_ids=prompt.score_ids,
             job=spec.id,
@@ -50,6 +52,10 @@ def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int) -> list[Sequen
         )
         for sample in range(spec.n)
     ]
+
+
+def _kind(spec: JobSpec) -> SequenceKind:
+    return "score" if spec.kind == "score" else "generate"
 
 
 def is_sample(spec: JobSpec, seq: str) -> bool:

@@ -31,6 +31,7 @@ def finished_trajectory(
 ) -> Trajectory:
     """The trajectory of a sequence that a worker has finished."""
     scoring = spec.kind == "score"
+    own = prompt.source.request
     completion = prompt.score_ids if scoring else result.completion_ids
     given = prompt.source.completion
     finish = result.finish
@@ -48,7 +49,10 @@ def finished_trajectory(
         top_logprobs=result.top_logprobs,
         stop_match=finish.stop_match,
         error=f"{finish.error_code}: {finish.error_message}" if finish.reason == "error" else "",
-        seed=derive_seed(spec.sampling.seed or 0, prompt.index, ordinal % spec.n),
+        seed=derive_seed(spec.sampling.seed or 0, prompt.index, ordinal % spec.n) if own is None else own.sampling.seed,
+        prompt_logprobs=() if own is None else result.prompt_logprobs,
+        embedding=result.embedding,
+        cached_tokens=0 if own is None else finish.cached_tokens,
         worker=result.worker,
         attempt=result.attempt,
         timings=result.timings,

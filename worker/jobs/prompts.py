@@ -37,6 +37,9 @@ class PreparedPrompt:
 def prepare(index: int, line: bytes, spec: JobSpec, card: ModelCard, codec: TextCodec) -> PreparedPrompt:
     """Tokenise and check one input line."""
     source = read_input(line)
+    if spec.kind == "batch":  # tokenised and checked by the api
+        refused = None if source.request is not None else InvalidRequestError(source.refused)
+        return PreparedPrompt(index, source, tuple(i for i in source.prompt if isinstance(i, int)), error=refused)
     try:
         prompt_ids = _prompt_ids(source.prompt, codec)
         score_ids = completion_ids(source.completion, codec) if spec.kind == "score" else ()

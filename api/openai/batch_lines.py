@@ -1,0 +1,197 @@
+"""The lines of a batch: from a request's line to a job's input, and from a result to the answer's line.
+
+A line goes through the same validation and planning as a request to its endpoint, and its answer is written by the
+same code. What is wrong with a line's shape fails the batch; what its endpoint would refuse fails the line.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+import msgspec
+from pydantic import ValidationError
+
+from api.errors import error_object, from_validation
+from api.generation import Work
+from api.openai.chat import chat_of, grammar_param, plan_chat
+from api.openai.choices import ReplyPlan
+from api.openai.completions import encoded, plan_completion
+from api.openai.embeddings import EmbeddingRequest, embeddings_body, plan_embeddings
+from api.openai.planning import check_grammar
+from api.openai.replies import whole_body
+from api.openai.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
+from api.ring import Ring
+from api.targets import Target
+from shared.errors import InvalidRequestError, ParallmError, UnsupportedParameterError, from_code
+from shared.frames import Finish, TokenEvent
+from shared.jobs import JobInput, LineRequest
+from shared.redis.batch_store import BatchError
+from shared.text import TextCodec
+from shared.trajectories import Trajectory
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+Named = tuple[Any, Any, Any]  # model, adapter, policy as a line names them
+
+_UNENDED = {
+    "cancelled": ("batch_cancelled", "the batch was cancelled before this line was answered"),
+    "expired": ("batch_expired", "the batch expired before this line was answered"),
+    "failed": ("batch_failed", "the batch failed before this line was answered"),
+}
+_encode = msgspec.json.encode
+
+
+class BatchLine(msgspec.Struct, frozen=True):
+    """One line of an input file."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: dict[str, Any]
+
+
+_decoder = msgspec.json.Decoder(BatchLine)
+
+
+def read_line(number: int, raw: bytes, endpoint: str) -> BatchLine | BatchError:
+    """A line, or what is wrong with its shape."""
+    try:
+        line = _decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        return BatchError("invalid_line", str(error), None, number)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return BatchError("invalid_json_line", "this line is not valid JSON", None, number)
+    if not 1 <= len(line.custom_id) <= 512:
+        return BatchError("invalid_custom_id", "'custom_id' has 1 to 512 characters", "custom_id", number)
+    if line.method != "POST":
+        return BatchError("invalid_method", "'method' must be 'POST'", "method", number)
+    if line.url != endpoint:
+        message = f"'url' is {line.url[:100]!r}, and the batch's endpoint is {endpoint!r}"
+        return BatchError("mismatched_endpoint", message, "url", number)
+    return line
+
+
+def named_by(line: BatchLine) -> Named:
+    """Which model and adapter a line names."""
+    body = line.body
+    return body.get("model"), body.get("adapter") or body.get("lora_adapter"), body.get("adapter_policy")
+
+
+async def planned(ring: Ring, line: BatchLine, named: Named, target: Target) -> JobInput:
+    """What the job does for a line; a line that its endpoint refuses becomes an input that fails with the refusal."""
+    try:
+        if named_by(line) != named:
+            raise InvalidRequestError("all lines of a batch name the same model and adapter", param="model")
+        return await _PLANNERS[line.url](ring, line, target)
+    except ValidationError as error:
+        refusal: ParallmError = from_validation(error.errors())
+    except ParallmError as error:
+        refusal = error
+    told = msgspec.json.decode(error_object(refusal))
+    reply = {"custom_id": line.custom_id, "status": refusal.status, "error": told}
+    return JobInput(prompt=[], refused=refusal.message, reply=reply)
+
+
+async def _plan_chat(ring: Ring, line: BatchLine, target: Target) -> JobInput:
+    body = ChatCompletionRequest.model_validate(line.body)
+    _check_sampled(body)
+    work, plan = plan_chat(body, await chat_of(target.served.codec, body), target, ring.settings)
+    await check_grammar(ring, work, target, grammar_param(body))
+    return _input(line, work, plan=_bare(plan))
+
+
+async def _plan_completion(ring: Ring, line: BatchLine, target: Target) -> JobInput:
+    body = CompletionRequest.model_validate(line.body)
+    _check_sampled(body)
+    special = body.add_special_tokens is not False
+    prompts = [await encoded(target.served.codec, prompt, special) for prompt in body.prompt]
+    work, plan = plan_completion(body, prompts, target, ring.settings)
+    if work.sampling.prompt_logprobs:
+        raise UnsupportedParameterError("competitors of prompt tokens are not kept in batches", param="logprobs")
+    await check_grammar(ring, work, target, "structured_outputs")
+    return _input(line, work, plan=_bare(plan))
+
+
+async def _plan_embedding(ring: Ring, line: BatchLine, target: Target) -> JobInput:
+    body = EmbeddingRequest.model_validate(line.body)
+    special = body.add_special_tokens is not False
+    prompts = [await encoded(target.served.codec, text, special) for text in body.input]
+    work = plan_embeddings(body, prompts, target, ring.settings)
+    return _input(line, work, embedding=body.model_dump(exclude_none=True, exclude={"input"}))
+
+
+_PLANNERS: dict[str, Callable[[Ring, BatchLine, Target], Awaitable[JobInput]]] = {
+    "/v1/chat/completions": _plan_chat,
+    "/v1/completions": _plan_completion,
+    "/v1/embeddings": _plan_embedding,
+}
+
+
+def _check_sampled(body: SamplingFields) -> None:
+    """Refuse what a line cannot have."""
+    if body.stream:
+        raise UnsupportedParameterError("a batch's answers are not streamed", param="stream")
+    if body.deadline_s is not None:
+        raise UnsupportedParameterError("a batch has its 'completion_window'", param="deadline_s")
+    if body.collect_trajectory:
+        raise UnsupportedParameterError("not in a batch: submit a rollout job", param="collect_trajectory")
+    if body.prompt_logprobs:
+        raise UnsupportedParameterError("competitors of prompt tokens are not kept in batches", param="prompt_logprobs")
+
+
+def _input(line: BatchLine, work: Work, **reply: Any) -> JobInput:
+    if len(work.prompts) * work.n > 1:
+        raise UnsupportedParameterError(
+            "a batch's line has one prompt and one choice: write more lines", param="n" if work.n > 1 else "prompt"
+        )
+    request = LineRequest(work.sampling, work.kind, work.pooling)
+    return JobInput(prompt=work.prompts[0], request=request, reply={"custom_id": line.custom_id, **reply})
+
+
+def _bare(plan: ReplyPlan) -> Any:
+    """Without the prompt, which stands beside it."""
+    return msgspec.to_builtins(msgspec.structs.replace(plan, prompts=(), deadline_ms=0))
+
+
+def answer(
+    name: str, asked: JobInput, found: Trajectory | None, ended: str, codec: TextCodec, model: str
+) -> tuple[bool, bytes]:
+    """(whether it belongs into the output file, else the error file; the line). `ended`: the job's terminal state."""
+    custom_id = asked.reply["custom_id"]
+    if "error" in asked.reply:
+        return False, _line(name, custom_id, asked.reply["status"], asked.reply["error"])
+    if found is None or found.finish_reason in ("cancelled", "abort", "deadline"):
+        why = "expired" if found is not None and found.finish_reason == "deadline" else ended
+        code, message = _UNENDED.get(why, _UNENDED["cancelled"])
+        return False, _line(name, custom_id, None, None, {"code": code, "message": message})
+    try:
+        if found.finish_reason == "error":
+            code, _, message = found.error.partition(": ")
+            raise from_code(code, message or "the engine failed on this sequence")
+        return True, _line(name, custom_id, 200, msgspec.Raw(_body(asked, found, codec, model)))
+    except ParallmError as error:
+        return False, _line(name, custom_id, error.status, msgspec.Raw(error_object(error)))
+
+
+def _line(name: str, custom_id: str, status: int | None, body: Any, error: dict[str, str] | None = None) -> bytes:
+    response = None if status is None else {"status_code": status, "request_id": f"req_{name}", "body": body}
+    return _encode({"id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": error}) + b"\n"
+
+
+def _body(asked: JobInput, found: Trajectory, codec: TextCodec, model: str) -> bytes:
+    assert asked.request is not None, "an answer to a refused line"
+    if "embedding" in asked.reply:
+        body = EmbeddingRequest.model_validate({**asked.reply["embedding"], "input": [0]})
+        work = Work("", model, (found.prompt_ids,), asked.request.sampling)
+        return embeddings_body(body, work, [found.embedding])
+    plan = msgspec.convert({**asked.reply["plan"], "prompts": [found.prompt_ids]}, ReplyPlan)
+    event = TokenEvent(
+        seq=plan.sequence(0),
+        attempt=found.attempt,
+        position=0,
+        tokens=list(found.completion_ids),
+        logprobs=list(found.logprobs),
+        top_logprobs=[list(top) for top in found.top_logprobs] if found.top_logprobs else None,
+        text=found.text if asked.request.sampling.stop else None,
+        finish=Finish(found.finish_reason, found.stop_match, cached_tokens=found.cached_tokens),
+        prompt_logprobs=list(found.prompt_logprobs) if found.prompt_logprobs else None,
+    )
+    return whole_body(plan, codec, [event], [found.spans] if plan.weight_versions else ())

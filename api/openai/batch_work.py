@@ -1,0 +1,232 @@
+"""What api processes do for batches: check and plan the lines before the job runs, write the files when it has ended.
+
+Every process looks once a second at the batches that have not ended, and works on those that wait for an api process
+and that no other one has leased. A process that dies in between leaves nothing behind that the next one could not do
+again from the start: the job is created once under the batch's name, and the files have ids of their own from the
+beginning, so that writing them again writes the same bytes to the same place.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+import structlog
+from redis.exceptions import RedisError
+
+from api.openai.batch_lines import BatchLine, Named, answer, named_by, planned, read_line
+from api.ring import Ring
+from api.targets import Target, find_target
+from shared.errors import InvalidRequestError, ParallmError, ServiceUnavailableError, UnknownJobError
+from shared.jobs import TERMINAL, JobInput, JobSpec, JobStatus
+from shared.redis.batch_store import BatchError, BatchRecord, BatchState
+from shared.redis.file_store import FileWriter
+from shared.redis.job_ledger import JobLedger
+from shared.redis.keys import BATCH_LEASE_MS
+from shared.trajectories import Trajectory
+
+log = structlog.get_logger()
+
+LOOK_S = 1.0
+AT_ONCE = 4  # batches that one process works on
+LINES_AT_ONCE = 128  # that are in memory while files are written
+MAX_LINES = 50_000  # OpenAI's
+MAX_LINE_BYTES = 16 << 20
+MAX_ERRORS = 100  # that a batch tells of
+
+_ENDS: dict[str, BatchState] = {
+    "succeeded": "completed", "failed": "failed", "cancelled": "cancelled", "expired": "expired",
+}  # fmt: skip
+_encode = msgspec.json.Encoder().encode
+_input_decoder = msgspec.json.Decoder(JobInput)
+_result_decoder = msgspec.json.Decoder(Trajectory)
+
+
+class LinesRefusedError(Exception):
+    """The input file is no batch."""
+
+    def __init__(self, *errors: BatchError) -> None:
+        super().__init__(errors[0].message)
+        self.errors = errors
+
+
+class BatchWork:
+    """The batches in the hands of one api process."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._store = ring.batches
+        self._ledger = JobLedger(ring.redis)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Look after batches, for ever."""
+        try:
+            while True:
+                with contextlib.suppress(RedisError, OSError):
+                    await self._look()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _look(self) -> None:
+        for record in await self._store.pending():
+            batch_id = record.spec.id
+            if batch_id in self._tasks or len(self._tasks) >= AT_ONCE or not await self._waits_for_us(record):
+                continue
+            if await self._store.take(batch_id, self._ring.api_id):
+                task = self._tasks[batch_id] = asyncio.create_task(self._work(batch_id))
+                task.add_done_callback(lambda _, done=batch_id: self._tasks.pop(done, None))  # type: ignore[misc]
+
+    async def _waits_for_us(self, record: BatchRecord) -> bool:
+        if not record.job:
+            return True
+        try:
+            status = await self._ring.jobs.status(record.job)
+        except UnknownJobError:
+            return True
+        if status.status not in TERMINAL and record.cancelling_at:
+            await self._ring.jobs.cancel(record.job)  # asked for before the job was there
+        return status.status in TERMINAL
+
+    async def _work(self, batch_id: str) -> None:
+        renewing = asyncio.create_task(self._keep_lease(batch_id))
+        try:
+            record = await self._store.find(batch_id)
+            if record.job:
+                await self._finalize(record)
+            else:
+                await self._validate(record)
+        except (RedisError, OSError, ServiceUnavailableError) as error:
+            log.info("batch.waits", batch=batch_id, error=str(error))
+        except Exception as error:
+            log.exception("batch.failed", batch=batch_id)
+            told = BatchError("server_error", f"{type(error).__name__}: {error}")
+            with contextlib.suppress(RedisError, OSError):
+                await self._store.end(batch_id, "failed", errors=(told,))
+        finally:
+            renewing.cancel()
+            with contextlib.suppress(RedisError, OSError):
+                await self._store.release(batch_id, self._ring.api_id)
+
+    async def _keep_lease(self, batch_id: str) -> None:
+        while True:
+            await asyncio.sleep(BATCH_LEASE_MS / 4000)
+            with contextlib.suppress(RedisError, OSError):
+                await self._store.renew(batch_id, self._ring.api_id)
+
+    # --- validate ---
+
+    async def _validate(self, record: BatchRecord) -> None:
+        spec = record.spec
+        if record.cancelling_at or time.time() >= spec.expires_at:
+            await self._store.end(spec.id, "cancelled" if record.cancelling_at else "expired")
+            return
+        try:
+            named = await self._check_shapes(record)
+            target = await self._target(record, named)
+            job = JobSpec(
+                id="",
+                kind="batch",
+                model=target.served.card.name,
+                total_prompts=0,
+                adapter=target.adapter,
+                adapter_policy=target.policy,
+                metadata={"batch": spec.id},
+                deadline_ms=1000 * spec.expires_at,
+                created_ms=time.time_ns() // 1_000_000,
+            )
+            lines = self._inputs(record, named, target)
+            job_id, _ = await self._ring.jobs.create(job, lines, idempotency_key=f"batch:{spec.id}")
+        except LinesRefusedError as refused:
+            await self._store.end(spec.id, "failed", errors=refused.errors)
+        except ServiceUnavailableError:
+            raise  # no worker lives now, or Redis is away: later
+        except ParallmError as error:
+            told = BatchError(error.code or error.type, error.message, error.param)
+            await self._store.end(spec.id, "failed", errors=(told,))
+        else:
+            changes = {"job": job_id, "model": named[0] or target.served.card.name}
+            await self._store.change(spec.id, state="in_progress", in_progress_at=int(time.time()), **changes)
+            log.info("batch.in_progress", batch=spec.id, job=job_id)
+
+    async def _check_shapes(self, record: BatchRecord) -> Named:
+        """Every line's shape; what the first one names."""
+        errors: list[BatchError] = []
+        seen: set[int] = set()
+        named: Named | None = None
+        count = 0
+        async for number, line in self._lines(record):
+            count += 1
+            if count > MAX_LINES:
+                raise LinesRefusedError(BatchError("too_many_lines", f"a batch has at most {MAX_LINES} lines"))
+            if isinstance(line, BatchLine) and hash(line.custom_id) in seen:
+                line = BatchError("duplicate_custom_id", "this 'custom_id' was used before", "custom_id", number)
+            if isinstance(line, BatchError):
+                errors.append(line)
+                if len(errors) >= MAX_ERRORS:
+                    break
+            else:
+                seen.add(hash(line.custom_id))
+                named = named or named_by(line)
+        if errors:
+            raise LinesRefusedError(*errors)
+        if named is None:
+            raise LinesRefusedError(BatchError("empty_file", "the input file has no lines", "input_file_id"))
+        return named
+
+    async def _target(self, record: BatchRecord, named: Named) -> Target:
+        model, adapter, policy = named
+        if not all(value is None or isinstance(value, str) for value in named) or policy not in (None, "pin", "follow"):
+            raise InvalidRequestError("'model', 'adapter' or 'adapter_policy' of line 1 is malformed", param="model")
+        return await find_target(self._ring, model, adapter or "", policy or "pin", session=record.spec.id)
+
+    async def _inputs(self, record: BatchRecord, named: Named, target: Target) -> AsyncIterator[bytes]:
+        async for _, line in self._lines(record):
+            assert isinstance(line, BatchLine), "checked before"
+            yield _encode(await planned(self._ring, line, named, target))
+            await asyncio.sleep(0)  # other requests' tokens go first
+
+    async def _lines(self, record: BatchRecord) -> AsyncIterator[tuple[int, BatchLine | BatchError]]:
+        file = await self._ring.files.find(record.spec.input_file_id)
+        async for number, raw in self._ring.files.lines(file, MAX_LINE_BYTES):
+            yield number, read_line(number, raw, record.spec.endpoint)
+            if number % 64 == 0:
+                await asyncio.sleep(0)
+
+    # --- finalize ---
+
+    async def _finalize(self, record: BatchRecord) -> None:
+        """Write both files and end the batch as its job has ended."""
+        spec = record.spec
+        await self._store.change(spec.id, finalizing_at=int(time.time()))
+        try:
+            status = await self._ring.jobs.status(record.job)
+        except UnknownJobError as error:
+            await self._store.end(spec.id, "failed", errors=(BatchError("job_lost", error.message),))
+            return
+        output, errors = self._ring.files.writer(spec.output_file_id), self._ring.files.writer(spec.error_file_id)
+        await self._write(status, output, errors)
+        for writer, kind in ((output, "output"), (errors, "error")):
+            if writer.size:
+                await writer.close(f"{spec.id}_{kind}.jsonl", "batch_output", spec.output_ttl_s)
+        failure = (BatchError("job_failed", status.error),) if status.status == "failed" else ()
+        fields = {"has_output": int(output.size > 0), "has_errors": int(errors.size > 0), "errors": failure}
+        await self._store.end(spec.id, _ENDS[status.status], **fields)
+        log.info("batch.ended", batch=spec.id, state=status.status)
+
+    async def _write(self, status: JobStatus, output: FileWriter, errors: FileWriter) -> None:
+        _, codec = await self._ring.known(status.model)
+        for start in range(0, status.counts.total, LINES_AT_ONCE):
+            asked = await self._ledger.inputs(status.id, start, min(LINES_AT_ONCE, status.counts.total - start))
+            results = dict(await self._ring.jobs.results(status.id, start - 1, len(asked)))
+            for ordinal, raw in enumerate(asked, start):
+                line = results.get(ordinal)
+                found = None if line is None else _result_decoder.decode(line)
+                name = f"{status.id.removeprefix('job-')}-{ordinal}"
+                good, written = answer(name, _input_decoder.decode(raw), found, status.status, codec, status.model)
+                await (output if good else errors).add(written)
+                await asyncio.sleep(0)

@@ -1,0 +1,160 @@
+"""Batches in Redis: what was asked for, how far it is, and which api process works on it.
+
+A batch's life: validating -> in_progress (its job runs) -> finalizing -> completed, failed, expired or cancelled. The
+job's own state says which of the middle states it is; what is stored here is what the job does not know.
+
+Invariants. A batch has at most one job. A terminal state is entered once and never left. Whatever api processes do is
+done under a lease and may be done again from the start by another one.
+"""
+
+import secrets
+import time
+from typing import Any, Literal
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.errors import UnknownBatchError
+from shared.redis import keys
+from shared.redis.client import Script
+
+BatchState = Literal["validating", "in_progress", "completed", "failed", "expired", "cancelled"]
+ENDED: frozenset[str] = frozenset({"completed", "failed", "expired", "cancelled"})
+
+_lease = Script("job_lease")
+_change = Script("batch_change")
+
+
+class BatchSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was asked for."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int  # Unix seconds
+    expires_at: int
+    output_file_id: str  # given out when the batch has ended and the file has lines
+    error_file_id: str
+    output_ttl_s: int
+    metadata: dict[str, str] = {}
+
+
+class BatchError(msgspec.Struct, frozen=True):
+    """Why a batch as a whole failed; `line` counts from 1."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class BatchRecord(msgspec.Struct, frozen=True):
+    """A batch as it is stored."""
+
+    spec: BatchSpec
+    state: BatchState
+    job: str = ""
+    model: str = ""
+    errors: tuple[BatchError, ...] = ()
+    cancelling_at: int = 0
+    in_progress_at: int = 0
+    finalizing_at: int = 0
+    ended_at: int = 0
+    has_output: int = 0
+    has_errors: int = 0
+
+
+def new_batch_id() -> str:
+    """A fresh id."""
+    return f"batch_{secrets.token_hex(24)}"
+
+
+class BatchStore:
+    """Batches by id."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    async def create(self, spec: BatchSpec) -> None:
+        """Store a batch, to be validated."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hset(keys.batch(spec.id), mapping={"spec": msgspec.json.encode(spec), "state": "validating"})
+            pipe.expire(keys.batch(spec.id), keys.BATCH_TTL_S)
+            await pipe.execute()
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for key in (keys.batches(), keys.pending_batches()):
+                pipe.zadd(key, {spec.id: spec.created_at})
+                pipe.expire(key, keys.BATCH_TTL_S)
+            pipe.zremrangebyscore(keys.batches(), "-inf", spec.created_at - 2 * keys.BATCH_TTL_S)
+            await pipe.execute()
+
+    async def find(self, batch_id: str) -> BatchRecord:
+        """UnknownBatchError when there is none."""
+        found = (await self._find([batch_id]))[0]
+        if found is None:
+            raise UnknownBatchError(f"no batch {batch_id!r}, or its time to live is over")
+        return found
+
+    async def page(self, limit: int, after: str) -> tuple[list[BatchRecord], bool]:
+        """The newest batches, or those older than `after`, and whether there are more."""
+        start = 0
+        if after:
+            rank = await self._redis.zrevrank(keys.batches(), after)
+            if rank is None:
+                raise UnknownBatchError(f"no batch {after!r}, or its time to live is over", param="after")
+            start = int(rank) + 1
+        ids = [raw.decode() for raw in await self._redis.zrevrange(keys.batches(), start, start + limit)]
+        return [found for found in await self._find(ids[:limit]) if found is not None], len(ids) > limit
+
+    async def pending(self) -> list[BatchRecord]:
+        """The batches that have not ended; forgets those that have, or are gone."""
+        ids = [raw.decode() for raw in await self._redis.zrange(keys.pending_batches(), 0, -1)]
+        found = await self._find(ids)
+        gone = [i for i, record in zip(ids, found, strict=True) if record is None or record.state in ENDED]
+        if gone:
+            await self._redis.zrem(keys.pending_batches(), *gone)
+        return [record for record in found if record is not None and record.state not in ENDED]
+
+    async def change(self, batch_id: str, **fields: Any) -> bool:
+        """Set fields of a batch that has not ended; False when it has."""
+        argv: list[str | bytes] = [str(keys.BATCH_TTL_S)]
+        for name, value in fields.items():
+            argv += [name, msgspec.json.encode(value) if isinstance(value, tuple) else str(value)]
+        return bool(await _change(self._redis, [keys.batch(batch_id)], argv))
+
+    async def end(self, batch_id: str, state: BatchState, **fields: Any) -> bool:
+        """Enter a terminal state; False when the batch was in one."""
+        ended = await self.change(batch_id, **fields, ended_at=int(time.time()), state=state)
+        await self._redis.zrem(keys.pending_batches(), batch_id)
+        return ended
+
+    async def take(self, batch_id: str, owner: str) -> bool:
+        """Take the batch's lease; False when another api process has it."""
+        return bool(await self._redis.set(keys.batch_lease(batch_id), owner, nx=True, px=keys.BATCH_LEASE_MS))
+
+    async def renew(self, batch_id: str, owner: str) -> bool:
+        """Hold the lease; False when it is no longer ours."""
+        return bool(await _lease(self._redis, [keys.batch_lease(batch_id)], [owner, str(keys.BATCH_LEASE_MS)]))
+
+    async def release(self, batch_id: str, owner: str) -> None:
+        """Give the lease back."""
+        await _lease(self._redis, [keys.batch_lease(batch_id)], [owner, "0"])
+
+    async def _find(self, ids: list[str]) -> "list[BatchRecord | None]":
+        if not ids:
+            return []
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for batch_id in ids:
+                pipe.hgetall(keys.batch(batch_id))
+            return [_record(row) for row in await pipe.execute()]
+
+
+def _record(row: dict[bytes, bytes]) -> BatchRecord | None:
+    if b"spec" not in row:
+        return None
+    fields: dict[str, Any] = {name.decode(): value.decode() for name, value in row.items()}
+    for name in ("spec", "errors"):
+        if name in fields:
+            fields[name] = msgspec.json.decode(fields[name])
+    return msgspec.convert(fields, BatchRecord, strict=False)

@@ -1,0 +1,151 @@
+"""Files in Redis: what batches read and write. Any api process may write one and any other read it.
+
+Invariants. A file is described when all of its bytes are written, and not before. Every key has the file's time to
+live; bytes whose writer has died are gone after an hour. An id is 192 random bits, and says nothing of the name.
+"""
+
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownFileError
+from shared.redis import keys
+
+CHUNK_BYTES = 1 << 20
+
+
+class StoredFile(msgspec.Struct, frozen=True):
+    """A file without its bytes."""
+
+    id: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int  # Unix seconds
+    expires_at: int
+    chunks: int
+
+
+def new_file_id() -> str:
+    """A fresh id."""
+    return f"file-{secrets.token_hex(24)}"
+
+
+class FileWriter:
+    """Writes one file, chunk by chunk. Writing the same bytes again under the same id changes nothing."""
+
+    def __init__(self, redis: Redis, file_id: str) -> None:
+        self._redis = redis
+        self._id = file_id
+        self._held = bytearray()
+        self._chunks = 0
+        self.size = 0
+
+    async def add(self, data: bytes) -> None:
+        """Append."""
+        self._held += data
+        self.size += len(data)
+        while len(self._held) >= CHUNK_BYTES:
+            await self._flush()
+
+    async def close(self, filename: str, purpose: str, ttl_s: int) -> StoredFile:
+        """Make the file visible."""
+        if self._held:
+            await self._flush()
+        now = int(time.time())
+        file = StoredFile(self._id, filename, purpose, self.size, now, now + ttl_s, self._chunks)
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.expire(keys.file_bytes(self._id), ttl_s + 60)  # longer than its description
+            pipe.zadd(keys.files(), {self._id: now})
+            pipe.zremrangebyscore(keys.files(), "-inf", now - keys.FILES_TTL_S)
+            pipe.expire(keys.files(), keys.FILES_TTL_S)
+            pipe.set(keys.file(self._id), msgspec.json.encode(file), ex=ttl_s)
+            await pipe.execute()
+        return file
+
+    async def discard(self) -> None:
+        """Delete what was written; else its time to live does."""
+        with contextlib.suppress(Exception):
+            await self._redis.delete(keys.file_bytes(self._id))
+
+    async def _flush(self) -> None:
+        chunk = bytes(self._held[:CHUNK_BYTES])
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hset(keys.file_bytes(self._id), mapping={str(self._chunks): chunk})
+            pipe.expire(keys.file_bytes(self._id), keys.FILE_UPLOAD_TTL_S)
+            await pipe.execute()
+        del self._held[:CHUNK_BYTES]
+        self._chunks += 1
+
+
+class FileStore:
+    """Files as a user sees them."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    def writer(self, file_id: str = "") -> FileWriter:
+        """Begin a file."""
+        return FileWriter(self._redis, file_id or new_file_id())
+
+    async def find(self, file_id: str) -> StoredFile:
+        """A file's description; UnknownFileError."""
+        raw = await self._redis.get(keys.file(file_id))
+        if raw is None:
+            raise UnknownFileError(f"no file {file_id!r}, or its time to live is over")
+        return msgspec.json.decode(raw, type=StoredFile)
+
+    async def read(self, file: StoredFile) -> AsyncIterator[bytes]:
+        """The bytes, a chunk at a time."""
+        for number in range(file.chunks):
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.hget(keys.file_bytes(file.id), str(number))
+                (chunk,) = await pipe.execute()
+            if chunk is None and await self._redis.exists(keys.file(file.id)):
+                raise ServiceUnavailableError(f"bytes of file {file.id} are missing in Redis: upload it again")
+            if chunk is None:
+                raise UnknownFileError(f"file {file.id!r} was deleted while it was read")
+            yield chunk
+
+    async def lines(self, file: StoredFile, max_bytes: int) -> AsyncIterator[tuple[int, bytes]]:
+        """(number from 1, line) of lines that are not blank; InvalidRequestError for one longer than `max_bytes`."""
+        held, number = b"", 0
+        async for chunk in self.read(file):
+            *whole, held = (held + chunk).split(b"\n")
+            for line in whole:
+                number += 1
+                if line.strip():
+                    yield number, line
+            if len(held) > max_bytes:
+                raise InvalidRequestError(f"line {number + 1} is longer than {max_bytes} bytes", param="input_file_id")
+        if held.strip():
+            yield number + 1, held
+
+    async def list(self, purpose: str, limit: int, after: str, *, newest_first: bool) -> tuple[list[StoredFile], bool]:
+        """A page of files and whether there are more, from the one after the file `after`."""
+        ids = [raw.decode() for raw in await self._redis.zrange(keys.files(), 0, -1, desc=newest_first)]
+        if after:
+            if after not in ids:
+                raise UnknownFileError(f"no file {after!r}, or its time to live is over", param="after")
+            ids = ids[ids.index(after) + 1 :]
+        found: list[StoredFile] = []
+        for at in range(0, len(ids), 256):
+            raws = await self._redis.mget([keys.file(i) for i in ids[at : at + 256]])
+            files = [msgspec.json.decode(raw, type=StoredFile) for raw in raws if raw is not None]
+            found += [file for file in files if purpose in ("", file.purpose)]
+            if len(found) > limit:
+                break
+        return found[:limit], len(found) > limit
+
+    async def delete(self, file_id: str) -> None:
+        """Delete a file; UnknownFileError when there is none."""
+        await self.find(file_id)
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.delete(keys.file(file_id))
+            pipe.delete(keys.file_bytes(file_id))
+            pipe.zrem(keys.files(), file_id)
+            await pipe.execute()
