@@ -23,6 +23,7 @@ def result_of(
         spans=spans_of(events),
         text="".join(text) if text else None,
         prompt_logprobs=tuple(events[0].prompt_logprobs or ()),
+        prompt_top_logprobs=tuple(tuple(top) for top in events[0].prompt_top_logprobs or ()),
         score_logprobs=tuple(events[-1].score_logprobs or ()),
         embedding=events[-1].embedding or b"",
         timings=timings,

@@ -122,6 +122,7 @@ class SequenceResult(msgspec.Struct, frozen=True, omit_defaults=True):
     spans: tuple[VersionSpan, ...] = ()
     text: str | None = None  # only of rows with stop strings; else the reader decodes the ids
     prompt_logprobs: tuple[float | None, ...] = ()
+    prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     score_logprobs: tuple[float, ...] = ()
     embedding: bytes = b""  # kind "embed": fp32, little-endian
     timings: Timings = Timings()

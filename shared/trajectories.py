@@ -38,6 +38,7 @@ class Trajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     timings: Timings = Timings()
     metadata: dict[str, Any] = {}
     prompt_logprobs: tuple[float | None, ...] = ()  # kind "batch", where the line asks for them
+    prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # likewise
     embedding: bytes = b""  # kind "batch", likewise: fp32, little-endian (base64 in JSON)
     cached_tokens: int = 0  # kind "batch": prompt tokens whose KV came from the prefix cache
     loss_mask: tuple[int, ...] = ()  # per completion token: 1 the model's own, 0 a tool's words; (): all 1

@@ -4,8 +4,8 @@ A line goes through the same validation and planning as a request to its endpoin
 same code. What is wrong with a line's shape fails the batch; what its endpoint would refuse fails the line.
 """
 
-from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from pydantic import ValidationError
@@ -36,6 +36,7 @@ _UNENDED = {
     "expired": ("batch_expired", "the batch expired before this line was answered"),
     "failed": ("batch_failed", "the batch failed before this line was answered"),
 }
+_CUT = frozenset({"cancelled", "abort", "deadline"})  # how a choice ends that is no answer
 _encode = msgspec.json.encode
 
 
@@ -75,8 +76,11 @@ def named_by(line: BatchLine) -> Named:
     return body.get("model"), body.get("adapter") or body.get("lora_adapter"), body.get("adapter_policy")
 
 
-async def planned(ring: Ring, line: BatchLine, named: Named, target: Target) -> JobInput:
-    """What the job does for a line; a line that its endpoint refuses becomes an input that fails with the refusal."""
+async def planned(ring: Ring, line: BatchLine, named: Named, target: Target) -> list[JobInput]:
+    """What the job does for a line: an input for each choice, of which the first one knows how to answer.
+
+    A line that its endpoint refuses becomes an input that fails with the refusal.
+    """
     try:
         if named_by(line) != named:
             raise InvalidRequestError("all lines of a batch name the same model and adapter", param="model")
@@ -87,38 +91,36 @@ async def planned(ring: Ring, line: BatchLine, named: Named, target: Target) -> 
         refusal = error
     told = msgspec.json.decode(error_object(refusal))
     reply = {"custom_id": line.custom_id, "status": refusal.status, "error": told}
-    return JobInput(prompt=[], refused=refusal.message, reply=reply)
+    return [JobInput(prompt=[], refused=refusal.message, reply={**reply, "parts": 1})]
 
 
-async def _plan_chat(ring: Ring, line: BatchLine, target: Target) -> JobInput:
+async def _plan_chat(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
     body = ChatCompletionRequest.model_validate(line.body)
     _check_sampled(body)
     work, plan = plan_chat(body, await chat_of(target.served.codec, body), target, ring.settings)
     await check_grammar(ring, work, target, grammar_param(body))
-    return _input(line, work, plan=_bare(plan))
+    return _inputs(line, work, plan=_bare(plan))
 
 
-async def _plan_completion(ring: Ring, line: BatchLine, target: Target) -> JobInput:
+async def _plan_completion(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
     body = CompletionRequest.model_validate(line.body)
     _check_sampled(body)
     special = body.add_special_tokens is not False
     prompts = [await encoded(target.served.codec, prompt, special) for prompt in body.prompt]
     work, plan = plan_completion(body, prompts, target, ring.settings)
-    if work.sampling.prompt_logprobs:
-        raise UnsupportedParameterError("competitors of prompt tokens are not kept in batches", param="logprobs")
     await check_grammar(ring, work, target, "structured_outputs")
-    return _input(line, work, plan=_bare(plan))
+    return _inputs(line, work, plan=_bare(plan))
 
 
-async def _plan_embedding(ring: Ring, line: BatchLine, target: Target) -> JobInput:
+async def _plan_embedding(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
     body = EmbeddingRequest.model_validate(line.body)
     special = body.add_special_tokens is not False
     prompts = [await encoded(target.served.codec, text, special) for text in body.input]
     work = plan_embeddings(body, prompts, target, ring.settings)
-    return _input(line, work, embedding=body.model_dump(exclude_none=True, exclude={"input"}))
+    return _inputs(line, work, embedding=body.model_dump(exclude_none=True, exclude={"input"}))
 
 
-_PLANNERS: dict[str, Callable[[Ring, BatchLine, Target], Awaitable[JobInput]]] = {
+_PLANNERS: dict[str, Callable[[Ring, BatchLine, Target], Awaitable[list[JobInput]]]] = {
     "/v1/chat/completions": _plan_chat,
     "/v1/completions": _plan_completion,
     "/v1/embeddings": _plan_embedding,
@@ -133,42 +135,53 @@ def _check_sampled(body: SamplingFields) -> None:
         raise UnsupportedParameterError("a batch has its 'completion_window'", param="deadline_s")
     if body.collect_trajectory:
         raise UnsupportedParameterError("not in a batch: submit a rollout job", param="collect_trajectory")
-    if body.prompt_logprobs:
-        raise UnsupportedParameterError("competitors of prompt tokens are not kept in batches", param="prompt_logprobs")
 
 
-def _input(line: BatchLine, work: Work, **reply: Any) -> JobInput:
-    if len(work.prompts) * work.n > 1:
-        raise UnsupportedParameterError(
-            "a batch's line has one prompt and one choice: write more lines", param="n" if work.n > 1 else "prompt"
+def _inputs(line: BatchLine, work: Work, **reply: Any) -> list[JobInput]:
+    specs = work.specs("")
+    first = {"custom_id": line.custom_id, "parts": len(specs), **reply}
+    return [
+        JobInput(
+            prompt=spec.prompt_ids,
+            request=LineRequest(spec.sampling, spec.kind, spec.pooling),
+            reply={} if at else first,
         )
-    request = LineRequest(work.sampling, work.kind, work.pooling)
-    return JobInput(prompt=work.prompts[0], request=request, reply={"custom_id": line.custom_id, **reply})
+        for at, spec in enumerate(specs)
+    ]
 
 
 def _bare(plan: ReplyPlan) -> Any:
-    """Without the prompt, which stands beside it."""
+    """Without the prompts, which stand beside it."""
     return msgspec.to_builtins(msgspec.structs.replace(plan, prompts=(), deadline_ms=0))
 
 
+class Answer(NamedTuple):
+    """A line of the output file, or of the error file."""
+
+    kind: Literal["completed", "failed", "unended"]
+    line: bytes
+
+
 def answer(
-    name: str, asked: JobInput, found: Trajectory | None, ended: str, codec: TextCodec, model: str
-) -> tuple[bool, bytes]:
-    """(whether it belongs into the output file, else the error file; the line). `ended`: the job's terminal state."""
+    name: str, asked: JobInput, results: Sequence[Trajectory | None], ended: str, codec: TextCodec, model: str
+) -> Answer:
+    """The answer to a line out of its choices' results; `ended`: the job's terminal state."""
     custom_id = asked.reply["custom_id"]
     if "error" in asked.reply:
-        return False, _line(name, custom_id, asked.reply["status"], asked.reply["error"])
-    if found is None or found.finish_reason in ("cancelled", "abort", "deadline"):
-        why = "expired" if found is not None and found.finish_reason == "deadline" else ended
-        code, message = _UNENDED.get(why, _UNENDED["cancelled"])
-        return False, _line(name, custom_id, None, None, {"code": code, "message": message})
+        return Answer("failed", _line(name, custom_id, asked.reply["status"], asked.reply["error"]))
+    found = [each for each in results if each is not None and each.finish_reason not in _CUT]
     try:
-        if found.finish_reason == "error":
-            code, _, message = found.error.partition(": ")
-            raise from_code(code, message or "the engine failed on this sequence")
-        return True, _line(name, custom_id, 200, msgspec.Raw(_body(asked, found, codec, model)))
+        for each in found:
+            if each.finish_reason == "error":
+                code, _, message = each.error.partition(": ")
+                raise from_code(code, message or "the engine failed on this sequence")
+        if len(found) == len(results):
+            return Answer("completed", _line(name, custom_id, 200, msgspec.Raw(_body(asked, found, codec, model))))
     except ParallmError as error:
-        return False, _line(name, custom_id, error.status, msgspec.Raw(error_object(error)))
+        return Answer("failed", _line(name, custom_id, error.status, msgspec.Raw(error_object(error))))
+    late = any(each is not None and each.finish_reason == "deadline" for each in results)
+    code, message = _UNENDED.get("expired" if late else ended, _UNENDED["cancelled"])
+    return Answer("unended", _line(name, custom_id, None, None, {"code": code, "message": message}))
 
 
 def _line(name: str, custom_id: str, status: int | None, body: Any, error: dict[str, str] | None = None) -> bytes:
@@ -176,22 +189,28 @@ def _line(name: str, custom_id: str, status: int | None, body: Any, error: dict[
     return _encode({"id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": error}) + b"\n"
 
 
-def _body(asked: JobInput, found: Trajectory, codec: TextCodec, model: str) -> bytes:
+def _body(asked: JobInput, found: Sequence[Trajectory], codec: TextCodec, model: str) -> bytes:
     assert asked.request is not None, "an answer to a refused line"
     if "embedding" in asked.reply:
         body = EmbeddingRequest.model_validate({**asked.reply["embedding"], "input": [0]})
-        work = Work("", model, (found.prompt_ids,), asked.request.sampling)
-        return embeddings_body(body, work, [found.embedding])
-    plan = msgspec.convert({**asked.reply["plan"], "prompts": [found.prompt_ids]}, ReplyPlan)
-    event = TokenEvent(
-        seq=plan.sequence(0),
+        work = Work("", model, tuple(each.prompt_ids for each in found), asked.request.sampling)
+        return embeddings_body(body, work, [each.embedding for each in found])
+    plan = msgspec.convert({**asked.reply["plan"], "prompts": ()}, ReplyPlan)
+    plan = msgspec.structs.replace(plan, prompts=tuple(each.prompt_ids for each in found[:: plan.n]))
+    events = [_event(plan.sequence(choice), each, asked.request) for choice, each in enumerate(found)]
+    return whole_body(plan, codec, events, [each.spans for each in found] if plan.weight_versions else ())
+
+
+def _event(seq: str, found: Trajectory, request: LineRequest) -> TokenEvent:
+    return TokenEvent(
+        seq=seq,
         attempt=found.attempt,
         position=0,
         tokens=list(found.completion_ids),
         logprobs=list(found.logprobs),
         top_logprobs=[list(top) for top in found.top_logprobs] if found.top_logprobs else None,
-        text=found.text if asked.request.sampling.stop else None,
+        text=found.text if request.sampling.stop else None,
         finish=Finish(found.finish_reason, found.stop_match, cached_tokens=found.cached_tokens),
         prompt_logprobs=list(found.prompt_logprobs) if found.prompt_logprobs else None,
+        prompt_top_logprobs=[list(top) for top in found.prompt_top_logprobs] if found.prompt_top_logprobs else None,
     )
-    return whole_body(plan, codec, [event], [found.spans] if plan.weight_versions else ())

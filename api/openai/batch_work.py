@@ -9,6 +9,7 @@ beginning, so that writing them again writes the same bytes to the same place.
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -126,7 +127,7 @@ class BatchWork:
             await self._store.end(spec.id, "cancelled" if record.cancelling_at else "expired")
             return
         try:
-            named = await self._check_shapes(record)
+            named, count = await self._check_shapes(record)
             target = await self._target(record, named)
             job = JobSpec(
                 id="",
@@ -149,12 +150,12 @@ class BatchWork:
             told = BatchError(error.code or error.type, error.message, error.param)
             await self._store.end(spec.id, "failed", errors=(told,))
         else:
-            changes = {"job": job_id, "model": named[0] or target.served.card.name}
+            changes = {"job": job_id, "lines": count, "model": named[0] or target.served.card.name}
             await self._store.change(spec.id, state="in_progress", in_progress_at=int(time.time()), **changes)
             log.info("batch.in_progress", batch=spec.id, job=job_id)
 
-    async def _check_shapes(self, record: BatchRecord) -> Named:
-        """Every line's shape; what the first one names."""
+    async def _check_shapes(self, record: BatchRecord) -> tuple[Named, int]:
+        """Every line's shape; what the first one names, and the number of lines."""
         errors: list[BatchError] = []
         seen: set[int] = set()
         named: Named | None = None
@@ -176,7 +177,7 @@ class BatchWork:
             raise LinesRefusedError(*errors)
         if named is None:
             raise LinesRefusedError(BatchError("empty_file", "the input file has no lines", "input_file_id"))
-        return named
+        return named, count
 
     async def _target(self, record: BatchRecord, named: Named) -> Target:
         model, adapter, policy = named
@@ -187,7 +188,8 @@ class BatchWork:
     async def _inputs(self, record: BatchRecord, named: Named, target: Target) -> AsyncIterator[bytes]:
         async for _, line in self._lines(record):
             assert isinstance(line, BatchLine), "checked before"
-            yield _encode(await planned(self._ring, line, named, target))
+            for asked in await planned(self._ring, line, named, target):
+                yield _encode(asked)
             await asyncio.sleep(0)  # other requests' tokens go first
 
     async def _lines(self, record: BatchRecord) -> AsyncIterator[tuple[int, BatchLine | BatchError]]:
@@ -209,24 +211,43 @@ class BatchWork:
             await self._store.end(spec.id, "failed", errors=(BatchError("job_lost", error.message),))
             return
         output, errors = self._ring.files.writer(spec.output_file_id), self._ring.files.writer(spec.error_file_id)
-        await self._write(status, output, errors)
+        told = await self._write(status, output, errors)
         for writer, kind in ((output, "output"), (errors, "error")):
             if writer.size:
                 await writer.close(f"{spec.id}_{kind}.jsonl", "batch_output", spec.output_ttl_s)
         failure = (BatchError("job_failed", status.error),) if status.status == "failed" else ()
-        fields = {"has_output": int(output.size > 0), "has_errors": int(errors.size > 0), "errors": failure}
+        counts = {"completed": told["completed"], "failed": told["failed"]}
+        fields = {**counts, "has_output": int(output.size > 0), "has_errors": int(errors.size > 0), "errors": failure}
         await self._store.end(spec.id, _ENDS[status.status], **fields)
         log.info("batch.ended", batch=spec.id, state=status.status)
 
-    async def _write(self, status: JobStatus, output: FileWriter, errors: FileWriter) -> None:
+    async def _write(self, status: JobStatus, output: FileWriter, errors: FileWriter) -> "Counter[str]":
+        """Answer each line in turn; how many were completed, failed, and not ended."""
         _, codec = await self._ring.known(status.model)
-        for start in range(0, status.counts.total, LINES_AT_ONCE):
-            asked = await self._ledger.inputs(status.id, start, min(LINES_AT_ONCE, status.counts.total - start))
-            results = dict(await self._ring.jobs.results(status.id, start - 1, len(asked)))
-            for ordinal, raw in enumerate(asked, start):
-                line = results.get(ordinal)
-                found = None if line is None else _result_decoder.decode(line)
-                name = f"{status.id.removeprefix('job-')}-{ordinal}"
-                good, written = answer(name, _input_decoder.decode(raw), found, status.status, codec, status.model)
-                await (output if good else errors).add(written)
-                await asyncio.sleep(0)
+        told: Counter[str] = Counter()
+        async for ordinal, asked, results in self._whole_lines(status):
+            name = f"{status.id.removeprefix('job-')}-{ordinal}"
+            answered = answer(name, asked, results, status.status, codec, status.model)
+            told[answered.kind] += 1
+            await (output if answered.kind == "completed" else errors).add(answered.line)
+            await asyncio.sleep(0)
+        return told
+
+    async def _whole_lines(self, status: JobStatus) -> AsyncIterator[tuple[int, JobInput, list[Trajectory | None]]]:
+        """(ordinal of its first choice, first input, results of all its choices) of each line."""
+        first, results = None, []
+        async for ordinal, raw, result in self._choices(status):
+            if first is None:
+                first = ordinal, _input_decoder.decode(raw)
+            results.append(None if result is None else _result_decoder.decode(result))
+            if len(results) == first[1].reply["parts"]:
+                yield *first, results
+                first, results = None, []
+
+    async def _choices(self, status: JobStatus) -> AsyncIterator[tuple[int, bytes, bytes | None]]:
+        total = status.counts.total
+        for start in range(0, total, LINES_AT_ONCE):
+            inputs = await self._ledger.inputs(status.id, start, min(LINES_AT_ONCE, total - start))
+            results = dict(await self._ring.jobs.results(status.id, start - 1, len(inputs)))
+            for ordinal, raw in enumerate(inputs, start):
+                yield ordinal, raw, results.get(ordinal)

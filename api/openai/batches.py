@@ -129,7 +129,7 @@ def batch_object(record: BatchRecord, job: JobStatus | None) -> dict[str, Any]:
     """OpenAI's batch object."""
     spec, status = record.spec, status_of(record, job)
     errors = [msgspec.to_builtins(error) for error in record.errors]
-    counts, usage = (job.counts, job.usage) if job is not None else (None, None)
+    usage = job.usage if job is not None else None
     ended = {f"{state}_at": record.ended_at if status == state else None for state in sorted(ENDED)}
     return {
         "id": spec.id,
@@ -148,11 +148,7 @@ def batch_object(record: BatchRecord, job: JobStatus | None) -> dict[str, Any]:
         "finalizing_at": record.finalizing_at or None,
         **ended,
         "cancelling_at": record.cancelling_at or None,
-        "request_counts": {
-            "total": counts.total if counts else 0,
-            "completed": counts.succeeded if counts else 0,
-            "failed": counts.failed if counts else 0,
-        },
+        "request_counts": request_counts(record, job),
         "usage": {
             "input_tokens": usage.prompt_tokens if usage else 0,
             "output_tokens": usage.completion_tokens if usage else 0,
@@ -160,6 +156,15 @@ def batch_object(record: BatchRecord, job: JobStatus | None) -> dict[str, Any]:
         },
         "metadata": spec.metadata or None,
     }
+
+
+def request_counts(record: BatchRecord, job: JobStatus | None) -> dict[str, int]:
+    """Lines; while the job runs, its sequences scaled to lines (the same where a line has one choice)."""
+    completed, failed = record.completed, record.failed
+    if record.state not in ENDED and job is not None and job.counts.total:
+        completed = job.counts.succeeded * record.lines // job.counts.total
+        failed = job.counts.failed * record.lines // job.counts.total
+    return {"total": record.lines, "completed": completed, "failed": failed}
 
 
 def status_of(record: BatchRecord, job: JobStatus | None) -> str:

@@ -61,6 +61,9 @@ class BatchRecord(msgspec.Struct, frozen=True):
     in_progress_at: int = 0
     finalizing_at: int = 0
     ended_at: int = 0
+    lines: int = 0
+    completed: int = 0  # lines, when the batch has ended
+    failed: int = 0
     has_output: int = 0
     has_errors: int = 0
 

@@ -89,6 +89,7 @@ def alike(ours: Any, theirs: Any) -> bool:
 def test_a_batch_answers_what_the_endpoints_answer(client: openai.OpenAI) -> None:
     chats = [
         chat_line("plain"),
+        chat_line("thrice", n=3, temperature=1, seed=7),
         chat_line("logprobs", logprobs=True, top_logprobs=2),
         chat_line("json", response_format={"type": "json_object"}, max_tokens=30),
         chat_line("stopped", stop=["e"], max_tokens=30),
@@ -96,10 +97,13 @@ def test_a_batch_answers_what_the_endpoints_answer(client: openai.OpenAI) -> Non
     texts = [
         line("text", "/v1/completions", prompt="once upon", max_tokens=8, temperature=0, echo=True, logprobs=0),
         line("ids", "/v1/completions", prompt=[5, 6, 7], max_tokens=8, seed=3, return_token_ids=True),
+        line("lists", "/v1/completions", prompt=["once", "twice"], n=2, max_tokens=4, seed=5),
+        line("rivals", "/v1/completions", prompt="once upon", max_tokens=2, temperature=0, echo=True, logprobs=2),
         line("scored", "/v1/completions", prompt="once upon", max_tokens=0, echo=True, logprobs=0),
     ]
     vectors = [
         line("floats", "/v1/embeddings", input="once upon"),
+        line("list", "/v1/embeddings", input=["once", "upon", "a time"]),
         line("packed", "/v1/embeddings", input="a time", dimensions=4, pooling="last"),
     ]
     for lines in (chats, texts, vectors):
@@ -120,7 +124,7 @@ def test_a_refused_line_fails_alone_and_a_malformed_one_fails_the_batch(client: 
     lines = [
         chat_line("good"),
         chat_line("streamed", stream=True),
-        chat_line("many", n=2),
+        chat_line("late", deadline_s=1),
         chat_line("unknown", colour="red"),
         chat_line("long", max_tokens=10**6),
         chat_line("other", model="other"),
@@ -131,7 +135,13 @@ def test_a_refused_line_fails_alone_and_a_malformed_one_fails_the_batch(client: 
     assert list(read(client, batch.output_file_id)) == ["good"]
     refused = read(client, batch.error_file_id)
     params = {name: each["response"]["body"]["error"]["param"] for name, each in refused.items()}
-    assert params == {"streamed": "stream", "many": "n", "unknown": "colour", "long": "max_tokens", "other": "model"}
+    assert params == {
+        "streamed": "stream",
+        "late": "deadline_s",
+        "unknown": "colour",
+        "long": "max_tokens",
+        "other": "model",
+    }
     assert {each["response"]["status_code"] for each in refused.values()} == {400}
 
     twice = [chat_line("same"), chat_line("same"), {**chat_line("get"), "method": "GET"}, {"custom_id": "bare"}]

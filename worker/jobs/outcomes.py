@@ -51,6 +51,7 @@ def finished_trajectory(
         error=f"{finish.error_code}: {finish.error_message}" if finish.reason == "error" else "",
         seed=derive_seed(spec.sampling.seed or 0, prompt.index, ordinal % spec.n) if own is None else own.sampling.seed,
         prompt_logprobs=() if own is None else result.prompt_logprobs,
+        prompt_top_logprobs=() if own is None else result.prompt_top_logprobs,
         embedding=result.embedding,
         cached_tokens=0 if own is None else finish.cached_tokens,
         worker=result.worker,
