@@ -19,19 +19,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from api.client import DEFAULT_URL, InferenceClient, JobRequest, RequestFailedError
-from api.commands import acl, deadletters, key, top
+from api.commands import acl, adapters, bench, deadletters, key, top
 from shared.jobs import TERMINAL, JobKind, JobStatus, RewardSpec
 
 T = TypeVar("T")
 
 JOB_NOT_SUCCEEDED = 3
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Client of a ParaLLM server."
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Client of a ParaLLM server.")
+app.add_typer(adapters.app, name="adapters")
 app.add_typer(deadletters.app, name="deadletters")
 app.add_typer(key.app, name="key")
 app.command("top")(top.top)
+app.command("bench")(bench.bench)
 app.command()(acl.acl)
 err = Console(stderr=True, highlight=False)
 out = Console(highlight=False, soft_wrap=True)

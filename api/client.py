@@ -8,7 +8,8 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from types import TracebackType
 from typing import IO, Any, Self, TypeVar, cast
@@ -25,6 +26,7 @@ T = TypeVar("T")
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 POLL_S = (0.1, 2.0)  # first and longest pause between two looks at a job
+ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors", "adapter_model.safetensors")
 BUSY = frozenset({429, 502, 503, 504})
 
 
@@ -112,16 +114,23 @@ class InferenceClient:
         api_key: str = "",
         timeout_s: float = 600,
         patience_s: float = 30,
+        connections: int = 100,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self._patience_s = patience_s
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(timeout_s, connect=5),
-            transport=transport,
-        )
+        try:
+            self._http = httpx.AsyncClient(
+                base_url=self.url,
+                headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+                timeout=httpx.Timeout(timeout_s, connect=5, pool=None),
+                limits=httpx.Limits(max_connections=connections),
+                transport=transport,
+            )
+        except httpx.InvalidURL as error:
+            raise RequestFailedError(f"{url!r} is no URL: {error}") from error
+        except UnicodeEncodeError as error:
+            raise RequestFailedError("an API key is of ASCII characters only") from error
 
     async def __aenter__(self) -> Self:
         return self
@@ -233,20 +242,24 @@ class InferenceClient:
 
     async def chat(self, model: str, messages: list[dict[str, Any]], **options: Any) -> AsyncIterator[str]:
         """Stream the answer's text."""
-        body = {"model": model, "messages": messages, "stream": True, **options}
-        request = self._http.stream("POST", "/v1/chat/completions", json=body)
+        async for event in self.events("/v1/chat/completions", {"model": model, "messages": messages, **options}):
+            for choice in event.get("choices", []):
+                text = choice.get("delta", {}).get("content")
+                if text:
+                    yield text
+
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The events of a streamed request; RequestFailedError also for an error in the middle of the stream."""
+        request = self._http.stream("POST", path, json={**body, "stream": True})
         async with _reached(self.url, request) as response:
             async for line in _byte_lines(response):
                 data = line.removeprefix(b"data:").strip()
                 if not line.startswith(b"data:") or data == b"[DONE]":
                     continue
-                event = msgspec.json.decode(data)
+                event = msgspec.json.decode(data, type=dict[str, Any])
                 if "error" in event:
                     raise RequestFailedError(str(event["error"].get("message", data)), response.status_code)
-                for choice in event.get("choices", []):
-                    text = choice.get("delta", {}).get("content")
-                    if text:
-                        yield text
+                yield event
 
     async def generate(self, prompt: str | list[int], **options: Any) -> Generation:
         """One completion of a text or of token ids; options are the fields of `POST /generate`, one prompt, n 1."""
@@ -259,6 +272,29 @@ class InferenceClient:
         answer = await self._patiently(lambda: self._http.post("/load_adapter", json=body), busy=frozenset())
         return _decode(answer, AdapterLoaded)
 
+    async def upload_adapter(self, folder: Path, fields: dict[str, str]) -> AdapterLoaded:
+        """Make the next version of an adapter from a directory of this machine; sent once, never repeated.
+
+        `fields` are those of `POST /upload_adapter`. OSError when a file cannot be read.
+        """
+        found = [folder / name for name in ADAPTER_FILES if (folder / name).is_file()]
+        with ExitStack() as stack:
+            files = [(path.name, (path.name, stack.enter_context(path.open("rb")))) for path in found]
+            try:
+                answer = await self._http.post("/upload_adapter", data=fields, files=files)
+            except httpx.TransportError as error:
+                raise _unreachable(self.url, error) from error
+        if answer.is_error:
+            raise _refusal(answer)
+        return _decode(answer, AdapterLoaded)
+
+    async def only_model(self) -> str:
+        """The model that is served; RequestFailedError when that is not one."""
+        names = [model.id for model in await self.models() if not model.parent]
+        if len(names) != 1:
+            raise RequestFailedError(f"say which model: {', '.join(names) or 'none'} is served")
+        return names[0]
+
     async def models(self) -> list[ModelInfo]:
         """What can be asked for."""
         return (await self._get("/v1/models", _ModelList)).data
@@ -269,9 +305,9 @@ class InferenceClient:
         health: dict[str, Any] = answer.json()
         return health
 
-    async def call(self, method: str, path: str, kind: type[T], **params: Any) -> T:
+    async def call(self, method: str, path: str, kind: type[T], body: Any = None, **params: Any) -> T:
         """Any other request of the API that is safe to repeat; its answer as `kind`."""
-        return _decode(await self._patiently(lambda: self._http.request(method, path, params=params)), kind)
+        return _decode(await self._patiently(lambda: self._http.request(method, path, params=params, json=body)), kind)
 
     async def _get(self, path: str, kind: type[T], **params: Any) -> T:
         return _decode(await self._patiently(lambda: self._http.get(path, params=params)), kind)

@@ -1,0 +1,161 @@
+"""`mlx_parallm adapters`: list, show, upload, roll back and delete adapter versions (api/rl/adapters.py)."""
+
+import asyncio
+import sys
+from collections.abc import Coroutine
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+from urllib.parse import quote
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from api.client import DEFAULT_URL, AdapterLoaded, InferenceClient, RequestFailedError
+
+T = TypeVar("T")
+
+PATIENCE_S = 5.0  # with a server that is away or busy
+
+app = typer.Typer(no_args_is_help=True, help="Adapters and their versions.")
+err = Console(stderr=True, highlight=False)
+out = Console(highlight=False, soft_wrap=True)
+
+Url = Annotated[str, typer.Option("--url", envvar="PARALLM_URL", help="address of the server")]
+ApiKey = Annotated[str, typer.Option("--api-key", envvar="PARALLM_API_KEY", help="if the server wants one")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+Name = Annotated[str, typer.Argument(help="the adapter")]
+
+Answer = dict[str, Any]
+
+
+@app.command("list")
+def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
+    """List adapters, with the version that `latest` is."""
+    found = _call(url, api_key, "GET", "/v1/adapters")["data"]
+    if as_json:
+        return _print_json(found)
+    table = Table("adapter", "latest", "best", "versions", box=None)
+    for adapter in found:
+        versions = adapter["versions"]
+        held = f"{len(versions)} ({versions[0]} to {versions[-1]})" if versions else "0"
+        table.add_row(adapter["name"], str(adapter["latest"] or "-"), str(adapter["best"] or "-"), held)
+    return out.print(table)
+
+
+@app.command()
+def show(name: Name, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
+    """Show an adapter's versions, newest first; --json also gives the moves of `latest` and the workers' acks."""
+    found = _call(url, api_key, "GET", f"/v1/adapters/{_segment(name)}")
+    if as_json:
+        return _print_json(found)
+    table = Table("version", "", "status", "parent", "rank", "MB", "train step", "source", "created", box=None)
+    for version in reversed(found["versions"]):
+        marks = [mark for mark in ("latest", "best") if found[mark] == version["version"]]
+        created = datetime.fromtimestamp(version["created_ms"] / 1000, UTC)
+        cells = (
+            version["id"],
+            " ".join(marks),
+            version["status"],
+            str(version["parent"] or "-"),
+            str(version["rank"]),
+            f"{version['size'] / 1e6:.1f}",
+            str(version["train_step"]),
+            version["source"],
+            f"{created:%Y-%m-%d %H:%M:%S}Z",
+        )
+        table.add_row(*(_plain(cell) for cell in cells))
+    return out.print(table)
+
+
+@app.command()
+def upload(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="an adapter directory of mlx-lm or PEFT")],
+    name: Annotated[str, typer.Option(help="the adapter; default: the server's --default-adapter")] = "",
+    model: Annotated[str, typer.Option("--model", "-m", help="its base; default: the only one that is served")] = "",
+    candidate: Annotated[bool, typer.Option("--candidate", help="leave `latest` where it is")] = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: Json = False,
+) -> None:
+    """Make a directory of this machine the next version of an adapter."""
+    if not folder.is_dir():
+        _fail(f"{folder}: no such directory", 2)
+    fields = {"name": name, "model": model, "set_latest": "false" if candidate else ""}
+
+    async def run() -> AdapterLoaded:
+        async with InferenceClient(url, api_key=api_key, patience_s=PATIENCE_S) as client:
+            return await client.upload_adapter(folder, {key: value for key, value in fields.items() if value})
+
+    try:
+        loaded = _run(run())
+    except OSError as error:
+        _fail(f"{error.filename or folder}: {error.strerror or error}", 2)
+    _print_json(loaded) if as_json else out.print(_plain(loaded.message))
+
+
+@app.command()
+def rollback(
+    name: Name,
+    version: Annotated[int, typer.Argument(min=1, help="becomes `latest`")],
+    reason: Annotated[str, typer.Option(help="for the adapter's history")] = "rollback",
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: Json = False,
+) -> None:
+    """Make an earlier version the latest; its successors stay and can be asked for by number."""
+    body = {"version": version, "reason": reason}
+    answer = _call(url, api_key, "POST", f"/v1/adapters/{_segment(name)}/rollback", body)
+    _print_json(answer) if as_json else out.print(_plain(answer["message"]))
+
+
+@app.command()
+def delete(
+    which: Annotated[str, typer.Argument(metavar="NAME@K", help="NAME alone, with --all: every version")],
+    everything: Annotated[bool, typer.Option("--all", help="the adapter with all its versions")] = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: Json = False,
+) -> None:
+    """Delete a version; refused while it is the latest or a worker uses it."""
+    name, _, version = which.partition("@")
+    if everything == bool(version) or (version and not version.isdecimal()):
+        _fail(f"{which}: give NAME@K, or NAME with --all", 2)
+    path = f"/v1/adapters/{_segment(name)}" + (f"/versions/{version}" if version else "")
+    answer = _call(url, api_key, "DELETE", path)
+    _print_json(answer) if as_json else out.print(f"{_plain(answer['id'])} deleted")
+
+
+def _call(url: str, api_key: str, method: str, path: str, body: Answer | None = None) -> Answer:
+    async def run() -> Answer:
+        async with InferenceClient(url, api_key=api_key, patience_s=PATIENCE_S) as client:
+            return await client.call(method, path, Answer, body)
+
+    return _run(run())
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        return asyncio.run(work)
+    except RequestFailedError as error:
+        _fail(error.message, 1)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    err.print(f"[bold red]error[/]: {_plain(message)}")
+    raise typer.Exit(code)
+
+
+def _segment(name: str) -> str:
+    """One segment of a path: a name with a slash must not reach another endpoint."""
+    return quote(name, safe="")
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
