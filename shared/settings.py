@@ -24,6 +24,7 @@ from pydantic_settings import (
 )
 
 from shared.errors import SetupError
+from shared.foreign_flags import native
 
 S = TypeVar("S", bound="ProcessSettings")
 
@@ -75,6 +76,15 @@ class ProcessSettings(BaseSettings):
         if cls.config_file is not None:
             sources.append(YamlConfigSettingsSource(settings_cls, yaml_file=cls.config_file))
         return tuple(sources)
+
+    @classmethod
+    def flags(cls) -> frozenset[str]:
+        """The names that the command line takes, without the dashes."""
+        names = set(cls.model_fields)
+        for field in cls.model_fields.values():
+            if isinstance(field.validation_alias, AliasChoices):
+                names.update(map(str, field.validation_alias.choices))
+        return frozenset(name.replace("_", "-") for name in names)
 
     def resolved(self) -> str:
         """The settings as YAML, secrets hidden."""
@@ -161,7 +171,12 @@ class ApiSettings(ProcessSettings):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
-    default_max_tokens: int = Field(default=512, ge=1)
+    default_max_tokens: int = Field(
+        default=512,
+        ge=1,
+        validation_alias=AliasChoices("default_max_tokens", "max_tokens", "PARALLM_DEFAULT_MAX_TOKENS"),
+        description="of a request that does not say; at most what the model's context leaves",
+    )
     max_prompt_tokens: int = Field(default=0, ge=0, description="0: the model's context")
     max_queue_size: int = Field(default=4096, ge=1, description="waiting interactive sequences of a model before 429")
     max_batch_queue_size: int = Field(
@@ -254,7 +269,7 @@ def load(kind: type[S], argv: list[str] | None = None) -> S:
 
     Raises SetupError naming the wrong key; exits 0 after `--help` and `--dry-run`.
     """
-    args = list(sys.argv[1:] if argv is None else argv)
+    args = native(list(sys.argv[1:] if argv is None else argv), kind.flags())
     path = _config_path(args)
     configured: type[S] = type(kind.__name__, (kind,), {"config_file": path, "__module__": kind.__module__})
     source: CliSettingsSource[Any] = CliSettingsSource(

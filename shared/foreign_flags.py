@@ -1,0 +1,90 @@
+"""Flags that other MLX servers have and ours does not: each is refused with the reason and what to use instead.
+
+Two kinds are taken without effect, so that a command line from elsewhere starts: those that ask for what is so anyway
+(`--spec-decode none`), in silence, and `--flush-interval-ms`, with a line on stderr. A flag that a process does have is
+never looked up here.
+"""
+
+import sys
+from collections.abc import Collection
+
+from shared.errors import SetupError
+
+_SSD = "KV of earlier prompts is kept in memory alone; --prefix-cache-gb says how much"
+_SPECULATION = "there is no speculative decoding: rows decode in one continuous batch"
+_TENSOR_PARALLEL = (
+    "a model is not split over machines or processes: each worker holds all of it; "
+    "add workers with --workers N, or mlx_parallm_worker on another machine"
+)
+_QUANTIZED_KV = "KV is kept in the model's dtype; --kv-memory-gb bounds it"
+
+REFUSED = {
+    "share-model": "any ring can be joined, with nothing to switch on: run the mlx_parallm_worker line that is printed "
+    "when the server is ready; weights are not sent, so the other machine needs its own copy of the model",
+    "connect-to": "to add a machine to a ring run mlx_parallm_worker --redis URL --model MODEL there; the ring's "
+    "mlx_parallm_serve prints that line",
+    "adapter-path": "adapters are versions that the ring keeps: start, then mlx_parallm adapters upload DIR",
+    "max-generation-tokens": "a request's 'max_tokens' is bounded by the model's context; --max-context shortens it",
+    "completion-batch-size": "there is one batch, of --max-batch-size rows",
+    "num-blocks": "KV memory is given in bytes: --kv-memory-gb, and --prefix-cache-gb for earlier prompts",
+    "kv-bits": _QUANTIZED_KV,
+    "kv-group-size": _QUANTIZED_KV,
+    "max-kv-size": "KV is bounded by memory, --kv-memory-gb, and a sequence by --max-context",
+    "sequence-cache-size": "earlier prompts are kept by memory, not by number: --prefix-cache-gb",
+    "ssd-cache-dir": _SSD,
+    "no-ssd": _SSD,
+    "ssd-ttl-days": _SSD,
+    "ssd-policy": _SSD,
+    "ssd-durability": _SSD,
+    "ssd-async-writes": _SSD,
+    "no-ssd-async-writes": _SSD,
+    "ssd-writer-queue-size": _SSD,
+    "ssd-persistent-max-retries": _SSD,
+    "ssd-flush-interval-s": _SSD,
+    "ssd-max-size-gb": _SSD,
+    "spec-decode": _SPECULATION,
+    "num-speculative-tokens": _SPECULATION,
+    "spec-decode-disable-batch-size": _SPECULATION,
+    "ngram-max": _SPECULATION,
+    "ngram-min": _SPECULATION,
+    "no-ngram-prompt-lookup": _SPECULATION,
+    "draft-model-path": _SPECULATION,
+    "draft-model-quantize": _SPECULATION,
+    "draft-context-len": _SPECULATION,
+    "no-spec-decode-dynamic": _SPECULATION,
+    "spec-decode-acceptance-threshold": _SPECULATION,
+    "no-adaptive-k": _SPECULATION,
+    "distributed-mode": _TENSOR_PARALLEL,
+    "distributed-sharding": _TENSOR_PARALLEL,
+    "distributed-strict": _TENSOR_PARALLEL,
+    "no-distributed-strict": _TENSOR_PARALLEL,
+    "distributed-hostfile": _TENSOR_PARALLEL,
+    "distributed-ibv-devices": _TENSOR_PARALLEL,
+    "distributed-jaccl-coordinator": _TENSOR_PARALLEL,
+    "num-local-ranks": _TENSOR_PARALLEL,
+}
+ALREADY_SO = {("no-ssd", ""), ("spec-decode", "none"), ("distributed-mode", "off")}
+WITHOUT_EFFECT = {"flush-interval-ms": "requests are not gathered: a new one joins the running batch at its next step"}
+
+
+def native(args: list[str], known: Collection[str]) -> list[str]:
+    """A command line without the foreign flags that may be left out; `known` are the process's own, in kebab case.
+
+    SetupError for a foreign flag that asks for something we do not have.
+    """
+    kept: list[str] = []
+    rest = list(args)
+    while rest:
+        arg = rest.pop(0)
+        name, equals, value = arg.removeprefix("--").partition("=")
+        foreign = arg.startswith("--") and name not in known and (name in REFUSED or name in WITHOUT_EFFECT)
+        if not foreign:
+            kept.append(arg)
+            continue
+        if not equals and rest and not rest[0].startswith("--"):
+            value = rest.pop(0)
+        if name in WITHOUT_EFFECT:
+            print(f"--{name} has no effect: {WITHOUT_EFFECT[name]}", file=sys.stderr)
+        elif (name, value) not in ALREADY_SO:
+            raise SetupError(f"--{name}: {REFUSED[name]}")
+    return kept

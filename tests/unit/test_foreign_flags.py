@@ -1,0 +1,40 @@
+"""Command lines from other servers: names for what we have are taken, the others refused with the reason."""
+
+import pytest
+
+from shared.errors import SetupError
+from shared.foreign_flags import REFUSED, WITHOUT_EFFECT, native
+from shared.settings import ServeSettings, load
+
+TAKEN = """
+--model-path x --lora-rank 16 --enable-rl-training --atropos-url http://localhost:8001 --host 0.0.0.0 --port 8000
+--max-batch 5 --flush-interval-ms 10 --max-tokens 128 --trust-remote-code --log-level INFO --api-key k --api-key-file f
+--max-request-bytes 1048576 --block-size 16 --prefill-batch-size 4 --max-queue-size 128 --max-prompt-tokens 32768
+--request-timeout-s 120 --first-token-timeout-s 300 --max-concurrent-requests 64 --memory-pressure-threshold 0.9
+--no-ssd --spec-decode none --distributed-mode=off --mode inference
+"""
+
+
+def test_a_command_line_of_another_server_means_here_what_it_means_there(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = load(ServeSettings, TAKEN.split())
+    assert (settings.model, settings.max_batch_size, settings.default_max_tokens) == ("x", 5, 128)
+    assert (settings.lora_rank, settings.max_queue_size, settings.log_level) == (16, 128, "INFO")
+    assert "--flush-interval-ms has no effect" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_we_do_not_have_is_refused_by_name(name: str) -> None:
+    with pytest.raises(SetupError, match=f"^--{name}: .{{20}}"):
+        load(ServeSettings, [f"--{name}", "7"])
+
+
+def test_no_flag_of_ours_is_called_foreign() -> None:
+    assert not ServeSettings.flags() & (REFUSED.keys() | WITHOUT_EFFECT.keys())
+    assert native(["--connect-to", "node1:8000"], {"connect-to"}) == ["--connect-to", "node1:8000"]
+
+
+def test_max_tokens_and_its_name_here_are_one_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLM_DEFAULT_MAX_TOKENS", "9")
+    assert load(ServeSettings, []).default_max_tokens == 9
+    monkeypatch.setenv("PARALLM_MAX_TOKENS", "5")  # the trainer's
+    assert load(ServeSettings, []).default_max_tokens == 9
