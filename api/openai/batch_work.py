@@ -95,6 +95,7 @@ class BatchWork:
 
     async def _work(self, batch_id: str) -> None:
         renewing = asyncio.create_task(self._keep_lease(batch_id))
+        waits = False
         try:
             record = await self._store.find(batch_id)
             if record.job:
@@ -103,6 +104,7 @@ class BatchWork:
                 await self._validate(record)
         except (RedisError, OSError, ServiceUnavailableError) as error:
             log.info("batch.waits", batch=batch_id, error=str(error))
+            waits = True
         except Exception as error:
             log.exception("batch.failed", batch=batch_id)
             told = BatchError("server_error", f"{type(error).__name__}: {error}")
@@ -110,8 +112,9 @@ class BatchWork:
                 await self._store.end(batch_id, "failed", errors=(told,))
         finally:
             renewing.cancel()
-            with contextlib.suppress(RedisError, OSError):
-                await self._store.release(batch_id, self._ring.api_id)
+            if not waits:  # else the lease runs out by itself: nobody reads the file again before that
+                with contextlib.suppress(RedisError, OSError):
+                    await self._store.release(batch_id, self._ring.api_id)
 
     async def _keep_lease(self, batch_id: str) -> None:
         while True:

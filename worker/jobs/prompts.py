@@ -39,7 +39,9 @@ def prepare(index: int, line: bytes, spec: JobSpec, card: ModelCard, codec: Text
     source = read_input(line)
     if spec.kind == "batch":  # tokenised and checked by the api
         refused = None if source.request is not None else InvalidRequestError(source.refused)
-        return PreparedPrompt(index, source, tuple(i for i in source.prompt if isinstance(i, int)), error=refused)
+        prompt_ids = tuple(item for item in source.prompt if isinstance(item, int))
+        bare = msgspec.structs.replace(source, prompt=(), reply={})  # the cache keeps it
+        return PreparedPrompt(index, bare, prompt_ids, error=refused)
     try:
         prompt_ids = _prompt_ids(source.prompt, codec)
         score_ids = completion_ids(source.completion, codec) if spec.kind == "score" else ()

@@ -1,0 +1,79 @@
+"""Files and batches as they are stored."""
+
+import time
+
+import pytest
+from redis.asyncio import Redis
+
+from shared.errors import InvalidRequestError, UnknownBatchError, UnknownFileError
+from shared.redis import keys
+from shared.redis.batch_store import BatchError, BatchSpec, BatchStore, new_batch_id
+from shared.redis.file_store import CHUNK_BYTES, FileStore, new_file_id
+
+
+def spec() -> BatchSpec:
+    now = int(time.time())
+    files = (new_file_id(), new_file_id(), new_file_id())
+    return BatchSpec(new_batch_id(), "/v1/completions", files[0], "24h", now, now + 86_400, *files[1:], 3_600)
+
+
+async def test_a_file_is_there_when_it_is_whole_and_writing_it_again_changes_nothing(redis: Redis) -> None:
+    store, file_id = FileStore(redis), new_file_id()
+    data = b"".join(b"%d %s\n" % (i, b"x" * 1000) for i in range(3000))
+    torn = store.writer(file_id)
+    await torn.add(data[: CHUNK_BYTES + 10])
+    with pytest.raises(UnknownFileError):
+        await store.find(file_id)
+    assert 0 < await redis.ttl(keys.file_bytes(file_id)) <= keys.FILE_UPLOAD_TTL_S
+
+    for _ in range(2):
+        writer = store.writer(file_id)
+        for at in range(0, len(data), 70_001):
+            await writer.add(data[at : at + 70_001])
+        file = await writer.close("x.jsonl", "batch", 7200)
+        assert b"".join([chunk async for chunk in store.read(await store.find(file_id))]) == data
+    numbers = [(number, int(line.split()[0])) async for number, line in store.lines(file, 10_000)]
+    assert numbers == [(i + 1, i) for i in range(3000)]
+    with pytest.raises(InvalidRequestError, match="longer"):
+        [line async for line in store.lines(await written(store, b"y" * 3 * CHUNK_BYTES), 1000)]
+
+    assert (await store.list("batch", 1, "", newest_first=True))[1]
+    await store.delete(file_id)
+    assert not await redis.exists(keys.file(file_id), keys.file_bytes(file_id))
+
+
+async def written(store: FileStore, data: bytes):  # type: ignore[no-untyped-def]
+    writer = store.writer()
+    await writer.add(data)
+    return await writer.close("y", "batch", 7200)
+
+
+async def test_a_batch_ends_once_and_one_process_works_on_it(redis: Redis) -> None:
+    store, asked = BatchStore(redis), spec()
+    await store.create(asked)
+    assert [record.spec for record in await store.pending()] == [asked]
+    assert await store.take(asked.id, "a")
+    assert not await store.take(asked.id, "b")
+    assert not await store.renew(asked.id, "b")
+    await store.release(asked.id, "b")
+    assert await store.renew(asked.id, "a")
+    await store.release(asked.id, "a")
+    assert await store.take(asked.id, "b")
+
+    assert await store.change(asked.id, state="in_progress", job="job-1", lines=3)
+    error = BatchError("server_error", "why", None, 3)
+    assert await store.end(asked.id, "failed", errors=(error,))
+    assert not await store.end(asked.id, "completed")
+    assert not await store.change(asked.id, cancelling_at=5)
+    found = await store.find(asked.id)
+    assert (found.state, found.errors, found.job, found.lines, found.cancelling_at) == (
+        "failed",
+        (error,),
+        "job-1",
+        3,
+        0,
+    )
+    assert await store.pending() == []
+    assert [record.spec.id for record in (await store.page(10, ""))[0]] == [asked.id]
+    with pytest.raises(UnknownBatchError):
+        await store.find("batch_x")
