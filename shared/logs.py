@@ -6,12 +6,26 @@ line of their task; libraries that use `logging` come out in the same form.
 
 import logging
 import sys
+from typing import TextIO, cast
 
 import structlog
 from structlog.typing import Processor
 
 # Without locals: they hold prompts and keys.
 _tracebacks = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
+
+
+class _Stderr:
+    """Whatever `sys.stderr` is at the time: one that was replaced for a while may be closed by now."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+_stderr = cast(TextIO, _Stderr())
 
 
 def configure(level: str = "INFO", json: bool | None = None) -> None:
@@ -28,14 +42,14 @@ def configure(level: str = "INFO", json: bool | None = None) -> None:
     structlog.configure(
         processors=[*shared, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(_stderr),
         cache_logger_on_first_use=True,
     )
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderer],
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(_stderr)
     handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]

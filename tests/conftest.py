@@ -3,13 +3,27 @@
 PARALLM_TEST_REDIS names another server binary, such as a Redis 7.0.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from shared.redis.embedded import EmbeddedRedis
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """A test that starts a command in this process sets up logs for those after it: undo that."""
+    before, root = structlog.get_config(), logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    if structlog.get_config() != before:
+        structlog.configure(**before)
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 @pytest.fixture(scope="session")
