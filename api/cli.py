@@ -25,6 +25,7 @@ from shared.jobs import TERMINAL, JobKind, JobStatus, RewardSpec
 T = TypeVar("T")
 
 JOB_NOT_SUCCEEDED = 3
+LOOK_PATIENCE_S = 5.0  # with a server that is away or busy, of a command that only looks; others have 30 s
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Client of a ParaLLM server.")
 app.add_typer(adapters.app, name="adapters")
@@ -100,7 +101,7 @@ def jobs(
     """List jobs, newest first."""
 
     async def run() -> list[JobStatus]:
-        async with InferenceClient(url, api_key=api_key) as client:
+        async with InferenceClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
             return await client.jobs(limit)
 
     found = _run(run())
@@ -124,7 +125,8 @@ def job(
     """Show how far a job is; exit code 3 when it has ended without success."""
 
     async def run() -> JobStatus:
-        async with InferenceClient(url, api_key=api_key) as client:
+        patience_s = 30 if wait else LOOK_PATIENCE_S
+        async with InferenceClient(url, api_key=api_key, patience_s=patience_s) as client:
             return await _watch(client, job_id) if wait else await client.status(job_id)
 
     _report(_run(run()), as_json)
@@ -143,7 +145,8 @@ def results(
 
     async def run(to: IO[bytes]) -> int:
         count = 0
-        async with InferenceClient(url, api_key=api_key) as client:
+        patience_s = 30 if follow else LOOK_PATIENCE_S
+        async with InferenceClient(url, api_key=api_key, patience_s=patience_s) as client:
             async for line in client.result_lines(job_id, after, follow=follow):
                 to.write(line + b"\n")
                 count += 1
@@ -193,7 +196,7 @@ def chat(
     async def answer(text: str) -> None:
         messages.append({"role": "user", "content": text})
         parts: list[str] = []
-        async with InferenceClient(url, api_key=api_key) as client:
+        async with InferenceClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
             async for part in client.chat(model or await _only_model(client), messages, **options):
                 parts.append(part)
                 out.print(part, end="", markup=False)
@@ -216,7 +219,7 @@ def models(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) 
     """List the models and adapters that can be asked for."""
 
     async def run() -> Any:
-        async with InferenceClient(url, api_key=api_key) as client:
+        async with InferenceClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
             return await client.models()
 
     found = _run(run())

@@ -97,9 +97,14 @@ def new_key() -> str:
 
 
 def line_of(key: str, **options: str) -> str:
-    """The line of a key file for a key: its digest and the options that are not empty."""
+    """The line of a key file for a key: its digest and the options that are not empty.
+
+    SetupError when a server would not read it.
+    """
     shown = [f"{name}={value}" for name, value in options.items() if value]
-    return " ".join([f"sha256:{hashlib.sha256(key.encode()).hexdigest()}", *shown])
+    line = " ".join([f"sha256:{hashlib.sha256(key.encode()).hexdigest()}", *shown])
+    _key(line, "this key")
+    return line
 
 
 def rate_of(text: str, where: str) -> RateLimitItem:

@@ -72,7 +72,7 @@ def drop(letter_ids: Ids, url: Url = DEFAULT_URL, api_key: ApiKey = "") -> None:
 
 def _call(url: str, api_key: str, method: str, path: str, **params: Any) -> Answer:
     async def run() -> Answer:
-        async with InferenceClient(url, api_key=api_key) as client:
+        async with InferenceClient(url, api_key=api_key, patience_s=5) as client:
             return await client.call(method, f"/v1/deadletters{path}", Answer, **params)
 
     return _run(run())

@@ -1,11 +1,12 @@
 """`mlx_parallm key`: make API keys. Works without a server."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from api.key_ring import line_of, new_key
+from shared.errors import SetupError
 
 app = typer.Typer(no_args_is_help=True, help="Make API keys for a server's key file.")
 
@@ -19,17 +20,29 @@ def new(
 ) -> None:
     """Print a fresh key (stdout's first line) and the line for --api-key-file that admits it (the second)."""
     key = new_key()
-    print(key)
     options = {
         "name": name,
         "class": sequence_class,
         "rate": rate.replace(" ", ""),
         "concurrent": str(concurrent or ""),
     }
-    print(line_of(key, **options))
+    try:
+        line = line_of(key, **options)
+    except SetupError as error:
+        _fail(str(error))
+    print(key)
+    print(line)
 
 
 @app.command("hash")
 def hash_key() -> None:
     """Read a key from stdin and print its line for --api-key-file."""
-    print(line_of(sys.stdin.readline().strip()))
+    key = sys.stdin.buffer.readline().strip()
+    if not key or not key.isascii():
+        _fail("stdin's first line is to be a key of ASCII characters")
+    print(line_of(key.decode()))
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise typer.Exit(2)

@@ -252,3 +252,15 @@ def test_a_conversation_keeps_its_history(serve: Callable[[Handler], None]) -> N
     code, out, _ = run("chat", "--model", "m", "--system", "be brief", stdin="a\n\nb\n")
     assert code == 0 and asked == [2, 4]
     assert out.count("[yes]") == 2
+
+
+@pytest.mark.parametrize("option", [("--class", "foo"), ("--rate", "often"), ("--name", "two words")])
+def test_no_key_is_made_whose_line_a_server_would_refuse(option: tuple[str, str]) -> None:
+    made = CliRunner().invoke(cli.app, ["key", "new", *option])
+    assert (made.exit_code, made.stdout) == (2, "") and made.stderr.startswith("error: this key")
+
+
+@pytest.mark.parametrize("text", [b"", b"\n", b"\xff\xfe\n", "schlüssel".encode()])
+def test_what_cannot_be_a_key_gets_no_line(text: bytes) -> None:
+    hashed = CliRunner().invoke(cli.app, ["key", "hash"], input=text)
+    assert (hashed.exit_code, hashed.stdout) == (2, "")
