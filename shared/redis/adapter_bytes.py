@@ -1,6 +1,6 @@
 """The bytes of an adapter version: chunks up, chunks down, hashed on the way.
 
-Token frames go through the same server. A chunk is small enough that a frame behind it waits for about a millisecond,
+Token frames go through the same server. A chunk is small enough that a frame behind it hardly waits (of 1 MB: 5 ms),
 and between two chunks the writer and the reader pause, so that frames get in between and the append-only file keeps
 up (tests/bench/adapter_flight.py measures it).
 
@@ -19,8 +19,8 @@ from shared.adapters import AdapterManifest
 from shared.errors import AdapterDamagedError, UnknownAdapterError
 from shared.redis import keys
 
-CHUNK_BYTES = 2**20
-PAUSE_S = 0.004  # between two chunks: at most 250 MB a second, of which the frames keep their share
+CHUNK_BYTES = 2**17
+PAUSE_S = 0.001  # between two chunks, of which the frames keep their share
 
 
 async def upload(redis: Redis, key: str, path: Path, sha256: str, chunk_size: int = CHUNK_BYTES) -> int:
