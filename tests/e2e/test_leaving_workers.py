@@ -44,15 +44,21 @@ async def told(url: str, seed: int, tokens: list[int] | None = None, max_tokens:
     body = {"model": MODEL, "prompt": "Count to 60.", "max_tokens": max_tokens, "ignore_eos": True, "seed": seed}
     body |= {"stream": True, "return_token_ids": True}
     tokens = [] if tokens is None else tokens
-    async with (
-        httpx.AsyncClient(base_url=url, timeout=60) as http,
-        http.stream("POST", "/v1/completions", json=body) as r,
-    ):
-        async for line in r.aiter_lines():
-            if line.startswith("data: {"):
-                chunk = json.loads(line[6:])
-                assert "error" not in chunk, chunk
-                tokens += [token for choice in chunk["choices"] for token in choice.get("token_ids") or []]
+
+    async def answered() -> bool:
+        async with http.stream("POST", "/v1/completions", json=body) as r:
+            if r.status_code == 503:  # for a second the api does not know yet that a worker has come
+                return False
+            assert r.status_code == 200, await r.aread()
+            async for line in r.aiter_lines():
+                if line.startswith("data: {"):
+                    chunk = json.loads(line[6:])
+                    assert "error" not in chunk, chunk
+                    tokens.extend(token for choice in chunk["choices"] for token in choice.get("token_ids") or [])
+        return True
+
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        await wait_until(answered, 20)
     return tokens
 
 
