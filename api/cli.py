@@ -5,21 +5,20 @@ succeed.
 Results and JSON go to stdout, progress and errors to stderr.
 """
 
-import asyncio
 import sys
 from collections.abc import Coroutine
 from contextlib import nullcontext
 from pathlib import Path
-from typing import IO, Annotated, Any, NoReturn, TypeVar, cast, get_args
+from typing import IO, Annotated, Any, TypeVar, cast, get_args
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from api.client import DEFAULT_URL, InferenceClient, JobRequest, RequestFailedError
+from api.client import DEFAULT_URL, InferenceClient, JobRequest
 from api.commands import acl, adapters, bench, deadletters, key, top
+from api.commands.console import err, fail, out, perform, plain, print_json
 from shared.jobs import TERMINAL, JobKind, JobStatus, RewardSpec
 
 T = TypeVar("T")
@@ -34,8 +33,6 @@ app.add_typer(key.app, name="key")
 app.command("top")(top.top)
 app.command("bench")(bench.bench)
 app.command()(acl.acl)
-err = Console(stderr=True, highlight=False)
-out = Console(highlight=False, soft_wrap=True)
 
 Url = Annotated[str, typer.Option("--url", envvar="PARALLM_URL", help="address of the server")]
 ApiKey = Annotated[str, typer.Option("--api-key", envvar="PARALLM_API_KEY", help="if the server wants one")]
@@ -106,7 +103,7 @@ def jobs(
 
     found = _run(run())
     if as_json:
-        return _print_json(found)
+        return print_json(found)
     table = Table("job", "kind", "model", "status", "samples", "reward", box=None)
     for status in found:
         done = f"{round(status.progress * status.counts.total)}/{status.counts.total}"
@@ -160,7 +157,7 @@ def results(
         sys.stderr.close()
         raise SystemExit(0) from None
     except OSError as error:
-        _fail(f"{file}: {error.strerror}", 2)
+        fail(f"{file}: {error.strerror}", 2)
     if file is not None:
         err.print(f"{count} trajectories in {file}")
 
@@ -175,7 +172,7 @@ def cancel(job_id: str, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: J
             return await client.wait(job_id)
 
     status = _run(run())
-    _print_json(status) if as_json else out.print(_summary(status))
+    print_json(status) if as_json else out.print(_summary(status))
 
 
 @app.command()
@@ -224,7 +221,7 @@ def models(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) 
 
     found = _run(run())
     if as_json:
-        return _print_json(found)
+        return print_json(found)
     for model in found:
         out.print(model.id)
     return None
@@ -238,7 +235,7 @@ def health(url: Url = DEFAULT_URL, api_key: ApiKey = "") -> None:
         async with InferenceClient(url, api_key=api_key, patience_s=0) as client:
             return await client.health()
 
-    _print_json(_run(run()))
+    print_json(_run(run()))
 
 
 def main() -> None:
@@ -252,16 +249,9 @@ def main() -> None:
 def _run(work: Coroutine[Any, Any, T]) -> T:
     """Run, and end with a message instead of a traceback."""
     try:
-        return asyncio.run(work)
-    except RequestFailedError as error:
-        _fail(error.message, 1)
+        return perform(work)
     except KeyboardInterrupt:
-        _fail("interrupted; a submitted job goes on (see `mlx_parallm jobs`)", 130)
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    err.print(f"[bold red]error[/]: {_plain(message)}")
-    raise typer.Exit(code)
+        fail("interrupted; a submitted job goes on (see `mlx_parallm jobs`)", 130)
 
 
 async def _watch(client: InferenceClient, job_id: str) -> JobStatus:
@@ -277,7 +267,7 @@ async def _watch(client: InferenceClient, job_id: str) -> JobStatus:
 
 
 def _report(status: JobStatus, as_json: bool) -> None:
-    _print_json(status) if as_json else out.print(_summary(status))
+    print_json(status) if as_json else out.print(_summary(status))
     if status.status in TERMINAL and status.status != "succeeded":
         raise typer.Exit(JOB_NOT_SUCCEEDED)
 
@@ -294,20 +284,12 @@ def _summary(status: JobStatus) -> str:
         parts.append(f"{status.reward_errors} rewards failed")
     if status.finished_ms and status.started_ms:
         parts.append(f"{(status.finished_ms - status.started_ms) / 1000:.1f} s")
-    error = f"\n{_plain(status.error)}" if status.error else ""
+    error = f"\n{plain(status.error)}" if status.error else ""
     return f"{status.id} {status.status}: {', '.join(parts)}{error}"
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
 
 def _open(file: str) -> IO[bytes]:
@@ -316,7 +298,7 @@ def _open(file: str) -> IO[bytes]:
     try:
         return Path(file).open("rb")
     except OSError as error:
-        _fail(f"{file}: {error.strerror}", 2)
+        fail(f"{file}: {error.strerror}", 2)
 
 
 def _reward(text: str) -> RewardSpec | None:
@@ -327,7 +309,7 @@ def _reward(text: str) -> RewardSpec | None:
     try:
         return msgspec.json.decode(text, type=RewardSpec)
     except msgspec.MsgspecError as error:
-        _fail(f"--reward: {error}", 2)
+        fail(f"--reward: {error}", 2)
 
 
 def _kind(kind: str, reward: RewardSpec | None) -> JobKind:
@@ -336,13 +318,13 @@ def _kind(kind: str, reward: RewardSpec | None) -> JobKind:
     for known in get_args(JobKind):
         if kind == known != "batch":
             return cast(JobKind, known)
-    _fail(f"--kind {kind}: it is generate, rollout or score", 2)
+    return fail(f"--kind {kind}: it is generate, rollout or score", 2)
 
 
 async def _only_model(client: InferenceClient) -> str:
     names = [model.id for model in await client.models() if not model.parent]
     if len(names) != 1:
-        _fail(f"give --model: {', '.join(names) or 'no model'} is served", 2)
+        fail(f"give --model: {', '.join(names) or 'no model'} is served", 2)
     return names[0]
 
 

@@ -1,27 +1,19 @@
 """`mlx_parallm adapters`: list, show, upload, roll back and delete adapter versions (api/rl/adapters.py)."""
 
-import asyncio
-import sys
-from collections.abc import Coroutine
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any
 from urllib.parse import quote
 
-import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from api.client import DEFAULT_URL, AdapterLoaded, InferenceClient, RequestFailedError
-
-T = TypeVar("T")
+from api.client import DEFAULT_URL, AdapterLoaded, InferenceClient
+from api.commands.console import fail, out, perform, plain, print_json
 
 PATIENCE_S = 5.0  # with a server that is away or busy
 
 app = typer.Typer(no_args_is_help=True, help="Adapters and their versions.")
-err = Console(stderr=True, highlight=False)
-out = Console(highlight=False, soft_wrap=True)
 
 Url = Annotated[str, typer.Option("--url", envvar="PARALLM_URL", help="address of the server")]
 ApiKey = Annotated[str, typer.Option("--api-key", envvar="PARALLM_API_KEY", help="if the server wants one")]
@@ -36,7 +28,7 @@ def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = 
     """List adapters, with the version that `latest` is."""
     found = _call(url, api_key, "GET", "/v1/adapters")["data"]
     if as_json:
-        return _print_json(found)
+        return print_json(found)
     table = Table("adapter", "latest", "best", "versions", box=None)
     for adapter in found:
         versions = adapter["versions"]
@@ -50,7 +42,7 @@ def show(name: Name, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json
     """Show an adapter's versions, newest first; --json also gives the moves of `latest` and the workers' acks."""
     found = _call(url, api_key, "GET", f"/v1/adapters/{_segment(name)}")
     if as_json:
-        return _print_json(found)
+        return print_json(found)
     table = Table("version", "", "status", "parent", "rank", "MB", "train step", "source", "created", box=None)
     for version in reversed(found["versions"]):
         marks = [mark for mark in ("latest", "best") if found[mark] == version["version"]]
@@ -66,7 +58,7 @@ def show(name: Name, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json
             version["source"],
             f"{created:%Y-%m-%d %H:%M:%S}Z",
         )
-        table.add_row(*(_plain(cell) for cell in cells))
+        table.add_row(*(plain(cell) for cell in cells))
     return out.print(table)
 
 
@@ -82,7 +74,7 @@ def upload(
 ) -> None:
     """Make a directory of this machine the next version of an adapter."""
     if not folder.is_dir():
-        _fail(f"{folder}: no such directory", 2)
+        fail(f"{folder}: no such directory", 2)
     fields = {"name": name, "model": model, "set_latest": "false" if candidate else ""}
 
     async def run() -> AdapterLoaded:
@@ -90,10 +82,10 @@ def upload(
             return await client.upload_adapter(folder, {key: value for key, value in fields.items() if value})
 
     try:
-        loaded = _run(run())
+        loaded = perform(run())
     except OSError as error:
-        _fail(f"{error.filename or folder}: {error.strerror or error}", 2)
-    _print_json(loaded) if as_json else out.print(_plain(loaded.message))
+        fail(f"{error.filename or folder}: {error.strerror or error}", 2)
+    print_json(loaded) if as_json else out.print(plain(loaded.message))
 
 
 @app.command()
@@ -108,7 +100,7 @@ def rollback(
     """Make an earlier version the latest; its successors stay and can be asked for by number."""
     body = {"version": version, "reason": reason}
     answer = _call(url, api_key, "POST", f"/v1/adapters/{_segment(name)}/rollback", body)
-    _print_json(answer) if as_json else out.print(_plain(answer["message"]))
+    print_json(answer) if as_json else out.print(plain(answer["message"]))
 
 
 @app.command()
@@ -122,10 +114,10 @@ def delete(
     """Delete a version; refused while it is the latest or a worker uses it."""
     name, _, version = which.partition("@")
     if everything == bool(version) or (version and not version.isdecimal()):
-        _fail(f"{which}: give NAME@K, or NAME with --all", 2)
+        fail(f"{which}: give NAME@K, or NAME with --all", 2)
     path = f"/v1/adapters/{_segment(name)}" + (f"/versions/{version}" if version else "")
     answer = _call(url, api_key, "DELETE", path)
-    _print_json(answer) if as_json else out.print(f"{_plain(answer['id'])} deleted")
+    print_json(answer) if as_json else out.print(f"{plain(answer['id'])} deleted")
 
 
 def _call(url: str, api_key: str, method: str, path: str, body: Answer | None = None) -> Answer:
@@ -133,29 +125,9 @@ def _call(url: str, api_key: str, method: str, path: str, body: Answer | None = 
         async with InferenceClient(url, api_key=api_key, patience_s=PATIENCE_S) as client:
             return await client.call(method, path, Answer, body)
 
-    return _run(run())
-
-
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    try:
-        return asyncio.run(work)
-    except RequestFailedError as error:
-        _fail(error.message, 1)
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    err.print(f"[bold red]error[/]: {_plain(message)}")
-    raise typer.Exit(code)
+    return perform(run())
 
 
 def _segment(name: str) -> str:
     """One segment of a path: a name with a slash must not reach another endpoint."""
     return quote(name, safe="")
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")

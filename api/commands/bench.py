@@ -9,7 +9,6 @@ another one, so that the prefix cache gives nothing away.
 import asyncio
 import math
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -19,17 +18,14 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from api.client import DEFAULT_URL, InferenceClient, RequestFailedError
+from api.commands.console import err, out, perform, print_json
 
 REQUEST_FAILED = 1
 TEXT = "The quick brown fox jumps over the lazy dog; 0123456789 + how much wood would a woodchuck chuck? (All of it.)"
-
-err = Console(stderr=True, highlight=False)
-out = Console(highlight=False, soft_wrap=True)
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -91,14 +87,11 @@ def bench(
     """Load a running server and print tokens a second and latencies; exit code 1 when a request failed."""
     wanted = requests or 4 * streams
     try:
-        report = asyncio.run(_bench(url, api_key, model, streams, prompt_tokens, max_tokens, wanted, seed))
-    except RequestFailedError as error:
-        err.print("[bold red]error[/]:", error.message.replace("[", r"\["))
-        raise typer.Exit(REQUEST_FAILED) from None
+        report = perform(_bench(url, api_key, model, streams, prompt_tokens, max_tokens, wanted, seed))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+        print_json(report)
     else:
         _print(report)
     if report.failed:

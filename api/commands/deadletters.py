@@ -1,22 +1,14 @@
 """`mlx_parallm deadletters`: list, show, requeue and drop what was given up (api/ops/deadletters.py)."""
 
-import asyncio
-import sys
-from collections.abc import Coroutine
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from api.client import DEFAULT_URL, InferenceClient, RequestFailedError
-
-T = TypeVar("T")
+from api.client import DEFAULT_URL, InferenceClient
+from api.commands.console import out, perform, print_json
 
 app = typer.Typer(no_args_is_help=True, help="Sequences and messages that were given up.")
-err = Console(stderr=True, highlight=False)
-out = Console(highlight=False, soft_wrap=True)
 
 Url = Annotated[str, typer.Option("--url", envvar="PARALLM_URL", help="address of the server")]
 ApiKey = Annotated[str, typer.Option("--api-key", envvar="PARALLM_API_KEY", help="if the server wants one")]
@@ -37,7 +29,7 @@ def list_letters(
     """List them, newest first."""
     found = _call(url, api_key, "GET", "", model=model, limit=limit)["data"]
     if as_json:
-        return _print_json(found)
+        return print_json(found)
     table = Table(box=None)
     for title in ("id", "sequence", "attempt", "job", "can run again", "reason"):
         table.add_column(title, overflow="fold", no_wrap=title == "id")
@@ -51,7 +43,7 @@ def list_letters(
 @app.command()
 def show(letter_id: str, url: Url = DEFAULT_URL, api_key: ApiKey = "") -> None:
     """Print one with its sequence, or what has become of it since it was requeued (JSON)."""
-    _print_json(_call(url, api_key, "GET", f"/{letter_id}"))
+    print_json(_call(url, api_key, "GET", f"/{letter_id}"))
 
 
 @app.command()
@@ -75,16 +67,4 @@ def _call(url: str, api_key: str, method: str, path: str, **params: Any) -> Answ
         async with InferenceClient(url, api_key=api_key, patience_s=5) as client:
             return await client.call(method, f"/v1/deadletters{path}", Answer, **params)
 
-    return _run(run())
-
-
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    try:
-        return asyncio.run(work)
-    except RequestFailedError as error:
-        err.print("[bold red]error[/]:", error.message.replace("[", r"\["))
-        raise typer.Exit(1) from error
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+    return perform(run())

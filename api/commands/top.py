@@ -18,6 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from api.client import DEFAULT_URL, InferenceClient, RequestFailedError
+from api.commands.console import err
+from api.ops.figures import size
 from api.ops.views import RingSnapshot
 from shared.redis.ring_history import RingSample
 
@@ -26,7 +28,6 @@ SPARK = 48  # samples in a line of blocks
 BAR = 8
 JOBS_SHOWN = 8
 
-err = Console(stderr=True, highlight=False)
 
 _STATE_STYLES = {"ready": "green", "running": "green", "succeeded": "green", "training": "green", "queued": "yellow",
                  "starting": "yellow", "waiting": "yellow", "draining": "yellow", "paused": "yellow", "failed": "red",
@@ -99,7 +100,7 @@ def _head(ring: RingSnapshot) -> RenderableType:
         (f"dead letters {ring.dead_letters}", "red" if ring.dead_letters else ""),
     )
     server = Text(
-        f"{redis.version}   {_size(redis.used_bytes)}   {redis.commands_per_s} commands/s   "
+        f"{redis.version}   {size(redis.used_bytes)}   {redis.commands_per_s} commands/s   "
         f"{redis.clients} clients   {redis.persistence}",
         "dim",
     )
@@ -131,7 +132,7 @@ def _workers(ring: RingSnapshot) -> Table:
             _state(worker.state),
             escape(worker.model),
             f"{_bar(worker.rows, worker.max_rows)} {worker.rows}/{worker.max_rows}",
-            f"{_bar(worker.kv_bytes, worker.kv_limit_bytes)} {_size(worker.kv_bytes)}",
+            f"{_bar(worker.kv_bytes, worker.kv_limit_bytes)} {size(worker.kv_bytes)}",
             f"{worker.tokens_per_s:.0f}",
             escape(adapters) or "[dim]base[/]",
             f"{max(0, ring.at_ms - worker.heartbeat_ms) / 1000:.0f} s",
@@ -197,12 +198,3 @@ def _state(state: str) -> str:
 def _bar(value: float, limit: float) -> str:
     full = round(BAR * min(1.0, value / limit)) if limit else 0
     return f"[green]{'━' * full}[/][dim]{'━' * (BAR - full)}[/]"
-
-
-def _size(count: float) -> str:
-    value = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"

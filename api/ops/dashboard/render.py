@@ -20,6 +20,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from api.errors import translate
 from api.ops.dashboard.assets import address
 from api.ops.dashboard.parts import eta_ms
+from api.ops.figures import size
 from shared.errors import AuthenticationError, ParallmError
 
 POLICY = (
@@ -109,16 +110,6 @@ def number(value: float | None, digits: int = 3) -> str:
     if float(value).is_integer():
         return f"{int(value)}"
     return f"{value:.{digits}g}"
-
-
-def size(count: float) -> str:
-    """Bytes."""
-    value = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"
 
 
 def duration(milliseconds: float | None) -> str:
