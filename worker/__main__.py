@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from shared import tracing
+from shared.discovery import join
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.lifeline import VARIABLE, follow_parent
 from shared.logs import configure
@@ -35,10 +37,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(WorkerSettings, argv)
         configure(settings.log_level, settings.log_json)
+        asyncio.run(join(settings))
         if not settings.redis:
             raise SetupError(
-                "a worker joins a ring: give its Redis with --redis redis://HOST:PORT (mlx_parallm_serve prints it)"
+                "a worker joins a ring: give its Redis with --redis redis://HOST:PORT (mlx_parallm_serve prints it), "
+                "or an api of it with --connect-to HOST:PORT"
             )
+        tracing.start(settings.otlp_endpoint, "worker")
         fast_blas.install()
         code = asyncio.run(_run(settings, _invite(settings)))
     except SetupError as error:
@@ -47,6 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     except ServiceUnavailableError as error:  # may pass, so that a supervisor tries again
         print(f"mlx_parallm_worker: {error}", file=sys.stderr)
         return 1
+    finally:
+        tracing.stop()
     if code and os.environ.get(VARIABLE) != "1":
         _begin_anew()
     return code

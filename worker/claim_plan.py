@@ -4,14 +4,14 @@ from collections.abc import Iterable
 
 from shared.redis.sequence_queue import ClaimPlan
 from shared.settings import WorkerSettings
-from worker.engine.scheduler import SchedulerState, Shares, plan_claims
+from worker.engine.scheduler import SchedulerState, Shares, plan_claims, plan_room
 from worker.running import Running
 
 NOTHING = ClaimPlan(0, 0, 0, 0, 0, worker_is_empty=False)
 
 
-def claim_plan(rows: Iterable[Running], settings: WorkerSettings, kv_tokens: int) -> ClaimPlan:
-    """`kv_tokens`: positions of KV that this worker has in all."""
+def claim_plan(rows: Iterable[Running], settings: WorkerSettings, kv_tokens: int, *, full: bool = False) -> ClaimPlan:
+    """`kv_tokens`: positions of KV that this worker has in all. `full`: what to claim for rows that are made free."""
     interactive = batch = longest = 0
     for row in rows:
         if not row.occupies_row:
@@ -21,7 +21,7 @@ def claim_plan(rows: Iterable[Running], settings: WorkerSettings, kv_tokens: int
             interactive += 1
         else:
             batch += 1
-    plan = plan_claims(
+    plan = (plan_room if full else plan_claims)(
         SchedulerState(
             interactive_rows=interactive,
             batch_rows=batch,

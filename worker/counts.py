@@ -21,6 +21,7 @@ FINISHED_REASONS = {
     "deadline": "abort",
     "error": "error",
 }
+REASONS = frozenset(FINISHED_REASONS.values())
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,13 @@ class SequenceCounts:
         self._tokens = self._counter("vllm:generation_tokens_total")
         self._queries = self._counter("vllm:prefix_cache_queries_total")
         self._hits = self._counter("vllm:prefix_cache_hits_total")
+        self._cached, self._computed = (
+            tally.counter("vllm:prompt_tokens_by_source_total", model, source)
+            for source in ("local_cache_hit", "local_compute")
+        )
+        # Told from the start: a counter that appears with its first event has not grown, as a rate sees it.
+        self._ends = {reason: tally.counter("vllm:request_success_total", model, reason) for reason in REASONS}
+        self.preemptions = self._counter("vllm:num_preemptions_total")
         self._step = self._histogram("vllm:iteration_tokens_total")
         self._prompts = self._histogram("vllm:request_prompt_tokens")
         self._completions = self._histogram("vllm:request_generation_tokens")
@@ -82,12 +90,14 @@ class SequenceCounts:
     def ended(self, claim: Claim, result: SequenceResult) -> None:
         """A sequence's end has been accepted."""
         spec, timings = claim.spec, result.timings
-        self._tally.counter("vllm:request_success_total", self._model, FINISHED_REASONS[result.finish.reason]).add()
+        self._ends[FINISHED_REASONS[result.finish.reason]].add()
         self._prompts.observe(len(spec.prompt_ids))
         if not timings.first_token_ms and spec.kind == "generate":
             return  # it was refused, or ended before its first token
         self._queries.add(len(spec.prompt_ids))
         self._hits.add(result.finish.cached_tokens)
+        self._cached.add(result.finish.cached_tokens)
+        self._computed.add(len(spec.prompt_ids) - result.finish.cached_tokens)
         self._observe_times(claim, result)
         if spec.kind == "generate":
             self._completions.observe(len(result.completion_ids))

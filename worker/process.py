@@ -44,6 +44,7 @@ from worker.orders import Orders
 from worker.pause import Pause
 from worker.preparing import Preparing
 from worker.publisher import Publisher
+from worker.room import Room
 from worker.running import Running, now_ms
 from worker.status import Identity, worker_status
 
@@ -141,6 +142,7 @@ class WorkerProcess:
             changed=self._freed.set,
             tell=self._beat,
         )
+        self._room = Room(self._queue, self.id, self.running, self._engine.cancel)
         self._preparing = Preparing(
             self._adapters, self.running, self._engine.submit, self._submitted, self._publisher.take
         )
@@ -212,6 +214,7 @@ class WorkerProcess:
                 self._freed.clear()
                 async with self._pause.gate:
                     plan = self._plan()
+                    plan = plan if plan.rows else self._plan(full=True)
                     claims = await self._queue.claim(self.id, plan, self._others) if plan.rows > 0 else []
                     if claims:
                         await self._admit(claims)
@@ -230,11 +233,11 @@ class WorkerProcess:
             if waiting is not None:
                 await _cancel([waiting])
 
-    def _plan(self) -> ClaimPlan:
+    def _plan(self, *, full: bool = False) -> ClaimPlan:
         if self._pause.on:
             return NOTHING
         kv_tokens = self._engine.stats().kv_limit_bytes // max(1, self._card.kv_bytes_per_token)
-        return claim_plan(self.running.values(), self._settings, kv_tokens)
+        return claim_plan(self.running.values(), self._settings, kv_tokens, full=full)
 
     async def _admit(self, claims: list[Claim]) -> None:
         requests: list[RowRequest] = []
@@ -247,7 +250,12 @@ class WorkerProcess:
                 log.info("worker.took_over", sequence=claim.spec.id, attempt=claim.attempt, events=len(prior))
             self.running[claim.spec.id] = Running.after(claim, prior)
             requests.append(RowRequest(claim.spec, claim.attempt, tuple(prior)))
+        occupied = sum(row.occupies_row for row in self.running.values())
+        gone = self._room.make(occupied - self._settings.max_batch_size)
         self._preparing.take(requests)
+        if gone:
+            self._counts.sequences.preemptions.add(len(gone))
+            await self._room.hand_back(gone)
         for request in requests:
             self._orders.welcome(request.spec.id)
             if request.prior:
@@ -269,7 +277,7 @@ class WorkerProcess:
             await asyncio.sleep(self._lease_s / 6)
             async with self._pause.gate:
                 rows = self._plan().rows
-                if rows > 0:
+                if rows > 0 and await self._queue.may_reap(self.id):
                     claims = await self._queue.reap(self.id, rows)
                     if claims:
                         log.info("worker.reaped", sequences=len(claims))
@@ -362,8 +370,7 @@ class WorkerProcess:
         await self._registry.heartbeat(status)
         await self._count()
         await self._adapters.tend()
-        live = await self._registry.workers(self._card.name)
-        self._others = [status.id for status in live if status.id != self.id]
+        self._others = [other for other in await self._registry.live(self._card.name) if other != self.id]
 
     async def _count(self) -> None:
         self._counts.gather(self._queue, self._engine.stats().prefix)

@@ -19,6 +19,7 @@ from shared.redis.token_frames import Commit, FrameWriter
 from shared.sequences import Claim
 from worker.counts import SequenceCounts
 from worker.running import Running
+from worker.tracing import trace_sequence
 
 log = structlog.get_logger()
 
@@ -162,6 +163,7 @@ class Publisher:
                 del self._running[row.id]
             if ours:
                 self._counts.ended(commit.claim, commit.result)
+                trace_sequence(commit.claim, commit.result)
             else:
                 self._counts.commits_refused.add()
                 log.warning("worker.commit_refused", sequence=commit.claim.spec.id, attempt=commit.claim.attempt)

@@ -52,7 +52,7 @@ def stock(loaded: LoadedModel, rows: int, samplings: list[dict[str, Any]]) -> fl
     names = {"temperature": "temp"}
     each = [samplings[index % len(samplings)] for index in range(rows)]
     samplers = [make_sampler(**{names.get(k, k): v for k, v in s.items()}) for s in each]
-    generator = BatchGenerator(loaded.model, completion_batch_size=32, prefill_batch_size=8)
+    generator = BatchGenerator(loaded.model, completion_batch_size=max(32, rows), prefill_batch_size=8)
     generator.insert(prompts(rows), [TOKENS] * rows, samplers=None if samplings is GREEDY else samplers)
     started, tokens = time.perf_counter(), 0
     while True:
@@ -64,7 +64,7 @@ def stock(loaded: LoadedModel, rows: int, samplings: list[dict[str, Any]]) -> fl
 
 def ours(loaded: LoadedModel, rows: int, samplings: list[dict[str, Any]]) -> float:
     """Tokens per second of the engine."""
-    engine = Engine(loaded, EngineConfig("", max_rows=32, prefill_rows=8, prefill_chunk=4096))
+    engine = Engine(loaded, EngineConfig("", max_rows=max(32, rows), prefill_rows=8, prefill_chunk=4096))
     params = [SamplingParams(TOKENS, seed, ignore_eos=True, **samplings[seed % len(samplings)]) for seed in range(rows)]
     specs = [SequenceSpec(str(at), "m", tuple(ids), params[at]) for at, ids in enumerate(prompts(rows))]
     started, tokens = time.perf_counter(), 0
@@ -73,6 +73,39 @@ def ours(loaded: LoadedModel, rows: int, samplings: list[dict[str, Any]]) -> flo
         tokens += sum(len(event.tokens) for event in engine.turn().events)
     assert tokens == rows * TOKENS
     return tokens / (time.perf_counter() - started)
+
+
+def stock_staggered(loaded: LoadedModel, rows: int, together: int) -> float:
+    """Tokens per second of BatchGenerator when so many greedy rows arrive at each step."""
+    generator = BatchGenerator(loaded.model, completion_batch_size=rows, prefill_batch_size=32)
+    waiting, started, tokens = ragged(rows), time.perf_counter(), 0
+    while True:
+        if waiting:
+            arrived, waiting = waiting[:together], waiting[together:]
+            generator.insert(arrived, [TOKENS] * len(arrived))
+        prefilled, responses = generator.next()
+        if not (prefilled or responses or waiting):
+            return tokens / (time.perf_counter() - started)
+        tokens += len(responses)
+
+
+def ours_staggered(loaded: LoadedModel, rows: int, together: int) -> float:
+    """The same of the engine."""
+    engine = Engine(loaded, EngineConfig("", max_rows=rows, prefill_rows=rows, prefill_chunk=16_384))
+    params = SamplingParams(TOKENS, 0, temperature=0.0, ignore_eos=True)
+    waiting = [RowRequest(SequenceSpec(str(at), "m", tuple(ids), params)) for at, ids in enumerate(ragged(rows))]
+    started, tokens = time.perf_counter(), 0
+    while waiting or engine.busy:
+        arrived, waiting = waiting[:together], waiting[together:]
+        engine.submit(arrived)
+        tokens += sum(len(event.tokens) for event in engine.turn().events)
+    assert tokens == rows * TOKENS
+    return tokens / (time.perf_counter() - started)
+
+
+def ragged(rows: int) -> list[list[int]]:
+    """Random ids, a little more or fewer for each row."""
+    return [(ids * 2)[: PROMPT + 7 * (row % 4)] for row, ids in enumerate(prompts(rows))]
 
 
 def compare(name: str, first: Callable[[], float], second: Callable[[], float], rounds: int) -> None:
@@ -112,6 +145,12 @@ def main() -> None:
                         lambda loaded=loaded, rows=rows, s=samplings: ours(loaded, rows, s),
                         args.rounds,
                     )
+                compare(
+                    f"{name}, {rows} rows, {max(1, rows // 8)} arrive at each step",
+                    lambda loaded=loaded, rows=rows: stock_staggered(loaded, rows, max(1, rows // 8)),
+                    lambda loaded=loaded, rows=rows: ours_staggered(loaded, rows, max(1, rows // 8)),
+                    args.rounds,
+                )
                 compare(
                     f"{name}, {rows} rows, penalties / temperature 1",
                     lambda loaded=loaded, rows=rows: ours(loaded, rows, PLAIN),

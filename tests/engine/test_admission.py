@@ -78,6 +78,14 @@ def test_a_long_row_counts_for_all_because_the_batch_is_padded_to_it(llama: Load
     assert bench.engine.stats().kv_bytes == 0
 
 
+def test_memory_that_mlx_keeps_for_later_is_bounded(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr("mlx.core.set_cache_limit", limits.append)
+    for kv_limit in (64 << 30, 1 << 20):
+        Bench(replace(llama, kv_limit_bytes=kv_limit))
+    assert limits == [16 << 30, 256 << 20]
+
+
 def test_a_cancelled_row_is_gone_before_the_next_token(bench: Bench) -> None:
     bench.submit(spec("s", prompt_of(5), max_tokens=500), spec("t", prompt_of(6), max_tokens=500))
     bench.until(lambda: len(bench.tokens("s")) == 3)

@@ -2,6 +2,9 @@
 
 import random
 
+import pytest
+from mlx_lm.models.cache import BatchKVCache
+
 from shared.sequences import SequenceSpec
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
 from worker.engine.loader import LoadedModel
@@ -49,10 +52,24 @@ def test_rows_that_join_and_leave_at_random_get_the_tokens_they_get_alone(model:
         while waiting and schedule.random() < 0.3:
             bench.submit(waiting.pop(0))
         bench.turn()
+        batch = bench.engine._batch
+        assert all(cache.left_padding.tolist() == batch._padding for cache in batch._cache[:-1])
     for each in specs:
         tokens, logprobs = alone(model, each)
         assert bench.tokens(each.id) == tokens, each
         assert all(abs(a - b) < 1e-4 for a, b in zip(bench.logprobs(each.id), logprobs, strict=True))
+
+
+def test_nobody_waits_for_the_device_when_rows_leave(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reads_the_padding_back(*_: object) -> None:
+        raise AssertionError("mlx-lm's filter waits for the step under way")
+
+    monkeypatch.setattr(BatchKVCache, "filter", reads_the_padding_back)
+    bench.submit(*(spec(f"s{i}", prompt_of(10 + 30 * i), max_tokens=4 + i) for i in range(8)))
+    bench.turn()
+    bench.engine.cancel("s5")
+    bench.run()
+    assert all(bench.finish(f"s{i}").reason == "length" for i in range(8) if i != 5)
 
 
 def test_cancelled_neighbours_change_nothing(model: LoadedModel) -> None:

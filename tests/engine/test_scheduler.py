@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engine.scheduler import SchedulerState, Shares, plan_claims, share_prefill
+from worker.engine.scheduler import SchedulerState, Shares, plan_claims, plan_room
 
 SHARES = Shares(interactive_share=0.7, reserved_interactive=2)
 
@@ -47,9 +47,14 @@ def test_no_plan_takes_more_than_there_is(rows: int, interactive: int, batch: in
     assert 0 <= plan.batch_first <= plan.batch_max <= free
 
 
-def test_prefill_is_shared_between_batch_and_lane() -> None:
-    both = share_prefill(512, decoding=True, batch_waits=True, lane_waits=True)
-    assert both.batch + both.lane == 512
-    assert share_prefill(512, decoding=True, batch_waits=True, lane_waits=False).batch == 512
-    assert share_prefill(512, decoding=True, batch_waits=False, lane_waits=True).lane == 512
-    assert share_prefill(512, decoding=False, batch_waits=False, lane_waits=True).lane > 512
+def test_a_full_worker_still_takes_interactive_sequences_up_to_their_share() -> None:
+    plan = plan_room(state(2, 8), SHARES)
+    assert (plan.rows, plan.interactive_first, plan.batch_first, plan.batch_max) == (5, 5, 0, 0)
+    assert plan_room(state(7, 3), SHARES).rows == 0, "they have their share"
+    assert plan_room(state(2, 7), SHARES).rows == 0, "there is a free row"
+    assert plan_room(state(2, 8, kv=0), SHARES).rows == 0
+
+
+def test_batch_work_keeps_a_row() -> None:
+    assert plan_room(state(0, 1, rows=1), SHARES).rows == 0
+    assert plan_room(state(0, 4, rows=4), Shares(interactive_share=1.0)).rows == 3

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.frames import TokenEvent
+from shared.sequences import SequenceClass
 from tests.engine.conftest import Bench, spec
 from tests.engine.small_models import EOS
 from worker.engine.loader import LoadedModel
@@ -24,8 +25,8 @@ def say(bench: Bench, seq: str, tokens: list[int]) -> None:
     batch = bench.engine._batch
     inner, left = batch.step, list(tokens)
 
-    def step(prefill_tokens: int):  # type: ignore[no-untyped-def]
-        return [(row, left.pop(0) if row.spec.id == seq else token) for row, token in inner(prefill_tokens)]
+    def step(prefill_tokens: int, of: SequenceClass = "interactive"):  # type: ignore[no-untyped-def]
+        return [(row, left.pop(0) if row.spec.id == seq else token) for row, token in inner(prefill_tokens, of)]
 
     batch.step = step  # type: ignore[method-assign]
     bench.run()

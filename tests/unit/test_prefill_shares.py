@@ -1,35 +1,124 @@
-"""How many prompts the batch feeds in one turn: pure."""
+"""Which prompts are fed next, and how much of them: pure."""
 
+import random
+import statistics
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engine.scheduler import SMALLEST_CHUNK, feed_together
+from worker.engine.scheduler import (
+    LONG_TOGETHER,
+    PASSES,
+    SMALLEST_PIECE,
+    ClassTurns,
+    Feed,
+    Pace,
+    Unfed,
+    feed_next,
+    share_prefill,
+)
 
 
-def test_as_many_prompts_as_the_budget_feeds_to_their_end() -> None:
-    assert feed_together([127] * 200, 4096, 64).prompts == 4096 // 127
-    assert feed_together([127] * 200, 4096, 8).prompts == 8
+def short_ones(left: list[int], budget: int, most: int = 64) -> Feed:
+    return feed_next([Unfed(tokens) for tokens in left], budget, most, after_short=False)
 
 
-def test_a_short_prompt_is_fed_beside_long_ones() -> None:
-    together = feed_together([9000, 9000, 20, 9000, 9000], 4 * SMALLEST_CHUNK, 32)
-    assert (together.prompts, together.chunk) == (4, SMALLEST_CHUNK)
+def test_as_many_short_prompts_as_the_budget_feeds_to_their_end_go_together() -> None:
+    assert short_ones([127] * 200, 4096) == Feed(tuple(range(4096 // 127)), 127)
+    assert len(short_ones([127] * 200, 4096, most=8).prompts) == 8
 
 
-def test_one_prompt_gets_the_whole_budget() -> None:
-    assert feed_together([9000], 512, 32).chunk == 512
+def test_a_prompt_that_would_pad_the_others_waits_for_the_next_turn() -> None:
+    assert short_ones([10, 10, 200, 10], 512) == Feed((0, 1, 3), 10)
 
 
-def test_forks_begin_to_decode_together_and_cost_nothing() -> None:
-    together = feed_together([1] * 40 + [100] * 10, 512, 8)
-    assert (together.prompts, together.chunk) == (40 + 5, 102)
+def test_a_long_prompt_gets_the_whole_budget_and_never_more_than_it_has() -> None:
+    assert short_ones([9000], 512) == Feed((0,), 512)
+    assert feed_next([Unfed(30, fed_at=5)], 512, 8, after_short=False) == Feed((0,), 30)
 
 
-@given(st.lists(st.integers(1, 5000), min_size=1), st.integers(1, 5000), st.integers(1, 64))
-def test_something_is_always_fed_and_the_budget_is_kept(left: list[int], budget: int, most: int) -> None:
-    together = feed_together(left, budget, most)
-    through = sum(tokens == 1 for tokens in left)
-    fed = together.prompts - through
-    assert fed >= 1 and together.chunk >= 1
-    assert fed == 1 or fed * together.chunk <= budget
-    assert fed <= max(1, most)
+def test_short_and_long_prompts_take_turns() -> None:
+    prompts = [Unfed(9000, fed_at=1), Unfed(20), Unfed(20)]
+    assert feed_next(prompts, 512, 8, after_short=False) == Feed((1, 2), 20)
+    assert feed_next(prompts, 512, 8, after_short=True) == Feed((0,), 512)
+
+
+def test_long_prompts_take_turns_among_themselves() -> None:
+    waits = Unfed(9000)
+    few = [Unfed(9000, fed_at=at) for at in (3, 1)]
+    assert feed_next([*few, waits], 512, 8, after_short=False).prompts == (2,), "the next one begins"
+    many = [Unfed(9000, fed_at=at) for at in range(LONG_TOGETHER + 1, 1, -1)]
+    assert feed_next([*many, waits], 512, 8, after_short=False).prompts == (LONG_TOGETHER - 1,), "fed longest ago"
+
+
+@given(
+    prompts=st.lists(st.builds(Unfed, left=st.integers(1, 5000), fed_at=st.integers(0, 9)), min_size=1),
+    budget=st.integers(1, 5000),
+    most=st.integers(1, 64),
+    after_short=st.booleans(),
+)
+def test_something_is_always_fed_and_the_budget_is_kept(
+    prompts: list[Unfed], budget: int, most: int, after_short: bool
+) -> None:
+    feed = feed_next(prompts, budget, most, after_short=after_short)
+    assert 1 <= len(feed.prompts) <= most
+    assert feed.chunk >= 1
+    assert len(feed.prompts) * feed.chunk <= budget
+    if len(feed.prompts) > 1:
+        assert all(prompts[at].left <= feed.chunk and not prompts[at].fed_at for at in feed.prompts), "to their ends"
+
+
+def test_interactive_prompts_go_first_and_a_batch_prompt_is_passed_so_often_and_no_more() -> None:
+    turns = ClassTurns()
+    both = [turns.choose({"interactive", "batch"}) for _ in range(2 * (PASSES + 1))]
+    assert both == (["interactive"] * PASSES + ["batch"]) * 2
+
+
+def test_a_lone_interactive_prompt_never_waits_for_a_batch_s_turn() -> None:
+    turns = ClassTurns()
+    for _ in range(10):
+        assert turns.choose({"batch"}) == "batch"
+        assert turns.choose({"interactive", "batch"}) == "interactive"
+
+
+def paced(fixed_s: float, token_s: float, tokens: list[int]) -> Pace:
+    pace = Pace()
+    for each in tokens:
+        pace.turn(each, fixed_s + token_s * each)
+    return pace
+
+
+def test_a_piece_takes_half_of_what_a_turn_takes_anyway() -> None:
+    gpu = paced(0.016, 4e-6, [0, 64, 128, 0, 500, 64, 0])
+    assert gpu.piece(16_384) == pytest.approx(2000, abs=2)
+    assert gpu.piece(512) == 512, "and never more than the chunk"
+
+
+def test_a_piece_is_small_where_every_token_costs_time() -> None:
+    assert paced(0.006, 1e-4, [0, 64, 128, 0, 500, 64, 0]).piece(512) == SMALLEST_PIECE
+    assert Pace().piece(40) == 40
+
+
+def test_pieces_grow_until_they_tell_what_a_token_takes() -> None:
+    pace, sizes = Pace(), []
+    for _ in range(200):
+        sizes.append(pace.piece(4096))
+        pace.turn(sizes[-1], 0.016 + 4e-6 * sizes[-1])
+    assert sizes[:2] == [2 * SMALLEST_PIECE, 4 * SMALLEST_PIECE]
+    assert all(1900 <= size <= 4096 for size in sizes[-50:])
+
+
+def test_noise_does_not_keep_pieces_small_where_tokens_cost_next_to_nothing() -> None:
+    pace, noise, sizes = Pace(), random.Random(1), []
+    for _ in range(400):
+        sizes.append(pace.piece(4096))
+        pace.turn(sizes[-1], 0.016 + 4e-6 * sizes[-1] + noise.gauss(0, 0.002))
+    assert statistics.median(sizes[100:]) >= 1000
+
+
+def test_prefill_is_shared_between_batch_and_lane() -> None:
+    both = share_prefill(512, batch_waits=True, lane_waits=True)
+    assert both.batch + both.lane == 512
+    assert share_prefill(512, batch_waits=True, lane_waits=False).batch == 512
+    assert share_prefill(512, batch_waits=False, lane_waits=True).lane == 512

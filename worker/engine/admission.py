@@ -1,4 +1,4 @@
-"""Which sequences this worker can run at all: pure checks with a reason, before a row exists."""
+"""Which sequences this worker can run at all, and how many at once: pure checks."""
 
 from dataclasses import dataclass
 
@@ -50,3 +50,36 @@ class Limits:
                 f"this worker has {self.kv_limit_bytes}"
             )
         return None
+
+
+class Reserved:
+    """KV of the admitted rows, as the batch holds it: each padded to the longest, at the length it may come to have."""
+
+    def __init__(self, limits: Limits, max_rows: int) -> None:
+        self._limits = limits
+        self._max_rows = max_rows
+        self._tokens: list[int] = []
+
+    @property
+    def bytes(self) -> int:
+        """Of all of them."""
+        return self._bytes(self._tokens)
+
+    def fits(self, tokens: int) -> bool:
+        """Whether there is a place and KV for one more row; a first one always fits."""
+        if not self._tokens:
+            return True
+        return (
+            len(self._tokens) < self._max_rows and self._bytes([*self._tokens, tokens]) <= self._limits.kv_limit_bytes
+        )
+
+    def add(self, tokens: int) -> None:
+        """Admit a row."""
+        self._tokens.append(tokens)
+
+    def remove(self, tokens: int) -> None:
+        """A row has left."""
+        self._tokens.remove(tokens)
+
+    def _bytes(self, tokens: list[int]) -> int:
+        return len(tokens) * max(tokens, default=0) * self._limits.kv_bytes_per_token

@@ -6,8 +6,6 @@ row and KV are free; `_decode` turns its tokens into events; `_leave` frees ever
 Invariants. A row is in exactly one of waiting, lane and batch, and its sequence id is in `_rows` all that time. Every
 submitted row gets exactly one event with a finish, and none after it; only one that is submitted again while it runs
 gives way to the newer attempt without a word.
-
-KV is counted as the batch holds it: every row padded to the longest one, at the length that it may come to have.
 """
 
 from __future__ import annotations
@@ -21,24 +19,27 @@ import mlx.core as mx
 
 from shared.errors import EngineError, InvalidGrammarError, InvalidRequestError, ParallmError
 from shared.frames import Finish, TokenEvent
+from shared.sequences import SequenceClass
 from shared.text import TextCodec
 from worker.engine.adapters import Adapters
-from worker.engine.admission import Limits
+from worker.engine.admission import Limits, Reserved
 from worker.engine.followers import Followers
 from worker.engine.generator import RunningBatch
 from worker.engine.grammars import Grammars
 from worker.engine.kv_slabs import KvRows
 from worker.engine.loader import LoadedModel
 from worker.engine.messages import EndReason, EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
-from worker.engine.prefill import PrefillLane, PrefillTask, task_for, wants_prompt_logprobs
+from worker.engine.pieces import Pieces
+from worker.engine.prefill import PrefillLane, PrefillTask, report_of, task_for
 from worker.engine.prefix_cache import PrefixCache, Prompt
 from worker.engine.row_model import RowModel
 from worker.engine.rows import NO_DEADLINE, Row
-from worker.engine.scheduler import share_prefill
+from worker.engine.scheduler import UNDISTURBED, ClassTurns, share_prefill
 from worker.engine.text import RowText
 
 log = logging.getLogger(__name__)
 
+SMALLEST_CACHE = 256 << 20  # bytes
 FAILURES_IN_A_ROW = 3  # forwards that fail one after another before the engine gives up
 
 
@@ -58,17 +59,20 @@ class Engine:
         self._eos_ids = frozenset(loaded.card.eos_token_ids)
         self._grammars = Grammars(loaded.tokenizer, loaded.card.vocab_size, wake)
         self._limits = Limits.of(loaded.card, loaded.kv_limit_bytes)
+        mx.set_cache_limit(max(SMALLEST_CACHE, self._limits.kv_limit_bytes // 4))  # freed memory that MLX keeps
         self._model = RowModel(loaded.model, adapters)
-        self._batch = RunningBatch(self._model, config)
+        self._pieces = Pieces()
+        self._class_turns = ClassTurns()
+        self._batch = RunningBatch(self._model, config, self._pieces)
         score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
         self._prefixes = PrefixCache(
             config.prefix_cache_bytes, config.block_size, loaded.card.base_sha256, self._model.new_kv()
         )
-        self._lane = PrefillLane(self._model, self._prefixes, max(1, score_positions))
+        self._lane = PrefillLane(self._model, self._prefixes, max(1, score_positions), self._pieces)
         self._followers = Followers(self._prefixes, self._model.adapters)
         self._waiting: deque[Row] = deque()
         self._rows: dict[str, Row] = {}
-        self._reserved: list[int] = []  # tokens of the admitted rows
+        self._reserved = Reserved(self._limits, config.max_rows)
         self._next_deadline = NO_DEADLINE
         self._events: list[TokenEvent] = []
         self._loading = False  # adapters
@@ -135,18 +139,29 @@ class Engine:
         return StepOutput(events, len(self._rows))
 
     def _compute(self) -> None:
+        self.settle()
+        self._pieces.open()
         self._start(self._followers.ready(self._batch.prefilling_rows), wait=False)
         self._admit()
-        share = share_prefill(
-            self._config.prefill_chunk,
-            decoding=self._batch.decoding > 0,
-            batch_waits=self._batch.prefilling > 0,
-            lane_waits=self._lane.first is not None,
-        )
-        if self._lane.first is not None:
-            self._prefill(share.lane)
+        of = self._class_turns.choose(self._batch.waiting | self._lane.waiting)
+        budget = self._config.prefill_chunk
+        if not self._batch.decoding:
+            budget *= UNDISTURBED
+        if of == "batch":
+            budget = self._pieces.pace.piece(budget)
+        in_lane = self._lane.first(of) is not None
+        share = share_prefill(budget, batch_waits=of in self._batch.waiting, lane_waits=in_lane)
+        if in_lane:
+            self._prefill(share.lane, of)
         if len(self._batch):
-            self._decode(share.batch)
+            self._decode(share.batch, of)
+
+    def settle(self) -> None:
+        """Wait for the prompts' pieces under way: after their turn's events are told, before new commands are taken."""
+        try:
+            self._pieces.settle()
+        except Exception as error:
+            self._give_up_batch(error, self._lane.give_up())
 
     def stats(self) -> EngineStats:
         """A snapshot."""
@@ -155,7 +170,7 @@ class Engine:
             rows=len(self._rows) - waiting,
             prefilling=len(self._rows) - waiting - self._batch.decoding,
             waiting=waiting,
-            kv_bytes=self._kv_bytes(self._reserved),
+            kv_bytes=self._reserved.bytes,
             kv_limit_bytes=self._limits.kv_limit_bytes,
             steps=self._steps,
             tokens=self._throughput.tokens,
@@ -205,14 +220,14 @@ class Engine:
         admitted: list[Row] = []
         self._stalled = True
         for row in list(self._waiting):
-            if not self._fits(row):
+            if not self._reserved.fits(row.reserved_tokens):
                 self._stalled = False
                 break
             if not self._can_start(row):
                 continue
             self._waiting.remove(row)
             row.admitted = True
-            self._reserved.append(row.reserved_tokens)
+            self._reserved.add(row.reserved_tokens)
             admitted.append(row)
         self._start(admitted)
 
@@ -243,33 +258,24 @@ class Engine:
             row.take_kv(prefix.length, {version} if prefix.length else set())
         self._batch.insert(task.rows, task.ids[prefix.length :], prefix.kv or None)
 
-    def _fits(self, row: Row) -> bool:
-        if not self._reserved:
-            return True
-        if len(self._reserved) >= self._config.max_rows:
-            return False
-        return self._kv_bytes([*self._reserved, row.reserved_tokens]) <= self._limits.kv_limit_bytes
-
-    def _kv_bytes(self, reserved: list[int]) -> int:
-        return len(reserved) * max(reserved, default=0) * self._limits.kv_bytes_per_token
-
     # -- through
 
-    def _prefill(self, budget: int) -> None:
-        """Feed prompts in our lane; complete ones fork into the batch."""
-        while budget > 0 and (task := self._lane.first):
+    def _prefill(self, budget: int, of: SequenceClass) -> None:
+        """Feed prompts of a class in our lane; complete ones fork into the batch."""
+        while budget > 0 and (task := self._lane.first(of)):
             try:
                 with mx.stream(self._batch.stream):
-                    budget -= self._lane.feed(budget)
+                    budget -= self._lane.feed(task, budget)
                 if not task.left and task.pool is None:
                     self._keep_prefixes([task.rows[0]], task.kv_versions, lambda _: KvRows.of(task.kv), task.done)
                 self._failures = 0
             except Exception as error:
-                self._failed(self._lane.pop().rows, error)
+                self._lane.take_out(task)
+                self._failed(task.rows, error)
                 return
             if task.left:
                 continue
-            self._lane.pop()
+            self._lane.take_out(task)
             for row in task.rows:
                 row.take_kv(task.cached, task.kv_versions)
             self._scored(task)
@@ -293,34 +299,22 @@ class Engine:
     def _scored(self, task: PrefillTask) -> None:
         """Tell of the log-probabilities, or of the embedding, that a prefill brought."""
         for row in task.rows:
-            prompt = len(row.spec.prompt_ids)
-            event = TokenEvent(row.spec.id, row.attempt, row.start, [], [])
-            if wants_prompt_logprobs(row):
-                event.prompt_logprobs = [None, *task.logprobs[: prompt - 1]]
-                if count := row.sampling.prompt_logprobs:
-                    event.prompt_top_logprobs = [[], *(top[:count] for top in task.top_logprobs[: prompt - 1])]
-            if row.spec.kind == "score":
-                event.score_logprobs = task.logprobs[prompt - 1 - task.score_from :]
-                event.finish = Finish("stop", cached_tokens=row.cached_tokens)
-            elif task.pool is not None:
-                event.embedding, event.finish = task.pool.result(), Finish("stop")
+            event = report_of(task, row)
             if event.finish is not None:
                 self._leave([row])
             if event.prompt_logprobs is not None or event.finish is not None:
                 self._events.append(event)
 
-    def _decode(self, prefill_tokens: int) -> None:
+    def _decode(self, prefill_tokens: int, of: SequenceClass) -> None:
         try:
-            tokens = self._batch.step(prefill_tokens)
+            tokens = self._batch.step(prefill_tokens, of)
             by_version: dict[frozenset[str], list[Row]] = {}
             for row in self._batch.started:
                 by_version.setdefault(frozenset(row.kv_versions), []).append(row)
             for versions, started in by_version.items():
                 self._keep_prefixes(started, versions, self._batch.kv_of)
         except Exception as error:
-            rows = self._batch.give_up()
-            self._batch = RunningBatch(self._model, self._config)
-            self._failed(rows, error)
+            self._give_up_batch(error)
             return
         self._failures = 0
         if not tokens:
@@ -342,6 +336,12 @@ class Engine:
         self._throughput.add(len(tokens), time.monotonic())
         if ended:
             self._leave(ended)
+
+    def _give_up_batch(self, error: Exception, besides: Iterable[Row] = ()) -> None:
+        rows = [*self._batch.give_up(), *besides]
+        self._pieces.forget()
+        self._batch = RunningBatch(self._model, self._config, self._pieces)
+        self._failed(rows, error)
 
     def _load_adapters(self) -> None:
         with mx.stream(self._batch.stream):

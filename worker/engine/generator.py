@@ -1,126 +1,243 @@
-"""The running batch: mlx-lm's `BatchGenerator`, unpatched and behind this file.
+"""The running batch: rows that decode together, and the prompts that are on their way into it.
 
-Its three hooks are the row tag (rows.py), the row model (row_model.py) and one shared sampler (sampler.py). It looks
-one step ahead: when a token comes out, the forward after it is already under way.
+It stands on mlx-lm's models and batched caches (mlx_lm/models/cache.py) and does what its `BatchGenerator` does, so
+tokens are equal; but prompts join in groups (prompt_group.py), interactive ones first, and log-probabilities over the
+whole vocabulary are not kept. The look-ahead is the same: when a token comes out, the forward after it is already under
+way.
 
-Invariants. Limits, stop tokens and finish reasons are ours, so BatchGenerator never ends a row by itself. A row is in
-`_rows` from insert to remove.
+One step: the next prompts' forward, first tokens of those that are through, the decode step; then the tokens of the
+step before are told. Where interactive prompts wait beside batch rows, or nothing decodes, first tokens have a forward
+of their own before the decode step (on a CPU instead of it, at most three times in a row); else the last token of a
+prompt is fed in the next decode step, which saves one.
+
+Invariants. Limits, stop tokens and finish reasons are the caller's. From insert to remove a row is in exactly one of
+`_unfed`, a group and the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator
+from mlx_lm.generate import generation_stream
+from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from shared.sequences import SequenceClass
 from worker.engine.kv_slabs import KvRows
 from worker.engine.messages import EngineConfig
+from worker.engine.pieces import Pieces
+from worker.engine.prompt_group import Entry, PromptGroup, end_of, keep_rows
 from worker.engine.row_model import RowModel
 from worker.engine.rows import Row, RowTag
 from worker.engine.sampler import RowSampler
-from worker.engine.scheduler import feed_together
-
-_NEVER = 1 << 60
+from worker.engine.scheduler import PASSES, Unfed, feed_next
 
 
 class RunningBatch:
     """The rows that prefill and decode together."""
 
-    def __init__(self, model: RowModel, config: EngineConfig) -> None:
+    def __init__(self, model: RowModel, config: EngineConfig, pieces: Pieces) -> None:
         self._model = model
-        sampler = RowSampler(model, config.top_candidates)
-        self._generator = BatchGenerator(
-            model,
-            sampler=sampler,
-            completion_batch_size=config.max_rows,
-            prefill_batch_size=config.prefill_rows,
-            prefill_step_size=config.prefill_chunk,
-        )
-        self._rows: dict[int, Row] = {}
-        self._prefilling: dict[int, int] = {}  # prompt tokens that are still to be fed, in order of arrival
-        self._prefill_rows = config.prefill_rows
+        self._pieces = pieces
+        self._sampler = RowSampler(model, config.top_candidates)
+        self._most = config.prefill_rows
+        self._unfed: list[Entry] = []  # in order of arrival
+        self._groups: list[PromptGroup] = []  # that have begun and are not through
+        self._after_short: dict[SequenceClass, bool] = {}
+        self._cache: list[Any] = []  # of the rows that decode; the tag is the last one
+        self._padding: list[int] = []  # positions before the first one of each row
+        self._next_B = mx.array([], mx.uint32)  # what the next decode step feeds
+        self._untold: set[Row] = set()  # rows whose next input is not news: it ends their prompt, or has been told
+        self._prefilling: dict[Row, None] = {}  # have no first token yet, in order of arrival
+        self._inserted: set[Row] = set()
+        self._turn = 0
+        self._passed = 0  # steps in a row that have told first tokens and decoded nothing
         self.started: list[Row] = []  # got their first token in the latest step
+        # On a CPU, MLX computes while it dispatches: there a first token would wait for all of the next decode step.
+        self._tells_at_once = mx.default_device() == mx.Device(mx.cpu)
+        maybe_set_recommended_wired_limit()
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._inserted)
 
     def give_up(self) -> list[Row]:
         """After a failed forward: the rows, which hold nothing here any more. The batch is not to be used again."""
-        rows = list(self._rows.values())
-        for row in rows:
-            row.uid = None
-        self._rows.clear()
-        self._generator.close()
+        rows = list(self._inserted)
+        self._inserted.clear()
         return rows
 
     @property
-    def prefilling_rows(self) -> list[Row]:
+    def prefilling_rows(self) -> Collection[Row]:
         """Rows that have no first token yet."""
-        return [self._rows[uid] for uid in self._prefilling]
+        return self._prefilling.keys()
 
     @property
-    def prefilling(self) -> int:
-        """Rows that have no first token yet."""
-        return len(self._prefilling)
+    def waiting(self) -> set[SequenceClass]:
+        """Classes of the prompts that are not through."""
+        rows = [entry.rows[0] for entry in self._unfed if len(entry.ids) > 1]
+        rows += [group.rows[0] for group in self._groups]
+        return {row.spec.sequence_class for row in rows}
 
     @property
     def decoding(self) -> int:
         """Rows that get a token in every step."""
-        return len(self._rows) - len(self._prefilling)
+        return len(self._inserted) - len(self._prefilling)
 
     @property
     def stream(self) -> Any:
         """The stream that the batch computes on."""
-        return self._generator.stream
+        return generation_stream
 
     def insert(self, rows: list[Row], tokens: list[int], kv: list[Any] | None = None) -> None:
         """Add rows that all feed `tokens` next; after `kv`, which is copied for each of them."""
-        caches = [[*(self._model.new_kv() if kv is None else kv), RowTag((row,))] for row in rows]
-        uids = self._generator.insert([list(tokens) for _ in rows], [_NEVER] * len(rows), caches=caches)
-        for uid, row in zip(uids, rows, strict=True):
-            row.uid = uid
-            self._rows[uid] = row
-        self._prefilling.update(dict.fromkeys(uids, len(tokens)))
+        self._unfed.append(Entry(list(rows), list(tokens), kv))
+        self._inserted.update(rows)
+        self._prefilling.update(dict.fromkeys(rows))
 
     def remove(self, rows: Iterable[Row]) -> None:
         """Free these rows' places and KV."""
-        inside = [row for row in rows if row.uid is not None]
-        if inside:
-            with mx.stream(self.stream):
-                self._generator.remove([row.uid for row in inside])
-        for row in inside:
-            assert row.uid is not None
-            del self._rows[row.uid]
-            self._prefilling.pop(row.uid, None)
-            row.uid = None
+        gone = self._inserted.intersection(rows)
+        if not gone:
+            return
+        self._inserted -= gone
+        self._untold -= gone
+        for row in gone:
+            self._prefilling.pop(row, None)
+        for entry in self._unfed:
+            entry.rows = [row for row in entry.rows if row not in gone]
+        self._unfed = [entry for entry in self._unfed if entry.rows]
+        with mx.stream(self.stream):
+            self._groups = [group for group in self._groups if not gone.issuperset(group.rows)]
+            for group in self._groups:
+                if not gone.isdisjoint(group.rows):
+                    group.remove(gone)
+            if not gone.isdisjoint(self._decoding_rows):
+                self._filter(gone)
 
-    def step(self, prefill_tokens: int) -> list[tuple[Row, int]]:
-        """One decode step and one chunk of prompts, about `prefill_tokens` in all; each row's new token."""
-        if self._prefilling:
-            together = feed_together(self._prefilling.values(), prefill_tokens, self._prefill_rows)
-            self._generator.prefill_batch_size = together.prompts
-            self._generator.prefill_step_size = together.chunk
-        prompts, responses = self._generator.next()
-        rows = self._rows
-        tokens = [(rows[response.uid], response.token) for response in responses]
+    def _filter(self, gone: set[Row]) -> None:
+        keep = [at for at, row in enumerate(self._decoding_rows) if row not in gone]
+        if not keep:
+            self._cache, self._padding = [], []
+            return
+        self._padding = keep_rows(self._cache, keep, self._padding)
+        self._next_B = self._next_B[mx.array(keep)]
+
+    def step(self, prefill_tokens: int, of: SequenceClass = "interactive") -> list[tuple[Row, int]]:
+        """One decode step, and about `prefill_tokens` of prompts of one class; each row's new token."""
+        self._turn += 1
+        with mx.stream(self.stream):
+            early = False
+            for group in [*self._through(), *self._feed(prefill_tokens, of)]:
+                early |= self._join(group)
+            if early and self._tells_at_once and self._passed < PASSES:
+                self._passed += 1
+                return self._tell()
+            self._passed = 0
+            return self._decode()
+
+    # -- prompts
+
+    def _through(self) -> list[PromptGroup]:
+        """Forks, and prompts of one token: nothing is to be fed of them."""
+        through = [entry for entry in self._unfed if len(entry.ids) == 1]
+        if not through:
+            return []
+        self._unfed = [entry for entry in self._unfed if len(entry.ids) > 1]
+        return [PromptGroup(self._model, through)]
+
+    def _feed(self, budget: int, of: SequenceClass) -> list[PromptGroup]:
+        """Feed the next prompts of a class; those that are through by it."""
+        groups = [group for group in self._groups if group.rows[0].spec.sequence_class == of]
+        entries = [entry for entry in self._unfed if entry.rows[0].spec.sequence_class == of]
+        if budget <= 0 or not (groups or entries):
+            return []
+        unfed = [Unfed(group.left, group.fed_at) for group in groups]
+        unfed += [Unfed(len(entry.ids) - 1) for entry in entries]
+        feed = feed_next(unfed, budget, self._most, after_short=self._after_short.get(of, False))
+        if feed.prompts[0] < len(groups):
+            group = groups[feed.prompts[0]]
+        else:
+            chosen = [entries[at - len(groups)] for at in feed.prompts]
+            self._unfed = [entry for entry in self._unfed if entry not in chosen]
+            group = PromptGroup(self._model, chosen)
+            self._groups.append(group)
+        is_short = not group.fed_at and group.left <= feed.chunk
+        self._after_short[of] = is_short
+        group.fed_at = self._turn
+        positions = group.feed(feed.chunk)
+        self._pieces.begin(group.state, positions)
+        if group.left:
+            return []
+        self._groups.remove(group)
+        return [group]
+
+    def _join(self, group: PromptGroup) -> bool:
+        """Let the rows of a group decode from the next step on; whether their first tokens are under way already."""
+        early = self._is_early(group)
+        if early:
+            next_B = self._draw(group.last_ids, group.cache)
+            self._pieces.drop()  # their end is waited for with the first tokens
+        else:
+            next_B = group.last_ids
+            self._untold.update(group.rows)
+        if not self._cache:
+            self._cache, self._next_B, self._padding = list(group.cache), next_B, group.padding
+            return early
+        ends = end_of(self._cache), end_of(group.cache)
+        both = zip((self._padding, group.padding), ends, strict=True)
+        self._padding = [before + max(ends) - end for padding, end in both for before in padding]
+        for cache, other in zip(self._cache, group.cache, strict=True):
+            cache.extend(other)
+        self._next_B = mx.concatenate([self._next_B, next_B.astype(self._next_B.dtype)])
+        return early
+
+    def _is_early(self, group: PromptGroup) -> bool:
+        """Whether first tokens come before the decode step, for a forward of their own."""
+        beside = self._decoding_rows
+        if not beside:
+            return True
+        is_urgent = any(row.spec.sequence_class == "interactive" for row in group.rows)
+        return is_urgent and 2 * sum(row.spec.sequence_class == "batch" for row in beside) > len(beside)
+
+    # -- decoding
+
+    @property
+    def _decoding_rows(self) -> tuple[Row, ...]:
+        return cast(RowTag, self._cache[-1]).rows if self._cache else ()
+
+    def _draw(self, inputs_B: mx.array, cache: Sequence[Any]) -> mx.array:
+        """Feed one token of each row and begin to compute the next one [B]."""
+        logits_BV = self._model(inputs_B[:, None], cache=list(cache))[:, -1, :]
+        return self._sampler(logits_BV - mx.logsumexp(logits_BV, axis=-1, keepdims=True))
+
+    def _decode(self) -> list[tuple[Row, int]]:
+        """Begin the next decode step, and tell what it is fed."""
         self.started = []
-        if self._prefilling:
-            for prompt in prompts:
-                fed, length = prompt.progress
-                self._prefilling[prompt.uid] = length - fed
-            self.started = [rows[response.uid] for response in responses if response.uid in self._prefilling]
-            for response in responses:
-                self._prefilling.pop(response.uid, None)
+        if not self._cache:
+            return []
+        inputs_B, rows = self._next_B, self._decoding_rows
+        self._next_B = self._draw(inputs_B, self._cache)
+        untold, self._untold = self._untold, set()
+        return self._told(rows, inputs_B, untold)
+
+    def _tell(self) -> list[tuple[Row, int]]:
+        """Tell what the next decode step is fed, before it begins."""
+        rows, untold = self._decoding_rows, self._untold
+        self._untold = set(rows)
+        return self._told(rows, self._next_B, untold)
+
+    def _told(self, rows: Sequence[Row], inputs_B: mx.array, untold: set[Row]) -> list[tuple[Row, int]]:
+        fed = cast(list[int], inputs_B.tolist())
+        tokens = [(row, token) for row, token in zip(rows, fed, strict=True) if row not in untold]
+        self.started = [row for row, _ in tokens if row in self._prefilling] if self._prefilling else []
+        for row in self.started:
+            del self._prefilling[row]
         return tokens
 
     def kv_of(self, rows: list[Row]) -> KvRows:
         """The KV of rows that decode, as it lies in the batch."""
-        batch = self._generator._generation_batch  # `extract_cache` would copy row by row
-        places = {uid: place for place, uid in enumerate(batch.uids)}
-        index = [places[row.uid] for row in rows]
-        *caches, _ = batch.prompt_cache
-        with mx.stream(self.stream):
-            padding = caches[0].left_padding.tolist()
-        return KvRows([(cache.keys, cache.values) for cache in caches], index, [padding[at] for at in index])
+        places = {row: place for place, row in enumerate(self._decoding_rows)}
+        index = [places[row] for row in rows]
+        *caches, _ = self._cache
+        return KvRows([(cache.keys, cache.values) for cache in caches], index, [self._padding[at] for at in index])

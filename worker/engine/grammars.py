@@ -1,7 +1,7 @@
 """Rows that must follow a grammar: where each one stands in it, and the mask of the tokens that may come next.
 
 `Grammars` compiles, in a thread beside the engine's; until then the row waits. `GrammarMasks` is the sampler's part:
-BatchGenerator looks one step ahead, so the token that a forward is fed becomes known while that forward runs. In that
+the batch looks one step ahead, so the token that a forward is fed becomes known while that forward runs. In that
 time the host moves the matchers on by it and computes the masks.
 
 Invariants. When a row's token at position p is drawn, its matcher has taken the p tokens before it. A matcher is used

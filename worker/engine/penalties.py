@@ -60,8 +60,8 @@ class Penalties:
         self._rows_P = mx.array(indices)
         self._own_P = mx.arange(len(indices))
         self._counts_PV = mx.array(np.stack([_counts(row.tokens, vocab) for row in chosen]))
-        # A row's first forward has the last token of its context as input, which is counted already.
-        self._in_flight_P = mx.array([float(row.position > row.start) for row in chosen])
+        # An input that has been told, or that ends the row's context, is counted already.
+        self._in_flight_P = mx.array([float(row.position > len(row.tokens)) for row in chosen])
         column = [np.array(values, np.float32)[:, None] for values in zip(*map(_strengths, chosen), strict=True)]
         self._presence_P1, self._frequency_P1, self._repetition_P1 = map(mx.array, column)
         self._repeats = bool((column[2] != 1).any())

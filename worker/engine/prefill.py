@@ -1,4 +1,4 @@
-"""Our own prefill lane, beside BatchGenerator's: prompts that are scored or embedded, and those that rows share.
+"""Our prefill lane, beside the batch's: prompts that are scored or embedded, and those that rows share.
 
 A task runs in chunks between decode steps. Logits of a chunk are reduced to log-probabilities at once: [L, V] of a
 long prompt never exists in one piece. What a task leaves is its KV, for the rows that fork from it, and the
@@ -7,14 +7,15 @@ log-probabilities of the ids that it was asked about.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import mlx.core as mx
 
-from shared.frames import TokenLogprob
+from shared.frames import Finish, TokenEvent, TokenLogprob
+from shared.sequences import SequenceClass
 from worker.engine.draw import most_likely, top_lists
+from worker.engine.pieces import Pieces
 from worker.engine.pooling import Pool
 from worker.engine.prefix_cache import PrefixCache
 from worker.engine.row_model import RowModel
@@ -41,8 +42,12 @@ class PrefillTask:
     def __post_init__(self) -> None:
         embeds = self.rows[0].spec.pooling if self.pool is not None else ""
         self.key = (tuple(self.ids), self.adapter, embeds)  # tasks of equal keys have the same KV
-        self.is_batch = self.rows[0].spec.sequence_class == "batch"
         self.reports = any(row.spec.kind != "generate" or wants_prompt_logprobs(row) for row in self.rows)
+
+    @property
+    def sequence_class(self) -> SequenceClass:
+        """Interactive as soon as one row is."""
+        return "batch" if all(row.spec.sequence_class == "batch" for row in self.rows) else "interactive"
 
     @property
     def left(self) -> int:
@@ -66,19 +71,40 @@ def wants_prompt_logprobs(row: Row) -> bool:
     return row.sampling.prompt_logprobs is not None and all(event.prompt_logprobs is None for event in row.prior)
 
 
-class PrefillLane:
-    """Tasks in order of arrival, interactive ones before batch ones; the first one runs."""
+def report_of(task: PrefillTask, row: Row) -> TokenEvent:
+    """What a complete task tells of a row: its prompt's log-probabilities, its score or its embedding; or nothing."""
+    prompt = len(row.spec.prompt_ids)
+    event = TokenEvent(row.spec.id, row.attempt, row.start, [], [])
+    if wants_prompt_logprobs(row):
+        event.prompt_logprobs = [None, *task.logprobs[: prompt - 1]]
+        if count := row.sampling.prompt_logprobs:
+            event.prompt_top_logprobs = [[], *(top[:count] for top in task.top_logprobs[: prompt - 1])]
+    if row.spec.kind == "score":
+        event.score_logprobs = task.logprobs[prompt - 1 - task.score_from :]
+        event.finish = Finish("stop", cached_tokens=row.cached_tokens)
+    elif task.pool is not None:
+        event.embedding, event.finish = task.pool.result(), Finish("stop")
+    return event
 
-    def __init__(self, model: RowModel, prefixes: PrefixCache, score_positions: int) -> None:
+
+class PrefillLane:
+    """Tasks in order of arrival; the first one of each class runs."""
+
+    def __init__(self, model: RowModel, prefixes: PrefixCache, score_positions: int, pieces: Pieces) -> None:
         self._model = model
         self._prefixes = prefixes
         self._score_positions = score_positions  # positions whose logits may exist at one time
-        self._tasks: deque[PrefillTask] = deque()
+        self._pieces = pieces
+        self._tasks: list[PrefillTask] = []
 
     @property
-    def first(self) -> PrefillTask | None:
-        """The running task."""
-        return self._tasks[0] if self._tasks else None
+    def waiting(self) -> set[SequenceClass]:
+        """The classes of the tasks."""
+        return {task.sequence_class for task in self._tasks}
+
+    def first(self, of: SequenceClass) -> PrefillTask | None:
+        """The running task of a class."""
+        return next((task for task in self._tasks if task.sequence_class == of), None)
 
     def add(self, task: PrefillTask) -> None:
         """Queue a task, or join an equal one."""
@@ -87,8 +113,7 @@ class PrefillLane:
             other.score_from = min(other.score_from, task.score_from)
             other.top_count = max(other.top_count, task.top_count)
             return
-        ahead = sum(not other.is_batch for other in self._tasks) if not task.is_batch else len(self._tasks)
-        self._tasks.insert(ahead, task)
+        self._tasks.append(task)
 
     def has_equal(self, task: PrefillTask) -> bool:
         """Whether `task` would join another."""
@@ -110,13 +135,18 @@ class PrefillLane:
                     self._tasks.remove(task)
                 return
 
-    def pop(self) -> PrefillTask:
-        """Take the first task out: it is complete, or failed."""
-        return self._tasks.popleft()
+    def give_up(self) -> list[Row]:
+        """The rows of tasks that have begun, which are forgotten: what they wait for cannot be computed."""
+        begun = [task for task in self._tasks if task.kv]
+        self._tasks = [task for task in self._tasks if not task.kv]
+        return [row for task in begun for row in task.rows]
 
-    def feed(self, budget: int) -> int:
-        """Run one chunk of the first task, at most `budget` ids; its length."""
-        task = self._tasks[0]
+    def take_out(self, task: PrefillTask) -> None:
+        """It is complete, or failed."""
+        self._tasks.remove(task)
+
+    def feed(self, task: PrefillTask, budget: int) -> int:
+        """Run one chunk of a task, at most `budget` ids; its length."""
         if not task.kv:
             self._begin(task)
         length = min(budget, task.left)
@@ -135,16 +165,16 @@ class PrefillLane:
         task.kv_versions.update(self._model.versions)
         if scores:
             _collect(task, logits_1LV[0], task.ids[task.done + 1 : task.done + length + 1])
-        mx.eval([cache.state for cache in task.kv])
-        mx.clear_cache()
-        task.done += length
+        self._fed(task, length)
         return length
 
     def _embed(self, task: PrefillTask, pool: Pool, length: int) -> None:
         ids_1L = mx.array(task.ids[task.done : task.done + length])[None]
         pool.take(self._model.hidden(ids_1L, cache=[*task.kv, RowTag((task.rows[0],))])[0])
-        mx.eval([cache.state for cache in task.kv])
-        mx.clear_cache()
+        self._fed(task, length)
+
+    def _fed(self, task: PrefillTask, length: int) -> None:
+        self._pieces.begin([cache.state for cache in task.kv], length)
         task.done += length
 
     def _begin(self, task: PrefillTask) -> None:

@@ -1,10 +1,10 @@
-"""The model as BatchGenerator sees it: knows the rows of every forward and returns fp32 logits.
+"""The model as the running batch sees it: knows the rows of every forward and returns fp32 logits.
 
 The last element of `cache` is the batch's `RowTag`; the model itself gets the rest. What the sampler needs of the
 latest one-token forward is left here: rows, the versions they computed with, input ids and raw logits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -25,12 +25,6 @@ class RowModel:
         self.versions: tuple[str, ...] = ()
         self.tokens_B1: mx.array | None = None
         self.logits_B1V: mx.array | None = None
-
-    @property
-    def layers(self) -> Sequence[Any]:
-        """BatchGenerator's way to count layers."""
-        layers: Sequence[Any] = self.model.layers
-        return layers
 
     def new_kv(self) -> list[Any]:
         """Empty KV of one row, one cache per layer."""

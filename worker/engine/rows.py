@@ -1,7 +1,7 @@
-"""A row: one sequence's place in the running batch, and the tag by which mlx-lm moves it with its KV.
+"""A row: one sequence's place in the running batch, and the tag that moves with a batch's KV.
 
 Invariants. `tokens` holds what the outside has been told, prior attempts included; `position` is the next
-completion position to be drawn, at most one ahead of `tokens` (BatchGenerator looks one step ahead); `draws` holds
+completion position to be drawn, at most one ahead of `tokens` (the batch looks one step ahead); `draws` holds
 the draws in flight, oldest first.
 """
 
@@ -45,7 +45,6 @@ class Row:
         "stop_ids",
         "text",
         "tokens",
-        "uid",
     )
 
     def __init__(self, request: RowRequest, eos_ids: frozenset[int], text: RowText | None) -> None:
@@ -59,7 +58,6 @@ class Row:
         self.stop_ids = self.eos_ids | frozenset(self.sampling.stop_token_ids)
         self.text = text
         self.draws: deque[tuple[Draw, int]] = deque()
-        self.uid: int | None = None
         self.place: Place | None = None  # in its grammar, if it has one
         self.reserved_tokens = self.spec.kv_tokens
         self.admitted = False  # holds a place and KV; until then it waits
@@ -155,26 +153,17 @@ class Row:
 
 
 class RowTag:
-    """Last element of a row's prompt cache: names the rows of a batch in the order of their KV.
+    """Last element of a batch's caches: names its rows in the order of their KV.
 
-    It has the interface of an mlx-lm cache (mlx_lm/models/cache.py), so BatchGenerator merges, extends, filters
-    and extracts it together with the KV and needs no patch. `rows` is a tuple that is replaced, never
-    changed: identity tells whether the batch has changed.
+    It has so much of an mlx-lm cache's interface (mlx_lm/models/cache.py) that it is padded, extended and filtered
+    together with the KV. `rows` is a tuple that is replaced, never changed: identity tells whether the batch has
+    changed.
     """
 
-    nbytes = 0
     state: Sequence[Any] = ()
 
     def __init__(self, rows: tuple[Row, ...]) -> None:
         self.rows = rows
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RowTag:
-        return RowTag(self.rows)  # BatchGenerator copies the tag when it splits a batch; rows are never copied
-
-    @classmethod
-    def merge(cls, tags: Sequence[RowTag]) -> RowTag:
-        """One tag for a batch made of `tags`."""
-        return cls(tuple(row for tag in tags for row in tag.rows))
 
     def extend(self, other: RowTag) -> None:
         """Append the rows of `other`."""
@@ -182,30 +171,10 @@ class RowTag:
 
     def filter(self, keep: Sequence[int]) -> None:
         """Keep the rows at these indices."""
-        self.rows = tuple(self.rows[int(index)] for index in keep)
-
-    def extract(self, index: int) -> RowTag:
-        """The tag of one row."""
-        return RowTag((self.rows[index],))
+        self.rows = tuple(self.rows[index] for index in keep)
 
     def prepare(self, **_: Any) -> None:
         """Padding does not concern a tag."""
 
     def finalize(self) -> None:
         """Padding does not concern a tag."""
-
-    def is_trimmable(self) -> bool:
-        """A tag never stands in the way of trimming."""
-        return True
-
-    def trim(self, count: int) -> int:
-        """Nothing to trim."""
-        return count
-
-    def size(self) -> int:
-        """A tag holds no positions."""
-        return 0
-
-    def empty(self) -> bool:
-        """A tag holds no KV."""
-        return True

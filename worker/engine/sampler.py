@@ -1,4 +1,4 @@
-"""One sampler for all rows of a batch: BatchGenerator calls it once per decode step with the whole [B, V].
+"""One sampler for all rows of a batch: called once per decode step with the whole [B, V].
 
 Every row draws with its own parameters, in the order that `SamplingParams` documents: logit bias, min_tokens and
 penalties on the raw logits, the grammar's mask, temperature, then top_k, top_p and min_p. Log-probabilities that are

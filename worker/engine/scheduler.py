@@ -1,15 +1,25 @@
-"""Admission maths, pure: how many sequences of which class to claim, and how to share prefill time.
+"""Admission and prefill maths, pure: how many sequences of which class to claim, and which prompts to feed next.
 
 Shares are work-conserving: when both classes wait, free rows fill up to `interactive_share` for interactive work and
-the rest for batch work; what one class leaves over the other may take, except the rows reserved for interactive, which
-batch work never takes because it is not preempted.
+the rest for batch work; what one class leaves over the other may take, except the rows reserved for interactive. Where
+all rows are taken, interactive sequences up to their share still come in, for batch rows that are handed back.
+
+Prompts: interactive ones are fed first, and a batch prompt that has begun pauses meanwhile; but a batch prompt is never
+passed more than `PASSES` times in a row. A batch prompt's piece is kept short, because whoever arrives waits for it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-SMALLEST_CHUNK = 128  # tokens of a long prompt in one turn: less wastes a forward
+from shared.sequences import SequenceClass
+
+SMALLEST_PIECE = 64  # tokens of a batch prompt in one turn: fewer waste a forward
 UNDISTURBED = 4  # chunks of prompt at once while nothing decodes; still short enough for cancels and arrivals
+PASSES = 3  # turns in a row in which interactive prompts pass a batch prompt, or a CPU's decode step
+LONG_TOGETHER = 4  # long prompts that are fed in turn
+SHARE_OF_A_PIECE = 0.5  # of what a turn takes without it: the time for a piece of a batch prompt
+TRY_MORE_EVERY = 16
+RECENT = 0.05  # weight of the latest turn
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,18 @@ def plan_claims(state: SchedulerState, shares: Shares) -> Plan:
     return Plan(free, interactive_first, batch_first, batch_max, state.kv_tokens_free)
 
 
+def plan_room(state: SchedulerState, shares: Shares) -> Plan:
+    """What to claim when all rows are taken: interactive sequences, each in place of a batch row, up to their share.
+
+    One row at least stays with batch work.
+    """
+    if state.interactive_rows + state.batch_rows < state.max_rows or state.kv_tokens_free <= 0:
+        return Plan(0, 0, 0, 0, max(0, state.kv_tokens_free))
+    goal = min(round(shares.interactive_share * state.max_rows), state.max_rows - 1)
+    rows = min(state.batch_rows, max(0, goal - state.interactive_rows))
+    return Plan(rows, rows, 0, 0, state.kv_tokens_free)
+
+
 @dataclass(frozen=True)
 class PrefillShare:
     """Prompt tokens for one turn of the loop: in the batch, and in our own lane."""
@@ -67,37 +89,97 @@ class PrefillShare:
     lane: int
 
 
-def share_prefill(chunk: int, *, decoding: bool, batch_waits: bool, lane_waits: bool) -> PrefillShare:
-    """Divide a chunk of prompt tokens; half each when both wait, and more at once when no stream would stall."""
-    if not decoding:
-        chunk *= UNDISTURBED
+def share_prefill(budget: int, *, batch_waits: bool, lane_waits: bool) -> PrefillShare:
+    """Divide a turn's prompt tokens; half each when both wait."""
     if batch_waits and lane_waits:
-        return PrefillShare(chunk - chunk // 2, max(1, chunk // 2))
-    return PrefillShare(chunk, chunk)
+        return PrefillShare(budget - budget // 2, max(1, budget // 2))
+    return PrefillShare(budget, budget)
+
+
+class ClassTurns:
+    """Whose prompts are fed next."""
+
+    def __init__(self) -> None:
+        self._passed = 0  # turns in a row that batch prompts have waited for interactive ones
+
+    def choose(self, waiting: set[SequenceClass]) -> SequenceClass:
+        """The class of this turn, of those that wait: interactive, unless it is batch's turn by now."""
+        if len(waiting) < 2:
+            self._passed = 0
+            return next(iter(waiting), "interactive")
+        if self._passed == PASSES:
+            self._passed = 0
+            return "batch"
+        self._passed += 1
+        return "interactive"
+
+
+class Pace:
+    """How long a piece of a batch prompt may be, by what recent turns have taken.
+
+    A turn takes `a + b * tokens`, a for the decode step and for a forward's overhead. Pieces get half of a: where that
+    is fewer than SMALLEST_PIECE tokens, the machine is busy with so many, and larger pieces would save nothing.
+    """
+
+    def __init__(self) -> None:
+        self._turns = 0
+        self._tokens = self._seconds = 0.0  # means over recent turns
+        self._spread = self._slope = 0.0  # variance of tokens, and their covariance with seconds
+
+    def turn(self, tokens: int, seconds: float) -> None:
+        """One turn's prompt tokens and time."""
+        self._turns += 1
+        recent = max(RECENT, 1 / self._turns)
+        off, late = tokens - self._tokens, seconds - self._seconds
+        self._tokens += recent * off
+        self._seconds += recent * late
+        self._spread += recent * ((1 - recent) * off * off - self._spread)
+        self._slope += recent * ((1 - recent) * off * late - self._slope)
+
+    def piece(self, budget: int) -> int:
+        """Tokens of batch prompts for one turn, at most `budget`; now and then more, to see what they take."""
+        token_s = self._slope / self._spread if self._spread else 0.0
+        fixed_s = self._seconds - token_s * self._tokens
+        # Where more tokens seem to take no more time, longer pieces show what they do take.
+        allowed = fixed_s / token_s * SHARE_OF_A_PIECE if token_s > 0 else 2 * self._tokens
+        chunk = max(SMALLEST_PIECE, int(min(allowed, budget)))
+        return min(budget, chunk * 2 if self._turns % TRY_MORE_EVERY == 0 else chunk)
 
 
 @dataclass(frozen=True)
-class Together:
-    """What the batch feeds in one turn."""
+class Unfed:
+    """A prompt that is not through."""
 
-    prompts: int  # rows that may be in the prefill batch
-    chunk: int  # tokens of each
+    left: int  # tokens to be fed before its last one
+    fed_at: int = 0  # the turn in which it was fed last; 0: it has not begun
 
 
-def feed_together(left: Iterable[int], budget: int, most: int) -> Together:
-    """How many prompts to feed in one turn, of which these numbers of tokens are `left`, in order of arrival.
+@dataclass(frozen=True)
+class Feed:
+    """What to feed in one forward: these prompts, at most `chunk` tokens of each."""
 
-    As many as the budget feeds to their end, at least one and at most `most`; long ones share it by pieces of
-    `SMALLEST_CHUNK`, so that a short prompt behind them need not wait for their end. Those with one token left (forks,
-    and prompts that are through) feed nothing: all of them begin to decode.
+    prompts: tuple[int, ...]
+    chunk: int
+
+
+def feed_next(prompts: Sequence[Unfed], budget: int, most: int, *, after_short: bool) -> Feed:
+    """Which of these prompts of one class, in order of arrival, to feed next.
+
+    Short ones, which the budget feeds to their end, go together, at most `most`. Long ones are fed alone, piece by
+    piece and in turn. Where both wait they alternate (`after_short`: the last ones were short): a short prompt need not
+    wait for the end of a long one, nor a long one for an end of the short ones.
     """
-    fed = through = longest = 0
-    for tokens in left:
-        if tokens <= 1:
-            through += 1
-            continue
-        longest = max(longest, min(tokens, SMALLEST_CHUNK))
-        if fed < most and (fed + 1) * longest <= budget:
-            fed += 1
-    fed = max(1, fed)
-    return Together(through + fed, max(1, budget // fed))
+    short: list[int] = []
+    longest = 0
+    for at, prompt in enumerate(prompts):
+        width = max(longest, prompt.left)
+        if not prompt.fed_at and len(short) < most and (len(short) + 1) * width <= budget:
+            short.append(at)
+            longest = width
+    long = [at for at, prompt in enumerate(prompts) if prompt.fed_at]
+    if len(long) < LONG_TOGETHER:
+        long += [at for at, prompt in enumerate(prompts) if not prompt.fed_at and prompt.left > budget][:1]
+    if short and not (long and after_short):
+        return Feed(tuple(short), max(1, longest))
+    at = min(long, key=lambda at: prompts[at].fed_at)
+    return Feed((at,), min(budget, prompts[at].left))

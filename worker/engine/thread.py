@@ -26,7 +26,7 @@ from shared.errors import SetupError
 from worker.engine.adapters import AdapterConfig, AdapterStats
 from worker.engine.engine import Engine
 from worker.engine.guests import Guests, T, Work
-from worker.engine.loader import LoadedModel, load_model
+from worker.engine.loader import LoadedModel, load_model, prepare_serving
 from worker.engine.messages import (
     EndReason,
     EngineConfig,
@@ -190,6 +190,7 @@ class EngineThread:
 
     def _serve(self, ready: Future[LoadedModel]) -> None:
         loaded = load_model(self._config)
+        prepare_serving(loaded.model, self._config.max_rows)
         if self._adapter_config is not None:
             self._slots = AdapterSlots(loaded, self._adapter_config, self._wake_up, self._on_adapters)
         engine = Engine(loaded, self._config, self._slots, self._wake_up)
@@ -202,7 +203,8 @@ class EngineThread:
                 decode_s = time.perf_counter() - began
                 self._stats = engine.stats()
                 if output.events:
-                    self._on_step(output)  # a token does not wait for a guest
+                    self._on_step(output)  # a token waits neither for a prompt nor for a guest
+                engine.settle()
                 self._guests.between_steps(decoding=engine.decoding, decode_s=decode_s)
         finally:
             with self._wake:

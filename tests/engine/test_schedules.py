@@ -1,0 +1,99 @@
+"""Random schedules: whatever happens on the way, a sequence's tokens are its own and nothing is left behind."""
+
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from shared.sequences import SequenceSpec
+from tests.engine.conftest import Bench, prompt_of, spec
+from worker.engine.loader import LoadedModel
+
+
+class Schedule:
+    """Arrivals, cancels, pauses and restarts at random turns, from a seed."""
+
+    def __init__(self, loaded: LoadedModel, seed: int) -> None:
+        self.random = random.Random(seed)
+        kv = loaded.card.kv_bytes_per_token
+        self.bench = Bench(
+            replace(loaded, kv_limit_bytes=kv * self.random.choice([400, 1 << 20])),
+            max_rows=self.random.choice([2, 4, 16]),
+            prefill_chunk=self.random.choice([4, 16, 64]),
+            prefix_cache_bytes=self.random.choice([0, kv * 60, 1 << 28]),
+            block_size=4,
+        )
+        self.bench.engine._batch._tells_at_once = self.random.random() < 0.5
+        self.specs: dict[str, SequenceSpec] = {}
+        self.cancelled: set[str] = set()
+        self.prompts = [prompt_of(length, seed=length) for length in (1, 2, 17, 40, 90)]
+
+    def arrive(self) -> None:
+        """A request with one sequence or three, whose prompt may begin like another's."""
+        prompt = self.random.choice(self.prompts)
+        if self.random.random() < 0.5:
+            prompt = [*prompt[: self.random.randint(1, len(prompt))], *prompt_of(self.random.choice([0, 1, 6]), seed=7)]
+        options = self.random.choice(
+            [{}, {"temperature": 1.0}, {"presence_penalty": 0.5, "repetition_penalty": 1.2}, {"prompt_logprobs": 0}]
+        )
+        name, tokens = f"s{len(self.specs)}", self.random.choice([1, 2, 5, 12])
+        group = [spec(f"{name}.{n}", prompt, group=name, max_tokens=tokens, seed=n, **options) for n in range(3)]
+        of = self.random.choice(["interactive", "batch"])
+        chosen = group if self.random.random() < 0.2 else group[:1]
+        chosen = [msgspec.structs.replace(each, sequence_class=of) for each in chosen]
+        self.specs |= {each.id: each for each in chosen}
+        self.bench.submit(*chosen)
+
+    def disturb(self) -> None:
+        """Cancel somebody, pause or go on, or let some rows begin again as an adapter's new version does."""
+        engine, chance = self.bench.engine, self.random.random()
+        if chance < 0.15 and self.specs:
+            self.cancelled.add(seq := self.random.choice(list(self.specs)))
+            engine.cancel(seq)
+        elif chance < 0.2:
+            engine.freeze(clear_cache=self.random.random() < 0.5)
+        elif chance < 0.27:
+            admitted = [row for row in engine._rows.values() if row.admitted]
+            engine._restart(self.random.sample(admitted, len(admitted) // 2))
+        elif chance > 0.6:
+            engine.thaw()
+
+    def check(self) -> None:
+        """A row is in exactly one place."""
+        batch = self.bench.engine._batch
+        places = [row for entry in batch._unfed for row in entry.rows]
+        places += [row for group in batch._groups for row in group.rows]
+        places += batch._decoding_rows
+        assert len(places) == len(set(places)) and set(places) == batch._inserted
+        assert batch._untold <= set(batch._decoding_rows)
+
+    def run(self) -> None:
+        """To the end of all."""
+        for _ in range(30):
+            for _ in range(self.random.choice([0, 0, 1, 1, 2])):
+                self.arrive()
+            self.disturb()
+            self.bench.turn()
+            self.check()
+        self.bench.engine.thaw()
+        self.bench.run(5000)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_are_those_of_a_sequence_alone_whatever_the_schedule(llama: LoadedModel, seed: int) -> None:
+    schedule = Schedule(llama, seed)
+    schedule.run()
+    engine, batch = schedule.bench.engine, schedule.bench.engine._batch
+    assert not (engine._rows or engine._waiting or engine._reserved.bytes or engine._lane._tasks)
+    assert not (batch._inserted or batch._unfed or batch._groups or batch._cache or batch._untold or batch._prefilling)
+    for seq in schedule.specs:
+        reason = schedule.bench.finish(seq).reason
+        assert reason == "length" or (reason == "cancelled" and seq in schedule.cancelled)
+    alone = Bench(llama, max_rows=64, prefix_cache_bytes=0, prefill_rows=1, prefill_chunk=4096)
+    for seq, each in schedule.specs.items():
+        alone.submit(msgspec.structs.replace(each, group="", sequence_class="interactive"))
+        alone.run()
+        told = schedule.bench.tokens(seq)
+        assert told == alone.tokens(seq)[: len(told)]
+        assert seq in schedule.cancelled or len(told) == each.sampling.max_tokens

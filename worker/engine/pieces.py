@@ -1,0 +1,45 @@
+"""Pieces of prompts that are being computed, and what turns with and without them tell of the machine's pace."""
+
+import time
+from typing import Any
+
+import mlx.core as mx
+
+from worker.engine.scheduler import Pace
+
+
+class Pieces:
+    """What one turn has begun to feed. Settled before the next turn, so at most one turn's pieces are under way."""
+
+    def __init__(self) -> None:
+        self.pace = Pace()
+        self._states: list[Any] = []
+        self._positions = 0
+        self._began = 0.0
+
+    def open(self) -> None:
+        """A turn that computes begins."""
+        self._began = time.perf_counter()
+
+    def begin(self, state: Any, positions: int) -> None:
+        """Compute these arrays; waits for nothing."""
+        mx.async_eval(state)  # type: ignore[no-untyped-call]
+        self._states.append(state)
+        self._positions += positions
+
+    def drop(self) -> None:
+        """Somebody else waits for them, or nobody."""
+        self._states = []
+
+    def settle(self) -> None:
+        """Wait for the turn's pieces."""
+        states, positions, began = self._states, self._positions, self._began
+        self.forget()
+        if states:
+            mx.eval(states)
+        if began:
+            self.pace.turn(positions, time.perf_counter() - began)
+
+    def forget(self) -> None:
+        """Wait for nothing, and learn nothing: the turn has failed, or is settled."""
+        self._states, self._positions, self._began = [], 0, 0.0
