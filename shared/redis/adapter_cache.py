@@ -43,7 +43,12 @@ class DiskCache:
     async def hold(self, catalog: AdapterCatalog, manifest: AdapterManifest) -> AsyncIterator[Path]:
         """The file of a version, downloaded if need be; it stays where it is inside the block."""
         while True:
-            file = await asyncio.to_thread(self._open, manifest)
+            opening = asyncio.ensure_future(asyncio.to_thread(self._open, manifest))
+            try:
+                file = await asyncio.shield(opening)
+            except asyncio.CancelledError:  # the thread goes on, and what it opens is nobody's
+                opening.add_done_callback(_close)
+                raise
             if file is not None:
                 break
             await self._download(catalog, manifest)
@@ -154,6 +159,11 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return os.fstat(file.fileno()).st_ino == path.stat().st_ino
     return False
+
+
+def _close(opening: asyncio.Future[BufferedReader | None]) -> None:
+    if not opening.cancelled() and opening.exception() is None and (file := opening.result()):
+        file.close()
 
 
 def _remove_unless_held(path: Path) -> bool:

@@ -80,6 +80,7 @@ class Affinity:
     async def _workers(self, model: str) -> list[WorkerStatus]:
         at, seen = self._seen.get(model, (float("-inf"), []))
         if time.monotonic() - at > LOOK_AGAIN_S:
+            self._seen[model] = (time.monotonic(), seen)  # one looks; meanwhile the others go by what was seen last
             seen = await self._registry.workers(model)
             self._seen[model] = (time.monotonic(), seen)
         return seen

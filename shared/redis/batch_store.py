@@ -7,6 +7,7 @@ Invariants. A batch has at most one job. A terminal state is entered once and ne
 done under a lease and may be done again from the start by another one.
 """
 
+import hashlib
 import secrets
 import time
 from typing import Any, Literal
@@ -66,10 +67,16 @@ class BatchRecord(msgspec.Struct, frozen=True):
     failed: int = 0
     has_output: int = 0
     has_errors: int = 0
+    input_tokens: int = 0  # of the answered lines, as their answers say
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
-def new_batch_id() -> str:
-    """A fresh id."""
+def new_batch_id(idempotency_key: str = "") -> str:
+    """A fresh id; with a key, the one that belongs to it."""
+    if idempotency_key:
+        return f"batch_{hashlib.sha256(idempotency_key.encode()).hexdigest()[:48]}"
     return f"batch_{secrets.token_hex(24)}"
 
 
@@ -80,14 +87,15 @@ class BatchStore:
         self._redis = redis
 
     async def create(self, spec: BatchSpec) -> None:
-        """Store a batch, to be validated."""
+        """Store a batch, to be validated; one with this id that is there already stays as it is."""
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(keys.batch(spec.id), mapping={"spec": msgspec.json.encode(spec), "state": "validating"})
+            pipe.hsetnx(keys.batch(spec.id), "spec", msgspec.json.encode(spec).decode())
+            pipe.hsetnx(keys.batch(spec.id), "state", "validating")
             pipe.expire(keys.batch(spec.id), keys.BATCH_TTL_S)
             await pipe.execute()
         async with self._redis.pipeline(transaction=False) as pipe:
             for key in (keys.batches(), keys.pending_batches()):
-                pipe.zadd(key, {spec.id: spec.created_at})
+                pipe.zadd(key, {spec.id: time.time()}, nx=True)
                 pipe.expire(key, keys.BATCH_TTL_S)
             pipe.zremrangebyscore(keys.batches(), "-inf", spec.created_at - 2 * keys.BATCH_TTL_S)
             await pipe.execute()

@@ -1,12 +1,14 @@
 """Connections to Redis with the settings that survive a restart of the server, and Lua scripts by name.
 
 Without OSError among the retried errors a restart of 1.5 s ends the process; with it and 20 retries with
-exponential back-off (at most 1 s each) a command waits out about 15 s of absence.
+exponential back-off (at most 1 s each) a command waits out about 15 s of absence. A URL of Sentinels
+(shared/redis/address.py) gives a client that follows the primary.
 """
 
 import asyncio
 import hashlib
 import re
+import socket
 import time
 from collections.abc import Sequence
 from importlib import resources
@@ -21,39 +23,56 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.errors import ServiceUnavailableError, SetupError
+from shared.redis.address import SentinelAddress, is_sentinel, shown
+from shared.redis.cancelling import make_cancellable
+from shared.redis.sentinel import UnknownServiceError, follow
 
 ANSWER_WITHIN_S = 5.0
+ANSWER_S = 30  # of a Redis that is there and says nothing, before its connection is given up
+ANSWER_UNDER_SENTINEL_S = 10  # a primary that froze has a successor by then
+
+# A subscription never writes, so nothing else finds that the other machine has gone: after 15 + 3 * 5 s it breaks.
+_KEEPALIVE_S = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+_KEEPALIVE = {getattr(socket, name): value for name, value in _KEEPALIVE_S.items() if hasattr(socket, name)}
 
 Argument = str | bytes | int | float
 _USES = re.compile(r"^-- uses: ([\w ]+)$", re.MULTILINE)
 
 
 def connect(url: str, *, blocking: bool = False) -> "Redis":
-    """A client for redis://, rediss:// or unix://; `blocking` for commands that wait on the server.
+    """A client for a redis://, rediss://, unix:// or Sentinel URL; `blocking` for commands that wait on the server.
 
     Responses stay bytes. Close it with `aclose()`.
     """
-    client: Redis = Redis.from_url(
+    patience = ANSWER_UNDER_SENTINEL_S if is_sentinel(url) else ANSWER_S
+    client = _client(
         url,
         retry=Retry(ExponentialBackoff(cap=1, base=0.05), 20),
         retry_on_error=[RedisConnectionError, RedisTimeoutError, OSError],
-        socket_timeout=None if blocking else 30,
-        socket_connect_timeout=5,
+        socket_timeout=None if blocking else patience,
+        socket_connect_timeout=2 if is_sentinel(url) else 5,
         health_check_interval=0 if blocking else 15,
-        **({} if url.startswith("unix") else {"socket_keepalive": True}),
+        **({} if url.startswith("unix") else {"socket_keepalive": True, "socket_keepalive_options": _KEEPALIVE}),
     )
-    pool = client.connection_pool
-    pool.connection_class = type("CancellableConnection", (_Cancellable, pool.connection_class), {})
+    make_cancellable(client.connection_pool)
+    return client
+
+
+def _client(url: str, **options: Any) -> "Redis":
+    if is_sentinel(url):
+        return follow(SentinelAddress.parse(url), **options)
+    client: Redis = Redis.from_url(url, **options)
     return client
 
 
 async def require(url: str, within_s: float = ANSWER_WITHIN_S) -> None:
     """Return once a Redis answers at this URL; before a start, where `connect`'s patience would hide a mistake.
 
-    Raises SetupError for a malformed URL, ServiceUnavailableError when nobody answers in time.
+    Raises SetupError for a malformed URL or a service that no Sentinel knows, ServiceUnavailableError when nobody
+    answers in time.
     """
     try:
-        client: Redis = Redis.from_url(url, socket_connect_timeout=within_s, socket_timeout=within_s)
+        client = _client(url, socket_connect_timeout=within_s, socket_timeout=within_s)
     except ValueError as error:
         raise SetupError(f"--redis {shown(url)}: {error}") from error
     deadline = time.monotonic() + within_s
@@ -63,6 +82,8 @@ async def require(url: str, within_s: float = ANSWER_WITHIN_S) -> None:
                 await client.ping()
                 return
             except (RedisError, OSError) as error:
+                if isinstance(error.__cause__, UnknownServiceError):
+                    raise SetupError(f"--redis {shown(url)}: {error}") from error
                 if time.monotonic() > deadline:
                     raise ServiceUnavailableError(f"no Redis answers at {shown(url)}: {error}") from error
             await asyncio.sleep(0.1)
@@ -77,33 +98,6 @@ async def answers(url: str, within_s: float = ANSWER_WITHIN_S) -> bool:
     except (ServiceUnavailableError, SetupError):
         return False
     return True
-
-
-def shown(url: str) -> str:
-    """A Redis URL without its password."""
-    scheme, separator, rest = url.partition("://")
-    credentials, at, host = rest.rpartition("@")
-    return f"{scheme}{separator}{'***@' if at and credentials else ''}{host}"
-
-
-class _Cancellable:
-    """Sends under `asyncio.timeout` where redis-py uses `asyncio.wait_for`.
-
-    Until Python 3.12 `wait_for` loses a cancellation that arrives as the send ends, so that a cancelled loop runs on
-    for ever; and it starts a task for every command.
-    """
-
-    socket_timeout: float | None
-
-    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-        limit, self.socket_timeout = self.socket_timeout, None
-        try:
-            async with asyncio.timeout(limit):
-                await super().send_packed_command(command, check_health)  # type: ignore[misc]
-        except TimeoutError:
-            raise RedisTimeoutError("Timeout writing to socket") from None
-        finally:
-            self.socket_timeout = limit
 
 
 async def server_time_ms(redis: "Redis") -> int:

@@ -53,14 +53,19 @@ class FileWriter:
             await self._flush()
 
     async def close(self, filename: str, purpose: str, ttl_s: int) -> StoredFile:
-        """Make the file visible."""
+        """Make the file visible; ServiceUnavailableError when Redis has lost some of it in a crash."""
         if self._held:
             await self._flush()
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for number in range(self._chunks):
+                pipe.hexists(keys.file_bytes(self._id), str(number))
+            if not all(await pipe.execute()):
+                raise ServiceUnavailableError("Redis had to forget a part of the file: send it again")
         now = int(time.time())
         file = StoredFile(self._id, filename, purpose, self.size, now, now + ttl_s, self._chunks)
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.expire(keys.file_bytes(self._id), ttl_s + 60)  # longer than its description
-            pipe.zadd(keys.files(), {self._id: now})
+            pipe.zadd(keys.files(), {self._id: time.time()}, nx=True)
             pipe.zremrangebyscore(keys.files(), "-inf", now - keys.FILES_TTL_S)
             pipe.expire(keys.files(), keys.FILES_TTL_S)
             pipe.set(keys.file(self._id), msgspec.json.encode(file), ex=ttl_s)
@@ -76,7 +81,8 @@ class FileWriter:
         chunk = bytes(self._held[:CHUNK_BYTES])
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hset(keys.file_bytes(self._id), mapping={str(self._chunks): chunk})
-            pipe.expire(keys.file_bytes(self._id), keys.FILE_UPLOAD_TTL_S)
+            for rule in ({"nx": True}, {"gt": True}):  # never shorter: a late writer of the same file is harmless
+                pipe.expire(keys.file_bytes(self._id), keys.FILE_UPLOAD_TTL_S, **rule)
             await pipe.execute()
         del self._held[:CHUNK_BYTES]
         self._chunks += 1

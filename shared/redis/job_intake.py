@@ -39,20 +39,37 @@ async def submit(
     """Write the job and make it visible; its id, and whether this call created it (see JobStore.create)."""
     _check(spec)
     request = _fingerprint(spec)
-    known = await _known_job(redis, idempotency_key, request)
+    known = await known_job(redis, idempotency_key, request)
     if known:
         return known, False
     await _write(redis, spec, inputs, request)
     while idempotency_key and not await redis.set(
         keys.job_idempotency(idempotency_key), spec.id, nx=True, ex=keys.IDEMPOTENCY_TTL_S
     ):
-        known = await _known_job(redis, idempotency_key, request)
+        known = await known_job(redis, idempotency_key, request)
         if known:
             await _discard(redis, spec.id)
             return known, False
     if not await _make_visible(redis, spec.id):
         raise InvalidRequestError("the inputs took more than an hour to arrive")
     return spec.id, True
+
+
+async def known_job(redis: Redis, idempotency_key: str, request: str = "") -> str:
+    """The id of the visible job under this key, or ""; ConflictError when it is not the one of this `request`."""
+    if not idempotency_key:
+        return ""
+    raw = await redis.get(keys.job_idempotency(idempotency_key))
+    if raw is None:
+        return ""
+    job_id: str = raw.decode()
+    if not await _make_visible(redis, job_id):
+        await _forget_key(redis, [keys.job_idempotency(idempotency_key)], [job_id])
+        return ""
+    stored = await ask(redis, "HGET", keys.job(job_id), "request")
+    if request and stored is not None and stored.decode() != request:
+        raise ConflictError(f"idempotency key {idempotency_key!r} belongs to another request, {job_id}")
+    return job_id
 
 
 def _check(spec: JobSpec) -> None:
@@ -73,25 +90,8 @@ def _check(spec: JobSpec) -> None:
 
 def _fingerprint(spec: JobSpec) -> str:
     """What two submissions under one idempotency key must have in common."""
-    bare = msgspec.structs.replace(spec, id="", created_ms=0, deadline_ms=0, total_prompts=0)
+    bare = msgspec.structs.replace(spec, id="", created_ms=0, deadline_ms=0, total_prompts=0, trace="")
     return hashlib.sha256(msgspec.json.encode(bare, order="sorted")).hexdigest()[:32]
-
-
-async def _known_job(redis: Redis, idempotency_key: str, request: str) -> str:
-    """The id of the visible job under this key, or ""."""
-    if not idempotency_key:
-        return ""
-    raw = await redis.get(keys.job_idempotency(idempotency_key))
-    if raw is None:
-        return ""
-    job_id: str = raw.decode()
-    if not await _make_visible(redis, job_id):
-        await _forget_key(redis, [keys.job_idempotency(idempotency_key)], [job_id])
-        return ""
-    stored = await ask(redis, "HGET", keys.job(job_id), "request")
-    if stored is not None and stored.decode() != request:
-        raise ConflictError(f"idempotency key {idempotency_key!r} belongs to another request, {job_id}")
-    return job_id
 
 
 async def _make_visible(redis: Redis, job_id: str) -> bool:

@@ -1,5 +1,6 @@
 """What runners keep of a job's progress: its lease, its cursor, its results, its end (invariants: job_store.py)."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -155,7 +156,8 @@ class JobLedger:
         argv = [state, error, rest, str(keys.JOB_TTL_S), "1" if only_queued else "0"]
         ended: bool = await _finish(self._redis, [keys.job(job_id), keys.job_inputs(job_id)], argv) == 1
         if ended:
-            await self._keep_results(job_id)
+            with contextlib.suppress(UnknownJobError):  # whoever saw its end has deleted it
+                await self._keep_results(job_id)
             await self._redis.zrem(keys.active_jobs(), job_id)
         return ended
 

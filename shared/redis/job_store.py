@@ -12,12 +12,14 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 import msgspec
 from redis.asyncio import Redis
 
+from shared.errors import ConflictError
 from shared.jobs import PIN_S, TERMINAL, JobCounts, JobSpec, JobState, JobStatus, JobUsage, pin_owner
 from shared.redis import job_intake, keys
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.client import Script
 from shared.redis.job_ledger import JobLedger, ask, decode_job_spec, unknown_job
 from shared.redis.job_queue import enqueue_tick
+from shared.tracing import traceparent
 
 _cancel = Script("job_cancel")
 INPUTS_AT_ONCE = 512
@@ -66,7 +68,7 @@ class JobStore:
         `spec.total_prompts` 0 means as many as there are lines. Raises InvalidRequestError that names the wrong
         line or field, ConflictError when the key was used for something else.
         """
-        spec = spec if spec.id else msgspec.structs.replace(spec, id=new_job_id())
+        spec = msgspec.structs.replace(spec, id=spec.id or new_job_id(), trace=traceparent())
         owner = pin_owner(spec.id)
         await self._adapters.pin_all(spec.adapter, owner, PIN_S)
         created = False
@@ -78,6 +80,10 @@ class JobStore:
         if created:
             await enqueue_tick(self._redis, job_id, 0)
         return job_id, created
+
+    async def submitted_under(self, idempotency_key: str) -> str:
+        """The id of the job that was submitted under this key; "" when there is none."""
+        return await job_intake.known_job(self._redis, idempotency_key)
 
     async def status(self, job_id: str) -> JobStatus:
         """The job as a poll sees it."""
@@ -101,6 +107,23 @@ class JobStore:
         if state == "queued" and await self._ledger.finish(job_id, "cancelled", only_queued=True):
             await self._adapters.unpin_all((await self.spec(job_id)).adapter, pin_owner(job_id))
         return await self.status(job_id)
+
+    async def delete(self, job_id: str) -> None:
+        """Forget a job with its inputs and results; ConflictError while it runs."""
+        status = await self.status(job_id)
+        if status.status not in TERMINAL:
+            raise ConflictError(f"job {job_id} is {status.status}: cancel it first")
+        spec = await self.spec(job_id)
+        await self._adapters.unpin_all(spec.adapter, pin_owner(job_id))  # its runner may not have come to it yet
+        chunks = range(-(-status.counts.total // keys.RESULTS_PER_CHUNK))
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for chunk in chunks:
+                pipe.unlink(keys.job_results(job_id, chunk))
+            pipe.unlink(keys.job_inputs(job_id))
+            pipe.unlink(keys.finished(spec.model, job_id))
+            pipe.unlink(keys.job(job_id))  # last: until then the delete may be repeated
+            pipe.zrem(keys.jobs(), job_id)
+            await pipe.execute()
 
     async def submit_again(self, job_id: str) -> str:
         """A new job with the spec and the inputs of another one, without its deadline; its id."""

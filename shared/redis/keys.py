@@ -21,7 +21,7 @@ JOB_TTL_S = 7 * DAY_S  # from its last change
 FILE_UPLOAD_TTL_S = 3_600  # of bytes without a description: a torn upload
 FILES_TTL_S = 30 * DAY_S  # the longest that a file may live
 BATCH_TTL_S = 8 * DAY_S  # a day longer than the longest completion window
-BATCH_LEASE_MS = 10_000
+BATCH_LEASE_MS = 4_000  # renewed every second; losing it too early only costs doing the same again
 IDEMPOTENCY_TTL_S = DAY_S
 REQUEST_TTL_S = SEQUENCE_TTL_S
 PAUSE_TTL_S = DAY_S  # refreshed by every worker that looks
@@ -30,6 +30,7 @@ ADAPTER_TTL_S = 30 * DAY_S  # from the last publish of an adapter, or its last u
 ADAPTER_COUNTER_TTL_S = 730 * DAY_S  # its version numbers stand in trajectories that outlive it
 ADAPTER_UPLOAD_TTL_S = 600  # of bytes without a manifest: a torn publish
 TRAIN_TTL_S = 30 * DAY_S  # of what a run tells of itself, from its last word
+TRAINER = "trainer"  # consumer of a policy's orders: the next trainer takes over what the last one had not finished
 TRAINER_TTL_S = 6  # refreshed by the trainer while it lives
 COLLECTED_TTL_S = 7 * DAY_S  # of trajectories that nobody has learned from, from the last one
 ORDER_TTL_S = DAY_S  # of orders that no trainer takes
@@ -61,6 +62,11 @@ def queue(model: str, sequence_class: str, worker: str = "") -> str:
 def suspect_turn(model: str) -> str:
     """String: the worker that runs empty in order to run a suspect alone."""
     return f"{PREFIX}:{{{model}}}:suspect-turn"
+
+
+def reap_turn(model: str) -> str:
+    """String: the worker that looked for dead workers' sequences last; there for as long as none need look again."""
+    return f"{PREFIX}:{{{model}}}:reap-turn"
 
 
 def sequence(model: str, seq: str) -> str:
@@ -372,6 +378,7 @@ DOCUMENTED: tuple[KeyKind, ...] = (
         "parallm:{*}:queue:*:*", "stream", "worker", "7 d, refreshed", "affinity to a worker; ~handed-back, ~suspects"
     ),
     KeyKind("parallm:{*}:suspect-turn", "string", "worker", "5 s", "which worker runs empty for a suspect"),
+    KeyKind("parallm:{*}:reap-turn", "string", "worker", "a twelfth of a lease", "who looked for dead workers last"),
     KeyKind("parallm:{*}:seq:*", "hash", "api or job runner", "1 h after its end", "one sequence's state"),
     KeyKind("parallm:{*}:out:*", "stream", "worker", "1 h after its end", "one sequence's tokens, in chunks"),
     KeyKind("parallm:{*}:finished:*", "stream", "job runner", "7 d", "results that no tick has recorded yet"),
@@ -397,7 +404,7 @@ DOCUMENTED: tuple[KeyKind, ...] = (
     KeyKind("parallm:file:{*}:bytes", "hash", "api", "the file's; 1 h while it is written", "its bytes in chunks"),
     KeyKind("parallm:files", "sorted set", "api", "30 d, refreshed", "file ids by creation"),
     KeyKind("parallm:batch:{*}", "hash", "api", "8 d, refreshed", "one batch's spec, state, errors, times"),
-    KeyKind("parallm:batch:{*}:lease", "string", "api", "10 s", "which api process checks lines or writes files"),
+    KeyKind("parallm:batch:{*}:lease", "string", "api", "4 s", "which api process checks lines or writes files"),
     KeyKind("parallm:batches", "sorted set", "api", "8 d, refreshed", "batch ids by creation"),
     KeyKind("parallm:batches:pending", "sorted set", "api", "8 d, refreshed", "ids of batches not yet terminal"),
     KeyKind("parallm:adapters", "sorted set", "publisher", "30 d, refreshed", "adapter names by last publish"),

@@ -80,11 +80,19 @@ class Orders:
     async def take(self, consumer: str, count: int = 1) -> list[Received]:
         """The next orders: first those that this consumer had and did not finish, then new ones; does not wait."""
         if self._resuming:
-            entries = await self._read(consumer, self._resumed_at, count)
-            if entries:
-                self._resumed_at = entries[-1][0].decode()
-                return await self._received(entries, again=True)
+            found = await self.unfinished(consumer, self._resumed_at, count)
+            if found:
+                self._resumed_at = found[-1].entry
+                return found
             self._resuming = False
+        return await self.fresh(consumer, count)
+
+    async def unfinished(self, consumer: str, after: str, count: int) -> list[Received]:
+        """Orders behind entry `after` that this consumer took and has not finished; takes nothing."""
+        return await self._received(await self._read(consumer, after, count), again=True)
+
+    async def fresh(self, consumer: str, count: int) -> list[Received]:
+        """Orders that nobody has taken."""
         return await self._received(await self._read(consumer, ">", count), again=False)
 
     async def take_over(self, consumer: str, idle_ms: int, count: int) -> list[Received]:
@@ -109,9 +117,13 @@ class Orders:
 
     async def done(self, received: Received) -> None:
         """It will not come again."""
+        await self.finish(received.entry)
+
+    async def finish(self, entry: str) -> None:
+        """The order of this entry will not come again."""
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.xack(self._stream, TAKERS, received.entry)
-            pipe.xdel(self._stream, received.entry)
+            pipe.xack(self._stream, TAKERS, entry)
+            pipe.xdel(self._stream, entry)
             await pipe.execute()
 
     async def _read(self, consumer: str, after: str, count: int) -> list[tuple[bytes, dict[bytes, bytes]]]:

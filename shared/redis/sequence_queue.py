@@ -9,6 +9,10 @@ leaving workers (claimed first), and one for suspects, which have killed workers
 share a hash tag. Times are Redis' own.
 """
 
+import asyncio
+import math
+import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +20,7 @@ from typing import Any
 import msgspec
 import structlog
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from shared.errors import QueueFullError, UnreadableMessageError
 from shared.redis import keys
@@ -32,6 +37,7 @@ STEAL_AFTER_MS = 50  # what waits longer for one worker goes to any
 BUSY_SHARE = 0.5  # of a worker's rows; from there on a preference for it is passed over
 MAX_DEATHS = 3
 SUSPECT_AFTER = 2
+STAGGER_S = 0.0001  # for each other worker; the first of n that wake looks after about so long
 TURN_MS = 5_000  # a worker that runs empty for a suspect asks for work at least this often
 
 _ENQUEUE, _CLAIM, _REAP, _RENEW = Script("enqueue"), Script("claim"), Script("reap"), Script("renew")
@@ -81,6 +87,7 @@ class SequenceQueue:
         self._tips: dict[str, dict[Any, Any]] = {}  # worker -> stream -> newest id that its last claim saw
         self._steal_in: dict[str, float] = {}  # worker -> seconds until something may be stolen, 0: nothing
         self._held: dict[str, list[Claim]] = {}  # worker -> claims as of its last renewal, and since
+        self._renewed_at: dict[str, float] = {}  # worker -> monotonic time of its last renewal
         self._alone: dict[str, str] = {}  # worker -> the last suspect that it was given
         self.reclaimed = 0  # leases that `reap` has found run out
 
@@ -159,12 +166,46 @@ class SequenceQueue:
         """Block until something new arrives on the streams of the last claim, or may be stolen; claims nothing.
 
         It reads without the group, from the tips that the last `claim` saw, so that quotas stay the claim's business.
+        What arrives wakes everybody who waits. They look one after another, and who finds that it has been taken
+        goes on waiting: else every sequence would cost a claim of each free worker.
         """
-        streams = self._tips.get(worker_id) or dict.fromkeys(self._own_streams(worker_id), b"0-0")
+        streams = dict(self._tips.get(worker_id) or dict.fromkeys(self._own_streams(worker_id), b"0-0"))
+        others = (len(streams) - len(self._own_streams(worker_id))) // len(CLASSES)
         steal_in = self._steal_in.get(worker_id, 0.0)
-        limit_s = min(timeout_s, steal_in) if steal_in else timeout_s
-        arrived = await self._redis.xread(streams, count=1, block=max(1, int(limit_s * 1000)))
-        return bool(arrived)
+        until = time.monotonic() + (min(timeout_s, steal_in) if steal_in else timeout_s)
+        while True:
+            left_ms = max(1, int(1000 * (until - time.monotonic())))
+            arrived = await self._redis.xread(streams, count=1, block=left_ms)
+            if not arrived or not others:
+                return bool(arrived)
+            await asyncio.sleep(random.random() * STAGGER_S * others)
+            newest = {stream.decode(): entries[-1][0] for stream, entries in arrived}
+            delivered = await self._delivered(list(newest))
+            if any(_order(newest[stream]) > _order(delivered[stream]) for stream in newest):
+                return True
+            streams |= delivered
+            if time.monotonic() >= until:
+                return False
+
+    async def _delivered(self, streams: Sequence[str]) -> dict[Any, Any]:
+        """Up to which entry the group has had each stream."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for stream in streams:
+                pipe.xinfo_groups(stream)
+            found = await pipe.execute(raise_on_error=False)
+        ours = [
+            [] if isinstance(groups, ResponseError) else [g for g in groups if g["name"] == keys.GROUP.encode()]
+            for groups in found
+        ]
+        return {stream: g[0]["last-delivered-id"] if g else b"0-0" for stream, g in zip(streams, ours, strict=True)}
+
+    async def may_reap(self, worker_id: str) -> bool:
+        """Whether it is this worker's turn: many workers need not look more often than a few.
+
+        Each that asks every sixth of a lease keeps the looks at least half as far apart, and never farther than that.
+        """
+        turn = await self._redis.set(keys.reap_turn(self._model), worker_id, nx=True, px=max(1, self._lease_ms // 12))
+        return bool(turn)
 
     async def reap(self, worker_id: str, limit: int) -> list[Claim]:
         """Take sequences whose lease has run out, from any stream of the model; claims up to `limit` of them.
@@ -172,7 +213,8 @@ class SequenceQueue:
         The others wait, handed back, for whoever claims next; suspects wait for an empty worker.
         """
         held = self._held.get(worker_id)
-        if held:  # we are late, perhaps, but not dead
+        late_s = time.monotonic() - self._renewed_at.get(worker_id, -math.inf)
+        if held and late_s > self._lease_ms / 2000:  # we are late, perhaps, but not dead
             await self.renew(worker_id, held)
         workers = [name.decode() for name in await self._redis.zrange(keys.workers(self._model), 0, -1)]
         nobodys = ["", keys.HANDED_BACK, keys.SUSPECTS]
@@ -194,7 +236,9 @@ class SequenceQueue:
         for claim in claims:
             names += [keys.sequence(self._model, claim.spec.id), claim.stream]
             args += [claim.entry, claim.attempt]
+        began = time.monotonic()
         lost = set(await _RENEW(self._redis, names, args)) if claims else set()
+        self._renewed_at[worker_id] = began
         self._held[worker_id] = [claim for i, claim in enumerate(claims) if i not in lost]
         return [claim for i, claim in enumerate(claims) if i in lost]
 
@@ -293,3 +337,8 @@ class SequenceQueue:
             stream.decode(), entry.decode(), seq.decode(errors="replace"), reason, worker_id, packed, keys.GROUP
         )
         await bury(self._redis, self._model, found)
+
+
+def _order(entry: bytes) -> tuple[int, int]:
+    milliseconds, _, number = entry.partition(b"-")
+    return int(milliseconds), int(number)

@@ -115,6 +115,15 @@ class WorkerRegistry:
         names = [name.decode(errors="replace") for name in await self._redis.zrange(keys.models(), 0, -1)]
         return {name for name in names if await self.workers(name)}
 
+    async def live(self, model: str) -> list[str]:
+        """Ids of a model's live workers: what a worker asks with every heartbeat, so without their statuses."""
+        ids = [name.decode(errors="replace") for name in await self._redis.zrange(keys.workers(model), 0, -1)]
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for worker_id in ids:
+                pipe.exists(keys.worker(model, worker_id))
+            found = await pipe.execute()
+        return sorted(worker_id for worker_id, lives in zip(ids, found, strict=True) if lives)
+
     async def workers(self, model: str) -> list[WorkerStatus]:
         """A model's live workers, by id; prunes those gone for more than an hour."""
         index = keys.workers(model)

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 
 from shared.redis import affinity, keys
 from shared.redis.affinity import SHORTEST, Affinity, WarmNotes
-from shared.redis.worker_registry import WorkerRegistry
+from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
 from shared.sequences import SequenceSpec
 from tests.redis.sequences import MODEL, beat, ids, plan, queue, spec, specs
 
@@ -37,6 +37,23 @@ async def test_the_worker_that_computed_the_longest_beginning_is_preferred(redis
     assert await preferred(redis, asking(SHORTEST - 1)) == ()
     assert await preferred(redis, asking(SHORTEST, first=1)) == ()
     assert await preferred(redis, asking(SHORTEST, adapter="a@1")) == (), "KV of the base is of no use to an adapter"
+
+
+async def test_a_burst_looks_at_the_workers_once(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    for worker in ("w1", "w2"):
+        await beat(redis, worker)
+    registry, looks = WorkerRegistry(redis), 0
+    read = registry.workers
+
+    async def counted(model: str) -> list[WorkerStatus]:
+        nonlocal looks
+        looks += 1
+        return await read(model)
+
+    monkeypatch.setattr(registry, "workers", counted)
+    hints = Affinity(redis, registry)
+    await asyncio.gather(*(hints.preferred([asking(8)]) for _ in range(50)))
+    assert looks == 1
 
 
 async def test_prompts_enqueued_together_are_judged_by_their_common_beginning(redis: Redis) -> None:

@@ -230,3 +230,36 @@ async def test_scripts_that_are_missing_are_loaded_again(redis: Redis) -> None:
     (claim, *_) = await q.claim("w1", plan(2))
     await redis.script_flush()
     assert await commit(redis, "w1", claim)
+
+
+async def test_who_wakes_too_late_goes_on_waiting(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.redis.sequence_queue.STAGGER_S", 0.2)
+    monkeypatch.setattr("random.random", lambda: 1.0)
+    q = queue(redis)
+    assert await q.claim("late", plan(4), others=["quick"]) == []
+    waiting = asyncio.create_task(q.wait("late", 30))
+    await wait_until(lambda: _waits(redis))
+    await q.enqueue(specs("a", 3))
+    assert ids(await q.claim("quick", plan(4), others=["late"])) == ["a0", "a1", "a2"]
+    await asyncio.sleep(0.4)
+    assert not waiting.done(), "what woke it has been taken"
+    await q.enqueue(specs("b", 2))
+    assert await asyncio.wait_for(waiting, 5)
+    assert ids(await q.claim("late", plan(4), others=["quick"])) == ["b0", "b1"]
+
+
+async def test_it_wakes_for_what_others_leave(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.redis.sequence_queue.STAGGER_S", 0.2)
+    monkeypatch.setattr("random.random", lambda: 1.0)
+    q = queue(redis)
+    assert await q.claim("late", plan(4), others=["quick"]) == []
+    waiting = asyncio.create_task(q.wait("late", 30))
+    await wait_until(lambda: _waits(redis))
+    await q.enqueue(specs("a", 3))
+    assert ids(await q.claim("quick", plan(1), others=["late"])) == ["a0"]
+    assert await asyncio.wait_for(waiting, 5)
+    assert ids(await q.claim("late", plan(4), others=["quick"])) == ["a1", "a2"]
+
+
+async def _waits(redis: Redis) -> bool:
+    return bool((await redis.info("clients"))["blocked_clients"])

@@ -1,6 +1,7 @@
 """What happens when workers die, freeze, leave; and how sequences end, once."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 from redis.asyncio import Redis
@@ -361,3 +362,37 @@ async def test_every_sequence_ends_exactly_once_among_dying_workers(redis: Redis
     results = await gathered(redis, "j")
     assert sorted(result.id for result in results) == sorted(f"s{i}" for i in range(total))
     assert (await q.depth())["interactive"].leased == 0
+
+
+async def test_of_many_workers_one_at_a_time_looks_for_the_dead(redis: Redis) -> None:
+    q = queue(redis, lease_ms=60_000)
+    assert [await q.may_reap(f"w{i}") for i in range(5)] == [True, False, False, False, False]
+    short = queue(redis, lease_ms=12)
+    await redis.delete(keys.reap_turn(MODEL))
+    assert await short.may_reap("w1")
+
+    async def next_turn() -> bool:
+        return await short.may_reap("w2")
+
+    await wait_until(next_turn)
+
+
+async def test_a_look_for_the_dead_renews_only_what_is_late(redis: Redis) -> None:
+    q = queue(redis, lease_ms=400)
+    await q.enqueue(specs("s", 1))
+    (claim,) = await q.claim("w1", plan(1))
+    await q.renew("w1", [claim])
+
+    async def idle_ms() -> int:
+        return (await redis.xpending_range(claim.stream, keys.GROUP, "-", "+", 1))[0]["time_since_delivered"]
+
+    await wait_until(lambda: _at_least(idle_ms, 50))
+    assert await q.reap("w1", 1) == []
+    assert await idle_ms() >= 50, "it was not renewed"
+    await wait_until(lambda: _at_least(idle_ms, 250))
+    assert await q.reap("w1", 1) == []
+    assert await idle_ms() < 250, "it was"
+
+
+async def _at_least(number: Callable[[], Awaitable[int]], least: int) -> bool:
+    return await number() >= least

@@ -44,6 +44,7 @@ async def test_a_model_is_live_while_a_worker_beats(redis: Redis) -> None:
     await registry.heartbeat(status("w1", "m"))
     await registry.heartbeat(status("w2", "m"))
     assert await registry.workers("m") == [status("w1", "m"), status("w2", "m")]
+    assert await registry.live("m") == ["w1", "w2"]
     assert await registry.live_models() == {"m"}
     await redis.delete(keys.worker("m", "w1"))  # as its time to live does
     await registry.remove("m", "w2")

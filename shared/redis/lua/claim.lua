@@ -29,6 +29,8 @@ local empty, steal_ms, prefix, ttl, alone = ARGV[8] == '1', tonumber(ARGV[9]), A
 local now = server_ms()
 local claims = {}
 local running = 0
+local there = {} -- numbers of KEYS that exist
+local dry = {} -- streams in which nothing waits
 local closed = false -- an entry did not fit into the KV budget: it and all behind it wait, so that it cannot starve
 
 -- What to do with a waiting sequence: 'run', 'cancelled', 'deadline', or nil when there is nothing to run.
@@ -91,8 +93,9 @@ local function choose(entries, quota, limit, min_age)
 end
 
 local function take(stream, quota, limit, min_age, label)
-  if closed or quota <= 0 or limit <= 0 then return 0 end
+  if closed or quota <= 0 or limit <= 0 or dry[stream] then return 0 end
   local entries = undelivered(stream, group, limit + 16)
+  dry[stream] = #entries == 0
   local verdicts, used = choose(entries, quota, limit, min_age)
   if #verdicts == 0 then return 0 end
   redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', #verdicts, 'STREAMS', stream, '>')
@@ -118,12 +121,18 @@ local function batch(first, last, quota)
   end
 end
 
+-- Most workers have no stream of their own, and there may be many workers: one question settles it for all.
+local function others_have_any()
+  return #KEYS > 10 and redis.call('EXISTS', unpack(KEYS, 11)) > 0
+end
+
 local function tips()
-  local ids = {}
+  local ids, look_at_others = {}, others_have_any()
   for i = 1, #KEYS do
     if i < 9 or i > 10 then
       ids[#ids + 1] = '0-0'
-      if redis.call('EXISTS', KEYS[i]) == 1 then
+      there[i] = (i < 9 or look_at_others) and redis.call('EXISTS', KEYS[i]) == 1
+      if there[i] then
         local info = redis.call('XINFO', 'STREAM', KEYS[i])
         for j = 1, #info, 2 do if info[j] == 'last-generated-id' then ids[#ids] = info[j + 1] end end
       end
@@ -166,13 +175,16 @@ interactive(1, 3, rows)
 batch(5, 7, batch_left)
 local look_again = 0
 for i = 11, #KEYS do
-  local is_batch = i % 2 == 0
-  local limit = is_batch and math.min(rows, batch_left) or rows
-  local used = take(KEYS[i], limit, limit, steal_ms, 'run')
-  rows = rows - used
-  if is_batch then batch_left = batch_left - used end
-  local left = undelivered(KEYS[i], group, 1)[1]
-  local ms = left and tonumber(string.match(left[1], '^%d+')) + steal_ms - now or 0
-  if ms > 0 then look_again = look_again > 0 and math.min(look_again, ms) or ms end
+  local first = there[i] and undelivered(KEYS[i], group, 1)[1]
+  if first then
+    local is_batch = i % 2 == 0
+    local limit = is_batch and math.min(rows, batch_left) or rows
+    local used = take(KEYS[i], limit, limit, steal_ms, 'run')
+    rows = rows - used
+    if is_batch then batch_left = batch_left - used end
+    local left = undelivered(KEYS[i], group, 1)[1]
+    local ms = left and tonumber(string.match(left[1], '^%d+')) + steal_ms - now or 0
+    if ms > 0 then look_again = look_again > 0 and math.min(look_again, ms) or ms end
+  end
 end
 return {ids, claims, look_again}

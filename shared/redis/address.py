@@ -1,0 +1,104 @@
+"""Redis URLs: what they name, and what of them may be shown. No connection is made here.
+
+Besides redis-py's redis://, rediss:// and unix:// there is Sentinel's form, which others (docket, Prefect) spell alike:
+
+    redis+sentinel://[user:password@]host[:port][,host[:port]...]/service[/db][?options]
+
+and rediss+sentinel:// for TLS to both kinds of server. User and password open the data servers;
+`sentinel_username` and `sentinel_password` among the options open the Sentinels. The other options are redis-py's and
+go to the data servers, those that begin with `ssl_` to both.
+"""
+
+import re
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, unquote, urlencode
+
+SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
+SCHEMES = ("redis", "rediss", "unix", *SENTINEL_SCHEMES)
+SENTINEL_PORT = 26379
+
+_MEMBER = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\[\]:,/\s]+)(?::(?P<port>\d{1,5}))?")
+_SECRET_OPTION = re.compile(r"(?<=[?&])((?:sentinel_)?password)=[^&]*")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A Redis URL taken apart, nothing decoded. `hosts` may be several, with commas between."""
+
+    scheme: str
+    username: str
+    password: str
+    hosts: str
+    path: str  # from the slash on
+    query: str
+
+    @classmethod
+    def of(cls, url: str) -> "Parts":
+        """Of any URL; what is missing is ''."""
+        scheme, _, rest = url.partition("://")
+        rest, _, query = rest.partition("?")
+        place, slash, path = rest.partition("/")
+        credentials, _, hosts = place.rpartition("@")
+        username, _, password = credentials.partition(":")
+        return cls(scheme.lower(), username, password, hosts, slash + path, query)
+
+
+@dataclass(frozen=True)
+class SentinelAddress:
+    """Which Sentinels to ask for which service, and how to speak to both kinds of server."""
+
+    sentinels: tuple[tuple[str, int], ...]
+    service: str
+    tls: bool
+    data_url: str  # redis:// or rediss:// with everything but the host, for redis-py's own parser
+    username: str = ""  # at the Sentinels
+    password: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The Sentinels, for messages."""
+        return ", ".join(f"{host}:{port}" for host, port in self.sentinels)
+
+    @classmethod
+    def parse(cls, url: str) -> "SentinelAddress":
+        """ValueError says what is wrong."""
+        parts = Parts.of(url)
+        service, _, db = parts.path.strip("/").partition("/")
+        if not service:
+            raise ValueError(f"the Sentinels' service is missing: {parts.scheme}://HOST:{SENTINEL_PORT}/SERVICE")
+        if db and not db.isdigit():
+            raise ValueError(f"{db!r} is no number of a database: {parts.scheme}://HOST:{SENTINEL_PORT}/SERVICE/0")
+        options = parse_qsl(parts.query, keep_blank_values=True)
+        for_data = urlencode([(name, value) for name, value in options if not name.startswith("sentinel_")])
+        for_sentinels = {name: value for name, value in options if name.startswith("sentinel_")}
+        username, password = for_sentinels.pop("sentinel_username", ""), for_sentinels.pop("sentinel_password", "")
+        if for_sentinels:
+            raise ValueError(f"unknown option {min(for_sentinels)}; there are sentinel_username and sentinel_password")
+        tls = parts.scheme == "rediss+sentinel"
+        credentials = f"{parts.username}:{parts.password}@" if parts.username or parts.password else ""
+        data_url = f"{'rediss' if tls else 'redis'}://{credentials}sentinel/{db or 0}" + (for_data and f"?{for_data}")
+        return cls(_members(parts.hosts), unquote(service), tls, data_url, username, password)
+
+
+def is_sentinel(url: str) -> bool:
+    """Whether a URL names a service of Sentinels."""
+    return Parts.of(url).scheme in SENTINEL_SCHEMES
+
+
+def shown(url: str) -> str:
+    """A Redis URL without its passwords."""
+    scheme, separator, rest = url.partition("://")
+    place, question, options = rest.partition("?")
+    credentials, at, host = place.rpartition("@")
+    options = _SECRET_OPTION.sub(r"\1=***", f"{question}{options}")
+    return f"{scheme}{separator}{'***@' if at and credentials else ''}{host}{options}"
+
+
+def _members(hosts: str) -> tuple[tuple[str, int], ...]:
+    members: list[tuple[str, int]] = []
+    for each in hosts.split(","):
+        found = _MEMBER.fullmatch(each.strip())
+        if found is None or int(found["port"] or 1) not in range(1, 65536):
+            raise ValueError(f"{each!r} is no HOST:PORT of a Sentinel")
+        members.append((found["host"].strip("[]"), int(found["port"] or SENTINEL_PORT)))
+    return tuple(members)

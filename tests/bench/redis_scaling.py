@@ -1,0 +1,342 @@
+"""How many workers and apis one Redis carries: `python -m tests.bench.redis_scaling [--workers 1 2 4 ...]`.
+
+N of the product's workers around a model that only keeps time (timed_worker.py), and M api processes' worth of streams
+through `Ring`, `Generation` and `FrameReader`, against one real embedded Redis. Workers and apis share a few operating
+system processes, so on a small machine *they* run out of CPU long before Redis does. Therefore the figures of Redis
+are its own: CPU of its main thread, calls by command, memory. `kept` is tokens delivered over tokens offered, `steps`
+decode steps done over those that should have been.
+
+`--tokens-per-s T` keeps the total constant: the decode step becomes longer as workers are added, so what is left to
+see is what workers cost by being there. `full at` extrapolates: the tok/s at which Redis' one thread would have no time
+left, were all else in proportion.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import math
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import redis as sync_redis
+import uvloop
+
+from api.generation import Generation, Work, settled
+from api.ring import Ring
+from shared.logs import configure
+from shared.redis.client import Script
+from shared.redis.embedded import EmbeddedRedis
+from shared.sequences import SamplingParams
+from shared.settings import ApiSettings, load
+from tests.bench.timed_worker import MODEL, TimedEngine, work
+
+WARM_UP_S = 3.0
+DELAYS_KEPT = 200_000
+SAMPLE_S = 2.0
+HEADER = (
+    "workers apis  step ms  offered delivered  kept  steps  seq/s | Redis: main %  all %  % per 1k tok/s   full at  "
+    "calls/s     MB | p50 ms   p99 ms | simulators' cores  load"
+)
+
+
+@dataclass(frozen=True)
+class Level:
+    """One measurement's shape."""
+
+    workers: int
+    apis: int
+    rows: int
+    step_s: float
+    prompt: int
+    tokens: int
+    fill: float  # streams in flight over rows
+
+    @property
+    def offered(self) -> float:
+        """Tokens a second if every row that has a stream were full and every step on time."""
+        return self.workers * self.rows / self.step_s * min(1.0, self.fill)
+
+
+# -- the simulators, each in a process
+
+
+def be_workers(pipe: Connection, url: str, level: Level, count: int, first: int, folder: str) -> None:
+    """A process of workers."""
+    configure("ERROR", True)
+
+    async def run() -> None:
+        up = asyncio.Event()
+        working = asyncio.create_task(work(url, count, level.rows, level.step_s, Path(folder), first, up.set))
+        waiting = asyncio.create_task(up.wait())
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        await answer(pipe, working, lambda: sum(engine.steps for engine in TimedEngine.all))
+        working.cancel()
+        await asyncio.wait({working})
+
+    uvloop.run(run())
+
+
+@dataclass
+class Heard:
+    """What the readers of one process have seen."""
+
+    tokens: int = 0
+    sequences: int = 0
+    delays: list[float] = field(default_factory=list)  # seconds from decode step to reader
+
+
+def be_apis(pipe: Connection, url: str, level: Level, count: int, first: int) -> None:
+    """A process of apis, each with its share of the streams in flight."""
+    configure("ERROR", True)
+    heard = Heard()
+
+    async def run() -> None:
+        rings = [Ring(load(ApiSettings, ["--redis", url, "--api-id", f"a{first + i}"])) for i in range(count)]
+        for ring in rings:
+            await ring.start()
+        streams = round(level.workers * level.rows * level.fill * count / level.apis)
+        reading = asyncio.gather(*(stream(rings[i % count], level, heard, i) for i in range(streams)))
+        await answer(pipe, reading, lambda: (heard.tokens, heard.sequences, heard.delays[-DELAYS_KEPT:]))
+        reading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reading
+        await settled()
+        for ring in rings:
+            await ring.stop()
+
+    uvloop.run(run())
+
+
+async def stream(ring: Ring, level: Level, heard: Heard, number: int) -> None:
+    """One client: request after request, each read to its end. The first ones differ in length, so that ends spread."""
+    for count in itertools.count():
+        length = level.tokens if count else 1 + number * 7919 % level.tokens
+        served = await ring.served(MODEL)
+        draw = random.Random(f"{ring.api_id} {number} {count}")
+        prompt = tuple(draw.randrange(2, 200) for _ in range(level.prompt))
+        sampling, deadline = SamplingParams(length, seed=1), int(1000 * (time.time() + 600))
+        name = f"{ring.api_id}-{number}-{count}"
+        generation = await Generation.start(
+            ring, Work(name, served.card.name, (prompt,), sampling, deadline_ms=deadline)
+        )
+        try:
+            async for events in generation.batches():
+                now = time.time()
+                for _, event in events:
+                    heard.tokens += len(event.tokens)
+                    heard.delays += [now - at for at in event.logprobs]
+        finally:
+            generation.close()
+        heard.sequences += 1
+        if len(heard.delays) > 2 * DELAYS_KEPT:
+            del heard.delays[:DELAYS_KEPT]
+
+
+async def answer(pipe: Connection, working: "asyncio.Future[Any]", counts: Callable[[], Any]) -> None:
+    """Say ready, then the counts at every question, until the other end is closed or the work has failed."""
+    pipe.send("ready")
+    while True:
+        try:
+            await asyncio.to_thread(pipe.recv)
+        except EOFError:
+            return
+        if working.done():
+            working.result()
+        pipe.send(counts())
+
+
+# -- the measurement
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of all simulators, since their start."""
+
+    steps: int
+    tokens: int
+    sequences: int
+    delays: list[float]  # sorted
+
+
+class Simulators:
+    """The processes of one level."""
+
+    def __init__(self, url: str, level: Level, folder: str, processes: int) -> None:
+        self._level, self._url = level, url
+        self._context = multiprocessing.get_context("spawn")
+        self._ready: list[tuple[Any, Connection]] = []
+        self._worker_processes = min(processes, level.workers)
+        self._start([(be_workers, count, first, folder) for count, first in shares(level.workers, processes)])
+        self._start([(be_apis, count, first) for count, first in shares(level.apis, processes)])
+
+    def _start(self, calls: list[tuple[Any, ...]]) -> None:
+        started = []
+        for target, *arguments in calls:
+            ours, theirs = self._context.Pipe()
+            child = self._context.Process(target=target, args=(theirs, self._url, self._level, *arguments), daemon=True)
+            child.start()
+            theirs.close()
+            started.append((child, ours))
+        self._ready += started
+        for child, pipe in started:
+            assert pipe.poll(120) and pipe.recv() == "ready", child
+
+    def ask(self) -> Counts:
+        """What has happened so far."""
+        for _, pipe in self._ready:
+            pipe.send("?")
+        answers = [pipe.recv() for _, pipe in self._ready]
+        workers, apis = answers[: self._worker_processes], answers[self._worker_processes :]
+        delays = sorted(delay for _, _, part in apis for delay in part)
+        return Counts(sum(workers), sum(tokens for tokens, _, _ in apis), sum(ended for _, ended, _ in apis), delays)
+
+    def cpu_s(self) -> float:
+        """CPU that they have used."""
+        return sum(sum(psutil.Process(child.pid).cpu_times()[:2]) for child, _ in self._ready)
+
+    def stop(self) -> None:
+        """Readers first, then workers."""
+        for child, pipe in reversed(self._ready):
+            pipe.close()
+            child.join(30)
+            if child.is_alive():
+                child.kill()
+
+
+def shares(total: int, parts: int) -> list[tuple[int, int]]:
+    """(how many, number of the first) for each part that gets any."""
+    bounds = [total * i // min(parts, total) for i in range(min(parts, total) + 1)]
+    return [(after - before, before) for before, after in itertools.pairwise(bounds)]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Redis at one moment."""
+
+    at: float
+    main_s: float  # CPU of its main thread
+    all_s: float
+    commands: dict[str, tuple[int, int]]  # calls, microseconds
+    memory: int
+
+    @classmethod
+    def now(cls, client: "sync_redis.Redis[bytes]") -> "Seen":
+        """By its own account."""
+        cpu = client.info("cpu")
+        commands = {
+            name.removeprefix("cmdstat_"): (int(stat["calls"]), int(stat["usec"]))
+            for name, stat in client.info("commandstats").items()
+        }
+        main = cpu["used_cpu_sys_main_thread"] + cpu["used_cpu_user_main_thread"]
+        whole = cpu["used_cpu_sys"] + cpu["used_cpu_user"]
+        return cls(time.perf_counter(), main, whole, commands, client.info("memory")["used_memory"])
+
+
+def measure(level: Level, seconds: float, processes: int, show_commands: bool) -> None:
+    """Print one row, and with `show_commands` what Redis was asked to do."""
+    with tempfile.TemporaryDirectory() as folder, EmbeddedRedis(Path(folder)) as server:
+        client = sync_redis.Redis.from_url(server.url)
+        simulators = Simulators(server.url, level, folder, processes)
+        try:
+            while level.offered and not simulators.ask().sequences:
+                time.sleep(0.2)
+            time.sleep(WARM_UP_S)
+            counts, cpu, before = simulators.ask(), simulators.cpu_s(), Seen.now(client)
+            time.sleep(seconds)
+            after, cpu_after, counts_after = Seen.now(client), simulators.cpu_s(), simulators.ask()
+            scripts = sample_scripts(client) if show_commands else {}
+        finally:
+            simulators.stop()
+            client.close()
+    took = after.at - before.at
+    tokens = counts_after.tokens - counts.tokens
+    main, rate = (after.main_s - before.main_s) / took, tokens / took
+    steps = (counts_after.steps - counts.steps) * level.step_s / took / level.workers
+    calls = sum(n for n, _ in after.commands.values()) - sum(n for n, _ in before.commands.values())
+    late = counts_after.delays or [math.nan]
+    print(
+        f"{level.workers:7d} {level.apis:4d} {1000 * level.step_s:8.1f} {level.offered:8,.0f} {rate:9,.0f} "
+        f"{rate / level.offered if level.offered else math.nan:5.2f}  {steps:5.2f} "
+        f"{(counts_after.sequences - counts.sequences) / took:6.1f} | {100 * main:13.1f} "
+        f"{100 * (after.all_s - before.all_s) / took:6.1f} {100_000 * main / rate if rate else math.nan:15.2f} "
+        f"{rate / main:9,.0f} {calls / took:8,.0f} {after.memory / 1e6:6.1f} | {1000 * late[len(late) // 2]:6.1f} "
+        f"{1000 * late[int(len(late) * 0.99)]:8.1f} | {(cpu_after - cpu) / took:17.2f} {os.getloadavg()[0]:5.1f}",
+        flush=True,
+    )
+    if show_commands:
+        print_commands(before, after, tokens)
+        for name, times in sorted(scripts.items(), key=lambda item: -sum(item[1])):
+            print(
+                f"      script {name:13s} {len(times) / SAMPLE_S:9.1f} calls/s  {sum(times) / len(times):7.1f} us each"
+            )
+
+
+def sample_scripts(client: "sync_redis.Redis[bytes]") -> dict[str, list[int]]:
+    """Microseconds of each call of each script over SAMPLE_S, out of Redis' slow log."""
+    names = {Script(path.stem).sha: path.stem for path in Path("shared/redis/lua").glob("*.lua")}
+    client.config_set("slowlog-max-len", 100_000)
+    client.config_set("slowlog-log-slower-than", 0)
+    time.sleep(SAMPLE_S)
+    client.config_set("slowlog-log-slower-than", -1)
+    times: dict[str, list[int]] = {}
+    for entry in client.slowlog_get(100_000):
+        if entry["command"].upper().startswith(b"EVALSHA"):
+            times.setdefault(names[entry["command"].split()[1].decode()], []).append(entry["duration"])
+    return times
+
+
+def print_commands(before: Seen, after: Seen, tokens: int) -> None:
+    """What Redis was asked, most time first. A script counts as EVALSHA, and its commands by themselves as well."""
+    took = after.at - before.at
+    rows = []
+    for name, (calls, usec) in after.commands.items():
+        calls_before, usec_before = before.commands.get(name, (0, 0))
+        rows.append((usec - usec_before, calls - calls_before, name))
+    for usec, calls, name in sorted(rows, reverse=True)[:14]:
+        if calls:
+            per_thousand = f"{1000 * calls / tokens:8.2f} per 1,000 tokens  " if tokens else ""
+            print(
+                f"      {name:20s} {calls / took:9.1f} calls/s  {per_thousand}{usec / calls:7.1f} us each  "
+                f"{usec / took / 1e4:6.2f}% of a core"
+            )
+
+
+def main() -> int:
+    """Run the levels one after another."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--apis", type=int, nargs="+", default=[2])
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--step-ms", type=float, default=20)
+    parser.add_argument("--tokens-per-s", type=float, default=0, help="lengthen the step to keep this total; 0: do not")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--fill", type=float, default=1.15, help="streams in flight over rows; 0: nobody asks anything")
+    parser.add_argument("--seconds", type=float, default=8)
+    parser.add_argument("--processes", type=int, default=2, help="of simulated workers, and as many of apis")
+    parser.add_argument("--commands", action="store_true")
+    chosen = parser.parse_args()
+    print(HEADER)
+    for apis, workers in itertools.product(chosen.apis, chosen.workers):
+        step_s = chosen.step_ms / 1000
+        if chosen.tokens_per_s:
+            step_s = workers * chosen.rows / chosen.tokens_per_s
+        level = Level(workers, apis, chosen.rows, step_s, chosen.prompt, chosen.tokens, chosen.fill)
+        measure(level, chosen.seconds, chosen.processes, chosen.commands)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""The product's worker around a model that only keeps time: a decode step takes so long and gives every row a token.
+
+`WorkerProcess` is the real one: claims, leases, heartbeats, frames, logs, commits, counts. Many share one event loop,
+since what is measured is Redis behind them.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import worker.process
+from shared.errors import SetupError
+from shared.frames import Finish, TokenEvent
+from shared.sequences import ModelCard
+from shared.settings import WorkerSettings, load
+from shared.text import TokenizerBundle
+from tests.unit.api_texts import EOS, bundle, codec
+from tests.waiting import wait_until
+from worker.engine.adapters import AdapterStats
+from worker.engine.messages import EngineConfig, EngineStats, OnDeath, OnStep, RowRequest, StepOutput
+from worker.process import WorkerProcess
+
+MODEL = "timed"
+CARD = ModelCard(MODEL, 4096, codec().vocab_size, (EOS,), bundle().sha256, "base", 1024, "float32", created=1)
+LENGTH, CANCELLED = Finish("length"), Finish("cancelled")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What the worker wants of a loaded model."""
+
+    card: ModelCard
+    tokenizer: TokenizerBundle
+
+
+@dataclass
+class Row:
+    """A row of the batch that computes nothing."""
+
+    request: RowRequest
+    position: int
+    last: int
+    cancelled: bool = False
+
+
+class TimedEngine:
+    """Stands where `EngineThread` stands. The logprob of every token is the Unix time of its decode step."""
+
+    step_s = 0.02
+    all: "list[TimedEngine]" = []  # noqa: RUF012  # of this process, for the counts
+
+    def __init__(self, config: EngineConfig, on_step: OnStep, on_death: OnDeath, *rest: Any) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._max_rows = config.max_rows
+        self._on_step = on_step
+        self._waiting: deque[RowRequest] = deque()
+        self._rows: dict[str, Row] = {}
+        self._wake = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+        self.steps = self.tokens = 0
+        TimedEngine.all.append(self)
+
+    def start(self) -> Loaded:
+        self._loop.call_soon_threadsafe(self._begin)
+        return Loaded(CARD, bundle())
+
+    def _begin(self) -> None:
+        self._running = asyncio.create_task(self._decode())
+
+    async def _decode(self) -> None:
+        due = time.perf_counter()
+        while True:
+            while not (self._rows or self._waiting):
+                self._wake.clear()
+                await self._wake.wait()
+                due = time.perf_counter()
+            # A step that is late delays those behind it, as it would in a real engine.
+            due = max(due + self.step_s, time.perf_counter())
+            await asyncio.sleep(due - time.perf_counter())
+            while self._waiting and len(self._rows) < self._max_rows:
+                request = self._waiting.popleft()
+                start = request.prior[-1].end if request.prior else 0
+                self._rows[request.spec.id] = Row(request, start, request.spec.sampling.max_tokens - 1)
+            events = [self._token(row, time.time()) for row in list(self._rows.values())]
+            self.steps += 1
+            self.tokens += len(events)
+            self._on_step(StepOutput(events, len(self._rows)))
+
+    def _token(self, row: Row, now: float) -> TokenEvent:
+        spec, position, attempt = row.request.spec, row.position, row.request.attempt
+        if row.cancelled:
+            del self._rows[spec.id]
+            return TokenEvent(spec.id, attempt, position, [], [], finish=CANCELLED)
+        row.position += 1
+        finish = LENGTH if position >= row.last else None
+        if finish is not None:
+            del self._rows[spec.id]
+        return TokenEvent(spec.id, attempt, position, [2 + position % 200], [now], finish=finish)
+
+    def submit(self, requests: list[RowRequest]) -> None:
+        self._waiting.extend(requests)
+        self._wake.set()
+
+    def cancel(self, seq_id: str, reason: str = "cancelled") -> None:
+        if (row := self._rows.get(seq_id)) is not None:
+            row.cancelled = True
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            rows=len(self._rows), waiting=len(self._waiting), kv_limit_bytes=2**40, steps=self.steps, tokens=self.tokens
+        )
+
+    def adapter_stats(self) -> AdapterStats:
+        return AdapterStats()
+
+    @property
+    def alive(self) -> bool:
+        return True
+
+    def silent_s(self) -> float:
+        return 0.0
+
+    def freeze(self, *, clear_cache: bool) -> None:
+        raise SetupError("nobody pauses here")
+
+    def thaw(self) -> None:
+        """It never freezes."""
+
+    def stop(self, timeout: float = 10.0) -> bool:
+        if self._running is not None:
+            self._loop.call_soon_threadsafe(self._running.cancel)
+        return True
+
+
+async def work(
+    url: str, workers: int, rows: int, step_s: float, folder: Path, first: int, ready: Callable[[], None]
+) -> None:
+    """Run workers until cancelled; `ready` is called once all are in the ring."""
+    TimedEngine.step_s = step_s
+    worker.process.EngineThread = TimedEngine  # type: ignore[misc,assignment]
+    processes = [
+        WorkerProcess(
+            load(
+                WorkerSettings,
+                [
+                    "--redis", url, "--model", MODEL, "--max-batch-size", str(rows), "--worker-id", f"w{first + i}",
+                    "--adapter-cache-dir", str(folder / f"{first + i}"), "--drain-grace-s", "0",
+                ],
+            )
+        )
+        for i in range(workers)
+    ]  # fmt: skip
+    tasks = [asyncio.create_task(process.run()) for process in processes]
+    await wait_until(lambda: all(process._state == "ready" for process in processes), 60)
+    ready()
+    try:
+        await asyncio.shield(asyncio.gather(*tasks))
+    finally:
+        for process in processes:
+            process.stop()
+        await asyncio.gather(*tasks, return_exceptions=True)
