@@ -69,6 +69,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, Any] = {}
     deadline_ms: int = 0  # Unix time; 0: none
     created_ms: int = 0
+    trace: str = ""  # W3C traceparent of the request that submitted it; "": it was not traced
 
     @property
     def total(self) -> int:

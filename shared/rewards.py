@@ -2,7 +2,7 @@
 
 A reward looks at the text of one completion and at the reference of its prompt (`JobInput.reference`). It gives a
 value and named components, which are stored with the sample. The API checks options here, at submission, and imports
-nothing heavy for it; the job runner's processes do the work.
+nothing heavy for it; the job runner's processes do the work, or, for `judge` and `likelihood`, a served model.
 """
 
 import re
@@ -13,6 +13,7 @@ import msgspec
 
 from shared.errors import InvalidRequestError
 from shared.jobs import RewardSpec
+from shared.model_rewards import PROMPT, REFERENCE, JudgeOptions, LikelihoodOptions, ModelOptions, models_of, needs
 
 MAX_PATTERN = 4_096
 
@@ -123,7 +124,10 @@ class WeightedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             check(RewardSpec(part.name, part.options))
 
 
-Options = ExactOptions | RegexOptions | Gsm8kOptions | MathOptions | FormatOptions | LengthOptions | WeightedOptions
+Options = (
+    ExactOptions | RegexOptions | Gsm8kOptions | MathOptions | FormatOptions | LengthOptions | WeightedOptions
+    | ModelOptions
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,8 @@ REWARDS: dict[str, RewardKind] = {
         RewardKind("format", FormatOptions),
         RewardKind("length", LengthOptions),
         RewardKind("weighted", WeightedOptions),
+        RewardKind("judge", JudgeOptions),
+        RewardKind("likelihood", LikelihoodOptions),
     )
 }
 
@@ -172,11 +178,33 @@ def check(spec: RewardSpec) -> Options:
 
 def needs_reference(spec: RewardSpec) -> bool:
     """Whether the reward has nothing to say without a reference; `check` has passed."""
+    return any(_needs_reference(options) for options in _options(spec))
+
+
+def needs_prompt(spec: RewardSpec) -> bool:
+    """Whether the reward looks at the prompt; `check` has passed."""
+    return any(isinstance(options, ModelOptions) and needs(options, PROMPT) for options in _options(spec))
+
+
+def served_models(spec: RewardSpec) -> tuple[str, ...]:
+    """The models and adapters that must be served for this reward; none: it is computed without one."""
+    found = [models_of(options) for options in _options(spec) if isinstance(options, ModelOptions)]
+    return tuple(dict.fromkeys(name for names in found for name in names))
+
+
+def _options(spec: RewardSpec) -> list[Options]:
+    """Its options, or those of its parts."""
     options = check(spec)
     if isinstance(options, WeightedOptions):
-        return any(needs_reference(RewardSpec(part.name, part.options)) for part in options.parts)
+        return [check(RewardSpec(part.name, part.options)) for part in options.parts]
+    return [options]
+
+
+def _needs_reference(options: Options) -> bool:
     if isinstance(options, RegexOptions):
         return not options.pattern or options.group is not None
+    if isinstance(options, ModelOptions):
+        return needs(options, REFERENCE)
     return isinstance(options, ExactOptions | Gsm8kOptions | MathOptions)
 
 

@@ -1,6 +1,7 @@
-"""Scores for data-set tasks: the ring's rewards, in processes of their own, or a function of the user's.
+"""Scores for data-set tasks: the ring's rewards, or a function of the user's.
 
-Rewards are those of shared/rewards.py; a completion that makes one hang or crash costs its own sample, not the run.
+Rewards are those of shared/rewards.py: functions run in processes of their own here, so that a completion that makes
+one hang or crash costs its own sample, not the run; a judge and a likelihood are asked of the ring's workers.
 A function named `package.module:function` is called in this process as `function(completion, reference, **options)`,
 may be async, and gives a number or a number with named components.
 """
@@ -9,36 +10,73 @@ import asyncio
 import contextlib
 import inspect
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from shared import rewards
-from shared.errors import InvalidRequestError, SetupError
-from shared.jobs import RewardSpec
+from shared.errors import InvalidRequestError, ParallmError, SetupError
+from shared.jobs import Message, RewardSpec
+from shared.redis.client import connect
 from shared.scoring.pool import RewardPool, RewardSample
+from shared.scoring.rewards import Models, Rewards
+from shared.scoring.served import ServedRewards
 from shared.trajectories import Reward
 from trainer.environments import Scorer, load_object
 
 Scored = tuple[float, dict[str, float]]
 
 
+class Judges(Models, Protocol):
+    """Who asks served models: `shared.scoring.served.ServedRewards`, or `trainer.http_ring.HttpJudges`."""
+
+    async def check(self, names: Iterable[str]) -> Any:
+        """An error of ours for a model or adapter that cannot be asked."""
+
+
 @contextlib.asynccontextmanager
-async def open_scorer(reward: str, options: Mapping[str, Any]) -> AsyncIterator[Scorer]:
+async def open_scorer(reward: str, options: Mapping[str, Any], judges: Judges) -> AsyncIterator[Scorer]:
     """The scorer that settings name; SetupError when there is no such reward, or when it takes no such options."""
     if ":" in reward:
         yield FunctionScorer(load_object(reward, "reward"), options)
         return
+    spec = _checked(reward, options)
+    pool = RewardPool()
+    try:
+        yield RewardScorer(Rewards(pool, judges), spec)
+    finally:
+        pool.close()
+
+
+@contextlib.asynccontextmanager
+async def ring_judges(redis: str) -> AsyncIterator[ServedRewards]:
+    """Judges on the ring with this Redis; nothing is connected before one is asked."""
+    connection = connect(redis)
+    served = ServedRewards(connection, f"reward-{uuid.uuid4().hex}")
+    try:
+        yield served
+    finally:
+        await served.close()
+        await connection.aclose()
+
+
+async def check_judges(reward: str, options: Mapping[str, Any], judges: Judges) -> None:
+    """SetupError when a model that the reward asks has never been served."""
+    models = () if ":" in reward else rewards.served_models(_checked(reward, options))
+    try:
+        await judges.check(models)
+    except ParallmError as error:
+        raise SetupError(f"reward {reward!r}: {error}; start a worker for it first") from error
+
+
+def _checked(reward: str, options: Mapping[str, Any]) -> RewardSpec:
     spec = RewardSpec(reward, dict(options))
     try:
         rewards.check(spec)
     except InvalidRequestError as error:
         raise SetupError(f"{error}; or a function of your own: package.module:function") from error
-    pool = RewardPool()
-    try:
-        yield RewardScorer(pool, spec)
-    finally:
-        pool.close()
+    return spec
 
 
 @dataclass
@@ -48,17 +86,17 @@ class _Waiting:
 
 
 class RewardScorer:
-    """A reward of the registry. Samples that finish together are scored in one call of the pool."""
+    """A reward of the registry. Samples that finish together are scored in one call."""
 
-    def __init__(self, pool: RewardPool, spec: RewardSpec) -> None:
-        self._pool, self._spec = pool, spec
+    def __init__(self, rewards: Rewards, spec: RewardSpec) -> None:
+        self._rewards, self._spec = rewards, spec
         self._waiting: list[_Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
 
-    async def __call__(self, completion: str, reference: Any) -> Scored:
+    async def __call__(self, completion: str, reference: Any, prompt: str | Sequence[Message] = "") -> Scored:
         """The value and its components; ValueError when the reward failed."""
         future: asyncio.Future[Reward] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(RewardSample(completion, reference), future))
+        self._waiting.append(_Waiting(RewardSample(completion, reference, prompt), future))
         if len(self._waiting) == 1:
             call = asyncio.create_task(self._score())
             self._calls.add(call)
@@ -72,7 +110,7 @@ class RewardScorer:
         await asyncio.sleep(0)  # let the siblings ask too
         batch, self._waiting = self._waiting, []
         try:
-            scored = await self._pool.score(self._spec, [each.sample for each in batch])
+            scored = await self._rewards.score(self._spec, [each.sample for each in batch])
         except BaseException as error:
             for each in batch:
                 if not each.future.done():
@@ -89,7 +127,7 @@ class FunctionScorer:
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         self._function, self._options = function, dict(options)
 
-    async def __call__(self, completion: str, reference: Any) -> Scored:
+    async def __call__(self, completion: str, reference: Any, prompt: str | Sequence[Message] = "") -> Scored:
         """What it says; ValueError when that is no finite number."""
         result = self._function(completion, reference, **self._options)
         if inspect.isawaitable(result):

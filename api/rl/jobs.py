@@ -1,4 +1,4 @@
-"""/v1/jobs: submit, poll, fetch results, cancel. The job runner does the work; here jobs only enter and are read."""
+"""/v1/jobs: submit, poll, fetch results, cancel, delete. The job runner does the work; jobs only enter here."""
 
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.responses import Response, StreamingResponse
 
+from api.collection import check_judges
 from api.errors import error_responses, from_validation
 from api.ring import Ring, ring_of
 from api.rl.job_body import JobBody, upload_inputs
@@ -71,7 +72,7 @@ async def submit_job(
     if body.prompts is None:
         raise InvalidRequestError("'prompts' is required (or upload JSONL as multipart/form-data)", param="prompts")
     target = await _target(ring, body)
-    spec = _checked_spec(body, target)
+    spec = await _checked_spec(ring, body, target)
     job_id, _ = await ring.jobs.create(spec, body.inputs(target.card), body.idempotency_key or idempotency_key)
     return await _accepted(ring, job_id)
 
@@ -87,7 +88,7 @@ async def _submit_upload(request: Request, ring: Ring, idempotency_key: str) -> 
         if body.prompts is not None:
             raise InvalidRequestError("'prompts' and a file exclude each other", param="prompts")
         target = await _target(ring, body)
-        spec = _checked_spec(body, target)
+        spec = await _checked_spec(ring, body, target)
         inputs = upload_inputs(file, target.card)
         job_id, _ = await ring.jobs.create(spec, inputs, body.idempotency_key or idempotency_key)
     return await _accepted(ring, job_id)
@@ -105,10 +106,11 @@ async def _target(ring: Ring, body: JobBody) -> JobTarget:
     return await find_job_target(ring, body.model, body.adapter or body.lora_adapter, body.adapter_policy)
 
 
-def _checked_spec(body: JobBody, target: JobTarget) -> JobSpec:
+async def _checked_spec(ring: Ring, body: JobBody, target: JobTarget) -> JobSpec:
     spec = body.spec(target.card, target.adapter)
     if spec.reward is not None:
         rewards.check(spec.reward)
+        await check_judges(ring, spec.reward, "reward.options")
     return spec
 
 
@@ -195,6 +197,13 @@ async def _all_results(ring: Ring, job_id: str, after: int, complete_only: bool)
 async def cancel_job(job_id: str, ring: TheRing) -> Response:
     """End a job; what has finished stays."""
     return _json(await ring.jobs.cancel(job_id))
+
+
+@router.delete("/v1/jobs/{job_id}", summary="Delete a job", responses=error_responses(404, 409))
+async def delete_job(job_id: str, ring: TheRing) -> dict[str, Any]:
+    """Forget a job that has ended, with its inputs and results, before its time to live is over."""
+    await ring.jobs.delete(job_id)
+    return {"id": job_id, "object": "job", "deleted": True}
 
 
 @router.post(

@@ -1,84 +1,137 @@
 """POST /v1/rewards/score: what the reward registry says of texts, at once. For thousands use a job of kind score.
 
-A job runner computes it in its pool of processes; nothing of the text runs in this process.
+Functions run in a job runner's pool of processes; a judge and a likelihood are asked of a served model through the
+queue, in the class of the caller's key, and cancelled when the client leaves.
 """
 
-import uuid
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.collection import scoring_spec
+from api.auth import calling
+from api.collection import check_judges, scoring_spec
 from api.errors import error_responses
+from api.openai.conversations import template_messages
 from api.openai.fields import RequestModel, complaint
-from api.openai.schemas import Off
+from api.openai.messages import ChatMessage
 from api.ring import Ring, ring_of
-from shared.errors import InvalidRequestError, ServiceUnavailableError
-from shared.redis import keys
-from shared.redis.orders import Orders
-from shared.rewards import needs_reference
-from shared.trajectories import Reward, ScoreOrder
+from api.sse import until_disconnected
+from shared.errors import InvalidRequestError
+from shared.jobs import Prompt, RewardSpec
+from shared.rewards import needs_prompt, needs_reference
+from shared.scoring.pool import RewardSample
 
 router = APIRouter(tags=["training"])
 TheRing = Annotated[Ring, Depends(ring_of)]
+Question = str | list[ChatMessage]
 
 MAX_TEXTS = 1024
-MAX_WAIT_S = 60.0
-_rewards = msgspec.json.Decoder(list[Reward])
+ASKING = ("judge", "likelihood")  # rewards that `model` goes to
 
 
 class ScoreBody(RequestModel):
     """Texts and what to score them by."""
 
-    off: ClassVar[Off] = {"model": ()}  # rewards are functions; no reward model is served
-
     completions: str | list[str] = Field(description="one text, or up to 1,024")
+    prompts: Question | list[Question] | None = Field(
+        default=None, description="what they answer: a text or messages; one for all, or a list with one for each"
+    )
     references: Any = Field(default=None, description="what to compare with: a list, one for each of several texts")
     reward: str | dict[str, Any] | None = Field(default=None, description="a reward's name, or an object with options")
     scoring_function: str | dict[str, Any] | None = Field(default=None, description="the same as `reward`")
+    model: str | None = Field(
+        default=None, description="the reward model: `model` of the reward; alone it asks the reward `judge` of it"
+    )
 
     @model_validator(mode="after")
     def _whole(self) -> "ScoreBody":
-        if (self.reward is None) == (self.scoring_function is None):
-            raise complaint("reward", "give exactly one of 'reward' and 'scoring_function'")
+        if self.reward is not None and self.scoring_function is not None:
+            raise complaint("reward", "give one of 'reward' and 'scoring_function'")
+        if self.reward is None and self.scoring_function is None and self.model is None:
+            raise complaint("reward", "give 'reward' (or 'scoring_function'), or the 'model' that judges")
         if isinstance(self.completions, list):
             if not 1 <= len(self.completions) <= MAX_TEXTS:
                 raise complaint("completions", f"1 to {MAX_TEXTS} texts; use /v1/jobs for more")
             several = isinstance(self.references, list) and len(self.references) == len(self.completions)
             if self.references is not None and not several:
                 raise complaint("references", "a list with one reference for each of 'completions'")
+        if self.prompts is not None and len(self.questions) != len(self.texts):
+            raise complaint("prompts", "one prompt for all, or a list with one for each of 'completions'")
         return self
+
+    @property
+    def texts(self) -> list[str]:
+        """What is scored."""
+        return [self.completions] if isinstance(self.completions, str) else self.completions
+
+    @property
+    def questions(self) -> list[Prompt | None]:
+        """The prompt of each text."""
+        given = self.prompts
+        if given is None or isinstance(given, str):
+            return [given] * len(self.texts)
+        messages = [each for each in given if isinstance(each, ChatMessage)]
+        if messages:
+            return [template_messages(messages)] * len(self.texts)
+        each_own = [each for each in given if not isinstance(each, ChatMessage)]
+        return [each if isinstance(each, str) else template_messages(each) for each in each_own]
+
+    def spec(self) -> RewardSpec:
+        """The reward, checked."""
+        param = "scoring_function" if self.scoring_function is not None else "reward"
+        given = self.reward or self.scoring_function or ("" if self.model is None else ASKING[0])
+        if self.model is None:
+            return scoring_spec(given, param)
+        fields: dict[str, Any] = {"name": given} if isinstance(given, str) else dict(given)
+        if fields.get("name") not in ASKING:
+            raise InvalidRequestError(f"only {' and '.join(ASKING)} ask a model", param="model")
+        options: Any = fields.pop("options", {})
+        if not isinstance(options, dict):
+            raise InvalidRequestError(f"'{param}' is a name, or an object with 'name' and options", param=param)
+        if {**options, **fields}.get("model", self.model) != self.model:
+            raise InvalidRequestError(f"'model' and the model of '{param}' differ", param="model")
+        return scoring_spec({**options, **fields, "model": self.model}, param)
+
+    def samples(self, spec: RewardSpec) -> list[RewardSample]:
+        """What the reward looks at; InvalidRequestError when something that it needs is missing."""
+        references = [self.references] if isinstance(self.completions, str) else self.references
+        references = [None] * len(self.texts) if references is None else references
+        if needs_prompt(spec) and self.prompts is None:
+            raise InvalidRequestError(f"reward '{spec.name}' looks at the prompt: give 'prompts'", param="prompts")
+        if needs_reference(spec) and (bare := [i for i, reference in enumerate(references) if reference is None]):
+            raise InvalidRequestError(
+                f"reward '{spec.name}' compares with a reference, and references[{bare[0]}] is not there",
+                param="references",
+            )
+        return [RewardSample(*each) for each in zip(self.texts, references, self.questions, strict=True)]
 
 
 @router.post(
     "/v1/rewards/score",
     summary="Score texts",
     response_class=Response,
-    responses={200: {"description": "A score for each text"}, **error_responses(400, 413, 429, 503)},
+    responses={200: {"description": "A score for each text"}, **error_responses(400, 404, 413, 429, 503)},
 )
-async def score(body: ScoreBody, ring: TheRing) -> Response:
+async def score(body: ScoreBody, request: Request, ring: TheRing) -> Response:
     """One score for each text; `error` says why there is none."""
-    param = "reward" if body.reward is not None else "scoring_function"
-    spec = scoring_spec(body.reward if body.reward is not None else body.scoring_function or "", param)
-    texts = [body.completions] if isinstance(body.completions, str) else body.completions
-    references = [body.references] if isinstance(body.completions, str) else body.references or [None] * len(texts)
-    if needs_reference(spec) and (bare := [i for i, reference in enumerate(references) if reference is None]):
-        raise InvalidRequestError(
-            f"reward '{spec.name}' compares with a reference, and references[{bare[0]}] is not there",
-            param="references",
-        )
-    order_id = f"score-{uuid.uuid4().hex}"
-    orders = Orders(ring.redis, keys.score_orders(), kept=256)
-    order = ScoreOrder(spec.name, spec.options, tuple(zip(texts, references, strict=True)))
-    limit = min(MAX_WAIT_S, ring.settings.request_timeout_s)
-    await orders.place(order_id, msgspec.json.encode(order), limit)
-    found = await orders.answer(order_id, limit)
-    if found is None:
-        raise ServiceUnavailableError(f"no job runner has answered within {limit:.0f} s")
-    rewards = _rewards.decode(found)
+    spec = body.spec()
+    samples = body.samples(spec)
+    for card in await check_judges(ring, spec, "model" if body.model is not None else "reward"):
+        await ring.served(card.name)  # 503 without a live worker
+        await ring.check_memory(card.name)
+    key = calling.get()
+    scoring = ring.rewards.score(
+        spec,
+        samples,
+        within_s=ring.settings.request_timeout_s,
+        sequence_class="interactive" if key is None else key.sequence_class,
+    )
+    rewards = await until_disconnected(scoring, request.receive)
+    if rewards is None:
+        return Response(status_code=499)
     values = [reward.value for reward in rewards if reward.value is not None]
     answer = {
         "object": "list",

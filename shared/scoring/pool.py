@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from shared import scoring
-from shared.jobs import RewardSpec
+from shared.jobs import Prompt, RewardSpec
 from shared.rewards import Options, check
 from shared.trajectories import Reward
 
@@ -35,6 +35,8 @@ class RewardSample(NamedTuple):
 
     completion: str
     reference: Any
+    prompt: Prompt | None = None  # where a served model is asked
+    model: str = ""  # whose token ids a prompt of ids has
 
 
 class RewardPool:
@@ -85,7 +87,9 @@ class _Processes:
         async with self._free:
             executor = self._started()
             try:
-                future = executor.submit(score_samples, spec, list(samples), timeout_s)
+                future = executor.submit(
+                    score_samples, spec, [each._replace(prompt=None) for each in samples], timeout_s
+                )
                 async with asyncio.timeout(self._longest_s):
                     return await asyncio.wrap_future(future)
             except (TimeoutError, BrokenProcessPool, OSError):  # OSError: its queue was closed as it broke

@@ -5,10 +5,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
+from shared.redis import keys
 from shared.redis.client import connect
 from shared.redis.job_ledger import JobLedger, SampleRecord
 from shared.redis.worker_registry import WorkerRegistry
+from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import CARD, MODEL
 from tests.unit.api_texts import bundle
@@ -42,6 +45,33 @@ async def test_a_job_is_accepted_polled_listed_and_cancelled(server: Api) -> Non
     assert [job["id"] for job in (await server.http.get("/v1/jobs")).json()["data"]] == [status["id"]]
     cancelled = (await server.http.post(f"/v1/jobs/{status['id']}/cancel")).json()
     assert (cancelled["status"], cancelled["counts"]["cancelled"]) == ("cancelled", 6)
+
+
+async def test_a_job_that_has_ended_can_be_deleted_and_its_key_used_again(server: Api, redis: Redis) -> None:
+    body = {**JOB, "prompts": ["a"] * 3, "n": 2, "idempotency_key": "k"}
+    first = (await server.post("/v1/jobs", body)).json()["id"]
+    refused = await server.http.delete(f"/v1/jobs/{first}")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "conflict")
+    line = json.dumps({"prompt_index": 0, "sample_index": 0}).encode()
+    await JobLedger(redis).record(first, [SampleRecord(0, line, "succeeded")])
+    await server.http.post(f"/v1/jobs/{first}/cancel")
+    assert (await server.http.delete(f"/v1/jobs/{first}")).json() == {"id": first, "object": "job", "deleted": True}
+    assert not [key async for key in redis.scan_iter(f"parallm:job:*{first}*")]
+    assert (await server.http.get("/v1/jobs")).json()["data"] == []
+    assert (await server.http.delete(f"/v1/jobs/{first}")).status_code == 404
+    assert (await server.post("/v1/jobs", body)).json()["id"] != first
+
+
+async def test_a_job_that_is_deleted_as_it_ends_pins_no_adapter_version(server: Api, redis: Redis) -> None:
+    """Its runner comes too late to let go of what the job has held."""
+    await publish(server.ring.adapters)
+    body = {**JOB, "kind": "generate", "reward": None, "prompts": ["a"], "adapter": "policy@1"}
+    job = (await server.post("/v1/jobs", body)).json()["id"]
+    assert await redis.zcard(keys.adapter_pins("policy")) == 1
+    await redis.hset(keys.job(job), "state", "succeeded")
+    assert (await server.http.delete(f"/v1/jobs/{job}")).status_code == 200
+    assert await redis.zcard(keys.adapter_pins("policy")) == 0
+    assert not await JobLedger(redis).finish(job, "succeeded")
 
 
 async def test_an_uploaded_job_has_one_prompt_a_line(server: Api) -> None:

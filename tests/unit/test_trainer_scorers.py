@@ -1,13 +1,14 @@
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from shared.errors import SetupError
 from trainer.environments import load_class, read_jsonl
-from trainer.scorers import open_scorer
+from trainer.scorers import Judges, open_scorer
 
+NOBODY = cast(Judges, None)  # no judge is asked
 GSM8K = Path("data/gsm8k/test-64.jsonl")
 
 
@@ -27,21 +28,21 @@ def not_a_number(completion: str, reference: Any) -> Any:
 async def test_answers_to_gsm8k_are_scored_by_the_rings_own_reward() -> None:
     task = read_jsonl(GSM8K)[0]
     wanted = task.reference.rsplit("####", 1)[1].strip()
-    async with open_scorer("gsm8k", {"format_score": 0.1}) as scorer:
+    async with open_scorer("gsm8k", {"format_score": 0.1}, NOBODY) as scorer:
         scores = await asyncio.gather(*(scorer(text, task.reference) for text in (f"So it is {wanted}.", "-7", "?")))
     assert [value for value, _ in scores] == [1.0, 0.1, 0.0]
     assert scores[2][1] == {"found": 0.0, "marked": 0.0}
 
 
 async def test_a_sample_that_cannot_be_scored_costs_nobody_else_anything() -> None:
-    async with open_scorer("exact", {}) as scorer:
+    async with open_scorer("exact", {}, NOBODY) as scorer:
         good, bad = await asyncio.gather(scorer("12", "12"), scorer("12", None), return_exceptions=True)
     assert good == (1.0, {})
     assert isinstance(bad, ValueError) and "needs a reference" in str(bad)
 
 
 async def test_a_cancelled_group_does_not_take_its_siblings_along() -> None:
-    async with open_scorer("exact", {}) as scorer:
+    async with open_scorer("exact", {}, NOBODY) as scorer:
         cancelled = asyncio.create_task(scorer("1", "1"))
         other = asyncio.create_task(scorer("2", "2"))
         await asyncio.sleep(0)
@@ -50,11 +51,11 @@ async def test_a_cancelled_group_does_not_take_its_siblings_along() -> None:
 
 
 async def test_a_function_of_the_users_own_scores() -> None:
-    async with open_scorer("tests.unit.test_trainer_scorers:half_right", {"bonus": 0.25}) as scorer:
+    async with open_scorer("tests.unit.test_trainer_scorers:half_right", {"bonus": 0.25}, NOBODY) as scorer:
         assert await scorer("abc", None) == (0.75, {"length": 3.0})
-    async with open_scorer("tests.unit.test_trainer_scorers:slow_length", {}) as scorer:
+    async with open_scorer("tests.unit.test_trainer_scorers:slow_length", {}, NOBODY) as scorer:
         assert await scorer("abc", None) == (3.0, {})
-    async with open_scorer("tests.unit.test_trainer_scorers:not_a_number", {}) as scorer:
+    async with open_scorer("tests.unit.test_trainer_scorers:not_a_number", {}, NOBODY) as scorer:
         with pytest.raises(ValueError, match="not a finite number"):
             await scorer("abc", None)
 
@@ -72,7 +73,7 @@ async def test_a_wrong_reward_is_refused_before_anything_starts(
     reward: str, options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(SetupError, match=reason):
-        async with open_scorer(reward, options):
+        async with open_scorer(reward, options, NOBODY):
             pass
 
 

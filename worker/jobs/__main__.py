@@ -7,7 +7,7 @@ def main() -> None:
     import asyncio
     import sys
 
-    from shared import logs
+    from shared import logs, tracing
     from shared.errors import ServiceUnavailableError, SetupError
     from shared.lifeline import follow_parent
     from shared.redis.client import require
@@ -18,10 +18,11 @@ def main() -> None:
         settings = load(RunnerSettings)
         if not settings.redis:
             raise SetupError("the job runner needs --redis URL (or PARALLM_REDIS_URL)")
+        logs.configure(settings.log_level, settings.log_json)
+        tracing.start(settings.otlp_endpoint, "runner")
     except SetupError as error:
         print(f"job runner: {error.message}", file=sys.stderr)
         raise SystemExit(2) from None
-    logs.configure(settings.log_level, settings.log_json)
     follow_parent()
 
     async def start() -> None:
@@ -36,6 +37,8 @@ def main() -> None:
     except ServiceUnavailableError as error:  # may pass, so that a supervisor tries again
         print(f"job runner: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    finally:
+        tracing.stop()
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class Collecting:
         for indices in together.values():
             first = settled[indices[0]].spec.collect
             assert first is not None
-            samples = [RewardSample(texts[i], _reference(settled[i])) for i in indices]
+            samples = [_sample(settled[i], texts[i]) for i in indices]
             spec = RewardSpec(first.scoring, first.options)
             try:
                 scores = await self._context.rewards.score(spec, samples)
@@ -140,8 +140,9 @@ def live_trajectory(settled: Settled, text: str, reward: Reward | None) -> LiveT
     )
 
 
-def _reference(settled: Settled) -> object:
-    return settled.spec.collect.reference if settled.spec.collect else None
+def _sample(settled: Settled, text: str) -> RewardSample:
+    spec = settled.spec
+    return RewardSample(text, spec.collect.reference if spec.collect else None, spec.prompt_ids, spec.model)
 
 
 def _text(settled: Settled, codec: TextCodec | None) -> str:

@@ -13,6 +13,8 @@ from shared.redis.job_ledger import JobLedger
 from shared.redis.sequence_queue import SequenceQueue
 from shared.redis.worker_registry import WorkerRegistry
 from shared.scoring.pool import RewardPool
+from shared.scoring.rewards import Rewards
+from shared.scoring.served import ServedRewards
 from shared.text import CodecCache
 from worker.jobs.prompts import PromptCache
 
@@ -21,12 +23,12 @@ WAITING_WINDOWS = 16  # so many jobs' windows may wait in one model's queue; the
 
 @dataclass
 class TickContext:
-    """Connections, caches and the reward pool of one runner."""
+    """Connections, caches and rewards of one runner."""
 
     runner: str
     redis: Redis
     blocking: Redis  # for reads that wait
-    rewards: RewardPool
+    pool: RewardPool
     window: int = 512
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     prompts: PromptCache = field(default_factory=PromptCache)
@@ -39,6 +41,8 @@ class TickContext:
         self.adapters = AdapterStore(self.redis)
         self.affinity = Affinity(self.redis, self.registry)
         self.codecs = CodecCache(self.registry)
+        self.served = ServedRewards(self.redis, f"reward-{self.runner}")
+        self.rewards = Rewards(self.pool, self.served)
         self._queues: dict[str, SequenceQueue] = {}
 
     def queue(self, model: str) -> SequenceQueue:

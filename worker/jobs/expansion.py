@@ -29,8 +29,8 @@ def ordinal_of(sequence: str) -> int:
     return int(sequence.rpartition("-")[2])
 
 
-def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int) -> list[SequenceSpec]:
-    """The group of one prompt."""
+def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int, trace: str = "") -> list[SequenceSpec]:
+    """The group of one prompt; `trace`: a traceparent."""
     first = prompt.index * spec.n
     own = prompt.source.request  # a batch's line
     return [
@@ -49,6 +49,7 @@ def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int) -> list[Sequen
             adapter_policy=spec.adapter_policy,
             deadline_ms=spec.deadline_ms,
             enqueued_ms=now_ms,
+            trace=trace,
         )
         for sample in range(spec.n)
     ]

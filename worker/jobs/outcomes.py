@@ -9,7 +9,8 @@ from shared.frames import FinishReason
 from shared.jobs import JobSpec, JobUsage
 from shared.metrics import Tally
 from shared.redis.job_ledger import Outcome, SampleRecord
-from shared.scoring.pool import RewardPool, RewardSample
+from shared.scoring.pool import RewardSample
+from shared.scoring.rewards import Rewards
 from shared.sequences import SequenceResult
 from shared.text import TextCodec
 from shared.trajectories import Reward, Trajectory
@@ -102,14 +103,18 @@ def given_trajectory(prompt: PreparedPrompt, codec: TextCodec | None) -> Traject
 
 
 async def rewarded(
-    spec: JobSpec, pool: RewardPool, finished: Sequence[tuple[Trajectory, PreparedPrompt]]
+    spec: JobSpec, scorer: Rewards, finished: Sequence[tuple[Trajectory, PreparedPrompt]]
 ) -> list[SampleRecord]:
     """Score what was completed, and make everything ready to be recorded."""
     rewards: dict[int, Reward] = {}
     if spec.reward is not None:
         complete = [i for i, (line, _) in enumerate(finished) if OUTCOMES[line.finish_reason] == "succeeded"]
-        samples = [RewardSample(finished[i][0].text, finished[i][1].source.reference) for i in complete]
-        rewards = dict(zip(complete, await pool.score(spec.reward, samples), strict=True))
+        sources = [finished[i][1].source for i in complete]
+        samples = [
+            RewardSample(finished[i][0].text, source.reference, source.prompt, spec.model)
+            for i, source in zip(complete, sources, strict=True)
+        ]
+        rewards = dict(zip(complete, await scorer.score(spec.reward, samples), strict=True))
     return [_record(spec, trajectory, rewards.get(i)) for i, (trajectory, _) in enumerate(finished)]
 
 

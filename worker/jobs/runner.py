@@ -115,8 +115,8 @@ async def run(settings: RunnerSettings) -> None:
     """Advance jobs until a signal."""
     logging.getLogger("arq").setLevel(logging.WARNING)
     redis, blocking = connect(settings.redis), connect(settings.redis, blocking=True)
-    rewards = RewardPool(settings.reward_processes, settings.reward_timeout_s)
-    context = TickContext(runner_id(), redis, blocking, rewards, window=settings.window)
+    pool = RewardPool(settings.reward_processes, settings.reward_timeout_s)
+    context = TickContext(runner_id(), redis, blocking, pool, window=settings.window)
     worker = RunnerWorker(context, settings.max_jobs)
     counts = MetricWriter(redis, context.tally, "runner", context.runner)
     counting = asyncio.create_task(counts.run())
@@ -133,7 +133,8 @@ async def run(settings: RunnerSettings) -> None:
         await asyncio.gather(*background, *worker.tasks.values(), return_exceptions=True)
         counting.cancel()  # writes a last time, now that the ticks are over
         await asyncio.gather(counting, return_exceptions=True)
-        rewards.close()
+        pool.close()
+        await context.served.close()
         with contextlib.suppress(RedisError, OSError):  # TimeoutError is an OSError
             async with asyncio.timeout(1):
                 await redis.delete(worker.health_check_key)

@@ -16,7 +16,9 @@ from collections.abc import AsyncIterator
 import structlog
 from redis.exceptions import ConnectionError, OutOfMemoryError, RedisError, TimeoutError
 
+from shared import tracing
 from shared.errors import UnknownAdapterError, UnknownJobError, UnknownModelError
+from shared.jobs import JobSpec
 from shared.redis.job_ledger import LEASE_MS
 from shared.redis.job_queue import enqueue_tick
 from worker.jobs.context import TickContext
@@ -38,7 +40,7 @@ async def tick(context: TickContext, job_id: str, number: int) -> None:
     more = True
     try:
         async with _lease_kept(context, job_id):
-            more = await _advance(context, job_id)
+            more = await _advance(context, job_id, number)
         await context.ledger.clear_faults(job_id)
     except REDIS_AWAY:
         raise  # the sweeper takes it up again when Redis is back
@@ -78,14 +80,25 @@ async def _lease_kept(context: TickContext, job_id: str) -> AsyncIterator[None]:
             await renewing
 
 
-async def _advance(context: TickContext, job_id: str) -> bool:
+async def _advance(context: TickContext, job_id: str, number: int) -> bool:
     """Work on the job for a while; False when it has ended."""
     try:
         spec = await context.ledger.spec(job_id)
-        work = await JobWork.on(context, spec)
-        return await work.advance(time.monotonic() + TICK_S)
+        with tracing.span("job tick", {**_told(spec), "parallm.job.tick": number}, link=spec.trace):
+            work = await JobWork.on(context, spec)
+            return await work.advance(time.monotonic() + TICK_S)
     except UnknownJobError:
         return False  # its time to live is over
     except (UnknownModelError, UnknownAdapterError) as error:
         await context.ledger.finish(job_id, "failed", error.message)
         return False
+
+
+def _told(spec: JobSpec) -> dict[str, str | int]:
+    return {
+        "parallm.job.id": spec.id,
+        "parallm.job.kind": spec.kind,
+        "parallm.job.samples": spec.total,
+        "parallm.model": spec.model,
+        "parallm.adapter": spec.adapter,
+    }

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 
+import msgspec
 import structlog
 
 from shared.errors import QueueFullError, UnknownModelError, UnreadableMessageError
@@ -11,9 +12,10 @@ from shared.frames import Finish
 from shared.jobs import PIN_S, TERMINAL, JobSpec, JobState, pin_owner
 from shared.redis import keys
 from shared.redis.dead_letters import Unusable, bury
-from shared.redis.job_ledger import JobProgress
+from shared.redis.job_ledger import JobProgress, SampleRecord
 from shared.sequences import ModelCard, SequenceResult, SequenceSpec, decode_result
 from shared.text import TextCodec
+from shared.tracing import traceparent
 from shared.trajectories import Trajectory
 from worker.jobs.context import TickContext
 from worker.jobs.expansion import is_sample, ordinal_of, prompts_to_expand, sequence_id, sequences
@@ -45,6 +47,7 @@ class JobWork:
         self._codec = codec
         self._queue = context.queue(spec.model)
         self._finished = keys.finished(spec.model, spec.id)
+        self._left_out = False  # rewards that the job's end did not wait for
 
     @classmethod
     async def on(cls, context: TickContext, spec: JobSpec) -> "JobWork":
@@ -61,7 +64,7 @@ class JobWork:
             progress = await self._ledger.progress(self._spec.id)
             if progress.state in TERMINAL:
                 return False
-            if progress.recorded >= self._spec.total:
+            if progress.recorded >= self._spec.total and not self._left_out:
                 return await self._succeed(progress)
             ending = _ending(self._spec, progress)
             if ending is not None:
@@ -97,7 +100,8 @@ class JobWork:
         impossible = [(line, p) for p in prompts if p.error for line in impossible_trajectories(self._spec, p, p.error)]
         if impossible:
             await self._keep(impossible)
-        groups = [sequences(self._spec, p, now_ms) for p in prompts if not p.error]
+        trace = traceparent()
+        groups = [sequences(self._spec, p, now_ms, trace) for p in prompts if not p.error]
         if not groups:
             return
         together: dict[tuple[str, ...], list[SequenceSpec]] = {}
@@ -124,9 +128,23 @@ class JobWork:
 
     async def _keep(self, finished: list[tuple[Trajectory, PreparedPrompt]]) -> None:
         """Reward and record samples."""
-        records = await rewarded(self._spec, self._context.rewards, finished)
+        records = await self._rewarded(finished)
         if await self._ledger.record(self._spec.id, records):
             count_rewards(self._context.tally, records)
+
+    async def _rewarded(self, finished: list[tuple[Trajectory, PreparedPrompt]]) -> list[SampleRecord]:
+        """Samples with their rewards, which a judge may take a while for; without, when the job ends meanwhile."""
+        scoring = asyncio.create_task(rewarded(self._spec, self._context.rewards, finished))
+        try:
+            while not (await asyncio.wait({scoring}, timeout=LOOK_S))[0]:
+                if _ending(self._spec, await self._ledger.progress(self._spec.id)):
+                    self._left_out = True
+                    bare = msgspec.structs.replace(self._spec, reward=None)
+                    return await rewarded(bare, self._context.rewards, finished)
+            return scoring.result()
+        finally:
+            scoring.cancel()
+            await asyncio.gather(scoring, return_exceptions=True)
 
     # --- gather ---
 
