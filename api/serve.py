@@ -1,7 +1,8 @@
 """`mlx_parallm_serve`: Redis, api, job runner and workers on one machine, as child processes.
 
-With `--redis URL` it joins an existing ring. Every process talks to the others through Redis alone, so a second
-machine's `mlx_parallm_worker --redis ...` is no different from the workers started here.
+With `--redis URL`, or `--connect-to HOST:PORT` of an api, it joins an existing ring. Every process talks to the others
+through Redis alone, so a second machine's `mlx_parallm_worker --redis ...` is no different from the workers started
+here.
 """
 
 import asyncio
@@ -21,10 +22,13 @@ from pydantic import SecretStr
 from api.auth import check_exposure
 from api.key_ring import KeyRing
 from api.supervisor import ChildSpec, Supervisor, wait_for
+from shared import tracing
+from shared.discovery import join
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.lifeline import follow_parent
 from shared.logs import configure
-from shared.redis.client import answers, require, shown
+from shared.redis.address import shown
+from shared.redis.client import answers, require
 from shared.redis.embedded import EmbeddedRedis
 from shared.settings import ApiSettings, RunnerSettings, ServeSettings, WorkerSettings, load
 
@@ -32,6 +36,7 @@ log = structlog.get_logger()
 
 TRAINER = "trainer.hosted:HostedTrainer"
 TRAINER_FLAGS = ("lora_rank", "atropos_url")  # of ours that are the hosted trainer's settings
+SECRETS = ("PARALLM_API_KEY", "PARALLM_CONNECT_KEY", "PARALLM_REDIS_PASSWORD")
 READY_TIMEOUT_S = 600.0  # a large model loads for minutes
 REDIS_LOOK_S = 0.2
 LAST_LOOK_S = 1.0  # at the end: without Redis no child can finish anything
@@ -45,7 +50,10 @@ def main(argv: list[str] | None = None) -> int:
         configure(settings.log_level, settings.log_json)
         check_modes(settings)
         check_exposure(settings)
-        os.environ.pop("PARALLM_API_KEY", None)  # no child inherits it: the apis get digests, the others nothing
+        tracing.target(settings.otlp_endpoint)  # a wrong one is told once, here
+        for secret in SECRETS:
+            os.environ.pop(secret, None)  # no child inherits it: the apis get digests of keys, the others nothing
+        asyncio.run(join(settings))
         with _embedded(settings) as server:
             if server is not None:
                 settings.redis = server.url

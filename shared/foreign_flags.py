@@ -19,10 +19,8 @@ _TENSOR_PARALLEL = (
 _QUANTIZED_KV = "KV is kept in the model's dtype; --kv-memory-gb bounds it"
 
 REFUSED = {
-    "share-model": "any ring can be joined, with nothing to switch on: run the mlx_parallm_worker line that is printed "
-    "when the server is ready; weights are not sent, so the other machine needs its own copy of the model",
-    "connect-to": "to add a machine to a ring run mlx_parallm_worker --redis URL --model MODEL there; the ring's "
-    "mlx_parallm_serve prints that line",
+    "share-model": "any ring can be joined, with nothing to switch on: mlx_parallm_worker --connect-to HOST:PORT, or "
+    "the line that is printed when the server is ready; weights are not sent: the other machine needs the model, too",
     "adapter-path": "adapters are versions that the ring keeps: start, then mlx_parallm adapters upload DIR",
     "max-generation-tokens": "a request's 'max_tokens' is bounded by the model's context; --max-context shortens it",
     "completion-batch-size": "there is one batch, of --max-batch-size rows",

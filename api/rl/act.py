@@ -19,7 +19,6 @@ from api.continuations import log_probabilities
 from api.errors import error_responses
 from api.generation import Work
 from api.openai.choices import ends_with_stop_token
-from api.openai.classifications import softmax
 from api.openai.completions import encoded
 from api.openai.conversations import template_messages
 from api.openai.fields import RequestModel, complaint
@@ -30,6 +29,7 @@ from api.openai.sampling import check_prompts, deadline, room_for
 from api.ring import Ring, ring_of
 from api.targets import Target
 from shared.frames import spans_of
+from shared.model_rewards import softmax
 from shared.sequences import AdapterPolicy, SamplingParams
 from shared.text import TextCodec
 

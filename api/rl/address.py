@@ -1,12 +1,13 @@
 """GET /v1/ring: where this ring's Redis is, for processes that join it knowing the api alone (`--connect-to`)."""
 
 from typing import Annotated
-from urllib.parse import urlsplit
+from urllib.parse import unquote
 
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field
 
 from api.ring import Ring, ring_of
+from shared.redis.address import Parts
 
 router = APIRouter(tags=["operations"])
 TheRing = Annotated[Ring, Depends(ring_of)]
@@ -28,6 +29,6 @@ async def ring_address(ring: TheRing) -> RingAddress:
 
 def address_of(url: str) -> RingAddress:
     """What may be told of a Redis URL."""
-    parts = urlsplit(url)
-    plain = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
-    return RingAddress(redis=plain, username=parts.username or "", needs_password=bool(parts.password))
+    parts = Parts.of(url)
+    plain = f"{parts.scheme}://{parts.hosts}{parts.path}"
+    return RingAddress(redis=plain, username=unquote(parts.username), needs_password=bool(parts.password))

@@ -2,8 +2,10 @@ import httpx
 import pytest
 
 from api.rl.address import address_of
-from shared.errors import SetupError
-from trainer.discovery import api_url, find_redis
+from shared.discovery import api_url, find_redis, join
+from shared.errors import ServiceUnavailableError, SetupError
+from shared.settings import JoinSettings, ServeSettings, WorkerSettings, load
+from trainer.settings import TrainSettings
 
 
 def api_over(redis: str, status: int = 200) -> httpx.MockTransport:
@@ -47,7 +49,7 @@ async def test_an_api_never_tells_a_password() -> None:
 
 async def test_a_server_with_keys_wants_one() -> None:
     guarded = api_over("redis://10.0.0.5:6379", 401)
-    with pytest.raises(SetupError, match="PARALLM_API_KEY"):
+    with pytest.raises(SetupError, match="PARALLM_CONNECT_KEY"):
         await find_redis("node1:8000", transport=guarded)
     assert await find_redis("node1:8000", api_key="right", transport=guarded) == "redis://10.0.0.5:6379"
 
@@ -58,3 +60,30 @@ async def test_something_else_at_that_address_is_said_so() -> None:
     for target in ("ftp://x", "http://", "", "host:notaport", "host:0"):
         with pytest.raises(SetupError, match="neither"):
             api_url(target)
+
+
+@pytest.mark.parametrize("kind", [ServeSettings, WorkerSettings, TrainSettings])
+async def test_every_process_that_may_join_a_ring_finds_it_alike(kind: type[JoinSettings]) -> None:
+    both = load(kind, ["--redis", "redis://a", "--connect-to", "node1:8000"])
+    with pytest.raises(SetupError, match="give one of them"):
+        await join(both)
+    found = load(kind, ["--connect-to", "redis://a:1", "--connect-key", "k", "--redis-password", "p"])
+    await join(found)
+    assert (found.redis, found.connect_to) == ("redis://a:1", "")
+    assert not found.connect_key.get_secret_value() and not found.redis_password.get_secret_value()
+    alone = load(kind, [])
+    await join(alone)
+    assert alone.redis == ""
+
+
+async def test_an_api_that_may_answer_later_is_another_matter_than_a_wrong_one() -> None:
+    with pytest.raises(ServiceUnavailableError, match="no api answers at http"):
+        await find_redis("127.0.0.1:9")
+    with pytest.raises(ServiceUnavailableError, match="503"):
+        await find_redis("node1:8000", transport=api_over("redis://x", 503))
+
+
+def test_the_trainer_takes_its_key_under_the_old_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLM_API_KEY", "secret")
+    assert load(TrainSettings, []).connect_key.get_secret_value() == "secret"
+    assert load(ServeSettings, []).connect_key.get_secret_value() == ""

@@ -9,10 +9,11 @@ from urllib.parse import quote, urlsplit
 
 import httpx
 import msgspec
+from pydantic import SecretStr
 
-from shared.errors import SetupError
-
-_REDIS = ("redis", "rediss", "unix")
+from shared.errors import ServiceUnavailableError, SetupError
+from shared.redis.address import SCHEMES, Parts
+from shared.settings import JoinSettings
 
 
 class _Address(msgspec.Struct):
@@ -21,20 +22,39 @@ class _Address(msgspec.Struct):
     needs_password: bool = False
 
 
+async def ring_url(settings: JoinSettings) -> str:
+    """The Redis of the ring that the settings name, "" when they name none; SetupError when they name it twice."""
+    if settings.redis and settings.connect_to:
+        raise SetupError("--redis and --connect-to both name a ring: give one of them")
+    if settings.redis or not settings.connect_to:
+        return settings.redis
+    key, password = settings.connect_key.get_secret_value(), settings.redis_password.get_secret_value()
+    return await find_redis(settings.connect_to, api_key=key, password=password)
+
+
+async def join(settings: JoinSettings) -> None:
+    """Find the ring, and forget what was needed for it: `settings.redis` says it all from now on."""
+    settings.redis = await ring_url(settings)
+    settings.connect_to, settings.connect_key, settings.redis_password = "", SecretStr(""), SecretStr("")
+
+
 async def find_redis(
     target: str, *, api_key: str = "", password: str = "", transport: httpx.AsyncBaseTransport | None = None
 ) -> str:
-    """The Redis URL behind a Redis URL (itself) or an api's URL; SetupError with the reason when there is none."""
-    if target.partition("://")[0] in _REDIS:
+    """The Redis URL behind a Redis URL (itself) or an api's URL.
+
+    SetupError with the reason when there is none, ServiceUnavailableError when nobody answers (yet).
+    """
+    if target.partition("://")[0] in SCHEMES:
         return target
     api = api_url(target)
     address = await _ask(api, api_key, transport)
-    parts = urlsplit(address.redis)
-    here = parts.scheme == "unix" or _is_loopback(parts.hostname or "")
+    parts = Parts.of(address.redis)
+    here = parts.scheme == "unix" or _is_loopback(urlsplit(f"//{parts.hosts.split(',')[0]}").hostname or "")
     if here and not _is_loopback(urlsplit(api).hostname or ""):
         raise SetupError(
             f"the ring of {api} keeps its Redis to its own machine ({address.redis}): start it with --redis "
-            "redis://HOST:PORT that both machines reach, or train on that machine"
+            "redis://HOST:PORT that both machines reach, or join on that machine"
         )
     if not address.needs_password:
         return address.redis
@@ -43,7 +63,7 @@ async def find_redis(
             f"the Redis of {api} ({address.redis}) wants a password, which an api never tells: "
             "set PARALLM_REDIS_PASSWORD, or give the whole URL with --redis"
         )
-    return parts._replace(netloc=f"{quote(address.username)}:{quote(password, safe='')}@{parts.netloc}").geturl()
+    return f"{parts.scheme}://{quote(address.username)}:{quote(password, safe='')}@{parts.hosts}{parts.path}"
 
 
 def api_url(target: str) -> str:
@@ -65,9 +85,11 @@ async def _ask(api: str, api_key: str, transport: httpx.AsyncBaseTransport | Non
         async with httpx.AsyncClient(timeout=10, transport=transport, trust_env=False) as http:
             answer = await http.get(f"{api}/v1/ring", headers=headers)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise SetupError(f"no api answers at {api}: {error or type(error).__name__}") from error
+        raise ServiceUnavailableError(f"no api answers at {api}: {error or type(error).__name__}") from error
     if answer.status_code == 401:
-        raise SetupError(f"{api} wants an API key: set PARALLM_API_KEY, or give --api-key")
+        raise SetupError(f"{api} wants an API key: set PARALLM_CONNECT_KEY, or give --connect-key")
+    if answer.status_code >= 500:
+        raise ServiceUnavailableError(f"{api} answers {answer.status_code}: {answer.text[:200]}")
     try:
         return msgspec.json.decode(answer.content, type=_Address)
     except msgspec.MsgspecError as error:
