@@ -8,12 +8,13 @@ from typing import Any, Protocol
 
 import msgspec
 
+from api.ring import Ring
 from api.targets import Target
 from shared import rewards
 from shared.adapters import AdapterRef
-from shared.errors import InvalidRequestError
+from shared.errors import InvalidRequestError, ParallmError
 from shared.jobs import RewardSpec
-from shared.sequences import Collection
+from shared.sequences import Collection, ModelCard
 from shared.settings import ApiSettings
 
 MAX_METADATA_BYTES = 16_384
@@ -81,6 +82,15 @@ def scoring_spec(given: str | dict[str, Any], param: str = "scoring_function") -
         error.param = param
         raise
     return spec
+
+
+async def check_judges(ring: Ring, scoring: RewardSpec, param: str) -> list[ModelCard]:
+    """The models that the reward asks; UnknownModelError that names `param` when one was never served."""
+    try:
+        return await ring.judges.check(rewards.served_models(scoring))
+    except ParallmError as error:
+        error.param = param
+        raise
 
 
 def _packed_size(value: Any, param: str) -> int:

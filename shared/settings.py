@@ -6,7 +6,6 @@
 
 import json
 import os
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,10 +24,9 @@ from pydantic_settings import (
 
 from shared.errors import SetupError
 from shared.foreign_flags import native
+from shared.redis import address
 
 S = TypeVar("S", bound="ProcessSettings")
-
-_URL_SECRET = re.compile(r"(?<=://)[^/@]*@")
 
 
 class PrefixedEnvironment(EnvSettingsSource):
@@ -55,10 +53,15 @@ class ProcessSettings(BaseSettings):
     redis: str = Field(
         default="",
         validation_alias=AliasChoices("redis", "redis_url", "PARALLM_REDIS_URL"),
-        description="Redis URL; empty: an embedded server is started",
+        description="Redis URL, redis+sentinel://HOST,HOST/SERVICE too; empty: an embedded server is started",
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
     log_json: bool | None = Field(default=None, description="JSON log lines; default: when not on a terminal")
+    otlp_endpoint: str = Field(
+        default="",
+        validation_alias=AliasChoices("otlp_endpoint", "otlp_traces_endpoint", "PARALLM_OTLP_ENDPOINT"),
+        description="OpenTelemetry collector that gets traces, such as http://127.0.0.1:4318; needs the extra `traces`",
+    )
     dry_run: bool = Field(default=False, description="print the resolved settings and exit")
     config: str = Field(default="", description="YAML file with settings")
 
@@ -89,7 +92,8 @@ class ProcessSettings(BaseSettings):
     def resolved(self) -> str:
         """The settings as YAML, secrets hidden."""
         shown = self.model_dump(mode="json")
-        shown["redis"] = _URL_SECRET.sub("***@", self.redis)
+        for name in ("redis", "otlp_endpoint"):
+            shown[name] = address.shown(shown[name])
         return yaml.safe_dump(shown, sort_keys=False)
 
     def environment(self) -> dict[str, str]:
@@ -107,7 +111,15 @@ class ProcessSettings(BaseSettings):
         return variables
 
 
-class WorkerSettings(ProcessSettings):
+class JoinSettings(ProcessSettings):
+    """What a process has that may join a ring by an api of it; `shared/discovery.py` finds the ring."""
+
+    connect_to: str = Field(default="", description="the ring to join: an api of it (HOST:PORT) or its Redis")
+    connect_key: SecretStr = Field(default=SecretStr(""), description="API key for the api that --connect-to names")
+    redis_password: SecretStr = Field(default=SecretStr(""), description="of its Redis: an api does not tell it")
+
+
+class WorkerSettings(JoinSettings):
     """`mlx_parallm_worker`: one per Mac."""
 
     model: str = Field(
@@ -123,7 +135,7 @@ class WorkerSettings(ProcessSettings):
         validation_alias=AliasChoices("max_batch_size", "max_batch", "PARALLM_MAX_BATCH_SIZE"),
         description="rows that decode together",
     )
-    prefill_batch_size: int = Field(default=32, ge=1, description="prompts that prefill together, at most")
+    prefill_batch_size: int = Field(default=128, ge=1, description="prompts that prefill together, at most")
     prefill_chunk: int = Field(default=512, ge=16, description="prompt tokens between two decode steps")
     reserved_interactive_rows: int = Field(default=2, ge=0, description="rows that batch work never takes")
     interactive_share: float = Field(default=0.7, ge=0, le=1, description="share of rows when both classes wait")

@@ -84,6 +84,23 @@ class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):
     gate: str = ""  # "" when the version passed, else the failed checks
 
 
+class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a trainer without Redis tells its ring: that it owns the policy, and how it goes."""
+
+    owner: str
+    instead_of: str = ""  # an owner that is known to be dead
+    base_sha256: str = ""  # of the model that it trains, when it asks for its name
+    status: TrainerStatus | None = None
+    point: TrainingPoint | None = None
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """Who owns a policy from now on, and what the model is called here ("": it was not asked for)."""
+
+    owner: str
+    model: str = ""
+
+
 class Alert(msgspec.Struct, frozen=True):
     """Something that a person should look at."""
 
@@ -143,6 +160,34 @@ class Refusal(msgspec.Struct, frozen=True, tag="refused"):
 
 
 Answer = UpdateAnswer | CheckpointAnswer | Refusal
+
+
+class TakeOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A trainer without Redis asks for an order."""
+
+    owner: str
+    after: str = ""  # one that it took in an earlier life and has not finished, behind this entry; "": a new one
+
+
+class TakenOrder(msgspec.Struct, frozen=True):
+    """An order on its way to such a trainer."""
+
+    entry: str
+    id: str
+    order: msgspec.Raw  # of an `Order`; what is wrong with it the trainer answers
+    deadline_ms: int
+    again: bool
+    too_late: bool  # by the ring's clock
+
+
+class AnswerLetter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What such a trainer says of an order."""
+
+    owner: str
+    entry: str
+    id: str
+    answer: Answer | None = None
+    done: bool = False
 
 
 class TrajectoryStats(msgspec.Struct, frozen=True):

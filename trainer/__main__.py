@@ -12,7 +12,7 @@ import asyncio
 import signal
 import sys
 
-from shared import logs
+from shared import logs, tracing
 from shared.errors import ParallmError
 from shared.settings import load
 from trainer.host import ThreadHost, at_once
@@ -28,10 +28,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(TrainSettings, argv)
         logs.configure(settings.log_level, settings.log_json)
+        tracing.start(settings.otlp_endpoint, "trainer")
         return asyncio.run(_train(settings))
     except ParallmError as error:
         print(f"mlx_parallm_train: {error}", file=sys.stderr)
         return 2
+    finally:
+        tracing.stop()
 
 
 async def _train(settings: TrainSettings) -> int:

@@ -12,8 +12,9 @@ Invariants.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -73,16 +74,7 @@ class Microbatch:
     policy_step_BT: npt.NDArray[np.int32]  # -1 where masked
     advantage_B: npt.NDArray[np.float32]
     positions: int  # padding left out
-
-    @property
-    def loss_tokens(self) -> int:
-        """Tokens in the loss."""
-        return int(self.mask_BT.sum())
-
-    @property
-    def loss_rows(self) -> int:
-        """Rows with a token in the loss."""
-        return int(self.mask_BT.any(axis=1).sum())
+    tokens: int  # of completions
 
 
 def sample_groups(
@@ -151,30 +143,33 @@ def _advantages(
     return [float(a) for a in group_advantages(rewards, scale)]
 
 
-def microbatches(groups: Sequence[SampleGroup], max_tokens: int) -> list[list[SampleGroup]]:
-    """Cut groups into microbatches of at most `max_tokens` positions; a sample is never cut.
+def microbatches(groups: Sequence[SampleGroup], size: Callable[[], int]) -> Iterator[list[SampleGroup]]:
+    """Cut groups into microbatches of at most so many positions; a sample is never cut.
 
-    Groups of similar prompt length go together, so that little is padding. A group that is too large for one
-    microbatch is divided, and its prompt is computed once in each part.
+    `size` is asked anew for each microbatch, right before it is cut. Groups of similar prompt length go together, so
+    that little is padding. A group that is too large for one microbatch is divided, and its prompt is computed once in
+    each part.
     """
-    parts = [part for group in groups for part in _divide(group, max_tokens)]
-    parts.sort(key=lambda part: (len(part.prompt_ids), part.id))
-    batches: list[list[SampleGroup]] = []
-    used = 0
-    for part in parts:
-        if not batches or used + part.tokens > max_tokens:
-            batches.append([])
-            used = 0
-        batches[-1].append(part)
-        used += part.tokens
-    return batches
+    waiting = deque(sorted(groups, key=lambda group: (len(group.prompt_ids), group.id)))
+    while waiting:
+        left = size()
+        batch: list[SampleGroup] = []
+        while waiting and waiting[0].tokens <= left:
+            batch.append(waiting.popleft())
+            left -= batch[-1].tokens
+        if not batch:
+            part, rest = _divide(waiting.popleft(), left)
+            batch.append(part)
+            if rest.samples:
+                waiting.appendleft(rest)
+        yield batch
 
 
-def pad(groups: Sequence[SampleGroup], pad_id: int = 0, multiple: int = 8) -> Microbatch:
-    """Arrays of one microbatch. Widths are multiples of `multiple`, so that few shapes occur."""
+def pad(groups: Sequence[SampleGroup], pad_id: int = 0, multiples: tuple[int, int] = (8, 4)) -> Microbatch:
+    """Arrays of one microbatch. The widths of prompts and completions are multiples, so that few shapes occur."""
     rows = [(index, sample) for index, group in enumerate(groups) for sample in group.samples]
-    prompt_width = _round_up(max(len(group.prompt_ids) for group in groups), multiple)
-    width = _round_up(max(len(sample.completion_ids) for _, sample in rows), min(multiple, 4))
+    prompt_width = _round_up(max(len(group.prompt_ids) for group in groups), multiples[0])
+    width = _round_up(max(len(sample.completion_ids) for _, sample in rows), multiples[1])
     shape = (len(rows), width)
     prompt_PS = np.full((len(groups), prompt_width), pad_id, np.int32)
     completion_BT = np.full(shape, pad_id, np.int32)
@@ -199,6 +194,7 @@ def pad(groups: Sequence[SampleGroup], pad_id: int = 0, multiple: int = 8) -> Mi
         policy_step_BT=policy_step_BT,
         advantage_B=np.array([sample.advantage for _, sample in rows], np.float32),
         positions=sum(group.tokens for group in groups),
+        tokens=sum(len(sample.completion_ids) for _, sample in rows),
     )
 
 
@@ -240,16 +236,15 @@ def _sample(trajectory: Trajectory, advantage: float, policy_steps: dict[str, in
     return Sample(trajectory.completion_ids, trajectory.logprobs, mask, tuple(steps[: len(mask)]), advantage)
 
 
-def _divide(group: SampleGroup, max_tokens: int) -> Iterable[SampleGroup]:
-    part: list[Sample] = []
-    used = len(group.prompt_ids)
+def _divide(group: SampleGroup, max_tokens: int) -> tuple[SampleGroup, SampleGroup]:
+    """As many samples as fit, at least one, and the rest."""
+    used, count = len(group.prompt_ids), 0
     for sample in group.samples:
-        if part and used + len(sample.completion_ids) > max_tokens:
-            yield SampleGroup(group.id, group.prompt_ids, tuple(part))
-            part, used = [], len(group.prompt_ids)
-        part.append(sample)
         used += len(sample.completion_ids)
-    yield SampleGroup(group.id, group.prompt_ids, tuple(part))
+        if count and used > max_tokens:
+            break
+        count += 1
+    return replace(group, samples=group.samples[:count]), replace(group, samples=group.samples[count:])
 
 
 def _round_up(value: int, multiple: int) -> int:

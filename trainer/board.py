@@ -16,17 +16,16 @@ from typing import Protocol, Self
 
 import msgspec
 import structlog
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from shared.errors import ConflictError
+from shared.errors import ConflictError, ParallmError
 from shared.redis import keys
-from shared.redis.training_board import TrainingBoard
 from shared.training import TrainerState, TrainerStatus, TrainingPoint
 
 log = structlog.get_logger()
 
 BEAT_S = keys.TRAINER_TTL_S / 4
+_AWAY = (RedisError, OSError, ParallmError)
 WAIT_FOR_OWNER_S = 2.5 * keys.TRAINER_TTL_S
 
 
@@ -50,11 +49,29 @@ class NoBoard:
         """Nothing."""
 
 
-class RingBoard:
-    """The board in Redis. Entering it takes the policy; ConflictError when another trainer has it and lives on."""
+class BoardStore(Protocol):
+    """Where the board is kept: in Redis (`TrainingBoard`), or behind an api (`trainer.http_ring.HttpBoard`)."""
 
-    def __init__(self, redis: Redis, policy: str) -> None:
-        self._board = TrainingBoard(redis, policy)
+    policy: str
+
+    async def hold(self, owner: str, instead_of: str = "") -> str:
+        """Own the policy for TRAINER_TTL_S; the owner from now on. `instead_of`: one that is known to be dead."""
+
+    async def let_go(self, owner: str) -> None:
+        """Give the policy up, if it is `owner`'s."""
+
+    async def write(self, status: TrainerStatus) -> None:
+        """Replace the status."""
+
+    async def add(self, point: TrainingPoint) -> None:
+        """One more train step on the curves."""
+
+
+class RingBoard:
+    """A ring's board. Entering it takes the policy; ConflictError when another trainer has it and lives on."""
+
+    def __init__(self, board: BoardStore) -> None:
+        self._board = board
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self._state: TrainerState = "starting"
         self._problem = ""
@@ -79,7 +96,7 @@ class RingBoard:
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
-        with contextlib.suppress(RedisError, OSError):
+        with contextlib.suppress(*_AWAY):
             failed = error is not None and not isinstance(error, asyncio.CancelledError)
             self._problem = f"{type(error).__name__}: {error}"[:2000] if failed else ""
             await self.show("failed" if failed else "ended")
@@ -90,9 +107,9 @@ class RingBoard:
         self._status, self._stop = status, stop
 
     async def show(self, state: TrainerState, point: TrainingPoint | None = None) -> None:
-        """See `Board`. A Redis that is away is not waited for: the next heartbeat says the same."""
+        """See `Board`. A ring that is away is not waited for: the next heartbeat says the same."""
         self._state = state
-        with contextlib.suppress(RedisError, OSError):
+        with contextlib.suppress(*_AWAY):
             if point is not None:
                 await self._board.add(point)
             await self._write()
@@ -113,8 +130,8 @@ class RingBoard:
                     self._stop()
                     return
                 await self._write()
-            except (RedisError, OSError) as error:
-                log.warning("train.redis_trouble", error=str(error))
+            except _AWAY as error:
+                log.warning("train.board_away", error=str(error))
             await asyncio.sleep(BEAT_S)
 
 

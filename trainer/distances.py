@@ -13,7 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from trainer.batches import Microbatch
-from trainer.logprobs import BatchArrays, TokenScores, to_arrays
+from trainer.heads import TokenScores
+from trainer.logprobs import BatchArrays, to_arrays
 from trainer.policy import Policy
 from trainer.reports import Distances
 from trainer.state import Arrays

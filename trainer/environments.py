@@ -10,7 +10,7 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -55,7 +55,9 @@ class Environment(Protocol):
 class Scorer(Protocol):
     """Scores a completion against a reference; the ring's rewards, or a function of one's own."""
 
-    async def __call__(self, completion: str, reference: Any) -> tuple[float, dict[str, float]]:
+    async def __call__(
+        self, completion: str, reference: Any, prompt: str | Sequence[Message]
+    ) -> tuple[float, dict[str, float]]:
         """The reward and its named components."""
 
 
@@ -114,7 +116,7 @@ class DatasetEnvironment:
 
     async def step(self, observation: Observation, action: str) -> Outcome:
         """The scorer's word."""
-        value, components = await self._scorer(action, observation.info)
+        value, components = await self._scorer(action, observation.info, observation.prompt)
         return Outcome(value, components=components)
 
 

@@ -22,6 +22,7 @@ from shared.errors import EngineError, ParallmError, QueueFullError, ServiceUnav
 from shared.settings import WorkerSettings, load
 from trainer.host import EngineHost, EngineThread
 from trainer.loop import TrainLoop
+from trainer.scorers import ring_judges
 from trainer.session import tasks, train
 from trainer.settings import TrainSettings
 from worker.engine.loader import LoadedModel
@@ -168,21 +169,21 @@ def hosted_settings(worker: WorkerSettings) -> TrainSettings:
     if worker.train_config is not None:
         _refuse_another_place(worker, worker.train_config)
     bound_s = settings.microbatch_s or worker.training_pause_ms / 1000
-    changes = {"model": worker.model, "dtype": worker.dtype, "redis": worker.redis, "microbatch_s": bound_s}
-    return settings.model_copy(update=changes)
+    ring = {"redis": worker.redis, "connect_to": "", "over_http": False}
+    return settings.model_copy(update={"model": worker.model, "dtype": worker.dtype, "microbatch_s": bound_s, **ring})
 
 
 async def _check(settings: TrainSettings) -> None:
     """SetupError when tasks or reward are not there: before the model is loaded, not after."""
-    async with tasks(settings):
+    async with ring_judges(settings.redis) as judges, tasks(settings, judges):
         pass
 
 
 def _refuse_another_place(worker: WorkerSettings, file: Path) -> None:
     given: dict[str, Any] = yaml.safe_load(file.read_bytes()) or {}
     for key, value in given.items():
-        if key == "connect_to":
-            raise SetupError(f"{file}: connect_to: a hosted trainer belongs to its worker's ring")
+        if key in ("connect_to", "over_http"):
+            raise SetupError(f"{file}: {key}: a hosted trainer belongs to its worker's ring")
         mine = getattr(worker, _OF_THE_WORKER[key]) if key in _OF_THE_WORKER else value
         if value != mine:
             raise SetupError(f"{file}: {key}: {value}, but the worker has {mine or 'none'}: leave it out")

@@ -1,68 +1,127 @@
-"""How a trainer joins its ring: by its Redis (`--redis`), or by an api of it (`--connect-to`, trainer/discovery.py)."""
+"""How a trainer joins its ring: by its Redis (`--redis`, or `--connect-to` an api that tells it), or by HTTP alone."""
 
 import contextlib
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
-from shared.errors import SetupError
+from shared.discovery import api_url, ring_url
+from shared.errors import SetupError, UnknownModelError
+from shared.redis import keys
 from shared.redis.client import connect
+from shared.redis.orders import Orders
+from shared.redis.sequence_calls import SequenceCalls
+from shared.redis.training_board import TrainingBoard
 from shared.redis.trajectory_queue import TrajectoryQueue
 from shared.redis.worker_registry import WorkerRegistry
-from shared.sequences import ModelCard
 from shared.text import CodecCache, TextCodec
+from shared.training import Beat, Holder
 from trainer.board import Board, RingBoard
-from trainer.discovery import find_redis
+from trainer.http_api import HttpApi
+from trainer.http_ring import HttpBoard, HttpJudges, HttpOrders, HttpSink, HttpSource
 from trainer.live import LiveQueue
 from trainer.mailbox import Mailbox, RingMailbox
 from trainer.publish import AdapterSink
 from trainer.ring import RingSource, StoreSink
 from trainer.rollouts import RolloutSource
+from trainer.scorers import Judges, ring_judges
 from trainer.settings import TrainSettings
+from worker.engine.loader import LoadedModel
 
 
 @dataclass(frozen=True)
 class JoinedRing:
     """A ring that a trainer may use."""
 
-    card: ModelCard
+    base_sha256: str
     codec: TextCodec
     source: RolloutSource
     sink: AdapterSink
     board: Board
-    live: LiveQueue
     mailbox: Mailbox
+    live: LiveQueue | None
 
 
-async def ring_url(settings: TrainSettings) -> str:
-    """Where the ring is; SetupError when the settings do not say it, or say it twice."""
-    if settings.redis and settings.connect_to:
-        raise SetupError("--redis and --connect-to both name a ring: give one of them")
-    if settings.redis:
-        return settings.redis
-    if not settings.connect_to:
-        raise SetupError("a trainer joins a ring: give its Redis (--redis redis://HOST:PORT) or an api (--connect-to)")
-    key, password = settings.api_key.get_secret_value(), settings.redis_password.get_secret_value()
-    return await find_redis(settings.connect_to, api_key=key, password=password)
+class Way(Protocol):
+    """A way to a ring."""
+
+    judges: Judges
+
+    def join(self, mine: LoadedModel) -> AbstractAsyncContextManager[JoinedRing]:
+        """The ring, for training `mine`; SetupError unless it serves this base model."""
 
 
 @contextlib.asynccontextmanager
-async def joined(url: str, settings: TrainSettings, mine: ModelCard) -> AsyncIterator[JoinedRing]:
-    """The ring at `url`; SetupError unless it serves the base model `mine`."""
-    redis, blocking = connect(url), connect(url, blocking=True)
-    try:
-        registry = WorkerRegistry(redis)
-        cards = [card for card in await registry.models() if card.base_sha256 == mine.base_sha256]
-        card = next((card for card in cards if card.name == mine.name), cards[0] if cards else None)
-        if card is None:
-            raise SetupError(f"no worker of this ring has ever served {settings.model}: start one first")
-        codec = await CodecCache(registry).codec(card)
-        async with (
-            RingBoard(redis, settings.adapter) as board,
-            RingSource(redis, card, codec, settings.run_name) as source,
-            RingMailbox(redis, blocking, settings.adapter) as mailbox,
-        ):
-            live = TrajectoryQueue(redis, settings.adapter, blocking=blocking)
-            yield JoinedRing(card, codec, source, StoreSink(redis, settings.adapter, card), board, live, mailbox)
-    finally:
-        await redis.aclose()
-        await blocking.aclose()
+async def way_to_ring(settings: TrainSettings) -> AsyncIterator[Way]:
+    """The way that the settings name; SetupError when they name none, or two."""
+    settings.check()
+    if settings.over_http:
+        url = api_url(settings.connect_to)
+        async with HttpApi(url, settings.connect_key.get_secret_value()) as api:
+            yield OverHttp(api, settings)
+        return
+    redis = await ring_url(settings)
+    if not redis:
+        raise SetupError("a trainer joins a ring: give its Redis (--redis redis://HOST:PORT) or an api (--connect-to)")
+    async with ring_judges(redis) as judges:
+        yield OverRedis(redis, settings, judges)
+
+
+class OverRedis:
+    """Samples through the sequence queue, versions into the adapter store."""
+
+    def __init__(self, redis: str, settings: TrainSettings, judges: Judges) -> None:
+        self._redis = redis
+        self._settings = settings
+        self.judges = judges
+
+    @contextlib.asynccontextmanager
+    async def join(self, mine: LoadedModel) -> AsyncIterator[JoinedRing]:
+        """See `Way`."""
+        settings = self._settings
+        redis, blocking = connect(self._redis), connect(self._redis, blocking=True)
+        try:
+            registry = WorkerRegistry(redis)
+            cards = [card for card in await registry.models() if card.base_sha256 == mine.card.base_sha256]
+            card = next((card for card in cards if card.name == mine.card.name), cards[0] if cards else None)
+            if card is None:
+                raise SetupError(f"no worker of this ring has ever served {settings.model}: start one first")
+            codec = await CodecCache(registry).codec(card)
+            orders = Orders(redis, keys.training_orders(settings.adapter), blocking=blocking)
+            async with (
+                RingBoard(TrainingBoard(redis, settings.adapter)) as board,
+                SequenceCalls(redis, card.name, f"train-{settings.run_name}") as calls,
+                RingMailbox(orders) as mailbox,
+            ):
+                live = TrajectoryQueue(redis, settings.adapter, blocking=blocking)
+                source, sink = RingSource(redis, card, codec, calls), StoreSink(redis, settings.adapter, card)
+                yield JoinedRing(card.base_sha256, codec, source, sink, board, mailbox, live)
+        finally:
+            await redis.aclose()
+            await blocking.aclose()
+
+
+class OverHttp:
+    """Samples by jobs, versions by uploads; the ring's Redis is out of sight, and so is its live traffic."""
+
+    def __init__(self, api: HttpApi, settings: TrainSettings) -> None:
+        self._api = api
+        self._settings = settings
+        self.judges: Judges = HttpJudges(api)
+
+    @contextlib.asynccontextmanager
+    async def join(self, mine: LoadedModel) -> AsyncIterator[JoinedRing]:
+        """See `Way`."""
+        api, settings = self._api, self._settings
+        codec = TextCodec(mine.tokenizer)
+        async with RingBoard(HttpBoard(api, settings.adapter)) as board:
+            asked = Beat(owner=board.owner, base_sha256=mine.card.base_sha256)
+            try:
+                model = (await api.call("PUT", f"/v1/trainers/{settings.adapter}", Holder, asked)).model
+            except UnknownModelError as error:
+                raise SetupError(f"{api.url} does not serve {settings.model}: {error}") from error
+            async with RingMailbox(HttpOrders(api, settings.adapter, board.owner)) as mailbox:
+                source = HttpSource(api, model, settings.run_name, settings.group_deadline_s)
+                sink = HttpSink(api, settings.adapter, model)
+                yield JoinedRing(mine.card.base_sha256, codec, source, sink, board, mailbox, None)

@@ -16,12 +16,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import structlog
-from redis.exceptions import RedisError
 
+from shared.redis.background_reader import BackgroundReader
 from shared.redis.trajectory_queue import Delivered
 from shared.trajectories import LiveTrajectory
 from trainer.batches import usable
@@ -63,7 +62,7 @@ class _Ready:
     entries: tuple[str, ...]
 
 
-class LiveCollector:
+class LiveCollector(BackgroundReader):
     """Makes batches of at least `per_step` trajectories."""
 
     def __init__(
@@ -78,20 +77,8 @@ class LiveCollector:
         self._ready: list[_Ready] = []
         self._out: list[_Ready] = []  # the last batch
         self._changed = asyncio.Event()
-        self._pump: asyncio.Task[None] | None = None
         self.taken: list[str] = list(taken)
         self.dropped: Counter[str] = Counter()
-
-    async def __aenter__(self) -> Self:
-        self._pump = asyncio.create_task(self._read_forever())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._pump is not None:
-            self._pump.cancel()
-            await asyncio.gather(self._pump, return_exceptions=True)
 
     async def next_batch(self, lag: Lag) -> list[RolloutGroup]:
         """Wait for a batch; what is too old or has no reward is dropped on the way. May be cancelled without loss."""
@@ -107,18 +94,15 @@ class LiveCollector:
     def _waiting(self) -> int:
         return sum(len(ready.group.trajectories) for ready in self._ready)
 
-    async def _read_forever(self) -> None:
+    async def _read_round(self) -> None:
         """Read ahead, a few batches at most; what is not read survives us in Redis."""
-        while True:
-            try:
-                found = await self._queue.read(READ_AT_ONCE) if self._waiting < READ_AHEAD * self._per_step else []
-                for delivered in found:
-                    await self._take(delivered)
-                if not found:
-                    await self._queue.wait(WAIT_S)
-            except (RedisError, OSError) as error:
-                log.warning("train.redis_trouble", error=str(error))
-                await asyncio.sleep(0.2)
+        try:
+            found = await self._queue.read(READ_AT_ONCE) if self._waiting < READ_AHEAD * self._per_step else []
+            for delivered in found:
+                await self._take(delivered)
+            if not found:
+                await self._queue.wait(WAIT_S)
+        finally:
             self._changed.set()
 
     def give_back(self, batch: Sequence[RolloutGroup]) -> None:

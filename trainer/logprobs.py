@@ -7,7 +7,7 @@ one row, for models whose cache is more than keys and values, and under gradient
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,13 +15,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from trainer.batches import Microbatch
-
-
-class TokenScores(NamedTuple):
-    """Per completion position, fp32."""
-
-    logp_BT: mx.array
-    entropy_BT: mx.array  # of the whole next-token distribution
+from trainer.heads import Halves, TokenScores, cut, token_scores
 
 
 @dataclass(frozen=True)
@@ -60,25 +54,33 @@ def can_share_prompts(model: Any) -> bool:
     return all(type(cache) is KVCache for cache in make_prompt_cache(model))
 
 
-def shared_scores(model: Any, x: BatchArrays, *, entropy: bool = True) -> TokenScores:
-    """Each prompt once, then all completions after it."""
+def shared_scores(model: Any, x: BatchArrays, *, entropy: bool = True, chunk: int = 0) -> TokenScores:
+    """Each prompt once, then all completions after it; the head takes `chunk` positions at a time, 0: all at once."""
+    body, head = _halves(model, chunk)
     caches = [PromptKeys(x.padding_P) for _ in model.layers]
-    first_PV = model(x.prompt_PS, cache=caches)[:, -1]
+    first_PH = body(x.prompt_PS, cache=caches)[:, -1]
     branches = [cache.branch(x.prompt_of_B) for cache in caches]
-    logits_BTV = first_PV[x.prompt_of_B][:, None]
+    hidden_BTH = first_PH[x.prompt_of_B][:, None]
     if x.completion_BT.shape[1] > 1:
-        rest_BTV = model(x.completion_BT[:, :-1], cache=branches)
-        logits_BTV = mx.concatenate([logits_BTV, rest_BTV], axis=1)
-    return _scores(logits_BTV, x.completion_BT, entropy)
+        rest_BTH = body(x.completion_BT[:, :-1], cache=branches)
+        hidden_BTH = mx.concatenate([hidden_BTH, rest_BTH], axis=1)
+    return token_scores(head, hidden_BTH, x.completion_BT, chunk, entropy=entropy)
 
 
-def row_scores(model: Any, x: BatchArrays, *, entropy: bool = True) -> TokenScores:
-    """Prompt and completion in one forward pass a row."""
-    logits_BLV = model(x.rows_BL[:, :-1])
-    scores = _scores(logits_BLV, x.rows_BL[:, 1:], entropy)
+def row_scores(model: Any, x: BatchArrays, *, entropy: bool = True, chunk: int = 0) -> TokenScores:
+    """Prompt and completion in one forward pass a row; the head takes `chunk` positions at a time, 0: all at once."""
+    body, head = _halves(model, chunk)
+    hidden_BLH = body(x.rows_BL[:, :-1])
+    scores = token_scores(head, hidden_BLH, x.rows_BL[:, 1:], chunk, entropy=entropy)
     at_BT = x.start_B[:, None] - 1 + mx.arange(x.completion_BT.shape[1])[None]
-    at_BT = mx.minimum(at_BT, logits_BLV.shape[1] - 1)
+    at_BT = mx.minimum(at_BT, hidden_BLH.shape[1] - 1)
     return TokenScores(*(mx.take_along_axis(values_BL, at_BT, axis=1) for values_BL in scores))
+
+
+def _halves(model: Any, chunk: int) -> Halves:
+    """Where the model is not cut in two, logits take the place of hidden states."""
+    halves = cut(model) if chunk else None
+    return halves or Halves(model, lambda logits: logits)
 
 
 class PromptKeys:
@@ -115,16 +117,6 @@ class PromptKeys:
         twin.offset = self.offset[prompt_of_B]
         twin.keys, twin.values = self.keys[prompt_of_B], self.values[prompt_of_B]
         return twin
-
-
-def _scores(logits_BTV: mx.array, targets_BT: mx.array, entropy: bool) -> TokenScores:
-    logits_BTV = logits_BTV.astype(mx.float32)
-    total_BT = mx.logsumexp(logits_BTV, axis=-1)
-    chosen_BT = mx.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
-    if not entropy:
-        return TokenScores(chosen_BT - total_BT, mx.zeros_like(total_BT))
-    p_BTV = mx.exp(logits_BTV - total_BT[..., None])
-    return TokenScores(chosen_BT - total_BT, total_BT - (p_BTV * logits_BTV).sum(axis=-1))
 
 
 def _rows(batch: Microbatch) -> tuple[np.ndarray, np.ndarray]:

@@ -19,8 +19,10 @@ import time
 import msgspec
 import structlog
 
+from shared import tracing
 from shared.adapters import version_id
 from shared.errors import SetupError
+from shared.spans import Past
 from shared.training import TrainerState, TrainerStatus
 from trainer.atropos import AtroposApi, AtroposCollector
 from trainer.batches import sample_groups
@@ -33,7 +35,7 @@ from trainer.inbox import Batch, Inbox, OwnSource
 from trainer.learner import Learner, Snapshot, Trained
 from trainer.live import LiveCollector
 from trainer.mailbox import Letter
-from trainer.metrics import Progress, StepMetrics, Timing, progress, step_metrics, totals
+from trainer.metrics import Progress, StepMetrics, Timing, figures, progress, step_metrics, totals
 from trainer.orders import Stepped, carry_out
 from trainer.pacing import lag_of, oldest_version
 from trainer.parts import Parts
@@ -214,6 +216,16 @@ class TrainLoop:
 
     async def train_step(self, batch: Batch, timing: Timing, *, serve: bool = True) -> Stepped:
         """Consume one batch: train, gate, publish, or leave the policy as it is."""
+        began_ns = time.time_ns() - int(1e9 * timing.wait_s)
+        told: dict[str, str | int] = {"parallm.policy": self.settings.adapter, "parallm.source": batch.source}
+        told["parallm.train_step"] = self.state.train_step
+        with tracing.span("train step", told, start_ns=began_ns):
+            tracing.record(Past("collect", began_ns, time.time_ns(), {"parallm.groups": len(batch.groups)}))
+            stepped = await self._step(batch, timing, serve=serve)
+            tracing.annotate(figures(stepped.metrics))
+        return stepped
+
+    async def _step(self, batch: Batch, timing: Timing, *, serve: bool) -> Stepped:
         state, started = self.state, time.perf_counter()
         steps = {version_id(self.settings.adapter, v): s for v, s in state.policy_steps.items()}
         groups, dropped = sample_groups(
@@ -223,7 +235,10 @@ class TrainLoop:
         await self.parts.board.show("training")
         if groups:
             step, policy_step = state.train_step, state.policy_step
-            trained = await self.parts.host.run(lambda: self._learner.train(groups, step, policy_step, self._probes))
+            with tracing.span("train"):
+                trained = await self.parts.host.run(
+                    lambda: self._learner.train(groups, step, policy_step, self._probes)
+                )
         timing.train_s = time.perf_counter() - started
         lags = [min(self._lag(group), state.policy_step) for group in batch.groups]  # posted ones may be of any age
         failed = await self._serving.offer(trained, batch.groups, serve=serve)

@@ -9,23 +9,20 @@ import asyncio
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import msgspec
 import structlog
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from shared.errors import ParallmError
 from shared.redis import keys
-from shared.redis.orders import Orders, Received
+from shared.redis.background_reader import BackgroundReader
+from shared.redis.orders import Received
 from shared.training import Answer, Order, Refusal
 
 log = structlog.get_logger()
 
 WAIT_S = 1.0
-_CONSUMER = "trainer"  # one trainer a policy: the next one takes over what the last one had not finished
 _order = msgspec.json.Decoder(Order)
 
 
@@ -77,29 +74,33 @@ class NoMailbox:
         """Nothing."""
 
 
-class RingMailbox:
-    """The orders of one policy in Redis."""
+class OrderDesk(Protocol):
+    """Where orders lie: in Redis (`shared.redis.orders.Orders`), or behind an api (`trainer.http_ring.HttpOrders`)."""
 
-    def __init__(self, redis: Redis, blocking: Redis, policy: str) -> None:
-        self._orders = Orders(redis, keys.training_orders(policy), blocking=blocking)
+    async def take(self, consumer: str, count: int = 1) -> list[Received]:
+        """The next orders: first those that this consumer had and did not finish, then new ones; does not wait."""
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until something new may be there."""
+
+    async def tell(self, order_id: str, answer: bytes) -> None:
+        """Answer; said again it replaces the answer."""
+
+    async def done(self, received: Received) -> None:
+        """It will not come again."""
+
+
+class RingMailbox(BackgroundReader):
+    """The orders of one policy."""
+
+    def __init__(self, orders: OrderDesk) -> None:
+        self._orders = orders
         self._letters: deque[Letter] = deque()
         self._arrived = asyncio.Event()
         self._kept: list[Received] = []
         self._known: frozenset[str] = frozenset()
         self._seen: deque[str] = deque(maxlen=256)  # an order that was placed twice is carried out once
         self._ready = asyncio.Event()
-        self._pump: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        self._pump = asyncio.create_task(self._read_forever())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._pump is not None:
-            self._pump.cancel()
-            await asyncio.gather(self._pump, return_exceptions=True)
 
     def known(self, orders: Collection[str]) -> None:
         """See `Mailbox`; nothing is read before this is told."""
@@ -132,18 +133,13 @@ class RingMailbox:
         for received in kept:
             await self._orders.done(received)
 
-    async def _read_forever(self) -> None:
+    async def _read_round(self) -> None:
         await self._ready.wait()
-        while True:
-            try:
-                found = await self._orders.take(_CONSUMER)
-                for received in found:
-                    await self._sort(received)
-                if not found:
-                    await self._orders.wait(WAIT_S)
-            except (RedisError, OSError) as error:
-                log.warning("train.redis_trouble", error=str(error))
-                await asyncio.sleep(0.2)
+        found = await self._orders.take(keys.TRAINER)
+        for received in found:
+            await self._sort(received)
+        if not found:
+            await self._orders.wait(WAIT_S)
 
     async def _sort(self, received: Received) -> None:
         if received.id in self._known or received.id in self._seen or received.too_late:

@@ -228,6 +228,19 @@ def progress(m: StepMetrics, steps: int) -> dict[str, str | float]:
     return fields
 
 
+def figures(m: StepMetrics) -> dict[str, str | int | float]:
+    """What a train step's span tells of its outcome."""
+    told: dict[str, str | int | float] = {
+        "parallm.policy_step": m.policy_step,
+        "parallm.version": m.version,
+        "parallm.reward": m.reward,
+        "parallm.lag": m.lag_max,
+        "parallm.tokens": m.tokens,
+        "parallm.gate": m.gate,  # "" when the version passed
+    }
+    return told if m.loss is None else {**told, "parallm.loss": m.loss}
+
+
 def _cut(path: Path, first_step: int) -> None:
     """Drop lines from `first_step` on, and a torn last line."""
     if not path.exists():

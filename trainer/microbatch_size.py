@@ -1,21 +1,27 @@
 """How large a microbatch may be, so that one takes a bounded time: whoever shares the thread waits for at most one.
 
-A microbatch of n positions takes about a + b n: what starting thousands of operations costs, however few positions they
-have, and the work itself. Both follow from the measured times of microbatches of different sizes.
+Times are kept by size, in steps of a factor of two: thousands of operations have to be started however few positions
+they have, a GPU is hardly busier with four times as many, and in between the curve has bumps, so no line goes through
+it. From the smallest size on, each larger one is tried until time grows in proportion, or is too long.
 
-Invariants. Between one position and the largest size that the settings allow; without a bound always that size. A bound
-that is less than twice a is not kept: at least half of a microbatch's time is work, or a train step would take many
-times as long for little.
+Invariants. Between one position and the largest size that the settings allow; without a bound always that size. A size
+that keeps the bound is taken if it reaches half of the best rate that was seen; otherwise the smallest that reaches it,
+or a train step would take many times as long for little.
 """
 
+from collections import deque
 from dataclasses import dataclass
+from math import log2
+from statistics import median
 
 FIRST = 256  # positions, before anything is known of this machine
-STEP = 2.0  # at most, from the sizes that were measured to the next
-KEPT = 0.9  # weight of everything before the latest measurement
-WARM_UP = 2  # microbatches in which kernels are compiled
-OUTLIER = 4.0  # times what was expected
-LOOK_UP_TO = 8.0  # bounds: to where twice the size is tried, when the smallest one takes too long
+RECENT = 5  # times kept of each size
+WARM_UP = 1  # first times of a size, in which kernels are compiled
+PATIENCE = 16.0  # bounds: what the next size is expected to take at most, while sizes are tried
+BUMP = 2  # sizes that a bump in the curve may span
+IN_PROPORTION = 1.7  # times as long for twice the size, over so many sizes: work by now, not the start of operations
+ENOUGH = 0.5  # of the best rate
+CHANGED = 2.0  # the machine is another one when a known size takes this many times as long, or as short
 
 
 @dataclass
@@ -27,45 +33,86 @@ class MicrobatchSize:
 
     def __post_init__(self) -> None:
         self.positions = min(FIRST, self.largest) if self.bound_s else self.largest
-        self._seen = 0
-        self._weight = self._n = self._t = self._nn = self._nt = 0.0  # weighted sums
+        self._times: dict[int, _Times] = {}  # by log2 of the size
+        self._floor = 0  # less was asked for in vain: one sample is never cut
 
-    def took(self, positions: int, seconds: float) -> None:
-        """A microbatch of this size has taken so long."""
-        if not self.bound_s or positions <= 0 or seconds <= 0:
+    def took(self, asked: int, positions: int, tokens: int, seconds: float) -> None:
+        """A microbatch has taken so long; it was cut to `asked` positions, and has so many with so many tokens in them.
+
+        Tokens are those of completions: a prompt that is computed again in each of many small parts is no work done.
+        """
+        if not self.bound_s or tokens <= 0 or seconds <= 0:
             return
-        if 2 * positions < self.positions and seconds < self.bound_s:
+        if 2 * positions < asked:
             return  # the rest of a train step: too small to tell anything
-        self._seen += 1
-        if self._seen <= WARM_UP:
-            return
-        if self._weight:
-            start, each = self._line()
-            seconds = min(seconds, OUTLIER * (start + each * positions))
-        self._add(positions, seconds)
-        wanted = self._wanted(positions, seconds)
-        usual = self._n / self._weight
-        self.positions = max(1, int(min(max(wanted, usual / STEP), usual * STEP, self.largest)))
+        size = _step(asked)
+        if 2 * positions > 3 * asked:
+            self._floor = max(self._floor, size)
+        times = self._times.setdefault(size, _Times())
+        before = times.seconds
+        times.add(tokens, seconds)
+        if before and times.full and not 1 / CHANGED < times.seconds / before < CHANGED:
+            self._times = {size: times}
+        known = {size: times for size, times in sorted(self._times.items()) if times.known}
+        if known:
+            self.positions = min(self._next(known), self.largest)
 
-    def _wanted(self, positions: int, seconds: float) -> float:
-        start, each = self._line()
-        at_floor = positions > 1.5 * self.positions  # one sample, which is never cut
-        if not start and at_floor and seconds < LOOK_UP_TO * self.bound_s:
-            return STEP * positions  # of one size nothing can be told apart
-        return max((self.bound_s - start) / each, start / each)
+    def _next(self, known: "dict[int, _Times]") -> int:
+        """The size to go on with: one that nobody has tried, or the best of those that are known."""
+        low, high = min(known), max(known)
+        if 1 << high < self.largest and self._worth_trying_more(known):
+            return 1 << (high + 1)
+        chosen = self._best(known)
+        if chosen == low and known[low].seconds > self.bound_s and low > self._floor:
+            return 1 << (low - 1)
+        return 1 << chosen
 
-    def _add(self, positions: int, seconds: float) -> None:
-        self._weight = KEPT * self._weight + 1
-        self._n = KEPT * self._n + positions
-        self._t = KEPT * self._t + seconds
-        self._nn = KEPT * self._nn + positions * positions
-        self._nt = KEPT * self._nt + positions * seconds
+    def _worth_trying_more(self, known: "dict[int, _Times]") -> bool:
+        seconds = [times.seconds for times in known.values()][-BUMP - 1 :]
+        doublings = len(seconds) - 1
+        growth = (seconds[-1] / seconds[0]) ** (1 / doublings) if doublings else 1.0
+        if seconds[-1] * min(max(growth, 1.0), 2.0) > PATIENCE * self.bound_s:
+            return False
+        return seconds[-1] < self.bound_s / 2 or doublings < BUMP or growth < IN_PROPORTION
 
-    def _line(self) -> tuple[float, float]:
-        """a and b, by least squares; a is 0 while all sizes are about the same."""
-        n, t = self._n / self._weight, self._t / self._weight
-        spread = self._nn / self._weight - n * n
-        if spread < (0.1 * n) ** 2:
-            return 0.0, t / n
-        each = min(max((self._nt / self._weight - n * t) / spread, 0.02 * t / n), t / n)
-        return t - each * n, each
+    def _best(self, known: "dict[int, _Times]") -> int:
+        best = max(times.rate for times in known.values())
+        enough = [size for size, times in known.items() if times.rate >= ENOUGH * best]
+        kept = [size for size in enough if known[size].seconds <= self.bound_s]
+        return kept[-1] if kept else enough[0]
+
+
+class _Times:
+    """What microbatches of about one size have taken of late."""
+
+    def __init__(self) -> None:
+        self._skipped = 0
+        self._last: deque[tuple[int, float]] = deque(maxlen=RECENT)
+
+    def add(self, tokens: int, seconds: float) -> None:
+        if self._skipped < WARM_UP:
+            self._skipped += 1
+        else:
+            self._last.append((tokens, seconds))
+
+    @property
+    def known(self) -> bool:
+        return bool(self._last)
+
+    @property
+    def full(self) -> bool:
+        return len(self._last) == RECENT
+
+    @property
+    def seconds(self) -> float:
+        """The median; 0 before the first."""
+        return median(seconds for _, seconds in self._last) if self._last else 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, the median."""
+        return median(tokens / seconds for tokens, seconds in self._last)
+
+
+def _step(positions: int) -> int:
+    return round(log2(positions))

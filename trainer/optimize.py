@@ -14,8 +14,9 @@ Invariants.
 
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -26,7 +27,8 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from trainer.batches import Microbatch, SampleGroup, microbatches, pad
 from trainer.distances import measure
-from trainer.logprobs import BatchArrays, TokenScores, can_share_prompts, row_scores, shared_scores, to_arrays
+from trainer.heads import TokenScores, head_chunk
+from trainer.logprobs import BatchArrays, can_share_prompts, row_scores, shared_scores, to_arrays
 from trainer.losses import LOSSES, LossInputs, LossOptions, StepTotals, k3, token_average, truncated_weights
 from trainer.microbatch_size import MicrobatchSize
 from trainer.policy import Policy
@@ -35,6 +37,9 @@ from trainer.schedules import Schedule
 from trainer.state import Arrays, Moments
 
 RatioBase = Literal["sampler", "trainer"]
+
+WIDTHS = (8, 4)  # widths of prompts and completions are multiples of these
+CUDA_WIDTHS = (32, 32)  # there a new shape takes several times as long as a known one, and padding costs little
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ class _Sums:
 class _Prepared:
     """A microbatch with what stays constant over the train step."""
 
+    asked: int  # positions that it was cut to
     batch: Microbatch
     arrays: BatchArrays
     old_BT: mx.array
@@ -85,7 +91,8 @@ class Optimizer:
         self.policy = policy
         self.options = options
         shared = not policy.checkpoint_layers and can_share_prompts(policy.base)
-        self._scores = shared_scores if shared else row_scores
+        self._scores = partial(shared_scores if shared else row_scores, chunk=head_chunk(policy.base))
+        self._widths = CUDA_WIDTHS if mx.cuda.is_available() else WIDTHS
         self._gradient = nn.value_and_grad(policy.model, self._loss)
         self._size = MicrobatchSize(options.microbatch_tokens, options.microbatch_s)
         self.reset()
@@ -135,27 +142,41 @@ class Optimizer:
         started = time.perf_counter()
         before = self.policy.weights()
         yield
-        batches = [[pad(part) for part in self._cut(mini)] for mini in self._minibatches(groups, step)]
-        totals = self._totals([batch for mini in batches for batch in mini])
+        minis = self._minibatches(groups, step)
+        totals = self._totals(groups)
         if totals.tokens == 0:
             return StepReport(updated=False)
         distances = None
         if self.options.distances_every and step % self.options.distances_every == 0:
-            flat = [batch for mini in batches for batch in mini]
-            distances = yield from measure(self.policy, self._scores, flat, policy_step, older or {})
-        prepared: list[list[_Prepared]] = [[] for _ in batches]
-        for mini, into in zip(batches, prepared, strict=True):
-            for batch in mini:
-                into.append(self._prepare(batch, policy_step, several=len(batches) > 1))
-                yield
+            batches = [batch for mini in minis for _, batch in self._cut(mini)]
+            distances = yield from measure(self.policy, self._scores, batches, policy_step, older or {})
+        several = len(minis) > 1
+        ahead: list[list[_Prepared]] = []
+        if several or self.options.ratio == "trainer" or self.options.loss.kl_coefficient:
+            for mini in minis:
+                ahead.append([])
+                for asked, batch in self._cut(mini):
+                    ahead[-1].append(self._prepare(asked, batch, policy_step, several=several))
+                    yield
         sums = _Sums()
         rate = self.options.schedule.rate(step)
-        for mini_prepared in prepared:
-            yield from self._update(mini_prepared, rate, sums)
-        return self._report(sums, totals, len(batches), rate, before, time.perf_counter() - started, distances)
+        for at, mini in enumerate(minis):
+            # What needs no pass ahead is cut one by one, to sizes that follow what the ones before have taken.
+            prepared = ahead[at] if ahead else (self._prepare(*cut, policy_step) for cut in self._cut(mini))
+            yield from self._update(prepared, self._totals(mini), rate, sums)
+        return self._report(sums, totals, len(minis), rate, before, time.perf_counter() - started, distances)
 
-    def _cut(self, groups: Sequence[SampleGroup]) -> list[list[SampleGroup]]:
-        return microbatches(groups, self._size.positions)
+    def _cut(self, groups: Sequence[SampleGroup]) -> Iterator[tuple[int, Microbatch]]:
+        """Microbatches, each with the size it was cut to."""
+        asked = 0
+
+        def size() -> int:
+            nonlocal asked
+            asked = self._size.positions
+            return asked
+
+        for part in microbatches(groups, size):
+            yield asked, pad(part, multiples=self._widths)
 
     def _minibatches(self, groups: Sequence[SampleGroup], step: int) -> list[list[SampleGroup]]:
         """Groups in an order drawn from (seed, step), in equal parts; a group is never split between two updates."""
@@ -165,14 +186,15 @@ class Optimizer:
         order = np.random.default_rng((self.options.seed, step)).permutation(len(groups))
         return [[groups[i] for i in part] for part in np.array_split(order, count)]
 
-    def _totals(self, batches: Sequence[Microbatch]) -> StepTotals:
+    def _totals(self, groups: Sequence[SampleGroup]) -> StepTotals:
+        masks = [sample.mask for group in groups for sample in group.samples]
         return StepTotals(
-            sequences=sum(batch.loss_rows for batch in batches),
-            tokens=sum(batch.loss_tokens for batch in batches),
+            sequences=sum(any(mask) for mask in masks),
+            tokens=sum(sum(mask) for mask in masks),
             max_tokens=self.options.max_completion,
         )
 
-    def _prepare(self, batch: Microbatch, policy_step: int, several: bool) -> _Prepared:
+    def _prepare(self, asked: int, batch: Microbatch, policy_step: int, several: bool = False) -> _Prepared:
         arrays = to_arrays(batch)
         old_BT, weight_BT, reference_BT = arrays.sampler_BT, None, None
         own = self.options.ratio == "trainer"
@@ -187,11 +209,12 @@ class Optimizer:
         if self.options.loss.kl_coefficient:
             reference_BT = self._scores(self.policy.base, arrays, entropy=False).logp_BT
             mx.eval(reference_BT)
-        return _Prepared(batch, arrays, old_BT, weight_BT, reference_BT)
+        return _Prepared(asked, batch, arrays, old_BT, weight_BT, reference_BT)
 
-    def _update(self, batches: Sequence[_Prepared], rate: float, sums: _Sums) -> Generator[None, None, None]:
+    def _update(
+        self, batches: Iterable[_Prepared], totals: StepTotals, rate: float, sums: _Sums
+    ) -> Generator[None, None, None]:
         """Accumulate over microbatches, then one clipped AdamW update."""
-        totals = self._totals([prepared.batch for prepared in batches])
         if totals.tokens == 0:
             return
         gradient: Any = None
@@ -204,7 +227,8 @@ class Optimizer:
             sums.entropy += entropy.item()
             sums.clipped += clipped.item()
             sums.kl += kl.item()
-            self._size.took(prepared.batch.positions, time.perf_counter() - started)
+            batch = prepared.batch
+            self._size.took(prepared.asked, batch.positions, batch.tokens, time.perf_counter() - started)
             yield
         gradient, norm = optim.clip_grad_norm(gradient, self.options.max_grad_norm)
         if not math.isfinite(norm.item()):

@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 from safetensors.numpy import load_file
 
+from shared import tracing
 from shared.adapters import GateCheck
 from shared.errors import AdapterRejectedError
 from shared.training import AlertKind
@@ -89,28 +90,39 @@ class Publisher:
         remote: Callable[[int], Awaitable[list[GateCheck]]] | None = None,
     ) -> Published:
         """Gate, stage, check in a worker, promote. `remote` gets the staged version's number."""
-        directory = await asyncio.to_thread(self._write, weights, state.train_step)
-        candidate = Candidate(directory, state.train_step, state.version, self._base_sha256, metrics, tuple(checks))
-        all_checks = list(checks)
-        version = 0
-        try:
-            version = await self._sink.stage(candidate)
-        except AdapterRejectedError as error:
-            all_checks.append(GateCheck("store", False, str(error)))
+        with tracing.span("stage"):
+            directory = await asyncio.to_thread(self._write, weights, state.train_step)
+            version, all_checks = await self._stage(directory, state, checks, metrics)
         if version and remote is not None and gate.passed(all_checks):
-            all_checks += await remote(version)
+            with tracing.span("gate", {"parallm.version": version}):
+                all_checks += await remote(version)
         good = gate.passed(all_checks)
-        if good:
-            await self._sink.promote(version, all_checks)
-            await asyncio.to_thread(self._keep, directory, self.version_folder(version))
-        else:
-            if version:
-                await self._sink.reject(version, all_checks)
-            await self._sink.alert("gate_failed", gate.failures(all_checks))
-            rejected = self._folder / "rejected" / directory.name
-            (directory / "gate.json").write_bytes(msgspec.json.format(msgspec.json.encode(all_checks)))
-            await asyncio.to_thread(self._keep, directory, rejected)
+        with tracing.span("publish" if good else "reject", {"parallm.version": version}):
+            await self._settle(directory, version, all_checks)
         return Published(version if good else 0, tuple(all_checks))
+
+    async def _stage(
+        self, directory: Path, state: RunState, checks: Sequence[GateCheck], metrics: dict[str, float]
+    ) -> tuple[int, list[GateCheck]]:
+        """The number that the store gives, 0 when it refuses; the checks with its own."""
+        candidate = Candidate(directory, state.train_step, state.version, self._base_sha256, metrics, tuple(checks))
+        try:
+            return await self._sink.stage(candidate), list(checks)
+        except AdapterRejectedError as error:
+            return 0, [*checks, GateCheck("store", False, str(error))]
+
+    async def _settle(self, directory: Path, version: int, checks: Sequence[GateCheck]) -> None:
+        """Serve the staged version, or put it away with what was wrong."""
+        if gate.passed(checks):
+            await self._sink.promote(version, checks)
+            await asyncio.to_thread(self._keep, directory, self.version_folder(version))
+            return
+        if version:
+            await self._sink.reject(version, checks)
+        await self._sink.alert("gate_failed", gate.failures(checks))
+        rejected = self._folder / "rejected" / directory.name
+        (directory / "gate.json").write_bytes(msgspec.json.format(msgspec.json.encode(checks)))
+        await asyncio.to_thread(self._keep, directory, rejected)
 
     def version_folder(self, version: int) -> Path:
         """Where a served version's files are kept, for a rollback."""

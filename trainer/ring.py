@@ -4,25 +4,19 @@ Rollouts are sequences of the batch class, gathered under the run's own id in `f
 Ids follow from the request, so asking again after a lost answer changes nothing.
 """
 
-import asyncio
-import contextlib
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 import structlog
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from shared.adapter_format import prepared
 from shared.adapters import GateCheck
-from shared.errors import EngineError, QueueFullError, UnreadableMessageError
-from shared.redis import keys
+from shared.errors import EngineError
 from shared.redis.adapter_store import AdapterStore
-from shared.redis.sequence_queue import SequenceQueue
+from shared.redis.sequence_calls import SequenceCalls
 from shared.redis.training_board import TrainingBoard
-from shared.sequences import ModelCard, SamplingParams, SequenceResult, SequenceSpec, decode_result
+from shared.sequences import ModelCard, SamplingParams, SequenceResult, SequenceSpec
 from shared.text import TextCodec
 from shared.trajectories import Trajectory
 from trainer.publish import AlertKind, Candidate
@@ -34,55 +28,16 @@ log = structlog.get_logger()
 class RingSource:
     """Generates through the sequence queue."""
 
-    def __init__(self, redis: Redis, card: ModelCard, codec: TextCodec, run: str) -> None:
-        self._redis = redis
+    def __init__(self, redis: Redis, card: ModelCard, codec: TextCodec, calls: SequenceCalls) -> None:
         self._card = card
         self._codec = codec
-        self._run = f"train-{run}"
-        self._queue = SequenceQueue(redis, card.name)
+        self._calls = calls
         self._store = AdapterStore(redis)
-        self._waiting: dict[str, asyncio.Future[SequenceResult]] = {}
-        self._reader: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        # What an earlier start of this run left unread belongs to requests that nobody waits for any more.
-        await self._redis.delete(self._stream)
-        self._reader = asyncio.create_task(self._read())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
-        with contextlib.suppress(RedisError, OSError):
-            await self._queue.cancel(list(self._waiting))
-            await self._redis.delete(self._stream)
-
-    @property
-    def _stream(self) -> str:
-        return keys.finished(self._card.name, self._run)
 
     async def generate(self, request: RolloutRequest) -> list[Trajectory]:
         """All samples of one prompt, in order; cancelling it cancels the sequences."""
         specs = await self._specs(request)
-        loop = asyncio.get_running_loop()
-        futures = [self._waiting.setdefault(spec.id, loop.create_future()) for spec in specs]
-        try:
-            while True:
-                try:
-                    await self._queue.enqueue(specs)
-                    break
-                except QueueFullError:
-                    await asyncio.sleep(0.1)
-            results = await asyncio.gather(*futures)
-        except asyncio.CancelledError:
-            await asyncio.shield(self._queue.cancel([spec.id for spec in specs]))
-            raise
-        finally:
-            for spec in specs:
-                self._waiting.pop(spec.id, None)
+        results = await self._calls.call(specs)
         return [self._trajectory(request, specs[i], i, result) for i, result in enumerate(results)]
 
     async def _specs(self, request: RolloutRequest) -> list[SequenceSpec]:
@@ -94,37 +49,19 @@ class RingSource:
         fields = {name: getattr(s, name) for name in _SHARED_FIELDS}
         return [
             SequenceSpec(
-                id=f"{self._run}-{request.id}-{sample}",
+                id=f"{self._calls.owner}-{request.id}-{sample}",
                 model=self._card.name,
                 prompt_ids=request.prompt_ids,
                 sampling=SamplingParams(seed=derived_seed(s.seed or 0, sample), **fields),
                 sequence_class="batch",
-                group=f"{self._run}-{request.id}",
-                job=self._run,
+                group=f"{self._calls.owner}-{request.id}",
+                job=self._calls.owner,
                 adapter=adapter,
                 adapter_policy="pin" if "@" in adapter else "follow",
                 enqueued_ms=now,
             )
             for sample in range(request.n)
         ]
-
-    async def _read(self) -> None:
-        last = "0-0"
-        while True:
-            try:
-                for _, entries in await self._redis.xread({self._stream: last}, count=256, block=1000):
-                    for entry, fields in entries:
-                        last = entry.decode()
-                        waiting = self._waiting.get(fields.get(b"id", b"").decode(errors="replace"))
-                        if waiting is not None and not waiting.done():
-                            try:
-                                waiting.set_result(decode_result(fields.get(b"result", b"")))
-                            except UnreadableMessageError as error:  # garbage, or another version's
-                                waiting.set_exception(error)
-                    await self._redis.xdel(self._stream, *(entry for entry, _ in entries))
-            except (RedisError, OSError) as error:
-                log.warning("train.redis_trouble", error=str(error))
-                await asyncio.sleep(0.2)
 
     def _trajectory(
         self, request: RolloutRequest, spec: SequenceSpec, sample: int, result: SequenceResult

@@ -8,9 +8,9 @@ import structlog
 from trainer.conversation import Conversation
 from trainer.environments import Environment, Scorer
 from trainer.host import ComputeHost
-from trainer.joining import joined, ring_url
+from trainer.joining import way_to_ring
 from trainer.loop import Parts, TrainLoop
-from trainer.scorers import open_scorer
+from trainer.scorers import Judges, check_judges, open_scorer
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.tasks import held_out_tasks, scored_tasks, training_tasks
@@ -26,15 +26,17 @@ async def train(
     begun: Callable[[TrainLoop], None],
 ) -> RunState:
     """Train until all steps are done or the loop is stopped; `begun` gets the loop before its first step."""
-    url = await ring_url(settings)
     async with AsyncExitStack() as stack:
-        environment, held_out = await stack.enter_async_context(tasks(settings))
+        way = await stack.enter_async_context(way_to_ring(settings))
+        environment, held_out = await stack.enter_async_context(tasks(settings, way.judges))
         loaded = await load()
-        ring = await stack.enter_async_context(joined(url, settings, loaded.card))
+        ring = await stack.enter_async_context(way.join(loaded))
+        if scored_tasks(settings):
+            await check_judges(settings.reward_name, settings.reward_options, way.judges)
         parts = Parts(
             host=host,
             load_model=lambda: loaded.model,
-            base_sha256=ring.card.base_sha256,
+            base_sha256=ring.base_sha256,
             conversation=Conversation(ring.codec),
             source=ring.source,
             sink=ring.sink,
@@ -52,11 +54,11 @@ async def train(
 
 
 @asynccontextmanager
-async def tasks(settings: TrainSettings) -> AsyncIterator[tuple[Environment, Environment | None]]:
+async def tasks(settings: TrainSettings, judges: Judges) -> AsyncIterator[tuple[Environment, Environment | None]]:
     """What the run learns from and what it is measured on; SetupError when something is missing."""
     settings.check()
     async with AsyncExitStack() as stack:
         scorer: Scorer | None = None
         if scored_tasks(settings):
-            scorer = await stack.enter_async_context(open_scorer(settings.reward_name, settings.reward_options))
+            scorer = await stack.enter_async_context(open_scorer(settings.reward_name, settings.reward_options, judges))
         yield training_tasks(settings, scorer), held_out_tasks(settings, scorer)

@@ -10,7 +10,7 @@ from pydantic import AliasChoices, Field, SecretStr
 
 from shared.errors import SetupError
 from shared.jobs import SamplingOverrides
-from shared.settings import ProcessSettings
+from shared.settings import JoinSettings
 from trainer.advantages import AdvantageScale
 from trainer.atropos import Registration
 from trainer.gate import GateLimits
@@ -21,7 +21,7 @@ from trainer.policy import AdapterKind, AdapterShape
 from trainer.schedules import Schedule, ScheduleName
 
 
-class TrainSettings(ProcessSettings):
+class TrainSettings(JoinSettings):
     """`mlx_parallm_train`: one per policy."""
 
     model: str = Field(
@@ -33,9 +33,14 @@ class TrainSettings(ProcessSettings):
         default="", description="of the base; default: the model's, float32 on a Linux CPU"
     )
     mode: Literal["rl"] = Field(default="rl", description="what kind of training: from rewards")
-    connect_to: str = Field(default="", description="the ring to learn from: an api (HOST:PORT) or its Redis")
-    api_key: SecretStr = Field(default=SecretStr(""), description="for the api that --connect-to names")
-    redis_password: SecretStr = Field(default=SecretStr(""), description="of its Redis: an api does not tell it")
+    over_http: bool = Field(
+        default=False, description="with --connect-to an api: everything through it, the ring's Redis is not needed"
+    )
+    connect_key: SecretStr = Field(
+        default=SecretStr(""),
+        validation_alias=AliasChoices("connect_key", "api_key", "PARALLM_CONNECT_KEY", "PARALLM_API_KEY"),
+        description="API key for the api that --connect-to names",
+    )
     adapter: str = Field(default="policy", description="name under which versions are published")
     run: str = Field(default="", description="name of the run; default: the adapter's")
     run_dir: Path = Field(default=Path(".parallm/train"), description="checkpoints, metrics, rejected versions")
@@ -180,6 +185,10 @@ class TrainSettings(ProcessSettings):
             raise SetupError(
                 f"--atropos-url with --source {self.source}: give --source both for live traffic beside it"
             )
+        if self.over_http and (self.redis or not self.connect_to):
+            raise SetupError("--over-http goes with --connect-to HOST:PORT of an api, and without --redis")
+        if self.over_http and self.source in ("live", "both"):
+            raise SetupError(f"--source {self.source} reads live traffic from Redis: leave out --over-http")
         try:
             self.optimize_options()
         except ValueError as error:

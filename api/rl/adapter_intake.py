@@ -19,7 +19,7 @@ from api.ring import Ring
 from api.targets import card_of_base
 from shared.adapter_config import MAX_CONFIG_BYTES, read_config
 from shared.adapter_format import CONFIG_FILE, MLX_FILE, PEFT_FILE, inherit_config, prepare
-from shared.adapters import AdapterManifest, check_name
+from shared.adapters import AdapterManifest, GateCheck, check_name
 from shared.errors import AdapterRejectedError, InvalidRequestError, PayloadTooLargeError, UnknownAdapterError
 from shared.sequences import ModelCard
 
@@ -46,6 +46,8 @@ class Offer:
     if_latest: int | None = None
     train_step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    parent: int | None = None  # None: the present latest
+    gate: tuple[GateCheck, ...] = ()
 
 
 async def receive(request: Request, ring: Ring, workdir: Path) -> tuple[AdapterFiles, dict[str, str]]:
@@ -108,8 +110,10 @@ async def publish(ring: Ring, offer: Offer, files: AdapterFiles, workdir: Path) 
         name,
         adapter,
         base_sha256=card.base_sha256,
+        parent=offer.parent,
         train_step=offer.train_step,
         metrics=offer.metrics,
+        gate=offer.gate,
         source=files.source,
         set_latest=offer.set_latest,
         if_latest=offer.if_latest,

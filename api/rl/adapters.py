@@ -18,7 +18,7 @@ from api.errors import error_responses, from_validation
 from api.openai.fields import RequestModel
 from api.ring import Ring, ring_of
 from api.rl.adapter_intake import AdapterFiles, Offer, publish, read_folder, receive
-from shared.adapters import AdapterManifest, AdapterRef, check_name
+from shared.adapters import AdapterManifest, AdapterRef, GateCheck, check_name
 from shared.errors import ConflictError, InvalidRequestError, UnknownAdapterError
 
 router = APIRouter(tags=["adapters"])
@@ -32,6 +32,17 @@ _FILES: dict[str, Any] = {
 }
 
 
+class GateField(RequestModel):
+    """A check that a version passed or failed."""
+
+    name: str = Field(max_length=64)
+    passed: bool
+    detail: str = Field(default="", max_length=2000)
+
+
+Gate = Annotated[list[GateField], Field(max_length=64)]
+
+
 class UploadFields(RequestModel):
     """The form fields beside an upload's files."""
 
@@ -42,10 +53,13 @@ class UploadFields(RequestModel):
     if_latest: int | None = Field(default=None, ge=0, description="409 unless this is the latest version; 0: none yet")
     train_step: int = Field(default=0, ge=0)
     metrics: Json[dict[str, FiniteFloat]] = Field(default_factory=dict, description="JSON object of figures")
+    parent: int | None = Field(default=None, ge=0, description="version it was made from; default: the latest")
+    gate: Json[Gate] = Field(default_factory=list, description="JSON list of the checks that it has passed")
 
     def offer(self, name: str) -> Offer:
         """What to do with the files."""
-        return Offer(name, self.model, self.set_latest, self.if_latest, self.train_step, self.metrics)
+        offer = Offer(name, self.model, self.set_latest, self.if_latest, self.train_step, self.metrics)
+        return dataclasses.replace(offer, parent=self.parent, gate=_checks(self.gate))
 
 
 class LoadBody(RequestModel):
@@ -61,6 +75,20 @@ class VersionBody(RequestModel):
 
     version: int | None = Field(default=None, ge=1, description="default of a rollback: the published one before")
     reason: str = Field(default="rollback", max_length=200)
+
+
+class RejectBody(RequestModel):
+    """POST /v1/adapters/{name}/reject."""
+
+    version: int = Field(ge=1)
+    gate: Gate = Field(default_factory=list, description="the checks, with those that failed")
+
+
+class BestBody(RequestModel):
+    """POST /v1/adapters/{name}/best."""
+
+    version: int = Field(ge=1)
+    value: FiniteFloat = Field(description="the figure that it won by")
 
 
 class SwitchBody(RequestModel):
@@ -191,6 +219,20 @@ async def promote(name: Name, body: VersionBody, ring: TheRing) -> Loaded:
     return Loaded(policy_version=body.version, message=f"{name}@{body.version} is the latest version")
 
 
+@router.post("/v1/adapters/{name}/reject", summary="Reject a candidate", responses=error_responses(400, 404, 409))
+async def reject(name: Name, body: RejectBody, ring: TheRing) -> dict[str, Any]:
+    """Write down that a candidate failed its gate: it can be looked at and is never served; 409 for the latest."""
+    manifest = await ring.adapters.reject(name, body.version, _checks(body.gate))
+    return {"id": manifest.id, "object": "adapter.version", "status": manifest.status}
+
+
+@router.post("/v1/adapters/{name}/best", summary="Point at the best version", responses=error_responses(400, 404))
+async def set_best(name: Name, body: BestBody, ring: TheRing) -> dict[str, Any]:
+    """Make `best` point at a version; it is kept when older ones are pruned."""
+    await ring.adapters.set_best(name, body.version, body.value)
+    return {"id": f"{name}@{body.version}", "object": "adapter.version", "best_value": body.value}
+
+
 @router.delete("/v1/adapters/{name}", summary="Delete an adapter", responses=error_responses(404, 409))
 async def delete_adapter(name: Name, ring: TheRing) -> dict[str, Any]:
     """Delete all versions; 409 while a worker uses one."""
@@ -319,6 +361,10 @@ async def _load(ring: Ring, path: str, offer: Offer) -> AdapterManifest:
         workdir = Path(folder)
         files = await asyncio.to_thread(read_folder, path, settings.adapter_dirs, workdir, settings.max_adapter_bytes)
         return await publish(ring, offer, files, workdir)
+
+
+def _checks(gate: list[GateField]) -> tuple[GateCheck, ...]:
+    return tuple(GateCheck(each.name, each.passed, each.detail) for each in gate)
 
 
 def _name(fields: UploadFields, ring: Ring) -> str:

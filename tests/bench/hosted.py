@@ -38,6 +38,7 @@ from trainer.rollouts import derived_seed
 from trainer.settings import TrainSettings
 from worker.engine.messages import EngineConfig
 
+SETTLE_S = 120.0  # at most
 SHAPES: dict[str, dict[str, Any]] = {
     "small": QWEN3_SMALL,
     "medium": {**QWEN3_SMALL, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536},
@@ -118,6 +119,7 @@ class Training:
     steps: int = 0
     tokens: int = 0
     on: bool = False
+    error: Exception | None = None
     _work: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -125,15 +127,23 @@ class Training:
         self.size = self.learner._optimizer._size
         took = self.size.took
 
-        def count(positions: int, seconds: float) -> None:
-            self.tokens += positions
-            took(positions, seconds)
+        def count(asked: int, positions: int, tokens: int, seconds: float) -> None:
+            self.tokens += tokens
+            took(asked, positions, tokens, seconds)
 
         self.size.took = count  # type: ignore[method-assign]
 
     def start(self) -> None:
         self.on = True
         self._next()
+
+    def settle(self) -> None:
+        """Until kernels are compiled and the size of a microbatch is found: two train steps."""
+        self.start()
+        until = time.monotonic() + SETTLE_S
+        while self.steps < 2 and not self.error and time.monotonic() < until:
+            time.sleep(0.1)
+        self.stop()
 
     def stop(self) -> None:
         """End in the middle of a train step; what it has accumulated is thrown away."""
@@ -153,6 +163,9 @@ class Training:
         try:
             report = work.result().report
         except CancelledError:
+            return
+        except Exception as error:  # told by the next look at it: this runs in a future's callback
+            self.error = error
             return
         assert report.updated, report
         self.steps += 1
@@ -187,6 +200,8 @@ def watch(ring: LocalRing, seconds: float, training: Training | None = None) -> 
     trained = (training.tokens, training.steps) if training else (0, 0)
     time.sleep(seconds)
     assert ring.death is None, ring.death
+    if training and training.error:
+        raise training.error
     now, after = time.perf_counter(), ring.engine.stats().guests
     stretch = Stretch(now - began, ring.stream_tokens - streamed, ring.tokens - tokens)
     stretch.gaps_ms = (np.diff(np.array(ring.steps_at[steps:])) * 1000).tolist()
@@ -287,9 +302,6 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
     ring = LocalRing(config, rank=max(64, options.rank))
     base = ring.call(mx.get_active_memory)
     said("model loaded")
-    ring.stream(options.streams, options.prompt, options.stream_tokens)
-    watch(ring, options.stretch_s / 2)
-    said("streams decode")
     settings = options.settings(folder / "fixed")
     learner = ring.call(
         lambda: Learner(
@@ -298,8 +310,12 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
     )
     state = ring.call(lambda: _state_bytes(learner))
     training = Training(ring, learner, random_groups(options, ring.loaded.card.vocab_size))
-    watch(ring, options.stretch_s, training)  # the size of a microbatch settles
+    training.settle()
     said(f"training runs, microbatches of {training.size.positions} positions")
+    ring.stream(options.streams, options.prompt, options.stream_tokens)
+    watch(ring, options.stretch_s / 2)
+    watch(ring, options.stretch_s, training)
+    said(f"streams decode, microbatches of {training.size.positions} positions")
     pairs = [(watch(ring, options.stretch_s), watch(ring, options.stretch_s, training)) for _ in range(options.rounds)]
     alone, beside = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     inference, hosted = median(s.active_bytes for s in alone), median(s.active_bytes for s in beside)

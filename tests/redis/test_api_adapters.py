@@ -238,3 +238,28 @@ async def test_uploads_leave_only_the_newest_versions(redis_url: str, worker: Sc
         for seed in range(4):
             assert (await server.http.post("/upload_adapter", files=files(mlx_config(), lora(seed=seed)))).is_success
         assert await server.ring.adapters.versions("policy") == [3, 4]
+
+
+async def test_a_candidate_is_rejected_with_its_checks_and_another_is_the_best(server: Api) -> None:
+    checks = [{"name": "kl", "passed": True, "detail": "0.1"}]
+    await publish(server.ring.adapters)
+    fields = {"set_latest": "false", "parent": "1", "gate": json.dumps(checks)}
+    made = await server.http.post("/v1/adapters/policy/versions", data=fields, files=files(mlx_config()))
+    assert (made.json()["parent"], made.json()["gate"]) == (1, checks)
+    failed = [*checks, {"name": "parity", "passed": False, "detail": "far"}]
+    refused = await server.post("/v1/adapters/policy/reject", {"version": 1, "gate": failed})
+    assert refused.status_code == 409, "the latest cannot be rejected"
+    assert (await server.post("/v1/adapters/policy/reject", {"version": 2, "gate": failed})).json() == {
+        "id": "policy@2", "object": "adapter.version", "status": "rejected"
+    }  # fmt: skip
+    shown = (await server.http.get("/v1/adapters/policy/versions/2")).json()
+    assert (shown["status"], shown["gate"]) == ("rejected", failed)
+    assert (await server.post("/v1/adapters/policy/promote", {"version": 2})).status_code == 409
+    assert (await server.post("/v1/adapters/policy/best", {"version": 1, "value": 0.5})).status_code == 200
+    described = (await server.http.get("/v1/adapters/policy")).json()
+    assert (described["best"], described["best_value"]) == (1, 0.5)
+    for path in ("reject", "best"):
+        wrong = await server.post(
+            f"/v1/adapters/policy/{path}", {"version": 9, "value": 1} if path == "best" else {"version": 9}
+        )
+        assert wrong.status_code == 404

@@ -49,7 +49,7 @@ async def trainer(redis_url: str, play: Callable[[Letter], Answer | None]) -> As
             if (said := play(seen[-1])) is not None:
                 await mailbox.answer(seen[-1], said)
 
-    async with RingMailbox(redis, blocking, "policy") as mailbox:
+    async with RingMailbox(Orders(redis, keys.training_orders("policy"), blocking=blocking)) as mailbox:
         mailbox.known([])
         task = asyncio.create_task(answer(mailbox))
         yield seen

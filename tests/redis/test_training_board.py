@@ -67,10 +67,10 @@ async def _messages(channel: Any) -> AsyncIterator[Alert]:
 
 async def test_a_policy_has_one_trainer(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board_module, "WAIT_FOR_OWNER_S", 0.1)
-    async with RingBoard(redis, "policy") as first:
+    async with RingBoard(TrainingBoard(redis, "policy")) as first:
         assert await TrainingBoard(redis, "policy").alive() == first.owner
         with pytest.raises(ConflictError, match=f"has a trainer already: {first.owner}"):
-            async with RingBoard(redis, "policy"):
+            async with RingBoard(TrainingBoard(redis, "policy")):
                 pass
     assert await TrainingBoard(redis, "policy").alive() == ""
 
@@ -81,12 +81,12 @@ async def test_a_dead_trainer_of_this_host_is_not_waited_for(redis: Redis) -> No
     board = TrainingBoard(redis, "policy")
     host = (await _owner(redis)).partition(":")[0]
     await board.hold(f"{host}:{gone.pid}:dead")
-    async with RingBoard(redis, "policy") as mine:
+    async with RingBoard(TrainingBoard(redis, "policy")) as mine:
         assert await board.alive() == mine.owner
 
 
 async def _owner(redis: Redis) -> str:
-    async with RingBoard(redis, "other") as other:
+    async with RingBoard(TrainingBoard(redis, "other")) as other:
         return other.owner
 
 
@@ -96,7 +96,7 @@ async def test_a_trainer_whose_policy_was_taken_stops(redis: Redis) -> None:
     def status(state: TrainerState) -> TrainerStatus:
         return msgspec.structs.replace(STATUS, state=state)
 
-    async with RingBoard(redis, "policy") as mine:
+    async with RingBoard(TrainingBoard(redis, "policy")) as mine:
         mine.begin(status, lambda: stopped.append(True))
         await mine.show("training")
         found = await TrainingBoard(redis, "policy").status()

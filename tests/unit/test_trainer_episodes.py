@@ -146,7 +146,7 @@ async def test_arithmetic_tasks_are_fixed_by_index_and_keep_to_their_split() -> 
 
 
 async def test_a_data_set_is_gone_through_once_an_epoch_in_another_order() -> None:
-    async def scorer(completion: str, reference: object) -> tuple[float, dict[str, float]]:
+    async def scorer(completion: str, reference: object, prompt: object) -> tuple[float, dict[str, float]]:
         return float(completion == reference), {"length": float(len(completion))}
 
     tasks = [Task(f"p{i}", str(i)) for i in range(7)]

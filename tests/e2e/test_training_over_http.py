@@ -1,0 +1,168 @@
+"""A trainer that knows the api's URL and a key, and nothing of Redis."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
+from tests.e2e.test_training_api import pair
+from tests.waiting import wait_until
+from trainer.metrics import read
+
+KEY = "a-key-that-is-long-enough"
+RECIPE = ("--config", str(ROOT / "trainer/recipes/tiny-fixed.yaml"))
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
+    with ring(tmp_path_factory.mktemp("ring"), "--api-key", KEY) as started:
+        yield started
+
+
+@pytest.fixture
+def http(keyed: Ring) -> Iterator[httpx.Client]:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=keyed.url, timeout=60, trust_env=False, headers=headers) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def trainer(served: Ring, folder: Path, policy: str, *flags: str, key: str = KEY) -> Iterator[Process]:
+    process = Process.start(
+        "trainer", "--connect-to", served.url, "--over-http", "--model", f"models/{MODEL}", "--adapter", policy,
+        "--run-dir", str(folder), "--log-json", "true", *flags, environment={"PARALLM_CONNECT_KEY": key},
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.stop()
+
+
+def talks_to(process: Process, url: str) -> bool:
+    port = urlsplit(url).port
+    found = psutil.Process(process.popen.pid).net_connections("tcp")
+    return any(each.raddr and each.raddr.port == port for each in found)
+
+
+def status(http: httpx.Client, policy: str) -> dict[str, Any]:
+    answer = http.get("/v1/training/status", params={"policy": policy})
+    return answer.json() if answer.status_code == 200 else {"trainer": None, "training_enabled": False}
+
+
+def test_it_learns_shows_itself_and_leaves_no_jobs(keyed: Ring, http: httpx.Client, tmp_path: Path) -> None:
+    flags = ("--steps", "8", "--evaluate-every", "4", "--parity-every", "3")
+    with trainer(keyed, tmp_path, "policy", *RECIPE, *flags) as process:
+        process.wait_for_line(r"train\.step")
+        assert talks_to(process, keyed.url) and not talks_to(process, keyed.redis_url)
+        told = status(http, "policy")
+        assert told["training_enabled"] and told["trainer"]["train_step"] >= 1
+        assert process.popen.wait(120) == 0, process.output
+    lines = read(tmp_path / "policy" / "metrics.jsonl")
+    assert [line.train_step for line in lines] == list(range(8))
+    assert any(line.taught for line in lines) and all(line.failed == 0 and not line.gate for line in lines)
+    told = status(http, "policy")
+    assert (told["training_enabled"], told["trainer"]["state"], told["trainer"]["train_step"]) == (False, "ended", 8)
+    assert told["current_lora"] == f"policy@{lines[-1].version}"
+    versions = http.get("/v1/adapters/policy").json()
+    latest = versions["versions"][-1]
+    assert latest["train_step"] == 7 and {"loss", "reward"} <= latest["metrics"].keys()
+    assert latest["parent"] == latest["version"] - 1 and all(check["passed"] for check in latest["gate"])
+    assert versions["best"] >= 1
+    assert len(http.get("/debug/training", params={"policy": "policy"}).json()["points"]) == 8
+    left = http.get("/v1/jobs", params={"limit": 1000}).json()["data"]
+    assert len(left) <= 64, "what was read is deleted: of some 200 jobs, the end leaves two batches that it cancelled"
+    assert all(job["status"] in ("cancelled", "succeeded") for job in left)
+
+
+def test_a_policy_has_one_trainer(keyed: Ring, tmp_path: Path) -> None:
+    with trainer(keyed, tmp_path / "first", "shared", *RECIPE, "--steps", "1000") as first:
+        first.wait_for_line(r"train\.step")
+        with trainer(keyed, tmp_path / "second", "shared", *RECIPE) as second:
+            assert second.popen.wait(60) == 2 and "has a trainer already" in second.output
+
+
+def test_a_killed_one_resumes_and_an_api_that_dies_meanwhile_is_waited_for(
+    keyed: Ring, http: httpx.Client, tmp_path: Path
+) -> None:
+    flags = (*RECIPE, "--steps", "8", "--checkpoint-every", "2", "--evaluate-every", "0", "--parity-every", "0")
+    with trainer(keyed, tmp_path, "hard", *flags) as process:
+        process.wait_for_line(r'"step": "3/8"')
+        process.popen.kill()
+        process.popen.wait()
+    with trainer(keyed, tmp_path, "hard", *flags) as process:
+        process.wait_for_line(r'"step": "5/8"')
+        (api,) = [
+            each for each in psutil.Process(keyed.server.popen.pid).children() if "api" in each.cmdline()[1:4]
+        ]  # fmt: skip
+        os.kill(api.pid, signal.SIGKILL)
+        assert process.popen.wait(120) == 0, process.output
+    assert process.printed("run.resumed") and process.printed("train.api_away")
+    lines = read(tmp_path / "hard" / "metrics.jsonl")
+    assert [line.train_step for line in lines] == list(range(8))
+    assert all(line.failed == 0 for line in lines)
+    assert status(http, "hard")["trainer"]["train_step"] == 8
+
+
+def test_orders_and_a_refused_version_go_the_same_way(keyed: Ring, http: httpx.Client, tmp_path: Path) -> None:
+    def post(policy: str) -> dict[str, Any]:
+        body = {"trajectories": pair(http, f"{policy}@1"), "policy": policy, "checkpoint_name": "mine"}
+        answer = http.post("/v1/training/update", json=body)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    posted = ("--source", "posted", "--parity-every", "0", "--learning-rate")
+    tame = trainer(keyed, tmp_path, "tame", *posted, "0.001")
+    with tame as process, trainer(keyed, tmp_path, "wild", *posted, "1.0"):
+        asyncio.run(wait_until(lambda: (status(http, "tame")["trainer"] or {}).get("version") == 1, timeout_s=60))
+        asyncio.run(wait_until(lambda: (status(http, "wild")["trainer"] or {}).get("version") == 1, timeout_s=60))
+        good = post("tame")
+        assert (good["status"], good["lora"], good["checkpoint"]) == ("updated", "tame@2", "mine")
+        saved = http.post("/training/checkpoint", json={"policy": "tame", "name": "later"}).json()
+        assert saved["checkpoint"] == "later"
+        bad = post("wild")
+        assert bad["status"] == "rejected" and "update_norm" in bad["gate"]
+        rejected = http.get("/v1/adapters/wild/versions/2").json()
+        assert rejected["status"] == "rejected"
+        assert "update_norm" in {check["name"] for check in rejected["gate"] if not check["passed"]}
+        assert status(http, "wild")["alerts"]["gate_failed"] == 1
+        assert process.stop() == 0, process.output
+    assert http.get("/debug/training", params={"policy": "tame"}).json()["orders_waiting"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "reason"),
+    [
+        ((), "another-key-that-is-long", "refuses the API key"),
+        (("--source", "live"), KEY, "reads live traffic from Redis"),
+        (("--redis", "redis://127.0.0.1:1"), KEY, "--over-http goes with --connect-to"),
+        (("--reward", "judge", "--reward-options", '{"model": "nobody"}', "--task", "gsm8k", "--dataset",
+          "data/gsm8k/test-64.jsonl"), KEY, "'nobody' does not exist"),
+    ],
+)  # fmt: skip
+def test_what_keeps_it_from_training_is_said(
+    keyed: Ring, tmp_path: Path, flags: tuple[str, ...], key: str, reason: str
+) -> None:
+    with trainer(keyed, tmp_path, "never", *flags, key=key) as process:
+        assert process.popen.wait(60) == 2
+        assert reason in process.output
+
+
+def test_a_judge_scores_for_it_over_http(keyed: Ring, tmp_path: Path) -> None:
+    data = tmp_path / "tasks.jsonl"
+    data.write_text('{"prompt": "1+3="}\n{"prompt": "2+3="}\n')
+    options = '{"model": "tiny", "template": "{prompt}{completion}", "marks": {"1": 0, "7": 1}}'
+    flags = ("--task", "jsonl", "--dataset", str(data), "--reward", "judge", "--reward-options", options)
+    with trainer(keyed, tmp_path, "judged", *flags, "--steps", "2", "--prompts-per-step", "2") as process:
+        assert process.popen.wait(90) == 0, process.output
+    lines = read(tmp_path / "judged" / "metrics.jsonl")
+    assert len(lines) == 2 and all(line.failed == 0 and 0 < line.reward < 1 for line in lines)
