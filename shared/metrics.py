@@ -60,6 +60,12 @@ def _histogram(name: str, labels: tuple[str, ...], buckets: tuple[float, ...], m
 _VLLM = (
     _gauge("vllm:num_requests_running", _MODEL, "sequences in the workers' batches"),
     _gauge("vllm:num_requests_waiting", _MODEL, "sequences that wait, in the queue or in a worker for a row"),
+    _gauge(
+        "vllm:num_requests_waiting_by_reason",
+        (*_MODEL, "reason"),
+        "the same, by reason: capacity (in the queue), deferred (in a worker, for an adapter or a grammar)",
+    ),
+    _counter("vllm:num_preemptions_total", _MODEL, "rows of jobs that went back to the queue for interactive ones"),
     _gauge("vllm:kv_cache_usage_perc", _MODEL, "KV memory in use, 0 to 1, over all workers"),
     _gauge("vllm:gpu_cache_usage_perc", _MODEL, "the same under vLLM's older name"),
     _gauge(
@@ -68,6 +74,11 @@ _VLLM = (
         "Unix time; the labels say which adapter versions rows use and wait for",
     ),
     _counter("vllm:prompt_tokens_total", _MODEL, "prompt tokens of sequences that have begun, cached ones included"),
+    _counter(
+        "vllm:prompt_tokens_by_source_total",
+        (*_MODEL, "source"),
+        "prompt tokens of sequences that have ended: local_cache_hit (from the prefix cache), local_compute",
+    ),
     _counter("vllm:generation_tokens_total", _MODEL, "tokens decoded"),
     _counter(
         "vllm:request_success_total",
@@ -125,7 +136,9 @@ _OURS = (
     _counter("mlx_parallm_prefix_cache_evicted_blocks_total", _MODEL, "blocks that the prefix cache has dropped"),
     _counter("mlx_parallm_http_requests_total", ("method", "route", "status"), "HTTP requests answered"),
     _histogram("mlx_parallm_http_request_seconds", ("route",), _LATENCY, "HTTP requests, streams to their last byte"),
-    _histogram("mlx_parallm_reward", ("reward",), _REWARD, "rewards that the job runners have given"),
+    _histogram(
+        "mlx_parallm_reward", ("reward",), _REWARD, "rewards that the job runners have given; the sum may shrink"
+    ),
     _counter("mlx_parallm_reward_errors_total", ("reward",), "rewards that raised or took too long"),
 )
 
@@ -161,7 +174,13 @@ _SEEDS = (
     _gauge("cache_hit_rate", (), "prompt tokens found in the prefix caches, of those looked for, since the beginning"),
 )
 
-CATALOGUE: dict[str, Metric] = {metric.name: metric for metric in (*_VLLM, *_OURS, *_TRAINING, *_SEEDS)}
+# What vLLM's server has from prometheus-fastapi-instrumentator, on which its boards build; derived from ours when read.
+_HTTP = (
+    _counter("http_requests_total", ("method", "status", "handler"), "requests but for probes; status: 2xx, 4xx, 5xx"),
+    _histogram("http_request_duration_seconds", ("handler",), _LATENCY, "requests but for probes"),
+)
+
+CATALOGUE: dict[str, Metric] = {metric.name: metric for metric in (*_VLLM, *_OURS, *_TRAINING, *_SEEDS, *_HTTP)}
 
 
 class Counter:

@@ -39,15 +39,17 @@ async def read_gauges(ring: Ring, totals: dict[str, float]) -> Gauges:
 
 
 async def _queue(gauges: Gauges, ring: Ring, model: str, live: list[WorkerStatus]) -> None:
-    waiting = sum(worker.waiting for worker in live)
+    deferred, queued = sum(worker.waiting for worker in live), 0
     for kind, depth in (await ring.queue(model).depth()).items():
         gauges["mlx_parallm_queue_depth"][model, kind] = depth.waiting
         gauges["mlx_parallm_queue_leased"][model, kind] = depth.leased
         gauges["mlx_parallm_queue_oldest_seconds"][model, kind] = depth.oldest_ms / 1000
-        waiting += depth.waiting
+        queued += depth.waiting
     gauges["mlx_parallm_dead_letters"][(model,)] = await ring.redis.xlen(keys.dead_letters(model))
     gauges["vllm:num_requests_running"][(model,)] = sum(worker.rows for worker in live)
-    gauges["vllm:num_requests_waiting"][(model,)] = waiting
+    gauges["vllm:num_requests_waiting"][(model,)] = queued + deferred
+    gauges["vllm:num_requests_waiting_by_reason"][model, "capacity"] = queued
+    gauges["vllm:num_requests_waiting_by_reason"][model, "deferred"] = deferred
     used, limit = sum(worker.kv_bytes for worker in live), sum(worker.kv_limit_bytes for worker in live)
     for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):
         gauges[name][(model,)] = used / limit if limit else 0.0

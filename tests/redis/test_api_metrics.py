@@ -36,6 +36,10 @@ async def test_any_api_tells_of_the_whole_ring(redis_url: str) -> None:
         text = (await other.http.get("/metrics")).text
         assert 'mlx_parallm_http_requests_total{method="POST",route="/v1/completions",status="200"} 1.0' in text
         assert 'route="/v1/jobs/{job_id}",status="404"' in text
+        assert 'http_requests_total{handler="/v1/completions",method="POST",status="2xx"} 1.0' in text
+        assert 'http_requests_total{handler="/v1/jobs/{job_id}",method="GET",status="4xx"} 1.0' in text
+        assert 'http_request_duration_seconds_count{handler="/v1/completions"} 1.0' in text
+        assert 'http_requests_total{handler="/metrics"' not in text, "probes are left out"
         assert f'mlx_parallm_queue_depth{{class="interactive",model_name="{MODEL}"}} 0.0' in text
 
 

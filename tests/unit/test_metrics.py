@@ -52,6 +52,15 @@ def test_a_histogram_is_exposed_with_cumulative_buckets() -> None:
     assert found["vllm:request_params_n_sum"] == [({"model_name": "m"}, 1006)]
 
 
+def test_a_histogram_of_negative_values_tells_count_and_sum_too() -> None:
+    tally = Tally()
+    for value in (-1, 0.5, -0.25):
+        tally.histogram("mlx_parallm_reward", "exact").observe(value)
+    found = parsed(exposition({}, tally.fields()))
+    assert found["mlx_parallm_reward_count"] == [({"reward": "exact"}, 3)]
+    assert found["mlx_parallm_reward_sum"] == [({"reward": "exact"}, -0.75)]
+
+
 def test_an_observation_on_a_bound_belongs_below_it() -> None:
     tally = Tally()
     tally.histogram("vllm:request_params_n", "m").observe(5, 2)
