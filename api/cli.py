@@ -1,27 +1,23 @@
 """`mlx_parallm`: the client on the command line.
 
-Exit codes: 0 done; 1 the server refused or could not be reached; 2 the command line is wrong; 3 the job did not
-succeed.
+Exit codes: 0 done; 1 the server refused or could not be reached; 2 the command line is wrong; 3 the job or batch
+did not succeed.
 Results and JSON go to stdout, progress and errors to stderr.
 """
 
 import sys
-from collections.abc import Coroutine
 from contextlib import nullcontext
 from pathlib import Path
-from typing import IO, Annotated, Any, TypeVar, cast, get_args
+from typing import IO, Annotated, Any, cast, get_args
 
 import msgspec
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from api.client import DEFAULT_URL, InferenceClient, JobRequest
-from api.commands import acl, adapters, bench, deadletters, key, top
-from api.commands.console import err, fail, out, perform, plain, print_json
+from api.commands import acl, adapters, batches, bench, deadletters, key, top
+from api.commands.console import ApiKey, Json, Url, err, fail, open_input, out, perform, plain, print_json, print_rows
 from shared.jobs import TERMINAL, JobKind, JobStatus, RewardSpec
-
-T = TypeVar("T")
 
 JOB_NOT_SUCCEEDED = 3
 LOOK_PATIENCE_S = 5.0  # with a server that is away or busy, of a command that only looks; others have 30 s
@@ -33,10 +29,10 @@ app.add_typer(key.app, name="key")
 app.command("top")(top.top)
 app.command("bench")(bench.bench)
 app.command()(acl.acl)
+app.command("batch")(batches.batch)
+app.add_typer(batches.app, name="batches")
+app.add_typer(batches.files_app, name="files")
 
-Url = Annotated[str, typer.Option("--url", envvar="PARALLM_URL", help="address of the server")]
-ApiKey = Annotated[str, typer.Option("--api-key", envvar="PARALLM_API_KEY", help="if the server wants one")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Model = Annotated[str, typer.Option("--model", "-m", help="default: the only one that is served")]
 
 
@@ -61,7 +57,7 @@ def submit(
 ) -> None:
     """Submit a job."""
     wanted = _reward(reward)
-    lines = _open(file)
+    lines = open_input(file)
 
     async def run() -> JobStatus:
         async with InferenceClient(url, api_key=api_key) as client:
@@ -85,7 +81,7 @@ def submit(
             return await _watch(client, status.id)
 
     with lines:
-        _report(_run(run()), as_json)
+        _report(perform(run()), as_json)
 
 
 @app.command()
@@ -101,14 +97,10 @@ def jobs(
         async with InferenceClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
             return await client.jobs(limit)
 
-    found = _run(run())
+    found = perform(run())
     if as_json:
         return print_json(found)
-    table = Table("job", "kind", "model", "status", "samples", "reward", box=None)
-    for status in found:
-        done = f"{round(status.progress * status.counts.total)}/{status.counts.total}"
-        table.add_row(status.id, status.kind, status.model, status.status, done, _number(status.mean_reward))
-    return out.print(table)
+    return print_rows(("job", "kind", "model", "status", "samples", "reward"), map(_row, found))
 
 
 @app.command()
@@ -126,7 +118,7 @@ def job(
         async with InferenceClient(url, api_key=api_key, patience_s=patience_s) as client:
             return await _watch(client, job_id) if wait else await client.status(job_id)
 
-    _report(_run(run()), as_json)
+    _report(perform(run()), as_json)
 
 
 @app.command()
@@ -152,7 +144,7 @@ def results(
 
     try:
         with file.open("wb") if file is not None else nullcontext(sys.stdout.buffer) as to:
-            count = _run(run(to))
+            count = perform(run(to))
     except BrokenPipeError:  # `| head`
         sys.stderr.close()
         raise SystemExit(0) from None
@@ -171,7 +163,7 @@ def cancel(job_id: str, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: J
             await client.cancel(job_id)
             return await client.wait(job_id)
 
-    status = _run(run())
+    status = perform(run())
     print_json(status) if as_json else out.print(_summary(status))
 
 
@@ -201,14 +193,14 @@ def chat(
         messages.append({"role": "assistant", "content": "".join(parts)})
 
     if prompt:
-        return _run(answer(prompt))
+        return perform(answer(prompt))
     while True:
         try:
             text = input("> ")
         except (EOFError, KeyboardInterrupt):
             return None
         if text.strip():
-            _run(answer(text))
+            perform(answer(text))
 
 
 @app.command()
@@ -219,7 +211,7 @@ def models(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) 
         async with InferenceClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
             return await client.models()
 
-    found = _run(run())
+    found = perform(run())
     if as_json:
         return print_json(found)
     for model in found:
@@ -235,7 +227,7 @@ def health(url: Url = DEFAULT_URL, api_key: ApiKey = "") -> None:
         async with InferenceClient(url, api_key=api_key, patience_s=0) as client:
             return await client.health()
 
-    print_json(_run(run()))
+    print_json(perform(run()))
 
 
 def main() -> None:
@@ -244,14 +236,6 @@ def main() -> None:
 
 
 # --- within ---
-
-
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run, and end with a message instead of a traceback."""
-    try:
-        return perform(work)
-    except KeyboardInterrupt:
-        fail("interrupted; a submitted job goes on (see `mlx_parallm jobs`)", 130)
 
 
 async def _watch(client: InferenceClient, job_id: str) -> JobStatus:
@@ -272,6 +256,11 @@ def _report(status: JobStatus, as_json: bool) -> None:
         raise typer.Exit(JOB_NOT_SUCCEEDED)
 
 
+def _row(status: JobStatus) -> tuple[str, ...]:
+    done = f"{round(status.progress * status.counts.total)}/{status.counts.total}"
+    return status.id, status.kind, status.model, status.status, done, _number(status.mean_reward)
+
+
 def _summary(status: JobStatus) -> str:
     counts = status.counts
     parts = [f"{counts.succeeded} of {counts.total} samples"]
@@ -290,15 +279,6 @@ def _summary(status: JobStatus) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def _open(file: str) -> IO[bytes]:
-    if file == "-":
-        return sys.stdin.buffer
-    try:
-        return Path(file).open("rb")
-    except OSError as error:
-        fail(f"{file}: {error.strerror}", 2)
 
 
 def _reward(text: str) -> RewardSpec | None:

@@ -8,7 +8,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from types import TracebackType
@@ -17,7 +17,7 @@ from typing import IO, Any, Self, TypeVar, cast
 import httpx
 import msgspec
 
-from shared.errors import ParallmError
+from api.client_http import RequestFailedError, byte_lines, decode, reached, refusal, retry_after, unreachable
 from shared.jobs import TERMINAL, JobInput, JobKind, JobStatus, RewardSpec
 from shared.sequences import AdapterPolicy
 from shared.trajectories import Trajectory
@@ -28,15 +28,6 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 POLL_S = (0.1, 2.0)  # first and longest pause between two looks at a job
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors", "adapter_model.safetensors")
 BUSY = frozenset({429, 502, 503, 504})
-
-
-class RequestFailedError(ParallmError):
-    """The server refused or failed a request; `http_status` 0 means that it could not be reached."""
-
-    def __init__(self, message: str, http_status: int = 0, error_code: str = "") -> None:
-        super().__init__(message)
-        self.http_status = http_status
-        self.error_code = error_code
 
 
 class JobRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -164,7 +155,7 @@ class InferenceClient:
                     },
                 )
 
-            return _decode(await self._patiently(send), JobStatus)
+            return decode(await self._patiently(send), JobStatus)
 
     async def status(self, job_id: str) -> JobStatus:
         """How far a job is."""
@@ -176,7 +167,7 @@ class InferenceClient:
 
     async def cancel(self, job_id: str) -> JobStatus:
         """Stop a job; what is done stays."""
-        return _decode(await self._patiently(lambda: self._http.post(f"/v1/jobs/{job_id}/cancel")), JobStatus)
+        return decode(await self._patiently(lambda: self._http.post(f"/v1/jobs/{job_id}/cancel")), JobStatus)
 
     async def wait(
         self, job_id: str, on_progress: Callable[[JobStatus], None] | None = None, timeout_s: float | None = None
@@ -228,8 +219,8 @@ class InferenceClient:
         request = self._http.stream(
             "GET", f"/v1/jobs/{status.id}/results", params={"after": after, "complete_only": "true"}
         )
-        async with _reached(self.url, request) as response:
-            async for line in _byte_lines(response):
+        async with reached(self.url, request) as response:
+            async for line in byte_lines(response):
                 if not line:
                     continue
                 place = msgspec.json.decode(line, type=_Place)
@@ -251,8 +242,8 @@ class InferenceClient:
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The events of a streamed request; RequestFailedError also for an error in the middle of the stream."""
         request = self._http.stream("POST", path, json={**body, "stream": True})
-        async with _reached(self.url, request) as response:
-            async for line in _byte_lines(response):
+        async with reached(self.url, request) as response:
+            async for line in byte_lines(response):
                 data = line.removeprefix(b"data:").strip()
                 if not line.startswith(b"data:") or data == b"[DONE]":
                     continue
@@ -264,13 +255,13 @@ class InferenceClient:
     async def generate(self, prompt: str | list[int], **options: Any) -> Generation:
         """One completion of a text or of token ids; options are the fields of `POST /generate`, one prompt, n 1."""
         body = {"prompt" if isinstance(prompt, str) else "prompt_ids": prompt, "logprobs": 1, **options}
-        return _decode(await self._patiently(lambda: self._http.post("/generate", json=body)), Generation)
+        return decode(await self._patiently(lambda: self._http.post("/generate", json=body)), Generation)
 
     async def load_adapter(self, adapter_path: str, name: str | None = None) -> AdapterLoaded:
         """Make the next version of an adapter from a directory of the api's host, below its --adapter-dirs."""
         body = {"adapter_path": adapter_path} | ({"name": name} if name else {})
         answer = await self._patiently(lambda: self._http.post("/load_adapter", json=body), busy=frozenset())
-        return _decode(answer, AdapterLoaded)
+        return decode(answer, AdapterLoaded)
 
     async def upload_adapter(self, folder: Path, fields: dict[str, str]) -> AdapterLoaded:
         """Make the next version of an adapter from a directory of this machine; sent once, never repeated.
@@ -283,10 +274,10 @@ class InferenceClient:
             try:
                 answer = await self._http.post("/upload_adapter", data=fields, files=files)
             except httpx.TransportError as error:
-                raise _unreachable(self.url, error) from error
+                raise unreachable(self.url, error) from error
         if answer.is_error:
-            raise _refusal(answer)
-        return _decode(answer, AdapterLoaded)
+            raise refusal(answer)
+        return decode(answer, AdapterLoaded)
 
     async def only_model(self) -> str:
         """The model that is served; RequestFailedError when that is not one."""
@@ -307,10 +298,10 @@ class InferenceClient:
 
     async def call(self, method: str, path: str, kind: type[T], body: Any = None, **params: Any) -> T:
         """Any other request of the API that is safe to repeat; its answer as `kind`."""
-        return _decode(await self._patiently(lambda: self._http.request(method, path, params=params, json=body)), kind)
+        return decode(await self._patiently(lambda: self._http.request(method, path, params=params, json=body)), kind)
 
     async def _get(self, path: str, kind: type[T], **params: Any) -> T:
-        return _decode(await self._patiently(lambda: self._http.get(path, params=params)), kind)
+        return decode(await self._patiently(lambda: self._http.get(path, params=params)), kind)
 
     async def _patiently(
         self, send: Callable[[], Awaitable[httpx.Response]], busy: frozenset[int] = BUSY
@@ -323,13 +314,13 @@ class InferenceClient:
                 response = await send()
             except httpx.TransportError as error:
                 if time.monotonic() + pause_s > until:
-                    raise _unreachable(self.url, error) from error
+                    raise unreachable(self.url, error) from error
             else:
                 if response.status_code not in busy or time.monotonic() + pause_s > until:
                     if response.is_error:
-                        raise _refusal(response)
+                        raise refusal(response)
                     return response
-                pause_s = max(pause_s, _retry_after(response))
+                pause_s = max(pause_s, retry_after(response))
             await asyncio.sleep(pause_s)
             pause_s = min(2.0, 2 * pause_s)
 
@@ -339,58 +330,6 @@ class _Place(msgspec.Struct):
     sample_index: int
 
 
-@asynccontextmanager
-async def _reached(url: str, request: AbstractAsyncContextManager[httpx.Response]) -> AsyncIterator[httpx.Response]:
-    try:
-        async with request as response:
-            if response.is_error:
-                await response.aread()
-                raise _refusal(response)
-            yield response
-    except httpx.TransportError as error:
-        raise _unreachable(url, error) from error
-
-
-async def _byte_lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Lines that end in \\n only: JSON may hold the other characters at which httpx would split."""
-    rest = b""
-    async for data in response.aiter_bytes():
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            yield line.strip()
-    if rest.strip():
-        yield rest.strip()
-
-
 def _lines(inputs: IO[bytes] | Iterable[JobInput | dict[str, Any]]) -> Iterator[bytes]:
     for item in inputs:
         yield item if isinstance(item, bytes) else msgspec.json.encode(item) + b"\n"
-
-
-def _decode(response: httpx.Response, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(response.content, type=kind)
-    except msgspec.MsgspecError as error:
-        raise RequestFailedError(f"{response.url} answered something else: {error}", response.status_code) from error
-
-
-def _refusal(response: httpx.Response) -> RequestFailedError:
-    """The server's own words, if it is our server that answers."""
-    try:
-        error = msgspec.json.decode(response.content)["error"]
-        return RequestFailedError(str(error["message"]), response.status_code, str(error.get("code") or ""))
-    except (msgspec.MsgspecError, KeyError, TypeError):
-        text = response.text.strip()[:200]
-        return RequestFailedError(f"{response.url} answered {response.status_code}: {text}", response.status_code)
-
-
-def _unreachable(url: str, error: httpx.TransportError) -> RequestFailedError:
-    reason = str(error) or type(error).__name__
-    return RequestFailedError(f"cannot reach {url} ({reason}); start it with mlx_parallm_serve, or give --url")
-
-
-def _retry_after(response: httpx.Response) -> float:
-    try:
-        return min(5.0, float(response.headers.get("retry-after", "0")))
-    except ValueError:
-        return 0.0

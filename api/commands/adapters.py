@@ -3,21 +3,16 @@
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
-from rich.table import Table
 
 from api.client import DEFAULT_URL, AdapterLoaded, InferenceClient
-from api.commands.console import fail, out, perform, plain, print_json
+from api.commands.console import ApiKey, Json, Url, fail, out, perform, plain, print_json, print_rows, segment
 
 PATIENCE_S = 5.0  # with a server that is away or busy
 
 app = typer.Typer(no_args_is_help=True, help="Adapters and their versions.")
 
-Url = Annotated[str, typer.Option("--url", envvar="PARALLM_URL", help="address of the server")]
-ApiKey = Annotated[str, typer.Option("--api-key", envvar="PARALLM_API_KEY", help="if the server wants one")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Name = Annotated[str, typer.Argument(help="the adapter")]
 
 Answer = dict[str, Any]
@@ -29,21 +24,22 @@ def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = 
     found = _call(url, api_key, "GET", "/v1/adapters")["data"]
     if as_json:
         return print_json(found)
-    table = Table("adapter", "latest", "best", "versions", box=None)
+    rows = []
     for adapter in found:
         versions = adapter["versions"]
         held = f"{len(versions)} ({versions[0]} to {versions[-1]})" if versions else "0"
-        table.add_row(adapter["name"], str(adapter["latest"] or "-"), str(adapter["best"] or "-"), held)
-    return out.print(table)
+        rows.append((adapter["name"], str(adapter["latest"] or "-"), str(adapter["best"] or "-"), held))
+    return print_rows(("adapter", "latest", "best", "versions"), rows)
 
 
 @app.command()
 def show(name: Name, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
     """Show an adapter's versions, newest first; --json also gives the moves of `latest` and the workers' acks."""
-    found = _call(url, api_key, "GET", f"/v1/adapters/{_segment(name)}")
+    found = _call(url, api_key, "GET", f"/v1/adapters/{segment(name)}")
     if as_json:
         return print_json(found)
-    table = Table("version", "", "status", "parent", "rank", "MB", "train step", "source", "created", box=None)
+    titles = ("version", "", "status", "parent", "rank", "MB", "train step", "source", "created")
+    rows = []
     for version in reversed(found["versions"]):
         marks = [mark for mark in ("latest", "best") if found[mark] == version["version"]]
         created = datetime.fromtimestamp(version["created_ms"] / 1000, UTC)
@@ -58,8 +54,8 @@ def show(name: Name, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json
             version["source"],
             f"{created:%Y-%m-%d %H:%M:%S}Z",
         )
-        table.add_row(*(plain(cell) for cell in cells))
-    return out.print(table)
+        rows.append(cells)
+    return print_rows(titles, rows)
 
 
 @app.command()
@@ -99,7 +95,7 @@ def rollback(
 ) -> None:
     """Make an earlier version the latest; its successors stay and can be asked for by number."""
     body = {"version": version, "reason": reason}
-    answer = _call(url, api_key, "POST", f"/v1/adapters/{_segment(name)}/rollback", body)
+    answer = _call(url, api_key, "POST", f"/v1/adapters/{segment(name)}/rollback", body)
     print_json(answer) if as_json else out.print(plain(answer["message"]))
 
 
@@ -115,7 +111,7 @@ def delete(
     name, _, version = which.partition("@")
     if everything == bool(version) or (version and not version.isdecimal()):
         fail(f"{which}: give NAME@K, or NAME with --all", 2)
-    path = f"/v1/adapters/{_segment(name)}" + (f"/versions/{version}" if version else "")
+    path = f"/v1/adapters/{segment(name)}" + (f"/versions/{version}" if version else "")
     answer = _call(url, api_key, "DELETE", path)
     print_json(answer) if as_json else out.print(f"{plain(answer['id'])} deleted")
 
@@ -126,8 +122,3 @@ def _call(url: str, api_key: str, method: str, path: str, body: Answer | None = 
             return await client.call(method, path, Answer, body)
 
     return perform(run())
-
-
-def _segment(name: str) -> str:
-    """One segment of a path: a name with a slash must not reach another endpoint."""
-    return quote(name, safe="")

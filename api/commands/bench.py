@@ -21,8 +21,9 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from api.client import DEFAULT_URL, InferenceClient, RequestFailedError
-from api.commands.console import err, out, perform, print_json
+from api.client import DEFAULT_URL, InferenceClient
+from api.client_http import RequestFailedError
+from api.commands.console import ApiKey, Json, Url, err, out, perform, print_json
 
 REQUEST_FAILED = 1
 TEXT = "The quick brown fox jumps over the lazy dog; 0123456789 + how much wood would a woodchuck chuck? (All of it.)"
@@ -80,16 +81,13 @@ def bench(
     max_tokens: Annotated[int, typer.Option(min=1, help="length of a completion; its end token is ignored")] = 128,
     requests: Annotated[int, typer.Option(min=0, help="in all; 0: four for each stream")] = 0,
     seed: Annotated[int, typer.Option(help="of the prompts")] = 0,
-    url: Annotated[str, typer.Option("--url", envvar="PARALLM_URL", help="address of the server")] = DEFAULT_URL,
-    api_key: Annotated[str, typer.Option("--api-key", envvar="PARALLM_API_KEY")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: Json = False,
 ) -> None:
     """Load a running server and print tokens a second and latencies; exit code 1 when a request failed."""
     wanted = requests or 4 * streams
-    try:
-        report = perform(_bench(url, api_key, model, streams, prompt_tokens, max_tokens, wanted, seed))
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    report = perform(_bench(url, api_key, model, streams, prompt_tokens, max_tokens, wanted, seed))
     if as_json:
         print_json(report)
     else:

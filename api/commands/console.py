@@ -2,19 +2,27 @@
 
 import asyncio
 import sys
-from collections.abc import Coroutine
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import IO, Annotated, Any, NoReturn, TypeVar
+from urllib.parse import quote
 
 import msgspec
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from api.client import RequestFailedError
+from api.client_http import RequestFailedError
 
 T = TypeVar("T")
 
+Url = Annotated[str, typer.Option("--url", envvar="PARALLM_URL", help="address of the server")]
+ApiKey = Annotated[str, typer.Option("--api-key", envvar="PARALLM_API_KEY", help="if the server wants one")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
 err = Console(stderr=True, highlight=False)
 out = Console(highlight=False, soft_wrap=True)
+rows_out = Console(highlight=False, soft_wrap=True, width=250)  # columns, whatever the terminal has
 
 
 def perform(work: Coroutine[Any, Any, T]) -> T:
@@ -23,12 +31,37 @@ def perform(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(work)
     except RequestFailedError as error:
         fail(error.message, 1)
+    except KeyboardInterrupt:
+        fail("interrupted; what was submitted goes on", 130)
 
 
 def fail(message: str, code: int) -> NoReturn:
     """End with an error message and this exit code."""
     err.print(f"[bold red]error[/]: {plain(message)}")
     raise typer.Exit(code)
+
+
+def open_input(file: str) -> IO[bytes]:
+    """A file that is named on the command line; - is stdin."""
+    if file == "-":
+        return sys.stdin.buffer
+    try:
+        return Path(file).open("rb")
+    except OSError as error:
+        fail(f"{file}: {error.strerror}", 2)
+
+
+def print_rows(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table whose lines are not fitted into the terminal: people copy ids, and programs read lines."""
+    table = Table(*titles, box=None)
+    for row in rows:
+        table.add_row(*map(plain, row))
+    rows_out.print(table)
+
+
+def segment(name: str) -> str:
+    """One segment of a path: a name with a slash must not reach another endpoint."""
+    return quote(name, safe="")
 
 
 def plain(text: str) -> str:

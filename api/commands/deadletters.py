@@ -3,16 +3,12 @@
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from api.client import DEFAULT_URL, InferenceClient
-from api.commands.console import out, perform, print_json
+from api.commands.console import ApiKey, Json, Url, out, perform, print_json, print_rows
 
 app = typer.Typer(no_args_is_help=True, help="Sequences and messages that were given up.")
 
-Url = Annotated[str, typer.Option("--url", envvar="PARALLM_URL", help="address of the server")]
-ApiKey = Annotated[str, typer.Option("--api-key", envvar="PARALLM_API_KEY", help="if the server wants one")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Ids = Annotated[list[str], typer.Argument(help="ids as `list` prints them")]
 
 Answer = dict[str, Any]
@@ -30,14 +26,7 @@ def list_letters(
     found = _call(url, api_key, "GET", "", model=model, limit=limit)["data"]
     if as_json:
         return print_json(found)
-    table = Table(box=None)
-    for title in ("id", "sequence", "attempt", "job", "can run again", "reason"):
-        table.add_column(title, overflow="fold", no_wrap=title == "id")
-    for letter in found:
-        runs = "yes" if letter["requeueable"] else f"no: {letter['unreadable']}"
-        cells = (letter["id"], letter["sequence"], str(letter["attempt"]), letter["job"], runs, letter["reason"])
-        table.add_row(*(cell.replace("[", r"\[") for cell in cells))
-    return out.print(table)
+    return print_rows(("id", "sequence", "attempt", "job", "can run again", "reason"), map(_row, found))
 
 
 @app.command()
@@ -60,6 +49,11 @@ def drop(letter_ids: Ids, url: Url = DEFAULT_URL, api_key: ApiKey = "") -> None:
     for letter_id in letter_ids:
         dropped = _call(url, api_key, "DELETE", f"/{letter_id}")["deleted"]
         out.print(f"{letter_id} {'dropped' if dropped else 'was not there'}")
+
+
+def _row(letter: Answer) -> tuple[str, ...]:
+    runs = "yes" if letter["requeueable"] else f"no: {letter['unreadable']}"
+    return letter["id"], letter["sequence"], str(letter["attempt"]), letter["job"], runs, letter["reason"]
 
 
 def _call(url: str, api_key: str, method: str, path: str, **params: Any) -> Answer:

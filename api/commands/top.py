@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,8 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from api.client import DEFAULT_URL, InferenceClient, RequestFailedError
-from api.commands.console import err
+from api.client import DEFAULT_URL, InferenceClient
+from api.client_http import RequestFailedError
+from api.commands.console import ApiKey, Url, err, plain, print_json
 from api.ops.figures import size
 from api.ops.views import RingSnapshot
 from shared.redis.ring_history import RingSample
@@ -37,8 +37,8 @@ _STATE_STYLES = {"ready": "green", "running": "green", "succeeded": "green", "tr
 def top(
     once: Annotated[bool, typer.Option("--once", help="print one view and leave")] = False,
     interval: Annotated[float, typer.Option(min=0.2, help="seconds between two looks")] = 1.0,
-    url: Annotated[str, typer.Option("--url", envvar="PARALLM_URL", help="address of the server")] = DEFAULT_URL,
-    api_key: Annotated[str, typer.Option("--api-key", envvar="PARALLM_API_KEY", help="if the server wants one")] = "",
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
     as_json: Annotated[bool, typer.Option("--json", help="print one snapshot as JSON and leave")] = False,
 ) -> None:
     """Watch workers, queues, jobs, adapters and training."""
@@ -46,13 +46,13 @@ def top(
         if as_json or once or not sys.stdout.isatty():
             snapshot = asyncio.run(_look(url, api_key))
             if as_json:
-                sys.stdout.write(msgspec.json.format(msgspec.json.encode(snapshot), indent=2).decode() + "\n")
+                print_json(snapshot)
             else:
                 Console(highlight=False).print(view(snapshot))
         else:
             asyncio.run(_watch(url, api_key, interval))
     except RequestFailedError as error:
-        err.print(f"[bold red]error[/]: {escape(error.message)}")
+        err.print(f"[bold red]error[/]: {plain(error.message)}")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         return

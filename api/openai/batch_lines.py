@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from api.errors import error_object, from_validation
 from api.generation import Work
+from api.limits import check_shape
 from api.openai.chat import chat_of, grammar_param, plan_chat
 from api.openai.choices import ReplyPlan
 from api.openai.completions import encoded, plan_completion
@@ -21,10 +22,17 @@ from api.openai.replies import whole_body
 from api.openai.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from api.ring import Ring
 from api.targets import Target
-from shared.errors import InvalidRequestError, ParallmError, UnsupportedParameterError, from_code
+from shared.errors import (
+    InvalidRequestError,
+    ParallmError,
+    PayloadTooLargeError,
+    UnsupportedParameterError,
+    from_code,
+)
 from shared.frames import Finish, TokenEvent
 from shared.jobs import JobInput, LineRequest
 from shared.redis.batch_store import BatchError
+from shared.settings import ApiSettings
 from shared.text import TextCodec
 from shared.trajectories import Trajectory
 
@@ -37,25 +45,36 @@ _UNENDED = {
     "failed": ("batch_failed", "the batch failed before this line was answered"),
 }
 _CUT = frozenset({"cancelled", "abort", "deadline"})  # how a choice ends that is no answer
+_MARK = b"\xef\xbb\xbf"  # some editors write it before the first line
 _encode = msgspec.json.encode
 
 
-class BatchLine(msgspec.Struct, frozen=True):
+class BatchLine(NamedTuple):
     """One line of an input file."""
 
     custom_id: str
+    url: str
+    body: dict[str, Any]  # empty when it is refused unread
+    refused: ParallmError | None = None
+
+
+class _Shape(msgspec.Struct):
+    custom_id: str
     method: str
     url: str
-    body: dict[str, Any]
+    body: msgspec.Raw
 
 
-_decoder = msgspec.json.Decoder(BatchLine)
+_shape_decoder = msgspec.json.Decoder(_Shape)
+_body_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
-def read_line(number: int, raw: bytes, endpoint: str) -> BatchLine | BatchError:
-    """A line, or what is wrong with its shape."""
+def read_line(number: int, raw: bytes, endpoint: str, settings: ApiSettings) -> BatchLine | BatchError:
+    """A line, or what is wrong with its shape. A body that no request may have is not read: its line is refused."""
     try:
-        line = _decoder.decode(raw)
+        line = _shape_decoder.decode(raw.removeprefix(_MARK) if number == 1 else raw)
+        refused = _too_much(line.body, settings)
+        body = {} if refused else _body_decoder.decode(line.body)
     except msgspec.ValidationError as error:
         return BatchError("invalid_line", str(error), None, number)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -67,7 +86,19 @@ def read_line(number: int, raw: bytes, endpoint: str) -> BatchLine | BatchError:
     if line.url != endpoint:
         message = f"'url' is {line.url[:100]!r}, and the batch's endpoint is {endpoint!r}"
         return BatchError("mismatched_endpoint", message, "url", number)
-    return line
+    return BatchLine(line.custom_id, line.url, body, refused)
+
+
+def _too_much(body: msgspec.Raw, settings: ApiSettings) -> ParallmError | None:
+    """Why the endpoint would not read this body."""
+    size = len(memoryview(body))
+    if size > settings.max_request_bytes:
+        return PayloadTooLargeError(f"the body has {size} bytes, and at most {settings.max_request_bytes} are read")
+    try:
+        check_shape(bytes(body), settings.max_json_values)
+    except InvalidRequestError as error:
+        return error
+    return None
 
 
 def named_by(line: BatchLine) -> Named:
@@ -82,6 +113,8 @@ async def planned(ring: Ring, line: BatchLine, named: Named, target: Target) -> 
     A line that its endpoint refuses becomes an input that fails with the refusal.
     """
     try:
+        if line.refused is not None:
+            raise line.refused
         if named_by(line) != named:
             raise InvalidRequestError("all lines of a batch name the same model and adapter", param="model")
         return await _PLANNERS[line.url](ring, line, target)
@@ -155,11 +188,21 @@ def _bare(plan: ReplyPlan) -> Any:
     return msgspec.to_builtins(msgspec.structs.replace(plan, prompts=(), deadline_ms=0))
 
 
+class LineUsage(NamedTuple):
+    """Tokens of an answered line."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
 class Answer(NamedTuple):
     """A line of the output file, or of the error file."""
 
     kind: Literal["completed", "failed", "unended"]
     line: bytes
+    usage: LineUsage = LineUsage()
 
 
 def answer(
@@ -176,12 +219,18 @@ def answer(
                 code, _, message = each.error.partition(": ")
                 raise from_code(code, message or "the engine failed on this sequence")
         if len(found) == len(results):
-            return Answer("completed", _line(name, custom_id, 200, msgspec.Raw(_body(asked, found, codec, model))))
+            body = _body(asked, found, codec, model)
+            return Answer("completed", _line(name, custom_id, 200, msgspec.Raw(body)), _usage(body, codec))
     except ParallmError as error:
         return Answer("failed", _line(name, custom_id, error.status, msgspec.Raw(error_object(error))))
     late = any(each is not None and each.finish_reason == "deadline" for each in results)
-    code, message = _UNENDED.get("expired" if late else ended, _UNENDED["cancelled"])
-    return Answer("unended", _line(name, custom_id, None, None, {"code": code, "message": message}))
+    return Answer("unended", unended(name, custom_id, "expired" if late else ended))
+
+
+def unended(name: str, custom_id: str, ended: str) -> bytes:
+    """The answer to a line that the batch's end has left without one."""
+    code, message = _UNENDED.get(ended, _UNENDED["cancelled"])
+    return _line(name, custom_id, None, None, {"code": code, "message": message})
 
 
 def _line(name: str, custom_id: str, status: int | None, body: Any, error: dict[str, str] | None = None) -> bytes:
@@ -199,6 +248,42 @@ def _body(asked: JobInput, found: Sequence[Trajectory], codec: TextCodec, model:
     plan = msgspec.structs.replace(plan, prompts=tuple(each.prompt_ids for each in found[:: plan.n]))
     events = [_event(plan.sequence(choice), each, asked.request) for choice, each in enumerate(found)]
     return whole_body(plan, codec, events, [each.spans for each in found] if plan.weight_versions else ())
+
+
+class _Message(msgspec.Struct):
+    reasoning_content: str = ""
+
+
+class _Choice(msgspec.Struct):
+    message: _Message = msgspec.field(default_factory=_Message)
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details = msgspec.field(default_factory=_Details)
+
+
+class _Told(msgspec.Struct):
+    """What a reply of any endpoint tells of its tokens."""
+
+    usage: _Usage
+    choices: list[_Choice] = []
+
+
+_told_decoder = msgspec.json.Decoder(_Told)
+
+
+def _usage(body: bytes, codec: TextCodec) -> LineUsage:
+    told = _told_decoder.decode(body)
+    thoughts = [choice.message.reasoning_content for choice in told.choices]
+    reasoning = sum(len(codec.encode(thought, False)) for thought in thoughts if thought)
+    used = told.usage
+    return LineUsage(used.prompt_tokens, used.prompt_tokens_details.cached_tokens, used.completion_tokens, reasoning)
 
 
 def _event(seq: str, found: Trajectory, request: LineRequest) -> TokenEvent:

@@ -11,17 +11,18 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from api.openai.batch_lines import BatchLine, Named, answer, named_by, planned, read_line
+from api.openai.batch_lines import BatchLine, LineUsage, Named, answer, named_by, planned, read_line, unended
 from api.ring import Ring
 from api.targets import Target, find_target
 from shared.errors import InvalidRequestError, ParallmError, ServiceUnavailableError, UnknownJobError
 from shared.jobs import TERMINAL, JobInput, JobSpec, JobStatus
-from shared.redis.batch_store import BatchError, BatchRecord, BatchState
+from shared.redis.batch_store import BatchError, BatchRecord, BatchSpec, BatchState
 from shared.redis.file_store import FileWriter
 from shared.redis.job_ledger import JobLedger
 from shared.redis.keys import BATCH_LEASE_MS
@@ -33,6 +34,7 @@ LOOK_S = 1.0
 AT_ONCE = 4  # batches that one process works on
 LINES_AT_ONCE = 128  # that are in memory while files are written
 MAX_LINES = 50_000  # OpenAI's
+MAX_CHOICES = 500_000  # of all lines: each is a sequence that lies in Redis with its prompt
 MAX_LINE_BYTES = 16 << 20
 MAX_ERRORS = 100  # that a batch tells of
 
@@ -126,8 +128,12 @@ class BatchWork:
 
     async def _validate(self, record: BatchRecord) -> None:
         spec = record.spec
+        begun = await self._ring.jobs.submitted_under(_job_key(spec))
+        if begun:  # by a process that could not say so any more
+            await self._begin(spec, begun)
+            return
         if record.cancelling_at or time.time() >= spec.expires_at:
-            await self._store.end(spec.id, "cancelled" if record.cancelling_at else "expired")
+            await self._end_unbegun(record, "cancelled" if record.cancelling_at else "expired")
             return
         try:
             named, count = await self._check_shapes(record)
@@ -139,12 +145,12 @@ class BatchWork:
                 total_prompts=0,
                 adapter=target.adapter,
                 adapter_policy=target.policy,
-                metadata={"batch": spec.id},
+                metadata={"batch": spec.id, "lines": count, "model": named[0] or target.served.card.name},
                 deadline_ms=1000 * spec.expires_at,
                 created_ms=time.time_ns() // 1_000_000,
             )
             lines = self._inputs(record, named, target)
-            job_id, _ = await self._ring.jobs.create(job, lines, idempotency_key=f"batch:{spec.id}")
+            job_id, _ = await self._ring.jobs.create(job, lines, idempotency_key=_job_key(spec))
         except LinesRefusedError as refused:
             await self._store.end(spec.id, "failed", errors=refused.errors)
         except ServiceUnavailableError:
@@ -153,9 +159,35 @@ class BatchWork:
             told = BatchError(error.code or error.type, error.message, error.param)
             await self._store.end(spec.id, "failed", errors=(told,))
         else:
-            changes = {"job": job_id, "lines": count, "model": named[0] or target.served.card.name}
-            await self._store.change(spec.id, state="in_progress", in_progress_at=int(time.time()), **changes)
-            log.info("batch.in_progress", batch=spec.id, job=job_id)
+            await self._begin(spec, job_id)
+
+    async def _begin(self, spec: BatchSpec, job_id: str) -> None:
+        """The batch's job is there."""
+        told = (await self._ring.jobs.spec(job_id)).metadata
+        changes = {"job": job_id, "lines": told["lines"], "model": told["model"]}
+        await self._store.change(spec.id, state="in_progress", in_progress_at=int(time.time()), **changes)
+        log.info("batch.in_progress", batch=spec.id, job=job_id)
+
+    async def _end_unbegun(self, record: BatchRecord, state: BatchState) -> None:
+        """End a batch that has no job: all its lines go into the error file, if they can be read."""
+        spec = record.spec
+        errors = self._ring.files.writer(spec.error_file_id)
+        fields: dict[str, Any] = {}
+        try:
+            _, fields["lines"] = await self._check_shapes(record)
+            async for number, line in self._lines(record):
+                assert isinstance(line, BatchLine), "checked before"
+                await errors.add(unended(f"{spec.id.removeprefix('batch_')}-{number}", line.custom_id, state))
+            await errors.close(f"{spec.id}_error.jsonl", "batch_output", spec.output_ttl_s)
+            fields["has_errors"] = 1
+        except LinesRefusedError as refused:
+            fields = {"errors": refused.errors}
+        except ServiceUnavailableError:
+            raise
+        except ParallmError as error:  # the file was deleted
+            fields = {"errors": (BatchError(error.code or error.type, error.message, error.param),)}
+        await self._store.end(spec.id, state, **fields)
+        log.info("batch.ended", batch=spec.id, state=state)
 
     async def _check_shapes(self, record: BatchRecord) -> tuple[Named, int]:
         """Every line's shape; what the first one names, and the number of lines."""
@@ -175,12 +207,13 @@ class BatchWork:
                     break
             else:
                 seen.add(hash(line.custom_id))
-                named = named or named_by(line)
+                if line.refused is None:
+                    named = named or named_by(line)
         if errors:
             raise LinesRefusedError(*errors)
-        if named is None:
+        if not count:
             raise LinesRefusedError(BatchError("empty_file", "the input file has no lines", "input_file_id"))
-        return named, count
+        return named or (None, None, None), count
 
     async def _target(self, record: BatchRecord, named: Named) -> Target:
         model, adapter, policy = named
@@ -189,16 +222,24 @@ class BatchWork:
         return await find_target(self._ring, model, adapter or "", policy or "pin", session=record.spec.id)
 
     async def _inputs(self, record: BatchRecord, named: Named, target: Target) -> AsyncIterator[bytes]:
-        async for _, line in self._lines(record):
+        choices = size = 0
+        async for number, line in self._lines(record):
             assert isinstance(line, BatchLine), "checked before"
             for asked in await planned(self._ring, line, named, target):
-                yield _encode(asked)
+                encoded = _encode(asked)
+                choices, size = choices + 1, size + len(encoded)
+                if choices > MAX_CHOICES or size > 2 * self._ring.settings.max_upload_bytes:
+                    many = (
+                        f"{choices} choices with {size} bytes of prompts up to here; use a smaller 'n', or more batches"
+                    )
+                    raise LinesRefusedError(BatchError("too_many_choices", many, "n", number))
+                yield encoded
             await asyncio.sleep(0)  # other requests' tokens go first
 
     async def _lines(self, record: BatchRecord) -> AsyncIterator[tuple[int, BatchLine | BatchError]]:
         file = await self._ring.files.find(record.spec.input_file_id)
         async for number, raw in self._ring.files.lines(file, MAX_LINE_BYTES):
-            yield number, read_line(number, raw, record.spec.endpoint)
+            yield number, read_line(number, raw, record.spec.endpoint, self._ring.settings)
             if number % 64 == 0:
                 await asyncio.sleep(0)
 
@@ -207,31 +248,36 @@ class BatchWork:
     async def _finalize(self, record: BatchRecord) -> None:
         """Write both files and end the batch as its job has ended."""
         spec = record.spec
-        await self._store.change(spec.id, finalizing_at=int(time.time()))
         try:
             status = await self._ring.jobs.status(record.job)
         except UnknownJobError as error:
             await self._store.end(spec.id, "failed", errors=(BatchError("job_lost", error.message),))
             return
+        if status.status not in TERMINAL:
+            raise ServiceUnavailableError("the job goes on: Redis had to forget how it ended")
+        await self._store.change(spec.id, finalizing_at=int(time.time()))
         output, errors = self._ring.files.writer(spec.output_file_id), self._ring.files.writer(spec.error_file_id)
         told = await self._write(status, output, errors)
         for writer, kind in ((output, "output"), (errors, "error")):
             if writer.size:
                 await writer.close(f"{spec.id}_{kind}.jsonl", "batch_output", spec.output_ttl_s)
         failure = (BatchError("job_failed", status.error),) if status.status == "failed" else ()
-        counts = {"completed": told["completed"], "failed": told["failed"]}
+        counts = {name: told[name] for name in ("completed", "failed", *LineUsage._fields)}
         fields = {**counts, "has_output": int(output.size > 0), "has_errors": int(errors.size > 0), "errors": failure}
         await self._store.end(spec.id, _ENDS[status.status], **fields)
         log.info("batch.ended", batch=spec.id, state=status.status)
 
     async def _write(self, status: JobStatus, output: FileWriter, errors: FileWriter) -> "Counter[str]":
-        """Answer each line in turn; how many were completed, failed, and not ended."""
+        """Answer each line in turn; how many were completed, failed, and not ended, and their tokens."""
         _, codec = await self._ring.known(status.model)
         told: Counter[str] = Counter()
         async for ordinal, asked, results in self._whole_lines(status):
             name = f"{status.id.removeprefix('job-')}-{ordinal}"
             answered = answer(name, asked, results, status.status, codec, status.model)
             told[answered.kind] += 1
+            told.update(answered.usage._asdict())
+            if status.status == "succeeded" and None in results:
+                raise ServiceUnavailableError(f"Redis had to forget the answer to line {ordinal + 1}")
             await (output if answered.kind == "completed" else errors).add(answered.line)
             await asyncio.sleep(0)
         return told
@@ -254,3 +300,8 @@ class BatchWork:
             results = dict(await self._ring.jobs.results(status.id, start - 1, len(inputs)))
             for ordinal, raw in enumerate(inputs, start):
                 yield ordinal, raw, results.get(ordinal)
+
+
+def _job_key(spec: BatchSpec) -> str:
+    """Under which idempotency key a batch's job is submitted."""
+    return f"batch:{spec.id}"

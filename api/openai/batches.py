@@ -1,10 +1,11 @@
 """/v1/batches: a file of requests, answered when there is room; a file of answers comes back."""
 
+import contextlib
 import time
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Header, Query
 from pydantic import Field
 from starlette.responses import Response
 
@@ -13,7 +14,7 @@ from api.openai.batch_lines import Endpoint
 from api.openai.fields import RequestModel
 from api.openai.files import MAX_TTL_S, MIN_TTL_S, TTL_S, page
 from api.ring import Ring, ring_of
-from shared.errors import ConflictError, UnknownJobError
+from shared.errors import ConflictError, InvalidRequestError, UnknownBatchError, UnknownJobError
 from shared.jobs import TERMINAL, JobStatus
 from shared.redis.batch_store import ENDED, BatchRecord, BatchSpec, new_batch_id
 from shared.redis.file_store import new_file_id
@@ -24,6 +25,10 @@ TheRing = Annotated[Ring, Depends(ring_of)]
 _UNITS = {"m": 60, "h": 3_600, "d": 86_400}
 MAX_WINDOW_S = 7 * 86_400
 _OK: dict[int | str, dict[str, Any]] = {200: {"description": "The batch object"}}
+
+
+Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
+IdempotencyKey = Annotated[str, Header(max_length=256, description="the same key gives the same batch")]
 
 
 class ExpiresAfter(RequestModel):
@@ -41,7 +46,7 @@ class BatchBody(RequestModel):
     completion_window: str = Field(
         pattern=r"^[1-9][0-9]{0,3}[mhd]$", description="24h, or any time of minutes, hours or days up to 7d"
     )
-    metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(default=None, max_length=16)
+    metadata: Metadata | None = Field(default=None, max_length=16)
     output_expires_after: ExpiresAfter | None = None
 
 
@@ -49,17 +54,18 @@ class BatchBody(RequestModel):
     "/v1/batches",
     summary="Create a batch",
     response_class=Response,
-    responses={**_OK, **error_responses(400, 404, 503)},
+    responses={**_OK, **error_responses(400, 404, 409, 503)},
 )
-async def create_batch(body: BatchBody, ring: TheRing) -> Response:
+async def create_batch(body: BatchBody, ring: TheRing, idempotency_key: IdempotencyKey = "") -> Response:
     """Answers at once; its lines are checked next."""
-    file = await ring.files.find(body.input_file_id)
     now = int(time.time())
-    window_s = min(MAX_WINDOW_S, int(body.completion_window[:-1]) * _UNITS[body.completion_window[-1]])
+    window_s = int(body.completion_window[:-1]) * _UNITS[body.completion_window[-1]]
+    if window_s > MAX_WINDOW_S:
+        raise InvalidRequestError("'completion_window' is at most 7d", param="completion_window")
     spec = BatchSpec(
-        id=new_batch_id(),
+        id=new_batch_id(idempotency_key),
         endpoint=body.endpoint,
-        input_file_id=file.id,
+        input_file_id=body.input_file_id,
         completion_window=body.completion_window,
         created_at=now,
         expires_at=now + window_s,
@@ -68,8 +74,21 @@ async def create_batch(body: BatchBody, ring: TheRing) -> Response:
         output_ttl_s=body.output_expires_after.seconds if body.output_expires_after else TTL_S,
         metadata=body.metadata or {},
     )
+    with contextlib.suppress(UnknownBatchError):
+        return await _shown(ring, _same(await ring.batches.find(spec.id), spec))
+    file = await ring.files.find(body.input_file_id)
+    if file.purpose != "batch":
+        raise InvalidRequestError(f"{file.id} has the purpose '{file.purpose}', not 'batch'", param="input_file_id")
     await ring.batches.create(spec)
-    return await _shown(ring, await ring.batches.find(spec.id))
+    return await _shown(ring, _same(await ring.batches.find(spec.id), spec))
+
+
+def _same(found: BatchRecord, asked: BatchSpec) -> BatchRecord:
+    """The batch under an idempotency key, when it is the one that is asked for again."""
+    for name in ("endpoint", "input_file_id", "completion_window", "output_ttl_s", "metadata"):
+        if getattr(found.spec, name) != getattr(asked, name):
+            raise ConflictError(f"this idempotency key belongs to another batch, {asked.id}: its {name} differs")
+    return found
 
 
 @router.get("/v1/batches", summary="List batches", response_class=Response, responses={**error_responses(400, 404)})
@@ -80,7 +99,7 @@ async def list_batches(
 ) -> Response:
     """Batches, newest first."""
     found, more = await ring.batches.page(limit, after)
-    return _json(page([batch_object(record, await _job(ring, record)) for record in found], more))
+    return _json(page([batch_object(record, await job_of(ring, record)) for record in found], more))
 
 
 @router.get(
@@ -102,19 +121,27 @@ async def retrieve_batch(batch_id: str, ring: TheRing) -> Response:
 )
 async def cancel_batch(batch_id: str, ring: TheRing) -> Response:
     """End it; what has been answered stays, and is in the output file."""
+    return await _shown(ring, await cancel(ring, batch_id))
+
+
+async def cancel(ring: Ring, batch_id: str) -> BatchRecord:
+    """Ask a batch to end, once or several times; ConflictError when it has ended."""
     record = await ring.batches.find(batch_id)
     if record.cancelling_at == 0:
-        if not await ring.batches.change(batch_id, cancelling_at=int(time.time())):
-            raise ConflictError(f"batch {batch_id} has ended: it is {(await ring.batches.find(batch_id)).state}")
+        first = await ring.batches.change(batch_id, cancelling_at=int(time.time()))
         record = await ring.batches.find(batch_id)
-        if record.job:
-            await ring.jobs.cancel(record.job)
-    elif record.state in ENDED:
+        if first and record.job:
+            with contextlib.suppress(UnknownJobError):
+                await ring.jobs.cancel(record.job)
+        if first:
+            return record
+    if record.state in ENDED:
         raise ConflictError(f"batch {batch_id} has ended: it is {record.state}")
-    return await _shown(ring, record)
+    return record
 
 
-async def _job(ring: Ring, record: BatchRecord) -> JobStatus | None:
+async def job_of(ring: Ring, record: BatchRecord) -> JobStatus | None:
+    """The job of a batch; None when it has none yet, or its time to live is over."""
     try:
         return await ring.jobs.status(record.job) if record.job else None
     except UnknownJobError:
@@ -122,14 +149,13 @@ async def _job(ring: Ring, record: BatchRecord) -> JobStatus | None:
 
 
 async def _shown(ring: Ring, record: BatchRecord) -> Response:
-    return _json(batch_object(record, await _job(ring, record)))
+    return _json(batch_object(record, await job_of(ring, record)))
 
 
 def batch_object(record: BatchRecord, job: JobStatus | None) -> dict[str, Any]:
     """OpenAI's batch object."""
     spec, status = record.spec, status_of(record, job)
     errors = [msgspec.to_builtins(error) for error in record.errors]
-    usage = job.usage if job is not None else None
     ended = {f"{state}_at": record.ended_at if status == state else None for state in sorted(ENDED)}
     return {
         "id": spec.id,
@@ -149,12 +175,21 @@ def batch_object(record: BatchRecord, job: JobStatus | None) -> dict[str, Any]:
         **ended,
         "cancelling_at": record.cancelling_at or None,
         "request_counts": request_counts(record, job),
-        "usage": {
-            "input_tokens": usage.prompt_tokens if usage else 0,
-            "output_tokens": usage.completion_tokens if usage else 0,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens if usage else 0,
-        },
+        "usage": _usage(record),
         "metadata": spec.metadata or None,
+    }
+
+
+def _usage(record: BatchRecord) -> dict[str, Any] | None:
+    """OpenAI's usage, of the answered lines; None before the batch has ended."""
+    if record.state not in ENDED:
+        return None
+    return {
+        "input_tokens": record.input_tokens,
+        "input_tokens_details": {"cached_tokens": record.cached_tokens},
+        "output_tokens": record.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": record.reasoning_tokens},
+        "total_tokens": record.input_tokens + record.output_tokens,
     }
 
 

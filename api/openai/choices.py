@@ -30,6 +30,7 @@ class ReplyPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int | None = None  # None: none; k: with the k most likely tokens
     prompt_logprobs: int | None = None  # likewise, as vLLM shows them
     include_usage: bool = False
+    usage_so_far: bool = False  # in every chunk
     event_ids: bool = False
     token_ids: bool = False
     weight_versions: bool = False
@@ -157,7 +158,8 @@ class Choice:
         piece = splitter.push(text[seen:])
         if delta.finish is not None:
             piece.add(splitter.flush())
-            delta.calls_ended_it = bool(splitter.calls) and self._split is not None and not self._split.named
+            whole = bool(splitter.calls) and not splitter.in_call  # a stop string may cut a call
+            delta.calls_ended_it = whole and self._split is not None and not self._split.named
         delta.piece = piece
 
     def _skip(self, delta: Delta) -> None:

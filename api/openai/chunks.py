@@ -10,8 +10,7 @@ import msgspec
 
 from api.openai.choices import Choice, Delta, Progress, ReplyPlan
 from api.openai.logprobs import TextLogprobs, TextOffsets, TokenNames
-from api.openai.pieces import Piece
-from api.openai.tool_formats import Call
+from api.openai.pieces import CallPart, Piece
 from shared.frames import VersionSpan
 from shared.text import TextCodec
 
@@ -115,6 +114,12 @@ class ChunkWriter:
         completion = offsets.completion(delta.tokens, delta.logprobs, delta.top_logprobs).beyond(delta.seen_tokens)
         return echoed + completion if delta.first else completion
 
+    def counted(self, chunk: bytes, index: int, choice: Choice) -> bytes:
+        """A chunk with the counts of its choice so far in the place of no usage."""
+        prompt = len(self._plan.prompts[index // self._plan.n])
+        counts = Usage(prompt, choice.tokens, prompt + choice.tokens, PromptDetails(choice.cached))
+        return b'%s,"usage":%s}\n\n' % (chunk[: -len(self._tail)], _json.encode(counts))
+
     def usage(self, choices: Sequence[Choice]) -> bytes:
         """The last chunk before [DONE], when the request wants the counts."""
         counts = _json.encode(usage(self._plan, choices))
@@ -130,15 +135,16 @@ def shown_piece(plan: ReplyPlan, index: int, piece: Piece) -> dict[str, Any]:
         shown["content"] = piece.content
     if piece.calls:
         shown["tool_calls"] = [
-            {"index": at, **shown_call(plan.call_id(index, at), call)}
-            for at, call in enumerate(piece.calls, piece.first_call)
+            {"index": part.index, **shown_call(plan.call_id(index, part.index), part)} for part in piece.calls
         ]
     return shown
 
 
-def shown_call(call_id: str, call: Call) -> dict[str, Any]:
-    """A tool call as OpenAI shows it."""
-    return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+def shown_call(call_id: str, part: CallPart) -> dict[str, Any]:
+    """A tool call as OpenAI shows it; more of one that has begun is arguments alone."""
+    if not part.name:
+        return {"function": {"arguments": part.arguments}}
+    return {"id": call_id, "type": "function", "function": {"name": part.name, "arguments": part.arguments}}
 
 
 class PromptDetails(msgspec.Struct):

@@ -1,6 +1,5 @@
 """POST /v1/classifications: which of some labels the served model finds most likely behind each input."""
 
-import math
 import time
 import uuid
 from typing import Annotated
@@ -16,6 +15,7 @@ from api.openai.completions import encoded
 from api.openai.fields import RequestModel, complaint
 from api.openai.planning import target_of
 from api.ring import Ring, ring_of
+from shared.model_rewards import softmax
 from shared.sequences import AdapterPolicy
 
 router = APIRouter(tags=["openai"])
@@ -85,11 +85,3 @@ async def create_classifications(
 def _shown(index: int, labels: list[str], chances: list[float]) -> dict[str, object]:
     best = max(range(len(labels)), key=chances.__getitem__)
     return {"index": index, "label": labels[best], "probs": chances, "num_classes": len(labels)}
-
-
-def softmax(scores: list[float], temperature: float = 1.0) -> list[float]:
-    """Chances in proportion to exp(score / temperature)."""
-    top = max(scores)
-    weights = [math.exp((score - top) / temperature) for score in scores]
-    total = sum(weights)
-    return [weight / total for weight in weights]

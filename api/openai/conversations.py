@@ -61,6 +61,7 @@ class Conversation:
             format=self.tools.form(self.codec),
             tools=msgspec.json.encode(self.tools.shown),
             parallel=self.tools.parallel,
+            sure=self.tools.forced,
             named=self.tools.named,
         )
 

@@ -1,7 +1,8 @@
 """A completion taken apart while it streams: reasoning, content, tool calls.
 
 Invariant. What comes out depends on the text so far only, not on how it was cut into deltas: so a resumed stream goes
-on exactly where it stopped. What looked like a call and is none becomes content; blanks before a call go.
+on exactly where it stopped. What looked like a call and is none becomes content, so a call comes whole; but a forced
+one comes as it grows, because its grammar says that it is one. Blanks before a call go.
 """
 
 import functools
@@ -9,7 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from api.openai.tool_formats import Call, ToolFormat, tool_format
+from api.openai.growing_call import GrowingCall
+from api.openai.tool_formats import ToolFormat, tool_format
 
 Thinking = Literal["", "open", "may"]
 
@@ -20,6 +22,7 @@ class SplitPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     format: str = ""  # of tool calls; "": none are looked for
     tools: bytes = b""  # JSON of their definitions: some forms are read with their types
     parallel: bool = True  # else only the first call counts
+    sure: bool = False  # a grammar makes every call a call in Hermes' form
     named: bool = False  # the request named the function: OpenAI's finish_reason is then "stop"
     thinking: Thinking = ""  # open: the prompt ended inside; may: the completion may begin with it
     think_start: str = ""
@@ -37,19 +40,37 @@ class SplitPlan(msgspec.Struct, frozen=True, omit_defaults=True):
         return tool_format(self.format)
 
 
+class CallPart(msgspec.Struct):
+    """What is new of one tool call."""
+
+    index: int  # of the call in the choice
+    name: str = ""  # in its first part
+    arguments: str = ""  # the next letters of the JSON
+    complete: bool = False  # nothing more of it comes
+
+
 class Piece(msgspec.Struct):
     """What a delta of text brought."""
 
     content: str = ""
     reasoning: str = ""
-    calls: list[Call] = []
-    first_call: int = 0  # index of calls[0] in the choice
+    calls: list[CallPart] = []
 
     def add(self, later: "Piece") -> None:
         """Take in what came right after."""
         self.content += later.content
         self.reasoning += later.reasoning
-        self.calls = self.calls + later.calls
+        for part in later.calls:
+            self.add_part(part)
+
+    def add_part(self, part: CallPart) -> None:
+        """Take in more of a call, or the next one."""
+        if self.calls and self.calls[-1].index == part.index:
+            last = self.calls[-1]
+            joined = CallPart(part.index, last.name + part.name, last.arguments + part.arguments, part.complete)
+            self.calls = [*self.calls[:-1], joined]
+        else:
+            self.calls = [*self.calls, part]
 
 
 class Splitter:
@@ -62,7 +83,13 @@ class Splitter:
         self._began = False  # content has begun: what led up to it is behind us
         self._state = {"": self._content, "open": self._reasoning, "may": self._perhaps}[plan.thinking]
         self._piece = Piece()
+        self._growing = GrowingCall()
         self.calls = 0
+
+    @property
+    def in_call(self) -> bool:
+        """Whether a call has been shown whose arguments are not all there."""
+        return bool(self._growing.name) and not self._growing.complete
 
     def push(self, text: str) -> Piece:
         """What `text` adds; a part of it may be held back."""
@@ -74,7 +101,7 @@ class Splitter:
         return self._take(final=True)
 
     def _take(self, final: bool) -> Piece:
-        self._piece = Piece(calls=[], first_call=self.calls)
+        self._piece = Piece()
         while self._state(final):
             pass
         return self._piece
@@ -130,7 +157,8 @@ class Splitter:
         if found:
             self._say(text.rstrip())
             self._held = rest
-            self._state = self._call
+            self._growing = GrowingCall()
+            self._state = self._sure_call if self._plan.sure else self._call
             return True
         kept = 0 if final else _ending(text, form.start)
         if not final:  # blanks before a call are not content
@@ -168,6 +196,31 @@ class Splitter:
         self._state = self._content
         return bool(rest) or final
 
+    def _sure_call(self, final: bool) -> bool:
+        """A call that is one whatever follows."""
+        form, growing = self._format, self._growing
+        assert form is not None, "a call without a form of calls"
+        if not growing.name:
+            rest = growing.read_name(self._held)
+            if rest is None:
+                if final:
+                    self._say(form.start + self._held)
+                    self._held = ""
+                return False
+            self._piece.add_part(CallPart(self.calls, growing.name))
+            self.calls += 1
+            self._held = rest
+        if not growing.complete:
+            arguments, self._held = growing.read_arguments(self._held)
+            self._piece.add_part(CallPart(self.calls - 1, "", arguments, growing.complete))
+        _, found, rest = self._held.partition(form.end)
+        if found:
+            self._held = rest
+            self._state = self._content
+        elif final:
+            self._held = ""
+        return bool(found)
+
     def _made(self, form: ToolFormat, body: str, end: str) -> None:
         try:
             calls = form.parse(body, _definitions(self._plan.tools))
@@ -175,8 +228,9 @@ class Splitter:
             self._say(form.start + body + end)
             return
         room = len(calls) if self._plan.parallel else max(0, 1 - self.calls)
-        self._piece.calls += calls[:room]
-        self.calls += len(calls[:room])
+        for call in calls[:room]:
+            self._piece.add_part(CallPart(self.calls, call.name, call.arguments, complete=True))
+            self.calls += 1
 
     def _say(self, text: str) -> None:
         self._began = self._began or bool(text)

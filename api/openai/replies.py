@@ -86,6 +86,7 @@ def _chunks(writer: ChunkWriter, plan: ReplyPlan, choices: Sequence[Choice], eve
         chunk = writer.chunk(index, choice.take(new))
         if chunk and not choice.seen_end:
             choice.begun = True
+            chunk = writer.counted(chunk, index, choice) if plan.usage_so_far else chunk
             out += (event_id(choices), chunk) if plan.event_ids else (chunk,)
     return b"".join(out)
 
@@ -95,7 +96,8 @@ def _roles(writer: ChunkWriter, plan: ReplyPlan, choices: Sequence[Choice]) -> b
     for index, choice in enumerate(choices):
         if not choice.begun:
             choice.begun = True
-            out += (event_id(choices), writer.role(index)) if plan.event_ids else (writer.role(index),)
+            role = writer.counted(writer.role(index), index, choice) if plan.usage_so_far else writer.role(index)
+            out += (event_id(choices), role) if plan.event_ids else (role,)
     return b"".join(out)
 
 
@@ -156,7 +158,7 @@ def _message(plan: ReplyPlan, index: int, delta: Delta) -> dict[str, Any]:
         message["reasoning_content"] = piece.reasoning
     if piece.calls:
         message["content"] = piece.content or None
-        message["tool_calls"] = [shown_call(plan.call_id(index, at), call) for at, call in enumerate(piece.calls)]
+        message["tool_calls"] = [shown_call(plan.call_id(index, call.index), call) for call in piece.calls]
     return message
 
 

@@ -6,8 +6,7 @@ response, whose events nobody reads.
 
 from typing import Any
 
-from api.openai.pieces import Piece
-from api.openai.tool_formats import Call
+from api.openai.pieces import CallPart, Piece
 
 Event = dict[str, Any]
 
@@ -21,7 +20,7 @@ class ItemWriter:
         self._base = base
         self.items: list[dict[str, Any]] = []  # as they are now
         self.reasoning = ""
-        self._open: str = ""  # kind of the last item while it grows
+        self._open = ""  # kind of the last item while it grows: message, reasoning, call
         self._calls = 0
 
     def take(self, piece: Piece) -> list[Event]:
@@ -32,8 +31,8 @@ class ItemWriter:
             events += self._grow("reasoning", piece.reasoning)
         if piece.content:
             events += self._grow("message", piece.content)
-        for call in piece.calls:
-            events += self._call(call)
+        for part in piece.calls:
+            events += self._call(part)
         return events
 
     def end(self, incomplete: bool) -> list[Event]:
@@ -67,6 +66,9 @@ class ItemWriter:
             return []
         item = self.items[-1]
         item["status"] = status
+        if kind == "call":
+            said = {"name": item["name"], "arguments": item["arguments"]}
+            return [self._event("function_call_arguments.done", item, **said), self._done(item)]
         part = item["content"][0]
         return [
             self._event(f"{_TEXTS[kind]}.done", item, content_index=0, text=part["text"], **_more(kind)),
@@ -74,25 +76,27 @@ class ItemWriter:
             self._done(item),
         ]
 
-    def _call(self, call: Call) -> list[Event]:
+    def _call(self, part: CallPart) -> list[Event]:
+        events = self._begin_call(part.name) if part.name else []
+        item = self.items[-1]
+        if part.arguments:
+            item["arguments"] += part.arguments
+            events.append(self._event("function_call_arguments.delta", item, delta=part.arguments))
+        return events + (self._close("completed") if part.complete else [])
+
+    def _begin_call(self, name: str) -> list[Event]:
         events = self._close("completed")
         item = {
             "id": f"fc_{self._base}{len(self.items):02d}",
             "type": "function_call",
             "call_id": f"call_{self._base}{self._calls:02d}",
-            "name": call.name,
+            "name": name,
             "arguments": "",
             "status": "in_progress",
         }
         self._calls += 1
-        events.append(self._added(item))
-        item |= {"arguments": call.arguments, "status": "completed"}
-        return [
-            *events,
-            self._event("function_call_arguments.delta", item, delta=call.arguments),
-            self._event("function_call_arguments.done", item, name=call.name, arguments=call.arguments),
-            self._done(item),
-        ]
+        self._open = "call"
+        return [*events, self._added(item)]
 
     def _added(self, item: dict[str, Any]) -> Event:
         self.items.append(item)

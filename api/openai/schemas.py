@@ -18,7 +18,6 @@ StrictId = Annotated[int, Field(strict=True, ge=0)]
 Off = dict[str, tuple[Any, ...]]  # parameters that we do not support -> the values that ask for nothing
 _STREAM_OFF: Off = {
     "include_obfuscation": (False,),
-    "continuous_usage_stats": (False,),
 }
 _SAMPLING_OFF: Off = {
     "skip_special_tokens": (True,),
@@ -66,6 +65,9 @@ class StreamOptions(RequestModel):
     off: ClassVar[Off] = _STREAM_OFF
 
     include_usage: bool | None = Field(default=None, description="a last chunk with the token counts")
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="vLLM's: with include_usage, every chunk has the counts of its choice so far"
+    )
     include_event_ids: bool | None = Field(
         default=None,
         description="`id:` lines, with which GET /v1/streams/{id} resumes the stream on any api process",

@@ -103,8 +103,8 @@ class Tab:
 
     def __init__(self, browser: Browser, width: int = 1280, *, dark: bool = False) -> None:
         self._browser = browser
-        target = browser.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._target = browser.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = browser.call("Target.attachToTarget", targetId=self._target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
         self.call(
@@ -115,6 +115,10 @@ class Tab:
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         return self._browser.call(method, self._session, **params)
+
+    def close(self) -> None:
+        """A page that is left open holds one of the browser's six connections to the server."""
+        self._browser.call("Target.closeTarget", targetId=self._target)
 
     def run(self, expression: str) -> Any:
         """The value of an expression in the page; what it throws is an error here."""

@@ -1,19 +1,22 @@
-"""Files and batches through the openai client, on a real ring; the runner is killed while a batch runs."""
+"""Files and batches through the openai client, on a real ring; processes are killed while a batch runs."""
 
 import asyncio
 import contextlib
 import json
 import math
-import os
+import random
 import signal
-import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
+import psutil
 import pytest
 
+from tests.e2e.openai_shapes import exact
 from tests.e2e.rings import MODEL, Ring, ring
 from tests.waiting import wait_until
 
@@ -111,7 +114,12 @@ def test_a_batch_answers_what_the_endpoints_answer(client: openai.OpenAI) -> Non
         assert (batch.status, batch.errors) == ("completed", None)
         assert batch.error_file_id is None
         assert batch.request_counts.model_dump() == {"total": len(lines), "completed": len(lines), "failed": 0}
+        exact(openai.types.Batch, batch.model_dump())
         answers = read(client, batch.output_file_id)
+        exact(openai.types.FileObject, client.files.retrieve(batch.output_file_id).model_dump())
+        spent = [answer["response"]["body"]["usage"] for answer in answers.values()]
+        assert batch.usage.input_tokens == sum(each["prompt_tokens"] for each in spent) > 0
+        assert batch.usage.output_tokens == sum(each.get("completion_tokens", 0) for each in spent)
         assert list(answers) == [each["custom_id"] for each in lines]
         for each in lines:
             answer = answers[each["custom_id"]]
@@ -152,24 +160,57 @@ def test_a_refused_line_fails_alone_and_a_malformed_one_fails_the_batch(client: 
     ]  # fmt: skip
 
 
-def test_a_killed_runner_leaves_every_line_answered_once(served: Ring, client: openai.OpenAI) -> None:
-    lines = [chat_line(f"line {i}", max_tokens=4 + i % 24) for i in range(1500)]
-    batch = create(client, lines)
-    until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 100, timeout_s=60)
-    os.kill(runner_of(served), signal.SIGKILL)
-    done = ended(client, batch.id, 120)
-    assert done.status == "completed"
-    assert done.request_counts.completed == len(lines)
-    assert set(read(client, done.output_file_id)) == {each["custom_id"] for each in lines}
+def test_a_batch_whose_processes_die_in_every_state_has_each_line_once(served: Ring) -> None:
+    """A longer run with more kills: python -m tests.e2e.batch_kills."""
+    rng = random.Random(5)
+    lines = [
+        chat_line(f"line {i}", max_tokens=4 + i % 24, **({"colour": "red"} if i % 50 == 7 else {})) for i in range(1500)
+    ]
+    states: list[str] = []
+    with openai.OpenAI(base_url=served.openai_url, api_key="none", max_retries=20) as client:
+        file = upload(client, lines)
+        asked = {"endpoint": lines[0]["url"], "completion_window": "24h"}
+        again: Any = {"input_file_id": file, **asked, "extra_headers": {"Idempotency-Key": "killed"}}
+        batch = client.batches.create(**again)
+
+        def reached(state: str, done: int = 0) -> bool:
+            found = client.batches.retrieve(batch.id)
+            states.append(found.status)
+            counts = found.request_counts
+            return found.status == state and counts.completed + counts.failed >= done
+
+        time.sleep(rng.uniform(0, 0.3))
+        kill(served, "api")
+        assert client.batches.create(**again).id == batch.id  # its answer might have been lost
+        for victim, done in (("worker", 100), ("worker.jobs", 600)):
+            until(lambda done=done: reached("in_progress", done), timeout_s=60)  # type: ignore[misc]
+            kill(served, victim)
+        until(lambda: reached("finalizing"), timeout_s=60)
+        time.sleep(rng.uniform(0, 1.2))
+        kill(served, "api")
+        until(lambda: reached("completed"), timeout_s=60)
+
+        done = client.batches.retrieve(batch.id)
+        answered, refused = read(client, done.output_file_id), read(client, done.error_file_id)
+        assert (
+            (done.request_counts.completed, done.request_counts.failed) == (len(answered), len(refused)) == (1470, 30)
+        )
+        assert answered.keys() | refused.keys() == {each["custom_id"] for each in lines}
+        assert {each["response"]["status_code"] for each in refused.values()} == {400}
+        order = ["validating", "in_progress", "finalizing", "completed"]
+        assert [order.index(state) for state in states] == sorted(map(order.index, states))
+        assert client.batches.retrieve(batch.id) == done
+        jobs = httpx.get(f"{served.url}/v1/jobs", timeout=20).json()["data"]
+        assert [job["metadata"]["batch"] for job in jobs].count(batch.id) == 1
 
 
-def runner_of(served: Ring) -> int:
-    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    for row in listed.splitlines()[1:]:
-        pid, parent, arguments = row.split(None, 2)
-        if int(parent) == served.server.popen.pid and "worker.jobs" in arguments:
-            return int(pid)
-    raise AssertionError(listed)
+def kill(served: Ring, module: str) -> None:
+    """The child of the server that runs this module, with SIGKILL; the server starts it again."""
+    for child in psutil.Process(served.server.popen.pid).children():
+        if child.cmdline()[1:3] == ["-m", module]:
+            child.send_signal(signal.SIGKILL)
+            return
+    raise AssertionError(f"no {module}")
 
 
 def test_cancel_keeps_what_is_done(client: openai.OpenAI) -> None:

@@ -1,4 +1,4 @@
-"""`mlx_parallm adapters` and `bench` on a real ring that wants a key, and what any command says when it cannot."""
+"""`mlx_parallm adapters`, `batch`, `bench` on a real ring that wants a key; what any command says when it cannot."""
 
 import json
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from tests.e2e.test_adapters import CONFIG, weights
 from tests.unit.adapter_files import write
 
 KEY = "a-key-of-this-test"
+SAY = [{"role": "user", "content": "say hello"}]
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +67,92 @@ def test_a_bench_whose_requests_fail_says_why_and_fails(locked: Ring) -> None:
     assert "context" in next(iter(report["errors"]))
 
 
+def requests(folder: Path, *bodies: dict[str, object]) -> str:
+    url = "/v1/chat/completions"
+    lines = [
+        {"custom_id": f"line {at}", "method": "POST", "url": url, "body": {"messages": SAY, "max_tokens": 4, **body}}
+        for at, body in enumerate(bodies)
+    ]
+    (folder / "requests.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return str(folder / "requests.jsonl")
+
+
+def lines_of(text: str) -> list[str]:
+    return [json.loads(line)["custom_id"] for line in text.splitlines()]
+
+
+def test_a_batch_is_submitted_waited_for_and_its_answers_written(locked: Ring, tmp_path: Path) -> None:
+    answers, errors = tmp_path / "answers.jsonl", tmp_path / "errors.jsonl"
+    options = ("--metadata", "who=me", "--out", str(answers), "--errors", str(errors), "--json")
+    done = call(locked, "batch", requests(tmp_path, {}, {}), *options)
+    assert done.exit_code == 0, done.output
+    batch = json.loads(done.stdout)
+    assert (batch["status"], batch["metadata"]) == ("completed", {"who": "me"})
+    assert (lines_of(answers.read_text()), errors.read_text()) == (["line 0", "line 1"], "")
+    shown = call(locked, "batches", "show", batch["id"])
+    assert (shown.exit_code, f"{batch['id']} completed: 2 of 2 lines" in shown.stdout) == (0, True)
+    assert lines_of(call(locked, "batches", "results", batch["id"]).stdout) == ["line 0", "line 1"]
+    assert batch["id"] in call(locked, "batches", "list").stdout
+    assert call(locked, "files", "get", batch["output_file_id"]).stdout == answers.read_text()
+    stored = json.loads(call(locked, "files", "list", "--purpose", "batch", "--json").stdout)
+    assert batch["input_file_id"] in [each["id"] for each in stored]
+    assert call(locked, "files", "delete", batch["input_file_id"]).stdout == f"{batch['input_file_id']} deleted\n"
+    assert call(locked, "files", "get", batch["input_file_id"]).exit_code == 1
+
+
+def test_a_batch_with_a_refused_line_exits_with_3_and_says_which(locked: Ring, tmp_path: Path) -> None:
+    errors = tmp_path / "errors.jsonl"
+    done = call(locked, "batch", requests(tmp_path, {}, {"colour": "red"}), "--errors", str(errors))
+    assert (done.exit_code, "1 of 2 lines, 1 failed" in done.stdout) == (3, True), done.output
+    assert lines_of(errors.read_text()) == ["line 1"]
+    (tmp_path / "bad.jsonl").write_text('{"url": "/v1/completions"}\n{"broken\n')
+    failed = call(locked, "batch", str(tmp_path / "bad.jsonl"), "--wait")
+    assert (failed.exit_code, "line 2: this line is not valid JSON" in failed.stdout) == (3, True), failed.output
+    batch_id = failed.stdout.split()[0]
+    assert call(locked, "batches", "results", batch_id).exit_code == 1
+    assert call(locked, "batches", "cancel", batch_id).exit_code == 1
+
+
+def test_a_batch_is_cancelled_and_keeps_what_is_answered(locked: Ring, tmp_path: Path) -> None:
+    file = requests(tmp_path, *({"max_tokens": 60, "ignore_eos": True} for _ in range(600)))
+    batch_id = call(locked, "batch", file).stdout.split()[0]
+    early = call(locked, "batches", "results", batch_id)
+    assert (early.exit_code, "batches show --wait" in early.stderr) == (1, True)
+    ended = json.loads(call(locked, "batches", "cancel", batch_id, "--json").stdout)
+    assert ended["status"] == "cancelled"
+    answers, errors = tmp_path / "answers.jsonl", tmp_path / "errors.jsonl"
+    written = call(locked, "batches", "results", batch_id, "--out", str(answers), "--errors", str(errors))
+    assert written.exit_code == 0
+    both = lines_of(answers.read_text()) + lines_of(errors.read_text())
+    assert sorted(both) == sorted(f"line {at}" for at in range(600))
+
+
+def test_a_command_line_for_a_batch_that_makes_no_sense_ends_with_2_and_makes_nothing(
+    locked: Ring, tmp_path: Path
+) -> None:
+    (tmp_path / "no-url.jsonl").write_text("{}\n")
+    wrong = [
+        ("batch", str(tmp_path / "absent.jsonl")),
+        ("batch", str(tmp_path / "no-url.jsonl")),
+        ("batch", requests(tmp_path, {}), "--metadata", "who"),
+        ("batch", requests(tmp_path, {}), "--out", str(tmp_path / "absent" / "x.jsonl")),
+    ]
+    before = [call(locked, kind, "list", "--json").stdout for kind in ("batches", "files")]
+    for arguments in wrong:
+        done = call(locked, *arguments)
+        assert (done.exit_code, done.stderr.startswith("error: ")) == (2, True), done.output
+    refused = call(locked, "batch", requests(tmp_path, {}), "--endpoint", "/v1/images")
+    assert (refused.exit_code, "endpoint" in refused.stderr) == (1, True)
+    assert [call(locked, kind, "list", "--json").stdout for kind in ("batches", "files")] == before
+
+
 COMMANDS = [
     ("jobs",), ("job", "nobody"), ("results", "nobody"), ("cancel", "nobody"), ("models",), ("chat", "hi"),
     ("adapters", "list"), ("adapters", "show", "nobody"), ("adapters", "rollback", "nobody", "1"),
     ("adapters", "delete", "nobody@1"), ("deadletters", "list"), ("deadletters", "show", "nobody"), ("bench",),
+    ("batches", "list"), ("batches", "show", "nobody"), ("batches", "cancel", "nobody"),
+    ("batches", "results", "nobody"),
+    ("files", "list"), ("files", "get", "nobody"), ("files", "delete", "nobody"),
 ]  # fmt: skip
 
 

@@ -90,6 +90,16 @@ def test_streamed_calls_add_up_to_the_whole_ones(client: OpenAI) -> None:
         assert all(call["id"] for call in made)
 
 
+def test_the_arguments_of_a_forced_call_come_as_they_grow(client: OpenAI) -> None:
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    chunks = ask(client, tools=BOTH, tool_choice=named, stream=True)
+    parts = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert len(parts) > 1  # how many depends on how many tokens a frame has brought
+    assert [bool(part.id) for part in parts] == [True] + [False] * (len(parts) - 1)
+    assert [part.function.name for part in parts if part.function.name] == ["get_weather"]
+    assert json.loads("".join(part.function.arguments for part in parts))["city"] in ("Rome", "Oslo")
+
+
 def test_a_result_goes_back_and_the_chat_goes_on(client: OpenAI) -> None:
     first = ask(client, tools=BOTH, tool_choice="required", parallel_tool_calls=False).choices[0].message
     call = first.tool_calls[0]
@@ -144,19 +154,26 @@ def test_a_stream_of_calls_resumes_where_it_stopped(served: Ring) -> None:
         return chunks, last, stream_id
 
     def calls(chunks: list[dict[str, Any]]) -> list[Any]:
-        return [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
+        """Each call as its parts make it: name, arguments."""
+        made: list[list[str]] = []
+        for call in [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]:
+            if "id" in call:
+                assert call["index"] == len(made)
+                made.append([call["function"]["name"], ""])
+            assert call["index"] == len(made) - 1
+            made[-1][1] += call["function"]["arguments"]
+        return made
 
     made = []
-    for cut in (1, 2):
+    for cut in (1, 2, 9, 30):
         with httpx.stream("POST", f"{served.openai_url}/chat/completions", json=body, timeout=30) as response:
             seen, last, stream_id = read(response.iter_lines(), until=cut)
         headers = {"Last-Event-ID": last}
         with httpx.stream("GET", f"{served.openai_url}/streams/{stream_id}", headers=headers, timeout=30) as response:
             rest, _, _ = read(response.iter_lines())
-        made.append(calls(seen) + calls(rest))
+        made.append(calls(seen + rest))
         assert (seen + rest)[-1]["choices"][0]["finish_reason"] in ("tool_calls", "length")
-    assert [call["index"] for call in made[0]] == list(range(len(made[0]))) and made[0]
-    assert [call["function"] for call in made[0]] == [call["function"] for call in made[1]]
+    assert made[0] and all(each == made[0] for each in made)
 
 
 @pytest.mark.parametrize(

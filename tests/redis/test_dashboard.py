@@ -3,6 +3,7 @@
 import asyncio
 import re
 import signal
+import time
 from collections.abc import AsyncIterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,10 +15,13 @@ import pytest
 from redis.asyncio import Redis
 
 from api.ops.dashboard.parts import RewardsKept
+from api.ops.dashboard.render import duration, number
 from shared.adapters import GateCheck
 from shared.frames import VersionSpan
 from shared.redis import keys
 from shared.redis.adapter_store import AdapterStore
+from shared.redis.batch_store import BatchError, BatchSpec, BatchStore, new_batch_id
+from shared.redis.file_store import FileStore
 from shared.redis.job_ledger import JobLedger, SampleRecord
 from shared.redis.training_board import TrainingBoard
 from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
@@ -93,6 +97,29 @@ async def finished_job(server: Api, redis: Redis) -> str:
     return str(job)
 
 
+async def failed_batch(redis: Redis) -> tuple[str, list[str]]:
+    """A batch whose every word tries to break out, and its files."""
+    lines = [
+        b'{"custom_id": %s, "response": {"status_code": 400}}\n' % msgspec.json.encode(HOSTILE),
+        HOSTILE.encode() + b"\n",
+        b'{"custom_id": "late", "error": {"code": "batch_expired"}}\n',
+    ]
+    files = []
+    for _ in range(3):
+        writer = FileStore(redis).writer()
+        await writer.add(b"".join(lines))
+        files.append((await writer.close(HOSTILE, "batch_output", 3600)).id)
+    now = int(time.time())
+    spec = BatchSpec(
+        new_batch_id(), "/v1/completions", files[0], "24h", now - 60, now + 86_400, *files[1:], 3600, {HOSTILE: HOSTILE}
+    )
+    store = BatchStore(redis)
+    await store.create(spec)
+    fields = {"errors": (BatchError("x", HOSTILE, None, 1),), "model": HOSTILE, "lines": 3, "failed": 2}
+    await store.end(spec.id, "failed", has_output=1, has_errors=1, finalizing_at=now, **fields)
+    return spec.id, files
+
+
 async def filled(server: Api, redis: Redis) -> list[str]:
     """Something on every page; their addresses."""
     job = await finished_job(server, redis)
@@ -108,8 +135,9 @@ async def filled(server: Api, redis: Redis) -> list[str]:
     letter = {"id": HOSTILE, "reason": HOSTILE, "worker": "w", "attempt": "3"}
     await redis.xadd(keys.dead_letters(MODEL), letter)
     await redis.expire(keys.dead_letters(MODEL), 60)
-    return ["", "/jobs", f"/jobs/{job}", f"/jobs/{job}/samples/0", "/adapters", "/adapters/policy", "/training",
-            "/deadletters"]  # fmt: skip
+    batch, files = await failed_batch(redis)
+    shown = ["", "/jobs", f"/jobs/{job}", f"/jobs/{job}/samples/0", "/batches", f"/batches/{batch}"]
+    return [*shown, *(f"/files/{each}" for each in files), "/adapters", "/adapters/policy", "/training", "/deadletters"]
 
 
 async def test_every_page_is_whole_escaped_and_asks_nobody_else(server: Api, redis: Redis) -> None:
@@ -128,7 +156,7 @@ async def test_every_page_is_whole_escaped_and_asks_nobody_else(server: Api, red
 async def test_names_and_words_from_outside_are_shown_as_they_are(server: Api, redis: Redis) -> None:
     shown = "&lt;script&gt;alert(&#34;x&#34;)&lt;/script&gt;"
     for path in await filled(server, redis):
-        if path in ("", "/training", "/deadletters", "/adapters/policy"):
+        if path in ("", "/batches", "/training", "/deadletters", "/adapters/policy") or path.startswith("/files"):
             assert shown in (await server.http.get(f"/dashboard{path}")).text, path
 
 
@@ -228,6 +256,59 @@ async def test_actions_do_what_they_say(server: Api, redis: Redis) -> None:
     assert unreadable.status_code == 409
     await server.http.post(f"/dashboard/deadletters/{letter}/drop", headers=htmx)
     assert (await server.http.get("/v1/deadletters")).json()["data"] == []
+
+
+async def test_a_batch_is_shown_cancelled_and_its_files_saved(server: Api, redis: Redis) -> None:
+    batch, files = await failed_batch(redis)
+    page = (await server.http.get(f"/dashboard/batches/{batch}")).text
+    assert 'state failed">failed<' in page
+    assert "2 of 3 lines" in page
+    assert "took</dt><dd>1 min" in page
+    lines = (await server.http.get(f"/dashboard/files/{files[2]}")).text
+    assert re.search(r'small bad">400<.*small soft"><.*small bad">batch_expired<', lines, re.DOTALL)
+    saved = await server.http.get(f"/dashboard/files/{files[1]}/content")
+    assert saved.headers["content-disposition"] == 'attachment; filename="_script_alert__x____script_"'
+    assert saved.content == (await server.http.get(f"/v1/files/{files[1]}/content")).content
+    await FileStore(redis).delete(files[1])
+    found = await events(server, f"/dashboard/events/batches/{batch}", "deleted")
+    assert {"batch", "batch_actions", "batch_files"} <= found.keys()
+    assert (await server.http.get(f"/dashboard/files/{files[1]}")).status_code == 404
+    assert (await server.http.get("/dashboard/batches/nobody")).status_code == 404
+
+    htmx = {**SAME, "HX-Request": "true"}
+    refused = await server.http.post(f"/dashboard/batches/{batch}/cancel", headers=htmx)
+    assert (refused.status_code, "has ended" in refused.text) == (409, True)
+    waiting = BatchSpec(new_batch_id(), "/v1/completions", files[0], "24h", 1, 2**40, *files[1:], 3600)
+    await BatchStore(redis).take(waiting.id, "nobody")  # else this api would work on it
+    await BatchStore(redis).create(waiting)
+    assert "<button" in (await server.http.get(f"/dashboard/batches/{waiting.id}")).text.partition("<main")[2]
+    assert (await server.http.post(f"/dashboard/batches/{waiting.id}/cancel")).status_code == 403
+    said = await server.http.post(f"/dashboard/batches/{waiting.id}/cancel", headers=htmx)
+    assert (said.status_code, "being cancelled" in said.text) == (200, True)
+    assert (await server.http.get(f"/v1/batches/{waiting.id}")).json()["status"] == "cancelling"
+    assert "<button" not in (await server.http.get("/dashboard/batches")).text.partition("<main")[2]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(2716.4, "2716"), (0.5, "0.5"), (1234567, "1.23M"), (45678.9, "45.7k"), (None, "–"), (3, "3")]
+)
+def test_figures_are_short(value: float | None, shown: str) -> None:
+    assert number(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "shown"),
+    [
+        (300_000, "5 min"),
+        (305_000, "5 min 5 s"),
+        (1000, "1 s"),
+        (1500, "1.5 s"),
+        (7_200_000, "2 h"),
+        (86_400_000, "24 h"),
+    ],
+)
+def test_spans_say_no_zero_parts(milliseconds: float, shown: str) -> None:
+    assert duration(milliseconds) == shown
 
 
 async def test_other_sites_cannot_act(server: Api, redis: Redis) -> None:

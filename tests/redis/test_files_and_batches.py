@@ -5,7 +5,7 @@ import time
 import pytest
 from redis.asyncio import Redis
 
-from shared.errors import InvalidRequestError, UnknownBatchError, UnknownFileError
+from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownBatchError, UnknownFileError
 from shared.redis import keys
 from shared.redis.batch_store import BatchError, BatchSpec, BatchStore, new_batch_id
 from shared.redis.file_store import CHUNK_BYTES, FileStore, new_file_id
@@ -32,10 +32,20 @@ async def test_a_file_is_there_when_it_is_whole_and_writing_it_again_changes_not
             await writer.add(data[at : at + 70_001])
         file = await writer.close("x.jsonl", "batch", 7200)
         assert b"".join([chunk async for chunk in store.read(await store.find(file_id))]) == data
+    late = store.writer(file_id)  # of a process that was thought dead: it must not shorten the file's life
+    await late.add(data[: CHUNK_BYTES + 10])
+    assert await redis.ttl(keys.file_bytes(file_id)) > 7200
     numbers = [(number, int(line.split()[0])) async for number, line in store.lines(file, 10_000)]
     assert numbers == [(i + 1, i) for i in range(3000)]
     with pytest.raises(InvalidRequestError, match="longer"):
         [line async for line in store.lines(await written(store, b"y" * 3 * CHUNK_BYTES), 1000)]
+
+    torn = store.writer()
+    await torn.add(data)
+    (key,) = [each async for each in redis.scan_iter(match=keys.file_bytes("*")) if await redis.ttl(each) <= 3600]
+    await redis.hdel(key, "1")  # as a crash of Redis may
+    with pytest.raises(ServiceUnavailableError, match="send it again"):
+        await torn.close("torn", "batch", 7200)
 
     assert (await store.list("batch", 1, "", newest_first=True))[1]
     await store.delete(file_id)

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 import api.client
 from api import cli
-from api.client import InferenceClient, JobRequest, RequestFailedError
+from api.client import InferenceClient, JobRequest
+from api.client_http import RequestFailedError
 from shared.jobs import JobCounts, JobInput, JobStatus, JobUsage, RewardSpec
 
 Handler = Callable[[httpx.Request], httpx.Response]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from api.openai.conversations import conversation, template_messages
 from api.openai.messages import ChatMessage
-from api.openai.pieces import Piece, SplitPlan, Splitter
+from api.openai.pieces import CallPart, Piece, SplitPlan, Splitter
 from api.openai.schemas import ChatCompletionRequest
 from api.openai.thinking import behind_thinking, thinking_after
-from api.openai.tool_formats import HERMES, Call, format_name, tool_format
+from api.openai.tool_formats import HERMES, format_name, tool_format
 from api.openai.tools import ToolUse, for_template
 from shared import grammar
 from shared.errors import InvalidGrammarError, InvalidRequestError, UnsupportedParameterError
@@ -34,6 +34,7 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
 ROME = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 OSLO = ROME.replace("Rome", "Oslo")
 HERMES_PLAN = SplitPlan(format=HERMES)
+SURE_PLAN = SplitPlan(format=HERMES, sure=True)
 THINKING = SplitPlan(format=HERMES, thinking="may", think_start="<think>", think_end="</think>")
 
 
@@ -84,6 +85,47 @@ def test_a_completion_is_taken_apart(
     assert [json.loads(call.arguments)["city"] for call in piece.calls] == cities
 
 
+HARD = r'{"a": "}</tool_call>{\"\\", "b": [{}, [1]], "c": {"d": "\u00e9"}}'
+
+
+def call_text(arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+
+
+def test_a_forced_call_s_arguments_come_as_they_grow() -> None:
+    text = f"{call_text(HARD)}\n{call_text('{}')}"
+    splitter, whole, shown = Splitter(SURE_PLAN), Piece(), []
+    for letter in text:
+        piece = splitter.push(letter)
+        shown += piece.calls
+        whole.add(piece)
+    assert splitter.flush() == Piece()
+    assert whole.content == ""
+    assert whole.calls == [CallPart(0, "f", HARD, complete=True), CallPart(1, "f", "{}", complete=True)]
+    assert json.loads(HARD)["a"] == '}</tool_call>{"\\'
+    assert shown[0] == CallPart(0, "f", "{")
+    assert [(part.name, part.arguments) for part in shown[1 : len(HARD)]] == [("", letter) for letter in HARD[1:]]
+    assert splitter.calls == 2
+
+
+@pytest.mark.parametrize("length", range(len(call_text('{"city": "Ro\\"me"}'))))
+def test_a_forced_call_that_is_cut_off_shows_what_there_is(length: int) -> None:
+    text = call_text('{"city": "Ro\\"me"}')
+    piece = taken(SURE_PLAN, *text[:length])
+    assert piece == taken(SURE_PLAN, text[:length])
+    begun = text.index('{"city"')
+    if length <= begun:
+        assert (piece.content, piece.calls) == (text[:length], [])
+    else:
+        (part,) = piece.calls
+        assert (piece.content, part.name) == ("", "f")
+        assert part.arguments == text[begun : min(length, text.rindex("}"))]
+        assert part.complete == (length >= text.rindex("}"))
+    splitter = Splitter(SURE_PLAN)
+    splitter.push(text[:length])
+    assert splitter.in_call == (begun < length < text.rindex("}"))
+
+
 PARTS = ["<think>", "</think>", "<tool_call>", "</tool_call>", ROME, "\n", " ", "word", "<", "{", '{"name": "f"}']
 
 
@@ -91,7 +133,7 @@ PARTS = ["<think>", "</think>", "<tool_call>", "</tool_call>", ROME, "\n", " ", 
 @given(
     parts=st.lists(st.sampled_from(PARTS), max_size=12),
     cuts=st.lists(st.integers(0, 120), max_size=8),
-    plan=st.sampled_from([HERMES_PLAN, THINKING, SplitPlan(format="llama3"), SplitPlan(format="mistral")]),
+    plan=st.sampled_from([HERMES_PLAN, SURE_PLAN, THINKING, SplitPlan(format="llama3"), SplitPlan(format="mistral")]),
 )
 def test_how_the_text_was_cut_makes_no_difference(parts: list[str], cuts: list[int], plan: SplitPlan) -> None:
     text = "".join(parts)
@@ -120,7 +162,7 @@ def test_how_the_text_was_cut_makes_no_difference(parts: list[str], cuts: list[i
 def test_other_forms_are_read_by_mlx_lms_parsers(template: str, text: str, expected: str) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}]
     plan = SplitPlan(format=format_name(template), tools=json.dumps(tools).encode())
-    assert taken(plan, text).calls == [Call("f", expected)]
+    assert taken(plan, text).calls == [CallPart(0, "f", expected, complete=True)]
 
 
 def test_the_parsers_come_without_mlx() -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Form, Request
 from starlette.responses import RedirectResponse, Response
 
+from api.openai.batches import cancel
 from api.ops.dashboard.render import HEADERS, DashboardRoute, notice
 from api.ops.dashboard.session import may_act
 from api.ring import Ring, ring_of
@@ -32,6 +33,13 @@ async def retry_job(request: Request, job_id: str, ring: TheRing) -> Response:
     if request.headers.get("hx-request") == "true":
         return Response(headers={**HEADERS, "HX-Redirect": to})
     return RedirectResponse(to, 303, HEADERS)
+
+
+@router.post("/batches/{batch_id}/cancel")
+async def cancel_batch(request: Request, batch_id: str, ring: TheRing) -> Response:
+    """End a batch; what has been answered stays."""
+    await cancel(ring, batch_id)
+    return _done(request, "the batch is being cancelled", f"/dashboard/batches/{batch_id}")
 
 
 @router.post("/adapters/{name}/rollback")

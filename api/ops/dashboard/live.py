@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
+from api.ops.dashboard.batches import batch_looks, batch_view
 from api.ops.dashboard.curves import ring_charts, training_charts
 from api.ops.dashboard.parts import RewardsKept, adapter_view, job_view, letters, training_views
 from api.ops.dashboard.render import HEADERS, DashboardRoute, part
@@ -64,6 +65,27 @@ async def job_events(job_id: str, ring: TheRing, snapshots: TheSnapshots) -> Res
         view = await job_view(ring, job_id, kept)
         shown = {name: part(name, job=view) for name in ("rewards", "job_actions")}
         return {"job": part("job", ring=await snapshots.read(), job=view), **shown}
+
+    return _stream(ring, snapshots, look)
+
+
+@router.get("/batches")
+async def batches_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
+    """Of the list of batches."""
+
+    async def look() -> Parts:
+        return {"batches": part("batches", ring=await snapshots.read(), batches=(await batch_looks(ring))[0])}
+
+    return _stream(ring, snapshots, look)
+
+
+@router.get("/batches/{batch_id}")
+async def batch_events(batch_id: str, ring: TheRing, snapshots: TheSnapshots) -> Response:
+    """Of one batch."""
+
+    async def look() -> Parts:
+        view, snapshot = await batch_view(ring, batch_id), await snapshots.read()
+        return {name: part(name, ring=snapshot, batch=view) for name in ("batch", "batch_actions", "batch_files")}
 
     return _stream(ring, snapshots, look)
 

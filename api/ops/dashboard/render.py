@@ -107,8 +107,8 @@ def number(value: float | None, digits: int = 3) -> str:
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             return f"{value / (1e3 if suffix == 'k' else limit):.{digits}g}{suffix}"
-    if float(value).is_integer():
-        return f"{int(value)}"
+    if float(value).is_integer() or abs(value) >= 1000:
+        return f"{value:.0f}"
     return f"{value:.{digits}g}"
 
 
@@ -120,12 +120,13 @@ def duration(milliseconds: float | None) -> str:
     if seconds < 1:
         return f"{milliseconds:.0f} ms"
     if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes = int(seconds // 60)
+        return f"{f'{seconds:.1f}'.removesuffix('.0')} s"
+    minutes, hours = int(seconds // 60), int(seconds // 3600)
     if minutes < 60:
-        return f"{minutes} min {int(seconds % 60)} s"
-    hours = minutes // 60
-    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+        large, small = f"{minutes} min", int(seconds % 60)
+        return f"{large} {small} s" if small else large
+    large, small, unit = (f"{hours} h", minutes % 60, "min") if hours < 48 else (f"{hours // 24} d", hours % 24, "h")
+    return f"{large} {small} {unit}" if small else large
 
 
 def ago(at_ms: float, now_ms: float | None = None) -> str:
@@ -133,12 +134,17 @@ def ago(at_ms: float, now_ms: float | None = None) -> str:
     if not at_ms:
         return "never"
     passed = max(0.0, (now_ms or time.time() * 1000) - at_ms)
-    return "now" if passed < 1000 else f"{duration(passed // 1000 * 1000).replace('.0 s', ' s')} ago"
+    return "now" if passed < 1000 else f"{duration(passed // 1000 * 1000)} ago"
 
 
 def moment(at_ms: float) -> str:
     """A time of day in UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at_ms / 1000)) if at_ms else "–"
+
+
+def shortened(name: str, letters: int = 22) -> str:
+    """The beginning of a long id."""
+    return name if len(name) <= letters else name[:letters] + "…"
 
 
 def percent(share: float | None) -> float:
@@ -154,6 +160,13 @@ _templates = jinja2.Environment(
     lstrip_blocks=True,
 )
 _templates.filters.update(
-    eta=eta_ms, number=number, size=size, duration=duration, ago=ago, moment=moment, percent=percent
+    eta=eta_ms,
+    number=number,
+    size=size,
+    duration=duration,
+    ago=ago,
+    moment=moment,
+    percent=percent,
+    shortened=shortened,
 )
 _templates.globals.update(asset=address)

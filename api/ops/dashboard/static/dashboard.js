@@ -69,7 +69,7 @@
   }
 
   function draw(figure, chart) {
-    if (!chart || chart.x.length === 0) return;
+    if (!chart || !chart.series.some((values) => values.some((value) => value !== null))) return;
     const box = figure.querySelector(".plot");
     const data = [chart.x, ...chart.series];
     const known = plots.get(figure);
@@ -109,6 +109,24 @@
   }
   document.addEventListener("htmx:sseOpen", () => say("live", "on"));
   document.addEventListener("htmx:sseError", () => say("reconnecting", "off"));
+
+  // A browser has six connections to a server for all its tabs: one that nobody looks at gives its own back.
+  const HIDDEN_MS = 5000;
+  let source = null;
+  let hiding = 0;
+  htmx.createEventSource = (url) => (source = new EventSource(url));
+  document.addEventListener("visibilitychange", () => {
+    clearTimeout(hiding);
+    if (!source) return;
+    if (document.hidden) {
+      hiding = setTimeout(() => { source.close(); say("paused", ""); }, HIDDEN_MS);
+    } else if (source.readyState === EventSource.CLOSED) {
+      source.onerror(new Event("error")); // the extension connects anew
+    }
+  });
+
+  const here = document.querySelector("nav [aria-current]");
+  if (here) here.parentElement.scrollLeft = here.offsetLeft - here.parentElement.offsetLeft - 60; // on a phone the menu is wider
 
   const button = document.getElementById("theme");
   const dark = matchMedia("(prefers-color-scheme: dark)");

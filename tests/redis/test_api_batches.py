@@ -1,0 +1,308 @@
+"""Batches over HTTP: what is refused, what is the same batch, and what becomes of one that has no job yet."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from api.openai.batch_work import MAX_LINES, BatchWork
+from shared.errors import ServiceUnavailableError
+from shared.redis import keys
+from shared.redis.job_ledger import JobLedger
+from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
+from tests.redis.api_servers import Api, api
+from tests.redis.scripted_worker import CARD, MODEL
+from tests.unit.api_texts import bundle
+from tests.waiting import wait_until
+
+URL = "/v1/completions"
+DAY = {"endpoint": URL, "completion_window": "24h"}
+
+
+@pytest.fixture
+async def server(redis_url: str, redis: Redis) -> AsyncIterator[Api]:
+    """An api in a ring that knows a model and has no live worker: batches wait to be validated."""
+    await WorkerRegistry(redis).register_model(CARD, bundle())
+    async with api(redis_url) as serving:
+        yield serving
+
+
+async def join_worker(redis: Redis) -> None:
+    status = WorkerStatus("w1", MODEL, "host", 1, "ready", 0, 8, 0, 0, 1, 0.0, 0, 1, 2**40)
+    await WorkerRegistry(redis).heartbeat(status)
+
+
+def line(custom_id: str, **more: Any) -> dict[str, Any]:
+    body = {"model": MODEL, "prompt": "hi", "max_tokens": 4}
+    return {"custom_id": custom_id, "method": "POST", "url": URL, "body": body, **more}
+
+
+def text(*lines: dict[str, Any]) -> bytes:
+    return "".join(json.dumps(each) + "\n" for each in lines).encode()
+
+
+async def uploaded(server: Api, data: bytes, purpose: str = "batch") -> Any:
+    files = {"file": ("requests.jsonl", data)}
+    return await server.http.post("/v1/files", data={"purpose": purpose}, files=files)
+
+
+async def created(server: Api, data: bytes) -> str:
+    file_id = (await uploaded(server, data)).json()["id"]
+    answer = await server.post("/v1/batches", {**DAY, "input_file_id": file_id})
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["id"])
+
+
+async def batch_of(server: Api, batch_id: str) -> Any:
+    return (await server.http.get(f"/v1/batches/{batch_id}")).json()
+
+
+async def in_state(server: Api, batch_id: str, *states: str) -> Any:
+    found: dict[str, Any] = {}
+
+    async def reached() -> bool:
+        found.update(await batch_of(server, batch_id))
+        return found["status"] in states
+
+    await wait_until(reached, timeout_s=20)
+    return found
+
+
+async def content(server: Api, file_id: str | None) -> list[Any]:
+    assert file_id is not None
+    return [json.loads(each) for each in (await server.http.get(f"/v1/files/{file_id}/content")).text.splitlines()]
+
+
+async def test_creating_under_the_same_idempotency_key_gives_the_same_batch(server: Api, redis: Redis) -> None:
+    file_id = (await uploaded(server, text(line("a")))).json()["id"]
+    body = {**DAY, "input_file_id": file_id}
+    tries = [server.http.post("/v1/batches", json=body, headers={"Idempotency-Key": "k"}) for _ in range(5)]
+    answers = await asyncio.gather(*tries)
+    assert len({answer.json()["id"] for answer in answers}) == 1
+    await server.http.delete(f"/v1/files/{file_id}")  # a repetition is no second batch: it needs no file
+    again = await server.http.post("/v1/batches", json=body, headers={"Idempotency-Key": "k"})
+    assert again.json()["id"] == answers[0].json()["id"]
+    other = {**body, "completion_window": "1h"}
+    refused = await server.http.post("/v1/batches", json=other, headers={"Idempotency-Key": "k"})
+    assert (refused.status_code, "completion_window" in refused.json()["error"]["message"]) == (409, True)
+    long = await server.http.post("/v1/batches", json=body, headers={"Idempotency-Key": "k" * 300})
+    assert (long.status_code, long.json()["error"]["param"]) == (400, "idempotency-key")
+    assert len((await server.http.get("/v1/batches")).json()["data"]) == 1
+    assert await redis.zcard(keys.batches()) == 1
+
+
+SENSELESS: list[tuple[dict[str, Any], str]] = [
+    ({"completion_window": "8d"}, "completion_window"),
+    ({"completion_window": "0h"}, "completion_window"),
+    ({"completion_window": 24}, "completion_window"),
+    ({"metadata": {"k" * 65: "v"}}, "metadata"),
+    ({"metadata": {"k": "v" * 513}}, "metadata"),
+    ({"metadata": {str(i): "v" for i in range(17)}}, "metadata"),
+    ({"endpoint": "/v1/images/generations"}, "endpoint"),
+    ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, "output_expires_after"),
+    ({"priority": "high"}, "priority"),
+]
+
+
+async def test_a_batch_that_makes_no_sense_is_refused_by_the_field(server: Api) -> None:
+    file_id = (await uploaded(server, text(line("a")))).json()["id"]
+    for change, param in SENSELESS:
+        refused = await server.post("/v1/batches", {**DAY, "input_file_id": file_id, **change})
+        assert (refused.status_code, refused.json()["error"]["param"].split(".")[0]) == (400, param), refused.text
+    assert (await server.http.get("/v1/batches")).json()["data"] == []
+
+
+async def test_only_a_file_that_was_uploaded_for_batches_is_an_input(server: Api) -> None:
+    batch_id = await created(server, text(line("a")))
+    await server.post(f"/v1/batches/{batch_id}/cancel", {})
+    ended = await in_state(server, batch_id, "cancelled")
+    refused = await server.post("/v1/batches", {**DAY, "input_file_id": ended["error_file_id"]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input_file_id")
+    unknown = await server.post("/v1/batches", {**DAY, "input_file_id": "file-no"})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "file_not_found")
+
+
+async def test_a_batch_cancelled_or_expired_before_its_job_has_every_line_in_the_error_file(
+    server: Api, redis: Redis
+) -> None:
+    data = text(*(line(f"line {at}") for at in range(300)))
+    cancelled, expired = await created(server, data), await created(server, data)
+    await server.post(f"/v1/batches/{cancelled}/cancel", {})
+    spec = json.loads(await redis.hget(keys.batch(expired), "spec"))
+    await redis.hset(keys.batch(expired), "spec", json.dumps({**spec, "expires_at": 1}))
+    for batch_id, state in ((cancelled, "cancelled"), (expired, "expired")):
+        ended = await in_state(server, batch_id, state)
+        assert (ended["output_file_id"], ended["request_counts"]["total"]) == (None, 300)
+        lines = await content(server, ended["error_file_id"])
+        assert [each["custom_id"] for each in lines] == [f"line {at}" for at in range(300)]
+        assert {each["error"]["code"] for each in lines} == {f"batch_{state}"}
+        assert len({each["id"] for each in lines}) == 300
+        assert (await server.post(f"/v1/batches/{batch_id}/cancel", {})).status_code == 409
+
+
+async def test_a_cancel_in_the_moment_of_a_death_reaches_the_job_that_the_dead_process_made(
+    server: Api, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_id = await created(server, text(line("a"), line("b")))
+    record = await server.ring.batches.find(batch_id)
+
+    async def taken() -> bool:
+        return await server.ring.batches.take(batch_id, "dying")
+
+    await wait_until(taken, timeout_s=20)  # from now on the server's own work leaves it alone
+    await join_worker(redis)
+    dying = BatchWork(server.ring)
+
+    async def dies(*_: object) -> None:
+        raise RedisConnectionError("killed here")
+
+    monkeypatch.setattr(dying, "_begin", dies)
+    with pytest.raises(RedisConnectionError):
+        await dying._validate(record)
+    (job,) = (await server.http.get("/v1/jobs")).json()["data"]
+    assert (job["status"], (await batch_of(server, batch_id))["status"]) == ("queued", "validating")
+    await server.post(f"/v1/batches/{batch_id}/cancel", {})
+    await server.ring.batches.release(batch_id, "dying")
+    ended = await in_state(server, batch_id, "cancelled")
+    assert (await server.http.get(f"/v1/jobs/{job['id']}")).json()["status"] == "cancelled"
+    assert {each["custom_id"] for each in await content(server, ended["error_file_id"])} == {"a", "b"}
+    assert ended["model"] == MODEL
+
+
+async def test_a_body_that_no_request_may_have_refuses_its_line_unread(server: Api, redis: Redis) -> None:
+    await join_worker(redis)
+    long = {"model": MODEL, "prompt": "x" * (2 << 20), "max_tokens": 4}
+    wide = {"model": MODEL, "prompt": [0] * 300_000, "max_tokens": 4}
+    deep: list[Any] = []
+    for _ in range(100):
+        deep = [deep]
+    bodies = {"long": long, "wide": wide, "deep": {"model": MODEL, "prompt": deep}}
+    batch_id = await created(server, text(*(line(name, body=body) for name, body in bodies.items()), line("good")))
+    job_id = (await in_state(server, batch_id, "in_progress"), (await server.ring.batches.find(batch_id)).job)[1]
+    asked = [json.loads(each) for each in await JobLedger(redis).inputs(job_id, 0, 10)]
+    replies = {each["reply"]["custom_id"]: each["reply"].get("status") for each in asked}
+    assert replies == {"long": 413, "wide": 400, "deep": 400, "good": None}
+
+
+async def test_a_batch_whose_job_s_end_redis_has_lost_waits_for_it_again(server: Api, redis: Redis) -> None:
+    await join_worker(redis)
+    batch_id = await created(server, text(line("a")))
+    await in_state(server, batch_id, "in_progress")
+    with pytest.raises(ServiceUnavailableError, match="goes on"):
+        await BatchWork(server.ring)._finalize(await server.ring.batches.find(batch_id))
+    found = await batch_of(server, batch_id)
+    assert (found["status"], found["finalizing_at"], found["errors"]) == ("in_progress", None, None)
+
+
+async def test_a_file_is_read_however_its_lines_end(server: Api, redis: Redis) -> None:
+    await join_worker(redis)
+    data = b"\xef\xbb\xbf" + text(line("a"), line("b")).replace(b"\n", b"\r\n") + b"\r\n  \r\n" + text(line("c"))[:-1]
+    batch_id = await created(server, data)
+    assert (await in_state(server, batch_id, "in_progress"))["request_counts"]["total"] == 3
+
+
+BAD = {
+    "empty_file": b" \n\r\n\n",
+    "too_many_lines": text(*(line(str(at)) for at in range(MAX_LINES + 1))),
+    "duplicate_custom_id": text(line("x"), line("x")),
+    "mismatched_endpoint": text(line("x", url="/v1/embeddings")),
+    "invalid_json_line": text(line("x")).decode().encode("utf-16"),
+    "invalid_line": text(line("x", body=[])),
+    "invalid_custom_id": text(line("")),
+    "invalid_request_error": b"x" * (17 << 20),
+    "model_not_found": text(line("x", body={"model": "nobody's", "prompt": "hi"})),
+}
+
+
+async def test_a_file_that_is_no_batch_fails_it_and_says_why(server: Api, redis: Redis) -> None:
+    await join_worker(redis)
+    made = {code: await created(server, data) for code, data in BAD.items()}
+    for code, batch_id in made.items():
+        failed = await in_state(server, batch_id, "failed")
+        assert failed["errors"]["data"][0]["code"] == code, failed["errors"]
+        assert (failed["output_file_id"], failed["error_file_id"]) == (None, None)
+        assert failed["failed_at"] is not None
+
+
+async def test_a_batch_cannot_fill_redis_with_choices(
+    server: Api, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await join_worker(redis)
+    monkeypatch.setattr("api.openai.batch_work.MAX_CHOICES", 600)
+    many = {"model": MODEL, "prompt": "hi", "max_tokens": 4, "n": 256}
+    failed = await in_state(
+        server, await created(server, text(*(line(str(at), body=many) for at in range(4)))), "failed"
+    )
+    (error,) = failed["errors"]["data"]
+    assert (error["code"], error["param"], error["line"]) == ("too_many_choices", "n", 3)
+    assert not [key async for key in redis.scan_iter(match=keys.job_inputs("*"))], "the job's inputs are left"
+
+
+async def test_cancels_at_once_are_one_cancel(server: Api, redis: Redis) -> None:
+    await join_worker(redis)
+    batch_id = await created(server, text(line("a")))
+    await in_state(server, batch_id, "in_progress")
+    answers = await asyncio.gather(*(server.post(f"/v1/batches/{batch_id}/cancel", {}) for _ in range(8)))
+    assert {answer.status_code for answer in answers} <= {200, 409}
+    assert {answer.json()["status"] for answer in answers if answer.status_code == 200} <= {"cancelling", "cancelled"}
+    ended = await in_state(server, batch_id, "cancelled")
+    assert [each["error"]["code"] for each in await content(server, ended["error_file_id"])] == ["batch_cancelled"]
+
+
+async def test_an_input_deleted_before_it_was_read_fails_its_batch(server: Api, redis: Redis) -> None:
+    batch_id = await created(server, text(line("a")))
+    file_id = (await batch_of(server, batch_id))["input_file_id"]
+    assert (await server.http.delete(f"/v1/files/{file_id}")).status_code == 200
+    await join_worker(redis)
+    failed = await in_state(server, batch_id, "failed")
+    assert failed["errors"]["data"][0]["code"] == "file_not_found"
+
+
+async def test_pages_come_newest_first_and_go_on_after_an_id(server: Api) -> None:
+    made = [await created(server, text(line("a"))) for _ in range(5)]
+    for path, newest in (("batches", made[::-1]), ("files", None)):
+        whole = (await server.http.get(f"/v1/{path}")).json()
+        ids = [each["id"] for each in whole["data"]]
+        assert len(ids) == 5 and ids == (newest or ids)
+        assert (whole["first_id"], whole["last_id"], whole["has_more"]) == (ids[0], ids[-1], False)
+        first = (await server.http.get(f"/v1/{path}?limit=2")).json()
+        rest = (await server.http.get(f"/v1/{path}?limit=3&after={first['last_id']}")).json()
+        assert [each["id"] for each in first["data"] + rest["data"]] == ids
+        assert (first["has_more"], rest["has_more"]) == (True, False)
+        beyond = (await server.http.get(f"/v1/{path}?after={ids[-1]}")).json()
+        assert (beyond["data"], beyond["first_id"], beyond["has_more"]) == ([], None, False)
+        for wrong, status in (("limit=0", 400), ("limit=x", 400), ("limit=100001", 400), ("after=nobody", 404)):
+            answer = await server.http.get(f"/v1/{path}?{wrong}")
+            assert (answer.status_code, answer.json()["error"]["param"]) == (status, wrong.partition("=")[0])
+    oldest = (await server.http.get("/v1/files?order=asc")).json()["data"]
+    assert [each["id"] for each in oldest] == ids[::-1]
+
+
+async def test_an_upload_that_makes_no_sense_is_refused_by_the_field(server: Api) -> None:
+    post = server.http.post
+    ok = ("x.jsonl", b"{}\n")
+    wrong: list[tuple[dict[str, Any], str | None]] = [
+        ({"data": {"purpose": "batch"}, "files": {"file": ("x.jsonl", b"")}}, "file"),
+        ({"data": {"purpose": "fine-tune"}, "files": {"file": ok}}, "purpose"),
+        ({"files": {"file": ok}}, "purpose"),
+        ({"data": {"purpose": "batch", "colour": "red"}, "files": {"file": ok}}, "colour"),
+        ({"data": {"purpose": "batch"}, "files": {"other": ok}}, "other"),
+        ({"data": {"purpose": "batch", "file": "text"}, "files": {"x": ("", b"")}}, None),
+        ({"data": {"purpose": "batch"}, "files": [("file", ok), ("file", ok)]}, None),
+        (
+            {"data": {"purpose": "batch", "expires_after[seconds]": "60"}, "files": {"file": ok}},
+            "expires_after[anchor]",
+        ),
+        ({"json": {"purpose": "batch"}}, "file"),
+        ({"content": b"nonsense", "headers": {"content-type": "multipart/form-data"}}, None),
+        ({"content": b"nonsense", "headers": {"content-type": "multipart/form-data; boundary=b"}}, None),
+    ]
+    for request, param in wrong:
+        answer = await post("/v1/files", **request)
+        assert answer.status_code == 400, (request, answer.text)
+        assert param is None or answer.json()["error"]["param"] == param, (request, answer.text)
+    assert (await server.http.get("/v1/files")).json()["data"] == []
