@@ -3,7 +3,8 @@
 # make test    check, then all tests
 # make check   format, lint, types and layers
 # make bench   measurements (never run by the tests)
-# make clients real clients (openai, litellm, langchain, instructor, lm-eval, verifiers), in an environment of their own
+# make clients real clients (openai, litellm, langchain, instructor, lm-eval, verifiers; guidellm with LOAD=1, which brings
+#              PyTorch along), in an environment of their own
 # make chaos   kill, freeze and cut off the processes under load, for MINUTES=30 (never run by the tests)
 # make docs    write docs/reference.md from the code
 # make lock    resolve requirements.lock anew
@@ -50,7 +51,8 @@ chaos: setup
 
 clients: setup
 	test -x .venv-clients/bin/python || $(BIN)/python -m venv .venv-clients
-	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt \
+	  $(if $(LOAD),-r tests/clients/requirements-load.txt)
 	$(BIN)/python -m tests.clients --python .venv-clients/bin/python
 
 docs: setup
@@ -58,8 +60,8 @@ docs: setup
 
 # Needs uv (https://docs.astral.sh/uv/). The default index is named, so that a local mirror cannot leave its hashes here.
 lock:
-	uv pip compile pyproject.toml --universal --python-version 3.11 --extra cpu --extra demo --extra dev \
-	  --generate-hashes --no-emit-index-url --no-emit-find-links --default-index https://pypi.org/simple \
+	uv pip compile pyproject.toml --universal --python-version 3.11 --extra cpu --extra demo --extra traces \
+	  --extra dev --generate-hashes --no-emit-index-url --no-emit-find-links --default-index https://pypi.org/simple \
 	  --custom-compile-command 'make lock' --output-file requirements.lock
 
 clean:

@@ -2,7 +2,8 @@
 
 Starts `mlx_parallm_serve` with the tiny model and runs each script of tests/clients/scripts with the interpreter that
 has the clients (tests/clients/requirements.txt), and those for Node where `--node` names a folder with their packages.
-A script proves what its docstring says, and exits 0 when it holds.
+A script proves what its docstring says, and exits 0 when it holds. The load generator brings PyTorch along, so it has a
+requirements file of its own (requirements-load.txt), and its script is skipped where it is not installed.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from tests.e2e.rings import MODEL, ROOT, ring
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 300
+NEEDS = {"guidellm_load": "guidellm"}  # scripts whose client is heavy, and therefore not in requirements.txt
 
 
 def run(script: Path, python: str, node: Path | None, url: str) -> bool:
@@ -39,11 +41,19 @@ def run(script: Path, python: str, node: Path | None, url: str) -> bool:
         print(f"FAILED  {script.name}: no end after {TIMEOUT_S} s\n{error.stdout}\n{error.stderr}", flush=True)
         return False
     passed = done.returncode == 0
-    last = done.stdout.strip().splitlines()[-1:] or [""]
-    print(f"{'passed' if passed else 'FAILED'}  {script.name:24s} {last[0]}", flush=True)
+    lines = done.stdout.strip().splitlines() or [""]
+    print(f"{'passed' if passed else 'FAILED'}  {script.name:24s} {lines[-1]}", flush=True)
+    for row in (line for line in lines if line.startswith("|")):  # of a table
+        print(f"        {row}", flush=True)
     if not passed:
         print(done.stdout[-3000:], done.stderr[-5000:], sep="\n", flush=True)
     return passed
+
+
+def has(python: str, package: str) -> bool:
+    """Whether an interpreter has a package."""
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    return subprocess.run([python, "-c", look], check=False).returncode == 0
 
 
 def main() -> int:
@@ -58,6 +68,10 @@ def main() -> int:
     chosen = [path for path in scripts if not arguments.names or path.stem in arguments.names]
     if not chosen:
         parser.error(f"no such script; there are: {', '.join(path.stem for path in scripts)}")
+    absent = [path for path in chosen if path.stem in NEEDS and not has(arguments.python, NEEDS[path.stem])]
+    for path in absent:
+        print(f"skipped {path.name:24s} needs tests/clients/requirements-load.txt", flush=True)
+    chosen = [path for path in chosen if path not in absent]
     with tempfile.TemporaryDirectory() as folder, ring(Path(folder)) as server:
         passed = [run(script, arguments.python, arguments.node, server.url) for script in chosen]
     print(f"{sum(passed)} passed, {len(passed) - sum(passed)} failed")

@@ -42,15 +42,15 @@ def test_compose_asks_for_every_secret_and_holds_none() -> None:
     assert all(f"{name}:?" in text for name in ("REDIS_PASSWORD", "API_KEY", "GRAFANA_PASSWORD"))
 
 
-def test_the_image_starts_a_front_without_workers() -> None:
+def test_the_images_start_commands_of_ours_and_the_last_one_is_a_front_without_workers() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text()
-    found = re.search(r"^CMD (\[.*\])$", dockerfile, re.MULTILINE)
-    assert found is not None
-    command = yaml.safe_load(found.group(1))
-    assert "--workers" in command
-    resolves(command)
-    copied = re.findall(r"^COPY (.+) \S+$", dockerfile, re.MULTILINE)
-    assert all((ROOT / name).exists() for names in copied for name in names.split())
+    commands = [yaml.safe_load(found) for found in re.findall(r"^CMD (\[.*\])$", dockerfile, re.MULTILINE)]
+    assert [command[0] for command in commands] == ["mlx_parallm_worker", "mlx_parallm_serve"]
+    assert "--workers" in commands[-1]
+    for command in commands:
+        resolves(command)
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", dockerfile, re.MULTILINE)
+    assert copied and all((ROOT / name).exists() for names in copied for name in names.split())
 
 
 @pytest.mark.parametrize("unit", sorted((ROOT / "deploy/systemd").glob("*.service")), ids=lambda path: path.name)
