@@ -1,7 +1,9 @@
-"""A client on a Redis of this test process, and a check that no test leaves a key without owner or end."""
+"""A client on a Redis of this test process, a certificate, and a check: no test leaves a key without owner or end."""
 
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 import redis as sync_redis
@@ -19,6 +21,17 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
     await client.aclose()
 
 
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For localhost, with key.pem beside it."""
+    folder = tmp_path_factory.mktemp("tls")
+    name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
+    subprocess.run(["openssl", "req", "-x509", *kind, *files, *name], check=True, capture_output=True)
+    return folder / "cert.pem"
+
+
 @pytest.fixture(autouse=True)
 def no_leaked_keys(redis_url: str, redis_server: EmbeddedRedis) -> Iterator[None]:
     yield
@@ -31,3 +44,9 @@ def no_leaked_keys(redis_url: str, redis_server: EmbeddedRedis) -> Iterator[None
         client.close()
     assert undocumented == [], "keys that shared/redis/keys.py does not document"
     assert immortal == [], "keys without a time to live (arq's queue lives by arq's own rules)"
+
+
+@pytest.fixture(autouse=True)
+def one_loop_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Api and worker share the test's event loop, so its lag says nothing of the api: only long ones count."""
+    monkeypatch.setattr("api.load.LAG_LIMIT_S", 10.0)
