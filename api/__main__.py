@@ -14,6 +14,7 @@ import uvicorn
 from api.app import create_app
 from api.auth import check_exposure
 from api.connections import bounded, raise_file_limit
+from shared import tracing
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.lifeline import follow_parent
 from shared.logs import configure
@@ -38,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
                 "an api process needs Redis: --redis URL or PARALLM_REDIS_URL (mlx_parallm_serve starts one)"
             )
         check_exposure(settings)
+        tracing.start(settings.otlp_endpoint, "api")
         listener = _listen(settings, fd)
         asyncio.run(require(settings.redis))
     except SetupError as error:
@@ -56,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         log.info("api.listening", url=f"http://{host}:{port}")
     with listener:
         server.run(sockets=[listener])
+    tracing.stop()
     return 0 if server.started else 1
 
 

@@ -19,7 +19,8 @@ from api.ops.sampling import sample_forever
 from api.ops.snapshot import Snapshots
 from api.resume import stop_lingering
 from api.ring import Ring
-from api.rl import act, adapters, address, generate, jobs, pause, predict, rewards, tokenize, training
+from api.rl import act, adapters, address, generate, jobs, pause, predict, rewards, tokenize, trainers, training
+from api.tracing import telemetry
 from shared.metrics import Tally
 from shared.settings import ApiSettings
 
@@ -58,6 +59,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
         description="OpenAI's endpoints, and rollout jobs, on a ring of MLX workers.",
         lifespan=lifespan,
         responses={401: {"model": errors.ErrorBody, "description": "No API key, or a wrong one."}},
+        telemetry=telemetry(),
     )
     errors.install(app)
     describe_errors(app)
@@ -80,6 +82,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
         pause,
         tokenize,
         training,
+        trainers,
         rewards,
         health,
         deadletters,

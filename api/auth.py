@@ -28,7 +28,7 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        if scope["type"] != "http" or _is_open(scope["path"]):
+        if scope["type"] != "http" or is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
         key = self._keys.find(presented(Headers(scope=scope)))
@@ -42,7 +42,7 @@ class RequireKey:
         await self._app(scope, receive, send)
 
 
-def _is_open(path: str) -> bool:
+def is_open(path: str) -> bool:
     """Probes, and the dashboard, which asks for the key itself (api/ops/dashboard/session.py)."""
     return path in OPEN_PATHS or path == "/dashboard" or path.startswith("/dashboard/")
 

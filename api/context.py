@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.auth import OPEN_PATHS
 from api.errors import error_response, from_fault
+from shared import tracing
 from shared.metrics import Tally
 
 log = structlog.get_logger()
@@ -48,7 +49,8 @@ class RequestContext:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        with structlog.contextvars.bound_contextvars(request_id=request_id):
+        tracing.annotate({"parallm.request_id": request_id})
+        with structlog.contextvars.bound_contextvars(request_id=request_id, **tracing.log_fields()):
             try:
                 await self._app(scope, receive, send_with_id)
             except Exception as fault:

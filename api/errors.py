@@ -143,6 +143,8 @@ def from_validation(errors: Sequence[Any]) -> InvalidRequestError:
 
 def _path(location: Sequence[Any], field: str) -> str | None:
     """`("body", "messages", 0)` and `role` -> `messages[0].role`; names of union branches are left out."""
+    if location[:1] == ("header",):
+        return str(location[1])
     path = ""
     for part in location[1:] if location and location[0] in ("body", "query", "path") else location:
         if isinstance(part, int):

@@ -16,7 +16,9 @@ import structlog
 from redis.exceptions import RedisError
 
 from api.auth import calling
+from api.collection import check_judges
 from api.ring import Ring
+from api.tracing import WorkSpan
 from shared.errors import (
     DeadlineExceededError,
     ParallmError,
@@ -26,6 +28,7 @@ from shared.errors import (
     from_code,
 )
 from shared.frames import Finish, TokenEvent
+from shared.jobs import RewardSpec
 from shared.redis.token_feed import TokenFeed
 from shared.sequences import (
     AdapterPolicy,
@@ -57,6 +60,7 @@ class Work(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     n: int = 1
     kind: SequenceKind = "generate"
+    chat: bool = False
     adapter: str = ""
     adapter_policy: AdapterPolicy = "pin"
     deadline_ms: int = 0
@@ -66,7 +70,11 @@ class Work(msgspec.Struct, frozen=True):
     seed_by_prompt: bool = False  # else equal prompts draw equal samples
 
     def specs(
-        self, api_id: str, first_token_timeout_s: float = 0, sequence_class: SequenceClass = "interactive"
+        self,
+        api_id: str,
+        first_token_timeout_s: float = 0,
+        sequence_class: SequenceClass = "interactive",
+        trace: str = "",
     ) -> list[SequenceSpec]:
         """One sequence for each completion; sample s of prompt p has index p * n + s."""
         now = int(1000 * time.time())
@@ -91,6 +99,7 @@ class Work(msgspec.Struct, frozen=True):
                 first_token_deadline_ms=first,
                 pooling=self.pooling,
                 score_ids=self.score_ids[p] if self.score_ids else (),
+                trace=trace,
             )
             for p, prompt in enumerate(self.prompts)
             for s in range(self.n)
@@ -112,6 +121,7 @@ class Generation:
         self._feed: TokenFeed | None = None
         self._specs: dict[str, SequenceSpec] = {}  # of a request that began here
         self._pinned: tuple[str, str] | None = None  # adapter version and owner of the pin
+        self._span: WorkSpan | None = None  # while it is traced
 
     @classmethod
     async def start(cls, ring: Ring, work: Work) -> "Generation":
@@ -121,10 +131,16 @@ class Generation:
         """
         structlog.contextvars.bind_contextvars(work=work.id)  # sequences, in all processes' logs, are named after it
         await ring.check_memory(work.model)
+        if work.collect is not None and work.collect.scoring:
+            await check_judges(ring, RewardSpec(work.collect.scoring, work.collect.options), "scoring_function")
         key = calling.get()
         kind: SequenceClass = "interactive" if key is None else key.sequence_class
-        specs = work.specs(ring.api_id, ring.settings.first_token_timeout_s, kind)
+        span = WorkSpan.begin(work)
+        specs = work.specs(
+            ring.api_id, ring.settings.first_token_timeout_s, kind, span.traceparent if span is not None else ""
+        )
         generation = cls(ring, work.model, [spec.id for spec in specs], work.deadline_ms)
+        generation._span = span
         generation._first_deadline_ms = specs[0].first_token_deadline_ms if specs else 0
         ring.tally.histogram("vllm:request_params_n", work.model).observe(work.n)
         generation._feed = ring.frames.open(work.model, generation._seqs)
@@ -134,6 +150,7 @@ class Generation:
             generation._specs = {spec.id: spec for spec in specs}
             generation._feed.on_lost = generation._lost
         except BaseException as error:
+            generation._note(type(error).__name__)
             if isinstance(error, QueueFullError):
                 error.retry_after_s = ring.load.found_full(work.model, kind, ring.queue_bound(kind))
             if isinstance(error, ParallmError):
@@ -170,7 +187,10 @@ class Generation:
             yield self._checked([(self._places[i], event) for i, event in events] if self._places else events)
 
     def _checked(self, events: Events) -> Events:
+        span = self._span
         for _, event in events:
+            if span is not None:
+                span.heard(event)
             if event.finish is not None:
                 self.unfinished.pop(event.seq, None)
                 raise_failure(event.finish)
@@ -186,6 +206,7 @@ class Generation:
             async with asyncio.timeout(left_s):
                 events = await self._feed.next()
         except TimeoutError:
+            self._note("deadline")
             raise DeadlineExceededError(_TOO_LATE) from None
         self._first_deadline_ms = 0
         return events
@@ -201,9 +222,17 @@ class Generation:
         """The request is over: what has not finished is cancelled, without waiting for Redis."""
         if unfinished := self.leave():
             _settle(self._cancel(unfinished))
+            self._note("cancelled")
+        if self._span is not None:
+            self._span.end()
         if self._pinned is not None:
             _settle(self._unpin(*self._pinned))
             self._pinned = None
+
+    def _note(self, failure: str) -> None:
+        """For the span, if there is one: what kind of failure it was."""
+        if self._span is not None:
+            self._span.failed(failure)
 
     async def _pin(self, work: Work) -> None:
         """Keep the version for as long as the request may last; UnknownAdapterError when it has gone by now."""

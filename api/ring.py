@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from api.grammars import GrammarChecker
 from api.load import Load
+from api.ordered_scores import OrderedScores
 from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownModelError
 from shared.metrics import Tally
 from shared.redis.adapter_store import AdapterStore
@@ -25,11 +26,14 @@ from shared.redis.metric_store import MetricWriter
 from shared.redis.sequence_queue import CLASSES, SequenceQueue
 from shared.redis.token_frames import FrameReader
 from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
+from shared.scoring.rewards import Rewards
+from shared.scoring.served import ServedRewards
 from shared.sequences import ModelCard, SequenceClass
 from shared.settings import ApiSettings
 from shared.text import CodecCache, TextCodec
 
 LOOK_AGAIN_S = 1.0  # how old the view of live models may be
+MAX_SCORE_S = 60.0  # that a job runner may take over texts to be scored at once
 SERVING = frozenset({"ready", "paused"})  # states of workers that have taken, or will take, what waits
 
 
@@ -68,6 +72,8 @@ class Ring:
         self.adapters = AdapterStore(self.redis, keep_n=settings.adapter_keep_n)
         self.frames = FrameReader(settings.redis, self.api_id)
         self.counts = MetricWriter(self.redis, self.tally, "api", self.api_id)
+        self.judges = ServedRewards(self.redis, f"reward-{self.api_id}")
+        self.rewards = Rewards(OrderedScores(self.redis, min(MAX_SCORE_S, settings.request_timeout_s)), self.judges)
         self._tasks: list[asyncio.Task[None]] = []
         self._queues: dict[str, SequenceQueue] = {}
         self._live: dict[str, ModelCard] = {}
@@ -86,6 +92,7 @@ class Ring:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.judges.close()
         await self.redis.aclose()
 
     async def live_models(self) -> dict[str, ModelCard]:
@@ -157,8 +164,8 @@ class Ring:
         return queue
 
 
-def ring_of(request: Request) -> Ring:
-    """The ring of the app that serves a request."""
+async def ring_of(request: Request) -> Ring:
+    """The ring of the app that serves a request; async, since FastAPI runs any other function in a thread."""
     ring: Ring = request.app.state.ring
     return ring
 

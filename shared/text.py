@@ -46,6 +46,8 @@ class TextCodec:
         added = self._tokenizer.get_added_tokens_decoder()
         self._added: dict[str, int] = {token.content: id_ for id_, token in added.items()}
         self._special = frozenset(token.content for token in added.values() if token.special)
+        spellings = sorted(filter(None, self._special), key=len, reverse=True)
+        self._spelled = re.compile("|".join(map(re.escape, spellings))) if spellings else None
         self.decoder = DecoderShape.of(_decoder_section(bundle.tokenizer_json))
         self._visible = _Pieces(self, skip_special=True)
         self._all = _Pieces(self, skip_special=False)
@@ -124,6 +126,10 @@ class TextCodec:
     def is_special(self, spelling: str) -> bool:
         """Whether decoding hides this token."""
         return spelling in self._special
+
+    def without_special(self, text: str) -> str:
+        """A text with a space for each special token that is spelled in it, in one pass: none can appear by that."""
+        return text if self._spelled is None else self._spelled.sub(" ", text)
 
     def visible_pieces(self, shown: Iterable[str] = ()) -> "_Pieces":
         """id -> its share of the decoded text, special tokens empty, except those in `shown`."""

@@ -10,13 +10,16 @@ MEASUREMENTS = {
     "engine": "the engine against mlx-lm's BatchGenerator",
     "structured": "a batch of 8 in which 0, 4 or 8 rows follow a JSON schema",
     "served": "over HTTP, against raw mlx-lm and mlx_lm.server",
+    "classes": "first tokens of interactive requests, idle and beside a batch that fills the worker",
     "memory": "memory of api and worker over 10,000 streamed requests",
     "adapters": "decode steps with 1, 4 and 8 adapters; the pause of a hot load",
     "hosted": "a trainer in the engine's thread: what decoding keeps, what training gets, memory",
     "prefix": "a second request on a prefix, a group of samples, and prompts that share nothing",
     "overload": "goodput and first tokens at four times the sustainable rate; slow readers; 1,000 streams",
+    "redis_scaling": "how many workers and apis one Redis carries: simulated workers with a timed model",
     "adapter_publish": "from a publish to the first token of the new version at each of 2 workers",
     "adapter_flight": "token frames while 100 MB of adapter are in flight",
+    "traces": "requests and streams with OpenTelemetry traces absent, off, on for one in ten, on for all",
 }
 
 

@@ -78,14 +78,18 @@ VALID: dict[str, dict[str, Any]] = {
     "/training/checkpoint": {"name": "mine"},
     "/v1/rewards/score": {
         "completions": ["a", "b"],
+        "prompts": ["c", [{"role": "user", "content": "d"}]],
         "references": ["a", "a"],
-        "reward": {"name": "exact", "strip": True},
+        "model": MODEL,
+        "reward": {"name": "judge", "marks": {"1": 0, "2": 1}, "template": "{prompt} {completion}", "lead": "so "},
     },
     "/load_adapter": {"adapter_path": "somewhere"},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "somewhere"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},
     "/model/switch-lora": {"lora_name": "a"},
     "/v1/adapters/a/promote": {"version": 1},
+    "/v1/adapters/a/reject": {"version": 1, "gate": [{"name": "kl", "passed": False, "detail": "far"}]},
+    "/v1/adapters/a/best": {"version": 1, "value": 0.5},
 }
 
 WRONG: list[Any] = [
@@ -179,7 +183,7 @@ def fields_of(document: dict[str, Any]) -> dict[str, list[str]]:
     """The fields that each route of VALID knows, and one that none knows."""
     schemas, found = document["components"]["schemas"], {}
     for path in VALID:
-        route = path if path in document["paths"] else "/v1/adapters/{name}/promote"
+        route = path.replace("/adapters/a/", "/adapters/{name}/")
         schema = document["paths"][route]["post"]["requestBody"]["content"]["application/json"]["schema"]
         name = schema.get("$ref", "").rpartition("/")[2]
         found[path] = ["unheard_of", *sorted((schemas[name] if name else schema).get("properties", {}))]

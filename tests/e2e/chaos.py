@@ -160,12 +160,13 @@ async def _check_rest(ring: ChaosRing, report: Report) -> None:
                 report.violation(f"job {job_id} was {state} and is {now}")
             if await redis.exists(keys.job_lease(job_id), keys.finished(MODEL, job_id)):
                 report.violation(f"job {job_id} left a lease or results behind")
-        await _check_keys(redis, report)
+        await check_keys(redis, report)
     finally:
         await redis.aclose()
 
 
-async def _check_keys(redis: Redis, report: Report) -> None:
+async def check_keys(redis: Redis, report: Report) -> None:
+    """Every key is documented and has a time to live."""
     for key in [key.decode() async for key in redis.scan_iter(count=1000)]:
         if not any(fnmatchcase(key, kind.pattern) for kind in keys.DOCUMENTED):
             report.violation(f"an undocumented key: {key}")

@@ -15,7 +15,8 @@ from typing import Any
 
 import httpx
 
-from api.client import InferenceClient, JobRequest, RequestFailedError
+from api.client import InferenceClient, JobRequest
+from api.client_http import RequestFailedError
 from shared.jobs import JobInput, JobStatus
 from shared.redis import keys
 from shared.redis.client import connect

@@ -103,13 +103,15 @@ class ChaosRing:
         harmed = [member.harmed for member in self.of(role)]
         return not all(harmed) and not (role == "worker" and any(harmed))
 
-    async def harm(self, kind: str, before: Callable[[Member], Awaitable[None]] | None = None) -> None:
+    async def harm(
+        self, kind: str, before: Callable[[Member], Awaitable[None]] | None = None, victim: Member | None = None
+    ) -> None:
         """One fault (`can_harm`), from its beginning until the process is there again."""
         role, _, how = kind.partition(".")
         if role == "redis":
             await self._harm_redis(kind, how)
             return
-        member = self.rng.choice([member for member in self.of(role) if not member.harmed])
+        member = victim or self.rng.choice([member for member in self.of(role) if not member.harmed])
         member.harmed = True
         if before is not None:
             await before(member)

@@ -84,6 +84,23 @@ async def test_a_stream_says_what_the_whole_answer_says(server: Api, prompt: str
     assert chunks[-1]["usage"] == whole["usage"]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_stream_can_tell_its_counts_with_every_chunk(server: Api, path: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "long"} if path == "/v1/completions" else {"messages": HELLO}
+    async with server.stream(path, {**body, "n": 2, "stream_options": options}) as events:
+        chunks = await events.all()
+    *parts, last = chunks
+    for index in (0, 1):
+        own = [chunk["usage"] for chunk in parts if chunk["choices"][0]["index"] == index]
+        counts = [usage["completion_tokens"] for usage in own]
+        assert len(counts) > 1 and counts == sorted(counts)
+        assert own[-1]["prompt_tokens"] == last["usage"]["prompt_tokens"]
+        assert 2 * counts[-1] == last["usage"]["completion_tokens"]
+    async with server.stream(path, {**body, "stream_options": {"continuous_usage_stats": True}}) as events:
+        assert all("usage" not in chunk for chunk in await events.all()), "as vLLM: only with include_usage"
+
+
 async def test_n_samples_share_a_group_and_draw_from_different_seeds(server: Api, worker: ScriptedWorker) -> None:
     body = {"prompt": ["say", "long"], "n": 3, "seed": 5}
     choices = (await server.post("/v1/completions", body)).json()["choices"]
