@@ -3,21 +3,34 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
 
 from shared import errors
 from shared.metrics import CATALOGUE
 from shared.redis import keys
-from shared.settings import ApiSettings, ProcessSettings, RunnerSettings, ServeSettings, WorkerSettings
+from shared.settings import (
+    ApiSettings,
+    JoinSettings,
+    ProcessSettings,
+    RunnerSettings,
+    ServeSettings,
+    WorkerSettings,
+)
 from trainer.settings import TrainSettings
 
 TARGET = Path(__file__).parent / "reference.md"
-COMMANDS = {
-    "mlx_parallm_serve": (ServeSettings, "all processes on one machine; takes the settings of the others too"),
-    "mlx_parallm_worker": (WorkerSettings, "one worker"),
-    "mlx_parallm_train": (TrainSettings, "the trainer"),
-    "python -m api": (ApiSettings, "one api process"),
-    "python -m worker.jobs": (RunnerSettings, "one job runner"),
+SETTINGS: dict[str, type[ProcessSettings]] = {  # what a kind inherits from another one stands in the other's table
+    "Every process": ProcessSettings,
+    "Whoever joins a ring: `mlx_parallm_serve`, `mlx_parallm_worker`, `mlx_parallm_train`": JoinSettings,
+    "`mlx_parallm_worker`: one worker": WorkerSettings,
+    "`python -m api`: one api process": ApiSettings,
+    "`python -m worker.jobs`: one job runner": RunnerSettings,
+    "`mlx_parallm_serve`: all processes on one machine; takes the settings of worker, api and job runner, too": (
+        ServeSettings
+    ),
+    "`mlx_parallm_train`: the trainer": TrainSettings,
 }
 
 
@@ -45,24 +58,29 @@ def settings_section() -> list[str]:
         "defaults. An unknown flag or YAML key is an error. `--dry-run` prints what was resolved.",
         "",
     ]
-    seen: set[str] = set()
-    for kind, title in ((ProcessSettings, "Every process"),):
-        lines += table(title, kind, seen)
-    for command, (kind, meaning) in reversed(COMMANDS.items()):
-        lines += table(f"`{command}`: {meaning}", kind, seen)
+    for title, kind in SETTINGS.items():
+        lines += table(title, kind)
     return lines
 
 
-def table(title: str, kind: type[ProcessSettings], seen: set[str]) -> list[str]:
+def table(title: str, kind: type[ProcessSettings]) -> list[str]:
     lines = [f"### {title}", "", "| flag | environment | default | meaning |", "|---|---|---|---|"]
     for name, field in kind.model_fields.items():
-        if name in seen:
+        if name not in kind.__annotations__:
             continue
-        seen.add(name)
         variable = "PARALLM_REDIS_URL" if name == "redis" else f"PARALLM_{name.upper()}"
-        default = shown(field.get_default(call_default_factory=False))
-        lines.append(f"| `--{name.replace('_', '-')}` | `{variable}` | {default} | {field.description or ''} |")
+        default = shown(field.get_default(call_default_factory=True))
+        lines.append(f"| `--{name.replace('_', '-')}` | `{variable}` | {default} | {meaning(field)} |")
     return [*lines, ""]
+
+
+def meaning(field: FieldInfo) -> str:
+    """The description, and what may be chosen."""
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    named = ", ".join(f"`{choice}`" for choice in choices if choice)
+    if not field.description or len(choices) < 2:
+        return field.description or named
+    return f"{field.description} ({named})"
 
 
 def shown(default: Any) -> str:
@@ -81,8 +99,7 @@ def metrics_section() -> list[str]:
         "## Metrics",
         "",
         "`GET /metrics` of any api process tells of the whole ring, in Prometheus' text format. Names with `vllm:` are",
-        "vLLM's.",
-        "Counters and histograms are sums over all processes, dead ones included.",
+        "vLLM's. Counters and histograms are sums over all processes, dead ones included.",
         "",
         "| metric | type | labels | meaning |",
         "|---|---|---|---|",

@@ -156,7 +156,7 @@ class WorkerSettings(JoinSettings):
         description="an engine that is silent over its work for so long is stuck: the worker restarts",
     )
     log_every_tokens: int = Field(default=16, ge=1, description="tokens between two writes of a sequence's log")
-    trust_remote_code: bool = False
+    trust_remote_code: bool = Field(default=False, description="run the model's and the tokenizer's own Python")
     adapter_slots: int = Field(default=8, ge=1, description="adapter versions that the rows of a batch may use at once")
     adapter_rank: int = Field(default=64, ge=1, le=256, description="largest rank; memory is taken for ranks in use")
     adapter_dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
@@ -181,8 +181,8 @@ class WorkerSettings(JoinSettings):
 class ApiSettings(ProcessSettings):
     """The HTTP front end."""
 
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535)
+    host: str = Field(default="127.0.0.1", description="address to listen on; beyond this machine it takes a key")
+    port: int = Field(default=8000, ge=0, le=65535, description="0: a free one")
     default_max_tokens: int = Field(
         default=512,
         ge=1,
@@ -213,7 +213,7 @@ class ApiSettings(ProcessSettings):
     slow_reader_s: float = Field(
         default=30, gt=0, description="a client that leaves its 64 KiB of a response unread for so long is cut off"
     )
-    max_request_bytes: int = Field(default=1_048_576, ge=1024)
+    max_request_bytes: int = Field(default=1_048_576, ge=1024, description="body of a request that is no upload")
     max_training_bytes: int = Field(default=67_108_864, ge=1024, description="trajectories in one training update")
     max_json_values: int = Field(default=200_000, ge=1024, description="list items and fields in one JSON body")
     max_upload_bytes: int = Field(default=1_073_741_824, ge=1024, description="JSONL uploads, streamed to disk")
@@ -243,7 +243,7 @@ class RunnerSettings(ProcessSettings):
     max_jobs: int = Field(default=16, ge=1, description="jobs that one runner advances at a time")
     window: int = Field(default=512, ge=1, description="sequences of one job in flight")
     reward_processes: int = Field(default=0, ge=0, description="0: one per core, at most 4")
-    reward_timeout_s: float = Field(default=5.0, gt=0)
+    reward_timeout_s: float = Field(default=5.0, gt=0, description="one reward of one sample may take so long")
     trajectory_buffer_size: int = Field(
         default=10_000, ge=1, description="live trajectories of a policy that wait for its trainer; the oldest go"
     )
@@ -262,7 +262,7 @@ class ServeSettings(WorkerSettings, ApiSettings, RunnerSettings):
     lora_rank: int = Field(default=0, ge=0, description="of the hosted trainer's adapter; 0: as its settings say")
     data_dir: Path = Field(default=Path(".parallm"), description="Redis data, uploads, caches")
     workers: int = Field(default=1, ge=0, description="worker processes on this machine; 0: others will join")
-    api_processes: int = Field(default=1, ge=1)
+    api_processes: int = Field(default=1, ge=1, description="that share the port")
     redis_port: int = Field(default=0, ge=0, le=65535, description="port of the embedded Redis; 0: a free one")
 
     @property

@@ -44,7 +44,7 @@ class TrainSettings(JoinSettings):
     adapter: str = Field(default="policy", description="name under which versions are published")
     run: str = Field(default="", description="name of the run; default: the adapter's")
     run_dir: Path = Field(default=Path(".parallm/train"), description="checkpoints, metrics, rejected versions")
-    seed: int = 0
+    seed: int = Field(default=0, description="of tasks, samples and the adapter")
 
     task: str = Field(default="arithmetic", description="arithmetic, jsonl, gsm8k, or an environment: module:Class")
     task_count: int = Field(default=0, ge=0, description="repeat the same few tasks; 0: all")
@@ -80,24 +80,30 @@ class TrainSettings(JoinSettings):
         description="samples a prompt",
     )
     max_tokens: int = Field(default=256, ge=1, description="of one reply")
-    temperature: float = Field(default=1.0, gt=0)
-    stop: tuple[str, ...] = ()
+    temperature: float = Field(default=1.0, gt=0, description="of rollouts")
+    stop: tuple[str, ...] = Field(default=(), description="texts that end a reply")
 
-    loss: LossName = "dapo"
-    advantage_scale: AdvantageScale = Field(default="mean", description="mean: Dr.GRPO's; std: GRPO's")
-    clip_low: float = Field(default=0.2, gt=0)
-    clip_high: float = Field(default=0.28, gt=0)
+    loss: LossName = Field(default="dapo", description="the objective; trainer/losses.py says what each is")
+    advantage_scale: AdvantageScale = Field(
+        default="mean", description="mean: Dr.GRPO's; std: GRPO's; leave_one_out: RLOO's"
+    )
+    clip_low: float = Field(default=0.2, gt=0, description="how far below 1 the ratio counts")
+    clip_high: float = Field(default=0.28, gt=0, description="how far above 1 it counts")
     kl_coefficient: float = Field(default=0.0, ge=0, description="of k3 to the base; 0 skips that pass")
-    entropy_bonus: float = Field(default=0.0, ge=0)
-    importance_truncation: float = Field(default=2.0, ge=1)
+    entropy_bonus: float = Field(
+        default=0.0, ge=0, description="factor on the mean entropy, which is added to what is maximised"
+    )
+    importance_truncation: float = Field(
+        default=2.0, ge=1, description="largest weight of the correction for an old or another sampler"
+    )
     ratio: RatioBase = Field(
         default="sampler",
         description="log-probabilities below the fraction line; trainer: with max_lag 0, runs repeat to the byte",
     )
     mask_overlong: bool = Field(default=True, description="keep samples that hit max_tokens out of the loss")
 
-    lora_kind: AdapterKind = "lora"
-    lora_rank: int = Field(default=16, ge=1, le=1024)
+    lora_kind: AdapterKind = Field(default="lora", description="of the adapter")
+    lora_rank: int = Field(default=16, ge=1, le=1024, description="rows of A, columns of B")
     lora_scale: float = Field(default=2.0, gt=0, description="factor on B A x; alpha = scale * rank")
     lora_targets: tuple[str, ...] = Field(
         default=(),
@@ -105,30 +111,44 @@ class TrainSettings(JoinSettings):
         description="ends of module paths; default: every linear inside a layer",
     )
 
-    learning_rate: float = Field(default=1e-5, gt=0)
-    schedule: ScheduleName = "constant"
-    warmup_steps: int = Field(default=0, ge=0)
-    final_rate_fraction: float = Field(default=0.1, ge=0, le=1)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    adam_beta2: float = Field(default=0.99, ge=0, lt=1)
+    learning_rate: float = Field(default=1e-5, gt=0, description="of AdamW, after the warm-up")
+    schedule: ScheduleName = Field(default="constant", description="of the learning rate")
+    warmup_steps: int = Field(default=0, ge=0, description="train steps over which the learning rate grows from 0")
+    final_rate_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="of the learning rate, at the end of linear and cosine"
+    )
+    max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are clipped to this norm")
+    weight_decay: float = Field(default=0.0, ge=0, description="of AdamW")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="of the first moment")
+    adam_beta2: float = Field(default=0.99, ge=0, lt=1, description="of the second moment")
     minibatches: int = Field(default=1, ge=1, description="updates in one train step")
     microbatch_tokens: int = Field(default=8192, ge=1, description="positions in one backward pass")
     microbatch_s: float = Field(
         default=0.0, ge=0, description="seconds that one backward pass may take; 0: as long as microbatch_tokens takes"
     )
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = Field(
+        default=False, description="compute layers again in the backward pass: slower, less memory"
+    )
 
     max_lag: int = Field(default=1, ge=0, description="K: age of the oldest token, in policy steps; 0: on-policy")
     live_max_lag: int = Field(default=8, ge=0, description="the same bound for live traffic, which comes when it comes")
-    group_deadline_s: float = Field(default=600.0, gt=0)
+    group_deadline_s: float = Field(
+        default=600.0, gt=0, description="a group whose samples are not all there by then is given up"
+    )
     distances_every: int = Field(default=10, ge=0, description="train steps between measurements of mismatch")
 
-    max_update_rms: float = Field(default=0.05, gt=0)
-    max_probe_kl: float = Field(default=0.5, gt=0)
-    max_parity: float = Field(default=0.1, gt=0)
-    reward_margin: float = Field(default=0.15, gt=0)
+    max_update_rms: float = Field(
+        default=0.05, gt=0, description="gate: largest root mean square of one update over all adapter parameters"
+    )
+    max_probe_kl: float = Field(
+        default=0.5, gt=0, description="gate: nats a token from the last good version, on fixed prompts"
+    )
+    max_parity: float = Field(
+        default=0.1, gt=0, description="gate: mean difference between log-probabilities in a worker and in the trainer"
+    )
+    reward_margin: float = Field(
+        default=0.15, gt=0, description="how far rewards may fall below those of the last good version"
+    )
     min_groups: int = Field(default=16, ge=1, description="groups before a version is judged by its rewards")
     max_rejections: int = Field(default=5, ge=1, description="versions in a row that may fail before the run ends")
     no_signal_after: int = Field(
@@ -137,13 +157,14 @@ class TrainSettings(JoinSettings):
     probe_prompts: int = Field(default=8, ge=1, description="fixed prompts of the gate")
     parity_every: int = Field(default=10, ge=0, description="train steps between comparisons with a worker; 0: none")
     evaluate_every: int = Field(default=0, ge=0, description="train steps between evaluations; 0: none")
-    evaluate_prompts: int = Field(default=64, ge=1)
+    evaluate_prompts: int = Field(default=64, ge=1, description="held-out tasks in one evaluation")
 
     checkpoint_every: int = Field(default=20, ge=0, description="train steps; 0: only at the end")
     keep_checkpoints: int = Field(
         default=3,
         ge=1,
         validation_alias=AliasChoices("keep_checkpoints", "keep_n_checkpoints", "PARALLM_KEEP_CHECKPOINTS"),
+        description="the newest ones that stay, besides the best",
     )
     resume: str = Field(default="latest", description="latest, best, a checkpoint's name, or no")
     tensorboard: Path | None = Field(default=None, description="folder for TensorBoard's events; needs the extra")
