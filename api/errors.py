@@ -3,6 +3,7 @@
 Our own errors carry their status; here pydantic's, Starlette's and Redis's are translated into ours.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from api.openai.fields import RequestModel
 from shared.errors import (
     InvalidRequestError,
     MethodNotAllowedError,
@@ -29,6 +31,8 @@ from shared.errors import (
 )
 
 log = structlog.get_logger()
+
+_BRANCHES = frozenset({"str", "int", "float", "bool", "none"})
 
 
 class ErrorDetail(BaseModel):
@@ -123,22 +127,44 @@ def _from_http(request: Request, error: HTTPException) -> ParallmError:
 
 def from_validation(errors: Sequence[Any]) -> InvalidRequestError:
     """The first of pydantic's complaints, with the field's name as a user writes it."""
-    first = errors[0]
+    first = _meant(errors)
     kind, message = str(first["type"]), str(first["msg"])
     if kind == "json_invalid" and first["loc"][:1] in ((), ("body",)):  # elsewhere it is a field of a form
         reason = first.get("ctx", {}).get("error", message)
         return InvalidRequestError(f"the body is not valid JSON: {reason}")
+    if kind == "extra_forbidden":  # its name may be any text
+        named = ".".join(filter(None, (_path(first["loc"][:-1], ""), str(first["loc"][-1])[:200])))
+        return UnsupportedParameterError(f"unknown parameter '{named}'", param=named)
     param = _path(first["loc"], str(first.get("ctx", {}).get("param", "")))
-    if kind == "extra_forbidden":
-        return UnsupportedParameterError(f"unknown parameter '{param}'", param=param)
     if kind == "unsupported":
         return UnsupportedParameterError(f"'{param}': {message}", param=param)
     if kind == "missing":
         what = f"'{param}' is required" if param else "a JSON body is required"
         return InvalidRequestError(what, param=param)
-    if kind == "model_attributes_type":
-        return InvalidRequestError("the body must be a JSON object (Content-Type: application/json)", param=param)
+    if kind in ("model_type", "model_attributes_type"):
+        body = "the body must be a JSON object (Content-Type: application/json)"
+        return InvalidRequestError(f"'{param}' must be an object" if param else body, param=param)
     return InvalidRequestError(f"invalid '{param}': {message}" if param else message, param=param)
+
+
+def _meant(errors: Sequence[Any]) -> Any:
+    """The first complaint; where none of a union's branches fits, that of the branch which fits furthest."""
+    first = errors[0]
+    *place, last = first["loc"] or ("",)
+    if first["type"] == "extra_forbidden" or not _is_branch(last):
+        return first
+    branches = [each for each in errors if list(each["loc"][: len(place)]) == place]
+    return max(branches, key=lambda each: len(each["loc"]))
+
+
+def _is_branch(part: Any) -> bool:
+    """Whether a part of pydantic's location names a branch of a union, which is no field: a type, or a tag."""
+    return isinstance(part, str) and (not part.isidentifier() or part in _BRANCHES or part in _model_names())
+
+
+@functools.cache
+def _model_names() -> frozenset[str]:
+    return frozenset(model.__name__ for model in RequestModel.__subclasses__())
 
 
 def _path(location: Sequence[Any], field: str) -> str | None:
@@ -149,6 +175,6 @@ def _path(location: Sequence[Any], field: str) -> str | None:
     for part in location[1:] if location and location[0] in ("body", "query", "path") else location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif str(part).isidentifier() and str(part) not in ("str", "int", "float", "bool", "none"):
+        elif not _is_branch(part):
             path += f".{part}" if path else str(part)
     return ".".join(filter(None, (path, field))) or None

@@ -48,8 +48,10 @@ async def chat_of(codec: TextCodec, body: ChatCompletionRequest) -> Conversation
     """The chat as the model gets it."""
     variables: dict[str, Any] = {}
     if body.reasoning_effort is not None:
-        if "reasoning_effort" not in codec.bundle.chat_template:
-            raise UnsupportedParameterError("the model's template does not know it", param="reasoning_effort")
+        known = "reasoning_effort" in codec.bundle.chat_template
+        if not known and body.reasoning_effort != "none":
+            message = "the model's template knows no 'reasoning_effort'"
+            raise UnsupportedParameterError(message, param="reasoning_effort")
         variables["reasoning_effort"] = body.reasoning_effort
     tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     return await conversation(codec, body, tools, **variables)

@@ -26,8 +26,6 @@ from shared.settings import ApiSettings
 
 router = APIRouter(tags=["openai"])
 
-MAX_INPUTS = 2048  # OpenAI's
-
 
 class EmbeddingRequest(RequestModel):
     """POST /v1/embeddings."""
@@ -76,8 +74,6 @@ async def create_embeddings(
 
 def plan_embeddings(body: EmbeddingRequest, prompts: list[list[int]], target: Target, settings: ApiSettings) -> Work:
     """What to ask of the workers."""
-    if len(prompts) > MAX_INPUTS:
-        raise InvalidRequestError(f"at most {MAX_INPUTS} inputs a request", param="input")
     check_prompts(prompts, target.served.card, settings, "input")
     return Work(
         id=f"embd-{uuid.uuid4().hex}",

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-MAX_PROMPTS = 1024
+MAX_PROMPTS = 2048  # OpenAI's, of an embedding
 MAX_BIASES = 4096
 
 
@@ -71,7 +71,7 @@ def _prompt(value: Any) -> Any:
     if _is_ids(value):
         return [value]
     if len(value) > MAX_PROMPTS:
-        raise complaint("", f"at most {MAX_PROMPTS} prompts a request; use /v1/jobs for more")
+        raise complaint("", f"at most {MAX_PROMPTS} a request")
     if all(isinstance(item, str) for item in value) or all(isinstance(item, list) and _is_ids(item) for item in value):
         return value
     raise complaint("", "strings and token ids cannot be mixed, and ids are integers")

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from api.openai.fields import RequestModel, complaint
 
@@ -29,6 +29,7 @@ class ToolCall(RequestModel):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = Field(default=None, exclude=True, description="of a streamed call; not used")
 
 
 class ChatMessage(RequestModel):
@@ -60,4 +61,5 @@ class ChatMessage(RequestModel):
             raise complaint("content", f"a message of role '{self.role}' needs 'content'")
         if self.tool_calls and self.role != "assistant":
             raise complaint("tool_calls", "only a message of role 'assistant' has tool calls")
+        self.tool_calls = self.tool_calls or None  # some templates ask whether there are any by asking for the field
         return self

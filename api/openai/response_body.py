@@ -6,7 +6,7 @@ is refused by name, and the client sends the turns so far as `input`.
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 
 from api.openai.fields import RequestModel, complaint
 from api.openai.schemas import ChatCompletionRequest
@@ -21,8 +21,8 @@ def _known_type(*known: str) -> BeforeValidator:
     """Refuse things of another `type` by name."""
 
     def check(value: Any) -> Any:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind not in known:
+        kind = value.get("type", known[0]) if isinstance(value, dict) else known[0]
+        if kind not in known:
             raise complaint("type", f"type '{kind}' is not supported, only {', '.join(known)}", unsupported=True)
         return value
 
@@ -69,6 +69,8 @@ class InputMessage(RequestModel):
 class FunctionCallItem(RequestModel):
     """A call that the model made."""
 
+    off: ClassVar[Off] = {"namespace": (), "caller": (), "async": (False,), "async_": (False,)}
+
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -108,8 +110,20 @@ def _kind(value: Any) -> Any:
     return {"type": "message", **value} if isinstance(value, dict) and "type" not in value else value
 
 
+def _tag(value: Any) -> str:
+    """Which kind of item it is; not an identifier, so that no error takes it for a field (api/errors.py)."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "message")
+    return f"<{kind}>"
+
+
 Item = Annotated[
-    Annotated[InputMessage | FunctionCallItem | FunctionOutputItem | ReasoningItem, Field(discriminator="type")],
+    Annotated[
+        Annotated[InputMessage, Tag("<message>")]
+        | Annotated[FunctionCallItem, Tag("<function_call>")]
+        | Annotated[FunctionOutputItem, Tag("<function_call_output>")]
+        | Annotated[ReasoningItem, Tag("<reasoning>")],
+        Discriminator(_tag),
+    ],
     _known_type("message", "function_call", "function_call_output", "reasoning"),
     BeforeValidator(_kind),
 ]
@@ -134,6 +148,8 @@ Items = Annotated[
 
 class FunctionTool(RequestModel):
     """A function that the model may call."""
+
+    off: ClassVar[Off] = {"allowed_callers": (), "defer_loading": (False,), "output_schema": ()}
 
     type: Literal["function"]
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
@@ -176,7 +192,7 @@ class TextConfig(RequestModel):
 class Reasoning(RequestModel):
     """How the model reasons."""
 
-    off: ClassVar[Off] = {"summary": (), "generate_summary": ()}
+    off: ClassVar[Off] = {"summary": (), "generate_summary": (), "context": ("auto",), "mode": ("standard",)}
 
     effort: str | None = None
 
@@ -194,9 +210,12 @@ class ResponseRequest(RequestModel):
         "truncation": ("disabled",),
         "max_tool_calls": (),
         "top_logprobs": (0,),
-        "stream_options": (),
+        "stream_options": ({}, {"include_obfuscation": False}),
         "service_tier": ("auto", "default"),
         "context_management": (),
+        "moderation": (),
+        "access_programs": (),
+        "image": (),
     }
 
     input: Items
@@ -216,6 +235,7 @@ class ResponseRequest(RequestModel):
     safety_identifier: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_key: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_retention: str | None = Field(default=None, description="accepted, not used")
+    prompt_cache_options: dict[str, Any] | None = Field(default=None, description="accepted, not used")
     # ours
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     adapter: str | None = None

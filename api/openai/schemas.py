@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from api.openai.fields import LogitBias, Prompts, RequestModel, Stop, complaint
 from api.openai.messages import ChatMessage
@@ -33,6 +33,15 @@ _SAMPLING_OFF: Off = {
     "guided_grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
+    # vLLM's further ones: clients that send every field send null
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "kv_transfer_params": (),
+    "logits_processors": ([],),
+    "repetition_detection": (),
+    "request_id": (),
+    "vllm_xargs": (),
 }
 _COMPLETION_OFF: Off = {
     **_SAMPLING_OFF,
@@ -56,6 +65,12 @@ _CHAT_OFF: Off = {
         "default",
     ),
     "store": (False,),
+    "moderation": (),
+    "chat_template": (),
+    "documents": ([],),
+    "media_io_kwargs": (),
+    "mm_processor_kwargs": (),
+    "thinking_token_budget": (),
 }
 
 
@@ -156,6 +171,11 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = Field(default=False, description="the prompt comes before the completion")
     best_of: int | None = Field(default=None, ge=1, description="accepted when equal to n")
 
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        return None if value is False else value  # a chat's way to say none; as a number it would mean 0 competitors
+
     @model_validator(mode="after")
     def _possible(self) -> "CompletionRequest":
         if self.best_of is not None and self.best_of != (self.n or 1):
@@ -186,13 +206,14 @@ class ChatCompletionRequest(SamplingFields):
     safety_identifier: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_key: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_retention: str | None = Field(default=None, description="accepted, not used")
+    prompt_cache_options: dict[str, Any] | None = Field(default=None, description="accepted, not used")
 
     @model_validator(mode="after")
     def _possible(self) -> "ChatCompletionRequest":
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise complaint("max_tokens", "'max_tokens' and 'max_completion_tokens' differ")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise complaint("top_logprobs", "'top_logprobs' needs 'logprobs': true")
         if self.structured_outputs is not None and self.response_format is not None:
             raise complaint("structured_outputs", "'structured_outputs' and 'response_format' say the same twice")

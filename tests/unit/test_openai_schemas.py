@@ -3,11 +3,14 @@
 from typing import Any
 
 import pytest
+from openai.types.responses import ResponseFunctionToolCall
 from pydantic import BaseModel, ValidationError
 
 from api.errors import from_validation
 from api.openai.conversations import template_messages
+from api.openai.embeddings import EmbeddingRequest
 from api.openai.messages import ChatMessage
+from api.openai.response_body import ResponseRequest
 from api.openai.sampling import check_prompts, room_for, sampling_of
 from api.openai.schemas import ChatCompletionRequest, CompletionRequest
 from shared.errors import (
@@ -254,3 +257,75 @@ def test_max_tokens_must_fit_behind_the_prompt_and_defaults_to_what_fits() -> No
         room_for([[1] * 30], CARD, 3, 16)
     with pytest.raises(ContextLengthExceededError):
         room_for([[1] * 32], CARD, None, 16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param", "said"),
+    [
+        (CompletionRequest, {"prompt": "a", "foo-bar": 1}, "foo-bar", "unknown parameter 'foo-bar'"),
+        (CompletionRequest, {"prompt": "a", "int": 1}, "int", "unknown parameter 'int'"),
+        (ChatCompletionRequest, {"messages": ["hi"]}, "messages[0]", "'messages[0]' must be an object"),
+        (
+            ChatCompletionRequest,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}]},
+            "messages[0].content[0].cache_control",
+            "unknown parameter",
+        ),
+        (
+            ChatCompletionRequest,
+            {"messages": HELLO, "tool_choice": {"type": "function", "function": {}}},
+            "tool_choice.function.name",
+            "is required",
+        ),
+        (ResponseRequest, {"input": ["hi"]}, "input[0]", "must be an object"),
+        (ResponseRequest, {"input": [{"role": "user"}]}, "input[0].content", "is required"),
+        (ResponseRequest, {"input": [{"type": 5}]}, "input[0].type", "type '5' is not supported"),
+    ],
+)
+def test_the_place_of_an_error_is_told_as_the_user_wrote_it(
+    kind: type[BaseModel], body: dict[str, Any], param: str, said: str
+) -> None:
+    error = refusal(kind, body)
+    assert error.param == param
+    assert said in error.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatCompletionRequest, {"messages": HELLO, "top_logprobs": 0}),
+        (ChatCompletionRequest, {"messages": HELLO, "moderation": None, "prompt_cache_options": {"ttl": "1h"}}),
+        (ChatCompletionRequest, {"messages": HELLO, "bad_words": [], "chat_template": None, "documents": None}),
+        (CompletionRequest, {"prompt": "a", "cache_salt": None, "vllm_xargs": None, "request_id": None}),
+        (ResponseRequest, {"input": "a", "stream_options": {"include_obfuscation": False}, "moderation": None}),
+        (ResponseRequest, {"input": "a", "reasoning": {"effort": None, "context": None, "mode": "standard"}}),
+        (EmbeddingRequest, {"input": ["a"] * 2048}),
+    ],
+)
+def test_what_clients_send_without_asking_for_anything_is_accepted(kind: type[BaseModel], body: dict[str, Any]) -> None:
+    kind.model_validate(body)
+
+
+def test_more_inputs_than_an_embedding_has_are_refused() -> None:
+    assert refusal(EmbeddingRequest, {"input": ["a"] * 2049}).param == "input"
+
+
+def test_what_openai_s_package_dumps_of_a_call_is_an_input_again() -> None:
+    call = ResponseFunctionToolCall(type="function_call", call_id="c", name="f", arguments="{}", status="completed")
+    asked = ResponseRequest.model_validate({"input": [{"role": "user", "content": "a"}, call.model_dump()]})
+    assert asked.chat().messages[1].tool_calls
+
+
+def test_no_log_probabilities_are_asked_for_with_false() -> None:
+    assert CompletionRequest.model_validate({"prompt": "a", "logprobs": False}).logprobs is None
+
+
+def test_calls_put_together_from_a_stream_keep_their_index_to_themselves() -> None:
+    call = {"index": 0, "id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    (shown,) = template_messages([ChatMessage.model_validate({"role": "assistant", "tool_calls": [call]})])
+    assert shown["tool_calls"] == [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}]
+
+
+def test_no_calls_are_no_calls_to_a_template() -> None:
+    (shown,) = template_messages([ChatMessage.model_validate({"role": "assistant", "content": "a", "tool_calls": []})])
+    assert shown == {"role": "assistant", "content": "a"}
