@@ -17,8 +17,9 @@ from typing import IO, Any, Self, TypeVar, cast
 import httpx
 import msgspec
 
-from api.client_http import RequestFailedError, byte_lines, decode, reached, refusal, retry_after, unreachable
+from api.client_http import RequestFailedError, byte_lines, decode, reached, refusal, unreachable
 from shared.jobs import TERMINAL, JobInput, JobKind, JobStatus, RewardSpec
+from shared.patience import BUSY, Patience
 from shared.sequences import AdapterPolicy
 from shared.trajectories import Trajectory
 
@@ -27,7 +28,6 @@ T = TypeVar("T")
 DEFAULT_URL = "http://127.0.0.1:8000"
 POLL_S = (0.1, 2.0)  # first and longest pause between two looks at a job
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors", "adapter_model.safetensors")
-BUSY = frozenset({429, 502, 503, 504})
 
 
 class JobRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -307,22 +307,20 @@ class InferenceClient:
         self, send: Callable[[], Awaitable[httpx.Response]], busy: frozenset[int] = BUSY
     ) -> httpx.Response:
         """Send, and send again while the server is away or busy and our patience lasts."""
-        until = time.monotonic() + self._patience_s
-        pause_s = 0.1
+        patience = Patience(self._patience_s)
         while True:
             try:
                 response = await send()
             except httpx.TransportError as error:
-                if time.monotonic() + pause_s > until:
+                if patience.is_over:
                     raise unreachable(self.url, error) from error
             else:
-                if response.status_code not in busy or time.monotonic() + pause_s > until:
+                if response.status_code not in busy or patience.is_over:
                     if response.is_error:
                         raise refusal(response)
                     return response
-                pause_s = max(pause_s, retry_after(response))
-            await asyncio.sleep(pause_s)
-            pause_s = min(2.0, 2 * pause_s)
+                patience.heed(response)
+            await patience.pause()
 
 
 class _Place(msgspec.Struct):

@@ -67,11 +67,3 @@ def unreachable(url: str, error: httpx.TransportError) -> RequestFailedError:
     """Nobody answers."""
     reason = str(error) or type(error).__name__
     return RequestFailedError(f"cannot reach {url} ({reason}); start it with mlx_parallm_serve, or give --url")
-
-
-def retry_after(response: httpx.Response) -> float:
-    """Seconds that the server wants us to wait, at most 5."""
-    try:
-        return min(5.0, float(response.headers.get("retry-after", "0")))
-    except ValueError:
-        return 0.0

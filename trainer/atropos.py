@@ -23,6 +23,7 @@ import msgspec
 import structlog
 
 from shared.errors import InvalidRequestError, ServiceUnavailableError
+from shared.patience import Patience
 from shared.trajectories import Reward, Trajectory
 from trainer.rollouts import RolloutGroup
 
@@ -30,7 +31,7 @@ log = structlog.get_logger()
 
 MASKED = -100
 PATIENCE_S = 60.0  # for a run-api that is away
-POLL_S = (0.2, 2.0)
+POLL_S = (0.2, 2.0)  # first and longest, between two questions for a batch
 SAY_AGAIN_S = 30.0
 _KNOWN_OVERRIDES = frozenset({"set_advantage_to_zero", "group_size"})
 
@@ -99,20 +100,19 @@ class AtroposApi:
         await self._http.aclose()
 
     async def _ask(self, method: str, path: str, **more: Any) -> bytes:
-        until, pause_s = time.monotonic() + PATIENCE_S, POLL_S[0]
+        patience = Patience(PATIENCE_S)
         while True:
             try:
                 response = await self._http.request(method, path, headers=_JSON, **more)
             except httpx.TransportError as error:
-                if time.monotonic() + pause_s > until:
+                if patience.is_over:
                     raise ServiceUnavailableError(f"cannot reach Atropos at {self.url}: {error}") from error
             else:
                 if response.is_success:
                     return response.content
-                if response.status_code < 500 or time.monotonic() + pause_s > until:
+                if response.status_code < 500 or patience.is_over:
                     raise ServiceUnavailableError(f"{self.url}{path} answered {response.status_code}: {response.text}")
-            await asyncio.sleep(pause_s)
-            pause_s = min(POLL_S[1], 2 * pause_s)
+            await patience.pause()
 
 
 _JSON = {"content-type": "application/json"}

@@ -4,8 +4,6 @@ An api that is away or busy is waited for, longer than its restart takes. Every 
 repeat; an upload whose answer was lost may leave a candidate version behind that nobody promotes.
 """
 
-import asyncio
-import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -23,6 +21,7 @@ from shared.errors import (
     SetupError,
     from_code,
 )
+from shared.patience import BUSY, Patience
 
 log = structlog.get_logger()
 
@@ -30,10 +29,8 @@ T = TypeVar("T")
 Files = Mapping[str, tuple[str, bytes]]
 
 PATIENCE_S = 120.0
-PAUSE_S = (0.1, 2.0)  # first and longest, between two tries
 TIMEOUT_S = 120.0  # for an answer
 CONNECT_S = 5.0
-_BUSY = frozenset({429, 502, 503, 504})
 
 
 class _Problem(msgspec.Struct):
@@ -114,22 +111,20 @@ class HttpApi:
             raise SetupError(f"{answer.url} is no api of ours, or of another version: {error}") from error
 
     async def _patiently(self, patience_s: float | None, method: str, path: str, **request: Any) -> httpx.Response:
-        until = time.monotonic() + (self._patience_s if patience_s is None else patience_s)
-        pause_s, longest_s = PAUSE_S
+        patience = Patience(self._patience_s if patience_s is None else patience_s)
         while True:
             try:
                 answer = await self._http.request(method, path, **request)
-                if answer.status_code not in _BUSY:
+                if answer.status_code not in BUSY:
                     return self._checked(answer)
                 trouble = f"{answer.status_code}: {_problem(answer).message}"
-                pause_s = max(pause_s, _retry_after(answer))
+                patience.heed(answer)
             except httpx.TransportError as error:
                 trouble = str(error) or type(error).__name__
-            if time.monotonic() + pause_s > until:
+            if patience.is_over:
                 raise ServiceUnavailableError(f"{self.url}{path}: {trouble}")
-            log.warning("train.api_away", path=path, reason=trouble, again_in_s=pause_s)
-            await asyncio.sleep(pause_s)
-            pause_s = min(longest_s, 2 * pause_s)
+            log.warning("train.api_away", path=path, reason=trouble, again_in_s=patience.pause_s)
+            await patience.pause()
 
     def _checked(self, answer: httpx.Response) -> httpx.Response:
         status, problem = answer.status_code, _problem(answer) if answer.is_error else None
@@ -149,10 +144,3 @@ def _problem(answer: httpx.Response) -> _Problem:
         return msgspec.json.decode(answer.content, type=_Refusal).error
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return _Problem(f"{answer.status_code} {answer.text.strip()[:200]}")
-
-
-def _retry_after(answer: httpx.Response) -> float:
-    try:
-        return min(5.0, float(answer.headers.get("retry-after", "0")))
-    except ValueError:
-        return 0.0

@@ -10,6 +10,7 @@ import httpx
 import msgspec
 import pytest
 
+from shared import patience
 from shared.adapters import GateCheck
 from shared.errors import (
     AdapterRejectedError,
@@ -20,7 +21,7 @@ from shared.errors import (
 )
 from shared.jobs import JobCounts, JobState, JobStatus, JobUsage, SamplingOverrides
 from shared.trajectories import Trajectory
-from trainer import http_api, http_ring
+from trainer import http_ring
 from trainer.http_api import HttpApi
 from trainer.http_ring import HttpOrders, HttpSink, HttpSource
 from trainer.publish import Candidate
@@ -32,7 +33,7 @@ Answer = Callable[[httpx.Request], httpx.Response]
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_api, "PAUSE_S", (0.01, 0.01))
+    monkeypatch.setattr(patience, "PAUSE_S", (0.01, 0.01))
     monkeypatch.setattr(http_ring, "POLL_S", (0.01, 0.01))
 
 

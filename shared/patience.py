@@ -1,0 +1,42 @@
+"""Asking again over HTTP: how long to wait before the next try, and for how long in all.
+
+Pauses double from one try to the next, and are never shorter than the server's `Retry-After`.
+"""
+
+import asyncio
+import time
+
+import httpx
+
+BUSY = frozenset({429, 502, 503, 504})  # answers after which the same request may succeed
+PAUSE_S = (0.1, 2.0)  # first and longest
+LONGEST_ASKED_S = 5.0  # of a `Retry-After`
+
+
+class Patience:
+    """The pauses of one request that is sent until it is answered."""
+
+    def __init__(self, seconds: float) -> None:
+        self._until = time.monotonic() + seconds
+        self.pause_s, self._longest_s = PAUSE_S
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the next try would come too late."""
+        return time.monotonic() + self.pause_s > self._until
+
+    def heed(self, answer: httpx.Response) -> None:
+        """Wait at least as long as a busy server asks for."""
+        self.pause_s = max(self.pause_s, _retry_after(answer))
+
+    async def pause(self) -> None:
+        """Wait until the next try is due."""
+        await asyncio.sleep(self.pause_s)
+        self.pause_s = min(self._longest_s, 2 * self.pause_s)
+
+
+def _retry_after(answer: httpx.Response) -> float:
+    try:
+        return min(LONGEST_ASKED_S, float(answer.headers.get("retry-after", "0")))
+    except ValueError:
+        return 0.0
