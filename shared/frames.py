@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from shared.errors import IncompatibleVersionError, UnreadableMessageError
+from shared.errors import EngineError, IncompatibleVersionError, UnreadableMessageError
 
 SCHEMA = 1  # of frames
 
@@ -43,6 +43,11 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
     error_code: str = ""  # of shared.errors, when reason is "error"
     error_message: str = ""
     cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+
+    @property
+    def failure(self) -> str:
+        """What went wrong, code and message; "" unless it is an error that ended the sequence."""
+        return f"{self.error_code or EngineError.code}: {self.error_message}" if self.reason == "error" else ""
 
 
 class TokenEvent(msgspec.Struct, array_like=True):

@@ -1,7 +1,10 @@
-"""From a sequence's events to its result: the one place that adds them up."""
+"""From a sequence's events to its result, and from its result to a trajectory."""
+
+from typing import Any
 
 from shared.frames import TokenEvent, spans_of
 from shared.sequences import SequenceResult, SequenceSpec, Timings
+from shared.trajectories import Reward, Trajectory
 
 
 def result_of(
@@ -27,4 +30,33 @@ def result_of(
         score_logprobs=tuple(events[-1].score_logprobs or ()),
         embedding=events[-1].embedding or b"",
         timings=timings,
+    )
+
+
+def trajectory_of(
+    spec: SequenceSpec,
+    result: SequenceResult,
+    text: str,
+    sample: int,
+    metadata: dict[str, Any],
+    reward: Reward | None = None,
+) -> Trajectory:
+    """The trajectory of a generated sequence that is sample number `sample` of its prompt."""
+    return Trajectory(
+        prompt_index=0,
+        sample_index=sample,
+        prompt_ids=spec.prompt_ids,
+        completion_ids=result.completion_ids,
+        text=text,
+        logprobs=result.logprobs,
+        finish_reason=result.finish.reason,
+        spans=result.spans,
+        stop_match=result.finish.stop_match,
+        reward=reward,
+        error=result.finish.failure,
+        seed=spec.sampling.seed,
+        worker=result.worker,
+        attempt=result.attempt,
+        timings=result.timings,
+        metadata=metadata,
     )

@@ -12,10 +12,10 @@ from redis.asyncio import Redis
 
 from shared.adapter_format import prepared
 from shared.adapters import GateCheck
-from shared.errors import EngineError
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.sequence_calls import SequenceCalls
 from shared.redis.training_board import TrainingBoard
+from shared.results import trajectory_of
 from shared.sequences import ModelCard, SamplingParams, SequenceResult, SequenceSpec
 from shared.text import TextCodec
 from shared.trajectories import Trajectory
@@ -66,27 +66,8 @@ class RingSource:
     def _trajectory(
         self, request: RolloutRequest, spec: SequenceSpec, sample: int, result: SequenceResult
     ) -> Trajectory:
-        finish = result.finish
         text = self._codec.decode(result.completion_ids) if result.text is None else result.text
-        return Trajectory(
-            prompt_index=0,
-            sample_index=sample,
-            prompt_ids=request.prompt_ids,
-            completion_ids=result.completion_ids,
-            text=text,
-            logprobs=result.logprobs,
-            finish_reason=finish.reason,
-            spans=result.spans,
-            stop_match=finish.stop_match,
-            error=f"{finish.error_code or EngineError.code}: {finish.error_message}"
-            if finish.reason == "error"
-            else "",
-            seed=spec.sampling.seed,
-            worker=result.worker,
-            attempt=result.attempt,
-            timings=result.timings,
-            metadata=request.metadata,
-        )
+        return trajectory_of(spec, result, text, sample, request.metadata)
 
 
 _SHARED_FIELDS = (

@@ -117,7 +117,7 @@ async def show(ring: TheRing, letter_id: LetterId) -> LetterDetail:
             sequence=life.sequence,
             state=life.state,
             finish_reason=finish.reason if finish else None,
-            error=f"{finish.error_code}: {finish.error_message}" if finish and finish.reason == "error" else "",
+            error=finish.failure if finish else "",
             completion_ids=ids,
             text=codec.decode(ids),
         )

@@ -19,9 +19,10 @@ from shared.jobs import RewardSpec
 from shared.redis import keys
 from shared.redis.trajectory_intake import Settled, TrajectoryIntake
 from shared.redis.trajectory_queue import TrajectoryQueue
+from shared.results import trajectory_of
 from shared.scoring.pool import RewardSample
 from shared.text import TextCodec
-from shared.trajectories import LiveTrajectory, Reward, Trajectory
+from shared.trajectories import LiveTrajectory, Reward
 from worker.jobs.context import TickContext
 from worker.jobs.outcomes import OUTCOMES
 
@@ -107,27 +108,9 @@ class Collecting:
 
 def live_trajectory(settled: Settled, text: str, reward: Reward | None) -> LiveTrajectory:
     """What the trainer gets of a settled sequence."""
-    spec, result = settled.spec, settled.result
-    collect, finish = spec.collect, result.finish
+    spec, collect = settled.spec, settled.spec.collect
     assert collect is not None
-    trajectory = Trajectory(
-        prompt_index=0,
-        sample_index=collect.sample,
-        prompt_ids=spec.prompt_ids,
-        completion_ids=result.completion_ids,
-        text=text,
-        logprobs=result.logprobs,
-        finish_reason=finish.reason,
-        spans=result.spans,
-        stop_match=finish.stop_match,
-        reward=reward,
-        error=f"{finish.error_code}: {finish.error_message}" if finish.reason == "error" else "",
-        seed=spec.sampling.seed,
-        worker=result.worker,
-        attempt=result.attempt,
-        timings=result.timings,
-        metadata=collect.metadata,
-    )
+    trajectory = trajectory_of(spec, settled.result, text, collect.sample, collect.metadata, reward)
     return LiveTrajectory(
         id=spec.id,
         policy=collect.policy,

@@ -49,7 +49,7 @@ def finished_trajectory(
         spans=result.spans,
         top_logprobs=result.top_logprobs,
         stop_match=finish.stop_match,
-        error=f"{finish.error_code}: {finish.error_message}" if finish.reason == "error" else "",
+        error=finish.failure,
         seed=derive_seed(spec.sampling.seed or 0, prompt.index, ordinal % spec.n) if own is None else own.sampling.seed,
         prompt_logprobs=() if own is None else result.prompt_logprobs,
         prompt_top_logprobs=() if own is None else result.prompt_top_logprobs,
