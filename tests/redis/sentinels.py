@@ -5,7 +5,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,12 +81,22 @@ class Watched:
                 return next(server for server in self.servers if server.port == int(port))
         raise AssertionError("no Sentinel lives")
 
-    async def fail_over(self, number: int = signal.SIGKILL) -> Server:
-        """Kill (or freeze) the primary; returns the one that was, once another is promoted."""
+    @asynccontextmanager
+    async def away(self, number: int = signal.SIGKILL) -> AsyncIterator[Server]:
+        """Inside, the primary, which is yielded, is killed (or frozen); behind it another one is promoted."""
         old = await asyncio.to_thread(lambda: self.primary)
         old.signal(number)
+        yield old
         await asyncio.to_thread(self._until, lambda: self.primary is not old and self._is_primary(self.primary))
-        return old
+
+    async def fail_over(self, number: int = signal.SIGKILL) -> Server:
+        """Kill (or freeze) the primary; returns the one that was, once another is promoted."""
+        async with self.away(number) as old:
+            return old
+
+    async def safe(self, redis: object) -> None:
+        """Wait until the replicas have what has been acknowledged."""
+        await self.in_step()
 
     async def in_step(self) -> None:
         """Wait until the replicas have what the primary has."""

@@ -12,13 +12,12 @@ from redis.asyncio import Redis
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.redis.address import Parts
 from shared.redis.client import answers, connect, require
-from shared.redis.token_frames import FrameReader, FrameWriter
+from shared.redis.token_frames import FrameReader
 from tests.redis.api_servers import api
+from tests.redis.outages import an_idle_worker_wakes, sequences_end_exactly_once, streams_go_on
 from tests.redis.scripted_worker import MODEL as SERVED
 from tests.redis.scripted_worker import Answer, working
 from tests.redis.sentinels import SERVICE, Watched
-from tests.redis.sequences import MODEL, commit, ending, gathered, ids, plan, queue, spec, stop, tokens
-from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -74,77 +73,20 @@ async def test_a_frozen_primary_is_left_when_it_does_not_answer(
 
 
 async def test_every_sequence_ends_exactly_once(watched: Watched, redis: Redis) -> None:
-    q = queue(redis, lease_ms=300)
-    await q.enqueue([spec(f"s{i}", job="j") for i in range(50)])
-    claims = await q.claim("w1", plan(20))
-    for claim in claims[:10]:
-        assert await commit(redis, "w1", claim)
-    await watched.in_step()
-    done = set(ids(claims[:10]))
-    enqueueing = asyncio.create_task(_after(0.3, q.enqueue([spec(f"s{i}", job="j") for i in range(45, 60)])))
-    await watched.fail_over()
-    assert await enqueueing == 10
-
-    async def all_done() -> bool:
-        for claim in [*await q.claim("w2", plan(60)), *await q.reap("w2", 60)]:
-            assert claim.spec.id not in done, "a finished one came again"
-            done.add(claim.spec.id)
-            assert await commit(redis, "w2", claim)
-        return len(done) == 60
-
-    await wait_until(all_done, 20)
-    assert sorted(result.id for result in await gathered(redis, "j")) == sorted(f"s{i}" for i in range(60))
+    await sequences_end_exactly_once(watched, redis)
 
 
 async def test_a_subscription_goes_on_at_the_new_primary(watched: Watched, redis: Redis) -> None:
-    q = queue(redis, lease_ms=60_000)
     reader = FrameReader(watched.url, "a")
     await reader.start()
-    seqs = [f"s{i}" for i in range(8)]
-    feed = reader.open(MODEL, seqs)
-    await q.enqueue([spec(seq, api="a") for seq in seqs])
-    claims = await q.claim("w1", plan(8))
-    await watched.in_step()
-    writer, total = FrameWriter(redis, MODEL, "w1"), 800
-
-    async def write() -> None:
-        for position in range(total):
-            chunk = {seq: [tokens(seq, position - 15, 16)] for seq in seqs} if position % 16 == 15 else {}
-            await writer.write({"a": [tokens(seq, position, 1) for seq in seqs]}, chunk, [])
-            while writer.gaps:  # what the new primary never heard of; a worker logs it anew
-                seq = writer.gaps.pop()
-                await writer.write({}, {seq: [tokens(seq, 0, position + 1)]}, [])
-            await asyncio.sleep(0.002)
-        last = {seq: stop(seq, total) for seq in seqs}
-        commits = [ending(claim, [last[claim.spec.id]]) for claim in claims]
-        assert all(await writer.write({"a": list(last.values())}, {}, commits))
-
-    writing = asyncio.create_task(write())
-    found: dict[int, list[int]] = {i: [] for i in range(8)}
-    failing: asyncio.Task[object] | None = None
-    async with asyncio.timeout(60):
-        while not feed.done:
-            for index, event in await feed.next():
-                found[index] += event.tokens
-            if failing is None and len(found[0]) > 60:
-                failing = asyncio.create_task(watched.fail_over())
-    await writing
-    assert failing is not None and await failing
+    await streams_go_on(watched, redis, reader, 800)
     with watched.client(await asyncio.to_thread(lambda: watched.primary)) as client:
         assert client.pubsub_channels(), "the reader listens there"
     await reader.stop()
-    assert all(values == [1000 + i for i in range(total)] for values in found.values())
 
 
 async def test_an_idle_worker_wakes_after_a_failover(watched: Watched, redis: Redis) -> None:
-    q = queue(redis)
-    await q.claim("w1", plan(4))
-    waiting = asyncio.create_task(q.wait("w1", 30))
-    await watched.in_step()
-    await watched.fail_over()
-    await q.enqueue([spec("s")])
-    assert await asyncio.wait_for(waiting, 20)
-    assert ids(await q.claim("w1", plan(4))) == ["s"]
+    await an_idle_worker_wakes(watched, redis)
 
 
 async def test_passwords_of_servers_and_sentinels(tmp_path: Path) -> None:
@@ -215,8 +157,3 @@ async def test_an_api_streams_across_a_failover(watched: Watched) -> None:
         chunks = await events.all()
     assert events.done
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == "over two servers"
-
-
-async def _after(seconds: float, call: "asyncio.Future[int] | object") -> int:
-    await asyncio.sleep(seconds)
-    return await call  # type: ignore[misc]
