@@ -52,6 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     include_stop_str: bool = False  # keep the matched stop string in the text
     top_logprobs: int | None = None  # None: none; k: the k most likely tokens at each position
     prompt_logprobs: int | None = None  # likewise for the prompt's own tokens (echo)
+    shown_tokens: tuple[str, ...] = ()  # special tokens that the text of a row with stop strings does not hide
     grammar: str = ""  # llguidance's text (shared/grammar.py) of what the completion must be; "": anything
 
 

@@ -24,6 +24,7 @@ def sampling_of(
     top_logprobs: int | None,
     prompt_logprobs: int | None,
     grammar: str = "",
+    shown_tokens: tuple[str, ...] = (),
 ) -> SamplingParams:
     """The sampling parameters; a field that is null means its default."""
     check_alone(grammar, bool(body.ignore_eos), body.min_tokens or 0)
@@ -49,6 +50,7 @@ def sampling_of(
         include_stop_str=bool(body.include_stop_str_in_output),
         top_logprobs=top_logprobs,
         prompt_logprobs=prompt_logprobs,
+        shown_tokens=shown_tokens if body.stop else (),  # else the api decodes
         grammar=grammar,
     )
 

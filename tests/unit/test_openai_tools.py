@@ -1,5 +1,6 @@
 """Tool calls and reasoning: what is told to the model, what is enforced, and how a completion is taken apart."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from api.openai.chat import plan_chat
+from api.openai.choices import Choice
 from api.openai.conversations import conversation, template_messages
 from api.openai.messages import ChatMessage
 from api.openai.pieces import CallPart, Piece, SplitPlan, Splitter
@@ -17,10 +20,16 @@ from api.openai.schemas import ChatCompletionRequest
 from api.openai.thinking import behind_thinking, thinking_after
 from api.openai.tool_formats import HERMES, format_name, tool_format
 from api.openai.tools import ToolUse, for_template
+from api.ring import ServedModel
+from api.targets import Target
 from shared import grammar
 from shared.errors import InvalidGrammarError, InvalidRequestError, UnsupportedParameterError
+from shared.frames import Finish, TokenEvent
+from shared.sequences import ModelCard
+from shared.settings import ApiSettings
 from shared.text import TextCodec, TextStream, TokenizerBundle
 from tests.unit.api_texts import bundle, codec
+from worker.engine.text import RowText
 
 WEATHER = {
     "type": "function",
@@ -353,13 +362,30 @@ def test_the_prompts_end_tells_what_comes(prompt: str, thinking: str) -> None:
 
 
 def test_a_special_mark_is_seen_although_special_tokens_are_hidden() -> None:
-    document = json.loads(bundle().tokenizer_json)
-    size = codec().vocab_size
-    document["added_tokens"].append(
-        {"id": size, "content": "[TOOL_CALLS]", "single_word": False, "lstrip": False, "rstrip": False,
-         "normalized": False, "special": True}
-    )  # fmt: skip
-    marked = TextCodec(TokenizerBundle(json.dumps(document), "", (0,), {}))
+    marked, size = _codec_with("[TOOL_CALLS]", template=""), codec().vocab_size
     ids = [size, *codec().encode("f"), 0]
     assert TextStream(marked).push(ids) == "f"
     assert TextStream(marked, tool_format("mistral").start.split()).push(ids) == "[TOOL_CALLS]f"
+
+
+def _codec_with(*special: str, template: str) -> TextCodec:
+    document = json.loads(bundle().tokenizer_json)
+    for at, content in enumerate(special, codec().vocab_size):
+        document["added_tokens"].append(
+            {"id": at, "content": content, "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False, "special": True}
+        )  # fmt: skip
+    return TextCodec(TokenizerBundle(json.dumps(document), template, (0,), {}))
+
+
+async def test_a_special_mark_is_seen_in_the_text_of_a_row_with_stop_strings_too() -> None:
+    marked = _codec_with("[THINK]", "[/THINK]", template="{% for m in messages %}{{ m.content }}{% endfor %}[/THINK]")
+    card = ModelCard("m", 4096, marked.vocab_size, (0,), "t" * 64, "b" * 64, 8, "float32")
+    target = Target(ServedModel(card, marked, None))  # type: ignore[arg-type]  # nothing is enqueued here
+    body = request(stop=["END"])
+    chat = dataclasses.replace(await conversation(marked, body), thinking="may")
+    work, plan = plan_chat(body, chat, target, ApiSettings())
+    row = RowText(marked, work.sampling)
+    shown = "".join(row.push(token, may_stop=True)[0] for token in marked.encode("[THINK]hm[/THINK]yesEND"))
+    event = TokenEvent(plan.sequence(0), 1, 0, [5], [0.0], text=shown, finish=Finish("stop", "END"))
+    assert Choice(plan, marked).take([event]).piece == Piece(content="yes", reasoning="hm")

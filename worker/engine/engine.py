@@ -193,7 +193,7 @@ class Engine:
         if spec.id in self._rows:
             self._leave([self._rows[spec.id]])  # claimed again: the newer attempt is the one that counts
         s = spec.sampling
-        text = RowText(self._codec, s.stop, s.include_stop_str) if s.stop and spec.kind == "generate" else None
+        text = RowText(self._codec, s) if s.stop and spec.kind == "generate" else None
         row = Row(request, self._eos_ids, text)
         finish = row.resume() if spec.kind == "generate" else None
         if finish is not None:

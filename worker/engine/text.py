@@ -5,6 +5,7 @@ could be the beginning of a stop string, and bytes that are not yet a whole char
 clear what they are. What was shown never changes.
 """
 
+from shared.sequences import SamplingParams
 from shared.text import TextCodec, TextStream
 
 
@@ -57,9 +58,9 @@ class StopMatcher:
 class RowText:
     """Tokens in, visible text out."""
 
-    def __init__(self, codec: TextCodec, stops: tuple[str, ...], include_stop: bool) -> None:
-        self._stream = TextStream(codec)
-        self._matcher = StopMatcher(stops, include_stop)
+    def __init__(self, codec: TextCodec, sampling: SamplingParams) -> None:
+        self._stream = TextStream(codec, sampling.shown_tokens)
+        self._matcher = StopMatcher(sampling.stop, sampling.include_stop_str)
         self._owed = ""  # text that an earlier attempt had to show and did not
         self._ended = False
 
