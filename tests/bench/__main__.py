@@ -1,5 +1,6 @@
 """`make bench`: every measurement, one after another. Run it on a machine that has nothing else to do."""
 
+import argparse
 import subprocess
 import sys
 import time
@@ -23,9 +24,18 @@ MEASUREMENTS = {
 }
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run those named on the command line, or all; 1 when one of them failed."""
-    chosen = sys.argv[1:] or list(MEASUREMENTS)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench",
+        description=f"{__doc__}\n\n" + "\n".join(f"  {name:16} {what}" for name, what in MEASUREMENTS.items()),
+        epilog="python -m tests.bench.NAME --help tells the options of those that have any.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="*", help="measurements to run; default: all")
+    chosen = parser.parse_args(argv).name or list(MEASUREMENTS)
+    if unknown := [name for name in chosen if name not in MEASUREMENTS]:
+        parser.error(f"no measurement is named {', '.join(unknown)}; there are: {', '.join(MEASUREMENTS)}")
     failed = []
     for name in chosen:
         print(f"\n== {name}: {MEASUREMENTS[name]}", flush=True)
