@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import IO, Any
 
 import httpx
@@ -135,7 +135,7 @@ class BatchClient(InferenceClient):
             await asyncio.sleep(pause_s)
             pause_s = min(longest_s, 1.2 * pause_s)
 
-    async def content(self, file_id: str) -> AsyncIterator[bytes]:
+    async def content(self, file_id: str) -> AsyncGenerator[bytes, None]:
         """A file's bytes, as they come."""
         async with reached(self.url, self._http.stream("GET", f"/v1/files/{file_id}/content")) as response:
             async for data in response.aiter_bytes():

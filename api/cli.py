@@ -6,9 +6,10 @@ Results and JSON go to stdout, progress and errors to stderr.
 """
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import aclosing
 from pathlib import Path
-from typing import IO, Annotated, Any, cast, get_args
+from typing import Annotated, Any, cast, get_args
 
 import msgspec
 import typer
@@ -16,7 +17,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from api.client import DEFAULT_URL, InferenceClient, JobRequest
 from api.commands import acl, adapters, batches, bench, deadletters, key, top
-from api.commands.console import ApiKey, Json, Url, err, fail, open_input, out, perform, plain, print_json, print_rows
+from api.commands.console import (
+    ApiKey,
+    Json,
+    JsonAnyway,
+    Url,
+    err,
+    fail,
+    open_input,
+    out,
+    output,
+    perform,
+    plain,
+    print_json,
+    print_rows,
+    segment,
+)
 from shared.jobs import TERMINAL, JobKind, JobStatus, RewardSpec
 
 JOB_NOT_SUCCEEDED = 3
@@ -116,7 +132,7 @@ def job(
     async def run() -> JobStatus:
         patience_s = 30 if wait else LOOK_PATIENCE_S
         async with InferenceClient(url, api_key=api_key, patience_s=patience_s) as client:
-            return await _watch(client, job_id) if wait else await client.status(job_id)
+            return await _watch(client, segment(job_id)) if wait else await client.status(segment(job_id))
 
     _report(perform(run()), as_json)
 
@@ -129,27 +145,24 @@ def results(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="until the job has ended")] = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
+    as_json: JsonAnyway = False,
 ) -> None:
     """Write a job's trajectories as JSON lines, in order; of a running job those before the first unfinished one."""
 
-    async def run(to: IO[bytes]) -> int:
+    async def run(write: Callable[[bytes], None]) -> int:
         count = 0
         patience_s = 30 if follow else LOOK_PATIENCE_S
-        async with InferenceClient(url, api_key=api_key, patience_s=patience_s) as client:
-            async for line in client.result_lines(job_id, after, follow=follow):
-                to.write(line + b"\n")
+        async with (
+            InferenceClient(url, api_key=api_key, patience_s=patience_s) as client,
+            aclosing(client.result_lines(segment(job_id), after, follow=follow)) as lines,
+        ):
+            async for line in lines:
+                write(line + b"\n")
                 count += 1
-        to.flush()
         return count
 
-    try:
-        with file.open("wb") if file is not None else nullcontext(sys.stdout.buffer) as to:
-            count = perform(run(to))
-    except BrokenPipeError:  # `| head`
-        sys.stderr.close()
-        raise SystemExit(0) from None
-    except OSError as error:
-        fail(f"{file}: {error.strerror}", 2)
+    with output(file) as write:
+        count = perform(run(write))
     if file is not None:
         err.print(f"{count} trajectories in {file}")
 
@@ -160,8 +173,8 @@ def cancel(job_id: str, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: J
 
     async def run() -> JobStatus:
         async with InferenceClient(url, api_key=api_key) as client:
-            await client.cancel(job_id)
-            return await client.wait(job_id)
+            await client.cancel(segment(job_id))
+            return await client.wait(segment(job_id))
 
     status = perform(run())
     print_json(status) if as_json else out.print(_summary(status))
@@ -176,8 +189,9 @@ def chat(
     temperature: Annotated[float | None, typer.Option(min=0)] = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
+    as_json: Json = False,
 ) -> None:
-    """Talk to a model."""
+    """Talk to a model; --json prints each answer whole, as the server gives it."""
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     options = {name: value for name, value in options.items() if value is not None}
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
@@ -186,17 +200,25 @@ def chat(
         messages.append({"role": "user", "content": text})
         parts: list[str] = []
         async with InferenceClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
-            async for part in client.chat(model or await _only_model(client), messages, **options):
-                parts.append(part)
-                out.print(part, end="", markup=False)
-        out.print()
+            asked = model or await _only_model(client)
+            if as_json:
+                body = {"model": asked, "messages": messages, **options}
+                whole = await client.call("POST", "/v1/chat/completions", dict[str, Any], body)
+                parts.append(whole["choices"][0]["message"]["content"] or "")
+                print_json(whole)
+            else:
+                async for part in client.chat(asked, messages, **options):
+                    parts.append(part)
+                    out.print(part, end="", markup=False)
+                out.print()
         messages.append({"role": "assistant", "content": "".join(parts)})
 
     if prompt:
         return perform(answer(prompt))
+    mark = "> " if sys.stdin.isatty() else ""
     while True:
         try:
-            text = input("> ")
+            text = input(mark)
         except (EOFError, KeyboardInterrupt):
             return None
         if text.strip():
@@ -220,14 +242,17 @@ def models(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) 
 
 
 @app.command()
-def health(url: Url = DEFAULT_URL, api_key: ApiKey = "") -> None:
-    """Print what the server says of itself and its workers (JSON)."""
+def health(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: JsonAnyway = False) -> None:
+    """Print what the server says of itself and its workers (JSON); exit code 1 when it takes no requests."""
 
     async def run() -> dict[str, Any]:
         async with InferenceClient(url, api_key=api_key, patience_s=0) as client:
             return await client.health()
 
-    print_json(perform(run()))
+    found = perform(run())
+    print_json(found)
+    if found.get("status") in ("overloaded", "shutting_down"):
+        raise typer.Exit(1)
 
 
 def main() -> None:

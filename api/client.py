@@ -7,8 +7,8 @@ says that it is busy, for about `patience_s` seconds.
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import ExitStack, aclosing
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from types import TracebackType
@@ -108,7 +108,9 @@ class InferenceClient:
         connections: int = 100,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/")
+        if not (api_key.isascii() and api_key.isprintable()):
+            raise RequestFailedError("an API key is of printable ASCII characters only")
         self._patience_s = patience_s
         try:
             self._http = httpx.AsyncClient(
@@ -120,8 +122,6 @@ class InferenceClient:
             )
         except httpx.InvalidURL as error:
             raise RequestFailedError(f"{url!r} is no URL: {error}") from error
-        except UnicodeEncodeError as error:
-            raise RequestFailedError("an API key is of ASCII characters only") from error
 
     async def __aenter__(self) -> Self:
         return self
@@ -186,12 +186,13 @@ class InferenceClient:
             await asyncio.sleep(pause_s)
             pause_s = min(longest_s, 1.2 * pause_s)
 
-    async def results(self, job_id: str, after: int = -1, *, follow: bool = False) -> AsyncIterator[Trajectory]:
+    async def results(self, job_id: str, after: int = -1, *, follow: bool = False) -> AsyncGenerator[Trajectory, None]:
         """Trajectories in order of ordinal, from the one after `after`; with `follow` until the job has ended."""
-        async for line in self.result_lines(job_id, after, follow=follow):
-            yield msgspec.json.decode(line, type=Trajectory)
+        async with aclosing(self.result_lines(job_id, after, follow=follow)) as lines:
+            async for line in lines:
+                yield msgspec.json.decode(line, type=Trajectory)
 
-    async def result_lines(self, job_id: str, after: int = -1, *, follow: bool = False) -> AsyncIterator[bytes]:
+    async def result_lines(self, job_id: str, after: int = -1, *, follow: bool = False) -> AsyncGenerator[bytes, None]:
         """The JSON lines of `results`, as they were recorded.
 
         Of a running job only what stands before the first unfinished sample is read, so nothing is skipped.
@@ -202,9 +203,10 @@ class InferenceClient:
             ended = status.status in TERMINAL
             end = status.counts.total if ended else status.complete_through
             before = after
-            async for ordinal, line in self._page(status, after, end):
-                yield line
-                after = ordinal
+            async with aclosing(self._page(status, after, end)) as page:
+                async for ordinal, line in page:
+                    yield line
+                    after = ordinal
             if after > before:
                 pause_s = POLL_S[0]
                 continue
@@ -213,7 +215,7 @@ class InferenceClient:
             await asyncio.sleep(pause_s)
             pause_s = min(longest_s, 1.2 * pause_s)
 
-    async def _page(self, status: JobStatus, after: int, end: int) -> AsyncIterator[tuple[int, bytes]]:
+    async def _page(self, status: JobStatus, after: int, end: int) -> AsyncGenerator[tuple[int, bytes], None]:
         if after + 1 >= end:
             return
         request = self._http.stream(
@@ -291,10 +293,9 @@ class InferenceClient:
         return (await self._get("/v1/models", _ModelList)).data
 
     async def health(self) -> dict[str, Any]:
-        """What the server says of itself and its workers."""
-        answer = await self._patiently(lambda: self._http.get("/health"), busy=frozenset())
-        health: dict[str, Any] = answer.json()
-        return health
+        """What the server says of itself and its workers, well or not."""
+        answer = await self._patiently(lambda: self._http.get("/health"), busy=frozenset(), told=frozenset({503}))
+        return decode(answer, dict[str, Any])
 
     async def call(self, method: str, path: str, kind: type[T], body: Any = None, **params: Any) -> T:
         """Any other request of the API that is safe to repeat; its answer as `kind`."""
@@ -304,9 +305,12 @@ class InferenceClient:
         return decode(await self._patiently(lambda: self._http.get(path, params=params)), kind)
 
     async def _patiently(
-        self, send: Callable[[], Awaitable[httpx.Response]], busy: frozenset[int] = BUSY
+        self,
+        send: Callable[[], Awaitable[httpx.Response]],
+        busy: frozenset[int] = BUSY,
+        told: frozenset[int] = frozenset(),
     ) -> httpx.Response:
-        """Send, and send again while the server is away or busy and our patience lasts."""
+        """Send, and send again while the server is away or busy and our patience lasts. `told`: errors that answer."""
         patience = Patience(self._patience_s)
         while True:
             try:
@@ -316,7 +320,7 @@ class InferenceClient:
                     raise unreachable(self.url, error) from error
             else:
                 if response.status_code not in busy or patience.is_over:
-                    if response.is_error:
+                    if response.is_error and response.status_code not in told:
                         raise refusal(response)
                     return response
                 patience.heed(response)

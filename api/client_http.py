@@ -59,7 +59,7 @@ def refusal(response: httpx.Response) -> RequestFailedError:
         error = msgspec.json.decode(response.content)["error"]
         return RequestFailedError(str(error["message"]), response.status_code, str(error.get("code") or ""))
     except (msgspec.MsgspecError, KeyError, TypeError):
-        text = response.text.strip()[:200]
+        text = " ".join(response.text.split())[:200]
         return RequestFailedError(f"{response.url} answered {response.status_code}: {text}", response.status_code)
 
 

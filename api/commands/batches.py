@@ -1,9 +1,8 @@
 """`mlx_parallm batch FILE`, `batches` and `files`: requests from a file, answers into a file (docs/batches.md)."""
 
 import codecs
-import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from shutil import copyfileobj
@@ -25,6 +24,7 @@ from api.commands.console import (
     fail,
     open_input,
     out,
+    output,
     perform,
     plain,
     print_json,
@@ -180,11 +180,12 @@ def delete(
     file_ids: Annotated[list[str], typer.Argument(metavar="FILE_ID...")],
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
+    as_json: Json = False,
 ) -> None:
     """Delete files; a batch that is in progress does not need its input any more."""
     for file_id in file_ids:
         _look(url, api_key, lambda client: client.delete_file(segment(file_id)))  # noqa: B023 - called at once
-        out.print(f"{plain(file_id)} deleted")
+        print_json({"id": file_id, "deleted": True}) if as_json else out.print(f"{plain(file_id)} deleted")
 
 
 # --- within ---
@@ -218,22 +219,16 @@ async def _write(client: BatchClient, ended: Batch, answers: Path | None, errors
             await _copy(client.content(file_id) if file_id else _nothing(), path)
 
 
-async def _nothing() -> AsyncIterator[bytes]:
+async def _nothing() -> AsyncGenerator[bytes, None]:
     for data in list[bytes]():
         yield data
 
 
-async def _copy(content: AsyncIterator[bytes], path: Path | None) -> None:
-    try:
-        with path.open("wb") if path is not None else nullcontext(sys.stdout.buffer) as to:
+async def _copy(content: AsyncGenerator[bytes, None], path: Path | None) -> None:
+    with output(path) as write:
+        async with aclosing(content):
             async for data in content:
-                to.write(data)
-            to.flush()
-    except BrokenPipeError:  # `| head`
-        sys.stderr.close()
-        raise SystemExit(0) from None
-    except OSError as error:
-        fail(f"{path}: {error.strerror}", 2)
+                write(data)
 
 
 def _check_writable(path: Path | None) -> None:

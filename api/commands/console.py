@@ -2,7 +2,8 @@
 
 import asyncio
 import sys
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Annotated, Any, NoReturn, TypeVar
 from urllib.parse import quote
@@ -19,6 +20,7 @@ T = TypeVar("T")
 Url = Annotated[str, typer.Option("--url", envvar="PARALLM_URL", help="address of the server")]
 ApiKey = Annotated[str, typer.Option("--api-key", envvar="PARALLM_API_KEY", help="if the server wants one")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+JsonAnyway = Annotated[bool, typer.Option("--json", help="it is JSON in any case")]
 
 err = Console(stderr=True, highlight=False)
 out = Console(highlight=False, soft_wrap=True)
@@ -32,12 +34,12 @@ def perform(work: Coroutine[Any, Any, T]) -> T:
     except RequestFailedError as error:
         fail(error.message, 1)
     except KeyboardInterrupt:
-        fail("interrupted; what was submitted goes on", 130)
+        fail("interrupted; a job or batch that was submitted goes on", 130)
 
 
 def fail(message: str, code: int) -> NoReturn:
     """End with an error message and this exit code."""
-    err.print(f"[bold red]error[/]: {plain(message)}")
+    err.print(f"[bold red]error[/]: {plain(message)}", soft_wrap=True)
     raise typer.Exit(code)
 
 
@@ -51,6 +53,36 @@ def open_input(file: str) -> IO[bytes]:
         fail(f"{file}: {error.strerror}", 2)
 
 
+@contextmanager
+def output(path: Path | None) -> Iterator[Callable[[bytes], None]]:
+    """What writes to a file, or to stdout. The file is opened for the first bytes, or at the end when there are none:
+    a request that the server refuses leaves an older file as it was.
+    """
+    to = None if path is not None else sys.stdout.buffer
+
+    def write(data: bytes) -> None:
+        nonlocal to
+        if to is None:
+            assert path is not None, "stdout is there from the start"
+            to = path.open("wb")
+        to.write(data)
+
+    try:
+        try:
+            yield write
+            write(b"")
+        finally:
+            if to is not None:
+                to.flush()
+            if to is not None and path is not None:
+                to.close()
+    except BrokenPipeError:  # `| head`
+        sys.stderr.close()
+        raise SystemExit(0) from None
+    except OSError as error:
+        fail(f"{path or 'stdout'}: {error.strerror}", 2)
+
+
 def print_rows(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A table whose lines are not fitted into the terminal: people copy ids, and programs read lines."""
     table = Table(*titles, box=None)
@@ -61,6 +93,8 @@ def print_rows(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 def segment(name: str) -> str:
     """One segment of a path: a name with a slash must not reach another endpoint."""
+    if name in ("", ".", ".."):
+        fail(f"{name!r} is no id", 2)
     return quote(name, safe="")
 
 

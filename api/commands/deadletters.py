@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from api.client import DEFAULT_URL, InferenceClient
-from api.commands.console import ApiKey, Json, Url, out, perform, print_json, print_rows
+from api.commands.console import ApiKey, Json, JsonAnyway, Url, out, perform, print_json, print_rows
 
 app = typer.Typer(no_args_is_help=True, help="Sequences and messages that were given up.")
 
@@ -30,25 +30,31 @@ def list_letters(
 
 
 @app.command()
-def show(letter_id: str, url: Url = DEFAULT_URL, api_key: ApiKey = "") -> None:
+def show(letter_id: str, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: JsonAnyway = False) -> None:
     """Print one with its sequence, or what has become of it since it was requeued (JSON)."""
     print_json(_call(url, api_key, "GET", f"/{letter_id}"))
 
 
 @app.command()
-def requeue(letter_ids: Ids, url: Url = DEFAULT_URL, api_key: ApiKey = "") -> None:
+def requeue(letter_ids: Ids, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
     """Run them again, each once; its client has had its error, and its job keeps the failed sample."""
     for letter_id in letter_ids:
         answer = _call(url, api_key, "POST", f"/{letter_id}/requeue")
+        if as_json:
+            print_json(answer)
+            continue
         out.print(f"{letter_id} {'requeued' if answer['requeued'] else 'had been requeued'} as {answer['sequence']}")
 
 
 @app.command()
-def drop(letter_ids: Ids, url: Url = DEFAULT_URL, api_key: ApiKey = "") -> None:
+def drop(letter_ids: Ids, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
     """Forget them."""
     for letter_id in letter_ids:
-        dropped = _call(url, api_key, "DELETE", f"/{letter_id}")["deleted"]
-        out.print(f"{letter_id} {'dropped' if dropped else 'was not there'}")
+        answer = _call(url, api_key, "DELETE", f"/{letter_id}")
+        if as_json:
+            print_json(answer)
+            continue
+        out.print(f"{letter_id} {'dropped' if answer['deleted'] else 'was not there'}")
 
 
 def _row(letter: Answer) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from api.client import DEFAULT_URL, InferenceClient
 from api.client_http import RequestFailedError
-from api.commands.console import ApiKey, Url, err, plain, print_json
+from api.commands.console import ApiKey, Url, fail, print_json
 from api.ops.figures import size
 from api.ops.views import RingSnapshot
 from shared.redis.ring_history import RingSample
@@ -52,8 +52,7 @@ def top(
         else:
             asyncio.run(_watch(url, api_key, interval))
     except RequestFailedError as error:
-        err.print(f"[bold red]error[/]: {plain(error.message)}")
-        raise typer.Exit(1) from None
+        fail(error.message, 1)
     except KeyboardInterrupt:
         return
 

@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 import api.client
 from api import cli
+from api.batch_client import BatchClient
 from api.client import InferenceClient, JobRequest
 from api.client_http import RequestFailedError
+from api.commands import batches
 from shared.jobs import JobCounts, JobInput, JobStatus, JobUsage, RewardSpec
 
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -46,7 +48,11 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Handler], None]:
         def make(url: str, **options: Any) -> InferenceClient:
             return client(handler, **options)
 
+        def make_for_files(url: str, **options: Any) -> BatchClient:
+            return BatchClient("http://test", transport=httpx.MockTransport(handler), **options)
+
         monkeypatch.setattr(cli, "InferenceClient", make)
+        monkeypatch.setattr(batches, "BatchClient", make_for_files)
 
     return use
 
@@ -265,3 +271,75 @@ def test_no_key_is_made_whose_line_a_server_would_refuse(option: tuple[str, str]
 def test_what_cannot_be_a_key_gets_no_line(text: bytes) -> None:
     hashed = CliRunner().invoke(cli.app, ["key", "hash"], input=text)
     assert (hashed.exit_code, hashed.stdout) == (2, "")
+
+
+REFUSED = {"error": {"message": "no such thing", "type": "x", "code": "not_found"}}
+
+
+@pytest.mark.parametrize("command", [("results", "x"), ("files", "get", "x")])
+def test_a_refused_request_leaves_an_older_file_alone(
+    serve: Callable[[Handler], None], tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    serve(lambda request: httpx.Response(404, json=REFUSED))
+    (tmp_path / "old").write_text("kept")
+    assert run(*command, "--out", str(tmp_path / "old"))[0] == 1
+    assert (tmp_path / "old").read_text() == "kept"
+
+
+def test_a_file_that_cannot_be_written_is_one_line(
+    serve: Callable[[Handler], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/jobs/job-1":
+            return httpx.Response(200, json=status(done=2, total=2))
+        return httpx.Response(200, text=line(0) + "\n" + line(1) + "\n")
+
+    serve(handler)
+    code, out, err = run("results", "job-1", "--out", str(tmp_path / "none" / "x"))
+    assert (code, out) == (2, "") and "No such file" in err
+    assert not caplog.records, "asyncio found an answer that nobody had closed"
+
+
+@pytest.mark.parametrize("command", ["job", "cancel", "results"])
+def test_an_id_is_one_segment_of_a_path(serve: Callable[[Handler], None], command: str) -> None:
+    asked: list[bytes] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.raw_path)
+        return httpx.Response(404, json=REFUSED)
+
+    serve(handler)
+    assert run(command, "../adapters?x")[0] == 1
+    assert asked[0].startswith(b"/v1/jobs/..%2Fadapters%3Fx")
+    assert [run(command, name)[0] for name in ("", "..")] == [2, 2]
+
+
+def test_health_is_told_when_it_is_bad_and_fails(serve: Callable[[Handler], None]) -> None:
+    serve(lambda request: httpx.Response(503, json={"status": "overloaded", "reasons": ["no worker is there"]}))
+    code, out, err = run("health")
+    assert (code, err) == (1, "") and json.loads(out)["reasons"] == ["no worker is there"]
+
+
+@pytest.mark.parametrize(("command", "status_code"), [("health", 200), ("health", 503), ("models", 404)])
+def test_what_another_server_says_is_one_line(serve: Callable[[Handler], None], command: str, status_code: int) -> None:
+    serve(lambda request: httpx.Response(status_code, text="<html>\n<p>" + "Hello " * 30 + "\n</html>\n"))
+    code, out, err = run(command)
+    assert (code, out) == (1, "") and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_a_chat_as_json_is_the_server_s_whole_answer(serve: Callable[[Handler], None]) -> None:
+    answer = {"choices": [{"message": {"role": "assistant", "content": "[yes]"}}], "usage": {"total_tokens": 3}}
+    serve(lambda request: httpx.Response(200, json=answer))
+    code, out, _ = run("chat", "hi", "--model", "m", "--json")
+    assert code == 0 and json.loads(out) == answer
+
+
+def test_an_address_without_a_scheme_is_http() -> None:
+    assert InferenceClient("mac-1.local:8000").url == "http://mac-1.local:8000"
+
+
+@pytest.mark.parametrize("key", ["a\nb", "schlüssel"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(RequestFailedError, match="ASCII") as caught:
+        InferenceClient("http://127.0.0.1:9", api_key=key)
+    assert key not in caught.value.message
