@@ -2,7 +2,8 @@
 
 A group of samples is a job under an idempotency key that follows from the request: asking again, after an answer was
 lost or the api was restarted, finds the job that is there, so nothing is generated twice. A job that has been read is
-deleted; one that a killed trainer leaves behind ends at its deadline and is gone after a week.
+deleted, one that is under way at the end is cancelled, and one that a killed trainer leaves behind ends at its
+deadline; both are gone after a week.
 """
 
 import asyncio
