@@ -79,7 +79,7 @@ async def test_every_sequence_ends_exactly_once(watched: Watched, redis: Redis) 
 async def test_a_subscription_goes_on_at_the_new_primary(watched: Watched, redis: Redis) -> None:
     reader = FrameReader(watched.url, "a")
     await reader.start()
-    await streams_go_on(watched, redis, reader, 800)
+    await streams_go_on(watched, redis, reader, 400)
     with watched.client(await asyncio.to_thread(lambda: watched.primary)) as client:
         assert client.pubsub_channels(), "the reader listens there"
     await reader.stop()
