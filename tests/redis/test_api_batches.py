@@ -23,6 +23,14 @@ URL = "/v1/completions"
 DAY = {"endpoint": URL, "completion_window": "24h"}
 
 
+@pytest.fixture(autouse=True)
+def in_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks every 0.1 s instead of every second, and leases of 1 s instead of 4."""
+    monkeypatch.setattr("api.openai.batch_work.LOOK_S", 0.1)
+    monkeypatch.setattr("shared.redis.keys.BATCH_LEASE_MS", 1000)
+    monkeypatch.setattr("api.openai.batch_work.BATCH_LEASE_MS", 1000)
+
+
 @pytest.fixture
 async def server(redis_url: str, redis: Redis) -> AsyncIterator[Api]:
     """An api in a ring that knows a model and has no live worker: batches wait to be validated."""
