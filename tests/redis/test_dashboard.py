@@ -395,3 +395,13 @@ async def test_a_page_of_a_running_job_does_not_read_all_samples_every_second(se
     assert last == first
     assert last is not first
     assert await kept.read(server.ring, ended) is last
+
+
+async def test_an_adapter_s_page_tells_live_workers_from_those_that_are_gone(server: Api, redis: Redis) -> None:
+    store = AdapterStore(redis)
+    await publish(store, "policy")
+    for worker in (HOSTILE, "w-dead"):
+        await store.acknowledge(worker, "policy", 1)
+    page = (await server.http.get("/dashboard/adapters/policy")).text
+    assert "w-dead" not in page and "and 1 that is gone" in page
+    assert page.count("&lt;script&gt;") >= 1, "the live one is shown"

@@ -36,7 +36,8 @@ class AdapterDetail(NamedTuple):
     summary: AdapterSummary
     versions: list[AdapterManifest]  # newest first
     history: list[AdapterFlip]
-    acks: dict[str, Acknowledgement]
+    acks: dict[str, Acknowledgement]  # of live workers
+    gone: int  # workers that had loaded a version and live no more
 
 
 class RunView(NamedTuple):
@@ -90,8 +91,11 @@ async def adapter_view(ring: Ring, name: str) -> AdapterDetail:
             versions.append(await ring.adapters.manifest(name, version))
         except UnknownAdapterError:  # deleted just now
             continue
+    live = {worker for model in await ring.registry.names() for worker in await ring.registry.live(model)}
+    said = await ring.adapters.acks(name)
+    acks = {worker: ack for worker, ack in said.items() if worker in live}
     return AdapterDetail(
-        summary, versions, await ring.adapters.history(name, HISTORY_SHOWN), await ring.adapters.acks(name)
+        summary, versions, await ring.adapters.history(name, HISTORY_SHOWN), acks, len(said) - len(acks)
     )
 
 
