@@ -171,6 +171,8 @@ _SEEDS = (
     _gauge("queued_requests", (), "vllm:num_requests_waiting of all models"),
     _gauge("used_blocks", (), "blocks in the prefix caches"),
     _gauge("free_blocks", (), "blocks for which the prefix caches have room"),
+    _gauge("dist_fatal", (), "1 while no worker takes work, so that no request can be answered; else 0"),
+    _gauge("shutdown_clean", (), "0 while a worker that went without leaving in order is known, for an hour; else 1"),
     _gauge("cache_hit_rate", (), "prompt tokens found in the prefix caches, of those looked for, since the beginning"),
 )
 

@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 from typing import Any
 
-from api.ring import Ring
+from api.ring import SERVING, Ring
 from shared.metrics import CATALOGUE
 from shared.redis import keys
 from shared.redis.adapter_catalog import AdapterCatalog
@@ -23,9 +23,12 @@ async def read_gauges(ring: Ring, totals: dict[str, float]) -> Gauges:
     gauges: Gauges = defaultdict(dict)
     now_ms = await server_time_ms(ring.redis)
     workers: list[WorkerStatus] = []
+    gone = 0
     for name in await ring.registry.names():
         live = await ring.registry.workers(name)
         workers += live
+        known = {member.decode(errors="replace") for member in await ring.redis.zrange(keys.workers(name), 0, -1)}
+        gone += len(known - {worker.id for worker in live})
         await _queue(gauges, ring, name, live)
     for worker in workers:
         _worker(gauges, worker, now_ms)
@@ -34,6 +37,7 @@ async def read_gauges(ring: Ring, totals: dict[str, float]) -> Gauges:
     gauges["mlx_parallm_jobs_active"][()] = await ring.redis.zcard(keys.active_jobs())
     await _redis(gauges, ring)
     _seeds(gauges, workers, totals)
+    gauges["shutdown_clean"][()] = 0.0 if gone else 1.0
     assert gauges.keys() <= CATALOGUE.keys(), "a gauge that the catalogue does not have"
     return gauges
 
@@ -136,6 +140,7 @@ async def _redis(gauges: Gauges, ring: Ring) -> None:
 
 def _seeds(gauges: Gauges, workers: list[WorkerStatus], totals: dict[str, float]) -> None:
     """The bare names under which other MLX servers tell some of this."""
+    gauges["dist_fatal"][()] = 0.0 if any(worker.state in SERVING for worker in workers) else 1.0
     gauges["active_sequences"][()] = sum(gauges["vllm:num_requests_running"].values())
     gauges["queued_requests"][()] = sum(gauges["vllm:num_requests_waiting"].values())
     for name, figure in (("used_blocks", "prefix_blocks"), ("free_blocks", "prefix_free_blocks")):

@@ -6,12 +6,13 @@ moment (api/ops/gauges.py). A client that asks for JSON gets the few figures tha
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
 from api.auth import is_open
@@ -25,6 +26,17 @@ router = APIRouter(tags=["operations"])
 TheRing = Annotated[Ring, Depends(ring_of)]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # OpenMetrics would escape the colons of vLLM's names
+
+
+class SpecDecoding(BaseModel):
+    """GET /v1/spec_decode/metrics."""
+
+    enabled: bool = False
+    mode: Literal["none"] = "none"
+    acceptance_rate: float | None = Field(default=None, description="of drafted tokens: none are drafted")
+    average_accepted_tokens: float | None = Field(default=None, description="likewise")
+    mode_distribution: dict[str, int] = Field(description="decode steps by mode, since the beginning")
+    controller: dict[str, float] | None = Field(default=None, description="what chooses the length of drafts: none")
 
 
 @router.get(
@@ -49,6 +61,17 @@ async def metrics(request: Request, ring: TheRing) -> Response:
     if wants_json(request.headers.get("accept", "")):
         return JSONResponse(await _brief(ring, gauges))
     return Response(exposition(gauges, totals), media_type=CONTENT_TYPE)
+
+
+@router.get("/v1/spec_decode/metrics", summary="Speculative decoding: there is none")
+async def spec_decode_metrics(ring: TheRing) -> SpecDecoding:
+    """What servers that speculate tell. Here every decode step brings one token to a row, by the model itself."""
+    steps = sum(
+        value
+        for field, value in (await read_totals(ring.redis)).items()
+        if field.startswith("vllm:iteration_tokens_total|") and not field.endswith(f"|{SUM}")
+    )
+    return SpecDecoding(mode_distribution={"none": int(steps)})
 
 
 def wants_json(accept: str) -> bool:
@@ -147,6 +170,7 @@ async def _brief(ring: Ring, gauges: Gauges) -> dict[str, Any]:
         "current_policy_version": latest,
         "queue_depth": int(sum(gauges["mlx_parallm_queue_depth"].values())),
         "max_batch_size": int(max(rows, default=0)),
+        "flush_interval_ms": 0,  # requests are not gathered: a new one joins at the next decode step
         "active_sequences": int(gauges["active_sequences"][()]),
         "tokens_per_second": round(sum(gauges["mlx_parallm_worker_tokens_per_second"].values()), 1),
         "workers": len(rows),

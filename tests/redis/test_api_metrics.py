@@ -4,6 +4,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
 from shared.metrics import CATALOGUE
+from shared.redis import keys
+from shared.redis.client import server_time_ms
 from shared.redis.training_board import TrainingBoard
 from shared.training import TrainerStatus
 from tests.redis.api_servers import Api, api
@@ -65,7 +67,28 @@ async def test_training_code_reads_json(redis_url: str) -> None:
         "current_policy_version": 0,
         "queue_depth": 0,
         "max_batch_size": 8,
+        "flush_interval_ms": 0,
         "active_sequences": 0,
         "tokens_per_second": 0.0,
         "workers": 1,
     }
+
+
+async def test_a_ring_without_workers_is_told_from_one_whose_workers_died(redis_url: str, redis: Redis) -> None:
+    async with api(redis_url) as server:
+        async with working(redis_url, lambda spec: Answer("hi")):
+            found = await scrape(server)
+            assert (found["dist_fatal"], found["shutdown_clean"]) == ({(): 0}, {(): 1})
+            await redis.zadd(keys.workers(MODEL), {"died": await server_time_ms(redis)})
+            assert (await scrape(server))["shutdown_clean"] == {(): 0}
+        await redis.delete(keys.worker(MODEL, "w1"))
+        assert (await scrape(server))["dist_fatal"] == {(): 1}
+
+
+async def test_nothing_is_drafted_and_every_decode_step_is_counted(redis_url: str) -> None:
+    async with api(redis_url) as server:
+        server.ring.tally.histogram("vllm:iteration_tokens_total", MODEL).observe(3, times=5)
+        await server.ring.counts.write()
+        told = (await server.http.get("/v1/spec_decode/metrics")).json()
+    assert (told["enabled"], told["mode"], told["mode_distribution"]) == (False, "none", {"none": 5})
+    assert told["acceptance_rate"] is None
