@@ -3,11 +3,9 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import ChunkedKVCache, KVCache
 
 from shared.errors import SetupError
 from shared.text import TextCodec
@@ -70,30 +68,6 @@ def test_other_dtypes_decode_with_fp32_logprobs(llama_folder: Path, dtype: str) 
 def test_an_unknown_dtype_is_refused(llama_folder: Path) -> None:
     with pytest.raises(SetupError, match="dtype 'int3'"):
         load_model(EngineConfig(str(llama_folder), dtype="int3"))
-
-
-class Unbatchable:
-    """Stands in for model code that takes single sequences only."""
-
-    layers = (None,)
-
-    def __init__(self, cache: type[Any]) -> None:
-        self._cache = cache
-
-    def make_cache(self) -> list[Any]:
-        return [self._cache(16) if self._cache is ChunkedKVCache else self._cache()]
-
-    def __call__(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
-        cache[0].update_and_fetch(*[mx.zeros((*tokens_BL.shape[:1], 2, tokens_BL.shape[1], 4))] * 2)
-        return mx.zeros((1, 2, 2, 2)) + cache[0].make_mask(tokens_BL.shape[1])  # as gemma2 of mlx-lm lays it out
-
-
-def test_a_model_that_runs_in_no_batch_is_refused_at_start(llama: LoadedModel) -> None:
-    prepare_serving(llama.model, 32)
-    with pytest.raises(SetupError, match=r"in a batch \(ValueError: .*; with --max-batch-size 1 it may run"):
-        prepare_serving(Unbatchable(KVCache), 32)
-    with pytest.raises(SetupError, match="ChunkedKVCache, of which there is no batched form"):
-        prepare_serving(Unbatchable(ChunkedKVCache), 1)
 
 
 def test_buffers_that_mlx_keeps_are_bounded_on_a_gpu(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

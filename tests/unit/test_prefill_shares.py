@@ -33,6 +33,12 @@ def test_a_prompt_that_would_pad_the_others_waits_for_the_next_turn() -> None:
     assert short_ones([10, 10, 200, 10], 512) == Feed((0, 1, 3), 10)
 
 
+def test_where_padding_would_do_harm_prompts_of_one_length_go_together() -> None:
+    prompts = [Unfed(10), Unfed(4), Unfed(10), Unfed(900), Unfed(9, fed_at=3)]
+    assert feed_next(prompts, 512, 8, after_short=False, equal=True) == Feed((0, 2), 10)
+    assert feed_next(prompts[1:], 512, 8, after_short=False, equal=True) == Feed((0,), 4)
+
+
 def test_a_long_prompt_gets_the_whole_budget_and_never_more_than_it_has() -> None:
     assert short_ones([9000], 512) == Feed((0,), 512)
     assert feed_next([Unfed(30, fed_at=5)], 512, 8, after_short=False) == Feed((0,), 30)
@@ -57,11 +63,12 @@ def test_long_prompts_take_turns_among_themselves() -> None:
     budget=st.integers(1, 5000),
     most=st.integers(1, 64),
     after_short=st.booleans(),
+    equal=st.booleans(),
 )
 def test_something_is_always_fed_and_the_budget_is_kept(
-    prompts: list[Unfed], budget: int, most: int, after_short: bool
+    prompts: list[Unfed], budget: int, most: int, after_short: bool, equal: bool
 ) -> None:
-    feed = feed_next(prompts, budget, most, after_short=after_short)
+    feed = feed_next(prompts, budget, most, after_short=after_short, equal=equal)
     assert 1 <= len(feed.prompts) <= most
     assert feed.chunk >= 1
     assert len(feed.prompts) * feed.chunk <= budget

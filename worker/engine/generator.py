@@ -154,7 +154,8 @@ class RunningBatch:
             return []
         unfed = [Unfed(group.left, group.fed_at) for group in groups]
         unfed += [Unfed(len(entry.ids) - 1) for entry in entries]
-        feed = feed_next(unfed, budget, self._most, after_short=self._after_short.get(of, False))
+        after_short, equal = self._after_short.get(of, False), not self._model.takes_padding
+        feed = feed_next(unfed, budget, self._most, after_short=after_short, equal=equal)
         if feed.prompts[0] < len(groups):
             group = groups[feed.prompts[0]]
         else:

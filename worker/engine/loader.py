@@ -21,13 +21,13 @@ from shared.errors import SetupError
 from shared.sequences import ModelCard
 from shared.text import TokenizerBundle
 from worker.engine import cuda_graphs
+from worker.engine.batching import check_batch
 from worker.engine.lora_sites import module_shapes
 from worker.engine.messages import EngineConfig
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 _DEFAULT_CONTEXT = 4096
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-_ROWS_TO_TRY = 3  # few models have three KV heads, so a mask that is laid out wrongly does not fit by chance
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -80,23 +80,9 @@ def prepare_serving(model: Any, max_rows: int) -> None:
     MLX keeps freed buffers for later, on a GPU up to about all of its memory; prompts of ever other lengths seldom
     find one that fits. Beside the KV, which may take half of what is free, they may take a quarter.
     """
-    _try_batch(model, min(max_rows, _ROWS_TO_TRY))
+    check_batch(model, max_rows)
     if mx.default_device() != mx.Device(mx.cpu):
         mx.set_cache_limit(free_bytes() // 4)
-
-
-def _try_batch(model: Any, rows: int) -> None:
-    each: list[Any] = make_prompt_cache(model)
-    if odd := sorted({type(cache).__name__ for cache in each if not hasattr(cache, "merge")}):
-        raise SetupError(f"this model keeps its KV in mlx-lm's {', '.join(odd)}, of which there is no batched form")
-    try:
-        caches = [cache.merge([cache] * rows) for cache in each]
-        mx.eval(model(mx.zeros((rows, 2), mx.int32), cache=caches))
-    except Exception as error:
-        alone = "; with --max-batch-size 1 it may run" if rows > 1 else ""
-        raise SetupError(
-            f"mlx-lm cannot run sequences of this model in a batch ({type(error).__name__}: {error}){alone}"
-        ) from error
 
 
 def _find(name: str) -> Path:

@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from worker.engine.adapters import Adapters, NoAdapters
+from worker.engine.batching import takes_padding
 from worker.engine.pooling import hidden_states
 from worker.engine.rows import Row, RowTag
 
@@ -21,6 +22,7 @@ class RowModel:
     def __init__(self, model: Any, adapters: Adapters | None = None) -> None:
         self.model = model
         self.adapters: Adapters = adapters or NoAdapters()
+        self.takes_padding = takes_padding(model)
         self.rows: tuple[Row, ...] = ()
         self.versions: tuple[str, ...] = ()
         self.tokens_B1: mx.array | None = None

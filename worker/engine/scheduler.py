@@ -162,17 +162,20 @@ class Feed:
     chunk: int
 
 
-def feed_next(prompts: Sequence[Unfed], budget: int, most: int, *, after_short: bool) -> Feed:
+def feed_next(prompts: Sequence[Unfed], budget: int, most: int, *, after_short: bool, equal: bool = False) -> Feed:
     """Which of these prompts of one class, in order of arrival, to feed next.
 
     Short ones, which the budget feeds to their end, go together, at most `most`. Long ones are fed alone, piece by
     piece and in turn. Where both wait they alternate (`after_short`: the last ones were short): a short prompt need not
-    wait for the end of a long one, nor a long one for an end of the short ones.
+    wait for the end of a long one, nor a long one for an end of the short ones. `equal`: only prompts of one length go
+    together.
     """
     short: list[int] = []
     longest = 0
     for at, prompt in enumerate(prompts):
         width = max(longest, prompt.left)
+        if equal and short and prompt.left != longest:
+            continue
         if not prompt.fed_at and len(short) < most and (len(short) + 1) * width <= budget:
             short.append(at)
             longest = width

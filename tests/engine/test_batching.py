@@ -1,0 +1,111 @@
+"""Models of mlx-lm beside Llama and Qwen3: those that padding harms, and those that no batch may have."""
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.models
+import msgspec
+import pytest
+from mlx.utils import tree_map
+from mlx_lm.models.cache import ChunkedKVCache, KVCache
+
+from shared.errors import SetupError
+from tests.engine.conftest import Bench, prompt_of, spec
+from worker.engine.batching import PADDING_IN_STATE, WRONG, takes_padding
+from worker.engine.loader import LoadedModel, prepare_serving
+
+SIZES = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+STATE = {"mamba_num_heads": 2, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "conv_kernel": 4}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mamba": {"state_size": 8, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4},
+    "nemotron_h": HEADS
+    | STATE
+    | {"max_position_embeddings": 512, "attention_bias": False, "mamba_proj_bias": False, "mlp_bias": False}
+    | {"time_step_limit": (0.0, 1e4), "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True}
+    | {"residual_in_fp32": False, "hybrid_override_pattern": ["M", "*"]},
+    "recurrent_gemma": HEADS
+    | {"attention_bias": False, "conv1d_width": 3, "logits_soft_cap": 30.0, "rms_norm_eps": 1e-4, "rope_theta": 1e3}
+    | {"attention_window_size": 64, "block_types": ["recurrent", "attention"]},
+    "mamba2": {"num_heads": 2, "head_dim": 32, "state_size": 8, "conv_kernel": 4, "n_groups": 1, "use_bias": False}
+    | {"use_conv_bias": True, "time_step_limit": (0.01, 10), "time_step_rank": "auto"}
+    | {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+}
+# What has recurrent layers and was found right when padded, with mlx-lm 0.32.2.
+RIGHT = {
+    "bailing_hybrid", "bailing_moe_v3", "falcon_h1", "gear", "granitemoehybrid", "kimi_k3", "kimi_linear", "lfm2",
+    "lfm2_moe", "mamba2", "plamo2", "qwen3_5", "qwen3_next",
+}  # fmt: skip
+
+
+def small(name: str, llama: LoadedModel) -> LoadedModel:
+    """A model with random weights, large enough for every layer to matter."""
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    mx.random.seed(0)
+    model = module.Model(module.ModelArgs.from_dict({"model_type": name} | SIZES | CONFIGS[name]))
+    model.update(tree_map(lambda weight: weight + mx.random.normal(weight.shape), model.parameters()))
+    return replace(llama, model=model, card=msgspec.structs.replace(llama.card, vocab_size=320))
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_prompts_of_any_lengths_get_in_a_batch_what_they_get_alone(name: str, llama: LoadedModel) -> None:
+    loaded = small(name, llama)
+    specs = [spec(f"s{n}", prompt_of(n, seed=n), max_tokens=4) for n in (9, 4, 4, 2, 6)]
+    specs = [msgspec.structs.replace(each, id=f"s{at}") for at, each in enumerate(specs)]
+    together = Bench(loaded)
+    together.submit(*specs[:3])
+    together.turn()
+    together.turn()
+    together.submit(*specs[3:])
+    together.run()
+    for each in specs:
+        alone = Bench(loaded)
+        alone.submit(each)
+        alone.run()
+        assert together.tokens(each.id) == alone.tokens(each.id)
+        assert together.logprobs(each.id) == pytest.approx(alone.logprobs(each.id), abs=1e-4)
+
+
+def test_every_recurrent_model_of_mlx_lm_has_been_looked_at() -> None:
+    files = Path(mlx_lm.models.__path__[0]).glob("*.py")
+    recurrent = {file.stem for file in files if "ArraysCache(" in file.read_text() and file.stem != "cache"}
+    assert recurrent == PADDING_IN_STATE | RIGHT | {"longcat_flash_ngram"}, "try what is new, and say what it is"
+
+
+def test_a_model_that_is_wrong_in_a_batch_is_refused_at_start(llama: LoadedModel) -> None:
+    from mlx_lm.models import afm7
+
+    sizes = {"hidden_dim": 32, "num_heads": 2, "num_kv_heads": 1, "num_layers": 2, "num_kv_reuse_layers": 1}
+    model = afm7.Model(afm7.ModelArgs("afm7", vocab_size=320, hidden_dim_scale_factor=2.0, rope_theta=1e3, **sizes))
+    with pytest.raises(SetupError, match=r"afm7 cannot be trusted in a batch: .*; with --max-batch-size 1 it runs"):
+        prepare_serving(model, 32)
+    prepare_serving(model, 1)
+    assert WRONG.keys() == {"afm7", "longcat_flash_ngram"} and takes_padding(llama.model)
+
+
+class Unbatchable:
+    """Stands in for model code that takes single sequences only."""
+
+    layers = (None,)
+
+    def __init__(self, cache: type[Any]) -> None:
+        self._cache = cache
+
+    def make_cache(self) -> list[Any]:
+        return [self._cache(16) if self._cache is ChunkedKVCache else self._cache()]
+
+    def __call__(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
+        cache[0].update_and_fetch(*[mx.zeros((*tokens_BL.shape[:1], 2, tokens_BL.shape[1], 4))] * 2)
+        return mx.zeros((1, 2, 2, 2)) + cache[0].make_mask(tokens_BL.shape[1])  # as gemma2 of mlx-lm lays it out
+
+
+def test_a_model_that_runs_in_no_batch_is_refused_at_start(llama: LoadedModel) -> None:
+    prepare_serving(llama.model, 32)
+    for rows in (2, 32):  # its two heads would fit two rows by chance
+        with pytest.raises(SetupError, match=r"in a batch \(ValueError: .*; with --max-batch-size 1 it may run"):
+            prepare_serving(Unbatchable(KVCache), rows)
+    with pytest.raises(SetupError, match="ChunkedKVCache, of which there is no batched form"):
+        prepare_serving(Unbatchable(ChunkedKVCache), 1)
