@@ -17,6 +17,9 @@ BODY_WITHIN_S = 30.0  # of everything but uploads
 TRAJECTORIES = "/v1/training/update"  # token ids and log-probabilities: long bodies of many numbers
 BYTES_PER_NUMBER = 8
 
+UPLOADS = re.compile(
+    r"/v1/files|/v1/jobs|/v1/adapters|/v1/adapters/[^/]+/versions|/upload_adapter|/update_adapter_weights"
+)
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)  # possessive: one pass, whatever the text
 _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
@@ -25,7 +28,8 @@ _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 class BodyLimit:
     """Bounds request bodies: by Content-Length, while reading, and JSON by its depth and its number of values.
 
-    Multipart bodies are uploads, which routes stream to disk; they have a bound of their own.
+    Uploads are multipart bodies, which their routes stream to disk; they have a bound of their own. To any other route
+    a multipart body is one like all others: it would be read into memory.
     """
 
     def __init__(self, app: ASGIApp, settings: ApiSettings) -> None:
@@ -38,7 +42,7 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        upload = headers.get("content-type", "").startswith("multipart/form-data")
+        upload = is_multipart(headers) and UPLOADS.fullmatch(scope["path"]) is not None
         limit, most_values = self._settings.max_request_bytes, self._settings.max_json_values
         if upload:
             limit = self._settings.max_upload_bytes
@@ -76,6 +80,11 @@ class BodyLimit:
                     return {"type": "http.request", "body": body, "more_body": False}
 
         await self._app(scope, bounded, send)
+
+
+def is_multipart(headers: Headers) -> bool:
+    """Whether a body is a form with files; the name of a media type may be written in any case."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower() == "multipart/form-data"
 
 
 async def _in_time(receive: Receive, until: float) -> Message:

@@ -12,6 +12,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.responses import Response, StreamingResponse
 
 from api.errors import error_responses
+from api.limits import is_multipart
 from api.ring import Ring, ring_of
 from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.redis.file_store import CHUNK_BYTES, StoredFile
@@ -53,7 +54,7 @@ _BODY = {
 )
 async def upload_file(request: Request, ring: TheRing) -> Response:
     """A file for a batch; it lives for a week, or as long as `expires_after` says."""
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+    if not is_multipart(request.headers):
         raise InvalidRequestError("a file is uploaded as multipart/form-data with 'file' and 'purpose'", param="file")
     async with request.form(max_files=1, max_fields=8, max_part_size=4096) as form:
         file, ttl_s = _checked(form)
@@ -93,7 +94,8 @@ def _checked(form: FormData) -> tuple[UploadFile, int]:
 
 def _shown_name(name: str | None) -> str:
     """Only ever shown: no path is made of it."""
-    return re.sub(r"[^\x20-\x7e]", "?", (name or "file.jsonl").replace("\\", "/").rpartition("/")[2])[:255]
+    last = (name or "file.jsonl").replace("\\", "/").rpartition("/")[2]
+    return "".join(letter if letter.isprintable() else "?" for letter in last[:255])
 
 
 @router.get("/v1/files", summary="List files", response_class=Response, responses={**error_responses(400, 404)})

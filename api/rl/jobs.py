@@ -11,6 +11,7 @@ from starlette.responses import Response, StreamingResponse
 
 from api.collection import check_judges
 from api.errors import error_responses, from_validation
+from api.limits import is_multipart
 from api.ring import Ring, ring_of
 from api.rl.job_body import JobBody, upload_inputs
 from api.targets import JobTarget, find_job_target
@@ -66,7 +67,7 @@ async def submit_job(
     idempotency_key: Annotated[str, Header(description="the same as the body's idempotency_key")] = "",
 ) -> Response:
     """A durable job of any number of prompts; poll it by its id. JSON, or a multipart upload of JSONL."""
-    if request.headers.get("content-type", "").startswith("multipart/form-data"):
+    if is_multipart(request.headers):
         return await _submit_upload(request, ring, idempotency_key)
     body = _parsed(await request.body())
     if body.prompts is None:

@@ -314,3 +314,13 @@ async def test_an_upload_that_makes_no_sense_is_refused_by_the_field(server: Api
         assert answer.status_code == 400, (request, answer.text)
         assert param is None or answer.json()["error"]["param"] == param, (request, answer.text)
     assert (await server.http.get("/v1/files")).json()["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [("données ☃.jsonl", "données ☃.jsonl"), ("../../etc/passwd", "passwd"), ("a\u202eb.jsonl", "a?b.jsonl")],
+)
+async def test_a_file_keeps_its_name_for_people(server: Api, given: str, shown: str) -> None:
+    answer = await server.http.post("/v1/files", data={"purpose": "batch"}, files={"file": (given, b"{}\n")})
+    assert answer.json()["filename"] == shown
+    assert f"<code>{shown}</code>" in (await server.http.get(f"/dashboard/files/{answer.json()['id']}")).text

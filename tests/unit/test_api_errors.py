@@ -13,10 +13,11 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError, WatchError
 
 from api import errors
+from api.app import create_app
 from api.auth import OwnOrigin, RequireKey
 from api.context import RequestContext
 from api.key_ring import KeyRing
-from api.limits import BodyLimit
+from api.limits import UPLOADS, BodyLimit
 from shared.errors import ParallmError, QueueFullError, UnknownModelError
 from shared.metrics import Tally
 from shared.settings import ApiSettings
@@ -39,7 +40,7 @@ def app_with(error: Exception | None = None, key: str = "") -> FastAPI:
     async def body(body: Body) -> Body:
         return body
 
-    @app.post("/upload")
+    @app.post("/v1/files")
     async def upload(request: Request) -> int:
         async with request.form() as form:
             return len(form)
@@ -143,10 +144,30 @@ async def test_a_body_of_unknown_length_is_cut_off_while_it_is_read() -> None:
 
 
 async def test_uploads_have_a_bound_of_their_own() -> None:
-    fits = await ask(app_with(), "POST", "/upload", files={"file": b"x" * 3000})
+    fits = await ask(app_with(), "POST", "/v1/files", files={"file": b"x" * 3000})
     assert fits.json() == 1
-    too_large = await ask(app_with(), "POST", "/upload", files={"file": b"x" * 6000})
+    too_large = await ask(app_with(), "POST", "/v1/files", files={"file": b"x" * 6000})
     assert too_large.status_code == 413
+
+
+@pytest.mark.parametrize("kind", ["multipart/form-data; boundary=x", "Multipart/Form-Data;boundary=x"])
+async def test_only_routes_that_take_uploads_read_so_much(kind: str) -> None:
+    """To any other route a body that called itself an upload was read into memory, up to the bound of uploads."""
+    refused = await ask(app_with(), "POST", "/body", content=b"x" * 3000, headers={"content-type": kind})
+    assert refused.status_code == 413
+    form = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n%s\r\n--x--\r\n' % (b"x" * 3000)
+    taken = await ask(app_with(), "POST", "/v1/files", content=form, headers={"content-type": kind})
+    assert taken.json() == 1
+
+
+def test_every_route_that_describes_an_upload_has_their_bound() -> None:
+    described = {
+        path
+        for path, operations in create_app(ApiSettings(redis="redis://127.0.0.1:1")).openapi()["paths"].items()
+        if "multipart/form-data" in operations.get("post", {}).get("requestBody", {}).get("content", {})
+    }
+    assert len(described) >= 6
+    assert all(UPLOADS.fullmatch(path) for path in described)
 
 
 @pytest.mark.parametrize(
