@@ -11,7 +11,7 @@ COPY worker worker
 COPY trainer trainer
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 # The lock holds the tools of development as well; of its checked wheels only what we need goes in.
-RUN python -m venv /opt/parallm && /opt/parallm/bin/pip install --no-cache-dir --no-index --find-links /wheels 'mlx-parallm[cpu]'
+RUN python -m venv /opt/parallm && /opt/parallm/bin/pip install --no-cache-dir --no-index --find-links /wheels 'mlx-parallm[cpu,traces]'
 
 FROM python:3.12-slim AS base
 COPY --from=build /opt/parallm /opt/parallm

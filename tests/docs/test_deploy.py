@@ -31,6 +31,12 @@ def test_compose_sets_variables_that_are_settings() -> None:
     assert variables <= names
 
 
+def test_the_image_has_what_compose_can_switch_on() -> None:
+    assert "PARALLM_OTLP_ENDPOINT" in COMPOSE["services"]["api"]["environment"]
+    extras = re.findall(r"'mlx-parallm\[([a-z,]+)\]'", (ROOT / "Dockerfile").read_text())
+    assert all("traces" in each.split(",") for each in extras) and extras
+
+
 def test_compose_mounts_files_that_exist() -> None:
     mounts = [volume for service in COMPOSE["services"].values() for volume in service.get("volumes", [])]
     files = [volume.split(":")[0] for volume in mounts if volume.startswith("./")]
