@@ -1,8 +1,8 @@
 """Flags that other MLX servers have and ours does not: each is refused with the reason and what to use instead.
 
 Two kinds are taken without effect, so that a command line from elsewhere starts: those that ask for what is so anyway
-(`--spec-decode none`), in silence, and `--flush-interval-ms`, with a line on stderr. A flag that a process does have is
-never looked up here.
+(`--spec-decode none`), in silence, and those of WITHOUT_EFFECT, with a line on stderr. A flag that a process does have
+is never looked up here.
 """
 
 import sys
@@ -19,8 +19,6 @@ _TENSOR_PARALLEL = (
 _QUANTIZED_KV = "KV is kept in the model's dtype; --kv-memory-gb bounds it"
 
 REFUSED = {
-    "share-model": "any ring can be joined, with nothing to switch on: mlx_parallm_worker --connect-to HOST:PORT, or "
-    "the line that is printed when the server is ready; weights are not sent: the other machine needs the model, too",
     "adapter-path": "adapters are versions that the ring keeps: start, then mlx_parallm adapters upload DIR",
     "max-generation-tokens": "a request's 'max_tokens' is bounded by the model's context; --max-context shortens it",
     "completion-batch-size": "there is one batch, of --max-batch-size rows",
@@ -62,7 +60,11 @@ REFUSED = {
     "num-local-ranks": _TENSOR_PARALLEL,
 }
 ALREADY_SO = {("no-ssd", ""), ("spec-decode", "none"), ("distributed-mode", "off")}
-WITHOUT_EFFECT = {"flush-interval-ms": "requests are not gathered: a new one joins the running batch at its next step"}
+WITHOUT_EFFECT = {
+    "flush-interval-ms": "requests are not gathered: a new one joins the running batch at its next step",
+    "share-model": "any ring can be joined, with the line that is printed when the server is ready; weights are not "
+    "sent: the other machine needs the model, too",
+}
 
 
 def native(args: list[str], known: Collection[str]) -> list[str]:
