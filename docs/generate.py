@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 
 from shared import errors
 from shared.metrics import CATALOGUE
-from shared.redis import keys
+from shared.redis import key_table
 from shared.settings import (
     ApiSettings,
     JoinSettings,
@@ -90,7 +90,7 @@ def shown(default: Any) -> str:
 
 def keys_section() -> list[str]:
     lines = ["## Redis keys", "", "| key | type | owner | time to live | meaning |", "|---|---|---|---|---|"]
-    lines += [f"| `{k.pattern}` | {k.type} | {k.owner} | {k.ttl} | {k.meaning} |" for k in keys.DOCUMENTED]
+    lines += [f"| `{k.pattern}` | {k.type} | {k.owner} | {k.ttl} | {k.meaning} |" for k in key_table.DOCUMENTED]
     return [*lines, ""]
 
 

@@ -9,7 +9,7 @@ import pytest
 import redis as sync_redis
 from redis.asyncio import Redis
 
-from shared.redis import keys
+from shared.redis import key_table
 from shared.redis.client import connect
 from shared.redis.embedded import EmbeddedRedis
 
@@ -38,11 +38,13 @@ def no_leaked_keys(redis_url: str, redis_server: EmbeddedRedis) -> Iterator[None
     client = sync_redis.Redis.from_url(redis_server.url)
     try:
         found = [key.decode() for key in client.scan_iter(count=1000)]
-        undocumented = [key for key in found if not any(fnmatchcase(key, kind.pattern) for kind in keys.DOCUMENTED)]
+        undocumented = [
+            key for key in found if not any(fnmatchcase(key, kind.pattern) for kind in key_table.DOCUMENTED)
+        ]
         immortal = [key for key in found if client.ttl(key) == -1 and not key.startswith("arq:")]
     finally:
         client.close()
-    assert undocumented == [], "keys that shared/redis/keys.py does not document"
+    assert undocumented == [], "keys that shared/redis/key_table.py does not know"
     assert immortal == [], "keys without a time to live (arq's queue lives by arq's own rules)"
 
 
