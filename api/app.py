@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 
 import structlog
 from fastapi import FastAPI
@@ -26,11 +27,34 @@ from shared.settings import ApiSettings
 
 log = structlog.get_logger()
 
+ROUTED = (
+    *(completions, chat, embeddings, files, batches, responses, classifications, models, streams),
+    *(act, predict, jobs, adapters, address, generate, pause, tokenize, training, trainers, rewards),
+    *(health, deadletters, metrics, snapshot, dashboard),
+)
+
 
 def create_app(settings: ApiSettings) -> FastAPI:
     """An app that joins the ring at startup; any number of processes may run one."""
-
     tally = Tally()
+    app = FastAPI(
+        title="ParaLLM",
+        description="OpenAI's endpoints, and rollout jobs, on a ring of MLX workers.",
+        lifespan=_life(settings, tally),
+        responses={401: {"model": errors.ErrorBody, "description": "No API key, or a wrong one."}},
+        telemetry=telemetry(),
+    )
+    errors.install(app)
+    describe_errors(app)
+    for module in ROUTED:
+        app.include_router(module.router)
+    guard(app, settings)
+    app.add_middleware(RequestContext, tally)
+    return app
+
+
+def _life(settings: ApiSettings, tally: Tally) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """What runs beside the requests, from the first to the last of them."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -54,43 +78,4 @@ def create_app(settings: ApiSettings) -> FastAPI:
             await ring.stop()
             log.info("api.stopped", api=ring.api_id)
 
-    app = FastAPI(
-        title="ParaLLM",
-        description="OpenAI's endpoints, and rollout jobs, on a ring of MLX workers.",
-        lifespan=lifespan,
-        responses={401: {"model": errors.ErrorBody, "description": "No API key, or a wrong one."}},
-        telemetry=telemetry(),
-    )
-    errors.install(app)
-    describe_errors(app)
-    for module in (
-        completions,
-        chat,
-        embeddings,
-        files,
-        batches,
-        responses,
-        classifications,
-        act,
-        predict,
-        models,
-        streams,
-        jobs,
-        adapters,
-        address,
-        generate,
-        pause,
-        tokenize,
-        training,
-        trainers,
-        rewards,
-        health,
-        deadletters,
-        metrics,
-        snapshot,
-        dashboard,
-    ):
-        app.include_router(module.router)
-    guard(app, settings)
-    app.add_middleware(RequestContext, tally)
-    return app
+    return lifespan

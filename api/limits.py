@@ -43,12 +43,7 @@ class BodyLimit:
             return
         headers = Headers(scope=scope)
         upload = is_multipart(headers) and UPLOADS.fullmatch(scope["path"]) is not None
-        limit, most_values = self._settings.max_request_bytes, self._settings.max_json_values
-        if upload:
-            limit = self._settings.max_upload_bytes
-        elif scope["path"] == TRAJECTORIES:
-            limit = self._settings.max_training_bytes
-            most_values = max(most_values, limit // BYTES_PER_NUMBER)
+        limit, most_values = self._bounds(scope["path"], upload)
         detail = f"the body is larger than {limit} bytes"
         if scope["path"] == "/v1/jobs" and not upload:
             detail += "; upload many prompts as JSONL (multipart/form-data)"
@@ -80,6 +75,16 @@ class BodyLimit:
                     return {"type": "http.request", "body": body, "more_body": False}
 
         await self._app(scope, bounded, send)
+
+    def _bounds(self, path: str, upload: bool) -> tuple[int, int]:
+        """Bytes of a body, and values in it."""
+        limit, most_values = self._settings.max_request_bytes, self._settings.max_json_values
+        if upload:
+            return self._settings.max_upload_bytes, most_values
+        if path == TRAJECTORIES:
+            limit = self._settings.max_training_bytes
+            most_values = max(most_values, limit // BYTES_PER_NUMBER)
+        return limit, most_values
 
 
 def is_multipart(headers: Headers) -> bool:

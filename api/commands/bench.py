@@ -2,8 +2,8 @@
 
 What is measured is what a client sees: time to a stream's first event (TTFT), between two events (inter-token; events
 that come together count as 0), from the first to the last over the tokens in between (per token); tokens are counted by
-the server's own `usage`. Prompts are random token ids of the model, each
-another one, so that the prefix cache gives nothing away.
+the server's own `usage`. Prompts are random token ids of the model, each another one, so that the prefix cache gives
+nothing away.
 """
 
 import asyncio
@@ -73,6 +73,24 @@ class _Load:
     completion_tokens: int = 0
     errors: Counter[str] = field(default_factory=Counter)
 
+    def report(self, model: str, streams: int, requests: int, took_s: float) -> Report:
+        """What there is to tell of so many requests."""
+        return Report(
+            model=model,
+            streams=streams,
+            requests=requests,
+            failed=self.errors.total(),
+            took_s=round(took_s, 3),
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            tokens_per_s=round(self.completion_tokens / took_s, 1),
+            ttft_ms=Spread.of(self.first),
+            inter_token_ms=Spread.of(self.gaps),
+            per_token_ms=Spread.of(self.paces),
+            request_ms=Spread.of(self.whole),
+            errors=dict(self.errors),
+        )
+
 
 def bench(
     model: Annotated[str, typer.Option("--model", "-m", help="default: the only one that is served")] = "",
@@ -102,18 +120,10 @@ async def _bench(
     async with InferenceClient(url, api_key=api_key, patience_s=5, connections=streams) as client:
         model = model or await client.only_model()
         told = await client.call("POST", "/tokenize", dict[str, Any], {"model": model, "prompt": TEXT})
-        alphabet = sorted(set(told["tokens"]))
-        draw = random.Random(seed)
-        bodies = [
-            {
-                "model": model,
-                "prompt": [draw.choice(alphabet) for _ in range(prompt_tokens)],
-                "max_tokens": max_tokens,
-                "ignore_eos": True,
-                "stream_options": {"include_usage": True},
-            }
-            for _ in range(requests)
-        ]
+        alphabet, draw = sorted(set(told["tokens"])), random.Random(seed)
+        fixed = {"model": model, "max_tokens": max_tokens, "ignore_eos": True}
+        fixed |= {"stream_options": {"include_usage": True}}
+        bodies = [fixed | {"prompt": draw.choices(alphabet, k=prompt_tokens)} for _ in range(requests)]
         load, began = _Load(), time.perf_counter()
         columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
@@ -127,22 +137,7 @@ async def _bench(
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(min(streams, requests)):
                     tasks.create_task(stream())
-        took_s = time.perf_counter() - began
-    return Report(
-        model=model,
-        streams=streams,
-        requests=requests,
-        failed=load.errors.total(),
-        took_s=round(took_s, 3),
-        prompt_tokens=load.prompt_tokens,
-        completion_tokens=load.completion_tokens,
-        tokens_per_s=round(load.completion_tokens / took_s, 1),
-        ttft_ms=Spread.of(load.first),
-        inter_token_ms=Spread.of(load.gaps),
-        per_token_ms=Spread.of(load.paces),
-        request_ms=Spread.of(load.whole),
-        errors=dict(load.errors),
-    )
+    return load.report(model, streams, requests, time.perf_counter() - began)
 
 
 async def _one(client: InferenceClient, body: dict[str, Any], load: _Load) -> None:

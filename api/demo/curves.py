@@ -36,32 +36,44 @@ def draw(
     reward.set_ylim(0, 1.04)
     reward.legend(loc="lower right")
     reward.set_title("learning while serving: reward, versions, lag and time to first token")
-
     versions.step(at, [step["version"] for step in steps], where="post", color=_PUBLISHED, label="published")
-    for model, color in _models(chats):
-        seen = [(chat.at_s, _number(chat.versions[-1])) for chat in chats if chat.model == model and chat.versions]
-        versions.plot(*zip(*seen, strict=True), ".", ms=3, color=color, label=f"chats on {model}") if seen else None
-    versions.set_ylabel("version")
-    versions.legend(loc="upper left")
-
-    lag.plot(at, [step["lag_max"] for step in steps], color=_FOLLOWING, lw=1, label="oldest token")
-    lag.plot(at, [step["lag_mean"] for step in steps], color=_PUBLISHED, lw=1, label="mean")
-    lag.set_ylabel("lag, policy steps")
-    lag.set_ylim(-0.1, 1 + max([1, *(step["lag_max"] for step in steps)]))
-    lag.legend(loc="upper left", ncols=2)
-
-    for model, color in _models(chats):
-        whole = [(chat.at_s, chat.first_ms) for chat in chats if chat.model == model and not chat.error]
-        if whole:
-            first.plot(*zip(*whole, strict=True), ".", ms=2, alpha=0.35, color=color)
-            first.plot([at for at, _ in whole], _running_median([ms for _, ms in whole]), color=color, label=model)
-    first.set_yscale("log")
-    first.set_ylabel("time to first token, ms")
-    first.set_xlabel("seconds since the trainer's start")
-    first.legend(loc="upper left")
+    _draw_versions(versions, chats)
+    _draw_lag(lag, steps)
+    _draw_first_tokens(first, chats)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _draw_versions(axes: Any, chats: Sequence[Chat]) -> None:
+    """Which version answered at what time."""
+    for model, color in _models(chats):
+        seen = [(chat.at_s, _number(chat.versions[-1])) for chat in chats if chat.model == model and chat.versions]
+        if seen:
+            axes.plot(*zip(*seen, strict=True), ".", ms=3, color=color, label=f"chats on {model}")
+    axes.set_ylabel("version")
+    axes.legend(loc="upper left")
+
+
+def _draw_lag(axes: Any, steps: Sequence[dict[str, Any]]) -> None:
+    at = [step["at_s"] for step in steps]
+    axes.plot(at, [step["lag_max"] for step in steps], color=_FOLLOWING, lw=1, label="oldest token")
+    axes.plot(at, [step["lag_mean"] for step in steps], color=_PUBLISHED, lw=1, label="mean")
+    axes.set_ylabel("lag, policy steps")
+    axes.set_ylim(-0.1, 1 + max([1, *(step["lag_max"] for step in steps)]))
+    axes.legend(loc="upper left", ncols=2)
+
+
+def _draw_first_tokens(axes: Any, chats: Sequence[Chat]) -> None:
+    for model, color in _models(chats):
+        whole = [(chat.at_s, chat.first_ms) for chat in chats if chat.model == model and not chat.error]
+        if whole:
+            axes.plot(*zip(*whole, strict=True), ".", ms=2, alpha=0.35, color=color)
+            axes.plot([at for at, _ in whole], _running_median([ms for _, ms in whole]), color=color, label=model)
+    axes.set_yscale("log")
+    axes.set_ylabel("time to first token, ms")
+    axes.set_xlabel("seconds since the trainer's start")
+    axes.legend(loc="upper left")
 
 
 def _models(chats: Sequence[Chat]) -> list[tuple[str, str]]:
