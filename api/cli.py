@@ -260,7 +260,7 @@ def main() -> None:
     app()
 
 
-# --- within ---
+# -- within
 
 
 async def _watch(client: InferenceClient, job_id: str) -> JobStatus:

@@ -135,7 +135,7 @@ class InferenceClient:
         """Close the connections."""
         await self._http.aclose()
 
-    # --- jobs ---
+    # -- jobs
 
     async def submit(self, request: JobRequest, inputs: IO[bytes] | Iterable[JobInput | dict[str, Any]]) -> JobStatus:
         """Upload the inputs (a file of JSON lines, or what makes such lines) and start the job."""
@@ -231,7 +231,7 @@ class InferenceClient:
                     return
                 yield ordinal, line
 
-    # --- everything else ---
+    # -- everything else
 
     async def chat(self, model: str, messages: list[dict[str, Any]], **options: Any) -> AsyncIterator[str]:
         """Stream the answer's text."""

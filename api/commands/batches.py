@@ -188,7 +188,7 @@ def delete(
         print_json({"id": file_id, "deleted": True}) if as_json else out.print(f"{plain(file_id)} deleted")
 
 
-# --- within ---
+# -- within
 
 
 def _look(url: str, api_key: str, ask: Callable[[BatchClient], Coroutine[Any, Any, T]]) -> T:

@@ -124,7 +124,7 @@ class BatchWork:
             with contextlib.suppress(RedisError, OSError):
                 await self._store.renew(batch_id, self._ring.api_id)
 
-    # --- validate ---
+    # -- validate
 
     async def _validate(self, record: BatchRecord) -> None:
         spec = record.spec
@@ -243,7 +243,7 @@ class BatchWork:
             if number % 64 == 0:
                 await asyncio.sleep(0)
 
-    # --- finalize ---
+    # -- finalize
 
     async def _finalize(self, record: BatchRecord) -> None:
         """Write both files and end the batch as its job has ended."""

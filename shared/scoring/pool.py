@@ -120,7 +120,7 @@ class _Processes:
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-# --- inside a pool process ---
+# -- inside a pool process
 
 
 class _OutOfTime(BaseException):

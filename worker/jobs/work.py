@@ -76,7 +76,7 @@ class JobWork:
             if needs_model(self._spec):
                 await self._gather(progress, 0 if room_left else min(LOOK_S, until - time.monotonic()))
 
-    # --- expand ---
+    # -- expand
 
     async def _expand(self, progress: JobProgress) -> bool:
         """Enqueue the next prompts; True when it is worth coming back at once."""
@@ -146,7 +146,7 @@ class JobWork:
             scoring.cancel()
             await asyncio.gather(scoring, return_exceptions=True)
 
-    # --- gather ---
+    # -- gather
 
     async def _gather(self, progress: JobProgress, wait_s: float) -> int:
         """Reward and record finished sequences; how many came."""
@@ -216,7 +216,7 @@ class JobWork:
         with contextlib.suppress(QueueFullError):
             await self._enqueue(list(prompts.values()))
 
-    # --- end ---
+    # -- end
 
     async def _succeed(self, progress: JobProgress) -> bool:
         while progress.complete_through < self._spec.total:
