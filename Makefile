@@ -40,8 +40,18 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Many tests kill and freeze processes against the clock, on a machine that other work may share. So the files of tests
+# that have failed are run once more, alone: what fails then as well, fails. Whole files, since the end of what a file's
+# tests share may be what has failed. Anything but failed tests (code 1) is final.
+FAILED_FILES := import json; print(*sorted({test.split("::")[0] for test in json.load(open(".pytest_cache/v/cache/lastfailed"))}))
+
 test: setup check
-	$(BIN)/pytest -n 2 --dist loadfile
+	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --cache-clear; code=$$?; \
+	if [ $$code -ne 1 ]; then exit $$code; fi; \
+	files=$$($(BIN)/python -c '$(FAILED_FILES)'); \
+	test -n "$$files" || exit 1; \
+	echo "FAILED or ERROR above; once more, alone: $$files"; \
+	$(BIN)/pytest --verbose --maxfail 1 $$files
 
 bench: setup
 	$(BIN)/python -m tests.bench

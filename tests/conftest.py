@@ -14,6 +14,21 @@ import structlog
 from shared.redis.embedded import EmbeddedRedis
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mix the layers when several processes share the files (`make test`), which take them in this order.
+
+    Else all that starts real processes would run at the same time, and a long file might begin when all else is done.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    layers: dict[str, dict[Path, None]] = {}
+    for item in items:
+        layers.setdefault(item.path.parent.name, {})[item.path] = None
+    place = {path: (i + 0.5) / len(paths) for paths in layers.values() for i, path in enumerate(reversed(paths))}
+    short = {path for path in place if path.parent.name in ("unit", "docs")}
+    items.sort(key=lambda item: (item.path in short, place[item.path], str(item.path)))
+
+
 @pytest.fixture(autouse=True)
 def logs_as_before() -> Iterator[None]:
     """A test that starts a command in this process sets up logs for those after it: undo that."""
