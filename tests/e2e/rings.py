@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -108,8 +109,8 @@ class Ring:
 
         return asyncio.run(read())
 
-    def health(self) -> dict[str, object]:
-        return httpx.get(f"{self.url}/health", timeout=10).json()
+    def health(self) -> dict[str, Any]:
+        return httpx.get(f"{self.url}/health", timeout=60).json()
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from tests.e2e import chaos
 
 @pytest.mark.timeout(240)
 async def test_nothing_is_lost_and_nothing_changed_while_processes_die() -> None:
-    report, faults = await chaos.run(0, seed=11, lease_ms=1500, freeze_s=3, trainer=False, once=True)
+    report, faults = await chaos.run(0, seed=11, lease_ms=1000, freeze_s=2, trainer=False, once=True)
     chaos.show(report, faults)
     assert report.violations == []
     assert set(faults) == {kind for kind in chaos.WEIGHTS if not kind.startswith("trainer")}

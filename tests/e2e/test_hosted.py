@@ -89,7 +89,7 @@ async def steps(folder: Path, count: int) -> list[StepMetrics]:
 
 @pytest.fixture
 def hosted(tmp_path: Path) -> Iterator[Ring]:
-    file = config(tmp_path, steps=14, checkpoint_every=2, learning_rate=2e-3, evaluate_every=7)
+    file = config(tmp_path, steps=8, checkpoint_every=2, learning_rate=3e-3, evaluate_every=4)
     with ring(tmp_path / "ring", *HOSTED, "--train-config", str(file), "--training-share", "0.6") as served:
         yield served
 
@@ -98,20 +98,20 @@ async def test_it_learns_while_streams_go_on_and_goes_on_after_a_kill(hosted: Ri
     await steps(tmp_path, 1)
     streams = Streams(hosted.url)
     async with streams.going():
-        await steps(tmp_path, 5)
+        await steps(tmp_path, 3)
         (worker,) = await asyncio.to_thread(hosted.workers)
         os.kill(worker.pid, signal.SIGKILL)
         await wait_until(lambda: bool(hosted.server.printed("train.ended")), timeout_s=90)
     lines = metrics(tmp_path)
     assert hosted.server.printed("run.resumed"), "the new worker goes on from the checkpoint"
-    assert [line.train_step for line in lines] == list(range(14))
+    assert [line.train_step for line in lines] == list(range(8))
     consumed = [index for line in lines for index in line.indices]
     assert len(set(consumed)) == len(consumed), "each group was learned from once"
     assert lines[-1].held_out is not None and lines[-1].held_out >= 0.7, "0.56 before training"
     assert min(streams.answers.values()) > 3
     assert len(streams.texts) == 1, "greedy answers of the base do not notice the trainer"
     last = await asyncio.to_thread(status, hosted)
-    assert last is not None and (last.state, last.train_step) == ("ended", 14)
+    assert last is not None and (last.state, last.train_step) == ("ended", 8)
 
 
 def test_training_that_fails_says_why_and_the_worker_serves_on(tmp_path: Path) -> None:

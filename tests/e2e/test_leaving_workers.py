@@ -116,15 +116,27 @@ async def test_a_worker_told_to_leave_finishes_what_it_can_and_claims_nothing(wo
 
 async def test_what_a_leaving_worker_cannot_finish_goes_on_elsewhere_at_once(workerless: Ring, tmp_path: Path) -> None:
     seen: list[int] = []
-    with worker(workerless, tmp_path, "leaver", "--drain-grace-s", "0.2") as leaver:
-        stream = asyncio.create_task(told(workerless.url, 6, seen, max_tokens=1500))
-        await wait_until(lambda: bool(seen), 20)
-        with worker(workerless, tmp_path / "heir", "heir") as heir:
-            assert await asyncio.to_thread(leaver.stop) == 0
-            assert leaver.printed("worker.handed_back"), leaver.output
-            assert len(await asyncio.wait_for(stream, 30)) == 1500
-            assert heir.printed("worker.took_over"), heir.output
-            assert await told(workerless.url, 6, max_tokens=1500) == seen, "the tokens changed with the worker"
+    with (
+        worker(workerless, tmp_path / "heir", "heir") as heir,
+        worker(workerless, tmp_path, "leaver", "--drain-grace-s", "0.2") as leaver,
+    ):
+        with stopped(heir):  # else it might be the one that gets the stream
+            stream = asyncio.create_task(told(workerless.url, 6, seen, max_tokens=900))
+            await wait_until(lambda: bool(seen), 20)
+        assert await asyncio.to_thread(leaver.stop) == 0
+        assert leaver.printed("worker.handed_back"), leaver.output
+        assert len(await asyncio.wait_for(stream, 30)) == 900
+        assert heir.printed("worker.took_over"), heir.output
+        assert await told(workerless.url, 6, max_tokens=900) == seen, "the tokens changed with the worker"
+
+
+@contextmanager
+def stopped(process: Process) -> Iterator[None]:
+    process.popen.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.popen.send_signal(signal.SIGCONT)
 
 
 async def answers(http: httpx.AsyncClient, status: int) -> bool:

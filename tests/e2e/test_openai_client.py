@@ -123,7 +123,7 @@ async def test_a_disconnect_frees_the_row(served: Ring) -> None:
             break
         await stream.close()
 
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
 
             async def idle() -> bool:
                 health = (await http.get(f"{served.url}/health")).json()

@@ -16,12 +16,13 @@ ASK = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "tem
 
 def test_the_policy_learns_while_chats_on_it_go_on(served: Ring, tmp_path: Path) -> None:
     recipe = str(ROOT / "trainer/recipes/tiny-fixed.yaml")
-    with training(served, tmp_path, "--config", recipe, "--steps", "20") as trainer:
+    sizes = ("--steps", "8", "--learning-rate", "0.003", "--evaluate-every", "4")
+    with training(served, tmp_path, "--config", recipe, *sizes) as trainer:
         answers = asyncio.run(chat_until_trained(served, trainer))
         assert trainer.popen.wait(10) == 0, trainer.output
     versions = httpx.get(f"{served.url}/v1/adapters/policy", timeout=10).json()
     steps = [json.loads(line) for line in trainer.lines if '"train.step"' in line]
-    assert len(steps) == 20
+    assert len(steps) == 8
     assert steps[-1]["held_out"] >= 0.6, "greedy exact on the sixteen tasks, 0.3 to 0.5 before training"
     assert answers > 5
     assert versions["latest"] == steps[-1]["version"]
