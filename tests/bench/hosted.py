@@ -16,7 +16,6 @@ import json
 import sys
 import tempfile
 import time
-from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -28,7 +27,7 @@ import numpy as np
 from shared import logs
 from tests.bench.local_ring import LocalRing, LocalSink, LocalSource
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
-from trainer.batches import Sample, SampleGroup
+from tests.bench.steady_training import Training, random_groups
 from trainer.environments import Observation, Outcome
 from trainer.host import EngineHost
 from trainer.learner import Learner
@@ -38,7 +37,6 @@ from trainer.rollouts import derived_seed
 from trainer.settings import TrainSettings
 from worker.engine.messages import EngineConfig
 
-SETTLE_S = 120.0  # at most
 SHAPES: dict[str, dict[str, Any]] = {
     "small": QWEN3_SMALL,
     "medium": {**QWEN3_SMALL, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536},
@@ -107,86 +105,6 @@ class Stretch:
     @property
     def rate(self) -> float:
         return self.stream_tokens / self.seconds
-
-
-@dataclass
-class Training:
-    """Train steps on one fixed batch, one after another, in the engine's thread."""
-
-    ring: LocalRing
-    learner: Learner | None
-    groups: list[SampleGroup]
-    steps: int = 0
-    tokens: int = 0
-    on: bool = False
-    error: Exception | None = None
-    _work: Any = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        assert self.learner is not None
-        self.size = self.learner._optimizer._size
-        took = self.size.took
-
-        def count(asked: int, positions: int, tokens: int, seconds: float) -> None:
-            self.tokens += tokens
-            took(asked, positions, tokens, seconds)
-
-        self.size.took = count  # type: ignore[method-assign]
-
-    def start(self) -> None:
-        self.on = True
-        self._next()
-
-    def settle(self) -> None:
-        """Until kernels are compiled and the size of a microbatch is found: two train steps."""
-        self.start()
-        until = time.monotonic() + SETTLE_S
-        while self.steps < 2 and not self.error and time.monotonic() < until:
-            time.sleep(0.1)
-        self.stop()
-
-    def stop(self) -> None:
-        """End in the middle of a train step; what it has accumulated is thrown away."""
-        self.on = False
-        self._work.cancel()
-        self.ring.call(lambda: None)  # the unit that ran has ended
-
-    def _next(self) -> None:
-        if not self.on:
-            return
-        learner, step = self.learner, self.steps
-        assert learner is not None
-        self._work = self.ring.engine.run_between_steps(lambda: learner.train(self.groups, step, step, [(1, 2, 3)]))
-        self._work.add_done_callback(self._done)
-
-    def _done(self, work: Any) -> None:
-        try:
-            report = work.result().report
-        except CancelledError:
-            return
-        except Exception as error:  # told by the next look at it: this runs in a future's callback
-            self.error = error
-            return
-        assert report.updated, report
-        self.steps += 1
-        self._next()
-
-
-def random_groups(options: Options, vocab: int) -> list[SampleGroup]:
-    """A batch of the real shape; rewards by chance."""
-    draw = np.random.default_rng(1)
-
-    def ids(n: int) -> tuple[int, ...]:
-        return tuple(int(i) for i in draw.integers(3, vocab, n))
-
-    def sample() -> Sample:
-        n = options.completion
-        return Sample(ids(n), (-float(np.log(vocab)),) * n, (True,) * n, (0,) * n, float(draw.normal()))
-
-    return [
-        SampleGroup(str(at), ids(options.prompt), tuple(sample() for _ in range(options.samples)))
-        for at in range(options.groups)
-    ]
 
 
 def watch(ring: LocalRing, seconds: float, training: Training | None = None) -> Stretch:
@@ -309,7 +227,8 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
         )
     )
     state = ring.call(lambda: _state_bytes(learner))
-    training = Training(ring, learner, random_groups(options, ring.loaded.card.vocab_size))
+    sizes = (options.groups, options.samples, options.prompt, options.completion)
+    training = Training(ring, learner, random_groups(*sizes, ring.loaded.card.vocab_size))
     training.settle()
     said(f"training runs, microbatches of {training.size.positions} positions")
     ring.stream(options.streams, options.prompt, options.stream_tokens)
@@ -317,31 +236,14 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
     watch(ring, options.stretch_s, training)
     said(f"streams decode, microbatches of {training.size.positions} positions")
     pairs = [(watch(ring, options.stretch_s), watch(ring, options.stretch_s, training)) for _ in range(options.rounds)]
-    alone, beside = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    inference, hosted = median(s.active_bytes for s in alone), median(s.active_bytes for s in beside)
     result: dict[str, Any] = {
         "device": str(mx.default_device()),
         "shape": options.shape,
         "dtype": options.dtype,
         "streams": options.streams,
         "share": options.share,
-        "decode_tok_per_s_alone": median(s.rate for s in alone),
-        "decode_tok_per_s_training": median(s.rate for s in beside),
-        "decode_kept": [b.rate / a.rate for a, b in pairs],
-        "train_tok_per_s_beside": median(s.train_tokens / s.seconds for s in beside),
-        "train_steps_per_minute_beside": median(60 * s.train_steps / s.seconds for s in beside),
-        "unit_ms_beside": median(1000 * s.unit_s / max(1, s.units) for s in beside),
-        "time_share_beside": median(s.unit_s / s.seconds for s in beside),
-        "gaps_alone": percentiles([g for s in alone for g in s.gaps_ms]),
-        "gaps_training": percentiles([g for s in beside for g in s.gaps_ms]),
-        "memory": {
-            "base": base,
-            "inference": inference,
-            "hosted": hosted,
-            "adapter_and_optimizer": state,
-            "hosted_without_state_over_inference": (hosted - state) / inference,
-            "peak_over_inference": max(s.peak_bytes for s in beside) / max(s.peak_bytes for s in alone),
-        },
+        **figures(pairs),
+        "memory": memory(pairs, base, state),
         "microbatch_positions": training.size.positions,
     }
     said(f"decode kept {spread(result['decode_kept'])}, {result['train_tok_per_s_beside']:,.0f} train tok/s beside")
@@ -358,6 +260,36 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
         ring.end_streams()
     assert ring.engine.stop(60)
     return result
+
+
+def figures(pairs: list[tuple[Stretch, Stretch]]) -> dict[str, Any]:
+    """What decoding and training had of stretches without and with training."""
+    alone, beside = zip(*pairs, strict=True)
+    return {
+        "decode_tok_per_s_alone": median(s.rate for s in alone),
+        "decode_tok_per_s_training": median(s.rate for s in beside),
+        "decode_kept": [b.rate / a.rate for a, b in pairs],
+        "train_tok_per_s_beside": median(s.train_tokens / s.seconds for s in beside),
+        "train_steps_per_minute_beside": median(60 * s.train_steps / s.seconds for s in beside),
+        "unit_ms_beside": median(1000 * s.unit_s / max(1, s.units) for s in beside),
+        "time_share_beside": median(s.unit_s / s.seconds for s in beside),
+        "gaps_alone": percentiles([g for s in alone for g in s.gaps_ms]),
+        "gaps_training": percentiles([g for s in beside for g in s.gaps_ms]),
+    }
+
+
+def memory(pairs: list[tuple[Stretch, Stretch]], base: int, state: int) -> dict[str, float]:
+    """Bytes and ratios; `state`: of adapter and optimizer."""
+    alone, beside = zip(*pairs, strict=True)
+    inference, hosted = median(s.active_bytes for s in alone), median(s.active_bytes for s in beside)
+    return {
+        "base": base,
+        "inference": inference,
+        "hosted": hosted,
+        "adapter_and_optimizer": state,
+        "hosted_without_state_over_inference": (hosted - state) / inference,
+        "peak_over_inference": max(s.peak_bytes for s in beside) / max(s.peak_bytes for s in alone),
+    }
 
 
 def said(what: str) -> None:

@@ -1,0 +1,91 @@
+"""Train steps without end on one batch, in the engine's thread, to be switched on and off."""
+
+import time
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tests.bench.local_ring import LocalRing
+from trainer.batches import Sample, SampleGroup
+from trainer.learner import Learner
+
+SETTLE_S = 120.0  # at most
+
+
+@dataclass
+class Training:
+    """Train steps on one fixed batch, one after another, in the engine's thread."""
+
+    ring: LocalRing
+    learner: Learner | None
+    groups: list[SampleGroup]
+    steps: int = 0
+    tokens: int = 0
+    on: bool = False
+    error: Exception | None = None
+    _work: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        assert self.learner is not None
+        self.size = self.learner._optimizer._size
+        took = self.size.took
+
+        def count(asked: int, positions: int, tokens: int, seconds: float) -> None:
+            self.tokens += tokens
+            took(asked, positions, tokens, seconds)
+
+        self.size.took = count  # type: ignore[method-assign]
+
+    def start(self) -> None:
+        self.on = True
+        self._next()
+
+    def settle(self) -> None:
+        """Until kernels are compiled and the size of a microbatch is found: two train steps."""
+        self.start()
+        until = time.monotonic() + SETTLE_S
+        while self.steps < 2 and not self.error and time.monotonic() < until:
+            time.sleep(0.1)
+        self.stop()
+
+    def stop(self) -> None:
+        """End in the middle of a train step; what it has accumulated is thrown away."""
+        self.on = False
+        self._work.cancel()
+        self.ring.call(lambda: None)  # the unit that ran has ended
+
+    def _next(self) -> None:
+        if not self.on:
+            return
+        learner, step = self.learner, self.steps
+        assert learner is not None
+        self._work = self.ring.engine.run_between_steps(lambda: learner.train(self.groups, step, step, [(1, 2, 3)]))
+        self._work.add_done_callback(self._done)
+
+    def _done(self, work: Any) -> None:
+        try:
+            report = work.result().report
+        except CancelledError:
+            return
+        except Exception as error:  # told by the next look at it: this runs in a future's callback
+            self.error = error
+            return
+        assert report.updated, report
+        self.steps += 1
+        self._next()
+
+
+def random_groups(groups: int, samples: int, prompt: int, completion: int, vocab: int) -> list[SampleGroup]:
+    """A batch of the real shape; rewards by chance."""
+    draw = np.random.default_rng(1)
+
+    def ids(n: int) -> tuple[int, ...]:
+        return tuple(int(i) for i in draw.integers(3, vocab, n))
+
+    def sample() -> Sample:
+        n = completion
+        return Sample(ids(n), (-float(np.log(vocab)),) * n, (True,) * n, (0,) * n, float(draw.normal()))
+
+    return [SampleGroup(str(at), ids(prompt), tuple(sample() for _ in range(samples))) for at in range(groups)]
