@@ -4,7 +4,7 @@ import asyncio
 import socket
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from fastapi import Request
@@ -137,19 +137,32 @@ class Ring:
         live = await self.live_models()
         if name is None:
             name = _only(list(live))
-        card = live.get(name)
+        card = await self.live_card(name)
         if card is None:
-            if await self.registry.card(name) is None:
+            known = await self.card(name)
+            if known is None:
                 raise UnknownModelError(f"model '{name}' does not exist; served: {_listed(live)}", param="model")
+            card = live.get(known.name)
+        if card is None:
             raise ServiceUnavailableError(f"no live worker serves model '{name}' at the moment")
-        return ServedModel(card, await self.codecs.codec(card), self.queue(name))
+        return ServedModel(card, await self.codecs.codec(card), self.queue(card.name))
 
     async def known(self, name: str) -> tuple[ModelCard, TextCodec]:
         """Card and codec of a model, whether or not a worker lives."""
-        card = await self.registry.card(name)
+        card = await self.card(name)
         if card is None:
             raise UnknownModelError(f"model '{name}' does not exist", param="model")
         return card, await self.codecs.codec(card)
+
+    async def card(self, model: str) -> ModelCard | None:
+        """The card of a model, by what a request calls it: its name, or what a worker of it was given as `--model`."""
+        found = await self.live_card(model) or await self.registry.card(model)
+        return found or (_called(model, await self.registry.models()) if "/" in model else None)
+
+    async def live_card(self, model: str) -> ModelCard | None:
+        """The same of a model that a live worker serves, without asking Redis."""
+        live = await self.live_models()
+        return live.get(model) or _called(model, live.values())
 
     def queue_bound(self, kind: SequenceClass) -> int:
         """How many sequences of a class may wait for one model."""
@@ -168,6 +181,10 @@ async def ring_of(request: Request) -> Ring:
     """The ring of the app that serves a request; async, since FastAPI runs any other function in a thread."""
     ring: Ring = request.app.state.ring
     return ring
+
+
+def _called(source: str, cards: Iterable[ModelCard]) -> ModelCard | None:
+    return min((card for card in cards if source in card.sources), key=lambda card: card.name, default=None)
 
 
 def _only(names: list[str]) -> str:

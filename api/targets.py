@@ -1,7 +1,8 @@
 """What a request wants to talk to: a served model, or an adapter version on top of one.
 
-`model` may be a served model, an adapter (`name`), a version (`name@k`) or a weighted split (`a@1:0.9,b@2:0.1`);
-`adapter` and `lora_adapter` name adapters only. The base of an adapter is the model with its manifest's `base_sha256`.
+`model` may be a served model (by its name, or by what its workers were given as `--model`), an adapter (`name`), a
+version (`name@k`) or a weighted split (`a@1:0.9,b@2:0.1`); `adapter` and `lora_adapter` name adapters only. The base of
+an adapter is the model with its manifest's `base_sha256`.
 
 Invariants. A split is decided here, by a hash of the session, so that a session stays with its choice. A pinned
 request leaves with `name@k`, the version of its admission; a following one leaves with the bare name.
@@ -51,7 +52,7 @@ async def find_target(
     ring: Ring, model: str | None, adapter: str = "", policy: AdapterPolicy = "pin", *, session: str
 ) -> Target:
     """The target of one request; UnknownModelError, UnknownAdapterError, or InvalidRequestError for a wrong pair."""
-    if not adapter and (model is None or model in await ring.live_models()):
+    if not adapter and (model is None or await ring.live_card(model) is not None):
         return Target(await ring.served(model))
     base, reference = await _parted(ring, model, adapter)
     if not reference:
@@ -102,7 +103,7 @@ def check_base(manifest: AdapterManifest, card: ModelCard) -> None:
 
 async def _parted(ring: Ring, model: str | None, adapter: str) -> tuple[str | None, str]:
     """(model, adapter reference): `model` may be either."""
-    if model is None or model in await ring.live_models() or await ring.registry.card(model) is not None:
+    if model is None or await ring.card(model) is not None:
         return model, adapter
     if not adapter:
         return None, model

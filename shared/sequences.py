@@ -156,6 +156,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     created: int = 0  # Unix seconds
     schema: int = SCHEMA
     modules: dict[str, tuple[int, int]] = {}  # that adapters may adapt: path -> (in, out); empty: not known
+    sources: tuple[str, ...] = ()  # what its workers were given as --model: hub names, folders; requests may say these
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -127,7 +127,9 @@ class WorkerSettings(JoinSettings):
         validation_alias=AliasChoices("model", "model_path", "PARALLM_MODEL"),
         description="model folder or hub name",
     )
-    served_model_name: str = Field(default="", description="name in the API; default: the last part of --model")
+    served_model_name: str = Field(
+        default="", description="name in the API; default: the last part of --model, which a request may also say whole"
+    )
     worker_id: str = Field(default="", description="default: host name and a random part")
     max_batch_size: int = Field(
         default=32,

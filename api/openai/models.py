@@ -51,7 +51,7 @@ async def list_models(ring: TheRing) -> ModelList:
 @router.get("/models/{name:path}", include_in_schema=False)
 async def describe_model(name: str, ring: TheRing) -> Model:
     """One model with a live worker, or an adapter (`name` or `name@k`) of one."""
-    card = (await ring.live_models()).get(name)
+    card = await ring.live_card(name)
     model = _described(card) if card is not None else await _adapter(ring, name)
     if model is None:
         raise UnknownModelError(f"model '{name}' does not exist or has no live worker", param="model")

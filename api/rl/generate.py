@@ -139,7 +139,7 @@ async def _policy_target(body: GenerateRequest, request: Request, ring: Ring) ->
         if not adapter and model is None and await ring.adapters.latest(default):
             adapter = default
         return await find_target(ring, model, adapter, policy, session=session)
-    if not adapter and model is not None and await ring.registry.card(model) is None:
+    if not adapter and model is not None and await ring.card(model) is None:
         adapter = model
         model = None
     choice = AdapterRef.parse(adapter or default).choose(session)

@@ -18,6 +18,8 @@ from shared.text import TokenizerBundle
 
 log = structlog.get_logger()
 
+SOURCES_KEPT = 8
+
 WorkerState = Literal["starting", "ready", "paused", "draining", "stuck"]
 
 
@@ -53,7 +55,14 @@ class WorkerRegistry:
         self._registered: dict[str, tuple[ModelCard, TokenizerBundle]] = {}
 
     async def register_model(self, card: ModelCard, tokenizer: TokenizerBundle) -> None:
-        """Publish what a worker serves; its heartbeats keep it, and bring it back should Redis lose it."""
+        """Publish what a worker serves; its heartbeats keep it, and bring it back should Redis lose it.
+
+        Workers of one model may have got it from different places: the card keeps them all.
+        """
+        known = await self.card(card.name)
+        if known is not None and known.base_sha256 == card.base_sha256:
+            sources = tuple(dict.fromkeys((*card.sources, *known.sources)))[:SOURCES_KEPT]
+            card = msgspec.structs.replace(card, sources=sources)
         bundle = msgspec.json.encode(tokenizer)
         async with self._redis.pipeline() as pipe:
             pipe.set(keys.tokenizer(card.tokenizer_sha256), bundle, ex=keys.REGISTRY_TTL_S)

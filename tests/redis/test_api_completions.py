@@ -3,8 +3,10 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 from openai import AsyncOpenAI
+from redis.asyncio import Redis
 
 from shared.frames import Finish
 from shared.redis.client import connect
@@ -283,3 +285,20 @@ async def test_the_description_of_the_api_is_complete(server: Api) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/jobs", "/v1/models", "/health"):
         assert path in described["paths"]
     assert "429" in described["paths"]["/v1/completions"]["post"]["responses"]
+
+
+async def test_a_model_may_be_called_what_its_workers_were_given(redis_url: str, redis: Redis) -> None:
+    registry = WorkerRegistry(redis)
+    async with working(redis_url, lambda spec: Answer("hi")), api(redis_url) as server:
+        for source in ("org/tiny-4bit", "models/tiny"):  # of two workers
+            await registry.register_model(msgspec.structs.replace(CARD, sources=(source,)), bundle())
+        for model in ("org/tiny-4bit", "models/tiny", MODEL):
+            answer = await server.post("/v1/completions", {"model": model, "prompt": "a", "max_tokens": 3})
+            assert (answer.status_code, answer.json()["model"]) == (200, model)
+        job = await server.post("/v1/jobs", {"kind": "generate", "model": "org/tiny-4bit", "prompts": ["a"]})
+        assert job.json()["model"] == MODEL
+        assert (await server.http.get("/v1/models/org/tiny-4bit")).json()["id"] == MODEL
+        unknown = await server.post("/v1/completions", {"model": "other/tiny-4bit", "prompt": "a"})
+        assert unknown.json()["error"]["code"] == "model_not_found"
+        await registry.register_model(msgspec.structs.replace(CARD, base_sha256="c" * 64), bundle())
+        assert (await registry.card(MODEL)).sources == ()  # type: ignore[union-attr]  # other weights

@@ -69,6 +69,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         quantization=_quantization(model_config),
         created=int(time.time()),
         modules=module_shapes(model),
+        sources=(config.model,),
     )
     limit = config.kv_limit_bytes or free_bytes() // 2
     return LoadedModel(card, bundle, model, model_config, path, limit)
