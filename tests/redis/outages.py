@@ -90,6 +90,11 @@ async def an_idle_worker_wakes(outages: Outages, redis: Redis) -> None:
     q = queue(redis)
     await q.claim("w1", plan(4))
     waiting = asyncio.create_task(q.wait("w1", 30))
+
+    async def it_blocks() -> bool:  # a connection that is only being made is not tried again
+        return int((await redis.info("clients"))["blocked_clients"]) > 0
+
+    await wait_until(it_blocks)
     await outages.safe(redis)
     async with outages.away():
         pass
