@@ -34,11 +34,12 @@ from api.commands.console import (
     segment,
 )
 from shared.jobs import TERMINAL, JobKind, JobStatus, RewardSpec
+from shared.version import version
 
 JOB_NOT_SUCCEEDED = 3
 LOOK_PATIENCE_S = 5.0  # with a server that is away or busy, of a command that only looks; others have 30 s
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Client of a ParaLLM server.")
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(deadletters.app, name="deadletters")
 app.add_typer(key.app, name="key")
@@ -48,6 +49,22 @@ app.command()(acl.acl)
 app.command("batch")(batches.batch)
 app.add_typer(batches.app, name="batches")
 app.add_typer(batches.files_app, name="files")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(version())
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    told: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print it and leave")
+    ] = False,
+) -> None:
+    """Client of a ParaLLM server."""
+
 
 Model = Annotated[str, typer.Option("--model", "-m", help="default: the only one that is served")]
 

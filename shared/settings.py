@@ -25,6 +25,7 @@ from pydantic_settings import (
 from shared.errors import SetupError
 from shared.foreign_flags import native
 from shared.redis import address
+from shared.version import version
 
 S = TypeVar("S", bound="ProcessSettings")
 
@@ -281,9 +282,12 @@ class ServeSettings(WorkerSettings, ApiSettings, RunnerSettings):
 def load(kind: type[S], argv: list[str] | None = None) -> S:
     """Settings of one process from a command line, the environment and YAML.
 
-    Raises SetupError naming the wrong key; exits 0 after `--help` and `--dry-run`.
+    Raises SetupError naming the wrong key; exits 0 after `--help`, `--version` and `--dry-run`.
     """
     args = native(list(sys.argv[1:] if argv is None else argv), kind.flags())
+    if "--version" in args:
+        print(version())
+        raise SystemExit(0)
     path = _config_path(args)
     configured: type[S] = type(kind.__name__, (kind,), {"config_file": path, "__module__": kind.__module__})
     source: CliSettingsSource[Any] = CliSettingsSource(

@@ -10,7 +10,6 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -28,6 +27,7 @@ from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from shared.spans import Attributes, Past, Role
+from shared.version import version
 
 LAST_WORDS_S = 3.0  # at the end, for a collector that may be away
 ERROR_TYPE = "error.type"
@@ -64,7 +64,7 @@ class Tracing:
         self.provider = TracerProvider(resource=_resource(role), shutdown_on_exit=False)
         self.provider.add_span_processor(_Discretion())
         self.provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=address)))
-        self._tracer = self.provider.get_tracer("mlx_parallm", _our_version())
+        self._tracer = self.provider.get_tracer("mlx_parallm", version())
 
     def close(self) -> None:
         """Send the rest; a collector that does not take it is not waited for."""
@@ -145,14 +145,7 @@ def _resource(role: Role) -> Resource:
     """Who we are; what the environment says of it wins."""
     ours = {
         SERVICE_NAME: f"parallm-{role}",
-        SERVICE_VERSION: _our_version(),
+        SERVICE_VERSION: version(),
         SERVICE_INSTANCE_ID: f"{socket.gethostname().split('.')[0]}-{os.getpid()}",
     }
     return Resource.create().merge(Resource(ours)).merge(OTELResourceDetector().detect())
-
-
-def _our_version() -> str:
-    try:
-        return version("mlx-parallm")
-    except PackageNotFoundError:
-        return "unknown"

@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from api import cli
 from shared.errors import SetupError
-from shared.settings import RunnerSettings, WorkerSettings, load
+from shared.settings import ApiSettings, ProcessSettings, RunnerSettings, ServeSettings, WorkerSettings, load
+from shared.version import version
 
 
 @pytest.mark.parametrize(
@@ -42,3 +45,11 @@ def test_aliases_count_in_the_environment_with_our_prefix(monkeypatch: pytest.Mo
     monkeypatch.setenv("PARALLM_MODEL", "elsewhere")
     settings = load(WorkerSettings, [])
     assert (settings.redis, settings.model) == ("redis://one", "elsewhere")
+
+
+@pytest.mark.parametrize("kind", [ServeSettings, WorkerSettings, ApiSettings])
+def test_a_command_tells_its_version(kind: type[ProcessSettings], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load(kind, ["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"{version()}\n")
+    assert CliRunner().invoke(cli.app, ["--version"]).stdout == f"{version()}\n"
