@@ -5,7 +5,6 @@ did not succeed.
 Results and JSON go to stdout, progress and errors to stderr.
 """
 
-import sys
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -16,14 +15,16 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from api.client import DEFAULT_URL, InferenceClient, JobRequest
-from api.commands import acl, adapters, batches, bench, deadletters, key, top
+from api.commands import acl, adapters, batches, bench, chat, deadletters, key, top
 from api.commands.console import (
     ApiKey,
     Json,
     JsonAnyway,
+    Model,
     Url,
     err,
     fail,
+    only_model,
     open_input,
     out,
     output,
@@ -45,6 +46,7 @@ app.add_typer(deadletters.app, name="deadletters")
 app.add_typer(key.app, name="key")
 app.command("top")(top.top)
 app.command("bench")(bench.bench)
+app.command("chat")(chat.chat)
 app.command()(acl.acl)
 app.command("batch")(batches.batch)
 app.add_typer(batches.app, name="batches")
@@ -64,9 +66,6 @@ def root(
     ] = False,
 ) -> None:
     """Client of a ParaLLM server."""
-
-
-Model = Annotated[str, typer.Option("--model", "-m", help="default: the only one that is served")]
 
 
 @app.command()
@@ -96,7 +95,7 @@ def submit(
         async with InferenceClient(url, api_key=api_key) as client:
             request = JobRequest(
                 kind=_kind(kind, wanted),
-                model=model or await _only_model(client),
+                model=model or await only_model(client),
                 n=n,
                 max_tokens=max_tokens,
                 temperature=temperature,
@@ -198,51 +197,6 @@ def cancel(job_id: str, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: J
 
 
 @app.command()
-def chat(
-    prompt: Annotated[str, typer.Argument(help="without one: a conversation, until Ctrl-D")] = "",
-    model: Model = "",
-    system: Annotated[str, typer.Option(help="system message")] = "",
-    max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
-    temperature: Annotated[float | None, typer.Option(min=0)] = None,
-    url: Url = DEFAULT_URL,
-    api_key: ApiKey = "",
-    as_json: Json = False,
-) -> None:
-    """Talk to a model; --json prints each answer whole, as the server gives it."""
-    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
-    options = {name: value for name, value in options.items() if value is not None}
-    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-
-    async def answer(text: str) -> None:
-        messages.append({"role": "user", "content": text})
-        parts: list[str] = []
-        async with InferenceClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
-            asked = model or await _only_model(client)
-            if as_json:
-                body = {"model": asked, "messages": messages, **options}
-                whole = await client.call("POST", "/v1/chat/completions", dict[str, Any], body)
-                parts.append(whole["choices"][0]["message"]["content"] or "")
-                print_json(whole)
-            else:
-                async for part in client.chat(asked, messages, **options):
-                    parts.append(part)
-                    out.print(part, end="", markup=False)
-                out.print()
-        messages.append({"role": "assistant", "content": "".join(parts)})
-
-    if prompt:
-        return perform(answer(prompt))
-    mark = "> " if sys.stdin.isatty() else ""
-    while True:
-        try:
-            text = input(mark)
-        except (EOFError, KeyboardInterrupt):
-            return None
-        if text.strip():
-            perform(answer(text))
-
-
-@app.command()
 def models(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
     """List the models and adapters that can be asked for."""
 
@@ -341,13 +295,6 @@ def _kind(kind: str, reward: RewardSpec | None) -> JobKind:
         if kind == known != "batch":
             return cast(JobKind, known)
     return fail(f"--kind {kind}: it is generate, rollout or score", 2)
-
-
-async def _only_model(client: InferenceClient) -> str:
-    names = [model.id for model in await client.models() if not model.parent]
-    if len(names) != 1:
-        fail(f"give --model: {', '.join(names) or 'no model'} is served", 2)
-    return names[0]
 
 
 if __name__ == "__main__":

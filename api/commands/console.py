@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from api.client import InferenceClient
 from api.client_http import RequestFailedError
 
 T = TypeVar("T")
@@ -20,6 +21,7 @@ T = TypeVar("T")
 Url = Annotated[str, typer.Option("--url", envvar="PARALLM_URL", help="address of the server")]
 ApiKey = Annotated[str, typer.Option("--api-key", envvar="PARALLM_API_KEY", help="if the server wants one")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+Model = Annotated[str, typer.Option("--model", "-m", help="default: the only one that is served")]
 JsonAnyway = Annotated[bool, typer.Option("--json", help="it is JSON in any case")]
 
 err = Console(stderr=True, highlight=False)
@@ -27,20 +29,30 @@ out = Console(highlight=False, soft_wrap=True)
 rows_out = Console(highlight=False, soft_wrap=True, width=250)  # columns, whatever the terminal has
 
 
-def perform(work: Coroutine[Any, Any, T]) -> T:
+def perform(
+    work: Coroutine[Any, Any, T], interrupted: str = "interrupted; a job or batch that was submitted goes on"
+) -> T:
     """Run to the end; when the server refuses or is away, a message and exit code 1 instead of a traceback."""
     try:
         return asyncio.run(work)
     except RequestFailedError as error:
         fail(error.message, 1)
     except KeyboardInterrupt:
-        fail("interrupted; a job or batch that was submitted goes on", 130)
+        fail(interrupted, 130)
 
 
 def fail(message: str, code: int) -> NoReturn:
     """End with an error message and this exit code."""
     err.print(f"[bold red]error[/]: {plain(message)}", soft_wrap=True)
     raise typer.Exit(code)
+
+
+async def only_model(client: InferenceClient) -> str:
+    """The model that is served; exit code 2 when that is not one."""
+    names = [model.id for model in await client.models() if not model.parent]
+    if len(names) != 1:
+        fail(f"give --model: {', '.join(names) or 'no model'} is served", 2)
+    return names[0]
 
 
 def open_input(file: str) -> IO[bytes]:

@@ -16,7 +16,7 @@ from api import cli
 from api.batch_client import BatchClient
 from api.client import InferenceClient, JobRequest
 from api.client_http import RequestFailedError
-from api.commands import batches
+from api.commands import batches, chat
 from shared.jobs import JobCounts, JobInput, JobStatus, JobUsage, RewardSpec
 
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -52,6 +52,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Handler], None]:
             return BatchClient("http://test", transport=httpx.MockTransport(handler), **options)
 
         monkeypatch.setattr(cli, "InferenceClient", make)
+        monkeypatch.setattr(chat, "InferenceClient", make)
         monkeypatch.setattr(batches, "BatchClient", make_for_files)
 
     return use
@@ -343,3 +344,35 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str) -> No
     with pytest.raises(RequestFailedError, match="ASCII") as caught:
         InferenceClient("http://127.0.0.1:9", api_key=key)
     assert key not in caught.value.message
+
+
+def test_what_a_model_thinks_goes_to_stderr(serve: Callable[[Handler], None]) -> None:
+    deltas = [{"role": "assistant", "content": ""}, {"reasoning_content": "[hm]"}, {"content": "yes"}, {}]
+    events = "".join(f"data: {json.dumps({'choices': [{'delta': each}]})}\n\n" for each in deltas)
+    serve(lambda request: httpx.Response(200, text=events + "data: [DONE]\n\n"))
+    code, out, err = run("chat", "hi", "--model", "m")
+    assert (code, out, err) == (0, "yes\n", "[hm]\n")
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(
+    serve: Callable[[Handler], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        asked.append([turn["content"] for turn in json.loads(request.read())["messages"]])
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        if len(asked) == 2:
+            return httpx.Response(400, json=REFUSED)
+        return httpx.Response(200, text='data: {"choices": [{"delta": {"content": "yes"}}]}\n\ndata: [DONE]\n\n')
+
+    serve(handler)
+    monkeypatch.setattr(chat, "_by_hand", lambda: True)
+    code, out, err = run("chat", "--model", "m", stdin="a\nb\nc\nd\n")
+    assert code == 0 and out.count("yes") == 2
+    assert "interrupted" in err and "no such thing" in err
+    assert asked == [["a"], ["b"], ["c"], ["c", "yes", "d"]], "what was never answered is forgotten"
+    monkeypatch.setattr(chat, "_by_hand", lambda: False)
+    asked.clear()
+    assert run("chat", "--model", "m", stdin="a\nb\n")[0] == 130, "a script is told"
