@@ -190,9 +190,14 @@ class TextConfig(RequestModel):
 
 
 class Reasoning(RequestModel):
-    """How the model reasons."""
+    """How the model reasons. Its reasoning comes whole, so `auto` gets no summary besides."""
 
-    off: ClassVar[Off] = {"summary": (), "generate_summary": (), "context": ("auto",), "mode": ("standard",)}
+    off: ClassVar[Off] = {
+        "summary": ("auto",),
+        "generate_summary": ("auto",),
+        "context": ("auto",),
+        "mode": ("standard",),
+    }
 
     effort: str | None = None
 
@@ -206,7 +211,7 @@ class ResponseRequest(RequestModel):
         "conversation": (),
         "background": (False,),
         "prompt": (),
-        "include": ([],),
+        "include": ([], ["reasoning.encrypted_content"]),  # reasoning comes as text: there is nothing to decrypt
         "truncation": ("disabled",),
         "max_tool_calls": (),
         "top_logprobs": (0,),

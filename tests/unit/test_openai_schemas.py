@@ -299,6 +299,10 @@ def test_the_place_of_an_error_is_told_as_the_user_wrote_it(
         (CompletionRequest, {"prompt": "a", "cache_salt": None, "vllm_xargs": None, "request_id": None}),
         (ResponseRequest, {"input": "a", "stream_options": {"include_obfuscation": False}, "moderation": None}),
         (ResponseRequest, {"input": "a", "reasoning": {"effort": None, "context": None, "mode": "standard"}}),
+        (
+            ResponseRequest,
+            {"input": "a", "include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}},
+        ),
         (EmbeddingRequest, {"input": ["a"] * 2048}),
     ],
 )
