@@ -157,8 +157,8 @@ class HttpSink:
         return (await self._api.upload(f"{self._path}/versions", AdapterManifest, fields, files)).version
 
     async def promote(self, version: int, gate: Sequence[GateCheck]) -> None:
-        """Flip `latest`."""
-        await self._api.call("POST", f"{self._path}/promote", _Done, {"version": version})
+        """Write the checks down and flip `latest`."""
+        await self._api.call("POST", f"{self._path}/promote", _Done, {"version": version, "gate": gate})
 
     async def reject(self, version: int, gate: Sequence[GateCheck]) -> None:
         """Write down which checks failed."""

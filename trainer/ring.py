@@ -102,8 +102,8 @@ class StoreSink:
         return manifest.version
 
     async def promote(self, version: int, gate: Sequence[GateCheck]) -> None:
-        """Flip `latest`."""
-        await self._store.promote(self._name, version)
+        """Write the checks down and flip `latest`."""
+        await self._store.promote(self._name, version, gate=gate)
 
     async def reject(self, version: int, gate: Sequence[GateCheck]) -> None:
         """Write down which checks failed."""

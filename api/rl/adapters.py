@@ -70,10 +70,21 @@ class LoadBody(RequestModel):
     model: str | None = Field(default=None, description="base model; may be left out when only one is served")
 
 
-class VersionBody(RequestModel):
-    """POST /v1/adapters/{name}/rollback and /promote."""
+class PromoteBody(RequestModel):
+    """POST /v1/adapters/{name}/promote."""
 
-    version: int | None = Field(default=None, ge=1, description="default of a rollback: the published one before")
+    version: int = Field(ge=1)
+    gate: Gate = Field(
+        default_factory=list, description="the checks that it has passed; none: those of its upload stay"
+    )
+
+
+class VersionBody(RequestModel):
+    """POST /v1/adapters/{name}/rollback."""
+
+    version: int | None = Field(
+        default=None, ge=1, description="default: the newest one before that has been the latest"
+    )
     reason: str = Field(default="rollback", max_length=200)
 
 
@@ -211,11 +222,9 @@ async def roll_back(name: Name, ring: TheRing, body: VersionBody | None = None) 
 
 
 @router.post("/v1/adapters/{name}/promote", summary="Promote a candidate", responses=error_responses(400, 404, 409))
-async def promote(name: Name, body: VersionBody, ring: TheRing) -> Loaded:
+async def promote(name: Name, body: PromoteBody, ring: TheRing) -> Loaded:
     """Make an uploaded candidate the latest version; 409 when a newer one has been it."""
-    if body.version is None:
-        raise InvalidRequestError("'version' is required", param="version")
-    await ring.adapters.promote(name, body.version)
+    await ring.adapters.promote(name, body.version, gate=_checks(body.gate))
     return Loaded(policy_version=body.version, message=f"{name}@{body.version} is the latest version")
 
 

@@ -150,8 +150,17 @@ class AdapterStore(AdapterCatalog):
 
     # -- flipping
 
-    async def promote(self, name: str, version: int, *, if_latest: int | None = None) -> None:
-        """Make a candidate the latest; ConflictError when a newer version has been it, or its gate rejected it."""
+    async def promote(
+        self, name: str, version: int, *, gate: Sequence[GateCheck] = (), if_latest: int | None = None
+    ) -> None:
+        """Make a candidate the latest; ConflictError when a newer version has been it, or its gate rejected it.
+
+        `gate`: the checks that it has passed, for its manifest; without any, those of its publication stay.
+        """
+        if gate:
+            manifest = msgspec.structs.replace(await self.manifest(name, version), gate=tuple(gate))
+            key = keys.adapter_manifest(name, version)
+            await self._redis.set(key, msgspec.json.encode(manifest), xx=True, keepttl=True)
         await self._move(name, version, "promoted", "promoted", if_latest)
 
     async def rollback(

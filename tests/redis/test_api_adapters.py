@@ -218,7 +218,10 @@ async def test_a_candidate_serves_by_number_until_it_is_promoted(server: Api) ->
     assert added.json()["version"] == 2
     assert await server.ring.adapters.latest("policy") == 1
     assert (await server.post("/v1/completions", {"prompt": "a", "model": "policy@2"})).status_code == 200
-    assert (await server.post("/v1/adapters/policy/promote", {"version": 2})).json()["policy_version"] == 2
+    checks = [{"name": "reload_parity", "passed": True, "detail": "0.01"}]
+    promoted = await server.post("/v1/adapters/policy/promote", {"version": 2, "gate": checks})
+    assert promoted.json()["policy_version"] == 2
+    assert (await server.http.get("/v1/adapters/policy/versions/2")).json()["gate"] == checks
     assert (await server.post("/v1/adapters/policy/promote", {"version": 1})).status_code == 409
 
 

@@ -1,6 +1,6 @@
 -- Move `latest` to a version that exists: forward (promoted) or to any other one (rolled_back).
 -- KEYS[1] head hash   KEYS[2] versions   KEYS[3] log of flips   KEYS[4] prefix of the manifests (same hash tag)
--- ARGV[1] name   ARGV[2] version, or '': the newest published one below latest   ARGV[3] promoted | rolled_back
+-- ARGV[1] name   ARGV[2] version, or '': the newest below latest that has been it   ARGV[3] promoted | rolled_back
 -- ARGV[4] flip only if latest is this, or ''   ARGV[5] reason for the log   ARGV[6] time to live, seconds
 -- ARGV[7] event channel
 -- Returns {status, latest}; status: ok, unknown, rejected (by its gate), stale (promote of an older one), moved, none.
@@ -20,8 +20,15 @@ if ARGV[2] ~= '' then
   if not found then return {'unknown', latest} end
   if found ~= 'published' then return {'rejected', latest} end
 else
+  -- A candidate that nobody has promoted may never have passed its gate: only what was served is gone back to.
+  local served = {}
+  for _, entry in ipairs(redis.call('XRANGE', KEYS[3], '-', '+')) do
+    for i = 1, #entry[2], 2 do
+      if entry[2][i] == 'version' then served[entry[2][i + 1]] = true end
+    end
+  end
   for _, candidate in ipairs(redis.call('ZREVRANGEBYSCORE', KEYS[2], '(' .. latest, 1)) do
-    if status(candidate) == 'published' then target = candidate break end
+    if served[candidate] and status(candidate) == 'published' then target = candidate break end
   end
   if not target then return {'none', latest} end
 end
