@@ -95,7 +95,8 @@ class OverRedis:
                 RingMailbox(orders) as mailbox,
             ):
                 live = TrajectoryQueue(redis, settings.adapter, blocking=blocking)
-                source, sink = RingSource(redis, card, codec, calls), StoreSink(redis, settings.adapter, card)
+                source = RingSource(redis, card, codec, calls)
+                sink = StoreSink(redis, settings.adapter, card, settings.versions_kept)
                 yield JoinedRing(card.base_sha256, codec, source, sink, board, mailbox, live)
         finally:
             await redis.aclose()

@@ -77,13 +77,13 @@ _SHARED_FIELDS = (
 
 
 class StoreSink:
-    """Publishes to the adapter store."""
+    """Publishes to the adapter store; with `keep_n`, older versions go, or a long run would fill Redis."""
 
-    def __init__(self, redis: Redis, name: str, card: ModelCard) -> None:
+    def __init__(self, redis: Redis, name: str, card: ModelCard, keep_n: int = 0) -> None:
         self._name = name
         self._card = card
         self._board = TrainingBoard(redis, name)
-        self._store = AdapterStore(redis)
+        self._store = AdapterStore(redis, keep_n=keep_n)
 
     async def stage(self, candidate: Candidate) -> int:
         """Store the candidate as the next version; the latest stays what it was."""

@@ -45,6 +45,11 @@ class TrainSettings(JoinSettings):
     run: str = Field(default="", description="name of the run; default: the adapter's")
     run_dir: Path = Field(default=Path(".parallm/train"), description="checkpoints, metrics, rejected versions")
     seed: int = Field(default=0, description="of tasks, samples and the adapter")
+    adapter_keep_n: int = Field(
+        default=16,
+        ge=0,
+        description="versions that publishing over Redis leaves in the store, besides latest, best and used; 0: all",
+    )
 
     task: str = Field(default="arithmetic", description="arithmetic, jsonl, gsm8k, or an environment: module:Class")
     task_count: int = Field(default=0, ge=0, description="repeat the same few tasks; 0: all")
@@ -187,6 +192,11 @@ class TrainSettings(JoinSettings):
     def adapter_shape(self) -> AdapterShape:
         """Kind, rank and place of the adapter."""
         return AdapterShape(self.lora_kind, self.lora_rank, self.lora_scale, self.lora_targets)
+    @property
+    def versions_kept(self) -> int:
+        """How many versions stay in the store: those that samples on their way may be pinned to, in any case."""
+        return max(self.adapter_keep_n, self.max_lag + 3) if self.adapter_keep_n else 0
+
 
     def sampling(self) -> SamplingOverrides:
         """How rollouts are drawn; filters stay off, since the loss needs the unfiltered distribution."""

@@ -50,3 +50,59 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         TrainSettings(atropos_url="http://127.0.0.1:8001", source="posted").check()
     with pytest.raises(SetupError, match="warm-up"):
         TrainSettings(schedule="linear", steps=5, warmup_steps=10).check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"dataset": Path("sums.jsonl")}, "--dataset has no use with --task arithmetic: it goes with --task jsonl"),
+        ({"reward": "math"}, "--reward has no use with --task arithmetic"),
+        ({"held_out_dataset": Path("sums.jsonl")}, "--held-out-dataset has no use with --task arithmetic"),
+        ({"task": "jsonl", "task_options": {"first": 1}}, "--task-options has no use with --task jsonl"),
+        ({"task": "package.module:Class", "system_prompt": "Be brief."}, "--system-prompt has no use"),
+        ({"task": "package.module:Class", "task_count": 4}, "it goes with --task arithmetic, jsonl or gsm8k"),
+        ({"adapter": "my policy"}, "--adapter: 'my policy' is no adapter name"),
+        ({"run": "../up"}, "--run: '../up' is no"),
+    ],
+)
+def test_what_would_be_left_out_in_silence_is_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(SetupError, match=complaint):
+        TrainSettings(**changes).check()
+
+
+def test_a_reward_beside_an_environment_scores_its_held_out_data_set() -> None:
+    held_out = {"held_out_dataset": Path("x.jsonl"), "reward": "gsm8k", "system_prompt": "Be brief."}
+    TrainSettings(task="package.module:Class", task_options={"first": 1}, **held_out).check()
+    TrainSettings(task="gsm8k", dataset=Path("x.jsonl"), task_count=4, reward="math").check()
+
+
+def test_a_dry_run_finds_contradictions_and_a_wrong_name_finds_its_neighbour(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="warm-up"):
+        load(TrainSettings, ["--dry-run", "--schedule", "linear", "--steps", "3", "--warmup-steps", "5"])
+    path = tmp_path / "run.yaml"
+    path.write_text("learning_rat: 0.1\n")
+    with pytest.raises(SetupError, match="learning_rat: there is no such setting; did you mean learning_rate"):
+        load(TrainSettings, ["--config", str(path)])
+
+
+def test_the_clip_range_follows_the_loss_unless_it_is_given() -> None:
+    def clips(**changes: Any) -> tuple[float, float]:
+        loss = TrainSettings(**changes).optimize_options().loss
+        return loss.clip_low, loss.clip_high
+
+    assert clips() == (0.2, 0.28)
+    assert clips(loss="gspo") == (3e-4, 4e-4)
+    assert clips(loss="gspo", clip_high=0.01) == (3e-4, 0.01)
+
+
+def test_what_is_seldom_meant_is_said() -> None:
+    assert TrainSettings().cautions() == []
+    assert "off-policy" in TrainSettings(temperature=0.7).cautions()[0]
+    evaluated = {"task": "gsm8k", "dataset": Path("x"), "evaluate_every": 5}
+    assert "on the training tasks" in TrainSettings(**evaluated).cautions()[0]
+    assert TrainSettings(**evaluated, held_out_dataset=Path("y")).cautions() == []
+
+
+def test_the_store_keeps_what_samples_on_their_way_may_be_pinned_to() -> None:
+    kept = [TrainSettings(adapter_keep_n=n, max_lag=8).versions_kept for n in (0, 2, 40)]
+    assert kept == [0, 11, 40]

@@ -15,7 +15,11 @@ from shared.redis.adapter_cache import DiskCache
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.adapter_watch import watch
 from tests.redis.adapter_versions import prepared, publish
+from tests.redis.scripted_worker import CARD
+from tests.unit.adapter_files import lora, mlx_config, write
 from tests.waiting import wait_until
+from trainer.publish import Candidate
+from trainer.ring import StoreSink
 
 GATE = (GateCheck("finite", False, "nan"),)
 
@@ -189,6 +193,38 @@ async def test_candidates_are_promoted_or_rejected(store: AdapterStore) -> None:
     assert [(flip.version, flip.previous, flip.reason) for flip in await store.history("policy")] == [
         (1, 3, "worse"), (3, 1, "promoted"), (1, 0, "published")
     ]  # fmt: skip
+
+
+async def test_a_rollback_without_a_version_goes_to_none_that_was_never_served(store: AdapterStore) -> None:
+    """A trainer that is killed amid its checks leaves a candidate that looks like any published version."""
+    await publish(store)
+    await publish(store, seed=1, set_latest=False)
+    await publish(store, seed=2)
+    assert await store.rollback("policy") == 1
+    with pytest.raises(ConflictError, match="no published version before"):
+        await store.rollback("policy")
+
+
+async def test_a_promotion_writes_down_which_checks_were_passed(store: AdapterStore) -> None:
+    await publish(store, set_latest=False, gate=(GateCheck("shapes", True),))
+    await store.promote("policy", 1)
+    assert [check.name for check in (await store.manifest("policy")).gate] == ["shapes"]
+    await publish(store, seed=1, set_latest=False)
+    await store.promote("policy", 2, gate=(GateCheck("shapes", True), GateCheck("reload_parity", True, "0.01")))
+    manifest = await store.manifest("policy")
+    assert (manifest.version, manifest.gate[1]) == (2, GateCheck("reload_parity", True, "0.01"))
+
+
+async def test_a_trainers_older_versions_make_room(redis: Redis, tmp_path: Path) -> None:
+    folder = write(tmp_path / "adapter", mlx_config(), lora())
+    sink = StoreSink(redis, "policy", CARD, keep_n=2)
+    passed = (GateCheck("reload_parity", True, "0"),)
+    for step in range(4):
+        version = await sink.stage(Candidate(folder, step, step, CARD.base_sha256))
+        await sink.promote(version, passed)
+    store = AdapterStore(redis)
+    assert await store.versions("policy") == [3, 4]
+    assert (await store.manifest("policy")).gate == passed
 
 
 async def test_workers_acknowledge(store: AdapterStore) -> None:
