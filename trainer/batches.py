@@ -14,7 +14,7 @@ Invariants.
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from shared.trajectories import Trajectory
 from trainer.advantages import AdvantageScale, group_advantages, has_signal
 from trainer.rollouts import RolloutGroup
 
-_FAILED = frozenset({"cancelled", "deadline", "error"})
+_FAILED = frozenset({"cancelled", "abort", "deadline", "error"})
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class Dropped:
     too_few: int = 0  # groups with fewer than two usable samples
     failed: int = 0  # samples without a completion or a reward
     overlong: int = 0  # samples that hit the length limit
+    cut_off: int = 0  # groups whose samples all did, and stay out of the loss
+    problem: str = field(default="", compare=False)  # of the first sample that failed
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,15 @@ def sample_groups(
     `policy_steps` says which policy step made each adapter version (`name@k`); "" and unknown ones are step 0.
     """
     kept: list[SampleGroup] = []
-    zero = few = failed = overlong = 0
+    zero = few = failed = overlong = cut_off = 0
+    first_problem = ""
     given = list(groups)
     baselines = _pooled(given, scale)
     for group in given:
-        members = [i for i, t in enumerate(group.trajectories) if usable(t)]
-        failed += len(group.trajectories) - len(members)
+        problems = [problem(t) for t in group.trajectories]
+        members = [i for i, found in enumerate(problems) if not found]
+        failed += len(problems) - len(members)
+        first_problem = first_problem or next(filter(None, problems), "")
         advantages = _advantages(group, members, baselines.get(group.id), scale)
         if advantages is None:
             few += 1
@@ -108,7 +113,9 @@ def sample_groups(
         taught = tuple(sample for sample in samples if any(sample.mask))
         if taught:
             kept.append(SampleGroup(group.id, chosen[0].prompt_ids, taught))
-    return kept, Dropped(zero, few, failed, overlong)
+        else:
+            cut_off += 1
+    return kept, Dropped(zero, few, failed, overlong, cut_off, first_problem)
 
 
 def _pooled(groups: Sequence[RolloutGroup], scale: AdvantageScale) -> dict[str, float]:
@@ -215,10 +222,19 @@ def loss_mask(trajectory: Trajectory) -> tuple[bool, ...]:
 
 def usable(trajectory: Trajectory) -> bool:
     """Whether it came to its end and has a finite reward."""
+    return not problem(trajectory)
+
+
+def problem(trajectory: Trajectory) -> str:
+    """Why nothing can be learned from it; "" when it came to its end and has a finite reward."""
     reward = trajectory.reward
-    scored = reward is not None and reward.value is not None and math.isfinite(reward.value)
-    fine = not trajectory.error and trajectory.finish_reason not in _FAILED
-    return scored and fine and len(trajectory.completion_ids) > 0
+    if trajectory.error:
+        return trajectory.error
+    if trajectory.finish_reason in _FAILED or not trajectory.completion_ids:
+        return f"it ended with {trajectory.finish_reason!r} after {len(trajectory.completion_ids)} tokens"
+    if reward is None or reward.value is None:
+        return reward.error if reward is not None and reward.error else "it has no reward"
+    return "" if math.isfinite(reward.value) else f"its reward is {reward.value}"
 
 
 def _reward(trajectory: Trajectory) -> float:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import structlog
 
-from shared.errors import ParallmError
+from shared.errors import ParallmError, SetupError
 from trainer.pacing import Pace
 from trainer.rollouts import RolloutGroup
 
@@ -157,19 +157,15 @@ class Collector:
             try:
                 return await self._player.play(index, self._adapter())
             except ParallmError as error:
-                if attempt == _RETRIES or error.status < 429:
+                if attempt == _RETRIES or error.status < 429 or isinstance(error, SetupError):
                     raise
                 log.warning("group.again", index=index, attempt=attempt, reason=str(error))
                 await asyncio.sleep(min(longest, pause * 2**attempt))
         raise AssertionError("unreachable")
 
     def _drop_stale(self, lag: Callable[[RolloutGroup], int]) -> None:
-        fresh: list[RolloutGroup] = []
-        for group in self._waiting:
-            age = lag(group)
-            if self._pace.too_old(age):
-                log.warning("group.stale", index=group.index, lag=age, bound=self._pace.max_lag)
-                self.dropped.append(group.index)
-            else:
-                fresh.append(group)
-        self._waiting = fresh
+        stale = [group.index for group in self._waiting if self._pace.too_old(lag(group))]
+        if stale:
+            log.info("groups.stale", groups=len(stale), bound=self._pace.max_lag)
+            self.dropped += stale
+            self._waiting = [group for group in self._waiting if group.index not in stale]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shared.errors import SetupError
 from shared.frames import VersionSpan
 from shared.jobs import Message
 from shared.text import TextCodec
@@ -37,12 +38,12 @@ class Conversation:
     def following(self, observation: Observation, reply_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Ids between a reply and the next one: end of turn, the new messages, the opening of the next reply."""
         if isinstance(observation.prompt, str):
-            raise ValueError("an environment with text prompts has one turn; give chat messages instead")
+            raise SetupError("an environment with text prompts has one turn; give chat messages instead")
         reply: Message = {"role": "assistant", "content": _MARK}
         text = self._codec.render_chat([*observation.prompt, reply, *messages])
         _, found, rest = text.rpartition(_MARK)
         if not found:
-            raise ValueError("the chat template leaves out earlier replies: no multi-turn training with it")
+            raise SetupError("the chat template leaves out earlier replies: no multi-turn training with it")
         ids = self._codec.encode(rest, add_special_tokens=False)
         ended = bool(reply_ids) and reply_ids[-1] in self._codec.bundle.eos_token_ids
         return ids[1:] if ended and ids and ids[0] == reply_ids[-1] else ids

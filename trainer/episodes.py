@@ -2,15 +2,17 @@
 
 import asyncio
 import math
+import traceback
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
-from shared.errors import ParallmError
+from shared.errors import SetupError
 from shared.jobs import SamplingOverrides
 from shared.trajectories import Reward, Trajectory
 from trainer.conversation import Conversation, joined
-from trainer.environments import Environment, Observation
+from trainer.environments import Environment, Observation, Outcome
 from trainer.rollouts import RolloutGroup, RolloutRequest, RolloutSource, derived_seed
 
 
@@ -40,6 +42,9 @@ class Episodes:
         """The finished group of task `index`; a sample whose reward failed carries the error and no value."""
         options = self._options
         observation = await self._environment.reset(index)
+        if not isinstance(observation, Observation):
+            said = f"`reset` gave {observation!r:.80}, not a trainer.environments.Observation"
+            raise SetupError(f"environment {self._environment.name!r}: {said}")
         request = RolloutRequest(
             id=f"{options.run}-{index}",
             prompt_ids=self._conversation.prompt_ids(observation),
@@ -61,15 +66,13 @@ class Episodes:
                 return whole
             action = self._conversation.text(last.completion_ids)
             try:
-                outcome = await self._environment.step(observation, action)
-            except (ArithmeticError, LookupError, TypeError, ValueError, TimeoutError, ParallmError) as error:
-                reward = Reward(name, None, error=f"{type(error).__name__}: {error}")
-                return msgspec.structs.replace(whole, reward=reward)
+                outcome = await self._judged(observation, action)
+            except SetupError:
+                raise
+            except Exception as error:  # of somebody else's code, at what a model wrote: it costs this sample alone
+                return msgspec.structs.replace(whole, reward=Reward(name, None, error=_blamed(error)))
             if outcome.reward is None:
                 return whole
-            if not math.isfinite(outcome.reward):
-                reward = Reward(name, None, error=f"the reward is {outcome.reward}")
-                return msgspec.structs.replace(whole, reward=reward)
             total += outcome.reward
             components.update(outcome.components)
             if outcome.done or last.finish_reason == "length" or turn == self._options.max_turns:
@@ -79,6 +82,15 @@ class Episodes:
             last = await self._next_turn(request, whole, between, turn)
             whole = joined(whole, between, last)
         return msgspec.structs.replace(whole, reward=Reward(name, total, components))
+
+    async def _judged(self, observation: Observation, action: str) -> Outcome:
+        outcome = await self._environment.step(observation, action)
+        if not isinstance(outcome, Outcome):
+            said = f"`step` gave {outcome!r:.80}, not a trainer.environments.Outcome"
+            raise SetupError(f"environment {self._environment.name!r}: {said}")
+        if outcome.reward is not None and not math.isfinite(outcome.reward):
+            raise ValueError(f"the reward is {outcome.reward}")
+        return outcome
 
     async def _next_turn(self, request: RolloutRequest, whole: Trajectory, between: list[int], turn: int) -> Trajectory:
         seed = derived_seed(request.sampling.seed or 0, whole.sample_index, turn)
@@ -97,3 +109,10 @@ class Episodes:
     def _seeded(self, index: int) -> SamplingOverrides:
         seed = derived_seed(self._options.seed, "group", index)
         return msgspec.structs.replace(self._options.sampling, seed=seed)
+
+
+def _blamed(error: Exception) -> str:
+    """The error, and the line of the user's own code that raised it."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    ours = Path(place.filename).parent == Path(__file__).parent
+    return f"{type(error).__name__}: {error}" + ("" if ours else f" ({Path(place.filename).name}:{place.lineno})")

@@ -241,7 +241,7 @@ class TrainLoop:
                 )
         timing.train_s = time.perf_counter() - started
         lags = [min(self._lag(group), state.policy_step) for group in batch.groups]  # posted ones may be of any age
-        failed = await self._serving.offer(trained, batch.groups, serve=serve)
+        failed = await self._serving.offer(trained, batch, dropped, serve=serve)
         timing.publish_s = time.perf_counter() - started - timing.train_s
         self._count(batch, trained.report, timing)
         self._inbox.pace_on(state)
@@ -261,6 +261,8 @@ class TrainLoop:
 
     def _sampled_from(self) -> str:
         """What a group that starts now is sampled from: the newest version, as soon as a worker has it.
+        if dropped.failed:
+            log.warning("train.samples_failed", samples=dropped.failed, first=dropped.problem[:500])
 
         Exactly the served version when nothing older will do (K = 0), and until this start has published a second one:
         before, workers may still have what an earlier start published.

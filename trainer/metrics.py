@@ -131,7 +131,7 @@ def step_metrics(
         reward=float(np.mean(rewards)) if rewards else 0.0,
         reward_std=float(np.std(rewards)) if rewards else 0.0,
         groups=len(batch),
-        taught=len(batch) - dropped.zero_variance - dropped.too_few,
+        taught=len(batch) - dropped.zero_variance - dropped.too_few - dropped.cut_off,
         zero_variance=dropped.zero_variance,
         failed=dropped.failed,
         overlong=dropped.overlong,

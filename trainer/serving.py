@@ -15,6 +15,7 @@ from shared.adapters import GateCheck, version_id
 from shared.errors import ParallmError
 from trainer import gate
 from trainer.examine import Examiner
+from trainer.batches import Dropped
 from trainer.gate import RewardWatch, Standing
 from trainer.host import at_once
 from trainer.inbox import Batch
@@ -76,20 +77,20 @@ class Serving:
             state.held_out = await self._examiner.evaluate(served, state.train_step)
             log.info("run.started", held_out=state.held_out)
 
-    async def offer(self, trained: Trained, batch: Sequence[RolloutGroup], *, serve: bool = True) -> str:
+    async def offer(self, trained: Trained, batch: Batch, dropped: Dropped, *, serve: bool = True) -> str:
         """Serve new weights, or keep them unserved, or take the train step back; the failed checks.
 
         Nothing is offered when the step had nothing to learn from; several in a row are worth an alert.
         """
         self.held_out = None
         if not trained.checks:
-            await self._count_silence()
+            await self._count_silence(batch, dropped)
             return ""
         self._silent = 0
         if not serve:
             return await self._keep(trained)
         state = self._state
-        metrics = {"reward": mean_reward(batch), "loss": trained.report.loss, "kl": trained.report.kl}
+        metrics = {"reward": mean_reward(batch.groups), "loss": trained.report.loss, "kl": trained.report.kl}
 
         async def remote(version: int) -> list[GateCheck]:
             checks, self.held_out = await self._examiner.check(version, state.train_step + 1, state.held_out)
@@ -164,10 +165,11 @@ class Serving:
         if self._rejections >= self._settings.max_rejections:
             raise ParallmError(f"{self._rejections} train steps in a row failed the gate: {self._failed}")
 
-    async def _count_silence(self) -> None:
+    async def _count_silence(self, batch: Batch, dropped: Dropped) -> None:
         self._silent += 1
         if self._silent == self._settings.no_signal_after:
-            reason = f"{self._silent} train steps in a row had nothing to learn from: every group's rewards are equal"
+            what = nothing_learned(dropped, batch.groups)
+            reason = f"{self._silent} train steps in a row had nothing to learn from; the last one: {what}"
             await self._parts.sink.alert("no_signal", reason)
 
     def _served(self, version: int) -> None:
@@ -199,5 +201,28 @@ class Serving:
 
     async def _judged(self, version: int, reward: float) -> None:
         if self._state.best_reward is None or reward > self._state.best_reward:
-            self._state.best_reward, self._state.best_version = reward, version
-            await self._parts.sink.set_best(version, reward)
+            with contextlib.suppress(UnknownAdapterError):  # judged late, and deleted meanwhile
+                await self._parts.sink.set_best(version, reward)
+                self._state.best_reward, self._state.best_version = reward, version
+
+
+def tasks_of(group: RolloutGroup, batch: Batch) -> str:
+    """What kind of tasks a group is of: live traffic by its reward and environment, all of our own are one kind."""
+    if batch.source != "live":
+        return batch.source
+    first = group.trajectories[0]
+    return f"live/{first.reward.name if first.reward else ''}/{first.metadata.get('environment', '')}"[:256]
+
+
+def nothing_learned(dropped: Dropped, groups: Sequence[RolloutGroup]) -> str:
+    """Why a train step taught nothing, for a person."""
+    samples = sum(len(group.trajectories) for group in groups)
+    found = [
+        (dropped.zero_variance, "groups with equal rewards"),
+        (dropped.too_few, "groups without two samples to compare"),
+        (dropped.cut_off, "groups that stay out of the loss, all cut off (mask_overlong)"),
+        (dropped.overlong, "samples cut off at max_tokens"),
+        (dropped.failed, f"samples failed, the first one: {dropped.problem[:500]}"),
+    ]
+    causes = ", ".join(f"{count} {cause}" for count, cause in found if count)
+    return f"{len(groups)} groups of {samples} samples: {causes}"

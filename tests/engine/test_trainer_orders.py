@@ -168,7 +168,32 @@ async def test_a_run_without_signal_says_so_once(tmp_path: Path) -> None:
     sink = MemorySink()
     state, _ = await train(settings(tmp_path, steps=4, no_signal_after=2), sink, environment=Silent(count=8))
     assert [kind for kind, _ in sink.alerts] == ["no_signal"]
+    assert "the last one: 4 groups of 32 samples: 4 groups with equal rewards" in sink.alerts[0][1]
     assert state.train_step == 4 and state.policy_step == 0
+
+
+async def test_a_run_whose_samples_all_fail_says_why(tmp_path: Path) -> None:
+    class Broken(ArithmeticEnvironment):
+        async def step(self, observation: Observation, action: str) -> Outcome:
+            raise KeyError("answer")
+
+    sink = MemorySink()
+    await train(settings(tmp_path, steps=2, no_signal_after=2), sink, environment=Broken(count=8))
+    ((kind, message),) = sink.alerts
+    assert kind == "no_signal" and "32 samples failed, the first one: KeyError: 'answer' (test_" in message
+
+
+async def test_posted_updates_that_the_gate_refuses_do_not_end_the_run(tmp_path: Path) -> None:
+    poison = UpdateOrder((posted(1.0, logprob=-1e30), posted(0.0, logprob=-1e30, completion=(50, 51))))
+
+    class Unstopped(Letters):
+        def known(self, orders: Collection[str]) -> None:
+            self.left = 99  # the run ends by itself
+
+    letters = Unstopped([poison, poison], "order")
+    run = settings(tmp_path, steps=1, max_rejections=2)
+    state, _ = await train(run, mailbox=letters, environment=Silent(count=8))
+    assert (state.rejected, state.own_steps) == (2, 1)
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])

@@ -95,3 +95,12 @@ def test_masked_positions_hold_no_sampler_logprob() -> None:
     # A tool's tokens have none: whatever stands there must not reach the ratio.
     odd = Sample((5, 6), (-1.0, float("nan")), (True, False), (0, 0), 1.0)
     assert np.isfinite(pad([SampleGroup("a", (1,), (odd,))]).sampler_BT).all()
+
+
+def test_groups_that_are_all_cut_off_are_counted_and_the_first_failure_is_kept() -> None:
+    cut = group(trajectory(1.0, finish="length"), trajectory(0.0, finish="length"))
+    late = group(trajectory(1.0, finish="deadline"), trajectory(1.0), trajectory(0.0), index=1)
+    kept, dropped = sample_groups([cut, late], {})
+    assert [g.id for g in kept] == ["run-1"]
+    assert dropped == Dropped(overlong=2, cut_off=1, failed=1)
+    assert dropped.problem == "it ended with 'deadline' after 2 tokens"

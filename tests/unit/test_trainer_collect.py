@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from shared.errors import InvalidRequestError, ServiceUnavailableError
+from shared.errors import InvalidRequestError, ServiceUnavailableError, SetupError
 from tests.unit.trainer_samples import group, trajectory
 from trainer.collect import Collector
 from trainer.pacing import Pace
@@ -144,3 +144,16 @@ async def test_every_started_index_is_in_exactly_one_place() -> None:
             collector.pace_on(step + 1)
             places = consumed + dropped + collector.pending()
             assert sorted(places) == list(range(collector.cursor))
+
+
+async def test_bad_settings_end_the_wait_at_once() -> None:
+    class Wrong(Player):
+        async def play(self, index: int, adapter: str) -> RolloutGroup:
+            self.started.append(index)
+            raise SetupError("no such tool")
+
+    player = Wrong()
+    async with Collector(player, Pace(1, max_lag=0), lambda: "policy") as collector:
+        with pytest.raises(SetupError, match="no such tool"):
+            await collector.next_batch(0, fresh)
+    assert player.started == [0], "asked once: asking again changes nothing"

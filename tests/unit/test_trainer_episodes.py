@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from shared.frames import VersionSpan
 from shared.jobs import SamplingOverrides
 from shared.text import TextCodec, TokenizerBundle
 from shared.trajectories import Trajectory
-from trainer.batches import sample_groups
+from trainer.batches import problem, sample_groups
 from trainer.conversation import Conversation
 from trainer.environments import (
     ArithmeticEnvironment,
@@ -178,3 +179,46 @@ def test_an_environment_of_ones_own_is_named_by_module_and_class() -> None:
     assert loaded.name == "arithmetic"
     with pytest.raises(SetupError, match="write it as package"):
         load_class("trainer.environments:Nothing", {})
+
+
+async def played(codec: TextCodec, environment: Environment, **options: int) -> list[Trajectory]:
+    source = ScriptedSource(codec, "5<|im_end|>", "6<|im_end|>")
+    episodes = Episodes(source, environment, Conversation(codec), EpisodeOptions("run", 2, **options))  # type: ignore[arg-type]
+    return list((await episodes.play(3, "policy")).trajectories)
+
+
+async def test_any_error_of_an_environments_step_costs_its_sample_alone(codec: TextCodec) -> None:
+    class Careless(Calculator):
+        async def step(self, observation: Observation, action: str) -> Outcome:
+            found = re.match("5", action)
+            return Outcome(float(found.group()))  # type: ignore[union-attr]
+
+    fine, failed = await played(codec, Careless())
+    assert fine.reward is not None and fine.reward.value == 5.0
+    why = r"AttributeError: 'NoneType' object has no attribute 'group' \(test_trainer_episodes\.py:\d+\)"
+    assert re.fullmatch(why, problem(failed))
+
+
+async def test_an_environment_that_answers_with_something_else_is_told_what_it_should_give(codec: TextCodec) -> None:
+    class Bare(Calculator):
+        async def step(self, observation: Observation, action: str) -> Outcome:
+            return 1.0  # type: ignore[return-value]
+
+    class Words(Calculator):
+        async def reset(self, index: int) -> Observation:
+            return "What is 1 + 1?"  # type: ignore[return-value]
+
+    class Text(Calculator):
+        async def reset(self, index: int) -> Observation:
+            return Observation("1 + 1 =")
+
+        async def step(self, observation: Observation, action: str) -> Outcome:
+            return Outcome(0.0, done=False)
+
+    for environment, message in (
+        (Bare(), "'calculator': `step` gave 1.0, not a trainer.environments.Outcome"),
+        (Words(), "`reset` gave 'What is 1"),
+        (Text(), "text prompts has one turn"),
+    ):
+        with pytest.raises(SetupError, match=message):
+            await played(codec, environment, max_turns=2)
