@@ -69,12 +69,14 @@ def _summary(mismatch: list[np.ndarray[Any, Any]], staleness: list[np.ndarray[An
     if not mismatch:
         return Distances(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     m, s = np.concatenate(mismatch), np.concatenate(staleness)
+    with np.errstate(over="ignore"):  # log-probabilities that somebody has posted: infinite, and the gate refuses them
+        kl_m, kl_s = (float(np.mean(np.exp(x) - x - 1)) for x in (m, s))
     return Distances(
         tokens=m.size,
         mismatch_mean=float(np.abs(m).mean()),
         mismatch_max=float(np.abs(m).max()),
-        mismatch_kl=float(np.mean(np.exp(m) - m - 1)),
+        mismatch_kl=kl_m,
         staleness_mean=float(np.abs(s).mean()),
         staleness_max=float(np.abs(s).max()),
-        staleness_kl=float(np.mean(np.exp(s) - s - 1)),
+        staleness_kl=kl_s,
     )
