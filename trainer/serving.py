@@ -50,11 +50,12 @@ class Serving:
         self._publisher = publisher
         self._examiner = examiner
         self._state = state
-        # Live traffic is another set of tasks than our own: what is earned on one says nothing about the other.
-        self._watches = {source: RewardWatch(settings.reward_margin, settings.min_groups) for source in SOURCES}
-        for source, standings in (("prompts", state.good), ("live", state.good_live)):
-            self._watches[source].good = {version: Standing(*earned) for version, earned in standings.items()}
-        self._rejections = 0  # in a row
+        # What is earned on one kind of tasks says nothing about another: live traffic that gets harder is no collapse.
+        self._watches: dict[str, RewardWatch] = {}
+        for tasks, standings in state.good_on.items():
+            self._watch(tasks).good = {version: Standing(*earned) for version, earned in standings.items()}
+        self._rejections = 0  # in a row, of what the run has collected itself
+        self._posted = False  # whether the last offer was of posted trajectories
         self._failed = ""  # the last one's failed checks
         self._silent = 0  # train steps in a row without anything to learn from
         self.held_out: float | None = None  # of the last offer
@@ -86,6 +87,7 @@ class Serving:
         if not trained.checks:
             await self._count_silence(batch, dropped)
             return ""
+        self._posted = batch.source == "posted"
         self._silent = 0
         if not serve:
             return await self._keep(trained)
@@ -155,7 +157,7 @@ class Serving:
     async def _take_back(self, failed: str) -> str:
         await self._parts.host.run(at_once(self._learner.revert))
         self._state.rejected += 1
-        self._rejections += 1
+        self._rejections += not self._posted  # what users post must not end the run
         self._failed = failed
         log.error("version.rejected", train_step=self._state.train_step, checks=failed)
         return failed
