@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import structlog
@@ -195,4 +195,5 @@ def posted_groups(trajectories: Sequence[LiveTrajectory]) -> list[RolloutGroup]:
     groups: dict[object, list[LiveTrajectory]] = {}
     for live in trajectories:
         groups.setdefault(live.group or live.trajectory.prompt_ids, []).append(live)
-    return [group_of(members) for members in groups.values()]
+    # Numbered, since the ids that users give need not differ.
+    return [replace(group_of(members), id=f"posted-{number}") for number, members in enumerate(groups.values())]

@@ -106,3 +106,9 @@ def test_posted_trajectories_group_by_name_then_by_prompt_and_keep_their_advanta
     given = [LiveTrajectory("x", "policy", "m", trajectory(1.0), advantage=v) for v in (-2.0, 3.0)]
     ((group,), _) = sample_groups(posted_groups(given), {})
     assert [sample.advantage for sample in group.samples] == [-2.0, 3.0]
+
+
+def test_posted_groups_are_told_apart_though_their_ids_are_the_same() -> None:
+    single = [LiveTrajectory("same", "policy", "m", trajectory(r, prompt=(1, i))) for i, r in enumerate((1.0, 0.0))]
+    groups, _ = sample_groups(posted_groups(single), {})
+    assert [sample.advantage for group in groups for sample in group.samples] == [0.5, -0.5]
