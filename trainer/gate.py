@@ -5,7 +5,7 @@ pure: numbers in, `GateCheck` out. What has to be computed with the model stands
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -125,6 +125,10 @@ class RewardWatch:
         for old in list(self.good)[: -self.memory]:
             del self.good[old]
         return None
+
+    def keep_only(self, versions: Collection[int]) -> None:
+        """Measure by these alone: nobody can go back to one whose weights are gone."""
+        self.good = {version: standing for version, standing in self.good.items() if version in versions}
 
     def rolled_back(self) -> None:
         """Start anew: what is served now sets the measure, so that a harder task cannot roll back without end."""

@@ -132,12 +132,16 @@ class Publisher:
         """The weights of a version that is still kept."""
         return load_file(self.version_folder(version) / ADAPTER_FILE)
 
+    def kept(self) -> set[int]:
+        """The versions whose files are kept."""
+        versions = self._folder / "versions"
+        found = versions.iterdir() if versions.exists() else ()
+        return {int(path.name) for path in found if path.name.isdigit()}
+
     def forget(self, keep: Collection[int]) -> None:
         """Delete the files of all versions but these."""
-        versions = self._folder / "versions"
-        for path in versions.iterdir() if versions.exists() else ():
-            if path.name.isdigit() and int(path.name) not in keep:
-                shutil.rmtree(path)
+        for version in self.kept() - set(keep):
+            shutil.rmtree(self.version_folder(version))
 
     def _write(self, weights: Arrays, train_step: int) -> Path:
         directory = self._folder / "candidates" / f"step-{train_step:06d}"

@@ -5,6 +5,7 @@ moments, and its version stays in the store as rejected. `best` points at the ve
 `latest` at the one that is served.
 """
 
+import contextlib
 import time
 from collections.abc import Sequence
 
@@ -12,10 +13,10 @@ import numpy as np
 import structlog
 
 from shared.adapters import GateCheck, version_id
-from shared.errors import ParallmError
+from shared.errors import ParallmError, UnknownAdapterError
 from trainer import gate
-from trainer.examine import Examiner
 from trainer.batches import Dropped
+from trainer.examine import Examiner
 from trainer.gate import RewardWatch, Standing
 from trainer.host import at_once
 from trainer.inbox import Batch
@@ -25,11 +26,12 @@ from trainer.parts import Parts
 from trainer.publish import Publisher
 from trainer.rollouts import RolloutGroup, mean_reward
 from trainer.settings import TrainSettings
-from trainer.state import RunState
+from trainer.state import Arrays, RunState
 
 log = structlog.get_logger()
 
-SOURCES = ("prompts", "live")  # whose rewards are watched, each on its own
+WATCHED = 32  # kinds of tasks at most, the ones that were seen last
+KEPT_FOR_LIVE = 16  # versions at most: live traffic of an old one may be judged late
 
 
 class Serving:
@@ -85,9 +87,9 @@ class Serving:
         """
         self.held_out = None
         if not trained.checks:
+        self._posted = batch.source == "posted"
             await self._count_silence(batch, dropped)
             return ""
-        self._posted = batch.source == "posted"
         self._silent = 0
         if not serve:
             return await self._keep(trained)
@@ -110,31 +112,51 @@ class Serving:
 
     async def judge(self, batch: Batch) -> bool:
         """Judge the versions that sampled this batch; True when rewards have collapsed and an older one is served."""
-        watch = self._watches[batch.source]
-        by_version: dict[int, list[float]] = {}
+        earned: dict[tuple[str, int], list[float]] = {}
         for group in batch.groups:
-            versions = [oldest_version(t.spans, self._settings.adapter) or 0 for t in group.trajectories]
-            if group.rewards:
-                by_version.setdefault(min(versions), []).append(float(np.mean(group.rewards)))
-        for version, means in sorted(by_version.items()):
+            if group.rewards and (version := self._sampled_by(group)):
+                earned.setdefault((tasks_of(group, batch), version), []).append(float(np.mean(group.rewards)))
+        for (tasks, version), means in sorted(earned.items()):
+            watch = self._watch(tasks)
+            watch.keep_only(self._publisher.kept())
             target = watch.add(version, means)
             if target is not None:
                 await self._roll_back(version, target, watch.good[target].mean)
                 return True
-            decides = not self._settings.evaluate_every and batch.source == self._decides_best
-            if decides and version in watch.good:
+            if version in watch.good and self._decides_best(tasks, batch):
                 await self._judged(version, watch.good[version].mean)
         return False
 
     def keep_books(self) -> None:
-        """Write what a checkpoint needs into the state."""
-        prompts, live = ({v: (s.mean, s.error) for v, s in watch.good.items()} for watch in self._watches.values())
-        self._state.good, self._state.good_live = prompts, live
+    def _sampled_by(self, group: RolloutGroup) -> int:
+        """The oldest version that took part; 0, which judges nobody, when it was the base or another adapter.
 
-    @property
-    def _decides_best(self) -> str:
-        """The source whose rewards say which version is the best."""
-        return "live" if self._settings.source == "live" else "prompts"
+        Who does not say, such as Atropos, samples from what is served.
+        """
+        versions = [oldest_version(t.spans, self._settings.adapter) for t in group.trajectories]
+        return min((version for version in versions if version is not None), default=self._state.version)
+
+    def _watch(self, tasks: str) -> RewardWatch:
+        """The watch over these tasks; that of the tasks seen longest ago makes room for it."""
+        watch = self._watches.pop(tasks, None) or RewardWatch(self._settings.reward_margin, self._settings.min_groups)
+        self._watches[tasks] = watch
+        while len(self._watches) > WATCHED:
+            del self._watches[next(iter(self._watches))]
+        return watch
+
+        """Write what a checkpoint needs into the state."""
+        self._state.good_on = {
+            tasks: {version: (s.mean, s.error) for version, s in watch.good.items()}
+            for tasks, watch in self._watches.items()
+        }
+
+    def _decides_best(self, tasks: str, batch: Batch) -> bool:
+        """Whether these tasks say which version is the best: our own, else the first that judged one."""
+        settings, state = self._settings, self._state
+        if settings.evaluate_every or (batch.source == "live") != (settings.source == "live"):
+            return False
+        state.best_on = state.best_on or tasks
+        return tasks == state.best_on
 
     async def _keep(self, trained: Trained) -> str:
         """The local checks alone decide on weights that nobody is served yet."""
@@ -180,26 +202,40 @@ class Serving:
         state.swaps += 1
         state.unpublished = 0
         state.policy_steps[version] = state.policy_step
-        known = sorted(state.policy_steps)[-(self._settings.max_lag + 64) :]
+        settings = self._settings
+        known = sorted(state.policy_steps)[-(max(settings.max_lag, settings.live_max_lag) + 64) :]
         state.policy_steps = {v: state.policy_steps[v] for v in known}
         good = {version for watch in self._watches.values() for version in watch.good}
-        self._publisher.forget({version, state.best_version, *good, *known[-2:]})
+        late = min(settings.live_max_lag, KEPT_FOR_LIVE) if settings.source in ("live", "both") else 0
+        newest = known[-(max(settings.max_lag, late) + 2) :]  # what they sampled is still to be judged
+        self._publisher.forget({version, state.best_version, *good, *newest})
 
     async def _roll_back(self, bad: int, target: int, earned: float) -> None:
         """Serve an old version again and go on from its weights; what newer ones sampled is too old from now on."""
         state, settings = self._state, self._settings
         reason = f"version {bad} earned less than version {target} by more than {settings.reward_margin}"
         log.error("version.rolled_back", bad=bad, to=target, earned=earned)
-        await self._parts.sink.roll_back(target, reason)
-        await self._parts.sink.alert("reward_collapse", reason)
         weights = self._publisher.weights_of(target)
         await self._parts.host.run(at_once(lambda: self._learner.load(weights)))
+        served = await self._serve_again(target, weights, reason)
+        await self._parts.sink.alert("reward_collapse", reason)
         state.policy_step += settings.max_lag + 1
         state.policy_steps = {v: s for v, s in state.policy_steps.items() if v <= target}
         state.rollbacks += 1
         for watch in self._watches.values():
             watch.rolled_back()
-        self._served(target)
+        self._served(served)
+
+    async def _serve_again(self, target: int, weights: Arrays, reason: str) -> int:
+        """Make an older version the latest; published anew where somebody has deleted it from the store."""
+        try:
+            await self._parts.sink.roll_back(target, reason)
+        except UnknownAdapterError:
+            published = await self._publisher.publish(weights, self._state, [gate.finite_weights(weights)], {})
+            if not published.version:
+                raise ParallmError(f"version {target} was refused: {gate.failures(published.checks)}") from None
+            return published.version
+        return target
 
     async def _judged(self, version: int, reward: float) -> None:
         if self._state.best_reward is None or reward > self._state.best_reward:

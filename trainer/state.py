@@ -34,8 +34,8 @@ class RunState(msgspec.Struct):
     taken: list[str] = []  # entries of the live queue that the weights know and that are not acknowledged yet
     orders: list[str] = []  # ids of the last orders that the weights know
     policy_steps: dict[int, int] = {}  # adapter version -> policy step that made it
-    good: dict[int, tuple[float, float]] = {}  # version -> mean reward and its standard error (`gate.RewardWatch`)
-    good_live: dict[int, tuple[float, float]] = {}  # the same, earned on live traffic
+    good_on: dict[str, dict[int, tuple[float, float]]] = {}  # tasks -> version -> mean reward and its standard error
+    best_on: str = ""  # the tasks whose rewards say which version is the best
     rejected: int = 0
     rollbacks: int = 0
     updates: int = 0  # policy steps ever made; a rollback takes none away

@@ -1,7 +1,10 @@
 """Live traffic through the whole loop, in one process without a ring."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from shared.frames import VersionSpan
 from shared.redis.trajectory_queue import Delivered
@@ -10,7 +13,9 @@ from tests.engine.test_trainer_loop import settings
 from tests.training.in_process import MemorySink
 from tests.training.run import train
 from tests.unit.test_trainer_live import Queue
+from trainer.loop import TrainLoop
 from trainer.metrics import read
+from trainer.state import RunState
 
 
 def live(number: int, reward: float, version: int = 1) -> LiveTrajectory:
@@ -76,3 +81,58 @@ async def test_live_traffic_that_collapses_rolls_back_on_its_own(tmp_path: Path)
     state, _ = await train(run, sink, live=Traffic(good))
     assert state.rollbacks == 1 and sink.rollbacks[0][0] == 1
     assert sink.best == 1
+
+
+def traffic(first: int, rewards: float, version: int, environment: str = "") -> list[LiveTrajectory]:
+    """Four groups of two samples."""
+    lives = [live(first + i, rewards + 0.1 * (i % 2), version) for i in range(8)]
+    return [replace(each, trajectory=replace(each.trajectory, metadata={"environment": environment})) for each in lives]
+
+
+class InTurn(Queue):
+    """Each batch comes after the version that the one before has made; the run is stopped behind the last."""
+
+    def __init__(self, sink: MemorySink, batches: Sequence[list[LiveTrajectory]]) -> None:
+        super().__init__([])
+        self.sink, self.batches, self.given = sink, batches, 0
+        self.loops: list[TrainLoop] = []
+
+    async def wait(self, timeout_s: float) -> None:
+        await asyncio.sleep(0.005)
+        state, given = self.loops[0].state, self.given
+        if given == len(self.batches) == state.train_step + state.rollbacks:
+            self.loops[0].stop()
+        elif self.sink.latest > given < len(self.batches):
+            self.waiting += [Delivered(f"{given}-{i}", each) for i, each in enumerate(self.batches[given])]
+            self.given += 1
+
+
+async def trained_on(tmp_path: Path, *batches: list[LiveTrajectory]) -> tuple[RunState, MemorySink]:
+    """A train step on each batch, unless it rolls back."""
+    sink = MemorySink()
+    queue = InTurn(sink, batches)
+    run = settings(
+        tmp_path, source="live", live_trajectories=8, steps=99, live_max_lag=99, min_groups=4, parity_every=0,
+        reward_margin=0.4,
+    )  # fmt: skip
+    return await train(run, sink, live=queue, on_loop=queue.loops.append)
+
+
+async def test_traffic_on_the_base_is_no_measure_of_a_version(tmp_path: Path) -> None:
+    """There is no version 0 to go back to."""
+    state, sink = await trained_on(tmp_path, traffic(0, 1.0, version=0), traffic(8, -9.0, version=2))
+    assert (state.rollbacks, sink.latest, sink.best) == (0, 3, 2)
+
+
+async def test_a_version_that_is_judged_late_can_still_be_gone_back_to(tmp_path: Path) -> None:
+    unjudged = [traffic(8 * i, 1.0, version=0) for i in range(4)]
+    state, sink = await trained_on(tmp_path, *unjudged, traffic(32, 1.0, version=1), traffic(40, -9.0, version=5))
+    assert state.rollbacks == 1 and sink.rollbacks[0][0] == 1
+
+
+async def test_traffic_that_turns_to_harder_tasks_is_no_collapse(tmp_path: Path) -> None:
+    easy, hard = traffic(0, 1.0, 1, "easy"), traffic(8, -9.0, 2, "hard")
+    state, _ = await trained_on(tmp_path, easy, hard)
+    assert state.rollbacks == 0
+    state, _ = await trained_on(tmp_path / "again", easy, hard, traffic(16, -19.0, 3, "hard"))
+    assert state.rollbacks == 1, "worse on the same tasks"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.errors import ParallmError
+from shared.errors import ParallmError, SetupError, UnknownAdapterError
 from shared.jobs import Message
 from shared.trajectories import Trajectory
 from tests.training.in_process import MemorySink
@@ -219,3 +219,52 @@ async def test_tool_turns_are_trained_through_the_loop(tmp_path: Path) -> None:
     assert all(line.completion_tokens > 6 for line in lines), "two replies and what stands between them"
     measured = [line.mismatch for line in lines if line.mismatch is not None]
     assert measured and max(measured) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"lora_rank": 8}, r"lora_rank 16 there, 8 here.*--resume no"),
+        ({"lora_scale": 4.0}, r"lora_scale 2\.0 there, 4\.0 here"),
+        ({"lora_targets": ("nowhere",)}, r"bad settings: no linear layer matches"),
+        ({"resume": "best"}, r"no best checkpoint yet, only step-000002"),
+    ],
+)
+async def test_what_does_not_fit_the_earlier_run_is_refused_and_changes_nothing(
+    tmp_path: Path, changes: dict[str, Any], complaint: str
+) -> None:
+    run = settings(tmp_path, steps=2, parity_every=0, min_groups=99)
+    await train(run)
+    before = (run.folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(SetupError, match=complaint):
+        await train(run.model_copy(update={"steps": 3, **changes}))
+    assert (run.folder / "metrics.jsonl").read_bytes() == before
+
+
+async def test_a_run_that_begins_anew_sets_the_earlier_one_aside(tmp_path: Path) -> None:
+    run = settings(tmp_path, steps=2, parity_every=0)
+    await train(run)
+    state, _ = await train(run.model_copy(update={"steps": 1, "resume": "no", "lora_rank": 8}))
+    assert state.train_step == 1 and len(read(run.folder / "metrics.jsonl")) == 1
+    aside = run.folder.with_name("policy.1")
+    assert len(read(aside / "metrics.jsonl")) == 2
+    earlier = CheckpointStore(aside / "checkpoints").load()
+    assert earlier is not None and earlier.state.train_step == 2
+    assert CheckpointStore(run.folder / "checkpoints").names() == ["step-000001"]
+
+
+async def test_a_version_that_the_store_has_deleted_is_gone_back_to_under_a_new_number(tmp_path: Path) -> None:
+    class Forgetful(MemorySink):
+        async def roll_back(self, version: int, reason: str) -> None:
+            raise UnknownAdapterError(f"there is no adapter policy@{version}")
+
+    sink = Forgetful()
+    run = settings(tmp_path, steps=6, max_lag=0, reward_margin=0.4, parity_every=0)
+    state, _ = await train(run, sink, environment=Turning(after=4 * 32))
+    ((kind, reason),) = sink.alerts
+    found = re.search(r"version (\d+) earned less than version (\d+)", reason)
+    assert kind == "reward_collapse" and found is not None and state.rollbacks == 1
+    bad, good = (int(number) for number in found.groups())
+    again = sink.versions[bad + 1]
+    assert all(np.array_equal(value, again[name]) for name, value in sink.versions[good].items())
+    assert sink.latest > bad + 1, "and training went on from it"

@@ -95,3 +95,10 @@ def test_after_a_rollback_the_measure_is_set_anew() -> None:
     assert earn(watch, 2, 0.1) == 1
     watch.rolled_back()
     assert earn(watch, 1, 0.1) is None, "the task has become harder; going back again would never end"
+
+
+def test_a_version_whose_weights_are_gone_is_no_measure() -> None:
+    watch = RewardWatch(margin=0.2, min_groups=2)
+    assert [earn(watch, v, mean) for v, mean in ((1, 0.9), (2, 0.8))] == [None, None]
+    watch.keep_only({2, 3})
+    assert earn(watch, 3, 0.1) == 2
