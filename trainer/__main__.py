@@ -12,6 +12,8 @@ import asyncio
 import signal
 import sys
 
+import structlog
+
 from shared import logs, tracing
 from shared.errors import ParallmError
 from shared.settings import load
@@ -22,9 +24,11 @@ from trainer.settings import TrainSettings
 from worker.engine.loader import LoadedModel, load_model
 from worker.engine.messages import EngineConfig
 
+log = structlog.get_logger()
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Train until all steps are done or SIGTERM; the process's exit code."""
+    """Train until all steps are done or SIGTERM, which when said again ends at once; the process's exit code."""
     try:
         settings = load(TrainSettings, argv)
         logs.configure(settings.log_level, settings.log_json)
@@ -33,15 +37,28 @@ def main(argv: list[str] | None = None) -> int:
     except ParallmError as error:
         print(f"mlx_parallm_train: {error}", file=sys.stderr)
         return 2
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("mlx_parallm_train: interrupted; the last checkpoint counts", file=sys.stderr)
+        return 130
     finally:
         tracing.stop()
 
 
 async def _train(settings: TrainSettings) -> int:
+    running = asyncio.current_task()
+    assert running is not None
+
     def begun(training: TrainLoop) -> None:
+        def asked() -> None:
+            if training.stopping:
+                running.cancel()
+            else:
+                log.info("train.stopping", hint="a checkpoint is saved after this train step; again: end at once")
+                training.stop()
+
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, training.stop)
+            loop.add_signal_handler(number, asked)
 
     async with ThreadHost() as host:
         config = EngineConfig(settings.model, dtype=settings.dtype or None)

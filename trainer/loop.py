@@ -150,6 +150,11 @@ class TrainLoop:
         self._stop.set()
 
     def save_soon(self, name: str = "") -> None:
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stop.is_set()
+
         """Save a checkpoint after the train step that runs now."""
         self._save_as.append(name)
 

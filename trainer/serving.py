@@ -76,6 +76,7 @@ class Serving:
                 raise ParallmError(f"the first version was refused: {gate.failures(published.checks)}")
             self._served(published.version)
         if settings.evaluate_every and state.held_out is None:
+            log.info("train.evaluating", tasks=settings.evaluate_prompts)
             served = version_id(settings.adapter, state.version)
             state.held_out = await self._examiner.evaluate(served, state.train_step)
             log.info("run.started", held_out=state.held_out)
@@ -86,8 +87,8 @@ class Serving:
         Nothing is offered when the step had nothing to learn from; several in a row are worth an alert.
         """
         self.held_out = None
-        if not trained.checks:
         self._posted = batch.source == "posted"
+        if not trained.checks:
             await self._count_silence(batch, dropped)
             return ""
         self._silent = 0
@@ -127,7 +128,6 @@ class Serving:
                 await self._judged(version, watch.good[version].mean)
         return False
 
-    def keep_books(self) -> None:
     def _sampled_by(self, group: RolloutGroup) -> int:
         """The oldest version that took part; 0, which judges nobody, when it was the base or another adapter.
 
@@ -144,6 +144,7 @@ class Serving:
             del self._watches[next(iter(self._watches))]
         return watch
 
+    def keep_books(self) -> None:
         """Write what a checkpoint needs into the state."""
         self._state.good_on = {
             tasks: {version: (s.mean, s.error) for version, s in watch.good.items()}
@@ -216,9 +217,9 @@ class Serving:
         reason = f"version {bad} earned less than version {target} by more than {settings.reward_margin}"
         log.error("version.rolled_back", bad=bad, to=target, earned=earned)
         weights = self._publisher.weights_of(target)
-        await self._parts.host.run(at_once(lambda: self._learner.load(weights)))
         served = await self._serve_again(target, weights, reason)
         await self._parts.sink.alert("reward_collapse", reason)
+        await self._parts.host.run(at_once(lambda: self._learner.load(weights)))
         state.policy_step += settings.max_lag + 1
         state.policy_steps = {v: s for v, s in state.policy_steps.items() if v <= target}
         state.rollbacks += 1

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,20 @@ def test_gsm8k_is_trained_with_its_reward_and_drawn_in_tensorboard(served: Ring,
     assert len(lines) == 2 and all(line.failed == 0 for line in lines)
     assert any(0 < line.reward < 1 for line in lines), "a number earns half a point, most replies hold one"
     assert next(board.glob("events.*")).stat().st_size > 1000
+
+
+def test_a_run_that_waits_for_workers_ends_when_it_is_told_twice(served: Ring, tmp_path: Path) -> None:
+    httpx.post(f"{served.url}/pause", timeout=30).raise_for_status()
+    try:
+        with training(served, tmp_path, "--adapter", "told-twice", "--evaluate-every", "1") as trainer:
+            trainer.wait_for_line("train.evaluating")
+            trainer.popen.send_signal(signal.SIGINT)
+            trainer.wait_for_line("train.stopping")
+            trainer.popen.send_signal(signal.SIGINT)
+            assert trainer.popen.wait(20) == 130, trainer.output
+            assert "Traceback" not in trainer.output
+    finally:
+        httpx.post(f"{served.url}/resume", timeout=30).raise_for_status()
 
 
 @contextlib.contextmanager
