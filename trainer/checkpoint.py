@@ -25,6 +25,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from shared.adapter_config import read_config
 from shared.errors import SetupError
 from trainer.state import Arrays, Moments, RunState
 
@@ -93,14 +94,16 @@ class CheckpointStore:
         if name in ("latest", "best"):
             pointed = self._pointed(name)
             if pointed is None or self._manifest(pointed) is None:
-                names = self.names() if name == "latest" else []
+                names = self.names()
                 if not names:
                     return None
+                if name == "best":
+                    raise SetupError(f"{self.root} has no best checkpoint yet, only {self._shown()}; resume latest")
                 pointed = names[-1]
             name = pointed
         manifest = self._manifest(name)
         if manifest is None:
-            raise SetupError(f"there is no whole checkpoint {name!r} in {self.root}")
+            raise SetupError(f"there is no whole checkpoint {name!r} in {self.root}, only {self._shown()}")
         folder = self.root / name
         try:
             damaged = [file for file, entry in manifest.files.items() if _digest(folder / file) != entry]
@@ -119,6 +122,10 @@ class CheckpointStore:
         """Whole checkpoints, by train step."""
         found = [(m.train_step, m.name) for path in self.root.iterdir() if (m := self._manifest(path.name))]
         return [name for _, name in sorted(found)]
+
+    def _shown(self) -> str:
+        """The newest names, for a person."""
+        return ", ".join(self.names()[-8:]) or "none at all"
 
     def set_best(self, name: str) -> None:
         """Point `best` at a checkpoint."""
@@ -189,6 +196,14 @@ def check_name(name: str) -> str:
     if not _NAME.fullmatch(name) or name in ("latest", "best"):
         raise SetupError(f"{name[:80]!r} is no checkpoint name: letters, digits, '.', '_', '-', at most 64")
     return name
+
+
+def differences(saved: bytes, present: bytes) -> str:
+    """How two adapter configurations differ, in the words of the settings; "" when they do not."""
+    there, here = read_config(saved), read_config(present)
+    fields = {"lora_kind": "kind", "lora_rank": "rank", "lora_scale": "scale", "lora_targets": "targets"}
+    pairs = ((setting, getattr(there, field), getattr(here, field)) for setting, field in fields.items())
+    return ", ".join(f"{setting} {old} there, {new} here" for setting, old, new in pairs if old != new)
 
 
 def write_adapter(folder: Path, weights: Arrays, config: bytes) -> None:

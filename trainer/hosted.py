@@ -142,6 +142,8 @@ class HostedTrainer:
 
         def begun(training: TrainLoop) -> None:
             self._training = training
+            # Begun anew, or from an older checkpoint: only once. Another try goes on from the last one.
+            self._settings = self._settings.model_copy(update={"resume": "latest"})
             if self._stopping.is_set():
                 training.stop()
 

@@ -13,6 +13,7 @@ Invariants.
 """
 
 import asyncio
+import itertools
 import secrets
 import time
 
@@ -26,7 +27,7 @@ from shared.spans import Past
 from shared.training import TrainerState, TrainerStatus
 from trainer.atropos import AtroposApi, AtroposCollector
 from trainer.batches import sample_groups
-from trainer.checkpoint import Checkpoint, CheckpointStore
+from trainer.checkpoint import Checkpoint, CheckpointStore, differences
 from trainer.collect import Collector
 from trainer.episodes import EpisodeOptions, Episodes
 from trainer.examine import Examiner
@@ -149,12 +150,12 @@ class TrainLoop:
         """End after the train step that runs now."""
         self._stop.set()
 
-    def save_soon(self, name: str = "") -> None:
     @property
     def stopping(self) -> bool:
         """Whether `stop` was called."""
         return self._stop.is_set()
 
+    def save_soon(self, name: str = "") -> None:
         """Save a checkpoint after the train step that runs now."""
         self._save_as.append(name)
 
@@ -170,12 +171,16 @@ class TrainLoop:
 
     async def _start(self) -> None:
         settings = self.settings
-        self._learner: Learner = await self.parts.host.run(at_once(self._build))
+        try:
+            self._learner: Learner = await self.parts.host.run(at_once(self._build))
+        except ValueError as error:  # a target that the model has not, DoRA on experts
+            raise SetupError(f"bad settings: {error}") from error
         config = await self.parts.host.run(at_once(self._learner.config))
         publisher = Publisher(self.parts.sink, settings.folder, settings.adapter, config, self.parts.base_sha256)
-        checkpoint = None if settings.resume == "no" else self.checkpoints.load(settings.resume)
-        if checkpoint is not None:
-            await self._resume(checkpoint)
+        if settings.resume == "no":
+            self._set_aside()
+        elif (checkpoint := self.checkpoints.load(settings.resume)) is not None:
+            await self._resume(checkpoint, config)
         self._metrics = open_logs(settings.folder, settings.tensorboard, self.state.train_step)
         self._probes = await self._probe_prompts()
         examiner = Examiner(settings, self.parts, self._learner, self._probes, f"{self.state.run}-{self._start_id}")
@@ -195,10 +200,30 @@ class TrainLoop:
             remembered=settings.max_lag + 1,
         )
 
-    async def _resume(self, checkpoint: Checkpoint) -> None:
-        self.state = checkpoint.state
+    def _set_aside(self) -> None:
+        """Begin anew under a name that has checkpoints: the earlier run's folder gets a number, nothing is lost."""
+        folder = self.settings.folder
+        if not self.checkpoints.names():
+            return
+        number = next(n for n in itertools.count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
+        aside = folder.rename(folder.with_name(f"{folder.name}.{number}"))
+        self.checkpoints = CheckpointStore(folder / "checkpoints", self.settings.keep_checkpoints)
+        log.warning("run.set_aside", earlier_run=str(aside))
+
+    async def _resume(self, checkpoint: Checkpoint, config: bytes) -> None:
         snapshot = Snapshot(checkpoint.adapter, checkpoint.optimizer)
-        await self.parts.host.run(at_once(lambda: self._learner.restore(snapshot)))
+        differs = differences(checkpoint.adapter_config, config)
+        try:
+            if not differs:
+                await self.parts.host.run(at_once(lambda: self._learner.restore(snapshot)))
+        except ValueError as error:  # another model
+            differs = str(error)
+        if differs:
+            raise SetupError(
+                f"{self.settings.folder} holds another run's checkpoints ({differs}): give that run's model and "
+                "lora_* settings, another --run, or --resume no"
+            )
+        self.state = checkpoint.state
         log.info("run.resumed", train_step=self.state.train_step, pending=len(self.state.pending))
 
     async def _probe_prompts(self) -> list[tuple[int, ...]]:
@@ -236,6 +261,8 @@ class TrainLoop:
         groups, dropped = sample_groups(
             batch.groups, steps, scale=self.settings.advantage_scale, mask_overlong=self.settings.mask_overlong
         )
+        if dropped.failed:
+            log.warning("train.samples_failed", samples=dropped.failed, first=dropped.problem[:500])
         trained = Trained(StepReport(updated=False), {}, ())
         await self.parts.board.show("training")
         if groups:
@@ -266,8 +293,6 @@ class TrainLoop:
 
     def _sampled_from(self) -> str:
         """What a group that starts now is sampled from: the newest version, as soon as a worker has it.
-        if dropped.failed:
-            log.warning("train.samples_failed", samples=dropped.failed, first=dropped.problem[:500])
 
         Exactly the served version when nothing older will do (K = 0), and until this start has published a second one:
         before, workers may still have what an earlier start published.

@@ -1,5 +1,6 @@
 """The whole loop in one process, without a ring: it learns, resumes, refuses bad steps and takes back bad versions."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from shared.jobs import Message
 from shared.trajectories import Trajectory
 from tests.training.in_process import MemorySink
 from tests.training.run import train
+from trainer.checkpoint import CheckpointStore
 from trainer.environments import ArithmeticEnvironment, Observation, Outcome
 from trainer.learner import Learner
 from trainer.metrics import read

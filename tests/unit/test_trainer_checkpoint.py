@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shared.errors import SetupError
-from trainer.checkpoint import Checkpoint, CheckpointStore
+from trainer.checkpoint import Checkpoint, CheckpointStore, differences
 from trainer.state import RunState
 
 CONFIG = b'{"fine_tune_type":"lora","num_layers":-1,"lora_parameters":{"rank":2,"scale":2.0,"dropout":0.0}}'
@@ -117,3 +117,18 @@ def test_killed_at_any_moment_of_a_save_the_latest_is_whole(tmp_path: Path) -> N
         assert loaded.adapter["model.layers.0.q.lora_a"][0, 0] == step
     CheckpointStore(tmp_path, keep_n=2).save(checkpoint(step + 1))
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")], "leftovers of the killed saves"
+
+
+def test_to_resume_the_best_of_a_run_that_has_none_is_refused(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    assert store.load("best") is None, "a new run"
+    store.save(checkpoint(4))
+    for name in ("best", "step-000003"):
+        with pytest.raises(SetupError, match="only step-000004"):
+            store.load(name)
+
+
+def test_what_differs_between_two_adapters_is_said_in_the_settings_words() -> None:
+    assert differences(CONFIG, CONFIG) == ""
+    other = CONFIG.replace(b'"rank":2', b'"rank":8').replace(b'"lora"', b'"dora"')
+    assert differences(CONFIG, other) == "lora_kind lora there, dora here, lora_rank 2 there, 8 here"
