@@ -4,6 +4,7 @@
 `--dry-run` prints what was resolved, secrets hidden, and exits.
 """
 
+import difflib
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import yaml
 from pydantic import AliasChoices, Field, SecretStr, ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -89,6 +91,9 @@ class ProcessSettings(BaseSettings):
             if isinstance(field.validation_alias, AliasChoices):
                 names.update(map(str, field.validation_alias.choices))
         return frozenset(name.replace("_", "-") for name in names)
+
+    def check(self) -> None:
+        """SetupError when settings contradict each other."""
 
     def resolved(self) -> str:
         """The settings as YAML, secrets hidden."""
@@ -297,13 +302,23 @@ def load(kind: type[S], argv: list[str] | None = None) -> S:
         flags = source()
         settings = configured(**flags)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()]
-        raise SetupError("bad settings: " + "; ".join(lines)) from error
+        raise SetupError("bad settings: " + "; ".join(_complaint(kind, e) for e in error.errors())) from error
     result = cast(S, kind.model_construct(**settings.model_dump()))
     if result.dry_run:
+        result.check()
         print(result.resolved(), end="")
         raise SystemExit(0)
     return result
+
+
+def _complaint(kind: type[ProcessSettings], error: ErrorDetails) -> str:
+    """One wrong setting: which, and why; for a name that there is not, the nearest that there is."""
+    name = ".".join(map(str, error["loc"])) or "settings"
+    if error["type"] != "extra_forbidden":
+        return f"{name}: {error['msg']}"
+    known = sorted(each.replace("-", "_") for each in kind.flags() if each.islower())
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"{name}: there is no such setting" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _config_path(args: list[str]) -> Path | None:

@@ -26,6 +26,8 @@ async def train(
     begun: Callable[[TrainLoop], None],
 ) -> RunState:
     """Train until all steps are done or the loop is stopped; `begun` gets the loop before its first step."""
+    for caution in settings.cautions():
+        log.warning("train.caution", about=caution)
     async with AsyncExitStack() as stack:
         way = await stack.enter_async_context(way_to_ring(settings))
         environment, held_out = await stack.enter_async_context(tasks(settings, way.judges))

@@ -8,17 +8,20 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, SecretStr
 
-from shared.errors import SetupError
+from shared.adapters import check_name
+from shared.errors import InvalidRequestError, SetupError
 from shared.jobs import SamplingOverrides
 from shared.settings import JoinSettings
 from trainer.advantages import AdvantageScale
 from trainer.atropos import Registration
 from trainer.gate import GateLimits
-from trainer.losses import LossName, LossOptions
+from trainer.losses import CLIP_RANGES, LossName, LossOptions
 from trainer.optimize import OptimizeOptions, RatioBase
 from trainer.pacing import Pace
 from trainer.policy import AdapterKind, AdapterShape
 from trainer.schedules import Schedule, ScheduleName
+
+_OF_DATA_SETS = ("dataset", "held_out_dataset", "reward", "reward_options", "system_prompt")
 
 
 class TrainSettings(JoinSettings):
@@ -42,14 +45,14 @@ class TrainSettings(JoinSettings):
         description="API key for the api that --connect-to names",
     )
     adapter: str = Field(default="policy", description="name under which versions are published")
-    run: str = Field(default="", description="name of the run; default: the adapter's")
-    run_dir: Path = Field(default=Path(".parallm/train"), description="checkpoints, metrics, rejected versions")
-    seed: int = Field(default=0, description="of tasks, samples and the adapter")
     adapter_keep_n: int = Field(
         default=16,
         ge=0,
         description="versions that publishing over Redis leaves in the store, besides latest, best and used; 0: all",
     )
+    run: str = Field(default="", description="name of the run; default: the adapter's")
+    run_dir: Path = Field(default=Path(".parallm/train"), description="checkpoints, metrics, rejected versions")
+    seed: int = Field(default=0, description="of tasks, samples and the adapter")
 
     task: str = Field(default="arithmetic", description="arithmetic, jsonl, gsm8k, or an environment: module:Class")
     task_count: int = Field(default=0, ge=0, description="repeat the same few tasks; 0: all")
@@ -92,8 +95,12 @@ class TrainSettings(JoinSettings):
     advantage_scale: AdvantageScale = Field(
         default="mean", description="mean: Dr.GRPO's; std: GRPO's; leave_one_out: RLOO's"
     )
-    clip_low: float = Field(default=0.2, gt=0, description="how far below 1 the ratio counts")
-    clip_high: float = Field(default=0.28, gt=0, description="how far above 1 it counts")
+    clip_low: float | None = Field(
+        default=None, gt=0, description="how far below 1 the ratio counts; default: 0.2, for gspo 0.0003"
+    )
+    clip_high: float | None = Field(
+        default=None, gt=0, description="how far above 1 it counts; default: 0.28, for gspo 0.0004"
+    )
     kl_coefficient: float = Field(default=0.0, ge=0, description="of k3 to the base; 0 skips that pass")
     entropy_bonus: float = Field(
         default=0.0, ge=0, description="factor on the mean entropy, which is added to what is maximised"
@@ -189,14 +196,14 @@ class TrainSettings(JoinSettings):
         """Where the run's files are."""
         return self.run_dir / self.run_name
 
-    def adapter_shape(self) -> AdapterShape:
-        """Kind, rank and place of the adapter."""
-        return AdapterShape(self.lora_kind, self.lora_rank, self.lora_scale, self.lora_targets)
     @property
     def versions_kept(self) -> int:
         """How many versions stay in the store: those that samples on their way may be pinned to, in any case."""
         return max(self.adapter_keep_n, self.max_lag + 3) if self.adapter_keep_n else 0
 
+    def adapter_shape(self) -> AdapterShape:
+        """Kind, rank and place of the adapter."""
+        return AdapterShape(self.lora_kind, self.lora_rank, self.lora_scale, self.lora_targets)
 
     def sampling(self) -> SamplingOverrides:
         """How rollouts are drawn; filters stay off, since the loss needs the unfiltered distribution."""
@@ -220,10 +227,49 @@ class TrainSettings(JoinSettings):
             raise SetupError("--over-http goes with --connect-to HOST:PORT of an api, and without --redis")
         if self.over_http and self.source in ("live", "both"):
             raise SetupError(f"--source {self.source} reads live traffic from Redis: leave out --over-http")
+        for flag, name in (("--adapter", self.adapter), ("--run", self.run_name)):
+            try:
+                check_name(name)
+            except InvalidRequestError as error:
+                raise SetupError(f"{flag}: {error}") from error
+        self._check_tasks()
         try:
             self.optimize_options()
         except ValueError as error:
             raise SetupError(f"bad settings: {error}") from error
+
+    def _check_tasks(self) -> None:
+        """Nothing that is given for one kind of task is left out in silence because the run has another kind."""
+        data_set, arithmetic = self.task in ("jsonl", "gsm8k"), self.task == "arithmetic"
+        scored = data_set or self.held_out_dataset is not None
+        unused = {
+            "dataset": not data_set,
+            "held_out_dataset": arithmetic,
+            "reward": not scored,
+            "reward_options": not scored,
+            "system_prompt": not scored,
+            "task_options": data_set or arithmetic,
+            "held_out_options": data_set or arithmetic or self.held_out_dataset is not None,
+            "task_count": not data_set and not arithmetic,
+        }
+        for name in (name for name, useless in unused.items() if useless and getattr(self, name)):
+            need = "--task jsonl or gsm8k" if name in _OF_DATA_SETS else "an environment: --task package.module:Class"
+            if name == "task_count":
+                need = "--task arithmetic, jsonl or gsm8k"
+            raise SetupError(f"--{name.replace('_', '-')} has no use with --task {self.task}: it goes with {need}")
+
+    def cautions(self) -> list[str]:
+        """What is allowed and seldom meant; said once in the log."""
+        said = []
+        if self.temperature != 1:
+            said.append(
+                f"temperature {self.temperature}: log-probabilities are those of temperature 1, so samples are "
+                "off-policy by the difference, which nothing corrects"
+            )
+        held_out = self.held_out_dataset or self.held_out_options or self.task == "arithmetic"
+        if self.evaluate_every and not held_out:
+            said.append("evaluate_every without held_out_dataset or held_out_options: evaluated on the training tasks")
+        return said
 
     def registration(self, train_step: int) -> Registration:
         """What Atropos learns of this run."""
@@ -240,10 +286,11 @@ class TrainSettings(JoinSettings):
 
     def optimize_options(self) -> OptimizeOptions:
         """The constants of a train step; ValueError when they contradict each other."""
+        clip_low, clip_high = CLIP_RANGES.get(self.loss, (LossOptions.clip_low, LossOptions.clip_high))
         loss = LossOptions(
             self.loss,
-            self.clip_low,
-            self.clip_high,
+            clip_low if self.clip_low is None else self.clip_low,
+            clip_high if self.clip_high is None else self.clip_high,
             self.kl_coefficient,
             self.entropy_bonus,
             self.importance_truncation,
