@@ -4,7 +4,7 @@ import asyncio
 import re
 import time
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,6 +20,7 @@ BYTES_PER_NUMBER = 8
 UPLOADS = re.compile(
     r"/v1/files|/v1/jobs|/v1/adapters|/v1/adapters/[^/]+/versions|/upload_adapter|/update_adapter_weights"
 )
+_UNSAID = ("", "application/x-www-form-urlencoded")  # what `curl -d` says: only the dashboard takes such forms
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)  # possessive: one pass, whatever the text
 _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
@@ -29,7 +30,7 @@ class BodyLimit:
     """Bounds request bodies: by Content-Length, while reading, and JSON by its depth and its number of values.
 
     Uploads are multipart bodies, which their routes stream to disk; they have a bound of their own. To any other route
-    a multipart body is one like all others: it would be read into memory.
+    a multipart body is one like all others: it would be read into memory. A body of no said type is JSON.
     """
 
     def __init__(self, app: ASGIApp, settings: ApiSettings) -> None:
@@ -41,7 +42,9 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
+        headers = MutableHeaders(scope=scope)
+        if headers.get("content-type", "") in _UNSAID and not scope["path"].startswith("/dashboard"):
+            headers["content-type"] = "application/json"
         upload = is_multipart(headers) and UPLOADS.fullmatch(scope["path"]) is not None
         limit, most_values = self._bounds(scope["path"], upload)
         detail = f"the body is larger than {limit} bytes"

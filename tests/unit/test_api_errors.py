@@ -143,6 +143,13 @@ async def test_a_body_of_unknown_length_is_cut_off_while_it_is_read() -> None:
     assert sent < 5000
 
 
+@pytest.mark.parametrize("headers", [{}, {"content-type": "application/x-www-form-urlencoded"}])
+async def test_a_body_whose_type_nobody_said_is_json(headers: dict[str, str]) -> None:
+    assert (await ask(app_with(), "POST", "/body", content=b'{"number": 5}', headers=headers)).json() == {"number": 5}
+    form = await ask(app_with(), "POST", "/body", content=b"number=5", headers=headers)
+    assert form.status_code == 400 and "not valid JSON" in error_of(form)["message"]
+
+
 async def test_uploads_have_a_bound_of_their_own() -> None:
     fits = await ask(app_with(), "POST", "/v1/files", files={"file": b"x" * 3000})
     assert fits.json() == 1
