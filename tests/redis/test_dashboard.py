@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 
 from api.ops.dashboard.parts import RewardsKept
 from api.ops.dashboard.render import duration, number
+from api.ops.dashboard.samples import histogram
 from shared.adapters import GateCheck
 from shared.frames import VersionSpan
 from shared.redis import keys
@@ -405,3 +406,11 @@ async def test_an_adapter_s_page_tells_live_workers_from_those_that_are_gone(ser
     page = (await server.http.get("/dashboard/adapters/policy")).text
     assert "w-dead" not in page and "and 1 that is gone" in page
     assert page.count("&lt;script&gt;") >= 1, "the live one is shown"
+
+
+def test_rewards_that_are_all_alike_are_one_bar_in_the_middle() -> None:
+    alike, spread = histogram([0.5] * 3), histogram([0.0, 1.0, 1.0])
+    assert alike is not None and spread is not None
+    assert [(at, bar.samples) for at, bar in enumerate(alike.bars) if bar.samples] == [(10, 3)]
+    assert [(at, bar.samples) for at, bar in enumerate(spread.bars) if bar.samples] == [(0, 1), (19, 2)]
+    assert len(alike.bars) == len(spread.bars) == 20

@@ -97,17 +97,17 @@ async def reward_histogram(ring: Ring, status: JobStatus) -> Histogram | None:
 
 
 def histogram(values: Sequence[float]) -> Histogram | None:
-    """BINS equal bins from the least to the greatest value; None without values."""
+    """BINS equal bins from the least to the greatest value; values that are all alike stand in the middle."""
     if not values:
         return None
     low, high = min(values), max(values)
     width = (high - low) / BINS
     counts = [0] * BINS
     for value in values:
-        counts[min(BINS - 1, int((value - low) / width)) if width else 0] += 1
+        counts[min(BINS - 1, int((value - low) / width)) if width else BINS // 2] += 1
     top = max(counts)
     bars = [Bar(low + i * width, low + (i + 1) * width, count, count / top) for i, count in enumerate(counts)]
-    return Histogram(bars if width else bars[:1], len(values), sum(values) / len(values), low, high)
+    return Histogram(bars, len(values), sum(values) / len(values), low, high)
 
 
 async def sample_lines(ring: Ring, job_id: str, after: int) -> list[SampleLine]:
