@@ -18,8 +18,8 @@ from trainer.metrics import read
 from trainer.state import RunState
 
 
-def live(number: int, reward: float, version: int = 1) -> LiveTrajectory:
-    """One of two samples of a group, right or wrong."""
+def live(number: int, reward: float, version: int | None = 1) -> LiveTrajectory:
+    """One of two samples of a group, right or wrong; version None: nobody says what has sampled it."""
     completion = (40, 41) if number % 2 else (50, 51)
     sampled = Trajectory(
         prompt_index=0,
@@ -29,7 +29,7 @@ def live(number: int, reward: float, version: int = 1) -> LiveTrajectory:
         text="",
         logprobs=(-1.0, -1.0),
         finish_reason="stop",
-        spans=(VersionSpan(f"policy@{version}", 0, 2),),
+        spans=() if version is None else (VersionSpan(f"policy@{version}", 0, 2),),
         reward=Reward("exact", reward),
     )
     return LiveTrajectory(f"t{number}", "policy", "tiny", sampled, group=f"g{number // 2}", group_size=2)
@@ -83,7 +83,7 @@ async def test_live_traffic_that_collapses_rolls_back_on_its_own(tmp_path: Path)
     assert sink.best == 1
 
 
-def traffic(first: int, rewards: float, version: int, environment: str = "") -> list[LiveTrajectory]:
+def traffic(first: int, rewards: float, version: int | None, environment: str = "") -> list[LiveTrajectory]:
     """Four groups of two samples."""
     lives = [live(first + i, rewards + 0.1 * (i % 2), version) for i in range(8)]
     return [replace(each, trajectory=replace(each.trajectory, metadata={"environment": environment})) for each in lives]
@@ -127,6 +127,12 @@ async def test_traffic_on_the_base_is_no_measure_of_a_version(tmp_path: Path) ->
 async def test_a_version_that_is_judged_late_can_still_be_gone_back_to(tmp_path: Path) -> None:
     unjudged = [traffic(8 * i, 1.0, version=0) for i in range(4)]
     state, sink = await trained_on(tmp_path, *unjudged, traffic(32, 1.0, version=1), traffic(40, -9.0, version=5))
+    assert state.rollbacks == 1 and sink.rollbacks[0][0] == 1
+
+
+async def test_what_does_not_say_its_version_judges_the_one_that_is_served(tmp_path: Path) -> None:
+    """As groups of Atropos do not."""
+    state, sink = await trained_on(tmp_path, traffic(0, 1.0, None), traffic(8, -9.0, None))
     assert state.rollbacks == 1 and sink.rollbacks[0][0] == 1
 
 
