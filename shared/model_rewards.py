@@ -20,7 +20,7 @@ MAX_TEMPLATE = 65_536
 MAX_MARKS = 32
 MAX_RATIONALE = 4_096
 _PLACE = re.compile("|".join(map(re.escape, (PROMPT, COMPLETION, REFERENCE))))
-_OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 JUDGE_TEMPLATE = f"""You judge an answer.
 
@@ -69,7 +69,7 @@ class JudgeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
         if not 0 <= self.rationale_tokens <= MAX_RATIONALE:
             raise ValueError(f"rationale_tokens must be 0 to {MAX_RATIONALE}")
-        if wrong := sorted(self.chat_template_kwargs.keys() & _OWN_VARIABLES):
+        if wrong := sorted(self.chat_template_kwargs.keys() & OWN_VARIABLES):
             raise ValueError(f"{wrong[0]!r} is not a template variable of its own")
 
 

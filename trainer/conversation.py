@@ -5,7 +5,8 @@ between them and the next reply. Rendering the whole conversation anew would mer
 probabilities of the sampler would belong to ids that nobody trained on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -20,16 +21,17 @@ _MARK = "\u2063reply\u2063"  # invisible separators: no template alters them
 
 
 class Conversation:
-    """Turns messages into ids with one model's tokenizer and chat template."""
+    """Turns messages into ids with one model's tokenizer and chat template, and the template's `variables`."""
 
-    def __init__(self, codec: TextCodec) -> None:
+    def __init__(self, codec: TextCodec, variables: Mapping[str, Any] | None = None) -> None:
         self._codec = codec
+        self._variables = dict(variables or {})
 
     def prompt_ids(self, observation: Observation) -> tuple[int, ...]:
         """The ids that the first reply follows."""
         if isinstance(observation.prompt, str):
             return tuple(self._codec.encode(observation.prompt))
-        return tuple(self._codec.encode_chat(list(observation.prompt)))
+        return tuple(self._codec.encode_chat(list(observation.prompt), **self._variables))
 
     def text(self, completion_ids: Sequence[int]) -> str:
         """What the environment reads: the reply without special tokens."""
@@ -40,7 +42,7 @@ class Conversation:
         if isinstance(observation.prompt, str):
             raise SetupError("an environment with text prompts has one turn; give chat messages instead")
         reply: Message = {"role": "assistant", "content": _MARK}
-        text = self._codec.render_chat([*observation.prompt, reply, *messages])
+        text = self._codec.render_chat([*observation.prompt, reply, *messages], **self._variables)
         _, found, rest = text.rpartition(_MARK)
         if not found:
             raise SetupError("the chat template leaves out earlier replies: no multi-turn training with it")

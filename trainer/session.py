@@ -39,7 +39,7 @@ async def train(
             host=host,
             load_model=lambda: loaded.model,
             base_sha256=ring.base_sha256,
-            conversation=Conversation(ring.codec),
+            conversation=Conversation(ring.codec, settings.chat_template_kwargs),
             source=ring.source,
             sink=ring.sink,
             environment=environment,

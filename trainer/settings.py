@@ -11,6 +11,7 @@ from pydantic import AliasChoices, Field, SecretStr
 from shared.adapters import check_name
 from shared.errors import InvalidRequestError, SetupError
 from shared.jobs import SamplingOverrides
+from shared.model_rewards import OWN_VARIABLES
 from shared.settings import JoinSettings
 from trainer.advantages import AdvantageScale
 from trainer.atropos import Registration
@@ -62,6 +63,9 @@ class TrainSettings(JoinSettings):
         default="", description="of a data set: a reward's name, or package.module:function; default: gsm8k, else exact"
     )
     reward_options: dict[str, Any] = Field(default_factory=dict, description="for the reward")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description='variables of the chat template, such as {"enable_thinking": false}'
+    )
     system_prompt: str = Field(default="", description="put before every chat of a data set")
     task_options: dict[str, Any] = Field(default_factory=dict, description="for the environment's class")
     held_out_options: dict[str, Any] = Field(default_factory=dict, description="for the class, when it is held out")
@@ -232,6 +236,8 @@ class TrainSettings(JoinSettings):
                 check_name(name)
             except InvalidRequestError as error:
                 raise SetupError(f"{flag}: {error}") from error
+        if wrong := sorted(self.chat_template_kwargs.keys() & OWN_VARIABLES):
+            raise SetupError(f"--chat-template-kwargs: {wrong[0]!r} is not a template variable of its own")
         self._check_tasks()
         try:
             self.optimize_options()

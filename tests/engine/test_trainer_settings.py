@@ -64,6 +64,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         ({"task": "package.module:Class", "task_count": 4}, "it goes with --task arithmetic, jsonl or gsm8k"),
         ({"adapter": "my policy"}, "--adapter: 'my policy' is no adapter name"),
         ({"run": "../up"}, "--run: '../up' is no"),
+        ({"chat_template_kwargs": {"tools": []}}, "--chat-template-kwargs: 'tools' is not"),
     ],
 )
 def test_what_would_be_left_out_in_silence_is_refused(changes: dict[str, Any], complaint: str) -> None:

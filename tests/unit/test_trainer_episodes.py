@@ -2,6 +2,7 @@ import re
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from shared.errors import SetupError
 from shared.frames import VersionSpan
@@ -222,3 +223,14 @@ async def test_an_environment_that_answers_with_something_else_is_told_what_it_s
     ):
         with pytest.raises(SetupError, match=message):
             await played(codec, environment, max_turns=2)
+
+
+async def test_variables_of_the_chat_template_stand_in_every_turn(codec: TextCodec) -> None:
+    bundle = codec.bundle
+    quick = TextCodec(replace(bundle, chat_template=bundle.chat_template + "{{ opening }}"))
+    source = ScriptedSource(codec, "add 1 1<|im_end|>", "0<|im_end|>", "2<|im_end|>")
+    conversation = Conversation(quick, {"opening": "So: "})
+    await Episodes(source, Calculator(), conversation, EpisodeOptions("run", group_size=2, max_turns=2)).play(0, "p")
+    for request, turns in zip(source.requests, (1, 2), strict=True):
+        text = codec.decode(request.prompt_ids, skip_special_tokens=False)
+        assert text.endswith("<|im_start|>assistant\nSo: ") and text.count("So: ") == turns
