@@ -266,7 +266,7 @@ class TrainLoop:
         trained = Trained(StepReport(updated=False), {}, ())
         await self.parts.board.show("training")
         if groups:
-            step, policy_step = state.train_step, state.policy_step
+            step, policy_step = self._schedule_step(), state.policy_step
             with tracing.span("train"):
                 trained = await self.parts.host.run(
                     lambda: self._learner.train(groups, step, policy_step, self._probes)
@@ -288,6 +288,11 @@ class TrainLoop:
         await self.parts.board.show("waiting", point_of(metrics))
         log.info("train.step", **progress(metrics, self.settings.steps))
         return Stepped(metrics, dropped, sum(len(group.samples) for group in groups), trained.checks != ())
+
+    def _schedule_step(self) -> int:
+        """Where the run is on its way: what users post meanwhile takes nothing of the schedule."""
+        posted = 0 if self.settings.source == "posted" else self.state.posted_steps
+        return self.state.train_step - posted
 
     # -- books
 

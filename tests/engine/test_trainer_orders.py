@@ -55,6 +55,13 @@ class Letters:
             self.loops[0].stop()
 
 
+class Unstopped(Letters):
+    """The run ends by itself."""
+
+    def known(self, orders: Collection[str]) -> None:
+        self.left = 99
+
+
 async def carried_out(
     tmp_path: Path, *orders: Order, name: str = "order", **changes: Any
 ) -> tuple[list[Any], MemorySink, Any]:
@@ -183,13 +190,18 @@ async def test_a_run_whose_samples_all_fail_says_why(tmp_path: Path) -> None:
     assert kind == "no_signal" and "32 samples failed, the first one: KeyError: 'answer' (test_" in message
 
 
+async def test_posted_updates_take_nothing_of_the_schedule(tmp_path: Path) -> None:
+    teaches = UpdateOrder(TEACHES)
+    letters = Unstopped([teaches, teaches, teaches], "order")
+    run = settings(tmp_path, steps=2, schedule="linear", warmup_steps=1, final_rate_fraction=0.0, parity_every=0)
+    await train(run, mailbox=letters)
+    lines = read(tmp_path / "policy" / "metrics.jsonl")
+    assert [line.learning_rate for line in lines if line.source == "prompts"] == [1e-3, 1e-3]
+    assert {line.learning_rate for line in lines if line.source == "posted"} == {1e-3}
+
+
 async def test_posted_updates_that_the_gate_refuses_do_not_end_the_run(tmp_path: Path) -> None:
     poison = UpdateOrder((posted(1.0, logprob=-1e30), posted(0.0, logprob=-1e30, completion=(50, 51))))
-
-    class Unstopped(Letters):
-        def known(self, orders: Collection[str]) -> None:
-            self.left = 99  # the run ends by itself
-
     letters = Unstopped([poison, poison], "order")
     run = settings(tmp_path, steps=1, max_rejections=2)
     state, _ = await train(run, mailbox=letters, environment=Silent(count=8))
