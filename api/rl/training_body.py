@@ -17,6 +17,7 @@ from shared.sequences import ModelCard
 from shared.trajectories import LiveTrajectory, Reward, Trajectory
 
 MAX_TRAJECTORIES = 4096
+_LARGEST = 1e38  # what a trainer computes with has 32 bits
 _LOGPROB_SLACK = 1e-3  # a log-probability of 0 may come out a little above
 _Carried = Annotated[Any, Field(default=None, description="accepted, as results have it; not used")]
 
@@ -91,6 +92,9 @@ class PostedTrajectory(RequestModel):
                 raise complaint("loss_mask", f"{len(self.loss_mask)} values for {tokens} completion tokens")
             if set(self.loss_mask) - {0, 1} or not any(self.loss_mask):
                 raise complaint("loss_mask", "each is 0 or 1, and one at least is 1")
+        for name, value in (("reward", self.score), ("advantage", self.advantage)):
+            if value is not None and abs(value) > _LARGEST:
+                raise complaint(name, f"{value:.4g} is more than single precision holds")
         if self.score is None and self.advantage is None:
             error = self.reward.error if isinstance(self.reward, RewardValue) else ""
             raise complaint("reward", f"no value: {error}" if error else "a finite number, or give 'advantage'")

@@ -33,6 +33,8 @@ def refusal(*trajectories: dict[str, Any], **more: Any) -> InvalidRequestError:
         ({"reward": None}, "reward"),
         ({"reward": {"name": "exact", "value": None, "error": "timed out"}}, "reward"),
         ({"advantage": float("nan")}, "advantage"),
+        ({"advantage": -1e300}, "advantage"),
+        ({"reward": {"name": "exact", "value": 1e300}}, "reward"),
         ({"loss_mask": [1]}, "loss_mask"),
         ({"loss_mask": [0, 0]}, "loss_mask"),
         ({"loss_mask": [1, 2]}, "loss_mask"),
