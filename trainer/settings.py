@@ -4,9 +4,9 @@ The defaults are for real models. `trainer/recipes/` holds settings for the tiny
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, SecretStr
+from pydantic import AliasChoices, BeforeValidator, Field, SecretStr
 
 from shared.adapters import check_name
 from shared.errors import InvalidRequestError, SetupError
@@ -23,6 +23,11 @@ from trainer.policy import AdapterKind, AdapterShape
 from trainer.schedules import Schedule, ScheduleName
 
 _OF_DATA_SETS = ("dataset", "held_out_dataset", "reward", "reward_options", "system_prompt")
+
+
+def _no(value: Any) -> Any:
+    """YAML reads a bare `no` as false."""
+    return "no" if value is False else value
 
 
 class TrainSettings(JoinSettings):
@@ -182,7 +187,9 @@ class TrainSettings(JoinSettings):
         validation_alias=AliasChoices("keep_checkpoints", "keep_n_checkpoints", "PARALLM_KEEP_CHECKPOINTS"),
         description="the newest ones that stay, besides the best",
     )
-    resume: str = Field(default="latest", description="latest, best, a checkpoint's name, or no")
+    resume: Annotated[str, BeforeValidator(_no)] = Field(
+        default="latest", description="latest, best, a checkpoint's name, or no"
+    )
     tensorboard: Path | None = Field(default=None, description="folder for TensorBoard's events; needs the extra")
 
     @property

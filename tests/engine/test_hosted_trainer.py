@@ -64,6 +64,7 @@ class Run:
         self.begun = threading.Event()
         self.ended = threading.Event()
         self.done: list[bool] = []
+        self.resumed: list[str] = []
         self.loops: list[weakref.ref[Any]] = []
         self._each = each
         monkeypatch.setattr(hosted, "train", self._train)
@@ -71,6 +72,7 @@ class Run:
 
     async def _train(self, settings: Any, host: Any, load: Any, begun: Callable[[Any], None]) -> None:
         self.tries += 1
+        self.resumed.append(settings.resume)
         loop = Loop()
         assert not any(each() for each in self.loops), "the arrays of an earlier try are still there"
         self.loops.append(weakref.ref(loop))
@@ -85,8 +87,8 @@ class Run:
         self.done.append(done)
         self.ended.set()
 
-    def start(self) -> HostedTrainer:
-        trainer = HostedTrainer(WorkerSettings(redis="redis://127.0.0.1:1"))
+    def start(self, config: Path | None = None) -> HostedTrainer:
+        trainer = HostedTrainer(WorkerSettings(redis="redis://127.0.0.1:1", train_config=config))
         trainer.start(SimpleNamespace(engine=None, loaded=None), self.left)  # type: ignore[arg-type]
         return trainer
 
@@ -130,6 +132,18 @@ def test_what_may_pass_is_tried_again(monkeypatch: pytest.MonkeyPatch, each: Any
     trainer.stop(5)
     assert (run.tries, run.done) == (tries, [done])
     assert not any(loop() for loop in run.loops), "a trainer that has ended holds no memory"
+
+
+def test_another_try_goes_on_from_the_last_checkpoint_however_the_run_began(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("resume: no\n")
+    run = Run(monkeypatch, out_of_memory_twice)
+    trainer = run.start(path)
+    assert run.ended.wait(20)
+    trainer.stop(5)
+    assert run.resumed == ["no", "latest", "latest"]
 
 
 def test_a_run_that_does_not_end_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

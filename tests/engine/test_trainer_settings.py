@@ -31,6 +31,12 @@ def test_flags_beat_the_environment_which_beats_yaml(tmp_path: Path, monkeypatch
     assert settings.adapter_shape().targets == ("q_proj",)
 
 
+def test_a_bare_no_in_yaml_is_the_word(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("resume: no\n")
+    assert load(TrainSettings, ["--config", str(path)]).resume == "no"
+
+
 def test_an_unknown_key_fails_by_name(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("learning_rat: 0.1\n")
