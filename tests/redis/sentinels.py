@@ -59,10 +59,12 @@ class Watched:
         self._password = password
         self._sentinel_password = sentinel_password
         self._tls = tls  # a certificate, with key.pem beside it
+        self.sentinels: list[Server] = []
         first = self._data_server(None)
         self.servers = [first, *(self._data_server(first.port) for _ in range(replicas))]
         self._until(lambda: self._replicas_in_step(first))
-        self.sentinels = [self._sentinel(first.port) for _ in range(3)]
+        for _ in range(3):
+            self.sentinels.append(self._sentinel(first.port))
         self._until(self._sentinels_know_all)
 
     @property
@@ -207,10 +209,9 @@ class Watched:
             else:
                 reason = "not yet"
             assert server is None or server.popen.poll() is None, self._log(server)
-            assert time.monotonic() < deadline, reason
+            assert time.monotonic() < deadline, "\n".join([str(reason), *map(self._log, self.sentinels)])
             time.sleep(0.02)
 
-    def _log(self, server: Server | None) -> str:
-        assert server is not None
+    def _log(self, server: Server) -> str:
         log = self._folder / str(server.port) / "log"
-        return log.read_text() if log.exists() else "it wrote nothing"
+        return log.read_text()[-4000:] if log.exists() else f"{server} wrote nothing"
