@@ -22,6 +22,7 @@ from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
 ROOT = Path(__file__).parents[2]
 MODEL = "tiny"
 START_TIMEOUT_S = 90
+LAST_LINES_S = 3  # children may hold the pipe after the death of the process that started them
 
 
 @dataclass
@@ -30,6 +31,11 @@ class Process:
 
     popen: "subprocess.Popen[str]"
     lines: list[str] = field(default_factory=list)
+    _reading: threading.Thread = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
 
     @classmethod
     def start(cls, module: str, *arguments: str, environment: dict[str, str] | None = None) -> "Process":
@@ -42,9 +48,7 @@ class Process:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        process = cls(popen)
-        threading.Thread(target=process._read, daemon=True).start()
-        return process
+        return cls(popen)
 
     def _read(self) -> None:
         assert self.popen.stdout is not None
@@ -54,15 +58,17 @@ class Process:
 
     def wait_for_line(self, pattern: str, timeout_s: float = START_TIMEOUT_S) -> re.Match[str]:
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+        while True:
+            over = time.monotonic() > deadline
+            if self.popen.poll() is not None:
+                self.wait()
+                over = True
             for line in list(self.lines):
                 found = re.search(pattern, line)
                 if found:
                     return found
-            if self.popen.poll() is not None:
-                break
+            assert not over, f"no line like {pattern!r} in:\n{self.output}"
             threading.Event().wait(0.02)
-        raise AssertionError(f"no line like {pattern!r} in:\n{self.output}")
 
     def printed(self, text: str) -> list[str]:
         return [line for line in list(self.lines) if text in line]
@@ -71,11 +77,17 @@ class Process:
     def output(self) -> str:
         return "".join(self.lines)
 
+    def wait(self, timeout_s: float = 60) -> int:
+        """The exit code, once `lines` has all that was printed."""
+        code = self.popen.wait(timeout_s)
+        self._reading.join(LAST_LINES_S)
+        return code
+
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 60) -> int:
         if self.popen.poll() is None:
             self.popen.send_signal(number)
         try:
-            return self.popen.wait(timeout_s)
+            return self.wait(timeout_s)
         finally:
             if self.popen.poll() is None:
                 self.popen.kill()

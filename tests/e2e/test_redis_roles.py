@@ -122,7 +122,7 @@ def test_every_process_works_under_its_minimal_user(server: EmbeddedRedis, tmp_p
             f"models/{MODEL}",
         )
         with started("trainer", server, "trainer", r"train\.ended", *training) as trainer:
-            assert trainer.popen.wait(60) == 0
+            assert trainer.wait(60) == 0
         with started("worker", server, "worker", r"worker\.ready", *worker) as second:
             second.stop(signal.SIGTERM)
     assert denied(server) == []

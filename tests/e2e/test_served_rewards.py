@@ -196,7 +196,7 @@ def test_a_trainer_learns_from_a_judge(served: Ring, tmp_path: Path) -> None:
         options, "--steps", "2", "--prompts-per-step", "4", "--max-tokens", "6", "--adapter", "judged",
     )  # fmt: skip
     try:
-        assert trainer.popen.wait(90) == 0, trainer.output
+        assert trainer.wait(90) == 0, trainer.output
     finally:
         trainer.stop()
     lines = read(tmp_path / "judged" / "metrics.jsonl")
@@ -213,7 +213,7 @@ def test_a_trainer_with_a_judge_that_nobody_serves_says_so(served: Ring, tmp_pat
         '{"model": "nobody"}',
     )  # fmt: skip
     try:
-        assert trainer.popen.wait(60) == 2
+        assert trainer.wait(60) == 2
         assert "no model and no adapter 'nobody'" in trainer.output and "start a worker" in trainer.output
     finally:
         trainer.stop()

@@ -150,7 +150,7 @@ def test_a_train_step_is_a_trace_of_what_it_consists_of(received: tuple[Ring, Co
         "--otlp-endpoint", kept.url, "--learning-rate", "1e-3",
     )  # fmt: skip
     try:
-        assert trainer.popen.wait(90) == 0, trainer.output
+        assert trainer.wait(90) == 0, trainer.output
     finally:
         trainer.stop()
     steps = [span for span in kept.spans if span.name == "train step"]
@@ -197,7 +197,7 @@ def test_a_collector_that_is_away_costs_no_request_and_no_time_at_the_end(tmp_pa
             asyncio.run(wait_until(lambda: "job.finished" in runner.output, timeout_s=30))
             for process in processes:
                 process.popen.terminate()
-            assert [process.popen.wait(10) for process in processes] == [0, 0, 0], "each ended in time, by itself"
+            assert [process.wait(10) for process in processes] == [0, 0, 0], "each ended in time, by itself"
         finally:
             for process in processes:
                 process.stop(signal.SIGKILL)

@@ -20,7 +20,7 @@ def test_the_policy_learns_while_chats_on_it_go_on(served: Ring, tmp_path: Path)
     sizes = ("--steps", "8", "--learning-rate", "0.003", "--evaluate-every", "4")
     with training(served, tmp_path, "--config", recipe, *sizes) as trainer:
         answers = asyncio.run(chat_until_trained(served, trainer))
-        assert trainer.popen.wait(10) == 0, trainer.output
+        assert trainer.wait(10) == 0, trainer.output
     versions = httpx.get(f"{served.url}/v1/adapters/policy", timeout=10).json()
     steps = [json.loads(line) for line in trainer.lines if '"train.step"' in line]
     assert len(steps) == 8
@@ -33,7 +33,7 @@ def test_two_turns_of_ones_own_environment_are_trained_over_the_ring(served: Rin
     task = ("--task", "tests.e2e.own_environment:TwoTurns", "--task-options", '{"first": 20}', "--max-turns", "2")
     sizes = ("--steps", "2", "--prompts-per-step", "8", "--max-tokens", "12", "--learning-rate", "1e-3")
     with training(served, tmp_path, *task, *sizes, "--adapter", "two-turns", "--distances-every", "1") as trainer:
-        assert trainer.popen.wait(60) == 0, trainer.output
+        assert trainer.wait(60) == 0, trainer.output
     lines = read(tmp_path / "two-turns" / "metrics.jsonl")
     assert [line.train_step for line in lines] == [0, 1]
     assert any(line.taught for line in lines)
@@ -47,7 +47,7 @@ def test_gsm8k_is_trained_with_its_reward_and_drawn_in_tensorboard(served: Ring,
     sizes = ("--steps", "2", "--prompts-per-step", "8", "--max-tokens", "24", "--adapter", "gsm")
     board = tmp_path / "board"
     with training(served, tmp_path, *task, *sizes, "--tensorboard", str(board)) as trainer:
-        assert trainer.popen.wait(60) == 0, trainer.output
+        assert trainer.wait(60) == 0, trainer.output
     lines = read(tmp_path / "gsm" / "metrics.jsonl")
     assert len(lines) == 2 and all(line.failed == 0 for line in lines)
     assert any(0 < line.reward < 1 for line in lines), "a number earns half a point, most replies hold one"

@@ -93,7 +93,7 @@ def test_live_traffic_trains_the_policy_that_it_talks_to(served: Ring, http: htt
                 list(pool.map(lambda i: collected(http, "live", stream=False), range(2)))
                 single = collected(http, "live", n=1)  # alone: compared with the others of its pool
                 assert single["choices"][0]["finish_reason"] in ("stop", "length")
-        assert process.popen.wait(30) == 0, process.output
+        assert process.wait(30) == 0, process.output
     told = status(http, "live")
     assert told["training_enabled"] is False and told["trainer"]["state"] == "ended"
     assert told["trainer"]["train_step"] == 2
@@ -122,7 +122,7 @@ def test_a_killed_trainer_learns_from_every_live_trajectory_exactly_once(
     for _ in range(2):
         collected(http, "killed", model="killed@1")
     with trainer(served, tmp_path, "killed", *flags) as process:
-        assert process.popen.wait(60) == 0, process.output
+        assert process.wait(60) == 0, process.output
     assert process.printed("run.resumed")
     told = status(http, "killed")
     assert told["trajectories"] == {"collected": 64, "dropped": 0, "consumed": 64, "waiting": 0, "bytes": 0}
@@ -174,7 +174,7 @@ def test_a_reward_that_inverts_brings_the_good_version_back(served: Ring, http: 
         "--steps", "5", "--parity-every", "0",
     )  # fmt: skip
     with trainer(served, tmp_path, "turning", *flags) as process:
-        assert process.popen.wait(60) == 0, process.output
+        assert process.wait(60) == 0, process.output
     debug = http.get("/debug/training", params={"policy": "turning"}).json()
     assert debug["trainer"]["rollbacks"] >= 1
     assert [alert["kind"] for alert in debug["alerts"]][-1] == "reward_collapse"

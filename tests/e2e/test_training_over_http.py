@@ -67,7 +67,7 @@ def test_it_learns_shows_itself_and_leaves_no_jobs(keyed: Ring, http: httpx.Clie
         assert talks_to(process, keyed.url) and not talks_to(process, keyed.redis_url)
         told = status(http, "policy")
         assert told["training_enabled"] and told["trainer"]["train_step"] >= 1
-        assert process.popen.wait(120) == 0, process.output
+        assert process.wait(120) == 0, process.output
     lines = read(tmp_path / "policy" / "metrics.jsonl")
     assert [line.train_step for line in lines] == list(range(8))
     assert any(line.taught for line in lines) and all(line.failed == 0 and not line.gate for line in lines)
@@ -94,7 +94,7 @@ def test_a_policy_has_one_trainer(keyed: Ring, http: httpx.Client, tmp_path: Pat
     with trainer(keyed, tmp_path / "first", "shared", *posted) as first:
         asyncio.run(wait_until(lambda: (status(http, "shared")["trainer"] or {}).get("version") == 1, timeout_s=60))
         with trainer(keyed, tmp_path / "second", "shared", *posted, module="tests.e2e.hasty_trainer") as second:
-            assert second.popen.wait(60) == 2 and "has a trainer already" in second.output
+            assert second.wait(60) == 2 and "has a trainer already" in second.output
         assert first.popen.poll() is None
 
 
@@ -112,7 +112,7 @@ def test_a_killed_one_resumes_and_an_api_that_dies_meanwhile_is_waited_for(
             each for each in psutil.Process(keyed.server.popen.pid).children() if "api" in each.cmdline()[1:4]
         ]  # fmt: skip
         os.kill(api.pid, signal.SIGKILL)
-        assert process.popen.wait(120) == 0, process.output
+        assert process.wait(120) == 0, process.output
     assert process.printed("run.resumed") and process.printed("train.api_away")
     lines = read(tmp_path / "hard" / "metrics.jsonl")
     assert [line.train_step for line in lines] == list(range(8))
@@ -161,7 +161,7 @@ def test_what_keeps_it_from_training_is_said(
     keyed: Ring, tmp_path: Path, flags: tuple[str, ...], key: str, reason: str
 ) -> None:
     with trainer(keyed, tmp_path, "never", *flags, key=key) as process:
-        assert process.popen.wait(60) == 2
+        assert process.wait(60) == 2
         assert reason in process.output
 
 
@@ -171,6 +171,6 @@ def test_a_judge_scores_for_it_over_http(keyed: Ring, tmp_path: Path) -> None:
     options = '{"model": "tiny", "template": "{prompt}{completion}", "marks": {"1": 0, "7": 1}}'
     flags = ("--task", "jsonl", "--dataset", str(data), "--reward", "judge", "--reward-options", options)
     with trainer(keyed, tmp_path, "judged", *flags, "--steps", "2", "--prompts-per-step", "2") as process:
-        assert process.popen.wait(90) == 0, process.output
+        assert process.wait(90) == 0, process.output
     lines = read(tmp_path / "judged" / "metrics.jsonl")
     assert len(lines) == 2 and all(line.failed == 0 and 0 < line.reward < 1 for line in lines)

@@ -71,7 +71,7 @@ def train(served: Ring, folder: Path, name: str, *, steps: int, max_lag: int, ki
         trainer = _start(served, recipe, folder, name)
         _kill_at_random(trainer, metrics, draw)
     trainer = _start(served, recipe, folder, name)
-    assert trainer.popen.wait(300) == 0, trainer.output
+    assert trainer.wait(300) == 0, trainer.output
     trainer.stop()
     checkpoint = run / "checkpoints" / f"step-{steps:06d}"
     state = msgspec.json.decode((checkpoint / "state.json").read_bytes(), type=RunState)
