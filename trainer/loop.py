@@ -22,11 +22,11 @@ import structlog
 
 from shared import tracing
 from shared.adapters import version_id
-from shared.errors import SetupError
+from shared.errors import EngineError, SetupError
 from shared.spans import Past
 from shared.training import TrainerState, TrainerStatus
 from trainer.atropos import AtroposApi, AtroposCollector
-from trainer.batches import sample_groups
+from trainer.batches import SampleGroup, sample_groups
 from trainer.checkpoint import Checkpoint, CheckpointStore, differences
 from trainer.collect import Collector
 from trainer.episodes import EpisodeOptions, Episodes
@@ -266,11 +266,8 @@ class TrainLoop:
         trained = Trained(StepReport(updated=False), {}, ())
         await self.parts.board.show("training")
         if groups:
-            step, policy_step = self._schedule_step(), state.policy_step
             with tracing.span("train"):
-                trained = await self.parts.host.run(
-                    lambda: self._learner.train(groups, step, policy_step, self._probes)
-                )
+                trained = await self._learn(groups, posted=batch.source == "posted")
         timing.train_s = time.perf_counter() - started
         lags = [min(self._lag(group), state.policy_step) for group in batch.groups]  # posted ones may be of any age
         failed = await self._serving.offer(trained, batch, dropped, serve=serve)
@@ -288,6 +285,21 @@ class TrainLoop:
         await self.parts.board.show("waiting", point_of(metrics))
         log.info("train.step", **progress(metrics, self.settings.steps))
         return Stepped(metrics, dropped, sum(len(group.samples) for group in groups), trained.checks != ())
+
+    async def _learn(self, groups: list[SampleGroup], *, posted: bool) -> Trained:
+        """The train step; one on posted trajectories that breaks (too large for memory, say) is as if it had not been.
+
+        It would end the run otherwise, and every run that gets the order again.
+        """
+        step, policy_step = self._schedule_step(), self.state.policy_step
+        try:
+            return await self.parts.host.run(lambda: self._learner.train(groups, step, policy_step, self._probes))
+        except Exception as error:
+            if not posted:
+                raise
+            log.exception("order.broken")
+            await self.parts.host.run(at_once(self._learner.revert))
+            raise EngineError(f"the train step failed, nothing has changed: {type(error).__name__}: {error}") from error
 
     def _schedule_step(self) -> int:
         """Where the run is on its way: what users post meanwhile takes nothing of the schedule."""

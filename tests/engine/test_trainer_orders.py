@@ -17,6 +17,7 @@ from tests.training.in_process import MemorySink
 from tests.training.run import train
 from trainer.checkpoint import CheckpointStore
 from trainer.environments import ArithmeticEnvironment, Observation, Outcome
+from trainer.learner import Learner
 from trainer.mailbox import Letter
 from trainer.metrics import read
 
@@ -188,6 +189,30 @@ async def test_a_run_whose_samples_all_fail_says_why(tmp_path: Path) -> None:
     await train(settings(tmp_path, steps=2, no_signal_after=2), sink, environment=Broken(count=8))
     ((kind, message),) = sink.alerts
     assert kind == "no_signal" and "32 samples failed, the first one: KeyError: 'answer' (test_" in message
+
+
+async def test_a_posted_update_that_breaks_is_refused_and_all_is_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Learner.train
+    left = [1]
+
+    def short_of_memory(self: Learner, *arguments: Any) -> Any:
+        trained = yield from whole(self, *arguments)
+        if left:
+            left.clear()
+            raise RuntimeError("[malloc] Unable to allocate 99 bytes")
+        return trained
+
+    await carried_out(tmp_path / "clean", UpdateOrder(TEACHES))
+    monkeypatch.setattr(Learner, "train", short_of_memory)
+    answers, _, state = await carried_out(tmp_path, UpdateOrder(TEACHES), UpdateOrder(TEACHES))
+    assert isinstance(answers[0], Refusal) and answers[0].code == "engine_error"
+    assert "RuntimeError: [malloc]" in answers[0].message
+    assert isinstance(answers[1], UpdateAnswer) and (answers[1].status, state.train_step) == ("updated", 1)
+    names = ("adapters.safetensors", "optimizer.safetensors")
+    saved = [tmp_path / part / "policy/checkpoints/step-000001" for part in ("clean", ".")]
+    assert [(saved[0] / name).read_bytes() for name in names] == [(saved[1] / name).read_bytes() for name in names]
 
 
 async def test_posted_updates_take_nothing_of_the_schedule(tmp_path: Path) -> None:
