@@ -129,10 +129,12 @@ async def test_abort_ends_requests_with_what_they_have_and_jobs_go_on_after_the_
     assert (list(line.completion_ids), line.finish_reason) == (expected[:600], "length")
 
 
-async def test_wait_lets_rows_finish_and_takes_no_new_ones(http: httpx.AsyncClient) -> None:
+async def test_wait_lets_rows_finish_and_takes_no_new_ones(server: Ring, http: httpx.AsyncClient) -> None:
+    told = len(server.server.printed("worker.pausing"))
     async with begun(http) as stream:
         pausing = asyncio.create_task(pause(http, mode="wait"))
         await wait_until(lambda: is_paused(http), timeout_s=10)
+        await wait_until(lambda: len(server.server.printed("worker.pausing")) == told + 2, timeout_s=10)
         waiting = asyncio.create_task(ids_alone(http, max_tokens=3))
         assert len(await stream.rest()) == 800
         assert stream.finish == "length"
