@@ -14,8 +14,8 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache
 
 from shared.errors import SetupError
 from tests.engine.conftest import Bench, prompt_of, spec
-from worker.engine.batching import PADDING_IN_STATE, WRONG, takes_padding
-from worker.engine.loader import LoadedModel, prepare_serving
+from worker.engine.batching import PADDING_IN_STATE, WRONG, check_batch, takes_padding
+from worker.engine.loader import LoadedModel
 
 SIZES = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -81,8 +81,8 @@ def test_a_model_that_is_wrong_in_a_batch_is_refused_at_start(llama: LoadedModel
     sizes = {"hidden_dim": 32, "num_heads": 2, "num_kv_heads": 1, "num_layers": 2, "num_kv_reuse_layers": 1}
     model = afm7.Model(afm7.ModelArgs("afm7", vocab_size=320, hidden_dim_scale_factor=2.0, rope_theta=1e3, **sizes))
     with pytest.raises(SetupError, match=r"afm7 cannot be trusted in a batch: .*; with --max-batch-size 1 it runs"):
-        prepare_serving(model, 32)
-    prepare_serving(model, 1)
+        check_batch(model, 32)
+    check_batch(model, 1)
     assert WRONG.keys() == {"afm7", "longcat_flash_ngram"} and takes_padding(llama.model)
 
 
@@ -103,9 +103,9 @@ class Unbatchable:
 
 
 def test_a_model_that_runs_in_no_batch_is_refused_at_start(llama: LoadedModel) -> None:
-    prepare_serving(llama.model, 32)
+    check_batch(llama.model, 32)
     for rows in (2, 32):  # its two heads would fit two rows by chance
         with pytest.raises(SetupError, match=r"in a batch \(ValueError: .*; with --max-batch-size 1 it may run"):
-            prepare_serving(Unbatchable(KVCache), rows)
+            check_batch(Unbatchable(KVCache), rows)
     with pytest.raises(SetupError, match="ChunkedKVCache, of which there is no batched form"):
-        prepare_serving(Unbatchable(ChunkedKVCache), 1)
+        check_batch(Unbatchable(ChunkedKVCache), 1)

@@ -11,8 +11,7 @@ from shared.errors import SetupError
 from shared.text import TextCodec
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.small_models import BOS, EOS, LLAMA, QWEN3, write_model
-from worker.engine import loader
-from worker.engine.loader import LoadedModel, base_sha256, load_model, prepare_serving
+from worker.engine.loader import LoadedModel, base_sha256, load_model
 from worker.engine.messages import EngineConfig
 
 
@@ -68,17 +67,6 @@ def test_other_dtypes_decode_with_fp32_logprobs(llama_folder: Path, dtype: str) 
 def test_an_unknown_dtype_is_refused(llama_folder: Path) -> None:
     with pytest.raises(SetupError, match="dtype 'int3'"):
         load_model(EngineConfig(str(llama_folder), dtype="int3"))
-
-
-def test_buffers_that_mlx_keeps_are_bounded_on_a_gpu(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[int] = []
-    monkeypatch.setattr(loader, "free_bytes", lambda: 8 << 30)
-    monkeypatch.setattr(mx, "set_cache_limit", limits.append)
-    prepare_serving(llama.model, 1)
-    assert limits == [], "a CPU has a small bound of its own"
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    prepare_serving(llama.model, 1)
-    assert limits == [2 << 30]
 
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])

@@ -27,7 +27,7 @@ from worker.engine.followers import Followers
 from worker.engine.generator import RunningBatch
 from worker.engine.grammars import Grammars
 from worker.engine.kv_slabs import KvRows
-from worker.engine.loader import LoadedModel
+from worker.engine.loader import LoadedModel, bound_freed_memory
 from worker.engine.messages import EndReason, EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
 from worker.engine.pieces import Pieces
 from worker.engine.prefill import PrefillLane, PrefillTask, report_of, task_for
@@ -39,7 +39,6 @@ from worker.engine.text import RowText
 
 log = logging.getLogger(__name__)
 
-SMALLEST_CACHE = 256 << 20  # bytes
 FAILURES_IN_A_ROW = 3  # forwards that fail one after another before the engine gives up
 
 
@@ -59,7 +58,7 @@ class Engine:
         self._eos_ids = frozenset(loaded.card.eos_token_ids)
         self._grammars = Grammars(loaded.tokenizer, loaded.card.vocab_size, wake)
         self._limits = Limits.of(loaded.card, loaded.kv_limit_bytes)
-        mx.set_cache_limit(max(SMALLEST_CACHE, self._limits.kv_limit_bytes // 4))  # freed memory that MLX keeps
+        bound_freed_memory(self._limits.kv_limit_bytes)
         self._model = RowModel(loaded.model, adapters)
         self._pieces = Pieces()
         self._class_turns = ClassTurns()

@@ -21,12 +21,12 @@ from shared.errors import SetupError
 from shared.sequences import ModelCard
 from shared.text import TokenizerBundle
 from worker.engine import cuda_graphs
-from worker.engine.batching import check_batch
 from worker.engine.lora_sites import module_shapes
 from worker.engine.messages import EngineConfig
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 _DEFAULT_CONTEXT = 4096
+_SMALLEST_CACHE = 256 << 20  # bytes of freed memory that MLX may keep in any case
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -73,17 +73,6 @@ def load_model(config: EngineConfig) -> LoadedModel:
     )
     limit = config.kv_limit_bytes or free_bytes() // 2
     return LoadedModel(card, bundle, model, model_config, path, limit)
-
-
-def prepare_serving(model: Any, max_rows: int) -> None:
-    """What only a worker needs: `SetupError` if the model's sequences cannot share a forward, and bounded memory.
-
-    MLX keeps freed buffers for later, on a GPU up to about all of its memory; prompts of ever other lengths seldom
-    find one that fits. Beside the KV, which may take half of what is free, they may take a quarter.
-    """
-    check_batch(model, max_rows)
-    if mx.default_device() != mx.Device(mx.cpu):
-        mx.set_cache_limit(free_bytes() // 4)
 
 
 def _find(name: str) -> Path:
@@ -176,6 +165,15 @@ def _file_sha256(file: Path) -> str:
         return stored
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def bound_freed_memory(kv_limit_bytes: int) -> None:
+    """Say how much freed memory MLX may keep: all that it may is kept, for prompts come in ever other lengths.
+
+    On a GPU what is not found there takes long to get; a CPU gets memory about as fast as it finds it.
+    """
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    mx.set_cache_limit(_SMALLEST_CACHE if on_cpu else max(_SMALLEST_CACHE, kv_limit_bytes // 4))
 
 
 def free_bytes() -> int:

@@ -24,9 +24,10 @@ import mlx.core as mx
 from shared.adapters import AdapterManifest
 from shared.errors import SetupError
 from worker.engine.adapters import AdapterConfig, AdapterStats
+from worker.engine.batching import check_batch
 from worker.engine.engine import Engine
 from worker.engine.guests import Guests, T, Work
-from worker.engine.loader import LoadedModel, load_model, prepare_serving
+from worker.engine.loader import LoadedModel, load_model
 from worker.engine.messages import (
     EndReason,
     EngineConfig,
@@ -190,7 +191,7 @@ class EngineThread:
 
     def _serve(self, ready: Future[LoadedModel]) -> None:
         loaded = load_model(self._config)
-        prepare_serving(loaded.model, self._config.max_rows)
+        check_batch(loaded.model, self._config.max_rows)
         if self._adapter_config is not None:
             self._slots = AdapterSlots(loaded, self._adapter_config, self._wake_up, self._on_adapters)
         engine = Engine(loaded, self._config, self._slots, self._wake_up)
