@@ -66,7 +66,7 @@ def hosting(share: float, unit_s: float, units: int = 1_000_000) -> tuple[Guests
     return guests, labour, future
 
 
-@pytest.mark.parametrize(("share", "unit_s", "units"), [(0.2, 1.0, 25), (0.2, 4.0, 6), (0.5, 1.0, 89), (0.5, 10.0, 10)])
+@pytest.mark.parametrize(("share", "unit_s", "units"), [(0.2, 1.0, 22), (0.2, 4.0, 5), (0.5, 1.0, 89), (0.5, 10.0, 9)])
 def test_while_rows_decode_units_get_their_share(share: float, unit_s: float, units: int) -> None:
     guests, labour, _ = hosting(share, unit_s)
     for _ in range(100):
@@ -98,11 +98,11 @@ def test_an_expensive_unit_is_paid_before_the_next_one() -> None:
     guests.add(work, Future())
     for step in range(60):  # noqa: B007 - read by work
         guests.between_steps(decoding=True, decode_s=1.0)
-    assert ran[1] - ran[0] <= 2
-    assert 30 <= ran[2] - ran[1] <= 46, "its cost, and that of the next one"
+    assert ran[1] - ran[0] <= 3
+    assert 30 <= ran[2] - ran[1] <= 51, "its cost, and that of the next one"
 
 
-@pytest.mark.parametrize(("after_a_unit", "units"), [(3.0, 12), (2.0, 16), (1.0, 25), (0.5, 32)])
+@pytest.mark.parametrize(("after_a_unit", "units"), [(3.0, 11), (2.0, 14), (1.0, 22), (0.5, 29)])
 def test_what_a_unit_does_to_the_turn_after_it_counts_too(after_a_unit: float, units: int) -> None:
     guests, labour, _ = hosting(0.5, 2.0)
     lost, turns, turn_s = 0.0, 50, 1.0
