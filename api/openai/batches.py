@@ -10,6 +10,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from api.errors import error_responses
+from api.json_reply import json_reply
 from api.openai.batch_lines import Endpoint
 from api.openai.fields import RequestModel
 from api.openai.files import MAX_TTL_S, MIN_TTL_S, TTL_S, page
@@ -99,7 +100,7 @@ async def list_batches(
 ) -> Response:
     """Batches, newest first."""
     found, more = await ring.batches.page(limit, after)
-    return _json(page([batch_object(record, await job_of(ring, record)) for record in found], more))
+    return json_reply(page([batch_object(record, await job_of(ring, record)) for record in found], more))
 
 
 @router.get(
@@ -149,7 +150,7 @@ async def job_of(ring: Ring, record: BatchRecord) -> JobStatus | None:
 
 
 async def _shown(ring: Ring, record: BatchRecord) -> Response:
-    return _json(batch_object(record, await job_of(ring, record)))
+    return json_reply(batch_object(record, await job_of(ring, record)))
 
 
 def batch_object(record: BatchRecord, job: JobStatus | None) -> dict[str, Any]:
@@ -211,7 +212,3 @@ def status_of(record: BatchRecord, job: JobStatus | None) -> str:
     if job is not None and job.status in TERMINAL:
         return "finalizing"
     return record.state
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -6,12 +6,12 @@ An upload is spooled to disk by the form parser, then goes to Redis in chunks, b
 import re
 from typing import Annotated, Any, Literal
 
-import msgspec
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import Response, StreamingResponse
 
 from api.errors import error_responses
+from api.json_reply import json_reply
 from api.limits import is_multipart
 from api.ring import Ring, ring_of
 from shared.errors import InvalidRequestError, UnsupportedParameterError
@@ -68,7 +68,7 @@ async def upload_file(request: Request, ring: TheRing) -> Response:
         except BaseException:
             await writer.discard()
             raise
-    return _json(file_object(stored))
+    return json_reply(file_object(stored))
 
 
 def _checked(form: FormData) -> tuple[UploadFile, int]:
@@ -108,13 +108,13 @@ async def list_files(
 ) -> Response:
     """Files by time of creation."""
     found, more = await ring.files.list(purpose, limit, after, newest_first=order == "desc")
-    return _json(page([file_object(file) for file in found], more))
+    return json_reply(page([file_object(file) for file in found], more))
 
 
 @router.get("/v1/files/{file_id}", summary="Describe a file", response_class=Response, responses=error_responses(404))
 async def retrieve_file(file_id: str, ring: TheRing) -> Response:
     """Name, size, purpose."""
-    return _json(file_object(await ring.files.find(file_id)))
+    return json_reply(file_object(await ring.files.find(file_id)))
 
 
 @router.get(
@@ -134,7 +134,7 @@ async def file_content(file_id: str, ring: TheRing) -> Response:
 async def delete_file(file_id: str, ring: TheRing) -> Response:
     """A batch that has been validated does not need its file any more."""
     await ring.files.delete(file_id)
-    return _json({"id": file_id, "object": "file", "deleted": True})
+    return json_reply({"id": file_id, "object": "file", "deleted": True})
 
 
 def file_object(file: StoredFile) -> dict[str, Any]:
@@ -155,7 +155,3 @@ def page(data: list[dict[str, Any]], more: bool) -> dict[str, Any]:
     """OpenAI's page of a list."""
     ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return {"object": "list", "data": data, **ends, "has_more": more}
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

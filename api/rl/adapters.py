@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, FiniteFloat, Json, ValidationError
 from starlette.responses import PlainTextResponse, Response
 
 from api.errors import error_responses, from_validation
+from api.json_reply import json_reply
 from api.openai.fields import RequestModel
 from api.ring import Ring, ring_of
 from api.rl.adapter_intake import AdapterFiles, Offer, publish, read_folder, receive
@@ -152,7 +153,7 @@ async def list_adapters(ring: TheRing) -> Response:
             summaries.append(await ring.adapters.summary(name))
         except UnknownAdapterError:  # deleted just now
             continue
-    return _json({"object": "list", "data": summaries})
+    return json_reply({"object": "list", "data": summaries})
 
 
 @router.post(
@@ -185,7 +186,7 @@ async def describe_adapter(name: Name, ring: TheRing) -> Response:
         except UnknownAdapterError:  # deleted just now
             continue
     history, acks = await ring.adapters.history(name), await ring.adapters.acks(name)
-    return _json({**msgspec.structs.asdict(summary), "versions": manifests, "history": history, "acks": acks})
+    return json_reply({**msgspec.structs.asdict(summary), "versions": manifests, "history": history, "acks": acks})
 
 
 @router.post(
@@ -387,8 +388,4 @@ def _shown(manifest: AdapterManifest) -> dict[str, Any]:
 
 
 def _described(manifest: AdapterManifest, status: int = 200) -> Response:
-    return _json(_shown(manifest), status)
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+    return json_reply(_shown(manifest), status)

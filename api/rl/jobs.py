@@ -11,6 +11,7 @@ from starlette.responses import Response, StreamingResponse
 
 from api.collection import check_judges
 from api.errors import error_responses, from_validation
+from api.json_reply import json_reply
 from api.limits import is_multipart
 from api.ring import Ring, ring_of
 from api.rl.job_body import JobBody, upload_inputs
@@ -117,7 +118,7 @@ async def _checked_spec(ring: Ring, body: JobBody, target: JobTarget) -> JobSpec
 
 async def _accepted(ring: Ring, job_id: str) -> Response:
     status = await ring.jobs.status(job_id)
-    return _json(status, 202, {"Location": f"/v1/jobs/{job_id}"})
+    return json_reply(status, 202, {"Location": f"/v1/jobs/{job_id}"})
 
 
 @router.get("/v1/jobs", summary="List jobs", response_class=Response)
@@ -128,7 +129,7 @@ async def list_jobs(
 ) -> Response:
     """Jobs, newest first."""
     jobs = await ring.jobs.list(limit, before)
-    return _json({"object": "list", "data": jobs, "has_more": len(jobs) == limit})
+    return json_reply({"object": "list", "data": jobs, "has_more": len(jobs) == limit})
 
 
 @router.get(
@@ -139,7 +140,7 @@ async def list_jobs(
 )
 async def poll_job(job_id: str, ring: TheRing) -> Response:
     """State, counts, progress, usage, mean reward."""
-    return _json(await ring.jobs.status(job_id))
+    return json_reply(await ring.jobs.status(job_id))
 
 
 @router.get(
@@ -197,7 +198,7 @@ async def _all_results(ring: Ring, job_id: str, after: int, complete_only: bool)
 )
 async def cancel_job(job_id: str, ring: TheRing) -> Response:
     """End a job; what has finished stays."""
-    return _json(await ring.jobs.cancel(job_id))
+    return json_reply(await ring.jobs.cancel(job_id))
 
 
 @router.delete("/v1/jobs/{job_id}", summary="Delete a job", responses=error_responses(404, 409))
@@ -217,7 +218,3 @@ async def delete_job(job_id: str, ring: TheRing) -> dict[str, Any]:
 async def retry_job(job_id: str, ring: TheRing) -> Response:
     """A new job with the same settings and inputs; its metadata says `retry_of`."""
     return await _accepted(ring, await ring.jobs.submit_again(job_id))
-
-
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), status, headers, "application/json")

@@ -13,6 +13,7 @@ from fastapi import Path as PathParameter
 from starlette.responses import Response
 
 from api.errors import error_responses
+from api.json_reply import json_reply
 from api.ring import Ring, ring_of
 from shared.errors import ConflictError, InvalidRequestError, UnknownModelError
 from shared.redis import keys
@@ -63,7 +64,7 @@ async def beat(policy: Policy, request: Request, ring: TheRing) -> Response:
             await board.add(told.point)
         if told.status is not None:
             await board.write(msgspec.structs.replace(told.status, owner=told.owner))
-    return _json(Holder(holder, model))
+    return json_reply(Holder(holder, model))
 
 
 @router.delete("/v1/trainers/{policy}", summary="Let a policy go")
@@ -84,7 +85,7 @@ async def alert(policy: Policy, request: Request, ring: TheRing) -> Response:
     """Keep an alert, count it, and tell whoever listens."""
     told = await _read(request, Alert)
     await TrainingBoard(ring.redis, policy).alert(told.kind, told.message)
-    return _json({"object": "alert"})
+    return json_reply({"object": "alert"})
 
 
 @router.post(
@@ -109,7 +110,7 @@ async def take_orders(policy: Policy, request: Request, ring: TheRing) -> Respon
         TakenOrder(each.entry, each.id, msgspec.Raw(each.body), each.deadline_ms, each.again, each.too_late)
         for each in found
     ]
-    return _json(shown)
+    return json_reply(shown)
 
 
 @router.post(
@@ -130,7 +131,7 @@ async def answer_order(policy: Policy, request: Request, ring: TheRing) -> Respo
         await orders.tell(told.id, msgspec.json.encode(told.answer))
     if told.done:
         await orders.finish(told.entry)
-    return _json({"object": "order", "id": told.id, "done": told.done})
+    return json_reply({"object": "order", "id": told.id, "done": told.done})
 
 
 async def _held(ring: Ring, policy: str, owner: str) -> None:
@@ -157,7 +158,3 @@ async def _read(request: Request, kind: type[T]) -> T:
 def _is_entry(text: str) -> bool:
     head, dash, tail = text.partition("-")
     return bool(dash) and all(part.isascii() and part.isdigit() and len(part) < 20 for part in (head, tail))
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Depends, Header, Query
 from starlette.responses import Response
 
 from api.errors import error_responses
+from api.json_reply import json_reply
 from api.ring import Ring, ring_of
 from api.rl.training_body import CheckpointBody, UpdateBody, checked, parsed_version, unknown, versions_named
 from api.targets import card_of_base
@@ -72,7 +73,7 @@ async def update(body: UpdateBody, ring: TheRing, idempotency_key: IdempotencyKe
     answer = await _ordered(ring, policy, order, idempotency_key)
     assert isinstance(answer, UpdateAnswer)
     lora = version_id(policy, answer.version) if answer.version else None
-    return _json(_shown(answer, "training.update", policy) | {"lora": lora})
+    return json_reply(_shown(answer, "training.update", policy) | {"lora": lora})
 
 
 @router.post(
@@ -91,7 +92,7 @@ async def checkpoint(
     policy, name = _policy(ring, body.policy), check_checkpoint_name(body.name or body.checkpoint_name)
     answer = await _ordered(ring, policy, CheckpointOrder(name), idempotency_key)
     assert isinstance(answer, CheckpointAnswer)
-    return _json(_shown(answer, "training.checkpoint", policy))
+    return json_reply(_shown(answer, "training.checkpoint", policy))
 
 
 @router.get(
@@ -125,7 +126,7 @@ async def status(ring: TheRing, policy: PolicyName = "") -> Response:
         "alerts": await board.alert_counts(),
         "trainer": None if told is None else {**msgspec.to_builtins(told), "owner": alive or told.owner},
     }
-    return _json(shown)
+    return json_reply(shown)
 
 
 @router.get(
@@ -143,7 +144,7 @@ async def debug(ring: TheRing, policy: PolicyName = "", points: Annotated[int, Q
         rejected = [m for m in [await ring.adapters.manifest(name, v) for v in adapter.versions[-20:]] if _refused(m)]
     except UnknownAdapterError:
         adapter, rejected = None, []
-    return _json(
+    return json_reply(
         {
             "policy": name,
             "alive": await board.alive() or None,
@@ -181,7 +182,7 @@ async def waiting_trajectories(
         outer = msgspec.to_builtins(each.live)
         data.append({**outer.pop("trajectory"), **outer})
     last = found[-1].entry if found else after
-    return _json({"object": "list", "data": data, "last": last, "has_more": len(found) == limit})
+    return json_reply({"object": "list", "data": data, "last": last, "has_more": len(found) == limit})
 
 
 def _policy(ring: Ring, given: str) -> str:
@@ -263,7 +264,3 @@ def _moment(unix_ms: int) -> str | None:
         .isoformat(timespec="seconds")
         .replace("+00:00", "Z")
     )
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
