@@ -27,8 +27,7 @@ async def read_gauges(ring: Ring, totals: dict[str, float]) -> Gauges:
     for name in await ring.registry.names():
         live = await ring.registry.workers(name)
         workers += live
-        known = {member.decode(errors="replace") for member in await ring.redis.zrange(keys.workers(name), 0, -1)}
-        gone += len(known - {worker.id for worker in live})
+        gone += len({*await ring.registry.known(name)} - {worker.id for worker in live})
         await _queue(gauges, ring, name, live)
     for worker in workers:
         _worker(gauges, worker, now_ms)

@@ -124,9 +124,13 @@ class WorkerRegistry:
         names = [name.decode(errors="replace") for name in await self._redis.zrange(keys.models(), 0, -1)]
         return {name for name in names if await self.workers(name)}
 
+    async def known(self, model: str) -> list[str]:
+        """Ids of a model's workers that live, or went within the hour without leaving in order."""
+        return [name.decode(errors="replace") for name in await self._redis.zrange(keys.workers(model), 0, -1)]
+
     async def live(self, model: str) -> list[str]:
         """Ids of a model's live workers: what a worker asks with every heartbeat, so without their statuses."""
-        ids = [name.decode(errors="replace") for name in await self._redis.zrange(keys.workers(model), 0, -1)]
+        ids = await self.known(model)
         async with self._redis.pipeline(transaction=False) as pipe:
             for worker_id in ids:
                 pipe.exists(keys.worker(model, worker_id))
@@ -135,8 +139,7 @@ class WorkerRegistry:
 
     async def workers(self, model: str) -> list[WorkerStatus]:
         """A model's live workers, by id; prunes those gone for more than an hour."""
-        index = keys.workers(model)
-        ids = [name.decode(errors="replace") for name in await self._redis.zrange(index, 0, -1)]
+        ids = await self.known(model)
         if not ids:
             return []
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -144,7 +147,7 @@ class WorkerRegistry:
                 pipe.hgetall(keys.worker(model, worker_id))
             found = await pipe.execute()
         if not all(found):
-            await self._redis.zremrangebyscore(index, 0, await server_time_ms(self._redis) - 3_600_000)
+            await self._redis.zremrangebyscore(keys.workers(model), 0, await server_time_ms(self._redis) - 3_600_000)
         statuses = [_status(fields) for fields in found if fields]
         return sorted((status for status in statuses if status is not None), key=lambda status: status.id)
 
