@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from api.client import DEFAULT_URL, InferenceClient, JobRequest
 from api.commands import acl, adapters, batches, bench, chat, deadletters, key, top
 from api.commands.console import (
+    LOOK_PATIENCE_S,
     ApiKey,
     Json,
     JsonAnyway,
@@ -38,7 +39,6 @@ from shared.jobs import TERMINAL, JobKind, JobStatus, RewardSpec
 from shared.version import version
 
 JOB_NOT_SUCCEEDED = 3
-LOOK_PATIENCE_S = 5.0  # with a server that is away or busy, of a command that only looks; others have 30 s
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(adapters.app, name="adapters")

@@ -7,9 +7,19 @@ from typing import Annotated, Any
 import typer
 
 from api.client import DEFAULT_URL, AdapterLoaded, InferenceClient
-from api.commands.console import ApiKey, Json, Url, fail, out, perform, plain, print_json, print_rows, segment
-
-PATIENCE_S = 5.0  # with a server that is away or busy
+from api.commands.console import (
+    LOOK_PATIENCE_S,
+    ApiKey,
+    Json,
+    Url,
+    fail,
+    out,
+    perform,
+    plain,
+    print_json,
+    print_rows,
+    segment,
+)
 
 app = typer.Typer(no_args_is_help=True, help="Adapters and their versions.")
 
@@ -74,7 +84,7 @@ def upload(
     fields = {"name": name, "model": model, "set_latest": "false" if candidate else ""}
 
     async def run() -> AdapterLoaded:
-        async with InferenceClient(url, api_key=api_key, patience_s=PATIENCE_S) as client:
+        async with InferenceClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
             return await client.upload_adapter(folder, {key: value for key, value in fields.items() if value})
 
     try:
@@ -118,7 +128,7 @@ def delete(
 
 def _call(url: str, api_key: str, method: str, path: str, body: Answer | None = None) -> Answer:
     async def run() -> Answer:
-        async with InferenceClient(url, api_key=api_key, patience_s=PATIENCE_S) as client:
+        async with InferenceClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
             return await client.call(method, path, Answer, body)
 
     return perform(run())

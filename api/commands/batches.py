@@ -17,6 +17,7 @@ from api.batch_client import Batch, BatchClient
 from api.client import DEFAULT_URL
 from api.client_http import RequestFailedError
 from api.commands.console import (
+    LOOK_PATIENCE_S,
     ApiKey,
     Json,
     Url,
@@ -35,7 +36,6 @@ from api.ops.figures import size
 
 T = TypeVar("T")
 
-PATIENCE_S = 5.0  # with a server that is away or busy, of a command that only looks; others have 30 s
 NOT_COMPLETED = 3
 ERRORS_SHOWN = 10
 
@@ -103,7 +103,7 @@ def show(
     """Show how far a batch is; exit code 3 when it has ended and not every line has its answer."""
 
     async def run() -> Batch:
-        async with BatchClient(url, api_key=api_key, patience_s=30 if wait else PATIENCE_S) as client:
+        async with BatchClient(url, api_key=api_key, patience_s=30 if wait else LOOK_PATIENCE_S) as client:
             return await _watch(client, segment(batch_id)) if wait else await client.batch(segment(batch_id))
 
     _report(perform(run()), as_json)
@@ -129,7 +129,7 @@ def results(
     """Write the answers of a batch that has ended, to stdout unless --out or --errors names a file."""
 
     async def run() -> None:
-        async with BatchClient(url, api_key=api_key, patience_s=PATIENCE_S) as client:
+        async with BatchClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
             found = await client.batch(segment(batch_id))
             if not found.ended:
                 fail(f"{found.id} is {found.status}: its answers come when it has ended (batches show --wait)", 1)
@@ -169,7 +169,7 @@ def get(
     """Write a file's bytes."""
 
     async def run() -> None:
-        async with BatchClient(url, api_key=api_key, patience_s=PATIENCE_S) as client:
+        async with BatchClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
             await _copy(client.content(segment(file_id)), to)
 
     perform(run())
@@ -193,7 +193,7 @@ def delete(
 
 def _look(url: str, api_key: str, ask: Callable[[BatchClient], Coroutine[Any, Any, T]]) -> T:
     async def run() -> T:
-        async with BatchClient(url, api_key=api_key, patience_s=PATIENCE_S) as client:
+        async with BatchClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
             return await ask(client)
 
     return perform(run())

@@ -6,9 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from api.client import DEFAULT_URL, InferenceClient
-from api.commands.console import ApiKey, Json, Model, Url, err, only_model, out, perform, print_json
-
-PATIENCE_S = 5.0  # with a server that is away or busy
+from api.commands.console import LOOK_PATIENCE_S, ApiKey, Json, Model, Url, err, only_model, out, perform, print_json
 
 
 def chat(
@@ -60,7 +58,7 @@ class _Talk:
         said: list[str] = []
         thinks = False
         try:
-            async with InferenceClient(self._url, api_key=self._key, patience_s=PATIENCE_S) as client:
+            async with InferenceClient(self._url, api_key=self._key, patience_s=LOOK_PATIENCE_S) as client:
                 async for event in client.events("/v1/chat/completions", await self._body(client, text)):
                     for choice in event.get("choices", []):
                         delta = choice.get("delta", {})
@@ -78,7 +76,7 @@ class _Talk:
 
     async def answer_as_json(self, text: str) -> None:
         """Print the server's whole answer."""
-        async with InferenceClient(self._url, api_key=self._key, patience_s=PATIENCE_S) as client:
+        async with InferenceClient(self._url, api_key=self._key, patience_s=LOOK_PATIENCE_S) as client:
             body = await self._body(client, text)
             whole = await client.call("POST", "/v1/chat/completions", dict[str, Any], body)
         print_json(whole)

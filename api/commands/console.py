@@ -18,6 +18,8 @@ from api.client_http import RequestFailedError
 
 T = TypeVar("T")
 
+LOOK_PATIENCE_S = 5.0  # with a server that is away or busy, of a command that only looks; others have 30 s
+
 Url = Annotated[str, typer.Option("--url", envvar="PARALLM_URL", help="address of the server")]
 ApiKey = Annotated[str, typer.Option("--api-key", envvar="PARALLM_API_KEY", help="if the server wants one")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
