@@ -10,18 +10,14 @@ import argparse
 import asyncio
 import json
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from tests.bench.load import stream_once
-from tests.bench.models import random_qwen3
-from tests.bench.served import SHAPES, at, prompts_of, spread
-from tests.e2e.rings import Process
+from tests.bench.served import at, prompts_of, serving, spread
 
 BATCHES = {"short": (32, 128), "long": (700, 16)}  # tokens of a prompt, and of a completion
 RESERVED = 2
@@ -120,21 +116,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32, help="of the worker")
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        for name in options.models:
-            model = Path("models/tiny")
-            if name != "tiny":
-                model = random_qwen3(Path(folder) / name, SHAPES[name], options.dtype)
-            server = Process.start(
-                "api.serve", "--model", str(model), "--port", "0", "--data-dir", f"{folder}/{name}-data",
-                "--dtype", options.dtype, "--max-batch-size", str(options.rows),
-            )  # fmt: skip
-            try:
-                url = server.wait_for_line(r"ready: (http://\S+)/v1").group(1)
-                for batch in options.batches:
-                    asyncio.run(measure(url, model.name, batch, options))
-            finally:
-                server.stop()
+    for name in options.models:
+        with serving(name, options.dtype, options.rows) as (model, url):
+            for batch in options.batches:
+                asyncio.run(measure(url, model.name, batch, options))
 
 
 if __name__ == "__main__":

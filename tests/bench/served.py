@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,6 +198,21 @@ def side(turns: list[Turn], figures: list[LoadFigures]) -> str:
     )
 
 
+@contextmanager
+def serving(name: str, dtype: str, rows: int, *flags: str) -> Iterator[tuple[Path, str]]:
+    """A server of its own with models/tiny, or with a random model of this shape: the model's folder and the URL."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path("models/tiny") if name == "tiny" else random_qwen3(Path(folder) / name, SHAPES[name], dtype)
+        server = Process.start(
+            "api.serve", "--model", str(model), "--port", "0", "--data-dir", f"{folder}/data",
+            "--dtype", dtype, "--max-batch-size", str(rows), *flags,
+        )  # fmt: skip
+        try:
+            yield model, server.wait_for_line(r"ready: (http://\S+)/v1").group(1)
+        finally:
+            server.stop()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.served", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
@@ -208,20 +225,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["qwen3-small", "tiny"])
     arguments = parser.parse_args()
     print("ratios are min median max over the rounds of this run", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        for name in arguments.models:
-            model = Path("models/tiny")
-            if name != "tiny":
-                model = random_qwen3(Path(folder) / name, SHAPES[name], arguments.dtype)
-            server = Process.start(
-                "api.serve", "--model", str(model), "--port", "0", "--data-dir", f"{folder}/{name}-data",
-                "--dtype", arguments.dtype, "--max-batch-size", str(max(32, *arguments.streams)), *arguments.serve,
-            )  # fmt: skip
-            try:
-                url = server.wait_for_line(r"ready: (http://\S+)/v1").group(1)
-                asyncio.run(measure(name, model, url, arguments))
-            finally:
-                server.stop()
+    rows = max(32, *arguments.streams)
+    for name in arguments.models:
+        with serving(name, arguments.dtype, rows, *arguments.serve) as (model, url):
+            asyncio.run(measure(name, model, url, arguments))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 from shared.errors import QueueFullError
 from shared.redis import keys
 from shared.redis.client import server_time_ms
+from shared.redis.sequence_queue import SequenceQueue
 from tests.redis.sequences import MODEL, beat, commit, ids, plan, queue, spec, specs, state
 from tests.waiting import wait_until
 
@@ -232,7 +233,8 @@ async def test_scripts_that_are_missing_are_loaded_again(redis: Redis) -> None:
     assert await commit(redis, "w1", claim)
 
 
-async def test_who_wakes_too_late_goes_on_waiting(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+async def _woken_late(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> "tuple[SequenceQueue, asyncio.Task[bool]]":
+    """Worker "late" waits, and looks 0.2 s after the three sequences that wake it have come."""
     monkeypatch.setattr("shared.redis.sequence_queue.STAGGER_S", 0.2)
     monkeypatch.setattr("random.random", lambda: 1.0)
     q = queue(redis)
@@ -240,6 +242,11 @@ async def test_who_wakes_too_late_goes_on_waiting(redis: Redis, monkeypatch: pyt
     waiting = asyncio.create_task(q.wait("late", 30))
     await wait_until(lambda: _waits(redis))
     await q.enqueue(specs("a", 3))
+    return q, waiting
+
+
+async def test_who_wakes_too_late_goes_on_waiting(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, waiting = await _woken_late(redis, monkeypatch)
     assert ids(await q.claim("quick", plan(4), others=["late"])) == ["a0", "a1", "a2"]
     await asyncio.sleep(0.4)
     assert not waiting.done(), "what woke it has been taken"
@@ -249,13 +256,7 @@ async def test_who_wakes_too_late_goes_on_waiting(redis: Redis, monkeypatch: pyt
 
 
 async def test_it_wakes_for_what_others_leave(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.redis.sequence_queue.STAGGER_S", 0.2)
-    monkeypatch.setattr("random.random", lambda: 1.0)
-    q = queue(redis)
-    assert await q.claim("late", plan(4), others=["quick"]) == []
-    waiting = asyncio.create_task(q.wait("late", 30))
-    await wait_until(lambda: _waits(redis))
-    await q.enqueue(specs("a", 3))
+    q, waiting = await _woken_late(redis, monkeypatch)
     assert ids(await q.claim("quick", plan(1), others=["late"])) == ["a0"]
     assert await asyncio.wait_for(waiting, 5)
     assert ids(await q.claim("late", plan(4), others=["quick"])) == ["a1", "a2"]
