@@ -164,7 +164,13 @@ def _is_branch(part: Any) -> bool:
 
 @functools.cache
 def _model_names() -> frozenset[str]:
-    return frozenset(model.__name__ for model in RequestModel.__subclasses__())
+    names: set[str] = set()
+    models: list[type[RequestModel]] = [RequestModel]
+    while models:
+        below = models.pop().__subclasses__()
+        names.update(model.__name__ for model in below)
+        models += below
+    return frozenset(names)
 
 
 def _path(location: Sequence[Any], field: str) -> str | None:

@@ -124,8 +124,11 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A call that `max_tokens` cut has broken arguments. They count as none, as in vLLM: refused, the chat could never
+    go on, since the client sends the turn back each time."""
     function = call["function"]
     try:
-        return {**call, "function": {**function, "arguments": msgspec.json.decode(function["arguments"] or "{}")}}
-    except msgspec.DecodeError as error:
-        raise InvalidRequestError(f"'arguments' of a tool call is not JSON: {error}", param="messages") from error
+        arguments = msgspec.json.decode(function["arguments"] or "{}")
+    except msgspec.DecodeError:
+        arguments = {}
+    return {**call, "function": {**function, "arguments": arguments}}

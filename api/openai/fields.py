@@ -52,6 +52,16 @@ class RequestModel(BaseModel):
         return {name: value for name, value in data.items() if name not in named}
 
 
+class HistoryModel(RequestModel):
+    """Base of what a client sends back from earlier answers, its own or another server's, and of tools.
+
+    Unknown fields are ignored there, as OpenAI and vLLM do: libraries keep books of their own in messages
+    (`provider_specific_fields`), and a turn must be answered whoever wrote the ones before.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+
 def _stop(value: Any) -> Any:
     stops = [value] if isinstance(value, str) else value
     if stops is None:
@@ -88,13 +98,24 @@ def _logit_bias(value: Any) -> Any:
         raise complaint("", "an object of token id to bias")
     if len(value) > MAX_BIASES:
         raise complaint("", f"at most {MAX_BIASES} tokens")
+    return {_bias_token(token): _bias_amount(token, amount) for token, amount in value.items()}
+
+
+def _bias_token(token: Any) -> int:
     try:
-        bias = {int(token): float(amount) for token, amount in value.items()}
+        return int(token)
     except (TypeError, ValueError):
-        raise complaint("", "keys are token ids, values are numbers") from None
-    if any(not -100 <= amount <= 100 for amount in bias.values()):
-        raise complaint("", "values lie between -100 and 100")
-    return bias
+        raise complaint("", f"key {str(token)[:40]!r} is not a token id") from None
+
+
+def _bias_amount(token: Any, amount: Any) -> float:
+    try:
+        number = float(amount)
+    except (TypeError, ValueError):
+        raise complaint("", f"the value of key '{token}' is not a number") from None
+    if not -100 <= number <= 100:
+        raise complaint("", f"the value of key '{token}' lies outside -100 to 100")
+    return number
 
 
 Stop = Annotated[

@@ -164,8 +164,8 @@ class Splitter:
         if not final:  # blanks before a call are not content
             bare = text[: len(text) - kept]
             kept += len(bare) - len(bare.rstrip())
-        elif self.calls and not text.strip():
-            kept, text = 0, ""
+        elif (self.calls and not text.strip()) or (self._plan.sure and form.start.startswith(text.strip())):
+            kept, text = 0, ""  # the blanks behind a call, or a forced one that was cut off in its opening mark
         self._say(text[: len(text) - kept])
         self._held = text[len(text) - kept :]
         return False
@@ -203,8 +203,7 @@ class Splitter:
         if not growing.name:
             rest = growing.read_name(self._held)
             if rest is None:
-                if final:
-                    self._say(form.start + self._held)
+                if final:  # cut off before its arguments: neither a call nor anything to read
                     self._held = ""
                 return False
             self._piece.add_part(CallPart(self.calls, growing.name))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 
-from api.openai.fields import RequestModel, complaint
+from api.openai.fields import HistoryModel, RequestModel, complaint
 from api.openai.schemas import ChatCompletionRequest
 from api.openai.structured import Schema
 from shared.errors import InvalidRequestError
@@ -29,7 +29,7 @@ def _known_type(*known: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class TextPart(RequestModel):
+class TextPart(HistoryModel):
     """A part of a message; text alone."""
 
     off: ClassVar[Off] = {"annotations": ([],), "logprobs": ([],)}
@@ -54,7 +54,7 @@ def _joined(parts: list[TextPart]) -> str:
     return "".join(part.text for part in parts)
 
 
-class InputMessage(RequestModel):
+class InputMessage(HistoryModel):
     """A message of an earlier turn, or the new one."""
 
     off: ClassVar[Off] = {"phase": ()}
@@ -66,7 +66,7 @@ class InputMessage(RequestModel):
     status: str | None = None
 
 
-class FunctionCallItem(RequestModel):
+class FunctionCallItem(HistoryModel):
     """A call that the model made."""
 
     off: ClassVar[Off] = {"namespace": (), "caller": (), "async": (False,), "async_": (False,)}
@@ -79,7 +79,7 @@ class FunctionCallItem(RequestModel):
     status: str | None = None
 
 
-class FunctionOutputItem(RequestModel):
+class FunctionOutputItem(HistoryModel):
     """What a call brought."""
 
     type: Literal["function_call_output"]
@@ -89,12 +89,12 @@ class FunctionOutputItem(RequestModel):
     status: str | None = None
 
 
-class _Thought(RequestModel):
+class _Thought(HistoryModel):
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-class ReasoningItem(RequestModel):
+class ReasoningItem(HistoryModel):
     """What the model thought; its template decides whether it sees that again."""
 
     off: ClassVar[Off] = {"encrypted_content": ()}
@@ -146,7 +146,7 @@ Items = Annotated[
 ]
 
 
-class FunctionTool(RequestModel):
+class FunctionTool(HistoryModel):
     """A function that the model may call."""
 
     off: ClassVar[Off] = {"allowed_callers": (), "defer_loading": (False,), "output_schema": ()}

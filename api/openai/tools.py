@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BeforeValidator, Field
 
-from api.openai.fields import RequestModel, complaint
+from api.openai.fields import HistoryModel, RequestModel, complaint
 from api.openai.tool_formats import HERMES, format_name
 from shared import grammar
 from shared.errors import InvalidGrammarError, InvalidRequestError, UnsupportedParameterError
@@ -24,7 +24,7 @@ MAX_TOOLS = 128
 MAX_FORCED_CALLS = 16  # of one completion: a weak model would call for ever
 
 
-class FunctionDefinition(RequestModel):
+class FunctionDefinition(HistoryModel):
     """A function that the model may call."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
@@ -40,7 +40,7 @@ def _function_only(value: Any) -> Any:
     return value
 
 
-class Tool(RequestModel):
+class Tool(HistoryModel):
     """A tool; functions alone."""
 
     type: Literal["function"]
@@ -98,8 +98,8 @@ class ToolUse(msgspec.Struct, frozen=True):
 
     def grammar(self, codec: TextCodec, otherwise: str = "") -> str:
         """What the completion must be; "" when anything goes. `otherwise`: the grammar of an answer without calls."""
-        if self.forced and otherwise:
-            raise InvalidRequestError("a forced call leaves no room for a response format", param="tool_choice")
+        if self.forced:  # the call wins over a response format: clients that force a tool send its schema as both
+            return grammar.of_lark(f"start: call {self._more}\n{self._call_rules(codec, self.callable)}")
         if otherwise and self.form(codec) != HERMES:
             raise UnsupportedParameterError(
                 "a response format beside tools is not supported for this model's form of calls", param="tools"
@@ -107,8 +107,6 @@ class ToolUse(msgspec.Struct, frozen=True):
         if otherwise:
             rules = self._call_rules(codec, self.callable)
             return grammar.compose(f"start: @answer | call {self._more}\n{rules}", {"answer": otherwise})
-        if self.forced:
-            return grammar.of_lark(f"start: call {self._more}\n{self._call_rules(codec, self.callable)}")
         if self.form(codec) == HERMES and any(each.strict for each in self.callable):
             return grammar.of_lark(self._free_text(codec))
         return ""

@@ -124,7 +124,7 @@ def test_a_forced_call_that_is_cut_off_shows_what_there_is(length: int) -> None:
     assert piece == taken(SURE_PLAN, text[:length])
     begun = text.index('{"city"')
     if length <= begun:
-        assert (piece.content, piece.calls) == (text[:length], [])
+        assert (piece.content, piece.calls) == ("", []), "a call cut off before its arguments is no text to read"
     else:
         (part,) = piece.calls
         assert (piece.content, part.name) == ("", "f")
@@ -297,8 +297,7 @@ def test_schemas_that_no_arguments_could_follow_are_refused() -> None:
         use.grammar(codec())
     use = use_of(tools=[WEATHER], tool_choice="required")
     assert use is not None
-    with pytest.raises(InvalidRequestError, match="no room"):
-        use.grammar(codec(), grammar.of_object())
+    assert use.grammar(codec(), grammar.of_object()) == use.grammar(codec()), "a forced call wins over a format"
     llama = TextCodec(TokenizerBundle(bundle().tokenizer_json, "tools [TOOL_CALLS]", (0,), {}))
     use = use_of(tools=[WEATHER])
     assert use is not None
