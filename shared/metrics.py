@@ -103,7 +103,7 @@ _VLLM = (
     _histogram("vllm:request_max_num_generation_tokens", _MODEL, _LENGTH, "tokens that a request asked for at most"),
     _histogram("vllm:request_params_max_tokens", _MODEL, _LENGTH, "the parameter max_tokens"),
     _histogram("vllm:request_params_n", _MODEL, _SAMPLES, "the parameter n of requests over HTTP"),
-    _histogram("vllm:iteration_tokens_total", _MODEL, _STEP, "tokens that one decode step brought"),
+    _histogram("vllm:iteration_tokens_total", _MODEL, _STEP, "tokens that one step took in, of prompts, and brought"),
 )
 
 _OURS = (

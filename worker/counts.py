@@ -67,6 +67,7 @@ class SequenceCounts:
         self._ends = {reason: tally.counter("vllm:request_success_total", model, reason) for reason in REASONS}
         self.preemptions = self._counter("vllm:num_preemptions_total")
         self._step = self._histogram("vllm:iteration_tokens_total")
+        self._step_prompts = 0  # tokens of prompts whose first token came in the step at hand
         self._prompts = self._histogram("vllm:request_prompt_tokens")
         self._completions = self._histogram("vllm:request_generation_tokens")
         self._most = self._histogram("vllm:request_max_num_generation_tokens")
@@ -74,16 +75,20 @@ class SequenceCounts:
         self.commits_refused = self._counter("mlx_parallm_commits_refused_total")
 
     def step(self, tokens: int) -> None:
-        """A decode step has brought so many tokens."""
+        """A decode step has brought so many tokens; those of the prompts that it ended count with it, as in vLLM."""
+        prompts, self._step_prompts = self._step_prompts, 0
         if tokens:
             self._tokens.add(tokens)
-            self._step.observe(tokens)
+        if tokens or prompts:
+            self._step.observe(tokens + prompts)
 
     def token(self, row: Running, tokens: int, at: float) -> None:
         """The engine has spoken of a row, at monotonic time `at`."""
         before, row.last_event_s = row.last_event_s, at
         if not before:
-            self._prompt_tokens.add(len(row.claim.spec.prompt_ids))
+            prompt = len(row.claim.spec.prompt_ids)
+            self._prompt_tokens.add(prompt)
+            self._step_prompts += prompt
         elif tokens:
             self._classes[row.claim.spec.sequence_class].gap.observe((at - before) / tokens, tokens)
 

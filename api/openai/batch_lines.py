@@ -65,28 +65,51 @@ class _Shape(msgspec.Struct):
     body: msgspec.Raw
 
 
+# What a line needs -> how its JSON begins, in words.
+_FIELDS = {
+    "custom_id": (b'"', "a string"),
+    "method": (b'"', "a string"),
+    "url": (b'"', "a string"),
+    "body": (b"{", "an object"),
+}
 _shape_decoder = msgspec.json.Decoder(_Shape)
 _body_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
-def read_line(number: int, raw: bytes, endpoint: str, settings: ApiSettings) -> BatchLine | BatchError:
-    """A line, or what is wrong with its shape. A body that no request may have is not read: its line is refused."""
+def read_line(number: int, raw: bytes, endpoint: str, settings: ApiSettings) -> BatchLine | list[BatchError]:
+    """A line, or all that is wrong with its shape. A body that no request may have is not read: its line is refused."""
     try:
         line = _shape_decoder.decode(raw.removeprefix(_MARK) if number == 1 else raw)
         refused = _too_much(line.body, settings)
         body = {} if refused else _body_decoder.decode(line.body)
     except msgspec.ValidationError as error:
-        return BatchError("invalid_line", str(error), None, number)
+        return _shape_errors(number, raw) or [BatchError("invalid_line", str(error), None, number)]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return BatchError("invalid_json_line", "this line is not valid JSON", None, number)
+        return [BatchError("invalid_json_line", "this line is not valid JSON", None, number)]
+    errors = []
     if not 1 <= len(line.custom_id) <= 512:
-        return BatchError("invalid_custom_id", "'custom_id' has 1 to 512 characters", "custom_id", number)
+        errors.append(BatchError("invalid_custom_id", "'custom_id' has 1 to 512 characters", "custom_id", number))
     if line.method != "POST":
-        return BatchError("invalid_method", "'method' must be 'POST'", "method", number)
+        errors.append(BatchError("invalid_method", "'method' must be 'POST'", "method", number))
     if line.url != endpoint:
         message = f"'url' is {line.url[:100]!r}, and the batch's endpoint is {endpoint!r}"
-        return BatchError("mismatched_endpoint", message, "url", number)
-    return BatchLine(line.custom_id, line.url, body, refused)
+        errors.append(BatchError("mismatched_endpoint", message, "url", number))
+    return errors or BatchLine(line.custom_id, line.url, body, refused)
+
+
+def _shape_errors(number: int, raw: bytes) -> list[BatchError]:
+    """What keeps a line of JSON from being one of a batch, field by field; [] when it is no object."""
+    try:
+        fields = msgspec.json.decode(raw.removeprefix(_MARK), type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        return []
+    errors = []
+    for name, (start, kind) in _FIELDS.items():
+        if name not in fields:
+            errors.append(BatchError("missing_required_parameter", f"'{name}' is required", name, number))
+        elif not bytes(fields[name]).lstrip().startswith(start):
+            errors.append(BatchError("invalid_line", f"'{name}' must be {kind}", name, number))
+    return errors
 
 
 def _too_much(body: msgspec.Raw, settings: ApiSettings) -> ParallmError | None:

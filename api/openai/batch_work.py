@@ -136,8 +136,8 @@ class BatchWork:
             await self._end_unbegun(record, "cancelled" if record.cancelling_at else "expired")
             return
         try:
-            named, count = await self._check_shapes(record)
-            target = await self._target(record, named)
+            named, at, count = await self._check_shapes(record)
+            target = await self._target(record, named, at)
             job = JobSpec(
                 id="",
                 kind="batch",
@@ -174,7 +174,7 @@ class BatchWork:
         errors = self._ring.files.writer(spec.error_file_id)
         fields: dict[str, Any] = {}
         try:
-            _, fields["lines"] = await self._check_shapes(record)
+            *_, fields["lines"] = await self._check_shapes(record)
             async for number, line in self._lines(record):
                 assert isinstance(line, BatchLine), "checked before"
                 await errors.add(unended(f"{spec.id.removeprefix('batch_')}-{number}", line.custom_id, state))
@@ -189,37 +189,50 @@ class BatchWork:
         await self._store.end(spec.id, state, **fields)
         log.info("batch.ended", batch=spec.id, state=state)
 
-    async def _check_shapes(self, record: BatchRecord) -> tuple[Named, int]:
-        """Every line's shape; what the first one names, and the number of lines."""
+    async def _check_shapes(self, record: BatchRecord) -> tuple[Named, int, int]:
+        """Every line's shape; what the first readable one names, its number, and how many lines there are."""
         errors: list[BatchError] = []
         seen: set[int] = set()
         named: Named | None = None
+        at = 1
         count = 0
         async for number, line in self._lines(record):
             count += 1
             if count > MAX_LINES:
-                raise LinesRefusedError(BatchError("too_many_lines", f"a batch has at most {MAX_LINES} lines"))
+                many = f"a batch has at most {MAX_LINES} lines"
+                raise LinesRefusedError(BatchError("too_many_lines", many, None, number))
             if isinstance(line, BatchLine) and hash(line.custom_id) in seen:
-                line = BatchError("duplicate_custom_id", "this 'custom_id' was used before", "custom_id", number)
-            if isinstance(line, BatchError):
-                errors.append(line)
+                line = [BatchError("duplicate_custom_id", "this 'custom_id' was used before", "custom_id", number)]
+            if isinstance(line, list):
+                errors += line
                 if len(errors) >= MAX_ERRORS:
                     break
             else:
                 seen.add(hash(line.custom_id))
-                if line.refused is None:
-                    named = named or named_by(line)
+                if line.refused is None and named is None:
+                    named, at = named_by(line), number
         if errors:
-            raise LinesRefusedError(*errors)
+            raise LinesRefusedError(*errors[:MAX_ERRORS])
         if not count:
             raise LinesRefusedError(BatchError("empty_file", "the input file has no lines", "input_file_id"))
-        return named or (None, None, None), count
+        return named or (None, None, None), at, count
 
-    async def _target(self, record: BatchRecord, named: Named) -> Target:
+    async def _target(self, record: BatchRecord, named: Named, line: int) -> Target:
+        """The model and adapter that line `line` names, for all of them."""
         model, adapter, policy = named
-        if not all(value is None or isinstance(value, str) for value in named) or policy not in (None, "pin", "follow"):
-            raise InvalidRequestError("'model', 'adapter' or 'adapter_policy' of line 1 is malformed", param="model")
-        return await find_target(self._ring, model, adapter or "", policy or "pin", session=record.spec.id)
+        try:
+            if not all(each is None or isinstance(each, str) for each in named) or policy not in (
+                None,
+                "pin",
+                "follow",
+            ):
+                raise InvalidRequestError("'model', 'adapter' or 'adapter_policy' is malformed", param="model")
+            return await find_target(self._ring, model, adapter or "", policy or "pin", session=record.spec.id)
+        except ServiceUnavailableError:
+            raise  # no worker lives now, or Redis is away: later
+        except ParallmError as error:
+            told = BatchError(error.code or error.type, error.message, error.param, line)
+            raise LinesRefusedError(told) from error
 
     async def _inputs(self, record: BatchRecord, named: Named, target: Target) -> AsyncIterator[bytes]:
         choices = size = 0
@@ -236,7 +249,7 @@ class BatchWork:
                 yield encoded
             await asyncio.sleep(0)  # other requests' tokens go first
 
-    async def _lines(self, record: BatchRecord) -> AsyncIterator[tuple[int, BatchLine | BatchError]]:
+    async def _lines(self, record: BatchRecord) -> AsyncIterator[tuple[int, BatchLine | list[BatchError]]]:
         file = await self._ring.files.find(record.spec.input_file_id)
         async for number, raw in self._ring.files.lines(file, MAX_LINE_BYTES):
             yield number, read_line(number, raw, record.spec.endpoint, self._ring.settings)

@@ -57,7 +57,9 @@ async def create_response(body: ResponseRequest, request: Request, ring: Annotat
         work, plan = plan_chat(chat, await chat_of(target.served.codec, chat), target, ring.settings)
         await check_grammar(ring, work, target, grammar_param(chat))
     except InvalidRequestError as error:
-        error.param = _NAMES.get(error.param or "", error.param)
+        ours = _NAMES.get(error.param or "", error.param)
+        error.message = error.message.replace(f"'{error.param}'", f"'{ours}'")
+        error.param = ours
         raise
     answer = Answer(body, plan, work, target.served.codec)
     if body.stream:

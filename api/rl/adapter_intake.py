@@ -82,7 +82,10 @@ async def receive(request: Request, ring: Ring, workdir: Path) -> tuple[AdapterF
 
 
 def read_folder(path: str, allowed: Sequence[Path], workdir: Path, limit: int) -> AdapterFiles:
-    """Copies of an adapter directory's files; refused unless they lie under one of the allowed folders."""
+    """Copies of an adapter directory's files; refused unless they lie under one of the allowed folders.
+
+    UnknownAdapterError (404) for a folder that would be allowed and is not there.
+    """
     if not allowed:
         raise AdapterRejectedError("this server reads no adapters from disk: see --adapter-dirs", param="adapter_path")
     roots = [root.resolve() for root in allowed]
@@ -150,7 +153,9 @@ def _within(path: str, roots: Sequence[Path]) -> Path:
             if resolved.is_dir():
                 return resolved
             if root == roots[-1]:
-                raise AdapterRejectedError(f"{path[:200]!r} is no folder", param="adapter_path")
+                told = f"{path[:200]!r} is no folder"
+                refusal = AdapterRejectedError if resolved.exists() else UnknownAdapterError
+                raise refusal(told, param="adapter_path")
     raise AdapterRejectedError(f"{path[:200]!r} is not under a folder of --adapter-dirs", param="adapter_path")
 
 

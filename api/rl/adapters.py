@@ -20,7 +20,7 @@ from api.openai.fields import RequestModel
 from api.ring import Ring, ring_of
 from api.rl.adapter_intake import AdapterFiles, Offer, publish, read_folder, receive
 from shared.adapters import AdapterManifest, AdapterRef, GateCheck, check_name
-from shared.errors import ConflictError, InvalidRequestError, UnknownAdapterError
+from shared.errors import ConflictError, InvalidRequestError, ParallmError, UnknownAdapterError
 
 router = APIRouter(tags=["adapters"])
 TheRing = Annotated[Ring, Depends(ring_of)]
@@ -113,10 +113,12 @@ class SwitchBody(RequestModel):
 class LoadLoraBody(RequestModel):
     """vLLM's POST /v1/load_lora_adapter."""
 
-    off: ClassVar[dict[str, tuple[Any, ...]]] = {"is_3d_lora_weight": (False,), "base_model_name": ()}
+    off: ClassVar[dict[str, tuple[Any, ...]]] = {"is_3d_lora_weight": (False,)}
 
     lora_name: str
     lora_path: str
+    model: str | None = Field(default=None, description="the base; may be left out when only one model is served")
+    base_model_name: str | None = Field(default=None, description="the same as `model` (vLLM's)")
     load_inplace: bool = Field(default=False, description="a further version of an adapter that exists")
 
 
@@ -262,7 +264,7 @@ async def delete_version(name: Name, version: Version, ring: TheRing) -> dict[st
 # -- names from training code
 
 
-@router.post("/load_adapter", summary="Load an adapter from disk", responses=error_responses(400, 409, 413, 503))
+@router.post("/load_adapter", summary="Load an adapter from disk", responses=error_responses(400, 404, 409, 413, 503))
 async def load_adapter(body: LoadBody, ring: TheRing) -> Loaded:
     """Publish an adapter directory of the api's host as the next version."""
     name = body.name or ring.settings.default_adapter
@@ -327,7 +329,7 @@ def _switch_target(body: SwitchBody, default: str) -> tuple[str, int]:
     "/v1/load_lora_adapter",
     summary="Load a LoRA adapter (vLLM)",
     response_class=PlainTextResponse,
-    responses=error_responses(400, 409, 413, 503),
+    responses=error_responses(400, 404, 409, 413, 503),
 )
 async def load_lora_adapter(body: LoadLoraBody, ring: TheRing) -> str:
     """Publish an adapter directory; one that exists needs `load_inplace`."""
@@ -336,7 +338,13 @@ async def load_lora_adapter(body: LoadLoraBody, ring: TheRing) -> str:
             f"The lora adapter '{body.lora_name}' has already been loaded. Set 'load_inplace' to load a new version.",
             param="lora_name",
         )
-    await _load(ring, body.lora_path, Offer(body.lora_name))
+    if body.model and body.base_model_name and body.model != body.base_model_name:
+        raise InvalidRequestError("'model' and 'base_model_name' name different models", param="base_model_name")
+    try:
+        await _load(ring, body.lora_path, Offer(body.lora_name, body.model or body.base_model_name))
+    except ParallmError as error:
+        error.param = "lora_path" if error.param == "adapter_path" else error.param
+        raise
     return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
 

@@ -27,7 +27,7 @@ from api.openai.schemas import MAX_TOP_LOGPROBS, Off, SamplingFields, StrictId
 from api.ring import Ring, ring_of
 from api.sse import EventStream
 from api.targets import find_target
-from shared.frames import TokenEvent, spans_of
+from shared.frames import TokenEvent, TokenLogprob, spans_of
 from shared.text import TextCodec
 
 router = APIRouter(tags=["rl"])
@@ -58,7 +58,7 @@ class TokenSampling(SamplingFields):
         "extra_args": (),
     }
 
-    max_tokens: int | None = Field(default=16, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1, description="default: up to the end of the context")
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
 
@@ -126,7 +126,7 @@ async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -
     params = sampling_of(
         sampling,
         served.card,
-        room_for(prompts, served.card, sampling.max_tokens, settings.default_max_tokens),
+        room_for(prompts, served.card, sampling.max_tokens, served.card.context_length),
         top_logprobs=sampling.logprobs or None,
         prompt_logprobs=sampling.prompt_logprobs,
     )
@@ -207,7 +207,10 @@ def _token_choice(index: int, events: list[TokenEvent], logprobs: int | None) ->
 
 
 def _token_logprobs(event: TokenEvent) -> list[dict[str, Any]]:
-    tops = event.top_logprobs or [[] for _ in event.tokens]
+    """With `logprobs` 0 the drawn token stands alone under `top_logprobs`, as in vLLM."""
+    tops = event.top_logprobs or [
+        [TokenLogprob(token, logprob)] for token, logprob in zip(event.tokens, event.logprobs, strict=True)
+    ]
     return [
         {**_named(token, logprob), "top_logprobs": [_named(each.token, each.logprob) for each in top]}
         for token, logprob, top in zip(event.tokens, event.logprobs, tops, strict=True)

@@ -35,7 +35,9 @@ class TokenizeRequest(RequestModel):
     add_special_tokens: bool | None = Field(default=None, description="default: true for text, false for a chat")
     add_generation_prompt: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = False
+    return_token_strs: bool | None = Field(
+        default=False, description="adds `token_strs`, as the vocabulary spells them"
+    )
 
     @model_validator(mode="after")
     def _one_input(self) -> "TokenizeRequest":
@@ -79,7 +81,7 @@ async def tokenize(body: TokenizeRequest, ring: TheRing) -> TokenizeResponse:
         count=len(tokens),
         max_model_len=target.card.context_length,
         tokens=tokens,
-        token_strs=[codec.token_text(token) for token in tokens] if body.return_token_strs else None,
+        token_strs=[codec.token(token) or "" for token in tokens] if body.return_token_strs else None,
     )
 
 

@@ -176,6 +176,15 @@ def test_a_stream_of_calls_resumes_where_it_stopped(served: Ring) -> None:
     assert made[0] and all(each == made[0] for each in made)
 
 
+def test_a_forced_call_wins_over_a_response_format(client: OpenAI) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = ask(client, tools=BOTH, tool_choice="required", response_format=format_, max_tokens=60)
+    (choice,) = answer.choices
+    assert choice.message.tool_calls
+    assert choice.message.tool_calls[0].function.name in ("get_weather", "clock")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -186,7 +195,6 @@ def test_a_stream_of_calls_resumes_where_it_stopped(served: Ring) -> None:
              "tool_choice": "required"},
             "tools",
         ),
-        ({"tools": BOTH, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
     ],
 )  # fmt: skip

@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save
 
+from shared.redis.worker_registry import WorkerStatus
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
-from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working
+from tests.redis.scripted_worker import CARD, MODEL, Answer, ScriptedWorker, working
 from tests.unit.adapter_files import Q, lora, mlx_config, peft_config, peft_tensors, write
+from tests.unit.api_texts import bundle
 
 Files = list[tuple[str, tuple[str, bytes, str]]]
 BINARY = "application/octet-stream"
@@ -234,6 +237,21 @@ async def test_vllms_names_load_and_unload(server: Api, folders: Path) -> None:
     assert await server.ring.adapters.latest("lora") == 2
     assert (await server.post("/v1/unload_lora_adapter", {"lora_name": "lora"})).status_code == 200
     assert (await server.post("/v1/unload_lora_adapter", {"lora_name": "lora"})).status_code == 404
+    gone = await server.post("/v1/load_lora_adapter", {**body, "lora_path": str(folders / "nowhere")})
+    assert (gone.status_code, gone.json()["error"]["param"]) == (404, "lora_path")
+
+
+async def test_vllms_load_says_which_base_when_there_are_two(server: Api, folders: Path) -> None:
+    registry = server.ring.registry
+    await registry.register_model(msgspec.structs.replace(CARD, name="other", base_sha256="another"), bundle())
+    await registry.heartbeat(WorkerStatus("w2", "other", "host", 1, "ready", 0, 8, 0, 0, 1, 0.0, 0, 1, 2**40))
+    body = {"lora_name": "lora", "lora_path": str(folders / "good")}
+    unsaid = await server.post("/v1/load_lora_adapter", body)
+    assert unsaid.status_code == 400, unsaid.text
+    assert (await server.post("/v1/load_lora_adapter", {**body, "base_model_name": MODEL, "model": "x"})).is_error
+    for name in ("model", "base_model_name"):
+        said = await server.post("/v1/load_lora_adapter", {**body, name: MODEL, "load_inplace": True})
+        assert said.status_code == 200, said.text
 
 
 async def test_uploads_leave_only_the_newest_versions(redis_url: str, worker: ScriptedWorker) -> None:

@@ -234,6 +234,22 @@ async def test_a_file_that_is_no_batch_fails_it_and_says_why(server: Api, redis:
         assert failed["errors"]["data"][0]["code"] == code, failed["errors"]
         assert (failed["output_file_id"], failed["error_file_id"]) == (None, None)
         assert failed["failed_at"] is not None
+        of_a_line = code not in ("empty_file", "invalid_request_error")
+        assert all(bool(each["line"]) == of_a_line for each in failed["errors"]["data"]), failed["errors"]
+
+
+async def test_every_fault_of_a_line_is_told_with_its_number(server: Api, redis: Redis) -> None:
+    await join_worker(redis)
+    broken = b'{"custom_id": 7, "method": "POST", "body": []}\n'
+    odd = text(line("", url="/v1/embeddings"))
+    failed = await in_state(server, await created(server, text(line("x")) + broken + odd), "failed")
+    assert [(each["line"], each["code"], each["param"]) for each in failed["errors"]["data"]] == [
+        (2, "invalid_line", "custom_id"),
+        (2, "missing_required_parameter", "url"),
+        (2, "invalid_line", "body"),
+        (3, "invalid_custom_id", "custom_id"),
+        (3, "mismatched_endpoint", "url"),
+    ]
 
 
 async def test_a_batch_cannot_fill_redis_with_choices(

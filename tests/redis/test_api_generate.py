@@ -146,6 +146,10 @@ async def test_tokens_go_in_and_out(server: Api, worker: ScriptedWorker) -> None
     assert (worker.specs[0].sampling.max_tokens, worker.specs[0].sampling.seed) == (9, 3)
     plain = (await server.post("/inference/v1/generate", {"prompt_token_ids": ids("say")})).json()
     assert plain["choices"][0]["logprobs"] is None
+    assert worker.specs[-1].sampling.max_tokens == 256 - len(ids("say")), "up to the end of the context"
+    drawn = {"token_ids": ids("say"), "sampling_params": {"logprobs": 0}}
+    (alone,) = (await server.post("/inference/v1/generate", drawn)).json()["choices"]
+    assert alone["logprobs"]["content"][0] == {**named, "top_logprobs": [named]}
 
 
 async def test_tokens_are_streamed_as_they_come(server: Api) -> None:
@@ -171,7 +175,8 @@ async def test_tokens_are_streamed_as_they_come(server: Api) -> None:
 async def test_text_becomes_tokens_and_text_again(server: Api) -> None:
     answer = (await server.post("/tokenize", {"prompt": "héllo", "return_token_strs": True})).json()
     assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids("héllo"), len(ids("héllo")), 256)
-    assert len(answer["token_strs"]) == answer["count"]
+    assert answer["token_strs"] == [codec().token(token) for token in answer["tokens"]]
+    assert "".join(answer["token_strs"]) == "hÃ©llo", "as the vocabulary spells them"
     back = await server.post("/detokenize", {"model": MODEL, "tokens": answer["tokens"]})
     assert back.json() == {"prompt": "héllo"}
     chat = (await server.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]})).json()
