@@ -1,6 +1,7 @@
 # make setup   a virtual environment with the locked dependencies (Linux CPU or macOS)
 # make demo    the whole service on one machine, with the tiny model
 # make test    check, then all tests
+# make quick   check, then the tests that need neither Redis nor processes
 # make check   format, lint, types and layers
 # make bench   measurements (never run by the tests)
 # make clients real clients (openai, litellm, langchain, instructor, lm-eval, verifiers; guidellm with LOAD=1, which brings
@@ -12,7 +13,7 @@
 BIN := .venv/bin
 STAMP := .venv/.stamp
 
-.PHONY: setup demo test check bench chaos clients docs lock clean
+.PHONY: setup tools demo test quick check bench chaos clients docs lock clean
 
 setup: $(STAMP)
 
@@ -31,6 +32,19 @@ $(STAMP): requirements.lock pyproject.toml
 	-$(BIN)/python -m worker.engine.fast_blas
 	@touch $(STAMP)
 
+# What some tests use besides Python packages; without it they are skipped. CI on Debian installs it, others are told.
+tools:
+	@missing=; \
+	command -v prometheus >/dev/null || missing="$$missing prometheus"; \
+	test -n "$${PARALLM_TEST_BROWSER:-}" || command -v chromium chromium-browser google-chrome chrome >/dev/null || \
+	  test -e "/Applications/Google Chrome.app" || missing="$$missing chromium"; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ -n "$${CI:-}" ] && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; \
+	else \
+	  echo "Not found:$$missing. The tests that use it are skipped (Debian: apt-get install$$missing; macOS: brew install)."; \
+	fi
+
 demo: setup
 	$(BIN)/python -m api.demo --out demo-out
 
@@ -40,18 +54,12 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Many tests kill and freeze processes against the clock, on a machine that other work may share. So the files of tests
-# that have failed are run once more, alone: what fails then as well, fails. Whole files, since the end of what a file's
-# tests share may be what has failed. Anything but failed tests (code 1) is final.
-FAILED_FILES := import json; print(*sorted({test.split("::")[0] for test in json.load(open(".pytest_cache/v/cache/lastfailed"))}))
+test: setup tools check
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: setup check
-	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --cache-clear; code=$$?; \
-	if [ $$code -ne 1 ]; then exit $$code; fi; \
-	files=$$($(BIN)/python -c '$(FAILED_FILES)'); \
-	test -n "$$files" || exit 1; \
-	echo "FAILED or ERROR above; once more, alone: $$files"; \
-	$(BIN)/pytest --verbose --maxfail 1 $$files
+# The loop of a change: what needs no Redis and starts no processes.
+quick: setup check
+	$(BIN)/pytest -n 2 --dist loadfile tests/unit tests/engine
 
 bench: setup
 	$(BIN)/python -m tests.bench

@@ -106,7 +106,10 @@ def test_curl_streams_an_answer(shell: Shell) -> None:
 
 
 def test_a_job_is_submitted_and_waited_for(shell: Shell) -> None:
-    assert "succeeded" in shell.run(block("mlx_parallm submit"))
+    told = shell.run(block("mlx_parallm submit"))
+    assert "succeeded: 24 of 24 samples" in told
+    reward = re.search(r"mean reward ([\d.]+)", told)
+    assert reward and float(reward[1]) > 0, "what a newcomer sees first is a reward"
 
 
 def test_a_second_worker_joins(shell: Shell) -> None:
