@@ -11,6 +11,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
 import msgspec
 from redis.asyncio import Redis
@@ -39,14 +40,14 @@ async def submit(
     """Write the job and make it visible; its id, and whether this call created it (see JobStore.create)."""
     _check(spec)
     request = _fingerprint(spec)
-    known = await known_job(redis, idempotency_key, request)
+    known = await known_job(redis, idempotency_key, spec.tenant, request)
     if known:
         return known, False
     await _write(redis, spec, inputs, request)
     while idempotency_key and not await redis.set(
-        keys.job_idempotency(idempotency_key), spec.id, nx=True, ex=keys.IDEMPOTENCY_TTL_S
+        keys.job_idempotency(idempotency_key, spec.tenant), spec.id, nx=True, ex=keys.IDEMPOTENCY_TTL_S
     ):
-        known = await known_job(redis, idempotency_key, request)
+        known = await known_job(redis, idempotency_key, spec.tenant, request)
         if known:
             await _discard(redis, spec.id)
             return known, False
@@ -55,16 +56,17 @@ async def submit(
     return spec.id, True
 
 
-async def known_job(redis: Redis, idempotency_key: str, request: str = "") -> str:
-    """The id of the visible job under this key, or ""; ConflictError when it is not the one of this `request`."""
+async def known_job(redis: Redis, idempotency_key: str, tenant: str = "", request: str = "") -> str:
+    """The id of the tenant's visible job under this key, or ""; ConflictError when it is not that of this `request`."""
     if not idempotency_key:
         return ""
-    raw = await redis.get(keys.job_idempotency(idempotency_key))
+    name = keys.job_idempotency(idempotency_key, tenant)
+    raw = await redis.get(name)
     if raw is None:
         return ""
     job_id: str = raw.decode()
     if not await _make_visible(redis, job_id):
-        await _forget_key(redis, [keys.job_idempotency(idempotency_key)], [job_id])
+        await _forget_key(redis, [name], [job_id])
         return ""
     stored = await ask(redis, "HGET", keys.job(job_id), "request")
     if request and stored is not None and stored.decode() != request:
@@ -123,7 +125,8 @@ async def _write(redis: Redis, spec: JobSpec, inputs: AsyncIterator[bytes] | Ite
             spec, total_prompts=total, sampling=msgspec.structs.replace(spec.sampling, seed=seed)
         )
         async with redis.pipeline(transaction=True) as pipe:
-            fields = {"spec": msgspec.json.encode(spec), "total": spec.total, "request": request, "written": 1}
+            fields: dict[str, Any] = {"spec": msgspec.json.encode(spec), "total": spec.total}
+            fields |= {"request": request, "written": 1, "tenant": spec.tenant}
             pipe.hset(keys.job(spec.id), mapping=fields)
             pipe.expire(keys.job(spec.id), INTAKE_TTL_S)
             await pipe.execute()

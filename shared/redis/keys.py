@@ -171,9 +171,9 @@ def active_jobs() -> str:
     return f"{PREFIX}:jobs:active"
 
 
-def job_idempotency(key: str) -> str:
-    """String: the id of the job that was submitted under this idempotency key."""
-    return f"{PREFIX}:idem:job:{key}"
+def job_idempotency(key: str, tenant: str = "") -> str:
+    """String: the id of the job that was submitted under this idempotency key; each tenant has keys of its own."""
+    return f"{PREFIX}:idem:job:{tenant}:{key}" if tenant else f"{PREFIX}:idem:job:{key}"
 
 
 def file(file_id: str) -> str:

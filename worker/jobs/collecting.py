@@ -120,6 +120,7 @@ def live_trajectory(settled: Settled, text: str, reward: Reward | None) -> LiveT
         group_size=collect.samples,
         temperature=spec.sampling.temperature,
         collected_ms=time.time_ns() // 1_000_000,
+        tenant=spec.tenant,
     )
 
 
