@@ -120,8 +120,8 @@ class DeadLetters:
         if letter is not None:
             return letter.tenant
         model, entry = split(letter_id)
-        packed = await self._redis.hget(keys.sequence(model, REQUEUED + entry), "spec")  # type: ignore[misc]
-        return None if packed is None else decode_spec(packed).tenant
+        state, tenant = await self._redis.hmget(keys.sequence(model, REQUEUED + entry), ["state", "tenant"])  # type: ignore[misc]
+        return None if state is None else (tenant or b"").decode()
 
     async def requeue(self, letter_id: str) -> tuple[str, bool]:
         """Run a letter's sequence again: the id of the new sequence, and whether this call did it.
@@ -143,7 +143,7 @@ class DeadLetters:
             keys.queue(model, spec.sequence_class),
             keys.sequence(model, new_id),
         ]
-        args: list[Argument] = [keys.GROUP, keys.JOB_TTL_S, entry, new_id, spec.kv_tokens, encode(spec)]
+        args: list[Argument] = [keys.GROUP, keys.JOB_TTL_S, entry, new_id, spec.kv_tokens, encode(spec), spec.tenant]
         done = int(await _REQUEUE(self._redis, names, args))
         if not done:
             raise unknown_letter(letter_id)
