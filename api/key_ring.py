@@ -3,10 +3,9 @@
 A key comes from `--api-key` (or PARALLM_API_KEY; several with commas between) or from a line of `--api-key-file`:
 
     <key or sha256:HEX> [name=alice] [class=interactive|batch] [rate=600/minute] [concurrent=32]
-                        [tenant=acme] [role=user|admin]
+                        [tenant=acme | role=admin]
 
-Keys of one tenant share what they make; an admin's key sees and does all. Where one key says its tenant or that it is
-an admin's, each of them must.
+Keys of one tenant share what they make; an admin's key sees and does all. Where one key says either, each must.
 
 Keys of ours are 256 random bits, so a plain hash is enough; a key that a person has thought up has to be long.
 Invariant: no key stays in memory or in a message, a name or a part of the digest stands for it.
@@ -58,8 +57,7 @@ class ApiKey:
     @property
     def asker(self) -> Asker:
         """Who asks with it."""
-        tenant = self.tenant or (ADMINS if self.admin else "")
-        return Asker(tenant, limited=bool(self.tenant) and not self.admin)
+        return Asker(ADMINS if self.admin else self.tenant, limited=bool(self.tenant))
 
 
 class KeyRing:
@@ -111,14 +109,8 @@ class KeyRing:
 
     def hashed(self) -> str:
         """The keys as `--api-key` takes them, without the keys themselves; names and limits are left out."""
-        return ",".join(" ".join([f"sha256:{key.digest.hex()}", *_rights(key)]) for key in self._keys)
-
-
-def _rights(key: ApiKey) -> Iterator[str]:
-    if key.tenant:
-        yield f"tenant={key.tenant}"
-    if key.admin:
-        yield "role=admin"
+        right = {key: "role=admin" if key.admin else f"tenant={key.tenant}" * bool(key.tenant) for key in self._keys}
+        return ",".join(f"sha256:{key.digest.hex()} {right[key]}".strip() for key in self._keys)
 
 
 def new_key() -> str:
@@ -181,8 +173,9 @@ def _key(line: str, where: str) -> ApiKey:
         raise SetupError(f"{where}: concurrent is a number")
     if "tenant" in given and not _NAME.fullmatch(given["tenant"]):
         raise SetupError(f"{where}: a tenant is letters, digits and ._@-")
-    if given.get("role", "user") not in ("user", "admin"):
-        raise SetupError(f"{where}: role is one of user, admin")
+    if given.get("role", "admin") != "admin":
+        raise SetupError(f"{where}: the only role is admin")
+    if {"tenant", "role"} <= given.keys():
+        raise SetupError(f"{where}: an admin's key has no tenant: give the admin a second key for work of its own")
     rate = rate_of(given["rate"], where) if "rate" in given else None
-    admin = given.get("role") == "admin"
-    return ApiKey(name, digest, kind, rate, int(concurrent), given.get("tenant", ""), admin)
+    return ApiKey(name, digest, kind, rate, int(concurrent), given.get("tenant", ""), "role" in given)

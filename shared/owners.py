@@ -18,6 +18,11 @@ class Asker:
     tenant: str = ""  # owns what the asker makes
     limited: bool = False
 
+    @classmethod
+    def working_for(cls, owner: str) -> "Asker":
+        """Whoever works on a thing of this owner, when its maker is not there."""
+        return cls(owner, limited=owner not in ("", ADMINS))
+
     def sees(self, owner: str) -> bool:
         """Whether a thing of this owner is there for the asker."""
         return not self.limited or owner in ("", self.tenant)

@@ -33,7 +33,7 @@ from tests.redis.test_api_training import ONE
 from tests.unit.adapter_files import lora, mlx_config, write
 from tests.waiting import wait_until
 
-KEYS = {name: f"the-key-of-{name}-is-long" for name in ("alice", "anna", "bob", "root", "ops")}
+KEYS = {name: f"the-key-of-{name}-is-long" for name in ("alice", "anna", "bob", "root")}
 OPEN = {"GET /openapi.json", "GET /docs", "GET /docs/oauth2-redirect", "GET /redoc"}  # the same for everybody
 UNKNOWN = {
     "job": "job-000000000000000000",
@@ -129,7 +129,6 @@ def key_file(tmp_path: Path) -> Path:
         line_of(KEYS["anna"], name="anna", tenant="acme"),
         line_of(KEYS["bob"], name="bob", tenant="bobs", **{"class": "batch"}),
         line_of(KEYS["root"], name="root", role="admin"),
-        line_of(KEYS["ops"], name="ops", role="admin", tenant="ops"),
     ]
     file = tmp_path / "keys"
     file.write_text("\n".join(lines))
@@ -328,7 +327,7 @@ async def test_the_dashboard_takes_an_admin_s_key(ring: Ring) -> None:
 
 async def test_the_tenant_and_an_admin_see_and_do_all(ring: Ring) -> None:
     things = ring.things
-    for who in ("anna", "root", "ops"):
+    for who in ("anna", "root"):
         await check_visible(ring, who)
     cancelled = await ring.ask("root", f"POST /v1/jobs/{things['job']}/cancel")
     assert cancelled.json()["status"] == "cancelled" and cancelled.json()["tenant"] == "acme"
@@ -359,8 +358,6 @@ async def test_what_is_nobody_s_is_used_by_all_and_changed_by_admins(ring: Ring)
         assert refused.status_code == 403, (route, refused.text)
     by_admin = await ring.ask("root", "POST /v1/adapters", data={"name": "ours"}, files=files(mlx_config()))
     assert by_admin.json()["tenant"] == ""
-    by_ops = await ring.ask("ops", "POST /v1/adapters", data={"name": "theirs"}, files=files(mlx_config()))
-    assert by_ops.json()["tenant"] == "ops"
     assert sorted(await listed(ring, "bob", "GET /v1/adapters", "name")) == ["ours", "shared"]
 
 
