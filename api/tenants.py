@@ -15,7 +15,7 @@ from fastapi import Request
 from api.auth import asker
 from api.resume import stream_owner, unknown_stream
 from api.ring import Ring
-from shared.adapters import unknown_adapter
+from shared.adapters import not_yours, unknown_adapter
 from shared.errors import ForbiddenError, ParallmError, UnknownBatchError, UnknownDeadLetterError, UnknownFileError
 from shared.redis.batch_store import unknown_batch
 from shared.redis.dead_letters import unknown_letter
@@ -166,10 +166,10 @@ async def check(ring: Ring, kind: Kind, name: str, right: Right = "see", *, para
     if owner is None and right == "make":
         return
     if owner is None or not who.sees(owner):
-        error = unknown(name)
+        error = not_yours(name) if right == "make" else unknown(name)
         error.param = param or error.param
         raise error
-    if right != "see" and not who.changes(owner):
+    if right != "see" and not who.owns(owner):
         raise ForbiddenError(f"{kind} {name[:80]!r} is no tenant's: it takes an admin's key to change it")
 
 

@@ -170,6 +170,11 @@ def unknown_adapter(name: str) -> UnknownAdapterError:
     return UnknownAdapterError(f"there is no adapter {name!r}")
 
 
+def not_yours(name: str) -> UnknownAdapterError:
+    """The error for making an adapter or a policy under a name that another tenant has."""
+    return UnknownAdapterError(f"there is no adapter {name!r} of yours, and the name is not free: choose another one")
+
+
 def check_name(name: str) -> str:
     """The name, if it is one: letters, digits, `.`, `_`, `-`, at most 64, the first a letter or digit."""
     if not _NAME.fullmatch(name):

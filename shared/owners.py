@@ -27,8 +27,8 @@ class Asker:
         """Whether a thing of this owner is there for the asker."""
         return not self.limited or owner in ("", self.tenant)
 
-    def changes(self, owner: str) -> bool:
-        """Whether the asker may change, cancel or delete it."""
+    def owns(self, owner: str) -> bool:
+        """Whether it is the asker's to list, change, cancel and delete."""
         return not self.limited or owner == self.tenant
 
     @property

@@ -110,7 +110,7 @@ class AdapterStore(AdapterCatalog):
             return asker.publishes_for
         if not asker.sees(owner):
             raise _taken(name)
-        if not asker.changes(owner):
+        if not asker.owns(owner):
             raise _for_all(name)
         return owner
 
@@ -122,7 +122,7 @@ class AdapterStore(AdapterCatalog):
         owner = await self.owner(name)
         if owner is None or not asker.sees(owner):
             raise unknown_adapter(name)
-        if not asker.changes(owner):
+        if not asker.owns(owner):
             raise _for_all(name)
 
     async def _reserve(self, name: str) -> int:

@@ -111,17 +111,17 @@ class BatchStore:
         return found
 
     async def page(self, limit: int, after: str, asker: Asker = ANYBODY) -> tuple[list[BatchRecord], bool]:
-        """The newest batches that the asker sees, or those older than `after`, and whether there are more."""
+        """The asker's newest batches, or those older than `after`, and whether there are more."""
         start = 0
         if after:
             rank = await self._redis.zrevrank(keys.batches(), after)
-            if rank is None or (asker.limited and not asker.sees((await self.find(after)).spec.tenant)):
+            if rank is None or (asker.limited and not asker.owns((await self.find(after)).spec.tenant)):
                 raise unknown_batch(after, "after")
             start = int(rank) + 1
         seen: list[BatchRecord] = []
         while len(seen) <= limit and (raws := await self._redis.zrevrange(keys.batches(), start, start + limit)):
             found = await self._find([raw.decode() for raw in raws])
-            seen += [record for record in found if record is not None and asker.sees(record.spec.tenant)]
+            seen += [record for record in found if record is not None and asker.owns(record.spec.tenant)]
             start += len(raws)
         return seen[:limit], len(seen) > limit
 

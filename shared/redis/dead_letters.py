@@ -84,7 +84,7 @@ class DeadLetters:
         while len(seen) < limit:
             entries = await self._redis.xrevrange(keys.dead_letters(model), newest, "-", count=limit)
             letters = [_letter(model, entry, fields) for entry, fields in entries]
-            seen += [letter for letter in letters if asker.sees(letter.tenant)]
+            seen += [letter for letter in letters if asker.owns(letter.tenant)]
             if len(entries) < limit:
                 break
             newest = f"({entries[-1][0].decode()}"
@@ -93,7 +93,7 @@ class DeadLetters:
     async def list(
         self, model: str = "", limit: int = 100, before: str = "", asker: Asker = ANYBODY
     ) -> list[DeadLetter]:
-        """The newest letters that the asker sees, of one model or of all.
+        """The asker's newest letters, of one model or of all.
 
         With `before` (a letter's id) only older ones of its model.
         """

@@ -136,17 +136,17 @@ class FileStore:
     async def list(
         self, purpose: str, limit: int, after: str, *, newest_first: bool, asker: Asker = ANYBODY
     ) -> tuple[list[StoredFile], bool]:
-        """A page of the files that the asker sees, and whether there are more, from the one after the file `after`."""
+        """A page of the asker's files, and whether there are more, from the one after the file `after`."""
         ids = [raw.decode() for raw in await self._redis.zrange(keys.files(), 0, -1, desc=newest_first)]
         if after:
-            if after not in ids or (asker.limited and not asker.sees((await self.find(after)).tenant)):
+            if after not in ids or (asker.limited and not asker.owns((await self.find(after)).tenant)):
                 raise unknown_file(after, "after")
             ids = ids[ids.index(after) + 1 :]
         found: list[StoredFile] = []
         for at in range(0, len(ids), 256):
             raws = await self._redis.mget([keys.file(i) for i in ids[at : at + 256]])
             files = [msgspec.json.decode(raw, type=StoredFile) for raw in raws if raw is not None]
-            found += [file for file in files if purpose in ("", file.purpose) and asker.sees(file.tenant)]
+            found += [file for file in files if purpose in ("", file.purpose) and asker.owns(file.tenant)]
             if len(found) > limit:
                 break
         return found[:limit], len(found) > limit

@@ -98,17 +98,19 @@ def _fingerprint(spec: JobSpec) -> str:
 
 async def _make_visible(redis: Redis, job_id: str) -> bool:
     """False when there is no complete job with this id."""
-    found = await ask(redis, "HMGET", keys.job(job_id), "state", "written")
+    found = await ask(redis, "HMGET", keys.job(job_id), "state", "written", "tenant")
     if found[0] is not None:
         return True
     if found[1] is None:
         return False
     now = time.time()
     async with redis.pipeline(transaction=False) as pipe:
-        for key in (keys.jobs(), keys.active_jobs()):
+        listed = {keys.jobs(), keys.jobs((found[2] or b"").decode())}
+        for key in (*listed, keys.active_jobs()):
             pipe.zadd(key, {job_id: now})
             pipe.expire(key, keys.JOB_TTL_S)
-        pipe.zremrangebyscore(keys.jobs(), "-inf", now - LISTED_S)
+        for key in listed:
+            pipe.zremrangebyscore(key, "-inf", now - LISTED_S)
         await pipe.execute()
     return bool(await _publish(redis, [keys.job(job_id), keys.job_inputs(job_id)], [str(keys.JOB_TTL_S)]))
 

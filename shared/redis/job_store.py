@@ -24,7 +24,6 @@ from shared.tracing import traceparent
 
 _cancel = Script("job_cancel")
 INPUTS_AT_ONCE = 512
-LISTED_AT_ONCE = 1_000  # jobs whose owners are looked at in one call
 
 _STATUS_FIELDS = [
     "spec",
@@ -89,7 +88,8 @@ class JobStore:
 
     async def owner(self, job_id: str) -> str | None:
         """Who owns the job; None when there is none."""
-        return (await self._owners([job_id]))[0]
+        state, tenant = await ask(self._redis, "HMGET", keys.job(job_id), "state", "tenant")
+        return None if state is None else (tenant or b"").decode()
 
     async def status(self, job_id: str) -> JobStatus:
         """The job as a poll sees it."""
@@ -128,7 +128,8 @@ class JobStore:
             pipe.unlink(keys.job_inputs(job_id))
             pipe.unlink(keys.finished(spec.model, job_id))
             pipe.unlink(keys.job(job_id))  # last: until then the delete may be repeated
-            pipe.zrem(keys.jobs(), job_id)
+            for tenant in {"", spec.tenant}:
+                pipe.zrem(keys.jobs(tenant), job_id)
             await pipe.execute()
 
     async def submit_again(self, job_id: str) -> str:
@@ -168,39 +169,17 @@ class JobStore:
             start = stop
         return lines
 
-    async def _ids(self, start: int, count: int) -> list[str]:
-        return [raw.decode() for raw in await self._redis.zrevrange(keys.jobs(), start, start + count - 1)]
-
-    async def _seen_ids(self, start: int, limit: int, asker: Asker) -> list[str]:
-        """The asker's among the ring's jobs: their owners are looked at, LISTED_AT_ONCE at a time."""
-        seen: list[str] = []
-        while len(seen) < limit and (ids := await self._ids(start, LISTED_AT_ONCE)):
-            owners = await self._owners(ids)
-            seen += [job_id for job_id, owner in zip(ids, owners, strict=True) if _is_seen(owner, asker)]
-            start += len(ids)
-        return seen[:limit]
-
-    async def _owners(self, ids: Sequence[str]) -> list[str | None]:
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for job_id in ids:
-                pipe.hmget(keys.job(job_id), ["state", "tenant"])
-            found = await pipe.execute()
-        return [None if state is None else (tenant or b"").decode() for state, tenant in found]
-
     async def list(self, limit: int = 20, before: str = "", asker: Asker = ANYBODY) -> list[JobStatus]:
-        """The newest jobs that the asker sees, or those of them that are older than the job `before`."""
+        """The asker's newest jobs, or those older than the job `before`."""
+        listed = keys.jobs(asker.tenant if asker.limited else "")
         start = 0
         if before:
-            rank = await self._redis.zrevrank(keys.jobs(), before)
-            if rank is None or (asker.limited and not _is_seen(await self.owner(before), asker)):
+            rank = await self._redis.zrevrank(listed, before)
+            if rank is None:
                 raise unknown_job(before)
             start = int(rank) + 1
-        ids = await (self._seen_ids(start, limit, asker) if asker.limited else self._ids(start, limit))
-        return [status for status in await _statuses(self._redis, ids) if status is not None]
-
-
-def _is_seen(owner: str | None, asker: Asker) -> bool:
-    return owner is not None and asker.sees(owner)
+        ids = await self._redis.zrevrange(listed, start, start + limit - 1)
+        return [status for status in await _statuses(self._redis, [i.decode() for i in ids]) if status is not None]
 
 
 async def _chunk_lines(redis: Redis, job_id: str, start: int, stop: int, limit: int) -> list[tuple[int, bytes]]:

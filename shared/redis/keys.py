@@ -161,9 +161,9 @@ def job_lease(job_id: str) -> str:
     return f"{PREFIX}:job:{{{job_id}}}:lease"
 
 
-def jobs() -> str:
-    """Sorted set of job ids by creation time."""
-    return f"{PREFIX}:jobs"
+def jobs(tenant: str = "") -> str:
+    """Sorted set of job ids by creation time: of all, or of one tenant."""
+    return f"{PREFIX}:jobs:of:{tenant}" if tenant else f"{PREFIX}:jobs"
 
 
 def active_jobs() -> str:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from redis.asyncio import Redis
 
-from shared.adapters import unknown_adapter
+from shared.adapters import not_yours
 from shared.owners import ANYBODY, Asker
 from shared.redis import keys
 from shared.redis.client import Script
@@ -41,7 +41,7 @@ class TrainingBoard:
         """
         holder = await self._alive(owner, keys.TRAINER_TTL_S, instead_of, asker)
         if holder is None:
-            raise unknown_adapter(self.policy)
+            raise not_yours(self.policy)
         return str(holder.decode())
 
     async def let_go(self, owner: str) -> None:

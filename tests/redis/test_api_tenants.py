@@ -279,8 +279,7 @@ async def listed(ring: Ring, who: str, route: str, field: str = "id") -> list[st
     return [each[field] for each in answer.json()["data"]]
 
 
-async def test_one_s_own_jobs_are_found_behind_those_of_others(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.redis.job_store.LISTED_AT_ONCE", 2)
+async def test_one_s_own_jobs_are_found_behind_those_of_others_until_they_are_deleted(ring: Ring) -> None:
     job = {"kind": "generate", "model": MODEL, "prompts": ["hi"]}
     mine = [(await ring.ask("bob", "POST /v1/jobs", json=job)).json()["id"] for _ in range(2)]
     for _ in range(5):
@@ -289,6 +288,10 @@ async def test_one_s_own_jobs_are_found_behind_those_of_others(ring: Ring, monke
     first = await ring.ask("bob", "GET /v1/jobs", params={"limit": 1})
     second = await ring.ask("bob", "GET /v1/jobs", params={"limit": 1, "before": first.json()["data"][0]["id"]})
     assert sorted(each.json()["data"][0]["id"] for each in (first, second)) == sorted(mine)
+    await ring.ask("bob", f"POST /v1/jobs/{mine[0]}/cancel")
+    assert (await ring.ask("bob", f"DELETE /v1/jobs/{mine[0]}")).status_code == 200
+    assert await listed(ring, "bob", "GET /v1/jobs") == mine[1:]
+    assert mine[0] not in await listed(ring, "root", "GET /v1/jobs")
 
 
 async def test_what_concerns_the_ring_takes_an_admin_s_key(ring: Ring) -> None:
