@@ -5,7 +5,9 @@ nobody's in particular: what was there before the server had tenants, or what th
 everybody's to read and to use, and an admin's to change. A thing of another tenant is not there at all.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 ADMINS = "(admins)"  # owns what an admin without a tenant makes, and what belongs to no tenant but may hold any's texts
@@ -41,6 +43,24 @@ ANYBODY = Asker()
 WhoAsks = Callable[[], Asker]
 
 
+_working: ContextVar[str] = ContextVar("working", default="")
+
+
 def anybody() -> Asker:
     """Of a process that acts for itself: it sees all."""
     return ANYBODY
+
+
+@contextlib.contextmanager
+def working_for(owner: str) -> Iterator[None]:
+    """Around work on a thing of this owner, in a process that `whoever_it_is_for` is asked in."""
+    before = _working.set(owner)
+    try:
+        yield
+    finally:
+        _working.reset(before)
+
+
+def whoever_it_is_for() -> Asker:
+    """Of a process that works on things of all tenants."""
+    return Asker.working_for(_working.get())
