@@ -319,3 +319,13 @@ async def test_of_two_who_make_one_name_at_a_time_one_gets_it(redis: Redis) -> N
             with pytest.raises(UnknownAdapterError, match="not free"):
                 await board.hold("a", asker=Asker(tenant, limited=True))
     assert await board.hold("a", asker=Asker(won.tenant, limited=True)) == "a"
+
+
+async def test_a_trainer_that_ends_before_it_has_told_anything_leaves_no_name_taken(redis: Redis) -> None:
+    board, store = TrainingBoard(redis, "policy"), AdapterStore(redis)
+    assert await board.hold("a", asker=Asker("acme", limited=True)) == "a"
+    assert await store.owner("policy") == "acme"
+    await board.let_go("somebody else")
+    assert await store.owner("policy") == "acme"
+    await board.let_go("a")
+    assert await store.owner("policy") is None

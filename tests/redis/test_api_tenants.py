@@ -245,8 +245,12 @@ async def test_what_a_body_names_is_looked_at_too(ring: Ring) -> None:
         there = ring.things["file"] if route == "POST /v1/batches" else "hers"
         missing = UNKNOWN["file"] if route == "POST /v1/batches" else "nobodys"
         assert told(answer, there) == told(never, missing), route
-    collected = {"prompt": "hi", "collect_trajectory": True, "adapter": "shared"}
-    assert (await ring.ask("bob", "POST /v1/completions", json=collected)).status_code == 200
+    collected = {"prompt": "hi", "collect_trajectory": True}
+    shared = {**collected, "adapter": "shared"}
+    assert (await ring.ask("bob", "POST /v1/completions", json=shared)).status_code == 200
+    assert (await ring.ask("alice", "PUT /v1/trainers/policy", json={"owner": "t"})).status_code == 200
+    default = [await ring.ask(who, "POST /v1/completions", json=collected) for who in ("alice", "bob")]
+    assert [answer.status_code for answer in default] == [200, 404], "the default policy has become alice's"
     await check_nothing_has_changed(ring)
 
 

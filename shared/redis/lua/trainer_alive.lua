@@ -10,6 +10,7 @@ local holder = redis.call('GET', KEYS[1])
 local mine = holder == ARGV[1]
 if ARGV[2] == '0' then
   if mine then redis.call('DEL', KEYS[1]) end
+  if mine and redis.call('HLEN', KEYS[3]) == 1 then redis.call('HDEL', KEYS[3], 'tenant') end  -- it has told nothing
   return mine and '' or holder or ''
 end
 local tenant = policy_owner(KEYS[2], KEYS[3])
