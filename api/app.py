@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 
 import structlog
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 
 from api import errors
 from api.context import RequestContext
@@ -21,6 +21,7 @@ from api.ops.snapshot import Snapshots
 from api.resume import stop_lingering
 from api.ring import Ring
 from api.rl import act, adapters, address, generate, jobs, pause, predict, rewards, tokenize, trainers, training
+from api.tenants import keep_apart
 from api.tracing import telemetry
 from shared.metrics import Tally
 from shared.settings import ApiSettings
@@ -38,6 +39,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
     """An app that joins the ring at startup; any number of processes may run one."""
     tally = Tally()
     app = FastAPI(
+        dependencies=[Depends(keep_apart)],
         title="ParaLLM",
         description="OpenAI's endpoints, and rollout jobs, on a ring of MLX workers.",
         lifespan=_life(settings, tally),

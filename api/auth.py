@@ -3,8 +3,9 @@
 Without any key the server listens on this machine only, unless `--insecure` is said.
 """
 
+import contextlib
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 
 import structlog
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api.errors import error_response
 from api.key_ring import ApiKey, KeyRing
 from shared.errors import AuthenticationError, ForbiddenError, SetupError
+from shared.owners import ADMINS, ANYBODY, Asker
 from shared.settings import ApiSettings
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/metrics"})
@@ -73,6 +75,23 @@ class OwnOrigin:
 
 calling: ContextVar[ApiKey | None] = ContextVar("calling", default=None)
 """The key of the request whose task this is."""
+
+
+def asker() -> Asker:
+    """Who sent the request whose task this is; what runs without one, or on a server without tenants, sees all."""
+    key = calling.get()
+    return ANYBODY if key is None else key.asker
+
+
+@contextlib.contextmanager
+def acting_for(tenant: str) -> Iterator[None]:
+    """Around work for a tenant's thing while no request is there: it can name only what the tenant sees."""
+    key = ApiKey(f"tenant:{tenant}", b"", "batch", tenant=tenant) if tenant not in ("", ADMINS) else None
+    before = calling.set(key)
+    try:
+        yield
+    finally:
+        calling.reset(before)
 
 
 def key_of(scope: Scope) -> ApiKey | None:

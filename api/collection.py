@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 import msgspec
 
+from api.auth import asker
 from api.ring import Ring
 from api.targets import Target
 from shared import rewards
-from shared.adapters import AdapterRef
+from shared.adapters import AdapterRef, unknown_adapter
 from shared.errors import InvalidRequestError, ParallmError
 from shared.jobs import RewardSpec
 from shared.sequences import Collection, ModelCard
@@ -82,6 +83,15 @@ def scoring_spec(given: str | dict[str, Any], param: str = "scoring_function") -
         error.param = param
         raise
     return spec
+
+
+async def check_collection(ring: Ring, collect: Collection) -> None:
+    """NotFoundError when the policy that is to learn from it, or a model that the reward asks, is not there."""
+    who = asker()
+    if who.limited and not who.sees(await ring.adapters.owner(collect.policy) or ""):
+        raise unknown_adapter(collect.policy)
+    if collect.scoring:
+        await check_judges(ring, RewardSpec(collect.scoring, collect.options), "scoring_function")
 
 
 async def check_judges(ring: Ring, scoring: RewardSpec, param: str) -> list[ModelCard]:

@@ -15,8 +15,8 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from api.auth import calling
-from api.collection import check_judges
+from api.auth import asker, calling
+from api.collection import check_collection
 from api.ring import Ring
 from api.tracing import WorkSpan
 from shared.errors import (
@@ -28,7 +28,6 @@ from shared.errors import (
     from_code,
 )
 from shared.frames import Finish, TokenEvent
-from shared.jobs import RewardSpec
 from shared.redis.token_feed import TokenFeed
 from shared.sequences import (
     AdapterPolicy,
@@ -75,6 +74,7 @@ class Work(msgspec.Struct, frozen=True):
         first_token_timeout_s: float = 0,
         sequence_class: SequenceClass = "interactive",
         trace: str = "",
+        tenant: str = "",
     ) -> list[SequenceSpec]:
         """One sequence for each completion; sample s of prompt p has index p * n + s."""
         now = int(1000 * time.time())
@@ -100,6 +100,7 @@ class Work(msgspec.Struct, frozen=True):
                 pooling=self.pooling,
                 score_ids=self.score_ids[p] if self.score_ids else (),
                 trace=trace,
+                tenant=tenant,
             )
             for p, prompt in enumerate(self.prompts)
             for s in range(self.n)
@@ -131,14 +132,13 @@ class Generation:
         """
         structlog.contextvars.bind_contextvars(work=work.id)  # sequences, in all processes' logs, are named after it
         await ring.check_memory(work.model)
-        if work.collect is not None and work.collect.scoring:
-            await check_judges(ring, RewardSpec(work.collect.scoring, work.collect.options), "scoring_function")
+        if work.collect is not None:
+            await check_collection(ring, work.collect)
         key = calling.get()
         kind: SequenceClass = "interactive" if key is None else key.sequence_class
         span = WorkSpan.begin(work)
-        specs = work.specs(
-            ring.api_id, ring.settings.first_token_timeout_s, kind, span.traceparent if span is not None else ""
-        )
+        trace = span.traceparent if span is not None else ""
+        specs = work.specs(ring.api_id, ring.settings.first_token_timeout_s, kind, trace, asker().tenant)
         generation = cls(ring, work.model, [spec.id for spec in specs], work.deadline_ms)
         generation._span = span
         generation._first_deadline_ms = specs[0].first_token_deadline_ms if specs else 0

@@ -3,6 +3,9 @@
 A key comes from `--api-key` (or PARALLM_API_KEY; several with commas between) or from a line of `--api-key-file`:
 
     <key or sha256:HEX> [name=alice] [class=interactive|batch] [rate=600/minute] [concurrent=32]
+                        [tenant=acme | role=admin]
+
+Keys of one tenant share what they make; an admin's key sees and does all. Where one key says either, each must.
 
 Keys of ours are 256 random bits, so a plain hash is enough; a key that a person has thought up has to be long.
 Invariant: no key stays in memory or in a message, a name or a part of the digest stands for it.
@@ -21,6 +24,7 @@ import structlog
 from limits import RateLimitItem, parse
 
 from shared.errors import SetupError
+from shared.owners import ADMINS, Asker
 from shared.sequences import SequenceClass
 from shared.settings import ApiSettings
 
@@ -30,6 +34,7 @@ PREFIX = "plm-"
 SHORTEST = 16  # characters of a plain key, below which we warn
 _DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}")
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+_FIELDS = frozenset({"name", "class", "rate", "concurrent", "tenant", "role"})
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,18 @@ class ApiKey:
     sequence_class: SequenceClass = "interactive"
     rate: RateLimitItem | None = None  # of requests that begin work; None: the server's own
     concurrent: int = 0  # such requests at a time in one api process; 0: the server's own
+    tenant: str = ""  # who owns what it makes; "": there are no tenants, or it is an admin's
+    admin: bool = False
+
+    @property
+    def apart(self) -> bool:
+        """Whether it is a key of a server with tenants."""
+        return bool(self.tenant) or self.admin
+
+    @property
+    def asker(self) -> Asker:
+        """Who asks with it."""
+        return Asker(ADMINS if self.admin else self.tenant, limited=bool(self.tenant))
 
 
 class KeyRing:
@@ -51,6 +68,10 @@ class KeyRing:
         for what in ("name", "digest"):
             if len({getattr(key, what) for key in keys}) < len(keys):
                 raise SetupError(f"two API keys have one {what}")
+        if any(key.apart for key in keys) and (bare := [key for key in keys if not key.apart]):
+            raise SetupError(
+                f"API key {bare[0].name!r} has neither tenant=NAME nor role=admin, and other keys have: say it of each"
+            )
 
     @classmethod
     def plain(cls, settings: ApiSettings) -> "KeyRing":
@@ -88,7 +109,8 @@ class KeyRing:
 
     def hashed(self) -> str:
         """The keys as `--api-key` takes them, without the keys themselves; names and limits are left out."""
-        return ",".join(f"sha256:{key.digest.hex()}" for key in self._keys)
+        right = {key: "role=admin" if key.admin else f"tenant={key.tenant}" * bool(key.tenant) for key in self._keys}
+        return ",".join(f"sha256:{key.digest.hex()} {right[key]}".strip() for key in self._keys)
 
 
 def new_key() -> str:
@@ -136,7 +158,9 @@ def _key(line: str, where: str) -> ApiKey:
             log.warning("api.short_key", where=where, hint="mlx_parallm key new makes a good one")
         digest = hashlib.sha256(secret.encode()).digest()
     given = dict(field.partition("=")[::2] for field in fields)
-    if unknown := given.keys() - {"name", "class", "rate", "concurrent"}:
+    if len(given) < len(fields):
+        raise SetupError(f"{where}: a field stands there twice")
+    if unknown := given.keys() - _FIELDS:
         raise SetupError(f"{where}: unknown field {sorted(unknown)[0][:20]!r}")
     kind: SequenceClass = "batch" if given.get("class") == "batch" else "interactive"
     if given.get("class", kind) != kind:
@@ -147,4 +171,11 @@ def _key(line: str, where: str) -> ApiKey:
     concurrent = given.get("concurrent", "0")
     if not concurrent.isdecimal():
         raise SetupError(f"{where}: concurrent is a number")
-    return ApiKey(name, digest, kind, rate_of(given["rate"], where) if "rate" in given else None, int(concurrent))
+    if "tenant" in given and not _NAME.fullmatch(given["tenant"]):
+        raise SetupError(f"{where}: a tenant is letters, digits and ._@-")
+    if given.get("role", "admin") != "admin":
+        raise SetupError(f"{where}: the only role is admin")
+    if {"tenant", "role"} <= given.keys():
+        raise SetupError(f"{where}: an admin's key has no tenant: give the admin a second key for work of its own")
+    rate = rate_of(given["rate"], where) if "rate" in given else None
+    return ApiKey(name, digest, kind, rate, int(concurrent), given.get("tenant", ""), "role" in given)

@@ -17,6 +17,7 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
+from api.auth import asker
 from api.openai.choices import ReplyPlan
 from api.ring import Ring
 from shared.errors import NotFoundError
@@ -44,7 +45,8 @@ async def remember(ring: Ring, plan: ReplyPlan) -> None:
     """Keep what another process needs to go on with this stream."""
     key = keys.request(plan.id)
     async with ring.redis.pipeline(transaction=False) as pipe:
-        pipe.hset(key, mapping={"kind": plan.endpoint, "model": plan.served, "plan": msgspec.json.encode(plan)})
+        stored = {"kind": plan.endpoint, "model": plan.served, "plan": msgspec.json.encode(plan)}
+        pipe.hset(key, mapping={**stored, "tenant": asker().tenant})
         pipe.expire(key, keys.REQUEST_TTL_S)
         await pipe.execute()
 
@@ -53,13 +55,24 @@ async def take_over(ring: Ring, request_id: str) -> Resumable:
     """Route a stream's sequences to this process and read what they have said so far."""
     stored = await ask(ring.redis, "HGETALL", keys.request(request_id))
     if not stored:
-        raise NotFoundError(f"no resumable stream '{request_id}'; streams are kept for an hour", param="request_id")
+        raise unknown_stream(request_id)
     plan = msgspec.json.decode(stored[b"plan"], type=ReplyPlan)
     seqs = [plan.sequence(choice) for choice in range(plan.choices)]
     before = await route(ring, plan.served, seqs)
     history = [await read_tokens(ring.redis, plan.served, seq, 0, before[seq]) for seq in seqs]
     log.info("api.resumed", request=request_id, sequences=len(seqs), before=sorted(set(before.values())))
     return Resumable(plan, history)
+
+
+async def stream_owner(ring: Ring, request_id: str) -> str | None:
+    """Who owns a stream; None when there is none."""
+    plan, tenant = await ask(ring.redis, "HMGET", keys.request(request_id), "plan", "tenant")
+    return None if plan is None else (tenant or b"").decode()
+
+
+def unknown_stream(request_id: str) -> NotFoundError:
+    """The error for a stream that is not there."""
+    return NotFoundError(f"no resumable stream '{request_id}'; streams are kept for an hour", param="request_id")
 
 
 async def route(ring: Ring, model: str, seqs: list[str]) -> dict[str, str]:

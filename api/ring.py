@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fastapi import Request
 from redis.asyncio import Redis
 
+from api.auth import asker
 from api.grammars import GrammarChecker
 from api.load import Load
 from api.ordered_scores import OrderedScores
@@ -69,10 +70,10 @@ class Ring:
         self.files = FileStore(self.redis)
         self.batches = BatchStore(self.redis)
         self.dead_letters = DeadLetters(self.redis)
-        self.adapters = AdapterStore(self.redis, keep_n=settings.adapter_keep_n)
+        self.adapters = AdapterStore(self.redis, keep_n=settings.adapter_keep_n, who_asks=asker)
         self.frames = FrameReader(settings.redis, self.api_id)
         self.counts = MetricWriter(self.redis, self.tally, "api", self.api_id)
-        self.judges = ServedRewards(self.redis, f"reward-{self.api_id}")
+        self.judges = ServedRewards(self.redis, f"reward-{self.api_id}", asker)
         self.rewards = Rewards(OrderedScores(self.redis, min(MAX_SCORE_S, settings.request_timeout_s)), self.judges)
         self._tasks: list[asyncio.Task[None]] = []
         self._queues: dict[str, SequenceQueue] = {}

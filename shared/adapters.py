@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from shared.errors import InvalidRequestError
+from shared.errors import InvalidRequestError, UnknownAdapterError
 
 SCHEMA = 1
 MAX_CHOICES = 16
@@ -59,6 +59,7 @@ class AdapterManifest(msgspec.Struct, frozen=True):
     gate: tuple[GateCheck, ...] = ()
     source: str = ""  # where it came from: "upload", "trainer", a folder
     schema: int = SCHEMA
+    tenant: str = ""  # who owns the adapter; "": it is there for all
 
     @property
     def id(self) -> str:
@@ -162,6 +163,16 @@ class ResolvedAdapter(msgspec.Struct, frozen=True):
 def version_id(name: str, version: int) -> str:
     """`name@k`."""
     return f"{name}@{version}"
+
+
+def unknown_adapter(name: str) -> UnknownAdapterError:
+    """The error for an adapter that is not there."""
+    return UnknownAdapterError(f"there is no adapter {name!r}")
+
+
+def not_yours(name: str) -> UnknownAdapterError:
+    """The error for making an adapter or a policy under a name that another tenant has."""
+    return UnknownAdapterError(f"there is no adapter {name!r} of yours, and the name is not free: choose another one")
 
 
 def check_name(name: str) -> str:

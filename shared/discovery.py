@@ -88,6 +88,8 @@ async def _ask(api: str, api_key: str, transport: httpx.AsyncBaseTransport | Non
         raise ServiceUnavailableError(f"no api answers at {api}: {error or type(error).__name__}") from error
     if answer.status_code == 401:
         raise SetupError(f"{api} wants an API key: set PARALLM_CONNECT_KEY, or give --connect-key")
+    if answer.status_code == 403:
+        raise SetupError(f"{api} wants an admin's key: this one is a tenant's (PARALLM_CONNECT_KEY, --connect-key)")
     if answer.status_code >= 500:
         raise ServiceUnavailableError(f"{api} answers {answer.status_code}: {answer.text[:200]}")
     try:

@@ -66,7 +66,7 @@ class AuthenticationError(ParallmError):
 
 
 class ForbiddenError(ParallmError):
-    """This caller may not do this: a page of another web site."""
+    """This caller may not do this: a page of another web site, or a tenant where an admin's key is needed."""
 
     status = 403
     type = "permission_error"

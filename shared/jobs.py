@@ -70,6 +70,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     deadline_ms: int = 0  # Unix time; 0: none
     created_ms: int = 0
     trace: str = ""  # W3C traceparent of the request that submitted it; "": it was not traced
+    tenant: str = ""  # who owns it, and its sequences (shared/owners.py)
 
     @property
     def total(self) -> int:
@@ -138,3 +139,4 @@ class JobStatus(msgspec.Struct, frozen=True):
     error: str
     metadata: dict[str, Any]
     n: int = 1  # samples a prompt
+    tenant: str = ""  # who owns it; "" without tenants

@@ -90,6 +90,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     first_token_deadline_ms: int = 0  # Unix time by which the first token must have come; 0: none
     pooling: Pooling = "mean"  # kind "embed": which hidden states make the vector
     trace: str = ""  # W3C traceparent of the span that caused it; "": it is not traced
+    tenant: str = ""  # who owns it (shared/owners.py)
     schema: int = OLDEST  # `encode` writes ours
 
     @property

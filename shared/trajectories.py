@@ -56,6 +56,7 @@ class LiveTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     temperature: float = 1.0  # that it was drawn with; `logprobs` are those of temperature 1
     collected_ms: int = 0
     advantage: float | None = None  # in place of what the group's rewards would give
+    tenant: str = ""  # who owns it (shared/owners.py)
 
 
 class ScoreOrder(msgspec.Struct, frozen=True):

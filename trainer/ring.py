@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from shared.adapter_format import prepared
 from shared.adapters import GateCheck
+from shared.owners import ADMINS
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.sequence_calls import SequenceCalls
 from shared.redis.training_board import TrainingBoard
@@ -59,6 +60,7 @@ class RingSource:
                 adapter=adapter,
                 adapter_policy="pin" if "@" in adapter else "follow",
                 enqueued_ms=now,
+                tenant=ADMINS,
             )
             for sample in range(request.n)
         ]

@@ -21,9 +21,10 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from shared.adapters import AdapterChoice, AdapterEvent, AdapterManifest, AdapterRef, version_id
+from shared.adapters import AdapterChoice, AdapterEvent, AdapterManifest, AdapterRef, unknown_adapter, version_id
 from shared.errors import AdapterRejectedError, ConflictError, ParallmError, UnknownAdapterError
 from shared.frames import TokenEvent
+from shared.owners import Asker
 from shared.redis.adapter_cache import DiskCache
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.adapter_watch import watch
@@ -119,14 +120,16 @@ class AdapterSync:
         if not version:
             version = await self._store.latest(choice.name)
             if not version:
-                raise UnknownAdapterError(f"there is no adapter {choice.name!r}")
-        await self._bring(choice.name, version, needed=True)
+                raise unknown_adapter(choice.name)
+        manifest = await self._bring(choice.name, version, needed=True)
+        if not Asker.working_for(spec.tenant).sees(manifest.tenant):
+            raise unknown_adapter(choice.name)  # it was deleted meanwhile, and the name is another tenant's now
         if follows:
             self._point(choice.name, version)
             return msgspec.structs.replace(spec, adapter=choice.name)
         return msgspec.structs.replace(spec, adapter=version_id(choice.name, version))
 
-    async def _bring(self, name: str, version: int, *, needed: bool = False) -> None:
+    async def _bring(self, name: str, version: int, *, needed: bool = False) -> AdapterManifest:
         """Fetch a version and tell the engine, once."""
         known = version_id(name, version)
         async with self._bringing.setdefault(known, asyncio.Lock()):
@@ -142,6 +145,7 @@ class AdapterSync:
                 provided.needed_at = time.monotonic()
                 await self._pin(provided)
         self._bringing.pop(known, None)
+        return provided.manifest
 
     async def _manifest(self, name: str, version: int) -> AdapterManifest:
         manifest = await self._store.manifest(name, version)

@@ -17,6 +17,8 @@ def new(
     sequence_class: Annotated[str, typer.Option("--class", help="interactive or batch")] = "",
     rate: Annotated[str, typer.Option(help="requests for tokens, such as 600/minute")] = "",
     concurrent: Annotated[int, typer.Option(min=0, help="requests at a time; 0: the server's own bound")] = 0,
+    tenant: Annotated[str, typer.Option(help="who owns what is made with it; others do not see it")] = "",
+    admin: Annotated[bool, typer.Option("--admin", help="sees and does all, on a server with tenants")] = False,
 ) -> None:
     """Print a fresh key (stdout's first line) and the line for --api-key-file that admits it (the second)."""
     key = new_key()
@@ -25,6 +27,8 @@ def new(
         "class": sequence_class,
         "rate": rate.replace(" ", ""),
         "concurrent": str(concurrent or ""),
+        "tenant": tenant,
+        "role": "admin" if admin else "",
     }
     try:
         line = line_of(key, **options)

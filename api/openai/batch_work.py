@@ -17,6 +17,7 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
+from api.auth import acting_for
 from api.openai.batch_lines import BatchLine, LineUsage, Named, answer, named_by, planned, read_line, unended
 from api.ring import Ring
 from api.targets import Target, find_target
@@ -100,10 +101,8 @@ class BatchWork:
         waits = False
         try:
             record = await self._store.find(batch_id)
-            if record.job:
-                await self._finalize(record)
-            else:
-                await self._validate(record)
+            with acting_for(record.spec.tenant):
+                await (self._finalize(record) if record.job else self._validate(record))
         except (RedisError, OSError, ServiceUnavailableError) as error:
             log.info("batch.waits", batch=batch_id, error=str(error))
             waits = True
@@ -128,7 +127,7 @@ class BatchWork:
 
     async def _validate(self, record: BatchRecord) -> None:
         spec = record.spec
-        begun = await self._ring.jobs.submitted_under(_job_key(spec))
+        begun = await self._ring.jobs.submitted_under(_job_key(spec), spec.tenant)
         if begun:  # by a process that could not say so any more
             await self._begin(spec, begun)
             return
@@ -148,6 +147,7 @@ class BatchWork:
                 metadata={"batch": spec.id, "lines": count, "model": named[0] or target.served.card.name},
                 deadline_ms=1000 * spec.expires_at,
                 created_ms=time.time_ns() // 1_000_000,
+                tenant=spec.tenant,
             )
             lines = self._inputs(record, named, target)
             job_id, _ = await self._ring.jobs.create(job, lines, idempotency_key=_job_key(spec))
@@ -178,7 +178,7 @@ class BatchWork:
             async for number, line in self._lines(record):
                 assert isinstance(line, BatchLine), "checked before"
                 await errors.add(unended(f"{spec.id.removeprefix('batch_')}-{number}", line.custom_id, state))
-            await errors.close(f"{spec.id}_error.jsonl", "batch_output", spec.output_ttl_s)
+            await errors.close(f"{spec.id}_error.jsonl", "batch_output", spec.output_ttl_s, spec.tenant)
             fields["has_errors"] = 1
         except LinesRefusedError as refused:
             fields = {"errors": refused.errors}
@@ -273,7 +273,7 @@ class BatchWork:
         told = await self._write(status, output, errors)
         for writer, kind in ((output, "output"), (errors, "error")):
             if writer.size:
-                await writer.close(f"{spec.id}_{kind}.jsonl", "batch_output", spec.output_ttl_s)
+                await writer.close(f"{spec.id}_{kind}.jsonl", "batch_output", spec.output_ttl_s, spec.tenant)
         failure = (BatchError("job_failed", status.error),) if status.status == "failed" else ()
         counts = {name: told[name] for name in ("completed", "failed", *LineUsage._fields)}
         fields = {**counts, "has_output": int(output.size > 0), "has_errors": int(errors.size > 0), "errors": failure}

@@ -9,12 +9,14 @@ from fastapi import APIRouter, Depends, Header, Query
 from pydantic import Field
 from starlette.responses import Response
 
+from api.auth import asker
 from api.errors import error_responses
 from api.json_reply import json_reply
 from api.openai.batch_lines import Endpoint
 from api.openai.fields import RequestModel
 from api.openai.files import MAX_TTL_S, MIN_TTL_S, TTL_S, page
 from api.ring import Ring, ring_of
+from api.tenants import check
 from shared.errors import ConflictError, InvalidRequestError, UnknownBatchError, UnknownJobError
 from shared.jobs import TERMINAL, JobStatus
 from shared.redis.batch_store import ENDED, BatchRecord, BatchSpec, new_batch_id
@@ -63,8 +65,9 @@ async def create_batch(body: BatchBody, ring: TheRing, idempotency_key: Idempote
     window_s = int(body.completion_window[:-1]) * _UNITS[body.completion_window[-1]]
     if window_s > MAX_WINDOW_S:
         raise InvalidRequestError("'completion_window' is at most 7d", param="completion_window")
+    tenant = asker().tenant
     spec = BatchSpec(
-        id=new_batch_id(idempotency_key),
+        id=new_batch_id(idempotency_key, tenant),
         endpoint=body.endpoint,
         input_file_id=body.input_file_id,
         completion_window=body.completion_window,
@@ -74,9 +77,11 @@ async def create_batch(body: BatchBody, ring: TheRing, idempotency_key: Idempote
         error_file_id=new_file_id(),
         output_ttl_s=body.output_expires_after.seconds if body.output_expires_after else TTL_S,
         metadata=body.metadata or {},
+        tenant=tenant,
     )
     with contextlib.suppress(UnknownBatchError):
         return await _shown(ring, _same(await ring.batches.find(spec.id), spec))
+    await check(ring, "file", body.input_file_id)
     file = await ring.files.find(body.input_file_id)
     if file.purpose != "batch":
         raise InvalidRequestError(f"{file.id} has the purpose '{file.purpose}', not 'batch'", param="input_file_id")
@@ -99,7 +104,7 @@ async def list_batches(
     after: Annotated[str, Query(description="the id after which to go on")] = "",
 ) -> Response:
     """Batches, newest first."""
-    found, more = await ring.batches.page(limit, after)
+    found, more = await ring.batches.page(limit, after, asker())
     return json_reply(page([batch_object(record, await job_of(ring, record)) for record in found], more))
 
 

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import Response, StreamingResponse
 
+from api.auth import asker
 from api.errors import error_responses
 from api.json_reply import json_reply
 from api.limits import is_multipart
@@ -64,7 +65,7 @@ async def upload_file(request: Request, ring: TheRing) -> Response:
                 await writer.add(data)
             if not writer.size:
                 raise InvalidRequestError("the file is empty", param="file")
-            stored = await writer.close(_shown_name(file.filename), "batch", ttl_s)
+            stored = await writer.close(_shown_name(file.filename), "batch", ttl_s, asker().tenant)
         except BaseException:
             await writer.discard()
             raise
@@ -107,7 +108,7 @@ async def list_files(
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
     """Files by time of creation."""
-    found, more = await ring.files.list(purpose, limit, after, newest_first=order == "desc")
+    found, more = await ring.files.list(purpose, limit, after, newest_first=order == "desc", asker=asker())
     return json_reply(page([file_object(file) for file in found], more))
 
 

@@ -6,10 +6,10 @@ import msgspec
 from fastapi import APIRouter, Depends, Path, Query
 from pydantic import BaseModel, Field
 
+from api.auth import asker
 from api.errors import error_responses
 from api.ring import Ring, ring_of
-from shared.errors import UnknownDeadLetterError
-from shared.redis.dead_letters import DeadLetter
+from shared.redis.dead_letters import DeadLetter, unknown_letter
 
 router = APIRouter(prefix="/v1/deadletters", tags=["operations"])
 TheRing = Annotated[Ring, Depends(ring_of)]
@@ -90,7 +90,7 @@ async def list_letters(
     before: Annotated[str, Query(description="id of a letter: only older ones of its model")] = "",
 ) -> LetterList:
     """Sequences that killed their workers, or that nobody could read; each with its reason."""
-    return LetterList(data=[_shown(letter) for letter in await ring.dead_letters.list(model, limit, before)])
+    return LetterList(data=[_shown(letter) for letter in await ring.dead_letters.list(model, limit, before, asker())])
 
 
 @router.post("/{letter_id:path}/requeue", summary="Run it again, once", responses=error_responses(404, 409))
@@ -106,7 +106,7 @@ async def show(ring: TheRing, letter_id: LetterId) -> LetterDetail:
     letter = await ring.dead_letters.get(letter_id)
     life = await ring.dead_letters.second_life(letter_id)
     if letter is None and life is None:
-        raise UnknownDeadLetterError(f"no dead letter '{letter_id}'", param="letter_id")
+        raise unknown_letter(letter_id)
     sequence = msgspec.to_builtins(letter.spec) if letter is not None and letter.spec is not None else None
     rerun = None
     if life is not None:

@@ -102,6 +102,7 @@ def read_folder(path: str, allowed: Sequence[Path], workdir: Path, limit: int) -
 async def publish(ring: Ring, offer: Offer, files: AdapterFiles, workdir: Path) -> AdapterManifest:
     """Check the files and make them the next version; AdapterRejectedError with the reason."""
     name = check_name(offer.name)
+    await ring.adapters.next_owner(name)
     if await ring.registry.card(name) is not None:
         raise InvalidRequestError(f"'{name}' is the name of a model; give the adapter another one", param="name")
     card = await _base(ring, name, offer.model)

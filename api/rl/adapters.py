@@ -170,6 +170,7 @@ async def create_adapter(request: Request, ring: TheRing) -> Response:
     """Upload the first version of a new adapter; 409 when it exists."""
     async with _uploaded(request, ring) as (files, fields, workdir):
         name = _name(fields, ring)
+        await ring.adapters.next_owner(name)
         if name in await ring.adapters.names():
             raise ConflictError(f"adapter '{name}' exists; POST /v1/adapters/{name}/versions adds to it")
         return _described(await publish(ring, fields.offer(name), files, workdir), 201)

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.responses import Response, StreamingResponse
 
+from api.auth import asker
 from api.collection import check_judges
 from api.errors import error_responses, from_validation
 from api.json_reply import json_reply
@@ -17,6 +18,7 @@ from api.ring import Ring, ring_of
 from api.rl.job_body import JobBody, upload_inputs
 from api.targets import JobTarget, find_job_target
 from shared import rewards
+from shared.adapters import AdapterRef
 from shared.errors import InvalidRequestError
 from shared.jobs import TERMINAL, JobSpec, JobStatus
 
@@ -109,7 +111,7 @@ async def _target(ring: Ring, body: JobBody) -> JobTarget:
 
 
 async def _checked_spec(ring: Ring, body: JobBody, target: JobTarget) -> JobSpec:
-    spec = body.spec(target.card, target.adapter)
+    spec = msgspec.structs.replace(body.spec(target.card, target.adapter), tenant=asker().tenant)
     if spec.reward is not None:
         rewards.check(spec.reward)
         await check_judges(ring, spec.reward, "reward.options")
@@ -128,7 +130,7 @@ async def list_jobs(
     before: Annotated[str, Query(description="the id after which to go on, from the last page")] = "",
 ) -> Response:
     """Jobs, newest first."""
-    jobs = await ring.jobs.list(limit, before)
+    jobs = await ring.jobs.list(limit, before, asker())
     return json_reply({"object": "list", "data": jobs, "has_more": len(jobs) == limit})
 
 
@@ -217,4 +219,7 @@ async def delete_job(job_id: str, ring: TheRing) -> dict[str, Any]:
 )
 async def retry_job(job_id: str, ring: TheRing) -> Response:
     """A new job with the same settings and inputs; its metadata says `retry_of`."""
+    if asker().limited and (adapter := (await ring.jobs.spec(job_id)).adapter):
+        for choice in AdapterRef.parse(adapter).choices:  # a name may have become another tenant's
+            await ring.adapters.summary(choice.name)
     return await _accepted(ring, await ring.jobs.submit_again(job_id))

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi import Path as PathParameter
 from starlette.responses import Response
 
+from api.auth import asker
 from api.errors import error_responses
 from api.json_reply import json_reply
 from api.ring import Ring, ring_of
@@ -58,7 +59,7 @@ async def beat(policy: Policy, request: Request, ring: TheRing) -> Response:
         raise InvalidRequestError(f"the status of policy {told.status.policy!r}", param="status.policy")
     model = await _model(ring, told.base_sha256) if told.base_sha256 else ""
     board = TrainingBoard(ring.redis, policy)
-    holder = await board.hold(told.owner, told.instead_of)
+    holder = await board.hold(told.owner, told.instead_of, asker())
     if holder == told.owner:
         if told.point is not None:
             await board.add(told.point)

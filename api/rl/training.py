@@ -14,11 +14,13 @@ import msgspec
 from fastapi import APIRouter, Depends, Header, Query
 from starlette.responses import Response
 
+from api.auth import asker
 from api.errors import error_responses
 from api.json_reply import json_reply
 from api.ring import Ring, ring_of
 from api.rl.training_body import CheckpointBody, UpdateBody, checked, parsed_version, unknown, versions_named
 from api.targets import card_of_base
+from api.tenants import Right, check
 from shared.adapters import check_name, version_id
 from shared.errors import (
     DeadlineExceededError,
@@ -65,7 +67,7 @@ async def update(body: UpdateBody, ring: TheRing, idempotency_key: IdempotencyKe
     `status` is `updated`, `rejected` (the gate's checks stand in `gate`; nothing has changed) or `no_signal` (no group
     had samples of different worth).
     """
-    policy = _policy(ring, body.policy)
+    policy = await _policy(ring, body.policy, "change")
     check_checkpoint_name(body.checkpoint_name)
     trajectories = checked(body, await _card(ring, policy), policy)
     await _check_versions(ring, body)
@@ -89,7 +91,8 @@ async def checkpoint(
     body = body or CheckpointBody()
     if body.name and body.checkpoint_name and body.name != body.checkpoint_name:
         raise InvalidRequestError("'name' and 'checkpoint_name' differ", param="checkpoint_name")
-    policy, name = _policy(ring, body.policy), check_checkpoint_name(body.name or body.checkpoint_name)
+    policy = await _policy(ring, body.policy, "change")
+    name = check_checkpoint_name(body.name or body.checkpoint_name)
     answer = await _ordered(ring, policy, CheckpointOrder(name), idempotency_key)
     assert isinstance(answer, CheckpointAnswer)
     return json_reply(_shown(answer, "training.checkpoint", policy))
@@ -103,7 +106,7 @@ async def checkpoint(
 )
 async def status(ring: TheRing, policy: PolicyName = "") -> Response:
     """The trainer of a policy, alive or not, and what is served of it."""
-    name = _policy(ring, policy)
+    name = await _policy(ring, policy)
     board = TrainingBoard(ring.redis, name)
     alive, told, stats = await board.alive(), await board.status(), await board.trajectories()
     try:
@@ -137,7 +140,7 @@ async def status(ring: TheRing, policy: PolicyName = "") -> Response:
 )
 async def debug(ring: TheRing, policy: PolicyName = "", points: Annotated[int, Query(ge=0, le=4096)] = 50) -> Response:
     """What Redis knows of a policy's training, for a person who looks for a fault."""
-    name = _policy(ring, policy)
+    name = await _policy(ring, policy)
     board = TrainingBoard(ring.redis, name)
     try:
         adapter: Any = await ring.adapters.summary(name)
@@ -175,22 +178,26 @@ async def waiting_trajectories(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Response:
     """Takes nothing: the trainer still gets them. Each can be posted to /v1/training/update as it is."""
-    name = _policy(ring, policy)
+    name = await _policy(ring, policy)
     found = await TrajectoryQueue(ring.redis, name).peek(after, limit)
     data = []
     for each in found:
+        if not asker().sees(each.live.tenant):
+            continue
         outer = msgspec.to_builtins(each.live)
         data.append({**outer.pop("trajectory"), **outer})
     last = found[-1].entry if found else after
     return json_reply({"object": "list", "data": data, "last": last, "has_more": len(found) == limit})
 
 
-def _policy(ring: Ring, given: str) -> str:
+async def _policy(ring: Ring, given: str, right: Right = "see") -> str:
     try:
-        return check_name(given or ring.settings.default_adapter)
+        name = check_name(given or ring.settings.default_adapter)
     except InvalidRequestError as error:
         error.param = "policy"
         raise
+    await check(ring, "policy", name, right, param="policy")
+    return name
 
 
 async def _card(ring: Ring, policy: str) -> ModelCard:

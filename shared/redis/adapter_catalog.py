@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 import msgspec
 from redis.asyncio import Redis
 
-from shared.adapters import AdapterManifest, AdapterRef, ResolvedAdapter, version_id
+from shared.adapters import AdapterManifest, AdapterRef, ResolvedAdapter, unknown_adapter, version_id
 from shared.errors import ConflictError, UnknownAdapterError
+from shared.owners import WhoAsks, anybody
 from shared.redis import adapter_bytes, keys
 
 
@@ -22,6 +23,7 @@ class AdapterSummary(msgspec.Struct, frozen=True):
     base_sha256: str
     best: int = 0
     best_value: float = 0.0
+    tenant: str = ""  # who owns it; "": it is there for all
 
 
 class AdapterFlip(msgspec.Struct, frozen=True):
@@ -41,23 +43,38 @@ class Acknowledgement(msgspec.Struct, frozen=True):
 
 
 class AdapterCatalog:
-    """The reading side of the store."""
+    """The reading side of the store: what `who_asks` may not see is not there."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, who_asks: WhoAsks = anybody) -> None:
         self._redis = redis
+        self._who_asks = who_asks
 
     async def pointers(self) -> dict[str, int]:
         """The latest version of every adapter; 0 where none is published yet."""
         names = [name.decode() for name in await self._redis.zrange(keys.adapters(), 0, -1)]
         async with self._redis.pipeline(transaction=False) as pipe:
             for name in names:
-                pipe.hmget(keys.adapter(name), ["latest", "base"])
+                pipe.hmget(keys.adapter(name), ["latest", "base", "tenant"])
             heads = await pipe.execute() if names else []
-        return {name: int(latest or 0) for name, (latest, base) in zip(names, heads, strict=True) if base is not None}
+        asker = self._who_asks()
+        return {
+            name: int(latest or 0)
+            for name, (latest, base, tenant) in zip(names, heads, strict=True)
+            if base is not None and asker.sees((tenant or b"").decode())
+        }
 
     async def names(self) -> list[str]:
         """All adapters, by their last publish."""
         return list(await self.pointers())
+
+    async def owner(self, name: str) -> str | None:
+        """Who owns a policy, whoever asks: its adapter, or what its trainer tells; None when there is neither."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for key in (keys.adapter(name), keys.training(name)):
+                pipe.exists(key)
+                pipe.hget(key, "tenant")
+            adapter, adapters, board, boards = await pipe.execute()
+        return (adapters or b"").decode() if adapter else (boards or b"").decode() if board else None
 
     async def latest(self, name: str) -> int:
         """The latest version; 0 when there is none."""
@@ -76,7 +93,7 @@ class AdapterCatalog:
         """Pointers and versions; UnknownAdapterError."""
         head = await self._head(name)
         if not head:
-            raise UnknownAdapterError(f"there is no adapter {name!r}")
+            raise unknown_adapter(name)
         return AdapterSummary(
             name=name,
             latest=int(head.get(b"latest", 0)),
@@ -84,6 +101,7 @@ class AdapterCatalog:
             base_sha256=head.get(b"base", b"").decode(),
             best=int(head.get(b"best", 0)),
             best_value=float(head.get(b"best_value", 0)),
+            tenant=head.get(b"tenant", b"").decode(),
         )
 
     async def manifest(self, name: str, version: int = 0) -> AdapterManifest:
@@ -92,10 +110,11 @@ class AdapterCatalog:
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.get(keys.adapter_manifest(name, number))
             (raw,) = await pipe.execute()
-        if raw is None:
+        manifest = None if raw is None else msgspec.json.decode(raw, type=AdapterManifest)
+        if manifest is None or not self._who_asks().sees(manifest.tenant):
             shown = version_id(name, version) if version else repr(name)
             raise UnknownAdapterError(f"there is no adapter {shown}")
-        return msgspec.json.decode(raw, type=AdapterManifest)
+        return manifest
 
     async def resolve(self, ref: str | AdapterRef, session: str = "") -> ResolvedAdapter:
         """What a reference means now; UnknownAdapterError, or ConflictError for a version that its gate rejected."""
@@ -136,4 +155,4 @@ class AdapterCatalog:
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.adapter(name))
             (head,) = await pipe.execute()
-        return dict(head)
+        return dict(head) if self._who_asks().sees(head.get(b"tenant", b"").decode()) else {}

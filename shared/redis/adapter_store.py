@@ -27,9 +27,11 @@ from shared.adapters import (
     GateCheck,
     PreparedAdapter,
     check_name,
+    unknown_adapter,
     version_id,
 )
-from shared.errors import AdapterRejectedError, ConflictError, UnknownAdapterError
+from shared.errors import AdapterRejectedError, ConflictError, ForbiddenError, UnknownAdapterError
+from shared.owners import WhoAsks, anybody
 from shared.redis import adapter_bytes, keys
 from shared.redis.adapter_catalog import AdapterCatalog
 from shared.redis.client import Script
@@ -48,8 +50,8 @@ _forget = Script("adapter_forget")
 class AdapterStore(AdapterCatalog):
     """All adapters of a ring. `keep_n` above 0: publishing prunes older versions."""
 
-    def __init__(self, redis: Redis, *, keep_n: int = 0) -> None:
-        super().__init__(redis)
+    def __init__(self, redis: Redis, *, keep_n: int = 0, who_asks: WhoAsks = anybody) -> None:
+        super().__init__(redis, who_asks)
         self._keep_n = keep_n
 
     # -- publishing
@@ -75,7 +77,7 @@ class AdapterStore(AdapterCatalog):
         ConflictError and no new version when the latest is another one by the time the bytes are up.
         AdapterRejectedError when the name's other versions belong to another base model.
         """
-        check_name(name)
+        tenant = await self.next_owner(name)
         manifest = AdapterManifest(
             name=name,
             version=await self._reserve(name),
@@ -94,11 +96,34 @@ class AdapterStore(AdapterCatalog):
             status=status,
             gate=tuple(gate),
             source=source,
+            tenant=tenant,
         )
         await self._commit(manifest, adapter.path, set_latest and status == "published", if_latest)
         if self._keep_n:
             await self.prune(name, self._keep_n)
         return manifest
+
+    async def next_owner(self, name: str) -> str:
+        """Who will own the next version; ConflictError, or ForbiddenError, when the name is not the asker's to use."""
+        asker, owner = self._who_asks(), await self.owner(check_name(name))
+        if owner is None:
+            return asker.publishes_for
+        if not asker.sees(owner):
+            raise _taken(name)
+        if not asker.owns(owner):
+            raise _for_all(name)
+        return owner
+
+    async def check_change(self, name: str) -> None:
+        """UnknownAdapterError, or ForbiddenError, when the adapter is not the asker's to change."""
+        asker = self._who_asks()
+        if not asker.limited:
+            return
+        owner = await self.owner(name)
+        if owner is None or not asker.sees(owner):
+            raise unknown_adapter(name)
+        if not asker.owns(owner):
+            raise _for_all(name)
 
     async def _reserve(self, name: str) -> int:
         async with self._redis.pipeline(transaction=True) as pipe:
@@ -124,6 +149,7 @@ class AdapterStore(AdapterCatalog):
                     keys.adapter_manifest(name, version),
                     data,
                     keys.adapter_log(name),
+                    keys.training(name),
                 ],
                 [
                     name,
@@ -135,6 +161,7 @@ class AdapterStore(AdapterCatalog):
                     "" if if_latest is None else str(if_latest),
                     str(keys.ADAPTER_TTL_S),
                     keys.adapter_channel(),
+                    manifest.tenant,
                 ],
             )
             if status != b"ok":
@@ -157,6 +184,7 @@ class AdapterStore(AdapterCatalog):
 
         `gate`: the checks that it has passed, for its manifest; without any, those of its publication stay.
         """
+        await self.check_change(name)
         if gate:
             manifest = msgspec.structs.replace(await self.manifest(name, version), gate=tuple(gate))
             key = keys.adapter_manifest(name, version)
@@ -167,6 +195,7 @@ class AdapterStore(AdapterCatalog):
         self, name: str, to_version: int | None = None, *, reason: str = "rollback", if_latest: int | None = None
     ) -> int:
         """Make another version the latest, by default the one before; returns it. Logged with the reason."""
+        await self.check_change(name)
         return await self._move(name, to_version, "rolled_back", reason, if_latest)
 
     async def _move(self, name: str, version: int | None, change: str, reason: str, if_latest: int | None) -> int:
@@ -204,6 +233,7 @@ class AdapterStore(AdapterCatalog):
 
     async def reject(self, name: str, version: int, gate: Sequence[GateCheck]) -> AdapterManifest:
         """Write down that a candidate failed its gate; ConflictError when it is the latest."""
+        await self.check_change(name)
         manifest = msgspec.structs.replace(await self.manifest(name, version), status="rejected", gate=tuple(gate))
         event = AdapterEvent(name, "rejected", version, await self.latest(name), time.time_ns() // 1_000_000)
         status = await _reject(
@@ -219,6 +249,7 @@ class AdapterStore(AdapterCatalog):
 
     async def set_best(self, name: str, version: int, value: float) -> None:
         """Point `best` at a version, with the figure that it won by."""
+        await self.check_change(name)
         await self.manifest(name, version)
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hset(keys.adapter(name), mapping={"best": str(version), "best_value": repr(value)})
@@ -261,6 +292,7 @@ class AdapterStore(AdapterCatalog):
 
     async def delete(self, name: str, version: int | None = None) -> None:
         """Delete a version, or the adapter; ConflictError when it is pinned, or the version is the latest."""
+        await self.check_change(name)
         if version is None:
             await self._forget(name)
             return
@@ -302,7 +334,7 @@ class AdapterStore(AdapterCatalog):
             raise ConflictError(f"adapter {name}@{version} is in use by {owner}")
         await self._redis.zrem(keys.adapters(), name)
         if status == b"unknown":
-            raise UnknownAdapterError(f"there is no adapter {name!r}")
+            raise unknown_adapter(name)
 
     async def prune(self, name: str, keep_n: int) -> list[int]:
         """Delete what is older than the newest `keep_n`, but for latest, best and pinned ones; returns the deleted."""
@@ -335,11 +367,21 @@ def _used(name: str, version: int) -> list[str]:
     ]
 
 
+def _taken(name: str) -> ConflictError:
+    return ConflictError(f"the name {name!r} is not free: give the adapter another one", param="name")
+
+
+def _for_all(name: str) -> ForbiddenError:
+    return ForbiddenError(f"adapter {name!r} is there for all to use; an admin's key may change it")
+
+
 def _refuse(status: str, manifest: AdapterManifest, latest: int) -> NoReturn:
     if status == "base":
         raise AdapterRejectedError(
             f"adapter {manifest.name!r} belongs to another base model than {manifest.base_sha256[:12]}"
         )
+    if status == "taken":
+        raise _taken(manifest.name)
     if status == "moved":
         raise ConflictError(f"the latest version of {manifest.name!r} is {latest} by now")
     raise ConflictError(f"the bytes of {manifest.id} were gone before it was published: the upload took too long")

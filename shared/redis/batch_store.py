@@ -16,6 +16,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared.errors import UnknownBatchError
+from shared.owners import ANYBODY, Asker
 from shared.redis import keys
 from shared.redis.client import Script
 
@@ -39,6 +40,7 @@ class BatchSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     error_file_id: str
     output_ttl_s: int
     metadata: dict[str, str] = {}
+    tenant: str = ""  # who owns it, its job and its files (shared/owners.py)
 
 
 class BatchError(msgspec.Struct, frozen=True):
@@ -73,10 +75,11 @@ class BatchRecord(msgspec.Struct, frozen=True):
     reasoning_tokens: int = 0
 
 
-def new_batch_id(idempotency_key: str = "") -> str:
-    """A fresh id; with a key, the one that belongs to it."""
+def new_batch_id(idempotency_key: str = "", tenant: str = "") -> str:
+    """A fresh id; with a key, the one that belongs to this key of the tenant."""
     if idempotency_key:
-        return f"batch_{hashlib.sha256(idempotency_key.encode()).hexdigest()[:48]}"
+        named = f"{tenant}\0{idempotency_key}" if tenant else idempotency_key
+        return f"batch_{hashlib.sha256(named.encode()).hexdigest()[:48]}"
     return f"batch_{secrets.token_hex(24)}"
 
 
@@ -104,19 +107,23 @@ class BatchStore:
         """UnknownBatchError when there is none."""
         found = (await self._find([batch_id]))[0]
         if found is None:
-            raise UnknownBatchError(f"no batch {batch_id!r}, or its time to live is over")
+            raise unknown_batch(batch_id)
         return found
 
-    async def page(self, limit: int, after: str) -> tuple[list[BatchRecord], bool]:
-        """The newest batches, or those older than `after`, and whether there are more."""
+    async def page(self, limit: int, after: str, asker: Asker = ANYBODY) -> tuple[list[BatchRecord], bool]:
+        """The asker's newest batches, or those older than `after`, and whether there are more."""
         start = 0
         if after:
             rank = await self._redis.zrevrank(keys.batches(), after)
-            if rank is None:
-                raise UnknownBatchError(f"no batch {after!r}, or its time to live is over", param="after")
+            if rank is None or (asker.limited and not asker.owns((await self.find(after)).spec.tenant)):
+                raise unknown_batch(after, "after")
             start = int(rank) + 1
-        ids = [raw.decode() for raw in await self._redis.zrevrange(keys.batches(), start, start + limit)]
-        return [found for found in await self._find(ids[:limit]) if found is not None], len(ids) > limit
+        seen: list[BatchRecord] = []
+        while len(seen) <= limit and (raws := await self._redis.zrevrange(keys.batches(), start, start + limit)):
+            found = await self._find([raw.decode() for raw in raws])
+            seen += [record for record in found if record is not None and asker.owns(record.spec.tenant)]
+            start += len(raws)
+        return seen[:limit], len(seen) > limit
 
     async def pending(self) -> list[BatchRecord]:
         """The batches that have not ended; forgets those that have, or are gone."""
@@ -159,6 +166,11 @@ class BatchStore:
             for batch_id in ids:
                 pipe.hgetall(keys.batch(batch_id))
             return [_record(row) for row in await pipe.execute()]
+
+
+def unknown_batch(batch_id: str, param: str | None = None) -> UnknownBatchError:
+    """The error for a batch that is not there."""
+    return UnknownBatchError(f"no batch {batch_id!r}, or its time to live is over", param=param)
 
 
 def _record(row: dict[bytes, bytes]) -> BatchRecord | None:

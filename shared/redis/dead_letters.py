@@ -15,6 +15,7 @@ from redis.exceptions import ResponseError
 
 from shared.errors import ConflictError, UnknownDeadLetterError, UnreadableMessageError
 from shared.frames import Finish, TokenEvent
+from shared.owners import ADMINS, ANYBODY, Asker
 from shared.redis import keys
 from shared.redis.client import Argument, Script
 from shared.redis.token_log import read_tokens
@@ -45,6 +46,11 @@ class DeadLetter(NamedTuple):
     unreadable: str
     size: int  # bytes of the message
 
+    @property
+    def tenant(self) -> str:
+        """Who owns it; what cannot be read may be anybody's."""
+        return ADMINS if self.spec is None else self.spec.tenant
+
 
 class SecondLife(NamedTuple):
     """What has become of a letter's sequence since it was requeued."""
@@ -73,16 +79,30 @@ class DeadLetters:
     def __init__(self, redis: "Redis") -> None:
         self._redis = redis
 
-    async def list(self, model: str = "", limit: int = 100, before: str = "") -> list[DeadLetter]:
-        """The newest letters, of one model or of all; with `before` (a letter's id) only older ones of its model."""
+    async def _newest(self, model: str, limit: int, newest: str, asker: Asker) -> list[DeadLetter]:
+        seen: list[DeadLetter] = []
+        while len(seen) < limit:
+            entries = await self._redis.xrevrange(keys.dead_letters(model), newest, "-", count=limit)
+            letters = [_letter(model, entry, fields) for entry, fields in entries]
+            seen += [letter for letter in letters if asker.owns(letter.tenant)]
+            if len(entries) < limit:
+                break
+            newest = f"({entries[-1][0].decode()}"
+        return seen[:limit]
+
+    async def list(
+        self, model: str = "", limit: int = 100, before: str = "", asker: Asker = ANYBODY
+    ) -> list[DeadLetter]:
+        """The asker's newest letters, of one model or of all.
+
+        With `before` (a letter's id) only older ones of its model.
+        """
         if before:
             model, entry = split(before)
         models = [model] if model else [name.decode() for name in await self._redis.zrange(keys.models(), 0, -1)]
-        newest = f"({entry}" if before else "+"
         found: list[DeadLetter] = []
         for name in models:
-            entries = await self._redis.xrevrange(keys.dead_letters(name), newest, "-", count=limit)
-            found += [_letter(name, entry, fields) for entry, fields in entries]
+            found += await self._newest(name, limit, f"({entry}" if before else "+", asker)
         return sorted(found, key=lambda letter: letter.died_ms, reverse=True)[:limit]
 
     async def get(self, letter_id: str) -> DeadLetter | None:
@@ -91,8 +111,17 @@ class DeadLetters:
         try:
             entries = await self._redis.xrange(keys.dead_letters(model), entry, entry)
         except ResponseError as error:
-            raise _unknown(letter_id) from error
+            raise unknown_letter(letter_id) from error
         return _letter(model, *entries[0]) if entries else None
+
+    async def owner(self, letter_id: str) -> str | None:
+        """Who owns the letter, or the sequence that a requeue has made of it; None when there is neither."""
+        letter = await self.get(letter_id)
+        if letter is not None:
+            return letter.tenant
+        model, entry = split(letter_id)
+        state, tenant = await self._redis.hmget(keys.sequence(model, REQUEUED + entry), ["state", "tenant"])  # type: ignore[misc]
+        return None if state is None else (tenant or b"").decode()
 
     async def requeue(self, letter_id: str) -> tuple[str, bool]:
         """Run a letter's sequence again: the id of the new sequence, and whether this call did it.
@@ -105,7 +134,7 @@ class DeadLetters:
         if letter is None:
             if await self._redis.exists(keys.sequence(model, new_id)):
                 return new_id, False
-            raise _unknown(letter_id)
+            raise unknown_letter(letter_id)
         if letter.spec is None:
             raise ConflictError(f"dead letter '{letter_id}' holds no sequence that can run: {letter.unreadable}")
         spec = msgspec.structs.replace(letter.spec, id=new_id, model=model, api="", job="", group="", deadline_ms=0)
@@ -114,10 +143,10 @@ class DeadLetters:
             keys.queue(model, spec.sequence_class),
             keys.sequence(model, new_id),
         ]
-        args: list[Argument] = [keys.GROUP, keys.JOB_TTL_S, entry, new_id, spec.kv_tokens, encode(spec)]
+        args: list[Argument] = [keys.GROUP, keys.JOB_TTL_S, entry, new_id, spec.kv_tokens, encode(spec), spec.tenant]
         done = int(await _REQUEUE(self._redis, names, args))
         if not done:
-            raise _unknown(letter_id)
+            raise unknown_letter(letter_id)
         return new_id, done == 1
 
     async def drop(self, letter_id: str) -> bool:
@@ -126,7 +155,7 @@ class DeadLetters:
         try:
             return bool(await self._redis.xdel(keys.dead_letters(model), entry))
         except ResponseError as error:
-            raise _unknown(letter_id) from error
+            raise unknown_letter(letter_id) from error
 
     async def second_life(self, letter_id: str) -> SecondLife | None:
         """What has become of it since it was requeued; None when it was not, or too long ago."""
@@ -152,11 +181,12 @@ def split(letter_id: str) -> tuple[str, str]:
     model, colon, entry = letter_id.rpartition(":")
     ms, dash, number = entry.partition("-")
     if not (colon and model and dash and ms.isascii() and ms.isdigit() and number.isascii() and number.isdigit()):
-        raise _unknown(letter_id)
+        raise unknown_letter(letter_id)
     return model, entry
 
 
-def _unknown(letter_id: str) -> UnknownDeadLetterError:
+def unknown_letter(letter_id: str) -> UnknownDeadLetterError:
+    """The error for a letter that is not there."""
     return UnknownDeadLetterError(f"no dead letter '{letter_id}'; letters are kept for 7 days", param="letter_id")
 
 

@@ -13,6 +13,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownFileError
+from shared.owners import ANYBODY, Asker
 from shared.redis import keys
 
 CHUNK_BYTES = 1 << 20
@@ -28,6 +29,7 @@ class StoredFile(msgspec.Struct, frozen=True):
     created_at: int  # Unix seconds
     expires_at: int
     chunks: int
+    tenant: str = ""  # who owns it (shared/owners.py)
 
 
 def new_file_id() -> str:
@@ -52,7 +54,7 @@ class FileWriter:
         while len(self._held) >= CHUNK_BYTES:
             await self._flush()
 
-    async def close(self, filename: str, purpose: str, ttl_s: int) -> StoredFile:
+    async def close(self, filename: str, purpose: str, ttl_s: int, tenant: str = "") -> StoredFile:
         """Make the file visible; ServiceUnavailableError when Redis has lost some of it in a crash."""
         if self._held:
             await self._flush()
@@ -62,7 +64,7 @@ class FileWriter:
             if not all(await pipe.execute()):
                 raise ServiceUnavailableError("Redis had to forget a part of the file: send it again")
         now = int(time.time())
-        file = StoredFile(self._id, filename, purpose, self.size, now, now + ttl_s, self._chunks)
+        file = StoredFile(self._id, filename, purpose, self.size, now, now + ttl_s, self._chunks, tenant)
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.expire(keys.file_bytes(self._id), ttl_s + 60)  # longer than its description
             pipe.zadd(keys.files(), {self._id: time.time()}, nx=True)
@@ -102,7 +104,7 @@ class FileStore:
         """A file's description; UnknownFileError."""
         raw = await self._redis.get(keys.file(file_id))
         if raw is None:
-            raise UnknownFileError(f"no file {file_id!r}, or its time to live is over")
+            raise unknown_file(file_id)
         return msgspec.json.decode(raw, type=StoredFile)
 
     async def read(self, file: StoredFile) -> AsyncIterator[bytes]:
@@ -131,18 +133,20 @@ class FileStore:
         if held.strip():
             yield number + 1, held
 
-    async def list(self, purpose: str, limit: int, after: str, *, newest_first: bool) -> tuple[list[StoredFile], bool]:
-        """A page of files and whether there are more, from the one after the file `after`."""
+    async def list(
+        self, purpose: str, limit: int, after: str, *, newest_first: bool, asker: Asker = ANYBODY
+    ) -> tuple[list[StoredFile], bool]:
+        """A page of the asker's files, and whether there are more, from the one after the file `after`."""
         ids = [raw.decode() for raw in await self._redis.zrange(keys.files(), 0, -1, desc=newest_first)]
         if after:
-            if after not in ids:
-                raise UnknownFileError(f"no file {after!r}, or its time to live is over", param="after")
+            if after not in ids or (asker.limited and not asker.owns((await self.find(after)).tenant)):
+                raise unknown_file(after, "after")
             ids = ids[ids.index(after) + 1 :]
         found: list[StoredFile] = []
         for at in range(0, len(ids), 256):
             raws = await self._redis.mget([keys.file(i) for i in ids[at : at + 256]])
             files = [msgspec.json.decode(raw, type=StoredFile) for raw in raws if raw is not None]
-            found += [file for file in files if purpose in ("", file.purpose)]
+            found += [file for file in files if purpose in ("", file.purpose) and asker.owns(file.tenant)]
             if len(found) > limit:
                 break
         return found[:limit], len(found) > limit
@@ -155,3 +159,8 @@ class FileStore:
             pipe.delete(keys.file_bytes(file_id))
             pipe.zrem(keys.files(), file_id)
             await pipe.execute()
+
+
+def unknown_file(file_id: str, param: str | None = None) -> UnknownFileError:
+    """The error for a file that is not there."""
+    return UnknownFileError(f"no file {file_id!r}, or its time to live is over", param=param)

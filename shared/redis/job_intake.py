@@ -11,6 +11,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
 import msgspec
 from redis.asyncio import Redis
@@ -39,14 +40,14 @@ async def submit(
     """Write the job and make it visible; its id, and whether this call created it (see JobStore.create)."""
     _check(spec)
     request = _fingerprint(spec)
-    known = await known_job(redis, idempotency_key, request)
+    known = await known_job(redis, idempotency_key, spec.tenant, request)
     if known:
         return known, False
     await _write(redis, spec, inputs, request)
     while idempotency_key and not await redis.set(
-        keys.job_idempotency(idempotency_key), spec.id, nx=True, ex=keys.IDEMPOTENCY_TTL_S
+        keys.job_idempotency(idempotency_key, spec.tenant), spec.id, nx=True, ex=keys.IDEMPOTENCY_TTL_S
     ):
-        known = await known_job(redis, idempotency_key, request)
+        known = await known_job(redis, idempotency_key, spec.tenant, request)
         if known:
             await _discard(redis, spec.id)
             return known, False
@@ -55,16 +56,17 @@ async def submit(
     return spec.id, True
 
 
-async def known_job(redis: Redis, idempotency_key: str, request: str = "") -> str:
-    """The id of the visible job under this key, or ""; ConflictError when it is not the one of this `request`."""
+async def known_job(redis: Redis, idempotency_key: str, tenant: str = "", request: str = "") -> str:
+    """The id of the tenant's visible job under this key, or ""; ConflictError when it is not that of this `request`."""
     if not idempotency_key:
         return ""
-    raw = await redis.get(keys.job_idempotency(idempotency_key))
+    name = keys.job_idempotency(idempotency_key, tenant)
+    raw = await redis.get(name)
     if raw is None:
         return ""
     job_id: str = raw.decode()
     if not await _make_visible(redis, job_id):
-        await _forget_key(redis, [keys.job_idempotency(idempotency_key)], [job_id])
+        await _forget_key(redis, [name], [job_id])
         return ""
     stored = await ask(redis, "HGET", keys.job(job_id), "request")
     if request and stored is not None and stored.decode() != request:
@@ -96,17 +98,19 @@ def _fingerprint(spec: JobSpec) -> str:
 
 async def _make_visible(redis: Redis, job_id: str) -> bool:
     """False when there is no complete job with this id."""
-    found = await ask(redis, "HMGET", keys.job(job_id), "state", "written")
+    found = await ask(redis, "HMGET", keys.job(job_id), "state", "written", "tenant")
     if found[0] is not None:
         return True
     if found[1] is None:
         return False
     now = time.time()
     async with redis.pipeline(transaction=False) as pipe:
-        for key in (keys.jobs(), keys.active_jobs()):
+        listed = {keys.jobs(), keys.jobs((found[2] or b"").decode())}
+        for key in (*listed, keys.active_jobs()):
             pipe.zadd(key, {job_id: now})
             pipe.expire(key, keys.JOB_TTL_S)
-        pipe.zremrangebyscore(keys.jobs(), "-inf", now - LISTED_S)
+        for key in listed:
+            pipe.zremrangebyscore(key, "-inf", now - LISTED_S)
         await pipe.execute()
     return bool(await _publish(redis, [keys.job(job_id), keys.job_inputs(job_id)], [str(keys.JOB_TTL_S)]))
 
@@ -123,7 +127,8 @@ async def _write(redis: Redis, spec: JobSpec, inputs: AsyncIterator[bytes] | Ite
             spec, total_prompts=total, sampling=msgspec.structs.replace(spec.sampling, seed=seed)
         )
         async with redis.pipeline(transaction=True) as pipe:
-            fields = {"spec": msgspec.json.encode(spec), "total": spec.total, "request": request, "written": 1}
+            fields: dict[str, Any] = {"spec": msgspec.json.encode(spec), "total": spec.total}
+            fields |= {"request": request, "written": 1, "tenant": spec.tenant}
             pipe.hset(keys.job(spec.id), mapping=fields)
             pipe.expire(keys.job(spec.id), INTAKE_TTL_S)
             await pipe.execute()

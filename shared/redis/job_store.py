@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 
 from shared.errors import ConflictError
 from shared.jobs import PIN_S, TERMINAL, JobCounts, JobSpec, JobState, JobStatus, JobUsage, pin_owner
+from shared.owners import ANYBODY, Asker
 from shared.redis import job_intake, keys
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.client import Script
@@ -81,9 +82,14 @@ class JobStore:
             await enqueue_tick(self._redis, job_id, 0)
         return job_id, created
 
-    async def submitted_under(self, idempotency_key: str) -> str:
-        """The id of the job that was submitted under this key; "" when there is none."""
-        return await job_intake.known_job(self._redis, idempotency_key)
+    async def submitted_under(self, idempotency_key: str, tenant: str = "") -> str:
+        """The id of the job that the tenant submitted under this key; "" when there is none."""
+        return await job_intake.known_job(self._redis, idempotency_key, tenant)
+
+    async def owner(self, job_id: str) -> str | None:
+        """Who owns the job; None when there is none."""
+        state, tenant = await ask(self._redis, "HMGET", keys.job(job_id), "state", "tenant")
+        return None if state is None else (tenant or b"").decode()
 
     async def status(self, job_id: str) -> JobStatus:
         """The job as a poll sees it."""
@@ -122,7 +128,8 @@ class JobStore:
             pipe.unlink(keys.job_inputs(job_id))
             pipe.unlink(keys.finished(spec.model, job_id))
             pipe.unlink(keys.job(job_id))  # last: until then the delete may be repeated
-            pipe.zrem(keys.jobs(), job_id)
+            for tenant in {"", spec.tenant}:
+                pipe.zrem(keys.jobs(tenant), job_id)
             await pipe.execute()
 
     async def submit_again(self, job_id: str) -> str:
@@ -162,15 +169,16 @@ class JobStore:
             start = stop
         return lines
 
-    async def list(self, limit: int = 20, before: str = "") -> list[JobStatus]:
-        """The newest jobs, or those older than the job `before`."""
+    async def list(self, limit: int = 20, before: str = "", asker: Asker = ANYBODY) -> list[JobStatus]:
+        """The asker's newest jobs, or those older than the job `before`."""
+        listed = keys.jobs(asker.tenant if asker.limited else "")
         start = 0
         if before:
-            rank = await self._redis.zrevrank(keys.jobs(), before)
+            rank = await self._redis.zrevrank(listed, before)
             if rank is None:
                 raise unknown_job(before)
             start = int(rank) + 1
-        ids = await self._redis.zrevrange(keys.jobs(), start, start + limit - 1)
+        ids = await self._redis.zrevrange(listed, start, start + limit - 1)
         return [status for status in await _statuses(self._redis, [i.decode() for i in ids]) if status is not None]
 
 
@@ -232,4 +240,5 @@ def _status(row: Sequence[bytes | None]) -> JobStatus | None:
         error=(fields["error"] or b"").decode(),
         metadata=spec.metadata,
         n=spec.n,
+        tenant=spec.tenant,
     )

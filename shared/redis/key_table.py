@@ -44,6 +44,7 @@ DOCUMENTED: tuple[KeyKind, ...] = (
     KeyKind("parallm:job:{*}:results:*", "hash", "job runner", "7 d", "trajectories, JSON, by ordinal"),
     KeyKind("parallm:job:{*}:lease", "string", "job runner", "10 s", "which runner advances the job"),
     KeyKind("parallm:jobs", "sorted set", "api", "7 d", "job ids by creation"),
+    KeyKind("parallm:jobs:of:*", "sorted set", "api", "7 d", "job ids of one tenant by creation"),
     KeyKind("parallm:jobs:active", "sorted set", "api", "7 d", "ids of jobs not yet terminal"),
     KeyKind("parallm:idem:job:*", "string", "api", "1 d", "idempotency key -> job id"),
     KeyKind("parallm:file:{*}", "string", "api", "the file's; 7 d unless asked", "one file's description, JSON"),

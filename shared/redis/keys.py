@@ -161,9 +161,9 @@ def job_lease(job_id: str) -> str:
     return f"{PREFIX}:job:{{{job_id}}}:lease"
 
 
-def jobs() -> str:
-    """Sorted set of job ids by creation time."""
-    return f"{PREFIX}:jobs"
+def jobs(tenant: str = "") -> str:
+    """Sorted set of job ids by creation time: of all, or of one tenant."""
+    return f"{PREFIX}:jobs:of:{tenant}" if tenant else f"{PREFIX}:jobs"
 
 
 def active_jobs() -> str:
@@ -171,9 +171,9 @@ def active_jobs() -> str:
     return f"{PREFIX}:jobs:active"
 
 
-def job_idempotency(key: str) -> str:
-    """String: the id of the job that was submitted under this idempotency key."""
-    return f"{PREFIX}:idem:job:{key}"
+def job_idempotency(key: str, tenant: str = "") -> str:
+    """String: the id of the job that was submitted under this idempotency key; each tenant has keys of its own."""
+    return f"{PREFIX}:idem:job:{tenant}:{key}" if tenant else f"{PREFIX}:idem:job:{key}"
 
 
 def file(file_id: str) -> str:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 from redis.asyncio import Redis
 
+from shared.adapters import not_yours
+from shared.owners import ANYBODY, Asker
 from shared.redis import keys
 from shared.redis.client import Script
 from shared.training import ALERT_KINDS, Alert, AlertKind, TrainerStatus, TrainingPoint, TrajectoryStats
@@ -31,19 +33,27 @@ class TrainingBoard:
 
     # -- the trainer's side
 
-    async def hold(self, owner: str, instead_of: str = "") -> str:
+    async def hold(self, owner: str, instead_of: str = "", asker: Asker = ANYBODY) -> str:
         """Own the policy for TRAINER_TTL_S; the owner from now on: `owner`, or who has it already.
 
-        `instead_of`: an owner that is known to be dead.
+        `instead_of`: an owner that is known to be dead. A new policy belongs to the asker's tenant;
+        UnknownAdapterError when the policy is not the asker's to change.
         """
-        holder = await _alive(
-            self._redis, [keys.trainer_alive(self.policy)], [owner, str(keys.TRAINER_TTL_S), instead_of]
-        )
+        holder = await self._alive(owner, keys.TRAINER_TTL_S, instead_of, asker)
+        if holder is None:
+            raise not_yours(self.policy)
         return str(holder.decode())
 
     async def let_go(self, owner: str) -> None:
         """Give the policy up, if it is `owner`'s."""
-        await _alive(self._redis, [keys.trainer_alive(self.policy)], [owner, "0", ""])
+        await self._alive(owner, 0, "", ANYBODY)
+
+    async def _alive(self, owner: str, ttl_s: int, instead_of: str, asker: Asker) -> bytes | None:
+        names = [keys.trainer_alive(self.policy), keys.adapter(self.policy), keys.training(self.policy)]
+        strict = "1" if asker.limited else "0"
+        args = [owner, str(ttl_s), instead_of, asker.publishes_for, strict, str(keys.TRAIN_TTL_S)]
+        holder: bytes | None = await _alive(self._redis, names, args)
+        return holder
 
     async def write(self, status: TrainerStatus) -> None:
         """Replace the status; counts of alerts stay."""

@@ -41,6 +41,7 @@ from shared.model_rewards import (
     models_of,
     softmax,
 )
+from shared.owners import ADMINS, WhoAsks, anybody
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.sequence_calls import SequenceCalls
 from shared.redis.worker_registry import WorkerRegistry
@@ -67,11 +68,11 @@ class AskedModel:
 class ServedRewards:
     """One process's calls to judges; `owner` is a name that no other process has."""
 
-    def __init__(self, redis: Redis, owner: str) -> None:
+    def __init__(self, redis: Redis, owner: str, who_asks: WhoAsks = anybody) -> None:
         self._redis = redis
         self._owner = owner
         self._registry = WorkerRegistry(redis)
-        self._store = AdapterStore(redis)
+        self._store = AdapterStore(redis, who_asks=who_asks)
         self._codecs = CodecCache(self._registry)
         self._room = asyncio.Semaphore(AT_ONCE)
         self._calls: dict[str, asyncio.Task[SequenceCalls]] = {}
@@ -288,6 +289,7 @@ class _Ask:
                 adapter=model.adapter,
                 deadline_ms=self.deadline_ms,
                 enqueued_ms=time.time_ns() // 1_000_000,
+                tenant=ADMINS,  # the texts may be any tenant's
             )
             for i, continuation in enumerate(continuations)
         ]

@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from shared.adapter_config import mlx_config
 from shared.adapter_format import prepare
 from shared.errors import UnknownAdapterError
+from shared.owners import ADMINS, ANYBODY, Asker
 from shared.redis import keys
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.client import connect
@@ -43,11 +44,11 @@ async def worker(redis_url: str, llama_folder: Path, tmp_path: Path) -> AsyncIte
     assert await running == 0
 
 
-async def publish(redis: Redis, made: MadeAdapter, folder: Path, base: str) -> None:
+async def publish(redis: Redis, made: MadeAdapter, folder: Path, base: str, asker: Asker = ANYBODY) -> None:
     manifest = made.manifest
     config = mlx_config(manifest.kind, manifest.rank, manifest.scale, manifest.modules)
     adapter = prepare(config, made.path, folder)
-    await AdapterStore(redis).publish("math", adapter, base_sha256=base)
+    await AdapterStore(redis, who_asks=lambda: asker).publish("math", adapter, base_sha256=base)
 
 
 async def results_of(redis: Redis, model: str, job: str, count: int) -> dict[str, SequenceResult]:
@@ -88,3 +89,26 @@ async def test_sequences_run_on_published_versions(
         return (await registry.workers(model))[0].adapters == {"math": 1}
 
     await wait_until(seen, 10)
+
+
+async def test_a_name_that_has_become_another_tenant_s_is_not_there_any_more(
+    redis: Redis, worker: WorkerProcess, llama: LoadedModel, tmp_path: Path
+) -> None:
+    model = llama.card.name
+
+    async def up() -> bool:
+        return bool(await WorkerRegistry(redis).workers(model))
+
+    await wait_until(up, 20)
+    made = make_adapter(llama.model, tmp_path / "made")
+    await publish(redis, made, tmp_path, llama.card.base_sha256, Asker("acme", limited=True))
+    tenants = {"own": "acme", "others": "bobs", "admin": ADMINS, "none": ""}
+    specs = [
+        msgspec.structs.replace(row(seq, prompt_of(8), "math", adapter_policy="follow"), tenant=tenant)
+        for seq, tenant in tenants.items()
+    ]
+    await SequenceQueue(redis, model).enqueue([msgspec.structs.replace(spec, model=model, job="j") for spec in specs])
+    results = await results_of(redis, model, "j", len(specs))
+    assert {seq: each.finish.error_code for seq, each in results.items() if each.finish.reason == "error"} == {
+        "others": UnknownAdapterError.code
+    }

@@ -10,10 +10,12 @@ from redis.asyncio import Redis
 
 from shared.adapters import AdapterEvent, AdapterManifest, GateCheck
 from shared.errors import AdapterDamagedError, AdapterRejectedError, ConflictError, UnknownAdapterError
+from shared.owners import Asker
 from shared.redis import adapter_bytes, keys
 from shared.redis.adapter_cache import DiskCache
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.adapter_watch import watch
+from shared.redis.training_board import TrainingBoard
 from tests.redis.adapter_versions import prepared, publish
 from tests.redis.scripted_worker import CARD
 from tests.unit.adapter_files import lora, mlx_config, write
@@ -279,3 +281,51 @@ async def test_a_watcher_finds_what_it_missed(store: AdapterStore, redis: Redis)
         await redis.hset(keys.adapter("policy"), "latest", "1")  # a flip whose event was lost
         await wait_until(lambda: len(heard) == 2)
         assert (heard[1].change, heard[1].latest) == ("seen", 1)
+
+
+async def test_a_name_belongs_to_who_made_it_until_nothing_of_it_is_left(redis: Redis, store: AdapterStore) -> None:
+    acme = AdapterStore(redis, who_asks=lambda: Asker("acme", limited=True))
+    bobs = AdapterStore(redis, who_asks=lambda: Asker("bobs", limited=True))
+    assert (await publish(acme)).tenant == "acme"
+    assert (await publish(store, seed=1)).tenant == "acme", "the operator's own trainer publishes for its owner"
+    assert await redis.get(keys.adapter_counter("policy")) == b"2"
+    with pytest.raises(ConflictError, match="not free"):
+        await publish(bobs)
+    assert await redis.get(keys.adapter_counter("policy")) == b"2", "no number was spent, no byte was sent"
+    for change in (bobs.rollback("policy", 1), bobs.delete("policy"), bobs.set_best("policy", 1, 0.5)):
+        with pytest.raises(UnknownAdapterError):
+            await change
+    with pytest.raises(UnknownAdapterError):
+        await bobs.resolve("policy@1")
+    assert (await bobs.pointers(), await bobs.latest("policy")) == ({}, 0)
+    await TrainingBoard(redis, "policy").hold("a trainer over Redis")
+    await acme.delete("policy")
+    with pytest.raises(ConflictError, match="not free"):
+        await publish(bobs, seed=2)  # what its trainer told is there yet
+    await redis.delete(keys.training("policy"))
+    assert (await publish(bobs, seed=2)).id == "policy@3"
+
+
+async def test_of_two_who_make_one_name_at_a_time_one_gets_it(redis: Redis) -> None:
+    tenants = [f"t{number}" for number in range(4)]
+    stores = [AdapterStore(redis, who_asks=lambda t=t: Asker(t, limited=True)) for t in tenants]  # type: ignore[misc]
+    made = await asyncio.gather(*(publish(each, seed=i) for i, each in enumerate(stores)), return_exceptions=True)
+    (won,) = [each for each in made if isinstance(each, AdapterManifest)]
+    assert all(isinstance(each, ConflictError) for each in made if each is not won)
+    assert await stores[0].owner("policy") == won.tenant
+    board = TrainingBoard(redis, "policy")
+    for tenant in tenants:
+        if tenant != won.tenant:
+            with pytest.raises(UnknownAdapterError, match="not free"):
+                await board.hold("a", asker=Asker(tenant, limited=True))
+    assert await board.hold("a", asker=Asker(won.tenant, limited=True)) == "a"
+
+
+async def test_a_trainer_that_ends_before_it_has_told_anything_leaves_no_name_taken(redis: Redis) -> None:
+    board, store = TrainingBoard(redis, "policy"), AdapterStore(redis)
+    assert await board.hold("a", asker=Asker("acme", limited=True)) == "a"
+    assert await store.owner("policy") == "acme"
+    await board.let_go("somebody else")
+    assert await store.owner("policy") == "acme"
+    await board.let_go("a")
+    assert await store.owner("policy") is None

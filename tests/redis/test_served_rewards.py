@@ -3,17 +3,23 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
 from shared.jobs import RewardSpec
 from shared.model_rewards import JudgeOptions
+from shared.owners import ADMINS, Asker
 from shared.redis import keys
+from shared.redis.adapter_store import AdapterStore
 from shared.redis.client import connect
 from shared.redis.job_store import JobStore
+from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
 from shared.scoring.pool import RewardSample
 from shared.scoring.served import AT_ONCE, ServedRewards
 from shared.sequences import SequenceSpec
+from shared.trajectories import Trajectory
+from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import api
 from tests.redis.job_fakes import MODEL, FakeWorker, context, prompts, register, spec, working
 from tests.redis.scripted_worker import MODEL as SCRIPTED
@@ -63,6 +69,28 @@ async def test_a_model_that_nobody_served_is_each_samples_error(judges: ServedRe
     other = JudgeOptions(model="nobody", template="{completion}")
     first, second = await judges.score("judge", other, [PLAIN, PLAIN])
     assert first == second and first.value is None and "no model and no adapter 'nobody'" in first.error
+
+
+@pytest.mark.parametrize(("owner", "values"), [("acme", [0.5]), (ADMINS, [0.5]), ("bobs", [None])])
+async def test_a_judge_whose_name_has_become_another_tenant_s_judges_no_job(
+    redis: Redis, redis_url: str, owner: str, values: list[float | None]
+) -> None:
+    await register(redis)
+    status = WorkerStatus("w1", MODEL, "host", 1, "ready", 0, 8, 0, 0, 1, 0.0, 0, 1, 2**40)
+    await WorkerRegistry(redis).heartbeat(status)
+    await publish(AdapterStore(redis, who_asks=lambda: Asker("acme", limited=True)), "hers", base="base")
+    reward = RewardSpec("judge", {"model": "hers", "template": "{completion}", "marks": {"0": 0.0, "1": 1.0}})
+    blocking = connect(redis_url, blocking=True)
+    with context(redis, blocking) as ticking:
+        async with working(FakeWorker(redis, answering)):
+            asked = spec("rollout", reward=msgspec.to_builtins(reward), tenant=owner)
+            job, _ = await JobStore(redis).create(asked, prompts(1))
+            await advance(ticking, job)
+            ((_, line),) = await JobStore(redis).results(job)
+        await ticking.served.close()
+    await blocking.aclose()
+    found = msgspec.json.decode(line, type=Trajectory).reward
+    assert found is not None and [found.value] == values, found.error
 
 
 async def test_a_sample_without_what_the_template_wants_is_an_error_of_its_own(

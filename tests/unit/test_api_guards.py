@@ -18,6 +18,7 @@ from api.key_ring import KeyRing, line_of, new_key
 from api.limits import MAX_JSON_DEPTH, check_shape
 from api.load import Load
 from shared.errors import InvalidRequestError, SetupError
+from shared.owners import ADMINS, Asker
 from shared.settings import ApiSettings
 
 
@@ -74,6 +75,11 @@ def test_nothing_that_shows_a_key_is_kept() -> None:
         ("a-secret-of-some-length rate=often", "no rate"),
         ("a-secret-of-some-length concurrent=many", "a number"),
         ("a-secret-of-some-length name=a/b", "letters"),
+        ("a-secret-of-some-length tenant=a/b", "a tenant is letters"),
+        ("a-secret-of-some-length tenant=", "a tenant is letters"),
+        ("a-secret-of-some-length role=god", "the only role is admin"),
+        ("a-secret-of-some-length tenant=a role=admin", "no tenant"),
+        ("a-secret-of-some-length tenant=a tenant=b", "twice"),
         ("", "no key"),
         ("a-secret-of-some-length\na-secret-of-some-length", "one "),
     ],
@@ -84,6 +90,32 @@ def test_a_wrong_line_is_named_and_its_key_is_not_shown(line: str, reason: str, 
     with pytest.raises(SetupError, match=reason) as refused:
         KeyRing.of(settings(api_key_file=file))
     assert "a-secret" not in str(refused.value)
+
+
+def test_a_line_says_the_tenant_and_who_sees_all(tmp_path: Path) -> None:
+    alice, root, ops = "alice-has-a-long-key", "root-has-a-long-key", "ops-has-a-long-key"
+    file = tmp_path / "keys"
+    file.write_text("\n".join([line_of(alice, tenant="acme"), line_of(ops, role="admin", **{"class": "batch"})]))
+    keys = KeyRing.of(settings(api_key=f"{root} role=admin", api_key_file=file))
+    found = {name: keys.find(name) for name in (alice, root, ops)}
+    assert {name: key and key.asker for name, key in found.items()} == {
+        alice: Asker("acme", limited=True),
+        root: Asker(ADMINS),
+        ops: Asker(ADMINS),
+    }
+    assert found[ops] and found[ops].sequence_class == "batch", "an admin's key has a queue, too"
+    again = KeyRing.of(settings(api_key=keys.hashed()))
+    assert [key.asker for key in again] == [key.asker for key in keys], "children know whose a key is"
+
+
+@pytest.mark.parametrize("other", ["tenant=acme", "role=admin"])
+def test_where_one_key_has_a_tenant_each_says_its_own(other: str, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"a-secret-of-some-length name=alice {other}\nanother-secret-of-some-length name=bob\n")
+    with pytest.raises(SetupError, match="'bob' has neither tenant"):
+        KeyRing.of(settings(api_key_file=file))
+    file.write_text("a-secret-of-some-length name=alice\nanother-secret-of-some-length\n")
+    assert not any(key.asker.limited for key in KeyRing.of(settings(api_key_file=file)))
 
 
 def test_a_key_file_that_is_not_there_ends_the_start(tmp_path: Path) -> None:

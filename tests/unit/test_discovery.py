@@ -52,6 +52,8 @@ async def test_a_server_with_keys_wants_one() -> None:
     with pytest.raises(SetupError, match="PARALLM_CONNECT_KEY"):
         await find_redis("node1:8000", transport=guarded)
     assert await find_redis("node1:8000", api_key="right", transport=guarded) == "redis://10.0.0.5:6379"
+    with pytest.raises(SetupError, match="wants an admin's key"):
+        await find_redis("node1:8000", api_key="a tenant's", transport=api_over("redis://10.0.0.5:6379", 403))
 
 
 async def test_something_else_at_that_address_is_said_so() -> None:

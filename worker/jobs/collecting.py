@@ -16,6 +16,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from shared.errors import ParallmError
 from shared.jobs import RewardSpec
+from shared.owners import working_for
 from shared.redis import keys
 from shared.redis.trajectory_intake import Settled, TrajectoryIntake
 from shared.redis.trajectory_queue import TrajectoryQueue
@@ -91,7 +92,7 @@ class Collecting:
         for i, each in enumerate(settled):
             collect = each.spec.collect
             if collect is not None and collect.scoring and OUTCOMES[each.result.finish.reason] == "succeeded":
-                together[msgspec.json.encode([collect.scoring, collect.options])].append(i)
+                together[msgspec.json.encode([collect.scoring, collect.options, each.spec.tenant])].append(i)
         rewards: dict[int, Reward] = {}
         for indices in together.values():
             first = settled[indices[0]].spec.collect
@@ -99,7 +100,8 @@ class Collecting:
             samples = [_sample(settled[i], texts[i]) for i in indices]
             spec = RewardSpec(first.scoring, first.options)
             try:
-                scores = await self._context.rewards.score(spec, samples)
+                with working_for(settled[indices[0]].spec.tenant):
+                    scores = await self._context.rewards.score(spec, samples)
             except ParallmError as error:  # a runner that is older than the api that admitted it
                 scores = [Reward(spec.name, None, error=error.message)] * len(samples)
             rewards |= dict(zip(indices, scores, strict=True))
@@ -120,6 +122,7 @@ def live_trajectory(settled: Settled, text: str, reward: Reward | None) -> LiveT
         group_size=collect.samples,
         temperature=spec.sampling.temperature,
         collected_ms=time.time_ns() // 1_000_000,
+        tenant=spec.tenant,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from redis.asyncio import Redis
 
 from shared.metrics import Tally
+from shared.owners import whoever_it_is_for
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.affinity import Affinity
 from shared.redis.job_intake import MAX_N
@@ -41,7 +42,7 @@ class TickContext:
         self.adapters = AdapterStore(self.redis)
         self.affinity = Affinity(self.redis, self.registry)
         self.codecs = CodecCache(self.registry)
-        self.served = ServedRewards(self.redis, f"reward-{self.runner}")
+        self.served = ServedRewards(self.redis, f"reward-{self.runner}", whoever_it_is_for)
         self.rewards = Rewards(self.pool, self.served)
         self._queues: dict[str, SequenceQueue] = {}
 

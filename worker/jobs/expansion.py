@@ -50,6 +50,7 @@ def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int, trace: str = "
             deadline_ms=spec.deadline_ms,
             enqueued_ms=now_ms,
             trace=trace,
+            tenant=spec.tenant,
         )
         for sample in range(spec.n)
     ]

@@ -8,6 +8,7 @@ from shared.errors import ParallmError
 from shared.frames import FinishReason
 from shared.jobs import JobSpec, JobUsage
 from shared.metrics import Tally
+from shared.owners import working_for
 from shared.redis.job_ledger import Outcome, SampleRecord
 from shared.scoring.pool import RewardSample
 from shared.scoring.rewards import Rewards
@@ -114,7 +115,8 @@ async def rewarded(
             RewardSample(finished[i][0].text, source.reference, source.prompt, spec.model)
             for i, source in zip(complete, sources, strict=True)
         ]
-        rewards = dict(zip(complete, await scorer.score(spec.reward, samples), strict=True))
+        with working_for(spec.tenant):
+            rewards = dict(zip(complete, await scorer.score(spec.reward, samples), strict=True))
     return [_record(spec, trajectory, rewards.get(i)) for i, (trajectory, _) in enumerate(finished)]
 
 

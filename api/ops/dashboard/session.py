@@ -31,9 +31,14 @@ WRONG_KEY_S = 0.5  # what a wrong key costs
 def may_look(request: Request) -> None:
     """A dependency: AuthenticationError unless the request carries a session, or the key as the API takes it."""
     keys = keys_of(request)
-    if not keys or _is_signed(request.cookies.get(COOKIE, ""), keys) or keys.find(presented(request.headers)):
+    if not keys or _is_signed(request.cookies.get(COOKIE, ""), keys) or _looks(keys.find(presented(request.headers))):
         return
     raise AuthenticationError("sign in first")
+
+
+def _looks(key: ApiKey | None) -> bool:
+    """Whether somebody with this key may look: the pages show all tenants' things."""
+    return key is not None and not key.asker.limited
 
 
 def may_act(request: Request) -> None:
@@ -56,7 +61,7 @@ def from_our_page(headers: Headers) -> None:
 @router.get("/login")
 async def login_form(request: Request, next: str = "/dashboard") -> Response:
     """The form."""
-    return page(request, "login.html", Page("Sign in", ""), next=_inside(next), wrong=False)
+    return page(request, "login.html", Page("Sign in", ""), next=_inside(next), wrong="")
 
 
 @router.post("/login")
@@ -69,9 +74,14 @@ async def login(
     from_our_page(request.headers)
     keys = keys_of(request)
     known = keys.find(key.strip())
-    if keys and known is None:
+    if keys and not _looks(known):
         await asyncio.sleep(WRONG_KEY_S)
-        return page(request, "login.html", Page("Sign in", ""), status=401, next=_inside(next), wrong=True)
+        wrong = (
+            "That is a tenant's key: the dashboard shows all tenants' work and takes an admin's."
+            if known
+            else "That is not the key."
+        )
+        return page(request, "login.html", Page("Sign in", ""), status=401, next=_inside(next), wrong=wrong)
     response = RedirectResponse(_inside(next), 303)
     if known is not None:
         until = int(time.time()) + SESSION_S
@@ -111,7 +121,7 @@ def _is_signed(cookie: str, keys: KeyRing) -> bool:
     until, _, signature = cookie.partition(".")
     if not (until.isascii() and until.isdigit()) or len(until) > 12 or int(until) < time.time():
         return False
-    signatures = [_signature(int(until), key).encode() for key in keys]
+    signatures = [_signature(int(until), key).encode() for key in keys if _looks(key)]
     return sum(hmac.compare_digest(signature.encode(), each) for each in signatures) > 0  # looks at all of them
 
 

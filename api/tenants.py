@@ -1,0 +1,203 @@
+"""Keeps tenants apart: who asks, whose the thing is that a route names, and a rule for every route.
+
+`keep_apart` runs before every route. For a key that is limited to a tenant it looks the route's rule up: a thing of
+another tenant is answered exactly as one that was never there (404), what is everybody's cannot be changed (403), and
+what concerns the whole ring takes an admin's key (403). A route without a rule takes one, too, and fails a test
+(tests/redis/test_api_tenants.py). Names in bodies and queries are looked at where they are read, by the adapter store
+and by `check`. Without tenants nothing of this happens.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Literal, NamedTuple
+
+from fastapi import Request
+
+from api.auth import asker
+from api.resume import stream_owner, unknown_stream
+from api.ring import Ring
+from shared.adapters import not_yours, unknown_adapter
+from shared.errors import ForbiddenError, ParallmError, UnknownBatchError, UnknownDeadLetterError, UnknownFileError
+from shared.redis.batch_store import unknown_batch
+from shared.redis.dead_letters import unknown_letter
+from shared.redis.file_store import unknown_file
+from shared.redis.job_ledger import unknown_job
+
+Kind = Literal["job", "file", "batch", "stream", "dead letter", "policy"]
+Right = Literal["see", "change", "make"]
+
+
+class Rule(NamedTuple):
+    """What a route asks of a tenant's key. Without a `kind` the route names nothing in its path."""
+
+    who: Literal["tenant", "admin", "page"] = "tenant"  # "page": a person signs in (api/ops/dashboard/session.py)
+    kind: Kind | None = None
+    name: str = ""  # of the path's parameter
+    right: Right = "see"  # "make": change it, or make it if it is not there
+
+
+ADMIN, PAGE = Rule("admin"), Rule("page")
+NOTHING = Rule()  # tells what is no secret between tenants
+LIST = Rule()  # shows what the asker sees
+WORK = Rule()  # makes things of the asker's own; the models, adapters and files that it names are looked up as its
+
+
+def _things(kind: Kind, name: str) -> tuple[Rule, Rule, Rule]:
+    return Rule("tenant", kind, name), Rule("tenant", kind, name, "change"), Rule("tenant", kind, name, "make")
+
+
+SEE_JOB, CHANGE_JOB, _ = _things("job", "job_id")
+SEE_FILE, CHANGE_FILE, _ = _things("file", "file_id")
+SEE_BATCH, CHANGE_BATCH, _ = _things("batch", "batch_id")
+SEE_ADAPTER, CHANGE_ADAPTER, MAKE_ADAPTER = _things("policy", "name")
+_, CHANGE_POLICY, MAKE_POLICY = _things("policy", "policy")
+SEE_LETTER = Rule("tenant", "dead letter", "letter_id")
+CHANGE_STREAM = Rule("tenant", "stream", "request_id", "change")
+
+RULES: dict[str, Rule] = {
+    # OpenAI's
+    "POST /v1/completions": WORK,
+    "POST /v1/chat/completions": WORK,
+    "POST /v1/embeddings": WORK,
+    "POST /v1/responses": WORK,
+    "POST /v1/classifications": WORK,
+    "GET /v1/models": LIST,
+    "GET /models": LIST,
+    "GET /v1/models/{name:path}": WORK,
+    "GET /models/{name:path}": WORK,
+    "GET /v1/streams/{request_id}": CHANGE_STREAM,
+    "POST /v1/files": WORK,
+    "GET /v1/files": LIST,
+    "GET /v1/files/{file_id}": SEE_FILE,
+    "GET /v1/files/{file_id}/content": SEE_FILE,
+    "DELETE /v1/files/{file_id}": CHANGE_FILE,
+    "POST /v1/batches": WORK,
+    "GET /v1/batches": LIST,
+    "GET /v1/batches/{batch_id}": SEE_BATCH,
+    "POST /v1/batches/{batch_id}/cancel": CHANGE_BATCH,
+    # jobs and calls of training code
+    "POST /v1/jobs": WORK,
+    "GET /v1/jobs": LIST,
+    "GET /v1/jobs/{job_id}": SEE_JOB,
+    "GET /v1/jobs/{job_id}/results": SEE_JOB,
+    "POST /v1/jobs/{job_id}/cancel": CHANGE_JOB,
+    "DELETE /v1/jobs/{job_id}": CHANGE_JOB,
+    "POST /v1/jobs/{job_id}/retry": CHANGE_JOB,
+    "POST /v1/rl/act": WORK,
+    "POST /v1/predict": WORK,
+    "POST /inference/v1/generate": WORK,
+    "POST /generate": WORK,
+    "POST /tokenize": WORK,
+    "POST /detokenize": WORK,
+    "POST /v1/rewards/score": WORK,
+    # adapters
+    "GET /v1/adapters": LIST,
+    "POST /v1/adapters": WORK,
+    "GET /v1/adapters/{name}": SEE_ADAPTER,
+    "POST /v1/adapters/{name}/versions": MAKE_ADAPTER,
+    "GET /v1/adapters/{name}/versions/{version}": SEE_ADAPTER,
+    "POST /v1/adapters/{name}/rollback": CHANGE_ADAPTER,
+    "POST /v1/adapters/{name}/promote": CHANGE_ADAPTER,
+    "POST /v1/adapters/{name}/reject": CHANGE_ADAPTER,
+    "POST /v1/adapters/{name}/best": CHANGE_ADAPTER,
+    "DELETE /v1/adapters/{name}": CHANGE_ADAPTER,
+    "DELETE /v1/adapters/{name}/versions/{version}": CHANGE_ADAPTER,
+    "POST /load_adapter": WORK,
+    "POST /upload_adapter": WORK,
+    "POST /update_adapter_weights": WORK,
+    "POST /model/switch-lora": WORK,
+    "POST /v1/load_lora_adapter": WORK,
+    "POST /v1/unload_lora_adapter": WORK,
+    # training
+    "POST /v1/training/update": WORK,
+    "POST /training/checkpoint": WORK,
+    "GET /v1/training/status": WORK,
+    "GET /debug/training": WORK,
+    "GET /v1/training/trajectories": WORK,
+    "PUT /v1/trainers/{policy}": MAKE_POLICY,
+    "DELETE /v1/trainers/{policy}": CHANGE_POLICY,
+    "POST /v1/trainers/{policy}/alerts": CHANGE_POLICY,
+    "POST /v1/trainers/{policy}/orders": CHANGE_POLICY,
+    "POST /v1/trainers/{policy}/orders/answers": CHANGE_POLICY,
+    # the ring
+    "GET /health": NOTHING,
+    "GET /livez": NOTHING,
+    "GET /readyz": NOTHING,
+    "GET /metrics": NOTHING,
+    "GET /v1/spec_decode/metrics": NOTHING,
+    "GET /is_paused": NOTHING,
+    "POST /pause": ADMIN,
+    "POST /resume": ADMIN,
+    "GET /v1/ring": ADMIN,
+    "GET /v1/ring/snapshot": ADMIN,
+    "GET /v1/deadletters": LIST,
+    "GET /v1/deadletters/{letter_id:path}": SEE_LETTER,
+    "POST /v1/deadletters/{letter_id:path}/requeue": ADMIN,
+    "DELETE /v1/deadletters/{letter_id:path}": ADMIN,
+}
+
+
+def rule_of(method: str, path: str) -> Rule | None:
+    """The rule of a route by its pattern; None: nobody has stated one."""
+    return PAGE if path == "/dashboard" or path.startswith("/dashboard/") else RULES.get(f"{method} {path}")
+
+
+async def keep_apart(request: Request) -> None:
+    """A dependency of every route; see above."""
+    who = asker()
+    if not who.limited:
+        return
+    rule = rule_of(request.method, request.scope["route"].path) or ADMIN
+    if rule.who != "tenant":
+        raise ForbiddenError("this concerns the whole ring: it takes an admin's key")
+    if rule.kind is not None:
+        await check(request.app.state.ring, rule.kind, request.path_params[rule.name], rule.right)
+
+
+async def check(ring: Ring, kind: Kind, name: str, right: Right = "see", *, param: str | None = None) -> None:
+    """NotFoundError when the asker does not see the thing, ForbiddenError when it may not change it."""
+    who = asker()
+    if not who.limited:
+        return
+    find, unknown = _FINDERS[kind]
+    try:
+        owner = await find(ring, name)
+    except (UnknownFileError, UnknownBatchError, UnknownDeadLetterError):
+        owner = None
+    if owner is None and right == "make":
+        return
+    if owner is None or not who.sees(owner):
+        error = not_yours(name) if right == "make" else unknown(name)
+        error.param = param or error.param
+        raise error
+    if right != "see" and not who.owns(owner):
+        raise ForbiddenError(f"{kind} {name[:80]!r} is no tenant's: it takes an admin's key to change it")
+
+
+async def _job(ring: Ring, job_id: str) -> str | None:
+    return await ring.jobs.owner(job_id)
+
+
+async def _file(ring: Ring, file_id: str) -> str | None:
+    return (await ring.files.find(file_id)).tenant
+
+
+async def _batch(ring: Ring, batch_id: str) -> str | None:
+    return (await ring.batches.find(batch_id)).spec.tenant
+
+
+async def _letter(ring: Ring, letter_id: str) -> str | None:
+    return await ring.dead_letters.owner(letter_id)
+
+
+async def _policy(ring: Ring, name: str) -> str | None:
+    return await ring.adapters.owner(name)
+
+
+_FINDERS: dict[Kind, tuple[Callable[[Ring, str], Awaitable[str | None]], Callable[[str], ParallmError]]] = {
+    "job": (_job, unknown_job),
+    "file": (_file, unknown_file),
+    "batch": (_batch, unknown_batch),
+    "stream": (stream_owner, unknown_stream),
+    "dead letter": (_letter, unknown_letter),
+    "policy": (_policy, unknown_adapter),
+}

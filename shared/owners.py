@@ -1,0 +1,66 @@
+"""Whose a thing is, and who may see and change it. The api says who asks (api/tenants.py); stores keep the owner.
+
+A job, file, batch, stream, dead letter, adapter or policy carries its owner from the write that makes it. "" is
+nobody's in particular: what was there before the server had tenants, or what the operator put there for all. It is
+everybody's to read and to use, and an admin's to change. A thing of another tenant is not there at all.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+ADMINS = "(admins)"  # owns what an admin without a tenant makes, and what belongs to no tenant but may hold any's texts
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Who asks; `limited` to what its tenant owns and what is everybody's."""
+
+    tenant: str = ""  # owns what the asker makes
+    limited: bool = False
+
+    @classmethod
+    def working_for(cls, owner: str) -> "Asker":
+        """Whoever works on a thing of this owner, when its maker is not there."""
+        return cls(owner, limited=owner not in ("", ADMINS))
+
+    def sees(self, owner: str) -> bool:
+        """Whether a thing of this owner is there for the asker."""
+        return not self.limited or owner in ("", self.tenant)
+
+    def owns(self, owner: str) -> bool:
+        """Whether it is the asker's to list, change, cancel and delete."""
+        return not self.limited or owner == self.tenant
+
+    @property
+    def publishes_for(self) -> str:
+        """Who owns an adapter that the asker makes: an admin's own are for all."""
+        return "" if self.tenant == ADMINS else self.tenant
+
+
+ANYBODY = Asker()
+WhoAsks = Callable[[], Asker]
+
+
+_working: ContextVar[str] = ContextVar("working", default="")
+
+
+def anybody() -> Asker:
+    """Of a process that acts for itself: it sees all."""
+    return ANYBODY
+
+
+@contextlib.contextmanager
+def working_for(owner: str) -> Iterator[None]:
+    """Around work on a thing of this owner, in a process that `whoever_it_is_for` is asked in."""
+    before = _working.set(owner)
+    try:
+        yield
+    finally:
+        _working.reset(before)
+
+
+def whoever_it_is_for() -> Asker:
+    """Of a process that works on things of all tenants."""
+    return Asker.working_for(_working.get())
