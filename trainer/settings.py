@@ -117,6 +117,9 @@ class TrainSettings(JoinSettings):
     importance_truncation: float = Field(
         default=2.0, ge=1, description="largest weight of the correction for an old or another sampler"
     )
+    dual_clip: float = Field(
+        default=3.0, ge=0, description="largest ratio that counts where the advantage is negative; 0: no bound"
+    )
     ratio: RatioBase = Field(
         default="sampler",
         description="log-probabilities below the fraction line; trainer: with max_lag 0, runs repeat to the byte",
@@ -307,6 +310,7 @@ class TrainSettings(JoinSettings):
             self.kl_coefficient,
             self.entropy_bonus,
             self.importance_truncation,
+            self.dual_clip,
         )
         schedule = Schedule(self.schedule, self.learning_rate, self.warmup_steps, self.steps, self.final_rate_fraction)
         return OptimizeOptions(
