@@ -171,9 +171,8 @@ class HttpSink:
 
     async def latest_version(self) -> int:
         """See `AdapterSink`."""
-        path = f"/v1/training/status?policy={quote(self._name)}"
         try:
-            lora = (await self._api.call("GET", path, _Served)).current_lora
+            lora = (await self._api.call("GET", "/v1/training/status", _Served, policy=self._name)).current_lora
         except UnknownAdapterError:
             lora = None
         return int(lora.rpartition("@")[2]) if lora else 0

@@ -168,7 +168,7 @@ class Publisher:
 
     async def _promote(self, version: int, checks: list[GateCheck], if_latest: int | None) -> GateCheck | None:
         """Make it the latest; what is in the way when somebody else has moved `latest` meanwhile."""
-        self.note(version, if_latest)
+        self.note(version, await self._sink.latest_version() if if_latest is None else if_latest)
         try:
             await self._sink.promote(version, checks, if_latest)
         except ConflictError:

@@ -67,7 +67,7 @@ class Attended:
 
     def __init__(self, tmp_path: Path, sink: MemorySink | None = None, **changes: Any) -> None:
         self.person, self.sink = Person(), sink or Meddled()
-        self.run = settings(tmp_path, **({"parity_every": 0} | changes))
+        self.run = settings(tmp_path, **({"parity_every": 0, "steps": 4} | changes))
         self.loops: list[TrainLoop] = []
         self.training = asyncio.create_task(train(self.run, self.sink, mailbox=self.person, on_loop=self.loops.append))
 
@@ -93,13 +93,13 @@ async def test_a_rollback_by_hand_pauses_the_run_and_is_left_alone(tmp_path: Pat
     steps = loop.state.train_step
     run.sink.latest = 3
     state, _ = await run.training
-    assert state.train_step == 6 > steps and run.sink.latest == state.version > 3
+    assert state.train_step == 4 > steps and run.sink.latest == state.version > 3
     lines = read(tmp_path / "policy" / "metrics.jsonl")
     assert sum("version 2 has become the latest" in line.gate for line in lines) <= 1, "what was under way, no more"
 
 
 async def test_a_person_says_that_the_run_goes_on_from_their_version(tmp_path: Path) -> None:
-    run = Attended(tmp_path, steps=6)
+    run = Attended(tmp_path)
     loop = await run.paused()
     weights = await _weights(run)
     theirs = run.sink.versions[2]
@@ -107,7 +107,7 @@ async def test_a_person_says_that_the_run_goes_on_from_their_version(tmp_path: P
     answer = await run.person.ask(ResumeOrder("adopt"), "resume")
     assert answer == ResumeAnswer("adopt", 2) and not loop.held
     state, sink = await run.training
-    assert sink.latest == state.version and state.train_step == 6
+    assert sink.latest == state.version and state.train_step == 4
     assert sink.candidates[min(v for v in sink.versions if v > 3 and v not in sink.rejected)].parent == 2
 
 
@@ -118,9 +118,9 @@ async def test_a_person_says_that_the_runs_own_version_is_served_again(tmp_path:
     assert answer == ResumeAnswer("override", 3)
     state, sink = await run.training
     assert sink.rollbacks[0][0] == 3 and "overridden" in sink.rollbacks[0][1]
-    assert state.train_step == 6 and sink.latest == state.version
+    assert state.train_step == 4 and sink.latest == state.version
     late = ResumeOrder("adopt")
-    again = Attended(tmp_path, sink, steps=7)
+    again = Attended(tmp_path, sink, steps=5)
     refused = await again.person.ask(late, "late")
     assert isinstance(refused, Refusal) and "not paused" in refused.message
     await again.training
@@ -129,9 +129,11 @@ async def test_a_person_says_that_the_runs_own_version_is_served_again(tmp_path:
 @pytest.mark.parametrize(("action", "parent"), [("adopt", 2), ("override", 3)])
 async def test_the_settings_may_say_it_beforehand(tmp_path: Path, action: str, parent: int) -> None:
     sink = Meddled()
-    state, _ = await train(settings(tmp_path, on_foreign_version=action, parity_every=0, max_rejections=1), sink)
+    state, _ = await train(
+        settings(tmp_path, on_foreign_version=action, parity_every=0, steps=4, max_rejections=1), sink
+    )
     assert [kind for kind, _ in sink.alerts] == ["foreign_version"]
-    assert state.train_step == 6 and sink.latest == state.version
+    assert state.train_step == 4 and sink.latest == state.version
     assert sink.candidates[min(v for v in sink.versions if v > 3 and v not in sink.rejected)].parent == parent
 
 
@@ -169,7 +171,7 @@ async def test_a_move_right_before_a_publish_is_not_overridden(tmp_path: Path) -
     assert loop.state.policy_step == 2, "the step is taken back"
     run.sink.latest = 3
     state, _ = await run.training
-    assert state.train_step == 6
+    assert state.train_step == 4
 
 
 async def test_a_deleted_policy_is_published_anew_only_when_a_person_says_so(tmp_path: Path) -> None:
@@ -196,14 +198,14 @@ async def test_a_deleted_policy_is_published_anew_only_when_a_person_says_so(tmp
 
     sink = Deleted()
     person, loops = Person(), list[TrainLoop]()
-    run = settings(tmp_path, parity_every=0)
+    run = settings(tmp_path, parity_every=0, steps=4)
     training = asyncio.create_task(train(run, sink, mailbox=person, on_loop=loops.append, wrap_source=Waiting))
     await wait_until(lambda: training.done() or bool(loops and _held(loops[0])), timeout_s=60)
     assert not training.done() and "deleted" in sink.alerts[0][1]
     assert isinstance(await person.ask(ResumeOrder("adopt"), "adopt"), Refusal)
     assert isinstance(await person.ask(ResumeOrder("override"), "override"), ResumeAnswer)
     state, _ = await training
-    assert state.train_step == 6 and sink.latest == state.version
+    assert state.train_step == 4 and sink.latest == state.version
 
 
 async def test_what_a_person_chose_while_the_run_was_down_is_not_overridden_at_its_start(tmp_path: Path) -> None:
@@ -233,6 +235,25 @@ async def test_a_killed_run_takes_what_it_has_served_after_its_checkpoint_for_it
     assert sink.latest == 4
     state, _ = await train(settings(tmp_path, steps=6, parity_every=0), sink)
     assert state.train_step == 6 and sink.alerts == []
+
+
+async def test_a_run_that_is_killed_right_before_it_serves_takes_the_version_before_for_its_own(tmp_path: Path) -> None:
+    class Killed(MemorySink):
+        dies = False
+
+        async def promote(self, version: int, gate: Sequence[GateCheck], if_latest: int | None = None) -> None:
+            if self.dies:
+                raise RuntimeError("killed")
+            await super().promote(version, gate, if_latest)
+
+    sink = Killed()
+    await train(settings(tmp_path, steps=1, parity_every=0), sink)
+    sink.dies = True
+    with pytest.raises(RuntimeError, match="killed"):
+        await train(settings(tmp_path, steps=2, parity_every=0), sink)
+    sink.dies = False
+    state, _ = await train(settings(tmp_path, steps=2, parity_every=0), sink)
+    assert state.train_step == 2 and sink.alerts == []
 
 
 async def _weights(run: Attended) -> dict[str, Any]:
