@@ -7,19 +7,16 @@ from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
-from safetensors.numpy import load_file
 
-from shared.adapter_config import read_config
 from shared.adapters import AdapterEvent, AdapterManifest, GateCheck
 from shared.errors import AdapterDamagedError, AdapterRejectedError, ConflictError, UnknownAdapterError
 from shared.redis import adapter_bytes, keys
 from shared.redis.adapter_cache import DiskCache
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.adapter_watch import watch
-from shared.redis.worker_registry import WorkerRegistry
 from tests.redis.adapter_versions import prepared, publish
-from tests.redis.scripted_worker import CARD, bundle
-from tests.unit.adapter_files import RANK, lora, mlx_config, write
+from tests.redis.scripted_worker import CARD
+from tests.unit.adapter_files import lora, mlx_config, write
 from tests.waiting import wait_until
 from trainer.publish import Candidate
 from trainer.ring import StoreSink
@@ -228,30 +225,6 @@ async def test_a_trainers_older_versions_make_room(redis: Redis, tmp_path: Path)
     store = AdapterStore(redis)
     assert await store.versions("policy") == [3, 4]
     assert (await store.manifest("policy")).gate == passed
-
-
-async def test_a_trainer_sees_who_has_moved_the_latest_and_reads_what_others_put_there(
-    redis: Redis, store: AdapterStore, tmp_path: Path
-) -> None:
-    sink = StoreSink(redis, "policy", CARD)
-    assert (await sink.latest_version(), await sink.served_base()) == (0, "")
-    await WorkerRegistry(redis).register_model(CARD, bundle())
-    assert await sink.served_base() == CARD.base_sha256
-    await publish(store)
-    folder = write(tmp_path / "adapter", mlx_config(), lora(seed=5))
-    version = await sink.stage(Candidate(folder, 1, 1, CARD.base_sha256))
-    with pytest.raises(ConflictError, match="the latest version of 'policy' is 1, not 7"):
-        await sink.promote(version, (), if_latest=7)
-    await sink.promote(version, (), if_latest=1)
-    assert await sink.latest_version() == version
-    stored = await sink.fetch(version)
-    assert {name: value.tolist() for name, value in stored.weights.items()} == {
-        name: value.tolist() for name, value in load_file(folder / "adapters.safetensors").items()
-    }
-    config = read_config(stored.config)
-    assert (config.rank, config.scale, config.targets) == (RANK, 20.0, ("self_attn.q_proj", "self_attn.v_proj"))
-    with pytest.raises(UnknownAdapterError):
-        await sink.fetch(99)
 
 
 async def test_workers_acknowledge(store: AdapterStore) -> None:
