@@ -45,6 +45,12 @@ class ContextLengthExceededError(InvalidRequestError):
     code = "context_length_exceeded"
 
 
+class LogprobsMismatchError(InvalidRequestError):
+    """Posted log-probabilities are not those of the adapter version that they name."""
+
+    code = "logprobs_mismatch"
+
+
 class TokenOutOfRangeError(InvalidRequestError):
     """A token id outside the model's vocabulary."""
 

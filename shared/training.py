@@ -5,16 +5,17 @@ consumed · **policy step** a train step whose result is part of the present pol
 """
 
 import re
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from shared.errors import InvalidRequestError
 from shared.trajectories import LiveTrajectory
 
-AlertKind = Literal["gate_failed", "reward_collapse", "no_signal"]
-ALERT_KINDS: tuple[AlertKind, ...] = ("gate_failed", "reward_collapse", "no_signal")
-TrainerState = Literal["starting", "waiting", "training", "ended", "failed"]
+AlertKind = Literal["gate_failed", "reward_collapse", "no_signal", "foreign_version", "all_stale", "gave_up"]
+ALERT_KINDS: tuple[AlertKind, ...] = get_args(AlertKind)
+TrainerState = Literal["starting", "waiting", "training", "paused", "ended", "failed"]
+ForeignAction = Literal["adopt", "override"]  # what to do with a version that somebody else has made the latest
 
 _CHECKPOINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -28,7 +29,7 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     source: str = "prompts"
     state: TrainerState = "starting"
-    problem: str = ""  # why it failed
+    problem: str = ""  # why it failed, is paused, or cannot learn
     started_ms: int = 0  # Unix milliseconds
     heartbeat_ms: int = 0
     last_update_ms: int = 0  # when a policy step last succeeded; 0: never
@@ -124,7 +125,13 @@ class CheckpointOrder(msgspec.Struct, frozen=True, tag="checkpoint"):
     name: str = ""
 
 
-Order = UpdateOrder | CheckpointOrder
+class ResumeOrder(msgspec.Struct, frozen=True, tag="resume"):
+    """Go on with a run that is paused because somebody else has moved `latest` of its policy."""
+
+    action: ForeignAction
+
+
+Order = UpdateOrder | CheckpointOrder | ResumeOrder
 UpdateOutcome = Literal["updated", "rejected", "no_signal"]
 
 
@@ -143,6 +150,7 @@ class UpdateAnswer(msgspec.Struct, frozen=True, tag="updated"):
     kl: float | None
     gate: str  # the failed checks
     checkpoint: str  # "": none
+    unchecked: int = 0  # trajectories whose log-probabilities could not be compared: their version is gone
 
 
 class CheckpointAnswer(msgspec.Struct, frozen=True, tag="saved"):
@@ -152,6 +160,13 @@ class CheckpointAnswer(msgspec.Struct, frozen=True, tag="saved"):
     train_step: int
 
 
+class ResumeAnswer(msgspec.Struct, frozen=True, tag="resumed"):
+    """The run goes on."""
+
+    action: ForeignAction
+    version: int  # that is served and trained from now on
+
+
 class Refusal(msgspec.Struct, frozen=True, tag="refused"):
     """The order could not be carried out; `code` is that of an error of ours."""
 
@@ -159,7 +174,7 @@ class Refusal(msgspec.Struct, frozen=True, tag="refused"):
     message: str
 
 
-Answer = UpdateAnswer | CheckpointAnswer | Refusal
+Answer = UpdateAnswer | CheckpointAnswer | ResumeAnswer | Refusal
 
 
 class TakeOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

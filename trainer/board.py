@@ -35,8 +35,8 @@ class Board(Protocol):
     def begin(self, status: Callable[[TrainerState], TrainerStatus], stop: Callable[[], None]) -> None:
         """From now on `status` may be asked; `stop` ends the run when the policy has gone to another trainer."""
 
-    async def show(self, state: TrainerState, point: TrainingPoint | None = None) -> None:
-        """What the run does now, and the train step that it has just done."""
+    async def show(self, state: TrainerState, point: TrainingPoint | None = None, problem: str = "") -> None:
+        """What the run does now, the train step that it has just done, and what keeps it from learning."""
 
 
 class NoBoard:
@@ -45,7 +45,7 @@ class NoBoard:
     def begin(self, status: Callable[[TrainerState], TrainerStatus], stop: Callable[[], None]) -> None:
         """Nothing."""
 
-    async def show(self, state: TrainerState, point: TrainingPoint | None = None) -> None:
+    async def show(self, state: TrainerState, point: TrainingPoint | None = None, problem: str = "") -> None:
         """Nothing."""
 
 
@@ -98,17 +98,17 @@ class RingBoard:
             await asyncio.gather(self._beating, return_exceptions=True)
         with contextlib.suppress(*_AWAY):
             failed = error is not None and not isinstance(error, asyncio.CancelledError)
-            self._problem = f"{type(error).__name__}: {error}"[:2000] if failed else ""
-            await self.show("failed" if failed else "ended")
+            problem = f"{type(error).__name__}: {error}" if failed else ""
+            await self.show("failed" if failed else "ended", problem=problem)
             await self._board.let_go(self.owner)
 
     def begin(self, status: Callable[[TrainerState], TrainerStatus], stop: Callable[[], None]) -> None:
         """See `Board`."""
         self._status, self._stop = status, stop
 
-    async def show(self, state: TrainerState, point: TrainingPoint | None = None) -> None:
+    async def show(self, state: TrainerState, point: TrainingPoint | None = None, problem: str = "") -> None:
         """See `Board`. A ring that is away is not waited for: the next heartbeat says the same."""
-        self._state = state
+        self._state, self._problem = state, problem[:2000]
         with contextlib.suppress(*_AWAY):
             if point is not None:
                 await self._board.add(point)

@@ -4,20 +4,22 @@ Invariants.
 - Every index below the cursor is in exactly one place: running, waiting, consumed or dropped. `pending()` names the
   first two, so that a resumed run plays them again and consumes each exactly once.
 - A group is played again under the same id and seed when the ring fails it, and dropped when it misses its deadline or
-  its oldest token is too old.
+  its oldest token is too old. So is one whose version somebody has deleted: from what is sampled then is asked anew.
 - A batch is ordered by index, not by arrival: with K = 0 the same run gives the same batches.
 """
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol
 
 import structlog
 
-from shared.errors import ParallmError, SetupError
+from shared.errors import ParallmError, SetupError, UnknownAdapterError
 from trainer.pacing import Pace
 from trainer.rollouts import RolloutGroup
+from trainer.staleness import StaleWatch
 
 log = structlog.get_logger()
 
@@ -44,8 +46,10 @@ class Collector:
         cursor: int = 0,
         pending: Sequence[int] = (),
         consumed: int = 0,
+        watch: StaleWatch | None = None,
     ) -> None:
         self._player = player
+        self._watch = watch or StaleWatch()
         self._pace = pace
         self._adapter = adapter
         self.cursor = cursor
@@ -84,6 +88,7 @@ class Collector:
         batch = self._waiting[: self._pace.batch_groups]
         del self._waiting[: len(batch)]
         self.consumed += len(batch)
+        self._watch.used()
         return batch
 
     def give_back(self, batch: Sequence[RolloutGroup]) -> None:
@@ -153,19 +158,25 @@ class Collector:
 
     async def _play_until_done(self, index: int) -> RolloutGroup:
         pause, longest = _BACKOFF_S
-        for attempt in range(1, _RETRIES + 1):
+        for attempt in itertools.count(1):
             try:
                 return await self._player.play(index, self._adapter())
+            except UnknownAdapterError as error:  # whoever deleted it is waited for: `trainer.foreign` says so
+                reason = str(error)
             except ParallmError as error:
-                if attempt == _RETRIES or error.status < 429 or isinstance(error, SetupError):
+                if attempt >= _RETRIES or error.status < 429 or isinstance(error, SetupError):
                     raise
-                log.warning("group.again", index=index, attempt=attempt, reason=str(error))
-                await asyncio.sleep(min(longest, pause * 2**attempt))
+                reason = str(error)
+            log.warning("group.again", index=index, attempt=attempt, reason=reason)
+            await asyncio.sleep(min(longest, pause * 2**attempt))
         raise AssertionError("unreachable")
 
     def _drop_stale(self, lag: Callable[[RolloutGroup], int]) -> None:
-        stale = [group.index for group in self._waiting if self._pace.too_old(lag(group))]
-        if stale:
+        ages = {group.index: lag(group) for group in self._waiting}
+        old = [group for group in self._waiting if self._pace.too_old(ages[group.index])]
+        if old:
+            stale = [group.index for group in old]
             log.info("groups.stale", groups=len(stale), bound=self._pace.max_lag)
+            self._watch.dropped(old, ages[stale[-1]])
             self.dropped += stale
             self._waiting = [group for group in self._waiting if group.index not in stale]

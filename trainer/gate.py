@@ -21,8 +21,10 @@ class GateLimits:
     max_update_rms: float = 0.05  # of one train step, over all adapter parameters
     max_probe_kl: float = 0.5  # nats per token, from the last good version, on fixed prompts
     max_parity: float = 0.1  # mean |log-probability in a worker - in the trainer|
-    reward_margin: float = 0.15  # how far held-out or new rewards may fall below the last good version's
+    reward_margin: float = 0.15  # how far held-out or new rewards may fall below the best version's
     min_groups: int = 16  # groups before a version is judged by its rewards
+    max_base_kl: float = 2.0  # as max_probe_kl, from the base: small steps add up
+    max_best_kl: float = 1.0  # from the best version that was judged
 
 
 def passed(checks: Iterable[GateCheck]) -> bool:
@@ -70,13 +72,23 @@ def probe_kl(kl: float, limit: float) -> GateCheck:
     return _at_most("probe_kl", kl, limit)
 
 
+def base_kl(kl: float, limit: float) -> GateCheck:
+    """On fixed prompts the version stays in reach of the base, however small its steps are."""
+    return _at_most("base_kl", kl, limit)
+
+
+def best_kl(kl: float, limit: float) -> GateCheck:
+    """On fixed prompts the version stays in reach of the best one that was judged."""
+    return _at_most("best_kl", kl, limit)
+
+
 def reload_parity(difference: float, limit: float) -> GateCheck:
     """A worker that loaded the version computes what the trainer computes."""
     return _at_most("reload_parity", difference, limit)
 
 
 def reward_floor(reward: float, good: float | None, margin: float) -> GateCheck:
-    """The held-out reward is not below the last good version's by more than the margin."""
+    """The held-out reward is not below the best served version's by more than the margin."""
     if good is None:
         return GateCheck("reward_floor", math.isfinite(reward), f"{reward:.4g}")
     return GateCheck("reward_floor", reward >= good - margin, f"{reward:.4g}, floor {good - margin:.4g}")
@@ -99,9 +111,10 @@ class RewardWatch:
     """Decides on a rollback from what served versions earn on new tasks.
 
     Groups are pooled until there are `min_groups`; the pool then judges the newest version in it. The version has
-    collapsed when its mean is below the best of the last `memory` good ones by more than `margin` and three standard
-    errors of the difference: tasks differ in difficulty, so two batches of one policy differ too. The measure is the
-    best, not the last, so that a slow decline is seen.
+    collapsed when its mean is below the best good one's by more than `margin` and three standard errors of the
+    difference: tasks differ in difficulty, so two batches of one policy differ too. The measure is the best, not the
+    last, so that a slow decline is seen, and a rollback leaves it as it is: where the best version itself earns less
+    than it did, rewards or tasks have changed, and what is learned from them is to be served to nobody.
     """
 
     margin: float
@@ -111,29 +124,44 @@ class RewardWatch:
     pool: list[float] = field(default_factory=list)  # mean rewards of groups that judged nobody yet
 
     def add(self, version: int, group_means: Sequence[float]) -> int | None:
-        """Groups that `version` sampled; the version to go back to, if it has collapsed."""
+        """Groups that `version` sampled; the version to go back to, if it has collapsed: the best, maybe itself."""
         self.pool += group_means
         if len(self.pool) < self.min_groups:
             return None
         standing = Standing(float(np.mean(self.pool)), float(np.std(self.pool)) / math.sqrt(len(self.pool)))
         self.pool.clear()
-        best = max(self.good, key=lambda v: self.good[v].mean - self.good[v].error, default=None)
-        if best is not None and best != version and self._collapsed(standing, self.good[best]):
+        best = self.best
+        if best is not None and self._collapsed(standing, self.good[best]):
             return best
-        self.good.pop(version, None)
-        self.good[version] = standing
-        for old in list(self.good)[: -self.memory]:
-            del self.good[old]
+        before = self.good.pop(version, standing)
+        self.good[version] = max(before, standing, key=_sure)  # once good stays the measure, also of itself
+        kept = {self.best, *list(self.good)[-self.memory :]}
+        self.good = {v: earned for v, earned in self.good.items() if v in kept}
         return None
+
+    @property
+    def best(self) -> int | None:
+        """The version that surely earned most."""
+        return max(self.good, key=lambda v: _sure(self.good[v]), default=None)
 
     def keep_only(self, versions: Collection[int]) -> None:
         """Measure by these alone: nobody can go back to one whose weights are gone."""
         self.good = {version: standing for version, standing in self.good.items() if version in versions}
 
-    def rolled_back(self) -> None:
-        """Start anew: what is served now sets the measure, so that a harder task cannot roll back without end."""
+    def rolled_back(self, target: int, served: int) -> None:
+        """`target` is served again as `served`; what was good stays the measure."""
+        self.pool.clear()
+        if target in self.good:
+            self.good[served] = self.good.pop(target)
+
+    def forget(self) -> None:
+        """Begin anew: a person has chosen another version."""
         self.good.clear()
         self.pool.clear()
 
     def _collapsed(self, now: Standing, best: Standing) -> bool:
         return not best.mean - now.mean <= self.margin + 3 * math.hypot(now.error, best.error)
+
+
+def _sure(earned: Standing) -> float:
+    return earned.mean - earned.error

@@ -44,7 +44,7 @@ from shared.training import (
 from shared.trajectories import Reward, Trajectory
 from trainer.checkpoint import ADAPTER_FILE, CONFIG_FILE
 from trainer.http_api import HttpApi
-from trainer.publish import AlertKind, Candidate
+from trainer.publish import AlertKind, Candidate, Stored
 from trainer.rollouts import RolloutRequest
 
 log = structlog.get_logger()
@@ -59,6 +59,12 @@ _NEVER_MS = 2**62
 
 class _Done(msgspec.Struct):
     """An answer of which nothing is needed."""
+
+
+class _Served(msgspec.Struct):
+    """What of a policy's status is needed here."""
+
+    current_lora: str | None = None
 
 
 class HttpSource:
@@ -156,9 +162,30 @@ class HttpSink:
         }
         return (await self._api.upload(f"{self._path}/versions", AdapterManifest, fields, files)).version
 
-    async def promote(self, version: int, gate: Sequence[GateCheck]) -> None:
+    async def promote(self, version: int, gate: Sequence[GateCheck], if_latest: int | None = None) -> None:
         """Write the checks down and flip `latest`."""
-        await self._api.call("POST", f"{self._path}/promote", _Done, {"version": version, "gate": gate})
+        body = {"version": version, "gate": gate}
+        if if_latest is not None:
+            body["if_latest"] = if_latest
+        await self._api.call("POST", f"{self._path}/promote", _Done, body)
+
+    async def latest_version(self) -> int:
+        """See `AdapterSink`."""
+        try:
+            lora = (await self._api.call("GET", "/v1/training/status", _Served, policy=self._name)).current_lora
+        except UnknownAdapterError:
+            lora = None
+        return int(lora.rpartition("@")[2]) if lora else 0
+
+    async def fetch(self, version: int) -> Stored:
+        """See `AdapterSink`."""
+        raise ConflictError(
+            f"the weights of {self._name}@{version} cannot be had over HTTP: only this run's own can be trained on"
+        )
+
+    async def served_base(self) -> str:
+        """The api asks the same of each upload."""
+        return ""
 
     async def reject(self, version: int, gate: Sequence[GateCheck]) -> None:
         """Write down which checks failed."""

@@ -1,12 +1,14 @@
 """What to train on next: a batch of our own prompts, a batch of live traffic, or what a user has posted.
 
+What stops the run from learning comes before all of it: somebody else has moved `latest`, or all samples are too old.
+
 Invariant. One piece of work is handed out at a time; what was ready beside it goes back to where it came from, so that
 a checkpoint between two train steps has every group either trained on or pending. Posted orders come first, then live
 traffic, then our own prompts, whose generation goes on meanwhile.
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,6 +17,7 @@ from typing import Any, Literal, Protocol, Self
 from trainer.live import Lag, LiveCollector
 from trainer.mailbox import Letter, Mailbox
 from trainer.rollouts import RolloutGroup
+from trainer.staleness import StaleWatch
 from trainer.state import RunState
 
 Source = Literal["prompts", "live", "posted"]
@@ -28,7 +31,21 @@ class Batch:
     source: Source = "prompts"
 
 
-Work = Batch | Letter
+@dataclass(frozen=True)
+class Moved:
+    """Somebody else has made another version the latest."""
+
+    latest: int  # 0: the adapter was deleted
+
+
+@dataclass(frozen=True)
+class AllStale:
+    """All that comes in is too old to learn from."""
+
+    reason: str
+
+
+Work = Batch | Letter | Moved | AllStale
 
 
 class OwnSource(Protocol):
@@ -67,10 +84,19 @@ class OwnSource(Protocol):
 class Inbox:
     """All sources of one run; those that it does not use are None."""
 
-    def __init__(self, own: OwnSource | None, live: LiveCollector | None, mailbox: Mailbox) -> None:
+    def __init__(
+        self,
+        own: OwnSource | None,
+        live: LiveCollector | None,
+        mailbox: Mailbox,
+        moved: Callable[[], Coroutine[Any, Any, Moved]],
+        watches: Sequence[StaleWatch],
+    ) -> None:
         self._own = own
         self._live = live
         self._mailbox = mailbox
+        self._moved = moved
+        self._watches = watches
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -87,7 +113,9 @@ class Inbox:
 
     async def next(self, state: RunState, lag: Lag, stop: asyncio.Event) -> Work | None:
         """The next piece of work; None when the run was stopped meanwhile."""
-        waiting: dict[str, asyncio.Task[Any]] = {"stop": _task(stop.wait()), "order": _task(self._mailbox.next())}
+        waiting: dict[str, asyncio.Task[Any]] = {"stop": _task(stop.wait()), "moved": _task(self._moved())}
+        waiting |= {f"stale {number}": _task(watch.wait()) for number, watch in enumerate(self._watches)}
+        waiting["order"] = _task(self._mailbox.next())
         if self._live is not None:
             waiting["live"] = _task(self._live.next_batch(lag))
         if self._own is not None:
@@ -107,8 +135,11 @@ class Inbox:
         if done[0] == "stop":
             return None
         result = waiting[done[0]].result()
-        if isinstance(result, Letter):
+        if isinstance(result, Letter | Moved):
             return result
+        if done[0].startswith("stale"):
+            self._watches[int(done[0].split()[1])].told()
+            return AllStale(result)
         return Batch(result, "live" if done[0] == "live" else "prompts")
 
     def _give_back(self, name: str, work: Any) -> None:
@@ -118,6 +149,13 @@ class Inbox:
             self._live.give_back(work)
         elif name == "prompts" and self._own is not None:
             self._own.give_back(work)
+
+    def give_back(self, work: Batch | Letter) -> None:
+        """What was handed out and not used comes first again."""
+        if isinstance(work, Letter):
+            self._give_back("order", work)
+        else:
+            self._give_back(work.source, work.groups)
 
     def discard(self, batch: Batch) -> None:
         """A batch that was handed out taught nothing, because its policy is no more."""

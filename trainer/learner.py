@@ -16,7 +16,7 @@ from trainer.gate import GateLimits
 from trainer.host import Work
 from trainer.optimize import OptimizeOptions, Optimizer
 from trainer.policy import AdapterShape, Policy
-from trainer.probes import measure_parity, measure_probe_kl
+from trainer.probes import measure_gaps, measure_parity, measure_probe_kl
 from trainer.reports import StepReport
 from trainer.state import Arrays, Moments
 
@@ -58,6 +58,7 @@ class Learner:
         self._remembered = remembered
         self._older: OrderedDict[int, Arrays] = OrderedDict()  # policy step -> weights
         self._good = self._policy.weights()
+        self._best: Arrays | None = None  # of the best version that was judged
         self._before = self._optimizer.kept()
         self._shapes = {name: tuple(value.shape) for name, value in self._good.items()}
 
@@ -73,19 +74,31 @@ class Learner:
         weights = self._policy.weights()
         if not report.updated and not report.nonfinite_gradients:
             return Trained(report, weights, ())
-        kl = yield from measure_probe_kl(self._policy, self._good, probes)
+        anchors = (self._good, None) if self._best is None else (self._good, None, self._best)
+        kls = yield from measure_probe_kl(self._policy, anchors, probes)
         checks = (
             gate.finite_gradients(report.nonfinite_gradients),
             gate.finite_weights(weights),
             gate.fits(weights, self._shapes),
             gate.update_norm(report.update_rms, self._limits.max_update_rms),
-            gate.probe_kl(kl, self._limits.max_probe_kl),
+            gate.probe_kl(kls[0], self._limits.max_probe_kl),
+            gate.base_kl(kls[1], self._limits.max_base_kl),
+            *(gate.best_kl(kl, self._limits.max_best_kl) for kl in kls[2:]),
         )
         return Trained(report, weights, checks)
 
     def parity(self, trajectories: Sequence[Trajectory]) -> Work[float]:
         """Mean difference to a worker's log-probabilities."""
         return (yield from measure_parity(self._policy, trajectories))
+
+    def gaps(self, samples: Sequence[SampleGroup], weights: Arrays | None) -> Work[list[float]]:
+        """Mean difference of each sample's log-probabilities to those of these weights; None is the base."""
+        scores, positions = self._optimizer.scores, self._optimizer.options.microbatch_tokens
+        return (yield from measure_gaps(self._policy, weights, samples, scores, positions))
+
+    def anchor(self, best: Arrays | None) -> None:
+        """The weights of the best version: later ones stay in its reach."""
+        self._best = best
 
     def accept(self) -> None:
         """The present weights are the last good ones."""

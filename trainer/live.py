@@ -25,6 +25,7 @@ from shared.redis.trajectory_queue import Delivered
 from shared.trajectories import LiveTrajectory
 from trainer.batches import usable
 from trainer.rollouts import RolloutGroup
+from trainer.staleness import StaleWatch
 
 log = structlog.get_logger()
 
@@ -66,9 +67,16 @@ class LiveCollector(BackgroundReader):
     """Makes batches of at least `per_step` trajectories."""
 
     def __init__(
-        self, queue: LiveQueue, per_step: int, max_lag: int, deadline_s: float, taken: Collection[str] = ()
+        self,
+        queue: LiveQueue,
+        per_step: int,
+        max_lag: int,
+        deadline_s: float,
+        taken: Collection[str] = (),
+        watch: StaleWatch | None = None,
     ) -> None:
         self._queue = queue
+        self._watch = watch or StaleWatch()
         self._per_step = per_step
         self._max_lag = max_lag
         self._deadline_s = deadline_s
@@ -126,6 +134,7 @@ class LiveCollector(BackgroundReader):
             chosen.append(self._ready.pop(0))
             count += len(chosen[-1].group.trajectories)
         self._out = chosen
+        self._watch.used()
         for ready in chosen:
             self.taken += ready.entries
         return [ready.group for ready in chosen]
@@ -160,8 +169,10 @@ class LiveCollector(BackgroundReader):
     def _drop_stale(self, lag: Lag) -> None:
         fresh: list[_Ready] = []
         for ready in self._ready:
-            if lag(ready.group) > self._max_lag:
+            age = lag(ready.group)
+            if age > self._max_lag:
                 self._drop("stale", ready.entries)
+                self._watch.dropped([ready.group], age)
             else:
                 fresh.append(ready)
         self._ready = fresh

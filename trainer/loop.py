@@ -16,35 +16,40 @@ import asyncio
 import itertools
 import secrets
 import time
+from collections.abc import Sequence
 
 import msgspec
 import structlog
 
 from shared import tracing
 from shared.adapters import version_id
-from shared.errors import EngineError, SetupError
+from shared.errors import ConflictError, EngineError, SetupError
 from shared.spans import Past
 from shared.training import TrainerState, TrainerStatus
+from shared.trajectories import LiveTrajectory
 from trainer.atropos import AtroposApi, AtroposCollector
 from trainer.batches import SampleGroup, sample_groups
 from trainer.checkpoint import Checkpoint, CheckpointStore, differences
 from trainer.collect import Collector
 from trainer.episodes import EpisodeOptions, Episodes
 from trainer.examine import Examiner
+from trainer.foreign import ForeignMoves
 from trainer.host import at_once
-from trainer.inbox import Batch, Inbox, OwnSource
+from trainer.inbox import AllStale, Batch, Inbox, Moved, OwnSource
 from trainer.learner import Learner, Snapshot, Trained
 from trainer.live import LiveCollector
-from trainer.mailbox import Letter
-from trainer.metrics import Progress, StepMetrics, Timing, figures, progress, step_metrics, totals
+from trainer.mailbox import Letter, refusal
+from trainer.metrics import StepMetrics, Timing, figures, progress, step_metrics
 from trainer.orders import Stepped, carry_out
 from trainer.pacing import lag_of, oldest_version
 from trainer.parts import Parts
+from trainer.posted import LogprobCheck
 from trainer.publish import Publisher
 from trainer.reports import StepReport
 from trainer.rollouts import RolloutGroup
 from trainer.serving import Serving
 from trainer.settings import TrainSettings
+from trainer.staleness import StaleWatch
 from trainer.state import RunState
 from trainer.status import point_of, status_of
 from trainer.tensorboard import open_logs
@@ -55,7 +60,7 @@ log = structlog.get_logger()
 
 
 class TrainLoop:
-    """One run. `state` and `progress()` may be read at any time."""
+    """One run. `state` may be read at any time."""
 
     def __init__(self, settings: TrainSettings, parts: Parts) -> None:
         self.settings = settings
@@ -66,24 +71,49 @@ class TrainLoop:
         self._last: StepMetrics | None = None
         self._started_ms = time.time_ns() // 1_000_000
         self._start_id = secrets.token_hex(3)
-        self._save_as: list[str] = []
 
     async def run(self) -> RunState:
         """Train until all steps are done or `stop` was called; the last state, which is also saved."""
         await self._start()
         self.parts.board.begin(self.status, self.stop)
-        await self.parts.board.show("waiting")
         try:
-            async with self._sources() as inbox:
-                self._inbox = inbox
-                self.parts.mailbox.known(self.state.orders)
-                await self._train()
+            if await self._begin():
+                await self.parts.board.show("waiting")
+                async with self._sources() as inbox:
+                    self._inbox = inbox
+                    self.parts.mailbox.known(self.state.orders)
+                    await self._train()
         finally:
             self._metrics.close()
         return self.state
 
+    async def _begin(self) -> bool:
+        """Serve what the run begins with, unless a person has chosen something else meanwhile; False: stopped first."""
+        moved = await self._foreign.look()
+        if moved is not None:
+            self.parts.mailbox.known(self.state.orders)
+            await self._foreign.settle(moved, self._stop, self._refuse_while_paused)
+            if self._stop.is_set():
+                return False
+        if not self._serving.begun:
+            await self._serving.begin()
+        return True
+
+    async def _refuse_while_paused(self, letter: Letter) -> None:
+        await self.parts.mailbox.answer(letter, refusal(ConflictError(f"the run has not begun: {self._foreign.held}")))
+
+    async def _carry_out(self, letter: Letter) -> bool:
+        return await carry_out(self, self.parts.mailbox, letter, Timing())
+
+    @property
+    def held(self) -> str:
+        """Why nothing may be learned now; "" when something may."""
+        return self._foreign.held
+
     def _sources(self) -> Inbox:
         settings, books = self.settings, self.state
+        own_watch = StaleWatch("samples", 2 * settings.prompts_per_step * settings.group_size, settings.max_lag)
+        live_watch = StaleWatch("live trajectories", 2 * settings.live_trajectories, settings.live_max_lag)
         own: OwnSource | None = None
         live: LiveCollector | None = None
         if settings.atropos_url:
@@ -103,6 +133,7 @@ class TrainLoop:
                 cursor=books.cursor,
                 pending=books.pending,
                 consumed=books.consumed,
+                watch=own_watch,
             )
         if settings.source in ("live", "both"):
             if self.parts.live is None:
@@ -113,8 +144,9 @@ class TrainLoop:
                 settings.live_max_lag,
                 settings.group_deadline_s,
                 books.taken,
+                live_watch,
             )
-        return Inbox(own, live, self.parts.mailbox)
+        return Inbox(own, live, self.parts.mailbox, self._foreign.wait, (own_watch, live_watch))
 
     async def _train(self) -> None:
         """Train steps until the end, each followed by what is due."""
@@ -122,7 +154,7 @@ class TrainLoop:
         while not self._finished():
             timing = Timing()
             started = time.perf_counter()
-            work = await self._inbox.next(state, self._lag, self._stop)
+            work = await self._next()
             timing.wait_s = time.perf_counter() - started
             if work is None:
                 break
@@ -132,15 +164,33 @@ class TrainLoop:
             elif await self._serving.judge(work):
                 self._inbox.discard(work)
                 await self.save()  # a resume must not serve again what has just been taken back
+                await self._serving.check_patience()
             else:
                 await self.train_step(work, timing)
-                self._serving.check_patience()
+                await self._serving.check_patience()
             due = self.settings.checkpoint_every and state.train_step % self.settings.checkpoint_every == 0
-            if (due and saved != state.train_step) or self._save_as:
-                await self.save(self._save_as.pop() if self._save_as else "")
+            if due and saved != state.train_step:
+                await self.save()
                 saved = state.train_step
         if saved != state.train_step:
             await self.save()
+
+    async def _next(self) -> Batch | Letter | None:
+        """The next piece of work, once what keeps the run from learning is told or settled; None: stopped."""
+        while (work := await self._inbox.next(self.state, self._lag, self._stop)) is not None:
+            if isinstance(work, AllStale):
+                await self.parts.sink.alert("all_stale", work.reason)
+                await self.parts.board.show("waiting", problem=work.reason)
+                continue
+            if not isinstance(work, Moved):
+                moved = await self._foreign.look()
+                if moved is None:
+                    return work
+                self._inbox.give_back(work)
+                work = moved
+            await self._foreign.settle(work, self._stop, self._carry_out)
+            await self.save()  # a resume must not take back what a person has chosen
+        return None
 
     def _finished(self) -> bool:
         steps = self.state.train_step - self.state.posted_steps
@@ -155,14 +205,6 @@ class TrainLoop:
         """Whether `stop` was called."""
         return self._stop.is_set()
 
-    def save_soon(self, name: str = "") -> None:
-        """Save a checkpoint after the train step that runs now."""
-        self._save_as.append(name)
-
-    def progress(self) -> Progress:
-        """Totals for status pages and counters."""
-        return totals(self.state, self._last)
-
     def status(self, now: TrainerState) -> TrainerStatus:
         """What the board shows."""
         return status_of(self.settings, self.state, now, self._last, self.checkpoints, self._started_ms)
@@ -176,7 +218,7 @@ class TrainLoop:
         except ValueError as error:  # a target that the model has not, DoRA on experts
             raise SetupError(f"bad settings: {error}") from error
         config = await self.parts.host.run(at_once(self._learner.config))
-        publisher = Publisher(self.parts.sink, settings.folder, settings.adapter, config, self.parts.base_sha256)
+        self._publisher = Publisher(self.parts.sink, settings.folder, settings.adapter, config, self.parts.base_sha256)
         if settings.resume == "no":
             self._set_aside()
         elif (checkpoint := self.checkpoints.load(settings.resume)) is not None:
@@ -184,9 +226,8 @@ class TrainLoop:
         self._metrics = open_logs(settings.folder, settings.tensorboard, self.state.train_step)
         self._probes = await self._probe_prompts()
         examiner = Examiner(settings, self.parts, self._learner, self._probes, f"{self.state.run}-{self._start_id}")
-        self._serving = Serving(settings, self.parts, self._learner, publisher, examiner, self.state)
-        await self._serving.start()
-        self._first_version = self.state.version
+        self._serving = Serving(settings, self.parts, self._learner, self._publisher, examiner, self.state)
+        self._foreign = ForeignMoves(settings, self.parts, self.state, self._serving)
 
     def _build(self) -> Learner:
         settings = self.settings
@@ -286,6 +327,11 @@ class TrainLoop:
         log.info("train.step", **progress(metrics, self.settings.steps))
         return Stepped(metrics, dropped, sum(len(group.samples) for group in groups), trained.checks != ())
 
+    async def compare(self, trajectories: Sequence[LiveTrajectory]) -> int:
+        """Refuse posted log-probabilities that are not their version's; how many could not be compared."""
+        check = LogprobCheck(self.settings, self.parts.host, self._learner, self._publisher, self.state.version)
+        return await check.compare(trajectories)
+
     async def _learn(self, groups: list[SampleGroup], *, posted: bool) -> Trained:
         """The train step; one on posted trajectories that breaks (too large for memory, say) is as if it had not been.
 
@@ -309,14 +355,11 @@ class TrainLoop:
     # -- books
 
     def _sampled_from(self) -> str:
-        """What a group that starts now is sampled from: the newest version, as soon as a worker has it.
+        """What a group that starts now is sampled from: this run's newest version by its number.
 
-        Exactly the served version when nothing older will do (K = 0), and until this start has published a second one:
-        before, workers may still have what an earlier start published.
+        The bare name would be what anybody has made the latest: samples that this run cannot learn from.
         """
-        served = self.state.version
-        pinned = self.settings.max_lag == 0 or served == self._first_version
-        return version_id(self.settings.adapter, served) if pinned else self.settings.adapter
+        return version_id(self.settings.adapter, self.state.version)
 
     def _lag(self, group: RolloutGroup) -> int:
         state, adapter = self.state, self.settings.adapter

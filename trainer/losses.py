@@ -9,6 +9,8 @@ Invariants.
 - A loss is a sum divided by constants of the *whole* train step (`StepTotals`). Losses of microbatches therefore add up
   to the loss of the batch, however it was cut.
 - One ratio, one correction: either rho is taken against mu, or against v with the truncated weight of v against mu.
+- No token weighs without bound: PPO's clip leaves rho free where A < 0, and there the dual clip holds it
+  (Ye et al., "Mastering complex control in MOBA games with deep reinforcement learning", arXiv 1912.09729, 2020).
 """
 
 from collections.abc import Callable, Mapping
@@ -30,6 +32,7 @@ class LossOptions:
     kl_coefficient: float = 0.0  # beta; 0 skips the reference pass
     entropy_bonus: float = 0.0
     truncation: float = 2.0  # C of truncated importance sampling
+    dual_clip: float = 3.0  # c: bound on the ratio where A < 0; 0: none
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,10 @@ def _clip(ratio: mx.array, advantage: mx.array, options: LossOptions) -> tuple[m
     low, high = 1 - options.clip_low, 1 + options.clip_high
     terms = mx.minimum(ratio * advantage, mx.clip(ratio, low, high) * advantage)
     clipped = ((ratio > high) & (advantage > 0)) | ((ratio < low) & (advantage < 0))
+    if options.dual_clip:
+        held = (ratio > options.dual_clip) & (advantage < 0)
+        terms = mx.where(held, options.dual_clip * advantage, terms)
+        clipped = clipped | held
     return terms, clipped
 
 

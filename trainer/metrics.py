@@ -60,34 +60,6 @@ class StepMetrics(msgspec.Struct, frozen=True):
     source: str = "prompts"  # where the batch came from: prompts, live, posted
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Totals of a run, for status pages and counters."""
-
-    trajectories: int
-    updates: int
-    swaps: int
-    rejected: int
-    rollbacks: int
-    checkpoints: int
-    loss: float
-    updates_per_s: float
-
-
-def totals(state: RunState, last: StepMetrics | None) -> Progress:
-    """The totals of a run's state; `last`: its last train step."""
-    return Progress(
-        trajectories=state.trajectories,
-        updates=state.updates,
-        swaps=state.swaps,
-        rejected=state.rejected,
-        rollbacks=state.rollbacks,
-        checkpoints=state.saves,
-        loss=(last.loss or 0.0) if last else 0.0,
-        updates_per_s=updates_per_s(state),
-    )
-
-
 def updates_per_s(state: RunState) -> float:
     """Policy steps per second that the run has trained."""
     return state.updates / state.seconds if state.seconds else 0.0

@@ -91,7 +91,7 @@ class Optimizer:
         self.policy = policy
         self.options = options
         shared = not policy.checkpoint_layers and can_share_prompts(policy.base)
-        self._scores = partial(shared_scores if shared else row_scores, chunk=head_chunk(policy.base))
+        self.scores = partial(shared_scores if shared else row_scores, chunk=head_chunk(policy.base))
         self._widths = CUDA_WIDTHS if mx.cuda.is_available() else WIDTHS
         self._gradient = nn.value_and_grad(policy.model, self._loss)
         self._size = MicrobatchSize(options.microbatch_tokens, options.microbatch_s)
@@ -149,7 +149,7 @@ class Optimizer:
         distances = None
         if self.options.distances_every and step % self.options.distances_every == 0:
             batches = [batch for mini in minis for _, batch in self._cut(mini)]
-            distances = yield from measure(self.policy, self._scores, batches, policy_step, older or {})
+            distances = yield from measure(self.policy, self.scores, batches, policy_step, older or {})
         several = len(minis) > 1
         ahead: list[list[_Prepared]] = []
         if several or self.options.ratio == "trainer" or self.options.loss.kl_coefficient:
@@ -199,7 +199,7 @@ class Optimizer:
         old_BT, weight_BT, reference_BT = arrays.sampler_BT, None, None
         own = self.options.ratio == "trainer"
         if several or own:
-            old_BT = self._scores(self.policy.model, arrays, entropy=False).logp_BT
+            old_BT = self.scores(self.policy.model, arrays, entropy=False).logp_BT
             bound = self.options.loss.truncation
             corrected_BT = arrays.mask_BT
             if own:
@@ -207,7 +207,7 @@ class Optimizer:
             weight_BT = truncated_weights(old_BT, arrays.sampler_BT, corrected_BT, bound)
             mx.eval(old_BT, weight_BT)
         if self.options.loss.kl_coefficient:
-            reference_BT = self._scores(self.policy.base, arrays, entropy=False).logp_BT
+            reference_BT = self.scores(self.policy.base, arrays, entropy=False).logp_BT
             mx.eval(reference_BT)
         return _Prepared(asked, batch, arrays, old_BT, weight_BT, reference_BT)
 
@@ -245,7 +245,7 @@ class Optimizer:
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Loss, and for the report: entropy, clipped tokens, KL to the base."""
         options, x = self.options.loss, prepared.arrays
-        scores: TokenScores = self._scores(model, x)
+        scores: TokenScores = self.scores(model, x)
         inputs = LossInputs(scores.logp_BT, prepared.old_BT, x.mask_BT, x.advantage_B, prepared.weight_BT)
         parts = LOSSES[options.name](inputs, options, totals)
         loss = parts.loss

@@ -1,12 +1,14 @@
 """Carrying out what users ask of a running trainer, between two train steps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
 
 from shared.errors import ConflictError, ParallmError
-from shared.training import Answer, CheckpointAnswer, UpdateAnswer, UpdateOrder, UpdateOutcome
+from shared.training import Answer, CheckpointAnswer, ResumeOrder, UpdateAnswer, UpdateOrder, UpdateOutcome
+from shared.trajectories import LiveTrajectory
 from trainer.batches import Dropped
 from trainer.inbox import Batch
 from trainer.live import posted_groups
@@ -36,6 +38,13 @@ class Run(Protocol):
     settings: TrainSettings
     state: RunState
 
+    @property
+    def held(self) -> str:
+        """Why nothing may be learned now; "" when something may."""
+
+    async def compare(self, trajectories: Sequence[LiveTrajectory]) -> int:
+        """Refuse posted log-probabilities that are not their version's; how many could not be compared."""
+
     async def train_step(self, batch: Batch, timing: Timing, *, serve: bool = True) -> Stepped:
         """Train on a batch; serve the result unless told otherwise."""
 
@@ -50,6 +59,8 @@ async def carry_out(loop: Run, mailbox: Mailbox, letter: Letter, timing: Timing)
     try:
         if isinstance(order, UpdateOrder):
             answer = await _update(loop, letter.received.id, order, timing)
+        elif isinstance(order, ResumeOrder):
+            raise ConflictError("training is not paused: nobody else has moved the policy's latest version")
         else:
             answer = CheckpointAnswer(await loop.save(order.name), loop.state.train_step)
     except ParallmError as error:
@@ -63,7 +74,10 @@ async def carry_out(loop: Run, mailbox: Mailbox, letter: Letter, timing: Timing)
 
 
 async def _update(loop: Run, order_id: str, order: UpdateOrder, timing: Timing) -> UpdateAnswer:
+    if loop.held:
+        raise ConflictError(f"training is paused: {loop.held}")
     _check_lag(loop, order)
+    unchecked = await loop.compare(order.trajectories)
     state = loop.state
     batch = Batch(posted_groups(order.trajectories), "posted")
     stepped = await loop.train_step(batch, timing, serve=order.update_inference)
@@ -92,6 +106,7 @@ async def _update(loop: Run, order_id: str, order: UpdateOrder, timing: Timing) 
         kl=metrics.kl if stepped.learned else None,
         gate=metrics.gate,
         checkpoint=checkpoint,
+        unchecked=unchecked,
     )
 
 

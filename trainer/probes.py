@@ -1,16 +1,19 @@
-"""Measurements with the model that the gate needs: KL on fixed prompts, and log-probabilities to compare with a worker.
+"""Measurements with the model that the gate needs: KL on fixed prompts, and log-probabilities to compare with others'.
 
-Both are generators that yield between prompts, like every other piece of MLX work (trainer/host.py).
+All are generators that yield between prompts, like every other piece of MLX work (trainer/host.py).
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_unflatten
 
 from shared.trajectories import Trajectory
-from trainer.batches import Sample, SampleGroup, pad
+from trainer.batches import Sample, SampleGroup, microbatches, pad
+from trainer.heads import TokenScores
 from trainer.logprobs import row_scores, to_arrays
 from trainer.policy import Policy
 from trainer.state import Arrays
@@ -18,24 +21,66 @@ from trainer.state import Arrays
 _LONGEST = 64  # prompt positions that count; logits of long prompts would take gigabytes
 
 
-def measure_probe_kl(policy: Policy, good: Arrays, prompts: Sequence[Sequence[int]]) -> Generator[None, None, float]:
-    """Mean KL(good || present) of the next-token distributions at the last positions of fixed prompts, in nats.
+def measure_probe_kl(
+    policy: Policy, anchors: Sequence[Arrays | None], prompts: Sequence[Sequence[int]]
+) -> Generator[None, None, list[float]]:
+    """Mean KL(anchor || present) of the next-token distributions at the last positions of fixed prompts, in nats.
 
-    Leaves the policy with its present weights. Infinite when either side is not finite.
+    One figure an anchor; None is the base. Leaves the policy with its present weights. Infinite when either side is not
+    finite.
     """
-    present = policy.weights()
-    divergences: list[float] = []
+    divergences: list[list[float]] = [[] for _ in anchors]
     for prompt in prompts:
         tokens_1S = mx.array([list(prompt)[-_LONGEST:]])
-        policy.load(good)
-        good_SV = _logprobs(policy.model, tokens_1S)
-        policy.load(present)
         present_SV = _logprobs(policy.model, tokens_1S)
-        kl_S = (mx.exp(good_SV) * (good_SV - present_SV)).sum(axis=-1)
-        divergences.append(float(kl_S.mean()))
+        for anchor, found in zip(anchors, divergences, strict=True):
+            with _weights(policy, anchor) as model:
+                anchor_SV = _logprobs(model, tokens_1S)
+            kl_S = (mx.exp(anchor_SV) * (anchor_SV - present_SV)).sum(axis=-1)
+            found.append(float(kl_S.mean()))
+            yield
+    means = [float(np.mean(found)) if found else 0.0 for found in divergences]
+    return [mean if np.isfinite(mean) else float("inf") for mean in means]
+
+
+def measure_gaps(
+    policy: Policy,
+    weights: Arrays | None,
+    samples: Sequence[SampleGroup],
+    scores: Callable[..., TokenScores],
+    positions: int,
+) -> Generator[None, None, list[float]]:
+    """Mean |difference| over each sample's masked tokens between its log-probabilities and those of `weights`.
+
+    None is the base. In the order of the samples; leaves the policy with its present weights.
+    """
+    found: dict[int, float] = {}
+    for part in microbatches(samples, lambda: positions):
+        batch = pad(part)
+        arrays = to_arrays(batch)
+        with _weights(policy, weights) as model:
+            logp_BT = scores(model, arrays, entropy=False).logp_BT
+            mx.eval(logp_BT)
+        gap_BT = np.abs(np.array(logp_BT, np.float64) - batch.sampler_BT)
+        rows = (sample for group in part for sample in group.samples)
+        for row, sample in enumerate(rows):
+            found[id(sample)] = float(np.nan_to_num(gap_BT[row][batch.mask_BT[row]].mean(), nan=np.inf))
         yield
-    mean = float(np.mean(divergences)) if divergences else 0.0
-    return mean if np.isfinite(mean) else float("inf")
+    return [found[id(sample)] for group in samples for sample in group.samples]
+
+
+@contextmanager
+def _weights(policy: Policy, weights: Arrays | None) -> Iterator[Any]:
+    """The model with these weights, None: the base; afterwards the policy has its own again."""
+    if weights is None:
+        yield policy.base
+        return
+    present = policy.arrays()
+    policy.load(weights)
+    try:
+        yield policy.model
+    finally:
+        policy.model.update(tree_unflatten(list(present.items())))
 
 
 def measure_parity(policy: Policy, trajectories: Sequence[Trajectory]) -> Generator[None, None, float]:

@@ -12,13 +12,16 @@ from safetensors.numpy import load_file
 
 from shared import tracing
 from shared.adapters import GateCheck
-from shared.errors import AdapterRejectedError
+from shared.errors import AdapterRejectedError, ConflictError
 from shared.training import AlertKind
 from trainer import gate
-from trainer.checkpoint import ADAPTER_FILE, write_adapter
+from trainer.checkpoint import ADAPTER_FILE, differences, write_adapter
 from trainer.state import Arrays, RunState
 
-__all__ = ["AdapterSink", "AlertKind", "Candidate", "Published", "Publisher"]
+__all__ = ["AdapterSink", "AlertKind", "Candidate", "Published", "Publisher", "Stored"]
+
+_SERVED = "served.json"
+_LATEST = "latest"  # the check that nobody else has moved it
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,20 @@ class Published:
     version: int  # 0: it was rejected
     checks: tuple[GateCheck, ...]
 
+    @property
+    def forestalled(self) -> bool:
+        """Whether it was good, and somebody else has moved `latest` meanwhile."""
+        return any(check.name == _LATEST and not check.passed for check in self.checks)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A version as the store has it."""
+
+    weights: Arrays
+    config: bytes  # adapter_config.json
+    base_sha256: str
+
 
 class AdapterSink(Protocol):
     """Where versions go. The store gives out the numbers; they never repeat."""
@@ -50,8 +67,20 @@ class AdapterSink(Protocol):
         AdapterRejectedError when the files are not what they say.
         """
 
-    async def promote(self, version: int, gate: Sequence[GateCheck]) -> None:
-        """One atomic flip: following requests get `version` from the next decode step on."""
+    async def promote(self, version: int, gate: Sequence[GateCheck], if_latest: int | None = None) -> None:
+        """One atomic flip: following requests get `version` from the next decode step on.
+
+        ConflictError when the latest is not `if_latest`: somebody else has moved it.
+        """
+
+    async def latest_version(self) -> int:
+        """The version that is the latest now, whoever made it so; 0: none."""
+
+    async def fetch(self, version: int) -> "Stored":
+        """A version's weights out of the store, whoever put it there; ParallmError when they cannot be had."""
+
+    async def served_base(self) -> str:
+        """The hash of the base model that workers serve now; "": not known."""
 
     async def reject(self, version: int, gate: Sequence[GateCheck]) -> None:
         """Write down that a staged version failed; it stays readable and is never served."""
@@ -72,6 +101,9 @@ class Publisher:
     Local checks first (they need no worker). Then the candidate is staged, so that a worker can load it by number, and
     what only a worker can tell is checked: parity of log-probabilities, reward on held-out tasks. Then it is promoted,
     or rejected with all checks written down. Rejected files stay in `<folder>/rejected`.
+
+    Every move of `latest` that is ours stands in `<folder>/served.json` before it is made, so that after a kill ours
+    can be told from somebody else's.
     """
 
     def __init__(self, sink: AdapterSink, folder: Path, adapter: str, config: bytes, base_sha256: str) -> None:
@@ -88,17 +120,22 @@ class Publisher:
         checks: Sequence[GateCheck],
         metrics: dict[str, float],
         remote: Callable[[int], Awaitable[list[GateCheck]]] | None = None,
+        if_latest: int | None = None,
     ) -> Published:
-        """Gate, stage, check in a worker, promote. `remote` gets the staged version's number."""
+        """Gate, stage, check in a worker, promote. `remote` gets the staged version's number.
+
+        `if_latest`: refused (the check `latest`) when another version than this has become the latest.
+        """
+        same_base = gate.same_base(self._base_sha256, await self._sink.served_base())
         with tracing.span("stage"):
             directory = await asyncio.to_thread(self._write, weights, state.train_step)
-            version, all_checks = await self._stage(directory, state, checks, metrics)
+            version, all_checks = await self._stage(directory, state, [*checks, same_base], metrics)
         if version and remote is not None and gate.passed(all_checks):
             with tracing.span("gate", {"parallm.version": version}):
                 all_checks += await remote(version)
         good = gate.passed(all_checks)
         with tracing.span("publish" if good else "reject", {"parallm.version": version}):
-            await self._settle(directory, version, all_checks)
+            good = await self._settle(directory, version, all_checks, if_latest)
         return Published(version if good else 0, tuple(all_checks))
 
     async def _stage(
@@ -111,18 +148,80 @@ class Publisher:
         except AdapterRejectedError as error:
             return 0, [*checks, GateCheck("store", False, str(error))]
 
-    async def _settle(self, directory: Path, version: int, checks: Sequence[GateCheck]) -> None:
+    async def _settle(
+        self, directory: Path, version: int, checks: list[GateCheck], if_latest: int | None = None
+    ) -> bool:
         """Serve the staged version, or put it away with what was wrong."""
+        foreign: GateCheck | None = None
         if gate.passed(checks):
-            await self._sink.promote(version, checks)
-            await asyncio.to_thread(self._keep, directory, self.version_folder(version))
-            return
+            foreign = await self._promote(version, checks, if_latest)
+            if foreign is None:
+                await asyncio.to_thread(self._keep, directory, self.version_folder(version))
+                return True
+            checks.append(foreign)
         if version:
             await self._sink.reject(version, checks)
-        await self._sink.alert("gate_failed", gate.failures(checks))
+        if foreign is None:  # who moved `latest` is another alert's subject
+            await self._sink.alert("gate_failed", gate.failures(checks))
+        await self._put_away(directory, checks)
+        return False
+
+    async def _promote(self, version: int, checks: list[GateCheck], if_latest: int | None) -> GateCheck | None:
+        """Make it the latest; what is in the way when somebody else has moved `latest` meanwhile."""
+        self.note(version, await self._sink.latest_version() if if_latest is None else if_latest)
+        try:
+            await self._sink.promote(version, checks, if_latest)
+        except ConflictError:
+            latest = await self._sink.latest_version()
+            if if_latest is None or latest == version:  # an answer was lost, and said again
+                if latest == version:
+                    return None
+                raise
+            return GateCheck(_LATEST, False, f"version {latest} has become the latest meanwhile, it was {if_latest}")
+        return None
+
+    async def _put_away(self, directory: Path, checks: Sequence[GateCheck]) -> None:
         rejected = self._folder / "rejected" / directory.name
         (directory / "gate.json").write_bytes(msgspec.json.format(msgspec.json.encode(checks)))
         await asyncio.to_thread(self._keep, directory, rejected)
+
+    def note(self, version: int, before: int | None = None) -> None:
+        """Write down that `version` becomes the latest by our hand, after `before`."""
+        mine = [version] if before is None else [before, version]
+        temporary = self._folder / "served.tmp"
+        temporary.write_bytes(msgspec.json.encode(mine))
+        temporary.replace(self._folder / _SERVED)
+
+    def moved_by_us(self, latest: int) -> bool:
+        """Whether it was this run, in this life or an earlier one, that made this version the latest."""
+        try:
+            return latest in msgspec.json.decode((self._folder / _SERVED).read_bytes(), type=list[int])
+        except (OSError, msgspec.DecodeError):
+            return True  # a folder from before this was written down
+
+    async def take_over(self, version: int) -> Arrays:
+        """The weights of a version that somebody else has made the latest; kept from now on, as those of our own.
+
+        ConflictError when they are no weights that this run can go on from.
+        """
+        weights = await self.any_weights_of(version)
+        if version not in self.kept():
+            await asyncio.to_thread(self._put, weights, self.version_folder(version))
+        return weights
+
+    async def any_weights_of(self, version: int) -> Arrays:
+        """The weights of a version: of one that is kept, else out of the store.
+
+        ConflictError when they are no weights of this run's shape and base; ParallmError when they are gone.
+        """
+        if version in self.kept():
+            return await asyncio.to_thread(self.weights_of, version)
+        stored = await self._sink.fetch(version)
+        checks = [gate.same_base(self._base_sha256, stored.base_sha256), gate.finite_weights(stored.weights)]
+        differs = differences(stored.config, self._config) or gate.failures(checks)
+        if differs:
+            raise ConflictError(f"{self._adapter}@{version} does not fit this run: {differs}")
+        return stored.weights
 
     def version_folder(self, version: int) -> Path:
         """Where a served version's files are kept, for a rollback."""
@@ -144,7 +243,9 @@ class Publisher:
             shutil.rmtree(self.version_folder(version))
 
     def _write(self, weights: Arrays, train_step: int) -> Path:
-        directory = self._folder / "candidates" / f"step-{train_step:06d}"
+        return self._put(weights, self._folder / "candidates" / f"step-{train_step:06d}")
+
+    def _put(self, weights: Arrays, directory: Path) -> Path:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         write_adapter(directory, weights, self._config)

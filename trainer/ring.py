@@ -4,23 +4,31 @@ Rollouts are sequences of the batch class, gathered under the run's own id in `f
 Ids follow from the request, so asking again after a lost answer changes nothing.
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import numpy as np
 import structlog
 from redis.asyncio import Redis
 
+from shared.adapter_config import mlx_config
 from shared.adapter_format import prepared
 from shared.adapters import GateCheck
 from shared.owners import ADMINS
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.sequence_calls import SequenceCalls
 from shared.redis.training_board import TrainingBoard
+from shared.redis.worker_registry import WorkerRegistry
 from shared.results import trajectory_of
 from shared.sequences import ModelCard, SamplingParams, SequenceResult, SequenceSpec
+from shared.tensor_file import read_tensors
 from shared.text import TextCodec
 from shared.trajectories import Trajectory
-from trainer.publish import AlertKind, Candidate
+from trainer.checkpoint import ADAPTER_FILE
+from trainer.publish import AlertKind, Candidate, Stored
 from trainer.rollouts import RolloutRequest, derived_seed
 
 log = structlog.get_logger()
@@ -86,6 +94,7 @@ class StoreSink:
         self._card = card
         self._board = TrainingBoard(redis, name)
         self._store = AdapterStore(redis, keep_n=keep_n)
+        self._registry = WorkerRegistry(redis)
 
     async def stage(self, candidate: Candidate) -> int:
         """Store the candidate as the next version; the latest stays what it was."""
@@ -103,9 +112,30 @@ class StoreSink:
             )
         return manifest.version
 
-    async def promote(self, version: int, gate: Sequence[GateCheck]) -> None:
+    async def promote(self, version: int, gate: Sequence[GateCheck], if_latest: int | None = None) -> None:
         """Write the checks down and flip `latest`."""
-        await self._store.promote(self._name, version, gate=gate)
+        await self._store.promote(self._name, version, gate=gate, if_latest=if_latest)
+
+    async def latest_version(self) -> int:
+        """See `AdapterSink`."""
+        return await self._store.latest(self._name)
+
+    async def fetch(self, version: int) -> Stored:
+        """See `AdapterSink`."""
+        manifest = await self._store.manifest(self._name, version)
+        with TemporaryDirectory(prefix="parallm-adapter-") as folder:
+            file = Path(folder, ADAPTER_FILE)
+            chunks = [chunk async for chunk in self._store.fetch(manifest)]
+            await asyncio.to_thread(file.write_bytes, b"".join(chunks))
+            tensors = await asyncio.to_thread(read_tensors, file, max_bytes=manifest.size)
+            weights = {name: np.array(tensor.floats()) for name, tensor in tensors.items()}
+        config = mlx_config(manifest.kind, manifest.rank, manifest.scale, tuple(sorted(manifest.modules)))
+        return Stored(weights, config, manifest.base_sha256)
+
+    async def served_base(self) -> str:
+        """See `AdapterSink`: of the model under the name that this run's samples ask for."""
+        card = await self._registry.card(self._card.name)
+        return card.base_sha256 if card is not None else ""
 
     async def reject(self, version: int, gate: Sequence[GateCheck]) -> None:
         """Write down which checks failed."""

@@ -57,29 +57,79 @@ class Serving:
         for tasks, standings in state.good_on.items():
             self._watch(tasks).good = {version: Standing(*earned) for version, earned in standings.items()}
         self._rejections = 0  # in a row, of what the run has collected itself
+        self.begun = False
+        self._rollbacks = 0  # since a version was better than all before
+        self._rolled_back = ""  # the last one's reason
         self._posted = False  # whether the last offer was of posted trajectories
         self._failed = ""  # the last one's failed checks
         self._silent = 0  # train steps in a row without anything to learn from
         self.held_out: float | None = None  # of the last offer
 
-    async def start(self) -> None:
+    async def begin(self) -> None:
         """Publish what the run begins with.
 
         A resumed run publishes again: served must be what was saved, and numbers are never used twice. Weights that
         were trained with `update_inference` false stay unserved.
         """
-        settings, state = self._settings, self._state
+        state = self._state
+        if state.best_held_out is None:  # of a checkpoint from before this was kept
+            state.best_held_out = state.held_out
         if not state.unpublished:
             weights = await self._parts.host.run(at_once(self._learner.weights))
-            published = await self._publisher.publish(weights, state, [gate.finite_weights(weights)], {})
-            if not published.version:
-                raise ParallmError(f"the first version was refused: {gate.failures(published.checks)}")
-            self._served(published.version)
-        if settings.evaluate_every and state.held_out is None:
-            log.info("train.evaluating", tasks=settings.evaluate_prompts)
-            served = version_id(settings.adapter, state.version)
-            state.held_out = await self._examiner.evaluate(served, state.train_step)
-            log.info("run.started", held_out=state.held_out)
+            self._served(await self._publish(weights))
+        self.begun = True
+        await self._anchor()
+        await self._evaluate_first()
+
+    async def _publish(self, weights: Arrays) -> int:
+        """Serve weights that have been good before, whatever is served now; their number."""
+        published = await self._publisher.publish(weights, self._state, [gate.finite_weights(weights)], {})
+        if not published.version:
+            raise ParallmError(f"version {self._state.version} was refused: {gate.failures(published.checks)}")
+        return published.version
+
+    async def _evaluate_first(self) -> None:
+        """Measure what is served, where later versions are measured and it never was."""
+        settings, state = self._settings, self._state
+        if not settings.evaluate_every or state.held_out is not None:
+            return
+        log.info("train.evaluating", tasks=settings.evaluate_prompts)
+        served = version_id(settings.adapter, state.version)
+        state.held_out = state.best_held_out = await self._examiner.evaluate(served, state.train_step)
+        log.info("run.started", held_out=state.held_out)
+
+    def owns(self, latest: int) -> bool:
+        """Whether this run has made the latest version what it is; before it begins: an earlier life of it."""
+        if self.begun:
+            return latest == self._state.version
+        return not latest or not self._state.version or self._publisher.moved_by_us(latest)
+
+    async def adopt(self, version: int) -> None:
+        """Go on from a version that a person has made the latest; what was good before it is no measure any more."""
+        settings, state = self._settings, self._state
+        weights = await self._publisher.take_over(version)
+        self._publisher.note(version)
+        await self._parts.host.run(at_once(lambda: self._learner.load(weights)))
+        state.policy_step += settings.max_lag + 1
+        state.policy_steps = {}
+        state.best_version, state.best_reward, state.held_out, state.best_held_out = 0, None, None, None
+        for watch in self._watches.values():
+            watch.forget()
+        self._served(version)
+        self.begun = True
+        await self._anchor()
+        await self._evaluate_first()
+
+    async def override(self, reason: str) -> None:
+        """Serve the run's own version again, though a person has chosen another one."""
+        state = self._state
+        if not self.begun:
+            await self.begin()
+            return
+        weights = self._publisher.weights_of(state.version)
+        served = await self._serve_again(state.version, weights, reason)
+        if served != state.version:
+            self._served(served)
 
     async def offer(self, trained: Trained, batch: Batch, dropped: Dropped, *, serve: bool = True) -> str:
         """Serve new weights, or keep them unserved, or take the train step back; the failed checks.
@@ -98,15 +148,19 @@ class Serving:
         metrics = {"reward": mean_reward(batch.groups), "loss": trained.report.loss, "kl": trained.report.kl}
 
         async def remote(version: int) -> list[GateCheck]:
-            checks, self.held_out = await self._examiner.check(version, state.train_step + 1, state.held_out)
+            checks, self.held_out = await self._examiner.check(version, state.train_step + 1, state.best_held_out)
             return checks
 
-        published = await self._publisher.publish(trained.weights, state, trained.checks, metrics, remote)
+        published = await self._publisher.publish(
+            trained.weights, state, trained.checks, metrics, remote, if_latest=state.version
+        )
         if not published.version:
-            return await self._take_back(gate.failures(published.checks))
+            counts = not (self._posted or published.forestalled)  # what others do must not end the run
+            return await self._take_back(gate.failures(published.checks), counts=counts)
         if self.held_out is not None:
             await self._judged(published.version, self.held_out)
             state.held_out = self.held_out
+            state.best_held_out = max(self.held_out, state.best_held_out or self.held_out)
         await self._accept()
         self._served(published.version)
         return ""
@@ -122,7 +176,7 @@ class Serving:
             watch.keep_only(self._publisher.kept())
             target = watch.add(version, means)
             if target is not None:
-                await self._roll_back(version, target, watch.good[target].mean)
+                await self._roll_back(version, target, watch.good[target].mean, float(np.mean(means)))
                 return True
             if version in watch.good and self._decides_best(tasks, batch):
                 await self._judged(version, watch.good[version].mean)
@@ -164,7 +218,7 @@ class Serving:
         if not gate.passed(trained.checks):
             failed = gate.failures(trained.checks)
             await self._parts.sink.alert("gate_failed", failed)
-            return await self._take_back(failed)
+            return await self._take_back(failed, counts=not self._posted)
         await self._accept()
         self._state.unpublished += 1
         return ""
@@ -177,18 +231,24 @@ class Serving:
         state.last_update_ms = time.time_ns() // 1_000_000
         self._rejections = 0
 
-    async def _take_back(self, failed: str) -> str:
+    async def _take_back(self, failed: str, *, counts: bool) -> str:
         await self._parts.host.run(at_once(self._learner.revert))
         self._state.rejected += 1
-        self._rejections += not self._posted  # what users post must not end the run
+        self._rejections += counts
         self._failed = failed
         log.error("version.rejected", train_step=self._state.train_step, checks=failed)
         return failed
 
-    def check_patience(self) -> None:
-        """Raise when too many train steps in a row have failed the gate."""
+    async def check_patience(self) -> None:
+        """Raise when too many train steps in a row have failed the gate, or too many versions were taken back."""
+        gave_up = ""
         if self._rejections >= self._settings.max_rejections:
-            raise ParallmError(f"{self._rejections} train steps in a row failed the gate: {self._failed}")
+            gave_up = f"{self._rejections} train steps in a row failed the gate: {self._failed}"
+        elif self._rollbacks >= self._settings.max_rollbacks:
+            gave_up = f"{self._rollbacks} rollbacks and no better version in between; the last one: {self._rolled_back}"
+        if gave_up:
+            await self._parts.sink.alert("gave_up", f"the run ends: {gave_up}")
+            raise ParallmError(gave_up)
 
     async def _count_silence(self, batch: Batch, dropped: Dropped) -> None:
         self._silent += 1
@@ -211,11 +271,16 @@ class Serving:
         newest = known[-(max(settings.max_lag, late) + 2) :]  # what they sampled is still to be judged
         self._publisher.forget({version, state.best_version, *good, *newest})
 
-    async def _roll_back(self, bad: int, target: int, earned: float) -> None:
+    async def _roll_back(self, bad: int, target: int, good: float, earned: float) -> None:
         """Serve an old version again and go on from its weights; what newer ones sampled is too old from now on."""
         state, settings = self._state, self._settings
         reason = f"version {bad} earned less than version {target} by more than {settings.reward_margin}"
-        log.error("version.rolled_back", bad=bad, to=target, earned=earned)
+        if bad == target:
+            reason = (
+                f"version {bad}, the best one, earns {earned:.4g} and has earned {good:.4g}: rewards or tasks have "
+                f"changed by more than {settings.reward_margin}, and nothing is learned from that"
+            )
+        log.error("version.rolled_back", bad=bad, to=target, good=good, earned=earned)
         weights = self._publisher.weights_of(target)
         served = await self._serve_again(target, weights, reason)
         await self._parts.sink.alert("reward_collapse", reason)
@@ -223,19 +288,20 @@ class Serving:
         state.policy_step += settings.max_lag + 1
         state.policy_steps = {v: s for v, s in state.policy_steps.items() if v <= target}
         state.rollbacks += 1
+        self._rollbacks, self._rolled_back = self._rollbacks + 1, reason
         for watch in self._watches.values():
-            watch.rolled_back()
+            watch.rolled_back(target, served)
+        if state.best_version == target:
+            state.best_version = served
         self._served(served)
 
     async def _serve_again(self, target: int, weights: Arrays, reason: str) -> int:
         """Make an older version the latest; published anew where somebody has deleted it from the store."""
+        self._publisher.note(target, self._state.version)
         try:
             await self._parts.sink.roll_back(target, reason)
         except UnknownAdapterError:
-            published = await self._publisher.publish(weights, self._state, [gate.finite_weights(weights)], {})
-            if not published.version:
-                raise ParallmError(f"version {target} was refused: {gate.failures(published.checks)}") from None
-            return published.version
+            return await self._publish(weights)
         return target
 
     async def _judged(self, version: int, reward: float) -> None:
@@ -243,6 +309,14 @@ class Serving:
             with contextlib.suppress(UnknownAdapterError):  # judged late, and deleted meanwhile
                 await self._parts.sink.set_best(version, reward)
                 self._state.best_reward, self._state.best_version = reward, version
+                self._rollbacks = 0
+                await self._anchor()
+
+    async def _anchor(self) -> None:
+        """Later versions stay in reach of the best one, as long as its weights are there."""
+        best = self._state.best_version
+        weights = self._publisher.weights_of(best) if best in self._publisher.kept() else None
+        await self._parts.host.run(at_once(lambda: self._learner.anchor(weights)))
 
 
 def tasks_of(group: RolloutGroup, batch: Batch) -> str:

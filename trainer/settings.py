@@ -117,6 +117,9 @@ class TrainSettings(JoinSettings):
     importance_truncation: float = Field(
         default=2.0, ge=1, description="largest weight of the correction for an old or another sampler"
     )
+    dual_clip: float = Field(
+        default=3.0, ge=0, description="largest ratio that counts where the advantage is negative; 0: no bound"
+    )
     ratio: RatioBase = Field(
         default="sampler",
         description="log-probabilities below the fraction line; trainer: with max_lag 0, runs repeat to the byte",
@@ -164,14 +167,31 @@ class TrainSettings(JoinSettings):
     max_probe_kl: float = Field(
         default=0.5, gt=0, description="gate: nats a token from the last good version, on fixed prompts"
     )
+    max_base_kl: float = Field(default=2.0, gt=0, description="gate: the same from the base model")
+    max_best_kl: float = Field(
+        default=1.0, gt=0, description="gate: the same from the best version, once one has been judged"
+    )
+    max_logprob_gap: float = Field(
+        default=0.5,
+        gt=0,
+        description="posted trajectories: mean difference, nats a token, to the log-probabilities of the named version",
+    )
     max_parity: float = Field(
         default=0.1, gt=0, description="gate: mean difference between log-probabilities in a worker and in the trainer"
     )
     reward_margin: float = Field(
-        default=0.15, gt=0, description="how far rewards may fall below those of the last good version"
+        default=0.15, gt=0, description="how far rewards may fall below those of the best version"
     )
     min_groups: int = Field(default=16, ge=1, description="groups before a version is judged by its rewards")
     max_rejections: int = Field(default=5, ge=1, description="versions in a row that may fail before the run ends")
+    max_rollbacks: int = Field(
+        default=3, ge=1, description="rollbacks without a better version in between before the run ends"
+    )
+    on_foreign_version: Literal["adopt", "pause", "override"] = Field(
+        default="pause",
+        description="when somebody else moves the policy's latest version: train on from it, wait for a person, or "
+        "serve the run's own again",
+    )
     no_signal_after: int = Field(
         default=5, ge=1, description="train steps in a row with nothing to learn from before an alert"
     )
@@ -226,7 +246,15 @@ class TrainSettings(JoinSettings):
 
     def limits(self) -> GateLimits:
         """The bounds of the gate."""
-        return GateLimits(self.max_update_rms, self.max_probe_kl, self.max_parity, self.reward_margin, self.min_groups)
+        return GateLimits(
+            self.max_update_rms,
+            self.max_probe_kl,
+            self.max_parity,
+            self.reward_margin,
+            self.min_groups,
+            self.max_base_kl,
+            self.max_best_kl,
+        )
 
     def check(self) -> None:
         """SetupError when settings contradict each other: before a model is loaded, not after."""
@@ -307,6 +335,7 @@ class TrainSettings(JoinSettings):
             self.kl_coefficient,
             self.entropy_bonus,
             self.importance_truncation,
+            self.dual_clip,
         )
         schedule = Schedule(self.schedule, self.learning_rate, self.warmup_steps, self.steps, self.final_rate_fraction)
         return OptimizeOptions(

@@ -78,6 +78,7 @@ class PromoteBody(RequestModel):
     gate: Gate = Field(
         default_factory=list, description="the checks that it has passed; none: those of its upload stay"
     )
+    if_latest: int | None = Field(default=None, ge=0, description="409 unless this is the latest version; 0: none yet")
 
 
 class VersionBody(RequestModel):
@@ -228,7 +229,7 @@ async def roll_back(name: Name, ring: TheRing, body: VersionBody | None = None) 
 @router.post("/v1/adapters/{name}/promote", summary="Promote a candidate", responses=error_responses(400, 404, 409))
 async def promote(name: Name, body: PromoteBody, ring: TheRing) -> Loaded:
     """Make an uploaded candidate the latest version; 409 when a newer one has been it."""
-    await ring.adapters.promote(name, body.version, gate=_checks(body.gate))
+    await ring.adapters.promote(name, body.version, gate=_checks(body.gate), if_latest=body.if_latest)
     return Loaded(policy_version=body.version, message=f"{name}@{body.version} is the latest version")
 
 

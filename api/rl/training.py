@@ -18,7 +18,15 @@ from api.auth import asker
 from api.errors import error_responses
 from api.json_reply import json_reply
 from api.ring import Ring, ring_of
-from api.rl.training_body import CheckpointBody, UpdateBody, checked, parsed_version, unknown, versions_named
+from api.rl.training_body import (
+    CheckpointBody,
+    ResumeBody,
+    UpdateBody,
+    checked,
+    parsed_version,
+    unknown,
+    versions_named,
+)
 from api.targets import card_of_base
 from api.tenants import Right, check
 from shared.adapters import check_name, version_id
@@ -41,6 +49,8 @@ from shared.training import (
     CheckpointOrder,
     Order,
     Refusal,
+    ResumeAnswer,
+    ResumeOrder,
     UpdateAnswer,
     UpdateOrder,
     check_checkpoint_name,
@@ -96,6 +106,24 @@ async def checkpoint(
     answer = await _ordered(ring, policy, CheckpointOrder(name), idempotency_key)
     assert isinstance(answer, CheckpointAnswer)
     return json_reply(_shown(answer, "training.checkpoint", policy))
+
+
+@router.post(
+    "/v1/training/resume",
+    summary="Go on with a paused run",
+    response_class=Response,
+    responses={200: {"description": "What is served and trained from now on"}, **error_responses(400, 409, 429, 503)},
+)
+async def resume(body: ResumeBody, ring: TheRing, idempotency_key: IdempotencyKey = "") -> Response:
+    """For a run that is paused because somebody else has moved `latest` of its policy; 409 when it is not.
+
+    `adopt`: train on from their version; `override`: serve the run's own version again.
+    """
+    policy = _policy(ring, body.policy)
+    answer = await _ordered(ring, policy, ResumeOrder(body.action), idempotency_key)
+    assert isinstance(answer, ResumeAnswer)
+    shown = _shown(answer, "training.resume", policy)
+    return json_reply(shown | {"lora": version_id(policy, answer.version)})
 
 
 @router.get(

@@ -14,6 +14,7 @@ from shared.adapters import AdapterRef
 from shared.errors import InvalidRequestError, TokenOutOfRangeError
 from shared.frames import VersionSpan
 from shared.sequences import ModelCard
+from shared.training import ForeignAction
 from shared.trajectories import LiveTrajectory, Reward, Trajectory
 
 MAX_TRAJECTORIES = 4096
@@ -159,6 +160,15 @@ class CheckpointBody(RequestModel):
 
     name: str = Field(default="", description="default: step-<train step>")
     checkpoint_name: str = Field(default="", description="the same as `name`")
+    policy: str = Field(default="", description="whose trainer; default: the setting `default_adapter`")
+
+
+class ResumeBody(RequestModel):
+    """POST /v1/training/resume."""
+
+    action: ForeignAction = Field(
+        description="adopt: train on from the version that is the latest; override: serve the run's own again"
+    )
     policy: str = Field(default="", description="whose trainer; default: the setting `default_adapter`")
 
 

@@ -17,10 +17,11 @@ import numpy as np
 
 from shared.adapter_format import prepared
 from shared.adapters import AdapterManifest, GateCheck
+from shared.errors import UnknownAdapterError
 from shared.frames import TokenEvent, VersionSpan
 from shared.sequences import SamplingParams, SequenceSpec
 from shared.trajectories import Trajectory
-from trainer.publish import AlertKind, Candidate
+from trainer.publish import AlertKind, Candidate, Stored
 from trainer.rollouts import RolloutRequest, derived_seed
 from worker.engine.adapters import AdapterConfig
 from worker.engine.messages import EngineConfig, RowRequest, StepOutput
@@ -206,11 +207,20 @@ class LocalSink:
         self._ring.engine.provide_adapter(path, manifest)
         return self.version
 
-    async def promote(self, version: int, gate: Sequence[GateCheck]) -> None:
+    async def promote(self, version: int, gate: Sequence[GateCheck], if_latest: int | None = None) -> None:
         self._ring.engine.point_adapter(self._name, version)
         async with self._promoted:
             self.latest = version
             self._promoted.notify_all()
+
+    async def latest_version(self) -> int:
+        return self.latest
+
+    async def fetch(self, version: int) -> Stored:
+        raise UnknownAdapterError(f"{self._name}@{version} is nobody else's")
+
+    async def served_base(self) -> str:
+        return self._ring.loaded.card.base_sha256
 
     async def reject(self, version: int, gate: Sequence[GateCheck]) -> None:
         self.rejected += 1

@@ -136,8 +136,9 @@ def test_posted_trajectories_checkpoints_and_sabotage(served: Ring, http: httpx.
         body: dict[str, Any] = answer.json()
         return body
 
-    wild = trainer(served, tmp_path, "wild", "--source", "posted", "--learning-rate", "1.0", "--parity-every", "0")
-    with trainer(served, tmp_path, "posted", "--source", "posted") as process, wild:
+    made_up = ("--source", "posted", "--max-logprob-gap", "1e38", "--dual-clip", "0")  # no version has -1 everywhere
+    wild = trainer(served, tmp_path, "wild", *made_up, "--learning-rate", "1.0", "--parity-every", "0")
+    with trainer(served, tmp_path, "posted", *made_up) as process, wild:
         ready(http, "posted")
         first = post("posted", pair(http, "posted@1"), checkpoint_name="mine")
         assert (first["status"], first["lora"], first["checkpoint"]) == ("updated", "posted@2", "mine")
@@ -174,10 +175,11 @@ def test_a_reward_that_inverts_brings_the_good_version_back(served: Ring, http: 
         "--steps", "5", "--parity-every", "0",
     )  # fmt: skip
     with trainer(served, tmp_path, "turning", *flags) as process:
-        assert process.wait(60) == 0, process.output
+        assert process.wait(60) == 2, "rewards that stay turned end the run: nothing is learned from them"
     debug = http.get("/debug/training", params={"policy": "turning"}).json()
-    assert debug["trainer"]["rollbacks"] >= 1
-    assert [alert["kind"] for alert in debug["alerts"]][-1] == "reward_collapse"
+    assert debug["trainer"]["rollbacks"] == 3 and debug["trainer"]["state"] == "failed"
+    assert "no better version in between" in debug["trainer"]["problem"]
+    assert [alert["kind"] for alert in debug["alerts"]] == ["gave_up", *["reward_collapse"] * 3]
     back = [move for move in debug["history"] if "earned less than version" in move["reason"]][-1]
     assert back["version"] < back["previous"]
     adapter = debug["adapter"]

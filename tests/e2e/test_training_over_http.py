@@ -128,7 +128,7 @@ def test_orders_and_a_refused_version_go_the_same_way(keyed: Ring, http: httpx.C
         found: dict[str, Any] = answer.json()
         return found
 
-    posted = ("--source", "posted", "--parity-every", "0", "--learning-rate")
+    posted = ("--source", "posted", "--parity-every", "0", "--max-logprob-gap", "1e38", "--learning-rate")
     tame = trainer(keyed, tmp_path, "tame", *posted, "0.001")
     with tame as process, trainer(keyed, tmp_path, "wild", *posted, "1.0"):
         asyncio.run(wait_until(lambda: (status(http, "tame")["trainer"] or {}).get("version") == 1, timeout_s=60))

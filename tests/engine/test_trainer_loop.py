@@ -15,6 +15,7 @@ from tests.training.in_process import MemorySink
 from tests.training.run import train
 from trainer.checkpoint import CheckpointStore
 from trainer.environments import ArithmeticEnvironment, Observation, Outcome
+from trainer.examine import Examiner
 from trainer.learner import Learner
 from trainer.metrics import read
 from trainer.rollouts import RolloutRequest
@@ -146,14 +147,18 @@ def _spoiled(group: Any) -> Any:
     return replace(group, samples=tuple(replace(sample, advantage=float("nan")) for sample in group.samples))
 
 
+def _served(sink: MemorySink) -> Any:
+    return sink.versions[sink.latest].items()
+
+
 class Turning:
     """A task whose reward turns against what was learned: the collapse that the watch must see."""
 
     name = "turning"
 
-    def __init__(self, after: int) -> None:
+    def __init__(self, after: int, until: int = 1 << 30) -> None:
         self._tasks = ArithmeticEnvironment(seed=0, count=8)
-        self._steps, self._after = 0, after
+        self._steps, self._after, self._until = 0, after, until
 
     async def reset(self, index: int) -> Observation:
         return await self._tasks.reset(index)
@@ -162,14 +167,19 @@ class Turning:
         self._steps += 1
         outcome = await self._tasks.step(observation, action)
         assert outcome.reward is not None
-        return Outcome(outcome.reward if self._steps <= self._after else outcome.reward - 5.0)
+        turned = self._after < self._steps <= self._until
+        return Outcome(outcome.reward - 5.0 if turned else outcome.reward)
 
 
 async def test_a_collapse_of_rewards_rolls_back_by_itself(tmp_path: Path) -> None:
     sink = MemorySink()
     run = settings(tmp_path, steps=6, max_lag=0, reward_margin=0.4, parity_every=0)
-    state, _ = await train(run, sink, environment=Turning(after=4 * 32))
-    assert state.rollbacks >= 1
+    with pytest.raises(ParallmError, match=r"3 rollbacks and no better version.*rewards or tasks have changed"):
+        await train(run, sink, environment=Turning(after=4 * 32))
+    steps = [line.train_step for line in read(tmp_path / "policy" / "metrics.jsonl")]
+    assert steps == [0, 1, 2, 3], "nothing is learned from rewards that have turned"
+    assert [kind for kind, _ in sink.alerts] == ["reward_collapse"] * 3 + ["gave_up"]
+    assert all(np.array_equal(value, sink.versions[sink.rollbacks[0][0]][name]) for name, value in _served(sink))
     version, reason = sink.rollbacks[0]
     assert "earned less than version" in reason
     assert version <= 4
@@ -262,7 +272,7 @@ async def test_a_version_that_the_store_has_deleted_is_gone_back_to_under_a_new_
 
     sink = Forgetful()
     run = settings(tmp_path, steps=6, max_lag=0, reward_margin=0.4, parity_every=0)
-    state, _ = await train(run, sink, environment=Turning(after=4 * 32))
+    state, _ = await train(run, sink, environment=Turning(after=4 * 32, until=5 * 32))
     ((kind, reason),) = sink.alerts
     found = re.search(r"version (\d+) earned less than version (\d+)", reason)
     assert kind == "reward_collapse" and found is not None and state.rollbacks == 1
@@ -270,3 +280,55 @@ async def test_a_version_that_the_store_has_deleted_is_gone_back_to_under_a_new_
     again = sink.versions[bad + 1]
     assert all(np.array_equal(value, again[name]) for name, value in sink.versions[good].items())
     assert sink.latest > bad + 1, "and training went on from it"
+
+
+async def test_a_slow_decline_on_held_out_tasks_is_measured_from_the_best_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.9, 0.8, 0.7, ...: each is in reach of the one before it, and 0.7 is not in reach of 0.9."""
+    evaluations = iter((0.9, 0.8, 0.7, 0.6, 0.5))
+
+    async def evaluate(self: Examiner, adapter: str, step: int) -> float:
+        return next(evaluations)
+
+    monkeypatch.setattr(Examiner, "evaluate", evaluate)
+    sink = MemorySink()
+    run = settings(tmp_path, steps=3, max_lag=0, parity_every=0, evaluate_every=1, reward_margin=0.15, min_groups=99)
+    state, _ = await train(run, sink)
+    gates = [line.gate for line in read(tmp_path / "policy" / "metrics.jsonl")]
+    assert gates == ["", "reward_floor: 0.7, floor 0.75", "reward_floor: 0.6, floor 0.75"]
+    assert (state.held_out, state.best_held_out) == (0.8, 0.9)
+
+
+async def test_a_base_that_workers_no_longer_serve_refuses_the_version(tmp_path: Path) -> None:
+    class Exchanged(MemorySink):
+        async def promote(self, version: int, gate: Any, if_latest: int | None = None) -> None:
+            await super().promote(version, gate, if_latest)
+            self.base = "f" * 64 if version == 2 else ""
+
+    sink = Exchanged()
+    await train(settings(tmp_path, steps=2, max_lag=0, parity_every=0), sink)
+    lines = read(tmp_path / "policy" / "metrics.jsonl")
+    assert lines[0].gate == "" and lines[1].gate.startswith("base_model: ") and "is not ffffffffffff" in lines[1].gate
+    assert sink.latest == 2
+
+
+async def test_the_best_version_is_the_anchor_also_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anchored: list[Any] = []
+    original = Learner.anchor
+
+    def noted(self: Learner, best: Any) -> None:
+        anchored.append(best)
+        original(self, best)
+
+    monkeypatch.setattr(Learner, "anchor", noted)
+    sink = MemorySink()
+    state, _ = await train(settings(tmp_path, steps=2, max_lag=0, parity_every=0), sink)
+    assert state.best_version and anchored[0] is None
+    best = sink.versions[state.best_version]
+    assert all(np.array_equal(anchored[-1][name], value) for name, value in best.items())
+    anchored.clear()
+    await train(settings(tmp_path, steps=2, max_lag=0, parity_every=0), sink)
+    assert all(np.array_equal(anchored[0][name], value) for name, value in best.items())

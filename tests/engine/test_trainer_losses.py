@@ -143,6 +143,31 @@ def test_k3_is_zero_for_equal_policies_and_positive_otherwise() -> None:
     assert values[2] == 0
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo"])
+def test_a_ratio_without_bound_moves_nothing_where_the_advantage_is_negative(name: LossName) -> None:
+    """Log-probabilities of -40 that the sampler never had: PPO's clip alone would weigh the token with e^39."""
+    wrong = np.array([[-1.0, -2.0, -0.5], [-40.0, -41.0, 0.0]])
+
+    def loss(logp_BT: mx.array, options: LossOptions) -> mx.array:
+        x = inputs(old=wrong)
+        return LOSSES[name](LossInputs(logp_BT, x.old_BT, x.mask_BT, x.advantage_B), options, TOTALS).loss
+
+    logp_BT = inputs().logp_BT
+    free, held = (mx.grad(lambda logp, o=o: loss(logp, o))(logp_BT) for o in (LossOptions(dual_clip=0), OPTIONS))
+    assert float(mx.abs(free[1]).max()) > 1e6
+    assert float(mx.abs(held[1]).max()) == 0
+    assert np.array_equal(np.array(held[0]), np.array(free[0])), "the rest is as it was"
+    assert abs(loss(logp_BT, OPTIONS).item()) < 10
+
+
+def test_the_dual_clip_bounds_a_term_by_c_times_the_advantage() -> None:
+    ratios = mx.array([[0.5, 2.5, 3.5, 1000.0]])
+    x = LossInputs(mx.log(ratios), mx.zeros((1, 4)), mx.ones((1, 4), mx.bool_), mx.array([-2.0]))
+    parts = LOSSES["dapo"](x, LossOptions(dual_clip=3.0), StepTotals(1, 4, 4))
+    assert parts.loss.item() == pytest.approx((0.8 * 2 + 2.5 * 2 + 3.0 * 2 + 3.0 * 2) / 4, rel=1e-5)
+    assert parts.clipped_BT.tolist() == [[True, False, True, True]]
+
+
 def test_truncated_importance_weights() -> None:
     old, sampler = mx.array([[-1.0, -1.0, -1.0, 0.0]]), mx.array([[-1.5, -3.0, -0.5, -99.0]])
     weights = truncated_weights(old, sampler, mx.array([[True, True, True, False]]), bound=2.0)

@@ -199,6 +199,24 @@ def test_a_learning_rate_a_thousand_times_too_high_fails_by_name(llama: LoadedMo
     assert {"update_norm", "probe_kl"} <= failed
 
 
+def test_small_steps_that_add_up_are_held_by_their_anchors(llama: LoadedModel, policy: Policy) -> None:
+    """Each is near the one before; the base, and the best version that was judged, stay where they are."""
+    options = replace(OPTIONS, schedule=Schedule(peak=1e-3), minibatches=2)
+    limits = GateLimits(max_update_rms=1.0, max_probe_kl=1e-3, max_base_kl=3e-3, max_best_kl=1.6e-3)
+    mine = Learner(llama.model, AdapterShape(rank=4), options, limits, seed=3)
+    failed: list[set[str]] = []
+    for step in range(12):
+        trained: Trained = finish(mine.train(groups_of(policy, step), step, step, [(1, 2, 3, 4), (9, 8, 7)]))
+        failed.append({check.name for check in trained.checks if not check.passed})
+        if failed[-1]:
+            break
+        mine.accept()
+        if step == 0:
+            mine.anchor(trained.weights)
+    assert failed[-1] == {"base_kl", "best_kl"}, "no step was large"
+    assert len(failed) > 3
+
+
 def test_a_step_without_signal_leaves_no_trace(llama: LoadedModel, policy: Policy) -> None:
     mine = learner(llama)
     before = mine.weights()

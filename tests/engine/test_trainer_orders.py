@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from shared.frames import VersionSpan
 from shared.redis.orders import Received
@@ -20,6 +21,8 @@ from trainer.environments import ArithmeticEnvironment, Observation, Outcome
 from trainer.learner import Learner
 from trainer.mailbox import Letter
 from trainer.metrics import read
+
+MADE_UP = {"max_logprob_gap": 1e38}  # log-probabilities that no version has
 
 
 class Letters:
@@ -67,7 +70,7 @@ async def carried_out(
     tmp_path: Path, *orders: Order, name: str = "order", **changes: Any
 ) -> tuple[list[Any], MemorySink, Any]:
     letters, sink = Letters(orders, name), MemorySink()
-    run = settings(tmp_path, **({"source": "posted", "checkpoint_every": 0} | changes))
+    run = settings(tmp_path, **({"source": "posted", "checkpoint_every": 0} | MADE_UP | changes))
     state, _ = await train(run, sink, mailbox=letters, on_loop=letters.loops.append)
     return [letters.answers[each] for each in sorted(letters.answers)], sink, state
 
@@ -126,7 +129,7 @@ async def test_unserved_updates_survive_a_restart_unserved(tmp_path: Path) -> No
 async def test_a_nan_update_is_rejected_and_all_is_as_before(tmp_path: Path) -> None:
     poison = (posted(1.0, logprob=-1e30), posted(0.0, logprob=-1e30, completion=(50, 51)))
     answers, sink, state = await carried_out(
-        tmp_path, UpdateOrder(TEACHES), UpdateOrder(poison), UpdateOrder(TEACHES), max_rejections=1
+        tmp_path, UpdateOrder(TEACHES), UpdateOrder(poison), UpdateOrder(TEACHES), max_rejections=1, dual_clip=0.0
     )
     assert [a.status for a in answers] == ["updated", "rejected", "updated"]
     assert "finite_gradients" in answers[1].gate and answers[1].loss is None
@@ -218,7 +221,9 @@ async def test_a_posted_update_that_breaks_is_refused_and_all_is_as_before(
 async def test_posted_updates_take_nothing_of_the_schedule(tmp_path: Path) -> None:
     teaches = UpdateOrder(TEACHES)
     letters = Unstopped([teaches, teaches, teaches], "order")
-    run = settings(tmp_path, steps=2, schedule="linear", warmup_steps=1, final_rate_fraction=0.0, parity_every=0)
+    run = settings(
+        tmp_path, steps=2, schedule="linear", warmup_steps=1, final_rate_fraction=0.0, parity_every=0, **MADE_UP
+    )
     await train(run, mailbox=letters)
     lines = read(tmp_path / "policy" / "metrics.jsonl")
     assert [line.learning_rate for line in lines if line.source == "prompts"] == [1e-3, 1e-3]
@@ -228,7 +233,7 @@ async def test_posted_updates_take_nothing_of_the_schedule(tmp_path: Path) -> No
 async def test_posted_updates_that_the_gate_refuses_do_not_end_the_run(tmp_path: Path) -> None:
     poison = UpdateOrder((posted(1.0, logprob=-1e30), posted(0.0, logprob=-1e30, completion=(50, 51))))
     letters = Unstopped([poison, poison], "order")
-    run = settings(tmp_path, steps=1, max_rejections=2)
+    run = settings(tmp_path, steps=1, max_rejections=2, **MADE_UP)
     state, _ = await train(run, mailbox=letters, environment=Silent(count=8))
     assert (state.rejected, state.own_steps) == (2, 1)
 
@@ -243,3 +248,55 @@ async def test_a_reward_that_is_no_number_marks_its_sample_alone(tmp_path: Path,
     assert state.train_step == 2
     assert all(np.isfinite(value).all() for value in sink.versions[sink.latest].values())
     assert all(np.isfinite(line.reward) for line in read(tmp_path / "policy" / "metrics.jsonl"))
+
+
+async def _true(tmp_path: Path) -> tuple[MemorySink, list[LiveTrajectory]]:
+    """What a worker sampled with the first version, as it would be posted: log-probabilities are its own."""
+    sampled: list[Trajectory] = []
+
+    class Noting:
+        def __init__(self, source: Any) -> None:
+            self.source = source
+
+        async def generate(self, request: Any) -> list[Trajectory]:
+            found: list[Trajectory] = await self.source.generate(request)
+            sampled.extend(found)
+            return found
+
+    sink = MemorySink()
+    run = settings(tmp_path / "sampled", steps=1, prompts_per_step=2, group_size=4, parity_every=0)
+    await train(run, sink, wrap_source=Noting)
+    rewarded = [replace(t, reward=Reward("mine", float(i % 2))) for i, t in enumerate(sampled[:8])]
+    return sink, [LiveTrajectory(f"t{i}", "policy", "tiny", each) for i, each in enumerate(rewarded)]
+
+
+async def test_posted_log_probabilities_are_those_of_the_version_that_they_name(tmp_path: Path) -> None:
+    _, good = await _true(tmp_path)
+    third = good[3].trajectory
+    wrong = [*good[:3], replace(good[3], trajectory=replace(third, logprobs=(-9.0,) * len(third.logprobs))), *good[4:]]
+    nan = [
+        replace(good[0], trajectory=replace(good[0].trajectory, logprobs=(-1e38,) * len(good[0].trajectory.logprobs)))
+    ]
+    answers, sink, state = await carried_out(
+        tmp_path, *(UpdateOrder(tuple(each)) for each in (wrong, nan, good)), max_logprob_gap=0.5
+    )
+    assert [type(answer) for answer in answers] == [Refusal, Refusal, UpdateAnswer]
+    assert answers[0].code == "logprobs_mismatch" and "trajectories[3].logprobs" in answers[0].message
+    assert "policy@1" in answers[0].message and "trajectories[0].logprobs: 1e+38" in answers[1].message
+    assert (answers[2].status, answers[2].unchecked, state.train_step) == ("updated", 0, 1)
+    assert sink.latest == 2, "what was refused has changed nothing"
+
+
+async def test_a_version_that_is_gone_is_not_compared_and_told(tmp_path: Path) -> None:
+    _, good = await _true(tmp_path)
+
+    def named(live: LiveTrajectory, version: str) -> LiveTrajectory:
+        span = VersionSpan(version, 0, len(live.trajectory.completion_ids))
+        return replace(live, trajectory=replace(live.trajectory, spans=(span,)))
+
+    unnamed = tuple(named(each, "") for each in good)  # the first version is the base: it is near enough
+    gone = tuple(named(each, "policy@77" if i < 2 else "other@1") for i, each in enumerate(good[:3]))
+    answers, _, _ = await carried_out(
+        tmp_path, UpdateOrder(unnamed), UpdateOrder((*gone, *good[3:])), max_logprob_gap=0.5
+    )
+    assert [(answer.status, answer.unchecked) for answer in answers] == [("updated", 0), ("updated", 3)]

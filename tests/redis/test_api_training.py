@@ -14,7 +14,17 @@ from shared.redis.client import connect
 from shared.redis.orders import Orders
 from shared.redis.training_board import TrainingBoard
 from shared.scoring.pool import RewardPool
-from shared.training import Answer, CheckpointAnswer, CheckpointOrder, Refusal, TrainerStatus, UpdateAnswer, UpdateOrder
+from shared.training import (
+    Answer,
+    CheckpointAnswer,
+    CheckpointOrder,
+    Refusal,
+    ResumeAnswer,
+    ResumeOrder,
+    TrainerStatus,
+    UpdateAnswer,
+    UpdateOrder,
+)
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import Answer as Reply
@@ -68,7 +78,7 @@ async def test_an_update_reaches_the_trainer_and_its_answer_comes_back(server: A
         assert answer.json() == {
             "object": "training.update", "policy": "policy", "status": "updated", "train_step": 3, "policy_step": 4,
             "version": 5, "served": True, "trajectories": 2, "dropped": {}, "reward": 0.5, "loss": 0.25, "kl": 0.0,
-            "gate": "", "checkpoint": "mine", "lora": "policy@5",
+            "gate": "", "checkpoint": "mine", "unchecked": 0, "lora": "policy@5",
         }  # fmt: skip
         keyed = {"headers": {"idempotency-key": "k"}}
         twice = [await server.post("/v1/training/update", body, **keyed) for _ in range(2)]
@@ -88,6 +98,18 @@ async def test_a_checkpoint_is_ordered_by_name(server: Api, redis_url: str) -> N
         }  # fmt: skip
         await server.post("/training/checkpoint", {"checkpoint_name": "mine"})
     assert [letter.order for letter in seen] == [CheckpointOrder(""), CheckpointOrder("mine")]
+
+
+async def test_a_paused_run_is_told_how_to_go_on(server: Api, redis_url: str) -> None:
+    async with trainer(redis_url, lambda letter: ResumeAnswer("adopt", 2)) as seen:
+        answer = await server.post("/v1/training/resume", {"action": "adopt"})
+        assert answer.json() == {
+            "object": "training.resume", "policy": "policy", "action": "adopt", "version": 2, "lora": "policy@2"
+        }  # fmt: skip
+        wrong = await server.post("/v1/training/resume", {"action": "sideways"})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "action")
+    assert [letter.order for letter in seen] == [ResumeOrder("adopt")]
+    assert (await server.post("/v1/training/resume", {"action": "override"})).status_code == 503
 
 
 async def test_what_the_trainer_refuses_the_client_hears(server: Api, redis_url: str) -> None:
@@ -186,4 +208,9 @@ async def test_an_order_that_nobody_took_in_time_is_not_carried_out(redis: Redis
     await orders.place("fresh", msgspec.json.encode(CheckpointOrder()), 60)
     async with trainer(redis_url, lambda letter: CheckpointAnswer("c", 1)) as seen:
         assert await orders.answer("fresh", 5) is not None
-    assert [letter.received.id for letter in seen] == ["fresh"] and await orders.waiting() == 0
+        await wait_until(lambda: _none_waits(orders))  # the answer is told before the order is done
+    assert [letter.received.id for letter in seen] == ["fresh"]
+
+
+async def _none_waits(orders: Orders) -> bool:
+    return await orders.waiting() == 0

@@ -130,7 +130,9 @@ async def filled(server: Api, redis: Redis) -> list[str]:
     rejected = await publish(store, seed=3, set_latest=False)
     await store.reject("policy", rejected.version, [GateCheck("probe_kl", False, HOSTILE)])
     board = TrainingBoard(redis, "policy")
-    await board.write(TrainerStatus(policy="policy", run=HOSTILE, owner="o", loss=0.5))
+    await board.write(
+        TrainerStatus(policy="policy", run=HOSTILE, owner="o", loss=0.5, state="paused", problem=f"since {HOSTILE}")
+    )
     await board.add(TrainingPoint(train_step=0, policy_step=1, version=1, at_ms=1, reward=0.5))
     await board.alert("gate_failed", HOSTILE)
     letter = {"id": HOSTILE, "reason": HOSTILE, "worker": "w", "attempt": "3"}

@@ -14,14 +14,15 @@ from safetensors.numpy import load_file
 
 from shared.adapter_format import prepared
 from shared.adapters import GateCheck
+from shared.errors import ConflictError, UnknownAdapterError
 from shared.frames import VersionSpan
 from shared.trajectories import Trajectory
 from trainer.batches import Sample, SampleGroup, pad
-from trainer.checkpoint import ADAPTER_FILE
+from trainer.checkpoint import ADAPTER_FILE, CONFIG_FILE
 from trainer.host import ComputeHost, Work
 from trainer.logprobs import PromptKeys, to_arrays
 from trainer.policy import AdapterShape, Arrays, Policy
-from trainer.publish import AlertKind, Candidate
+from trainer.publish import AlertKind, Candidate, Stored
 from trainer.rollouts import RolloutRequest, derived_seed
 
 
@@ -38,6 +39,8 @@ class MemorySink:
     rollbacks: list[tuple[int, str]] = field(default_factory=list)
     alerts: list[tuple[AlertKind, str]] = field(default_factory=list)
     reserved: int = 0
+    config: bytes = b""
+    base: str = ""  # that workers serve
 
     async def stage(self, candidate: Candidate) -> int:
         self.reserved += 1
@@ -45,11 +48,26 @@ class MemorySink:
         with prepared(candidate.directory):
             self.versions[version] = load_file(candidate.directory / ADAPTER_FILE)
         self.candidates[version] = candidate
+        self.config = (candidate.directory / CONFIG_FILE).read_bytes()
         return version
 
-    async def promote(self, version: int, gate: Sequence[GateCheck]) -> None:
+    async def promote(self, version: int, gate: Sequence[GateCheck], if_latest: int | None = None) -> None:
         assert version in self.versions and version not in self.rejected
+        if if_latest not in (None, self.latest):
+            raise ConflictError(f"the latest version is {self.latest}, not {if_latest}")
         self.latest = version
+
+    async def latest_version(self) -> int:
+        return self.latest
+
+    async def fetch(self, version: int) -> Stored:
+        if version not in self.versions:
+            raise UnknownAdapterError(f"there is no adapter {self.name}@{version}")
+        candidate = self.candidates[max(self.candidates)]
+        return Stored(self.versions[version], self.config, candidate.base_sha256)
+
+    async def served_base(self) -> str:
+        return self.base
 
     async def reject(self, version: int, gate: Sequence[GateCheck]) -> None:
         self.rejected[version] = tuple(gate)

@@ -15,6 +15,8 @@ def test_each_check_says_its_name_and_what_it_saw() -> None:
         gate.same_base("a" * 64, "b" * 64),
         gate.update_norm(0.2, 0.1),
         gate.probe_kl(math.inf, 0.5),
+        gate.base_kl(2.1, 2.0),
+        gate.best_kl(math.nan, 1.0),
         gate.reload_parity(0.3, 0.1),
         gate.reward_floor(0.4, 0.7, 0.15),
     ]
@@ -26,6 +28,8 @@ def test_each_check_says_its_name_and_what_it_saw() -> None:
         "base_model",
         "update_norm",
         "probe_kl",
+        "base_kl",
+        "best_kl",
         "reload_parity",
         "reward_floor",
     ]
@@ -89,12 +93,31 @@ def test_small_batches_are_pooled_until_they_can_judge() -> None:
     assert [watch.add(version, [0.1]) for version in range(5, 9)] == [None, None, None, 4]
 
 
-def test_after_a_rollback_the_measure_is_set_anew() -> None:
+def test_after_a_rollback_what_was_good_stays_the_measure() -> None:
+    """Rewards that were inverted midway: nonsense was learned after one rollback, since the measure was forgotten."""
     watch = RewardWatch(margin=0.2, min_groups=2)
     earn(watch, 1, 0.9)
     assert earn(watch, 2, 0.1) == 1
-    watch.rolled_back()
-    assert earn(watch, 1, 0.1) is None, "the task has become harder; going back again would never end"
+    watch.rolled_back(target=1, served=1)
+    assert earn(watch, 1, 0.1) == 1, "the best version itself: rewards or tasks have changed"
+    watch.rolled_back(target=1, served=3)  # its number was gone from the store
+    assert earn(watch, 4, 0.5) == 3
+    assert earn(watch, 4, 0.8) is None
+    watch.forget()
+    assert earn(watch, 5, 0.1) is None
+
+
+def test_the_best_version_is_the_measure_however_long_ago_it_was() -> None:
+    watch = RewardWatch(margin=0.2, min_groups=2, memory=2)
+    assert [earn(watch, v, mean) for v, mean in ((1, 0.9), (2, 0.8), (3, 0.8), (4, 0.8), (5, 0.8))] == [None] * 5
+    assert watch.good.keys() == {1, 4, 5}
+    assert earn(watch, 6, 0.5) == 1
+
+
+def test_a_version_that_is_judged_again_keeps_its_better_standing() -> None:
+    watch = RewardWatch(margin=0.2, min_groups=2)
+    assert [earn(watch, 1, mean) for mean in (0.9, 0.75)] == [None, None]
+    assert earn(watch, 2, 0.55) == 1
 
 
 def test_a_version_whose_weights_are_gone_is_no_measure() -> None:

@@ -222,3 +222,24 @@ async def test_unfinished_orders_of_an_earlier_life_come_first_and_once() -> Non
         assert (first.entry, first.again, first.too_late) == ("5-0", True, False)
         assert await orders.take("trainer") == [] == await orders.take("trainer")
     assert asked == ["0-0", "5-0", ""]
+
+
+async def test_the_latest_version_is_that_of_the_trainers_own_policy() -> None:
+    known = {"p": "p@7", "unserved": None}
+    asked: list[Any] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/training/status":
+            policy = request.url.params["policy"]
+            return httpx.Response(200, json={"current_lora": known[policy]}) if policy in known else refusal(404)
+        asked.append(msgspec.json.decode(request.content))
+        return refusal(409, "conflict", "the latest version of 'p' is 7, not 6")
+
+    async with HttpApi("http://api", transport=httpx.MockTransport(answer)) as api:
+        found = [await HttpSink(api, name, "m").latest_version() for name in ("p", "unserved")]
+        assert found == [7, 0]
+        with pytest.raises(ConflictError, match="not 6"):
+            await HttpSink(api, "p", "m").promote(8, (), if_latest=6)
+        with pytest.raises(ConflictError, match="over HTTP"):
+            await HttpSink(api, "p", "m").fetch(3)
+    assert asked == [{"version": 8, "gate": [], "if_latest": 6}]

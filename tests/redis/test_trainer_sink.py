@@ -1,0 +1,42 @@
+"""The trainer's seam to the adapter store: whose version is the latest, and the weights that others have put there."""
+
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from safetensors.numpy import load_file
+
+from shared.adapter_config import read_config
+from shared.errors import ConflictError, UnknownAdapterError
+from shared.redis.adapter_store import AdapterStore
+from shared.redis.worker_registry import WorkerRegistry
+from tests.redis.adapter_versions import publish
+from tests.redis.scripted_worker import CARD
+from tests.unit.adapter_files import RANK, lora, mlx_config, write
+from tests.unit.api_texts import bundle
+from trainer.publish import Candidate
+from trainer.ring import StoreSink
+
+
+async def test_a_trainer_sees_who_has_moved_the_latest_and_reads_what_others_put_there(
+    redis: Redis, tmp_path: Path
+) -> None:
+    sink = StoreSink(redis, "policy", CARD)
+    assert (await sink.latest_version(), await sink.served_base()) == (0, "")
+    await WorkerRegistry(redis).register_model(CARD, bundle())
+    assert await sink.served_base() == CARD.base_sha256
+    await publish(AdapterStore(redis))
+    folder = write(tmp_path / "adapter", mlx_config(), lora(seed=5))
+    version = await sink.stage(Candidate(folder, 1, 1, CARD.base_sha256))
+    with pytest.raises(ConflictError, match="the latest version of 'policy' is 1, not 7"):
+        await sink.promote(version, (), if_latest=7)
+    await sink.promote(version, (), if_latest=1)
+    assert await sink.latest_version() == version
+    stored = await sink.fetch(version)
+    assert {name: value.tolist() for name, value in stored.weights.items()} == {
+        name: value.tolist() for name, value in load_file(folder / "adapters.safetensors").items()
+    }
+    config = read_config(stored.config)
+    assert (config.rank, config.scale, config.targets) == (RANK, 20.0, ("self_attn.q_proj", "self_attn.v_proj"))
+    with pytest.raises(UnknownAdapterError):
+        await sink.fetch(99)
