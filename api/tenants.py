@@ -110,6 +110,7 @@ RULES: dict[str, Rule] = {
     # training
     "POST /v1/training/update": WORK,
     "POST /training/checkpoint": WORK,
+    "POST /v1/training/resume": WORK,
     "GET /v1/training/status": WORK,
     "GET /debug/training": WORK,
     "GET /v1/training/trajectories": WORK,

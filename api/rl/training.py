@@ -119,7 +119,7 @@ async def resume(body: ResumeBody, ring: TheRing, idempotency_key: IdempotencyKe
 
     `adopt`: train on from their version; `override`: serve the run's own version again.
     """
-    policy = _policy(ring, body.policy)
+    policy = await _policy(ring, body.policy, "change")
     answer = await _ordered(ring, policy, ResumeOrder(body.action), idempotency_key)
     assert isinstance(answer, ResumeAnswer)
     shown = _shown(answer, "training.resume", policy)
