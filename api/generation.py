@@ -127,9 +127,10 @@ class Generation:
     async def start(cls, ring: Ring, work: Work) -> "Generation":
         """Open the feed and enqueue, in the class of the caller's key.
 
-        QueueFullError when too much is waiting, ServiceUnavailableError when no worker has memory left.
+        QueueFullError when too much is waiting, ServiceUnavailableError when no worker has memory left, PausedError.
         """
         structlog.contextvars.bind_contextvars(work=work.id)  # sequences, in all processes' logs, are named after it
+        await ring.check_pause()
         await ring.check_memory(work.model)
         if work.collect is not None and work.collect.scoring:
             await check_judges(ring, RewardSpec(work.collect.scoring, work.collect.options), "scoring_function")

@@ -182,6 +182,12 @@ class ServiceUnavailableError(ParallmError):
         self.retry_after_s = retry_after_s
 
 
+class PausedError(ServiceUnavailableError):
+    """The workers are paused (POST /pause), and this server refuses new requests meanwhile."""
+
+    code = "paused"
+
+
 class DeadlineExceededError(ParallmError):
     """The request's deadline passed before it was complete."""
 

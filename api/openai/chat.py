@@ -18,11 +18,12 @@ from api.openai.structured import grammar_of_format, grammar_of_outputs
 from api.openai.tools import ToolUse
 from api.ring import Ring, ring_of
 from api.targets import Target
-from shared.errors import UnsupportedParameterError
 from shared.settings import ApiSettings
 from shared.text import TextCodec
 
 router = APIRouter(tags=["openai"])
+
+UNUSED_HEADER = "x-parallm-unused-parameters"
 
 
 @router.post(
@@ -41,20 +42,33 @@ async def create_chat_completion(
     chat = await chat_of(target.served.codec, body)
     work, plan = plan_chat(body, chat, target, ring.settings)
     await check_grammar(ring, work, target, grammar_param(body))
-    return await reply(ring, request, target.served, work, plan, bool(body.stream))
+    response = await reply(ring, request, target.served, work, plan, bool(body.stream))
+    return with_unused(response, unused_hints(body, target.served.codec))
 
 
 async def chat_of(codec: TextCodec, body: ChatCompletionRequest) -> Conversation:
     """The chat as the model gets it."""
-    variables: dict[str, Any] = {}
-    if body.reasoning_effort is not None:
-        known = "reasoning_effort" in codec.bundle.chat_template
-        if not known and body.reasoning_effort != "none":
-            message = "the model's template knows no 'reasoning_effort'"
-            raise UnsupportedParameterError(message, param="reasoning_effort")
-        variables["reasoning_effort"] = body.reasoning_effort
+    unused = unused_hints(body, codec)
+    variables = {name: value for name, value in _hints(body).items() if name not in unused}
     tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     return await conversation(codec, body, tools, **variables)
+
+
+def _hints(body: ChatCompletionRequest) -> dict[str, Any]:
+    """What only a template can follow: how much to reason."""
+    return {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+
+
+def unused_hints(body: ChatCompletionRequest, codec: TextCodec) -> list[str]:
+    """The hints of a request that the model's template does not know: the answer's headers tell of them."""
+    return [name for name in _hints(body) if name not in codec.bundle.chat_template]
+
+
+def with_unused(response: Response, unused: list[str]) -> Response:
+    """The response, saying which parameters had nobody to follow them."""
+    if unused:
+        response.headers[UNUSED_HEADER] = ", ".join(unused)
+    return response
 
 
 def plan_chat(
@@ -73,6 +87,7 @@ def plan_chat(
         body.max_completion_tokens if newer else body.max_tokens,
         settings.default_max_tokens,
         param="max_completion_tokens" if newer else "max_tokens",
+        clamp=settings.clamp_max_tokens,
     )
     sampling = sampling_of(
         body,

@@ -85,7 +85,7 @@ def plan_completion(
     sampling = sampling_of(
         body,
         card,
-        room_for(prompts, card, body.max_tokens, DEFAULT_MAX_TOKENS),
+        room_for(prompts, card, body.max_tokens, DEFAULT_MAX_TOKENS, clamp=settings.clamp_max_tokens),
         top_logprobs=body.logprobs or None,
         prompt_logprobs=_prompt_logprobs(body, scores_only),
         grammar=grammar_of_outputs(body.structured_outputs),

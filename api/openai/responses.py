@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from api.errors import error_responses, from_fault
 from api.generation import Generation, Work, by_choice
-from api.openai.chat import chat_of, grammar_param, plan_chat
+from api.openai.chat import chat_of, grammar_param, plan_chat, unused_hints, with_unused
 from api.openai.choices import Choice, Delta, ReplyPlan, join
 from api.openai.chunks import usage
 from api.openai.pieces import Piece
@@ -59,14 +59,15 @@ async def create_response(body: ResponseRequest, request: Request, ring: Annotat
     except InvalidRequestError as error:
         error.param = _NAMES.get(error.param or "", error.param)
         raise
+    unused = [_NAMES.get(name, name) for name in unused_hints(chat, target.served.codec)]
     answer = Answer(body, plan, work, target.served.codec)
     if body.stream:
-        return EventStream(_events(await Generation.start(ring, work), answer))
+        return with_unused(EventStream(_events(await Generation.start(ring, work), answer)), unused)
     gathered = await gather_all(ring, request, work)
     if gathered is None:
         return Response(status_code=499)
     answer.take(answer.choice.take([join(gathered[0])]))
-    return Response(msgspec.json.encode(answer.shown()), media_type="application/json")
+    return with_unused(Response(msgspec.json.encode(answer.shown()), media_type="application/json"), unused)
 
 
 class Answer:

@@ -70,16 +70,22 @@ def check_prompts(prompts: Sequence[Sequence[int]], card: ModelCard, settings: A
 
 
 def room_for(
-    prompts: Sequence[Sequence[int]], card: ModelCard, asked: int | None, default: int, *, param: str = "max_tokens"
+    prompts: Sequence[Sequence[int]],
+    card: ModelCard,
+    asked: int | None,
+    default: int,
+    *,
+    param: str = "max_tokens",
+    clamp: bool = False,
 ) -> int:
-    """`asked` if it fits the model's context behind the longest prompt, else an error; unasked: what fits, at most
-    `default`."""
+    """`asked` if it fits the model's context behind the longest prompt, else an error, or what fits with `clamp`;
+    unasked: what fits, at most `default`."""
     longest = max(map(len, prompts))
     room = card.context_length - longest
     if asked is not None and asked <= room:
         return asked
-    if asked is None and room > 0:
-        return min(default, room)
+    if room > 0 and (asked is None or clamp):
+        return min(default if asked is None else asked, room)
     wanted = "" if asked is None else f" and '{param}' {asked}"
     raise ContextLengthExceededError(
         f"the model's context is {card.context_length} tokens; the prompt's {longest} tokens{wanted} do not fit",

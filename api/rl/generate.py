@@ -104,7 +104,9 @@ async def generate(body: GenerateRequest, request: Request, ring: TheRing) -> Re
         raise InvalidRequestError(f"at most {MAX_CHOICES} completions a request; use /v1/jobs for more", param="n")
     check_prompts(prompts, served.card, settings, "prompt")
     plan = reply_plan(body, target, settings, "completions", prompts)
-    max_tokens = room_for(prompts, served.card, body.max_tokens, settings.default_max_tokens)
+    max_tokens = room_for(
+        prompts, served.card, body.max_tokens, settings.default_max_tokens, clamp=settings.clamp_max_tokens
+    )
     sampling = sampling_of(body, served.card, max_tokens, top_logprobs=None, prompt_logprobs=None)
     collect = collection_of(body, target, settings, len(prompts))
     gathered = await gather_all(ring, request, work_for(plan, target, sampling, collect=collect))

@@ -126,7 +126,13 @@ async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -
     params = sampling_of(
         sampling,
         served.card,
-        room_for(prompts, served.card, sampling.max_tokens, settings.default_max_tokens),
+        room_for(
+            prompts,
+            served.card,
+            sampling.max_tokens,
+            settings.default_max_tokens,
+            clamp=settings.clamp_max_tokens,
+        ),
         top_logprobs=sampling.logprobs or None,
         prompt_logprobs=sampling.prompt_logprobs,
     )

@@ -187,7 +187,6 @@ def test_a_stream_of_calls_resumes_where_it_stopped(served: Ring) -> None:
             "tools",
         ),
         ({"tools": BOTH, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_by_name(client: OpenAI, fields: dict[str, Any], param: str) -> None:
