@@ -12,7 +12,18 @@ from api import errors
 from api.context import RequestContext
 from api.generation import settled
 from api.guards import guard
-from api.openai import batches, chat, classifications, completions, embeddings, files, models, responses, streams
+from api.openai import (
+    abortions,
+    batches,
+    chat,
+    classifications,
+    completions,
+    embeddings,
+    files,
+    models,
+    responses,
+    streams,
+)
 from api.openai.batch_work import BatchWork
 from api.openapi import describe_errors
 from api.ops import dashboard, deadletters, health, metrics, snapshot
@@ -28,7 +39,7 @@ from shared.settings import ApiSettings
 log = structlog.get_logger()
 
 ROUTED = (
-    *(completions, chat, embeddings, files, batches, responses, classifications, models, streams),
+    *(completions, chat, embeddings, files, batches, responses, classifications, models, streams, abortions),
     *(act, predict, jobs, adapters, address, generate, pause, tokenize, training, trainers, rewards),
     *(health, deadletters, metrics, snapshot, dashboard),
 )

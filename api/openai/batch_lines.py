@@ -131,6 +131,7 @@ async def _plan_chat(ring: Ring, line: BatchLine, target: Target) -> list[JobInp
     body = ChatCompletionRequest.model_validate(line.body)
     _check_sampled(body)
     work, plan = plan_chat(body, await chat_of(target.served.codec, body), target, ring.settings)
+    _check_length(plan)
     await check_grammar(ring, work, target, grammar_param(body))
     return _inputs(line, work, plan=_bare(plan))
 
@@ -141,6 +142,7 @@ async def _plan_completion(ring: Ring, line: BatchLine, target: Target) -> list[
     special = body.add_special_tokens is not False
     prompts = [await encoded(target.served.codec, prompt, special) for prompt in body.prompt]
     work, plan = plan_completion(body, prompts, target, ring.settings)
+    _check_length(plan)
     await check_grammar(ring, work, target, "structured_outputs")
     return _inputs(line, work, plan=_bare(plan))
 
@@ -168,6 +170,11 @@ def _check_sampled(body: SamplingFields) -> None:
         raise UnsupportedParameterError("a batch has its 'completion_window'", param="deadline_s")
     if body.collect_trajectory:
         raise UnsupportedParameterError("not in a batch: submit a rollout job", param="collect_trajectory")
+
+
+def _check_length(plan: ReplyPlan) -> None:
+    if plan.is_long:
+        raise UnsupportedParameterError("not of the whole vocabulary in a batch", param="logprobs")
 
 
 def _inputs(line: BatchLine, work: Work, **reply: Any) -> list[JobInput]:

@@ -12,7 +12,7 @@ from api.openai.choices import ReplyPlan
 from api.openai.conversations import Conversation, conversation
 from api.openai.planning import check_grammar, reply_plan, target_of, work_for
 from api.openai.replies import reply
-from api.openai.sampling import check_prompts, room_for, sampling_of
+from api.openai.sampling import check_prompts, room_for, sampling_of, top_of, truncated
 from api.openai.schemas import ChatCompletionRequest
 from api.openai.structured import grammar_of_format, grammar_of_outputs
 from api.openai.tools import ToolUse
@@ -75,16 +75,18 @@ def plan_chat(
     body: ChatCompletionRequest, chat: Conversation, target: Target, settings: ApiSettings
 ) -> tuple[Work, ReplyPlan]:
     """What to ask of the workers, and what to make of their tokens. The grammar is not checked here."""
-    card, prompt = target.served.card, chat.prompt
+    card = target.served.card
+    newer = body.max_completion_tokens is not None
+    asked = body.max_completion_tokens if newer else body.max_tokens
+    prompt = truncated(chat.prompt, body, card, settings, asked)
     check_prompts([prompt], card, settings, "messages")
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    logprobs = top_of((body.top_logprobs or 0) if body.logprobs else None, card, body.logprob_token_ids)
     split = chat.split(body.include_reasoning is not False)
     plan = reply_plan(body, target, settings, "chat", [prompt], logprobs=logprobs, split=split)
-    newer = body.max_completion_tokens is not None
     max_tokens = room_for(
         [prompt],
         card,
-        body.max_completion_tokens if newer else body.max_tokens,
+        asked,
         settings.default_max_tokens,
         param="max_completion_tokens" if newer else "max_tokens",
         clamp=settings.clamp_max_tokens,
@@ -94,7 +96,8 @@ def plan_chat(
         card,
         max_tokens,
         top_logprobs=logprobs or None,
-        prompt_logprobs=body.prompt_logprobs,
+        prompt_logprobs=plan.prompt_logprobs,
+        codec=target.served.codec,
         shown_tokens=() if split is None else tuple(filter(target.served.codec.is_special, split.marks)),
         grammar=chat.grammar(grammar_of_format(body.response_format) or grammar_of_outputs(body.structured_outputs)),
     )

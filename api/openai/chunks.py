@@ -24,7 +24,7 @@ class ChunkWriter:
 
     def __init__(self, plan: ReplyPlan, codec: TextCodec) -> None:
         kind = "chat.completion.chunk" if plan.endpoint == "chat" else "text_completion"
-        start = {"id": plan.id, "object": kind, "created": plan.created, "model": plan.model}
+        start = {"id": plan.shown_id, "object": kind, "created": plan.created, "model": plan.model}
         self._head = b"data: " + _json.encode({**start, "system_fingerprint": plan.fingerprint})[:-1]
         self._tail = b',"usage":null}\n\n' if plan.include_usage else b"}\n\n"
         opened = b'"delta":' if plan.endpoint == "chat" else b'"text":'
@@ -36,7 +36,8 @@ class ChunkWriter:
         self._plain = plan.logprobs is None and not plan.token_ids and not plan.weight_versions
         self._names = TokenNames(codec, plan.name_tokens_by_id)
         top = plan.logprobs or 0
-        self._offsets = [TextOffsets(codec, self._names, top) for _ in range(plan.choices)]
+        shown = () if self._chat else plan.shown_tokens(codec)
+        self._offsets = [TextOffsets(codec, self._names, top, shown) for _ in range(plan.choices)]
 
     def role(self, index: int) -> bytes:
         """The chunk that opens a chat choice."""

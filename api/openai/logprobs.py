@@ -1,6 +1,6 @@
 """Log-probabilities in OpenAI's two forms and in vLLM's form of prompt log-probabilities."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -122,11 +122,12 @@ class TokenNames:
 class TextOffsets:
     """Builds the legacy form piece by piece; an offset is where the token's text begins in the choice's text."""
 
-    def __init__(self, codec: TextCodec, names: TokenNames, top: int) -> None:
+    def __init__(self, codec: TextCodec, names: TokenNames, top: int, shown: Iterable[str] = ()) -> None:
         self._names = names
         self._top = top
         self._codec = codec
-        self._stream = TextStream(codec)
+        self._shown = shown
+        self._stream = TextStream(codec, shown)
         self._offset = 0
 
     def prompt(
@@ -138,7 +139,7 @@ class TextOffsets:
     ) -> TextLogprobs:
         """The echoed prompt's part; the first token has no log-probability."""
         built = self.completion(prompt, logprobs, tops)
-        self._stream = TextStream(self._codec)
+        self._stream = TextStream(self._codec, self._shown)
         self._offset = len(text)
         return built
 

@@ -1,7 +1,10 @@
 """Answer a request: as a stream of chunks, or whole. Both begin with sequences in flight and a plan of the reply."""
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,6 +25,8 @@ from shared.text import TextCodec
 
 log = structlog.get_logger()
 
+_long_writes = ThreadPoolExecutor(1, "long-answers")  # one at a time, beside the event loop
+
 
 async def reply(
     ring: Ring, request: Request, served: ServedModel, work: Work, plan: ReplyPlan, stream: bool
@@ -36,8 +41,13 @@ async def reply(
     if gathered is None:
         return Response(status_code=499)
     spans = [spans_of(events) for events in gathered] if plan.weight_versions else ()
-    body = whole_body(plan, served.codec, [join(events) for events in gathered], spans)
-    return Response(body, media_type="application/json")
+    write = partial(whole_body, plan, served.codec, [join(events) for events in gathered], spans)
+    return Response(await written(plan, write), media_type="application/json")
+
+
+async def written(plan: ReplyPlan, write: Callable[[], bytes]) -> bytes:
+    """What `write` gives; for a long answer beside the event loop."""
+    return await asyncio.get_running_loop().run_in_executor(_long_writes, write) if plan.is_long else write()
 
 
 async def gather_all(ring: Ring, request: Request, work: Work) -> list[list[TokenEvent]] | None:
@@ -121,7 +131,7 @@ def whole_body(
     deltas = [choice.take([event]) for choice, event in zip(choices, gathered, strict=True)]
     shape = _chat_choice if plan.endpoint == "chat" else _text_choice
     body: dict[str, Any] = {
-        "id": plan.id,
+        "id": plan.shown_id,
         "object": "chat.completion" if plan.endpoint == "chat" else "text_completion",
         "created": plan.created,
         "model": plan.model,
@@ -179,7 +189,7 @@ def _text_choice(plan: ReplyPlan, codec: TextCodec, index: int, delta: Delta, ev
 
 
 def _text_logprobs(plan: ReplyPlan, codec: TextCodec, names: TokenNames, index: int, event: TokenEvent) -> TextLogprobs:
-    offsets = TextOffsets(codec, names, plan.logprobs or 0)
+    offsets = TextOffsets(codec, names, plan.logprobs or 0, plan.shown_tokens(codec))
     echoed = TextLogprobs()
     prompt = index // plan.n
     if plan.echo and event.prompt_logprobs is not None:

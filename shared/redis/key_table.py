@@ -39,6 +39,7 @@ DOCUMENTED: tuple[KeyKind, ...] = (
     KeyKind("parallm:api:{*}", "hash", "api", "60 s", "heartbeat"),
     KeyKind("parallm:api:{*}:frames", "stream", "worker", "60 s, bounded", "token frames of one api process"),
     KeyKind("parallm:request:*", "hash", "api", "1 h", "how to resume a streamed request"),
+    KeyKind("parallm:named:*", "set", "api", "1 h, refreshed", "requests by the name that their client gave them"),
     KeyKind("parallm:job:{*}", "hash", "api", "7 d", "one job's spec, state, counts"),
     KeyKind("parallm:job:{*}:inputs", "list", "api", "7 d", "input lines, JSON"),
     KeyKind("parallm:job:{*}:results:*", "hash", "job runner", "7 d", "trajectories, JSON, by ordinal"),

@@ -98,7 +98,7 @@ def test_values_out_of_range_are_refused_with_the_parameters_name(field: str, va
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3, "n": 2}, "best_of"),
         ({"frobnicate": 1}, "frobnicate"),
-        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"priority": 2}, "priority"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ],
