@@ -81,7 +81,7 @@ def plan_chat(
     prompt = truncated(chat.prompt, body, card, settings, asked)
     check_prompts([prompt], card, settings, "messages")
     logprobs = top_of((body.top_logprobs or 0) if body.logprobs else None, card, body.logprob_token_ids)
-    split = chat.split(body.include_reasoning is not False)
+    split = chat.split(body.include_reasoning is not False, older_calls=bool(body.functions))
     plan = reply_plan(body, target, settings, "chat", [prompt], logprobs=logprobs, split=split)
     max_tokens = room_for(
         [prompt],

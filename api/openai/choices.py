@@ -91,13 +91,16 @@ class Delta(msgspec.Struct):
     versions: tuple[VersionSpan, ...] = ()  # of the new tokens, when the request wants them
     piece: Piece | None = None  # new text taken apart, when the plan says so
     calls_ended_it: bool = False
+    older_calls: bool = False  # OpenAI's older form of them
 
     @property
     def finish_reason(self) -> str | None:
         """OpenAI's name of it."""
         if self.finish is None:
             return None
-        return "tool_calls" if self.calls_ended_it and self.finish.reason == "stop" else self.finish.reason
+        if not self.calls_ended_it or self.finish.reason != "stop":
+            return self.finish.reason
+        return "function_call" if self.older_calls else "tool_calls"
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -180,6 +183,7 @@ class Choice:
         if delta.finish is not None:
             piece.add(splitter.flush())
             whole = bool(splitter.calls) and not splitter.in_call  # a stop string may cut a call
+            delta.older_calls = self._split is not None and self._split.older
             delta.calls_ended_it = whole and self._split is not None and not self._split.named
         delta.piece = piece
 

@@ -16,7 +16,9 @@ from shared.text import TextCodec
 
 DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder()
-_FINISH = {None: b"null"} | {each: b'"%s"' % each.encode() for each in ("stop", "length", "tool_calls", "abort")}
+_FINISH = {None: b"null"} | {
+    each: b'"%s"' % each.encode() for each in ("stop", "length", "tool_calls", "function_call", "abort")
+}
 
 
 class ChunkWriter:
@@ -134,7 +136,9 @@ def shown_piece(plan: ReplyPlan, index: int, piece: Piece) -> dict[str, Any]:
         shown["reasoning_content"] = piece.reasoning
     if piece.content:
         shown["content"] = piece.content
-    if piece.calls:
+    if piece.calls and plan.split is not None and plan.split.older:
+        shown["function_call"] = older_call(piece.calls[0])
+    elif piece.calls:
         shown["tool_calls"] = [
             {"index": part.index, **shown_call(plan.call_id(index, part.index), part)} for part in piece.calls
         ]
@@ -146,6 +150,11 @@ def shown_call(call_id: str, part: CallPart) -> dict[str, Any]:
     if not part.name:
         return {"function": {"arguments": part.arguments}}
     return {"id": call_id, "type": "function", "function": {"name": part.name, "arguments": part.arguments}}
+
+
+def older_call(part: CallPart) -> dict[str, str]:
+    """A call in OpenAI's older form, or more of one."""
+    return {**({"name": part.name} if part.name else {}), "arguments": part.arguments}
 
 
 class PromptDetails(msgspec.Struct):

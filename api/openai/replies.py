@@ -15,7 +15,7 @@ from starlette.responses import Response
 from api.errors import error_object, from_fault
 from api.generation import Events, Generation, Work, by_choice
 from api.openai.choices import Choice, Delta, ReplyPlan, join
-from api.openai.chunks import DONE, ChunkWriter, event_id, shown_call, shown_versions, usage
+from api.openai.chunks import DONE, ChunkWriter, event_id, older_call, shown_call, shown_versions, usage
 from api.openai.logprobs import TextLogprobs, TextOffsets, TokenNames
 from api.resume import reading, remember
 from api.ring import Ring, ServedModel
@@ -166,7 +166,10 @@ def _message(plan: ReplyPlan, index: int, delta: Delta) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": piece.content, "refusal": None}
     if piece.reasoning:
         message["reasoning_content"] = piece.reasoning
-    if piece.calls:
+    if piece.calls and plan.split is not None and plan.split.older:
+        message["content"] = piece.content or None
+        message["function_call"] = older_call(piece.calls[0])
+    elif piece.calls:
         message["content"] = piece.content or None
         message["tool_calls"] = [shown_call(plan.call_id(index, call.index), call) for call in piece.calls]
     return message

@@ -1,13 +1,13 @@
 """The bodies of the OpenAI endpoints, with vLLM's extras. Every field is known by name; unknown ones are refused."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from api.openai.fields import LogitBias, Priority, Prompts, RequestModel, Stop, Truncation, TruncationSide, complaint
-from api.openai.messages import ChatMessage
+from api.openai.messages import ChatMessage, ContinueFinalMessage, check_continued
 from api.openai.structured import ResponseFormat, StructuredOutputs
-from api.openai.tools import ToolChoice, Tools
+from api.openai.tools import MAX_TOOLS, FunctionDefinition, FunctionName, NamedChoice, Tool, ToolChoice, Tools
 from shared.sequences import AdapterPolicy
 
 MAX_N = 256
@@ -49,11 +49,8 @@ _COMPLETION_OFF: Off = {
 }
 _CHAT_OFF: Off = {
     **_SAMPLING_OFF,
-    "continue_final_message": (False,),
     "echo": (False,),
     "best_of": (1,),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -233,9 +230,18 @@ class ChatCompletionRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="variables of the chat template")
     add_generation_prompt: bool | None = True
+    continue_final_message: ContinueFinalMessage = False
     tools: Tools | None = None
     tool_choice: ToolChoice | None = Field(default=None, description="default: auto, if there are tools")
     parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call")
+    functions: list[FunctionDefinition] | None = Field(
+        default=None,
+        max_length=MAX_TOOLS,
+        description="OpenAI's older form of tools; the call comes as `function_call`",
+    )
+    function_call: Literal["none", "auto"] | FunctionName | None = Field(
+        default=None, description="the older form of `tool_choice`"
+    )
     reasoning_effort: str | None = Field(default=None, description="for templates that know it")
     include_reasoning: bool | None = Field(default=True, description="false: reasoning is left out (vLLM's)")
     safety_identifier: str | None = Field(default=None, description="accepted, not used")
@@ -245,6 +251,8 @@ class ChatCompletionRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _possible(self) -> "ChatCompletionRequest":
+        check_continued(self)
+        self._take_functions()
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise complaint("max_tokens", "'max_tokens' and 'max_completion_tokens' differ")
@@ -256,3 +264,16 @@ class ChatCompletionRequest(SamplingFields):
         if self.structured_outputs is not None and self.response_format is not None:
             raise complaint("structured_outputs", "'structured_outputs' and 'response_format' say the same twice")
         return self
+
+    def _take_functions(self) -> None:
+        """Functions of the older form are tools, of which one is called at a time."""
+        if not self.functions:
+            if isinstance(self.function_call, FunctionName):
+                raise complaint("function_call", "'function_call' needs 'functions'")
+            return
+        if self.tools or self.tool_choice:
+            raise complaint("functions", "'functions' is the older form of 'tools': give one of them")
+        self.tools = [Tool(type="function", function=each) for each in self.functions]
+        asked = self.function_call
+        self.tool_choice = NamedChoice(type="function", function=asked) if isinstance(asked, FunctionName) else asked
+        self.parallel_tool_calls = False
