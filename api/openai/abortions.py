@@ -22,7 +22,7 @@ from shared.redis.named_requests import NamedRequests
 router = APIRouter(tags=["openai"])
 
 _ANSWER = re.compile(r"(cmpl|chatcmpl|embd|score|predict|act)-[0-9a-f]{32}")
-_SHOWN = re.compile(r"(?:chatcmpl|cmpl)-(.+)")
+_SHOWN = re.compile(r"(?:chatcmpl-|cmpl-|resp_)(.+)")
 AT_ONCE = 64  # sequences that are looked for in one round trip
 
 

@@ -24,6 +24,7 @@ from shared.text import TextCodec
 router = APIRouter(tags=["openai"])
 
 UNUSED_HEADER = "x-parallm-unused-parameters"
+_NO_HINT = {("reasoning_effort", "none"), ("verbosity", "medium")}  # ask for nothing
 
 
 @router.post(
@@ -48,20 +49,21 @@ async def create_chat_completion(
 
 async def chat_of(codec: TextCodec, body: ChatCompletionRequest) -> Conversation:
     """The chat as the model gets it."""
-    unused = unused_hints(body, codec)
-    variables = {name: value for name, value in _hints(body).items() if name not in unused}
+    variables = {name: value for name, value in _hints(body).items() if name in codec.bundle.chat_template}
     tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     return await conversation(codec, body, tools, **variables)
 
 
 def _hints(body: ChatCompletionRequest) -> dict[str, Any]:
-    """What only a template can follow: how much to reason."""
-    return {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    """What only a template can follow: how much to reason, and to say."""
+    asked = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def unused_hints(body: ChatCompletionRequest, codec: TextCodec) -> list[str]:
     """The hints of a request that the model's template does not know: the answer's headers tell of them."""
-    return [name for name in _hints(body) if name not in codec.bundle.chat_template]
+    asked = _hints(body).items()
+    return [name for name, value in asked if name not in codec.bundle.chat_template and (name, value) not in _NO_HINT]
 
 
 def with_unused(response: Response, unused: list[str]) -> Response:

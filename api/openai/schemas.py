@@ -54,7 +54,6 @@ _CHAT_OFF: Off = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "verbosity": ("medium",),
     "web_search_options": (),
     "service_tier": (
         "auto",
@@ -243,6 +242,7 @@ class ChatCompletionRequest(SamplingFields):
         default=None, description="the older form of `tool_choice`"
     )
     reasoning_effort: str | None = Field(default=None, description="for templates that know it")
+    verbosity: Literal["low", "medium", "high"] | None = Field(default=None, description="for templates that know it")
     include_reasoning: bool | None = Field(default=True, description="false: reasoning is left out (vLLM's)")
     safety_identifier: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_key: str | None = Field(default=None, description="accepted, not used")
