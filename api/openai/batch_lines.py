@@ -19,6 +19,9 @@ from api.openai.completions import encoded, plan_completion
 from api.openai.embeddings import EmbeddingRequest, embeddings_body, plan_embeddings
 from api.openai.planning import check_grammar
 from api.openai.replies import whole_body
+from api.openai.response_body import ResponseRequest
+from api.openai.responses import Answer as ResponseAnswer
+from api.openai.responses import plan_response
 from api.openai.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from api.ring import Ring
 from api.targets import Target
@@ -36,7 +39,7 @@ from shared.settings import ApiSettings
 from shared.text import TextCodec
 from shared.trajectories import Trajectory
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 Named = tuple[Any, Any, Any]  # model, adapter, policy as a line names them
 
 _UNENDED = {
@@ -155,10 +158,20 @@ async def _plan_embedding(ring: Ring, line: BatchLine, target: Target) -> list[J
     return _inputs(line, work, embedding=body.model_dump(exclude_none=True, exclude={"input"}))
 
 
+async def _plan_response(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
+    body = ResponseRequest.model_validate(line.body)
+    if body.stream:
+        raise UnsupportedParameterError("a batch's answers are not streamed", param="stream")
+    _, work, plan = await plan_response(ring, body, target)
+    asked = body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
+    return _inputs(line, work, plan=_bare(plan), response=asked)
+
+
 _PLANNERS: dict[str, Callable[[Ring, BatchLine, Target], Awaitable[list[JobInput]]]] = {
     "/v1/chat/completions": _plan_chat,
     "/v1/completions": _plan_completion,
     "/v1/embeddings": _plan_embedding,
+    "/v1/responses": _plan_response,
 }
 
 
@@ -254,6 +267,9 @@ def _body(asked: JobInput, found: Sequence[Trajectory], codec: TextCodec, model:
     plan = msgspec.convert({**asked.reply["plan"], "prompts": ()}, ReplyPlan)
     plan = msgspec.structs.replace(plan, prompts=tuple(each.prompt_ids for each in found[:: plan.n]))
     events = [_event(plan.sequence(choice), each, asked.request) for choice, each in enumerate(found)]
+    if "response" in asked.reply:
+        respond = ResponseRequest.model_validate({**asked.reply["response"], "input": "-"})
+        return ResponseAnswer(respond, plan, codec).whole(events)
     return whole_body(plan, codec, events, [each.spans for each in found] if plan.weight_versions else ())
 
 
@@ -269,10 +285,18 @@ class _Details(msgspec.Struct):
     cached_tokens: int = 0
 
 
+class _Thought(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: _Details = msgspec.field(default_factory=_Details)
+    input_tokens: int = 0  # so a response calls them
+    output_tokens: int = 0
+    input_tokens_details: _Details = msgspec.field(default_factory=_Details)
+    output_tokens_details: _Thought = msgspec.field(default_factory=_Thought)
 
 
 class _Told(msgspec.Struct):
@@ -290,7 +314,12 @@ def _usage(body: bytes, codec: TextCodec) -> LineUsage:
     thoughts = [choice.message.reasoning_content for choice in told.choices]
     reasoning = sum(len(codec.encode(thought, False)) for thought in thoughts if thought)
     used = told.usage
-    return LineUsage(used.prompt_tokens, used.prompt_tokens_details.cached_tokens, used.completion_tokens, reasoning)
+    return LineUsage(
+        used.prompt_tokens or used.input_tokens,
+        used.prompt_tokens_details.cached_tokens or used.input_tokens_details.cached_tokens,
+        used.completion_tokens or used.output_tokens,
+        reasoning or used.output_tokens_details.reasoning_tokens,
+    )
 
 
 def _event(seq: str, found: Trajectory, request: LineRequest) -> TokenEvent:

@@ -1,6 +1,6 @@
 """POST /v1/responses: OpenAI's newer way to ask, for text and functions, without state."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -63,8 +63,7 @@ async def create_response(body: ResponseRequest, request: Request, ring: Annotat
     gathered = await gather_all(ring, request, work)
     if gathered is None:
         return Response(status_code=499)
-    answer.take_all(gathered[0])
-    return with_unused(Response(msgspec.json.encode(answer.shown()), media_type="application/json"), unused)
+    return with_unused(Response(answer.whole(gathered[0]), media_type="application/json"), unused)
 
 
 def chat_body(body: ResponseRequest, skipped: int = 0) -> ChatCompletionRequest:
@@ -134,10 +133,12 @@ class Answer:
         self._finish: Finish | None = None
         self.choice = Choice(plan, codec)
 
-    def take_all(self, events: list[TokenEvent]) -> None:
-        """A whole answer; with log-probabilities event by event, which says which are the text's."""
-        for event in events if self._body.wants_logprobs else [join(events)]:
+    def whole(self, events: list[TokenEvent]) -> bytes:
+        """JSON of the response that all of its events make; with log-probabilities token by token, which says whose
+        they are."""
+        for event in _by_token(events) if self._body.wants_logprobs else [join(events)]:
             self.take(self.choice.take([event]))
+        return msgspec.json.encode(self.shown())
 
     def take(self, delta: Delta) -> list[Event]:
         """The events of a delta."""
@@ -215,6 +216,20 @@ class Answer:
             "output_tokens_details": {"reasoning_tokens": len(self._codec.encode(thought, False)) if thought else 0},
             "total_tokens": counts.total_tokens,
         }
+
+
+def _by_token(events: list[TokenEvent]) -> Iterator[TokenEvent]:
+    """Events of one token each; where the worker has made the text, there are no others than its own."""
+    for event in events:
+        if event.text is not None or len(event.tokens) < 2:
+            yield event
+            continue
+        for at, (token, logprob) in enumerate(zip(event.tokens, event.logprobs, strict=True)):
+            tops = None if event.top_logprobs is None else [event.top_logprobs[at]]
+            finish = event.finish if at == len(event.tokens) - 1 else None
+            yield TokenEvent(
+                event.seq, event.attempt, event.position + at, [token], [logprob], tops, None, event.version, finish
+            )
 
 
 async def _events(generation: Generation, answer: Answer) -> AsyncGenerator[bytes, None]:

@@ -4,13 +4,19 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 from openai.types.responses import Response
 
+from api.openai.batch_lines import BatchLine, answer, named_by, planned
 from api.openai.chat import UNUSED_HEADER
+from api.targets import find_target
+from shared.frames import TokenLogprob
+from shared.jobs import JobInput
 from shared.sequences import SequenceSpec
+from shared.trajectories import Trajectory
 from tests.redis.api_servers import Api, api
-from tests.redis.scripted_worker import CARD, Answer, ScriptedWorker, working
+from tests.redis.scripted_worker import CARD, MODEL, Answer, ScriptedWorker, working
 from tests.unit.api_texts import codec, ids
 
 LOGPROBS = ["message.output_text.logprobs"]
@@ -139,3 +145,35 @@ async def test_allowed_tools_are_taken_in_their_shape(server: Api, worker: Scrip
     wrong = json.loads(json.dumps(choice)) | {"tools": [{"type": "mcp", "name": "c"}]}
     refused = (await server.post("/v1/responses", {"input": "x", "tools": tools, "tool_choice": wrong})).json()
     assert "mcp" in refused["error"]["message"]
+
+
+async def test_a_line_of_a_batch_is_answered_as_a_request_is(server: Api, worker: ScriptedWorker) -> None:
+    body = {"input": "hi", "instructions": "be kind", "include": LOGPROBS, "max_output_tokens": 9, "request_id": "r"}
+    asked = await respond(server, **body)
+    target = await find_target(server.ring, None, session="")
+    line = BatchLine("mine", "/v1/responses", body)
+    named = named_by(line)
+    (planned_input,) = await planned(server.ring, line, named, target)
+    stored = msgspec.json.decode(msgspec.json.encode(planned_input), type=JobInput)
+    assert stored.request is not None and stored.prompt == list(worker.specs[-1].prompt_ids)
+    tokens = tuple(Answer("hello").tokens)
+    tops = tuple((TokenLogprob(token, -0.25),) for token in tokens)
+    prompt = worker.specs[-1].prompt_ids
+    done = Trajectory(0, 0, prompt, tokens, "", (-0.25,) * len(tokens), "stop", top_logprobs=tops, cached_tokens=3)
+    written = answer("b-0", stored, [done], "succeeded", codec(), MODEL)
+    told = json.loads(written.line)["response"]["body"]
+    assert told.pop("usage")["input_tokens_details"]["cached_tokens"] == 3
+    for fresh in ("created_at", "usage"):
+        asked.pop(fresh)
+    told.pop("created_at")
+    for each in (told, asked):
+        each["output"][0].pop("id")
+    shown = asked["output"][0]["content"][0]["logprobs"]
+    assert [each["token"] for each in shown] == list("hello")
+    for each in told["output"][0]["content"][0]["logprobs"]:
+        each["top_logprobs"] = []
+    assert told == asked
+    assert written.usage.input_tokens == len(prompt) and written.usage.output_tokens == len(tokens)
+    streamed = BatchLine("s", "/v1/responses", {**body, "stream": True})
+    (refused,) = await planned(server.ring, streamed, named, target)
+    assert refused.reply["error"]["error"]["param"] == "stream"
