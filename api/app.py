@@ -31,7 +31,20 @@ from api.ops.sampling import sample_forever
 from api.ops.snapshot import Snapshots
 from api.resume import stop_lingering
 from api.ring import Ring
-from api.rl import act, adapters, address, generate, jobs, pause, predict, rewards, tokenize, trainers, training
+from api.rl import (
+    act,
+    adapters,
+    address,
+    generate,
+    jobs,
+    pause,
+    predict,
+    prefix_cache,
+    rewards,
+    tokenize,
+    trainers,
+    training,
+)
 from api.tracing import telemetry
 from shared.metrics import Tally
 from shared.settings import ApiSettings
@@ -40,7 +53,7 @@ log = structlog.get_logger()
 
 ROUTED = (
     *(completions, chat, embeddings, files, batches, responses, classifications, models, streams, abortions),
-    *(act, predict, jobs, adapters, address, generate, pause, tokenize, training, trainers, rewards),
+    *(act, predict, jobs, adapters, address, generate, pause, prefix_cache, tokenize, training, trainers, rewards),
     *(health, deadletters, metrics, snapshot, dashboard),
 )
 

@@ -75,7 +75,7 @@ DOCUMENTED: tuple[KeyKind, ...] = (
     KeyKind("parallm:train:{*}:trajectories:seen", "sorted set", "job runner", "7 d", "ids, so that none comes twice"),
     KeyKind("parallm:train:{*}:orders", "stream", "api", "1 d, 32 entries", "updates and checkpoints asked for"),
     KeyKind("parallm:score:orders", "stream", "api", "1 d, 256 entries", "texts to be scored at once"),
-    KeyKind("parallm:answer:*", "string", "trainer or job runner", "10 min", "the answer to an order, JSON"),
+    KeyKind("parallm:answer:*", "string", "trainer, job runner or worker", "10 min", "the answer to an order, JSON"),
     KeyKind("parallm:{metrics}:totals", "hash", "any process", "30 d, refreshed", "counts of all processes, summed"),
     KeyKind("parallm:{metrics}:process:*", "hash", "that process", "1 d, refreshed", "what it has told of its counts"),
     KeyKind("parallm:limit:*", "string", "api", "twice its window", "requests of one API key, by name, in one window"),

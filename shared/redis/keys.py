@@ -129,7 +129,7 @@ def api(api_id: str) -> str:
 
 
 def control_channel(worker_id: str) -> str:
-    """Pub/sub channel on which a worker hears cancel and route messages."""
+    """Pub/sub channel on which a worker hears of cancelled and moved sequences, pauses and cache resets."""
     return f"{PREFIX}:ctl:{worker_id}"
 
 

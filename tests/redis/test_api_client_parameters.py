@@ -241,3 +241,19 @@ async def test_a_name_leaves_nothing_behind_and_two_may_have_it(server: Api, wor
     assert len({spec.id for spec in worker.specs}) == 2
     await settled()
     assert not [key async for key in server.ring.redis.scan_iter("parallm:named:*")]
+
+
+# -- the workers' caches
+
+
+async def test_a_reset_waits_for_every_worker_and_names_those_that_do_not_answer(
+    server: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.rl.prefix_cache.PATIENCE_S", 0.1)
+    silent = await server.http.post("/reset_prefix_cache")  # the scripted worker has no cache, and does not answer
+    assert (silent.status_code, "['w1']" in silent.json()["error"]["message"]) == (503, True)
+
+
+async def test_a_reset_has_nothing_to_wait_for_without_workers(redis_url: str) -> None:
+    async with api(redis_url) as lonely:
+        assert (await lonely.http.post("/reset_prefix_cache")).json() == {"status": "reset", "workers": []}

@@ -115,13 +115,15 @@ class Engine:
             self._end([row], Finish(reason))
 
     def freeze(self, *, clear_cache: bool) -> None:
-        """Stop computing; rows stay as they are, and deadlines count on.
-
-        `clear_cache`: no KV from before outlives this, be it of earlier prompts or of rows, which compute theirs again.
-        """
+        """Stop computing; rows stay as they are, and deadlines count on. `clear_cache`: no KV outlives this."""
         self._frozen = True
         if clear_cache:
-            self._prefixes.clear()
+            self.clear_cache(rows=True)
+
+    def clear_cache(self, *, rows: bool) -> None:
+        """Forget KV of earlier prompts; with `rows` that of running rows, too, which compute theirs again."""
+        self._prefixes.clear()
+        if rows:
             self._restart([row for row in self._rows.values() if row.admitted])
 
     def thaw(self) -> None:
