@@ -21,12 +21,15 @@ from api.openai import (
     embeddings,
     files,
     models,
+    pooling,
+    render,
     responses,
+    similarities,
     streams,
 )
 from api.openai.batch_work import BatchWork
 from api.openapi import describe_errors
-from api.ops import dashboard, deadletters, health, metrics, snapshot
+from api.ops import dashboard, deadletters, health, metrics, server_info, snapshot
 from api.ops.sampling import sample_forever
 from api.ops.snapshot import Snapshots
 from api.resume import stop_lingering
@@ -53,6 +56,7 @@ log = structlog.get_logger()
 
 ROUTED = (
     *(completions, chat, embeddings, files, batches, responses, classifications, models, streams, abortions),
+    *(similarities, pooling, render, server_info),
     *(act, predict, jobs, adapters, address, generate, pause, prefix_cache, tokenize, training, trainers, rewards),
     *(health, deadletters, metrics, snapshot, dashboard),
 )

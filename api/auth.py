@@ -16,7 +16,7 @@ from api.key_ring import ApiKey, KeyRing
 from shared.errors import AuthenticationError, ForbiddenError, SetupError
 from shared.settings import ApiSettings
 
-OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping", "/metrics"})
 
 
 class RequireKey:

@@ -51,6 +51,12 @@ class TokenOutOfRangeError(InvalidRequestError):
     code = "token_out_of_range"
 
 
+class UnsupportedModelError(InvalidRequestError):
+    """What is asked for needs something that this model does not have; the message says what."""
+
+    code = "unsupported_model"
+
+
 class InvalidGrammarError(InvalidRequestError):
     """A JSON schema, regular expression or grammar that cannot be enforced; the message says why."""
 

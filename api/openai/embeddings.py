@@ -93,7 +93,7 @@ def plan_embeddings(body: EmbeddingRequest, prompts: list[list[int]], target: Ta
 
 def embeddings_body(body: EmbeddingRequest, work: Work, vectors: list[bytes]) -> bytes:
     """JSON of the reply; `vectors` are the workers', fp32 and not normalised."""
-    shown = [_shown(body, np.frombuffer(vector, "<f4")) for vector in vectors]
+    shown = [shown_vector(body, np.frombuffer(vector, "<f4")) for vector in vectors]
     tokens = sum(map(len, work.prompts))
     return msgspec.json.encode(
         {
@@ -105,7 +105,8 @@ def embeddings_body(body: EmbeddingRequest, work: Work, vectors: list[bytes]) ->
     )
 
 
-def _shown(body: EmbeddingRequest, vector: npt.NDArray[np.float32]) -> str | list[float]:
+def shown_vector(body: EmbeddingRequest, vector: npt.NDArray[np.float32]) -> str | list[float]:
+    """One embedding as the request wants it."""
     if body.dimensions is not None:
         if body.dimensions > len(vector):
             raise InvalidRequestError(f"the model's embeddings have {len(vector)} dimensions", param="dimensions")

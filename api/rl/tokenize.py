@@ -67,6 +67,24 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
+@router.get(
+    "/tokenizer_info", summary="The tokenizer and the chat template (vLLM)", responses=error_responses(400, 404, 503)
+)
+async def tokenizer_info(ring: TheRing, model: str | None = None) -> dict[str, Any]:
+    """What is known of a model's tokenizer; its file stays where the workers have it."""
+    target = await find_job_target(ring, model, "", "follow")
+    codec = await ring.codecs.codec(target.card)
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": target.card.context_length,
+        "vocab_size": codec.vocab_size,
+        "eos_token_ids": list(target.card.eos_token_ids),
+        "tokenizer_sha256": target.card.tokenizer_sha256,
+        "chat_template": codec.bundle.chat_template or None,
+        **codec.bundle.special_tokens,
+    }
+
+
 @router.post("/tokenize", summary="Text to token ids", responses=error_responses(400, 404, 503))
 async def tokenize(body: TokenizeRequest, ring: TheRing) -> TokenizeResponse:
     """The ids that a completion (`prompt`) or a chat (`messages`) of this input would start from."""

@@ -8,9 +8,10 @@ import pytest
 
 from shared.sequences import SequenceSpec
 from shared.text import TextCodec, TokenizerBundle
+from shared.version import version
 from tests.redis import scripted_worker
 from tests.redis.api_servers import Api, api
-from tests.redis.scripted_worker import Answer, ScriptedWorker, working
+from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working
 from tests.unit.api_texts import bundle, codec
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -114,3 +115,60 @@ async def test_calls_in_the_older_form_may_stand_in_the_history(server: Api, wor
     assert response.status_code == 200, response.text
     assert '"name": "clock", "arguments": {"zone": "UTC"}' in prompt(worker)
     assert "<tool_response>\nnoon\n</tool_response>" in prompt(worker)
+
+
+async def test_a_rendered_chat_is_what_the_tokens_route_takes(server: Api, worker: ScriptedWorker) -> None:
+    body = {"messages": HELLO, "temperature": 0.5, "stop": "x", "max_tokens": 9, "logprobs": True, "request_id": "r"}
+    rendered = (await server.post("/v1/chat/completions/render", body)).json()
+    assert not worker.specs, "nothing is generated"
+    assert codec().decode(rendered["token_ids"]) == "user: hi\n"
+    assert rendered["request_id"] == "r"
+    answer = await server.post("/inference/v1/generate", rendered)
+    assert answer.status_code == 200, answer.text
+    sampling = worker.specs[-1].sampling
+    assert (sampling.temperature, sampling.stop, sampling.max_tokens) == (0.5, ("x",), 9)
+    assert answer.json()["choices"][0]["logprobs"]["content"]
+    constrained = await server.post("/v1/chat/completions/render", {**body, "response_format": {"type": "json_object"}})
+    assert (constrained.status_code, constrained.json()["error"]["param"]) == (400, "response_format")
+
+
+async def test_a_server_tells_what_it_is(server: Api) -> None:
+    async def got(path: str) -> Any:
+        response = await server.http.get(path)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    assert (await got("/version"))["version"] == version()
+    assert await got("/load") == {"server_load": 0}
+    info = await got("/server_info")
+    assert info["models"][0]["name"] == MODEL and info["limits"]["pause_new_requests"] == "wait"
+    assert not {"redis", "api_key", "sources"} & {*info["limits"], *info["models"][0]}
+    tokenizer = await got("/tokenizer_info")
+    assert tokenizer["chat_template"] == bundle().chat_template and tokenizer["eos_token"] == "<eos>"
+    for method in ("GET", "POST"):
+        pinged = await server.http.request(method, "/ping")
+        assert (pinged.status_code, pinged.content) == (200, b"")
+
+
+async def test_a_server_without_workers_does_not_answer_a_ping_with_yes(redis_url: str) -> None:
+    async with api(redis_url, api_key="secret") as lonely:
+        assert (await lonely.http.get("/ping")).status_code == 503, "and it needs no key, as no probe does"
+        assert (await lonely.http.get("/server_info")).status_code == 401
+
+
+async def test_what_no_model_here_has_is_refused_and_why(server: Api, worker: ScriptedWorker) -> None:
+    for path, body, param, said in (
+        ("/classify", {"input": "x"}, "labels", "no classifier"),
+        ("/pooling", {"input": "x", "task": "token_embed"}, "task", "head"),
+        ("/pooling", {"input": "x", "task": "classify"}, "task", "head"),
+        ("/score", {"text_1": "x"}, "text_2", "exactly one"),
+        ("/score", {"text_1": ["x", "y"], "text_2": ["a", "b", "c"]}, "text_1", "2 texts with 3"),
+        ("/score", {"queries": "x", "text_1": "y", "text_2": "z"}, "text_1", "exactly one"),
+        ("/rerank", {"query": "x", "documents": []}, "documents", "at least 1"),
+        ("/rerank", {"query": "x", "documents": [{"image": "y"}]}, "documents[0]", "string"),
+    ):
+        refused = await server.post(path, body)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, param), (path, body, error)
+        assert said in error["message"], error
+    assert not worker.specs

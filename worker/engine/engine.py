@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Set
 
 import mlx.core as mx
 
-from shared.errors import EngineError, InvalidGrammarError, InvalidRequestError, ParallmError
+from shared.errors import EngineError, InvalidGrammarError, ParallmError, UnsupportedModelError
 from shared.frames import Finish, TokenEvent
 from shared.sequences import SequenceClass
 from shared.text import TextCodec
@@ -201,7 +201,7 @@ class Engine:
             self._events.append(row.last_event(finish))
             return
         if spec.kind == "embed" and not self._model.embeds:
-            raise InvalidRequestError("this model shows no hidden states, so it makes no embeddings", param="model")
+            raise UnsupportedModelError("this model shows no hidden states, so it makes no embeddings", param="model")
         self._model.adapters.admit(row)
         if s.grammar and spec.kind == "generate":
             row.place = self._grammars.open(s.grammar, row.tokens)
