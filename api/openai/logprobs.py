@@ -11,7 +11,7 @@ from shared.text import TextCodec, TextStream
 LOWEST = -9999.0  # what OpenAI shows for a probability of nothing; JSON has no infinity
 
 
-class ChatToken(msgspec.Struct):
+class ChatToken(msgspec.Struct, gc=False):
     """A token of a chat choice."""
 
     token: str
@@ -67,6 +67,7 @@ class TokenNames:
     def __init__(self, codec: TextCodec, by_id: bool) -> None:
         self._codec = codec
         self._by_id = by_id
+        self._bytes: dict[int, list[int]] = {}
 
     def name(self, token: int) -> str:
         """The token's name."""
@@ -87,7 +88,10 @@ class TokenNames:
         ]
 
     def _chat_token(self, top: TokenLogprob) -> ChatToken:
-        return ChatToken(self.name(top.token), floored(top.logprob), list(self._codec.token_bytes(top.token)))
+        data = self._bytes.get(top.token)
+        if data is None:
+            data = self._bytes[top.token] = list(self._codec.token_bytes(top.token))
+        return ChatToken(self.name(top.token), floored(top.logprob), data)
 
     def top(self, tops: Sequence[TokenLogprob], token: int, logprob: float) -> dict[str, float]:
         """The most likely tokens and the one that was drawn, which may make one more."""
@@ -160,6 +164,11 @@ class TextOffsets:
                 built.top_logprobs.append(None if logprob is None else self._names.top(top, token, logprob))
             self._offset += len(self._stream.push([token]))
         return built
+
+
+def in_parts(shown: Sequence[Any]) -> list[Any]:
+    """A long list as JSON, position by position: written in one piece it would hold up the other threads."""
+    return [each if each is None else msgspec.Raw(msgspec.json.encode(each)) for each in shown]
 
 
 def floored(logprob: float) -> float:

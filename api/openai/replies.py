@@ -16,7 +16,7 @@ from api.errors import error_object, from_fault
 from api.generation import Events, Generation, Work, by_choice
 from api.openai.choices import Choice, Delta, ReplyPlan, join
 from api.openai.chunks import DONE, ChunkWriter, event_id, older_call, shown_call, shown_versions, usage
-from api.openai.logprobs import TextLogprobs, TextOffsets, TokenNames
+from api.openai.logprobs import TextLogprobs, TextOffsets, TokenNames, in_parts
 from api.resume import reading, remember
 from api.ring import Ring, ServedModel
 from api.sse import EventStream, until_disconnected
@@ -154,7 +154,8 @@ def _chat_choice(plan: ReplyPlan, codec: TextCodec, index: int, delta: Delta, ev
     shown = None
     if plan.logprobs is not None:
         names = TokenNames(codec, plan.name_tokens_by_id)
-        shown = {"content": names.chat(event.tokens, event.logprobs, event.top_logprobs), "refusal": None}
+        content = names.chat(event.tokens, event.logprobs, event.top_logprobs)
+        shown = {"content": in_parts(content) if plan.is_long else content, "refusal": None}
     ending = {**_ending(plan, event), "finish_reason": delta.finish_reason}
     return {"index": index, "message": _message(plan, index, delta), "logprobs": shown, **ending}
 
@@ -205,7 +206,8 @@ def _text_logprobs(plan: ReplyPlan, codec: TextCodec, names: TokenNames, index: 
 def _prompt_logprobs(plan: ReplyPlan, names: TokenNames, prompt: int, event: TokenEvent) -> Any:
     ids = plan.prompts[prompt]
     logprobs = event.prompt_logprobs or [None] * len(ids)
-    return names.of_prompt(ids, logprobs, event.prompt_top_logprobs, plan.prompt_logprobs or 0)
+    shown = names.of_prompt(ids, logprobs, event.prompt_top_logprobs, plan.prompt_logprobs or 0)
+    return in_parts(shown) if plan.is_long else shown
 
 
 def _ending(plan: ReplyPlan, event: TokenEvent) -> dict[str, Any]:
