@@ -12,15 +12,42 @@ from api import errors
 from api.context import RequestContext
 from api.generation import settled
 from api.guards import guard
-from api.openai import batches, chat, classifications, completions, embeddings, files, models, responses, streams
+from api.openai import (
+    abortions,
+    batches,
+    chat,
+    classifications,
+    completions,
+    embeddings,
+    files,
+    models,
+    pooling,
+    render,
+    responses,
+    similarities,
+    streams,
+)
 from api.openai.batch_work import BatchWork
 from api.openapi import describe_errors
-from api.ops import dashboard, deadletters, health, metrics, snapshot
+from api.ops import dashboard, deadletters, health, metrics, server_info, snapshot
 from api.ops.sampling import sample_forever
 from api.ops.snapshot import Snapshots
 from api.resume import stop_lingering
 from api.ring import Ring
-from api.rl import act, adapters, address, generate, jobs, pause, predict, rewards, tokenize, trainers, training
+from api.rl import (
+    act,
+    adapters,
+    address,
+    generate,
+    jobs,
+    pause,
+    predict,
+    prefix_cache,
+    rewards,
+    tokenize,
+    trainers,
+    training,
+)
 from api.tenants import keep_apart
 from api.tracing import telemetry
 from shared.metrics import Tally
@@ -29,8 +56,9 @@ from shared.settings import ApiSettings
 log = structlog.get_logger()
 
 ROUTED = (
-    *(completions, chat, embeddings, files, batches, responses, classifications, models, streams),
-    *(act, predict, jobs, adapters, address, generate, pause, tokenize, training, trainers, rewards),
+    *(completions, chat, embeddings, files, batches, responses, classifications, models, streams, abortions),
+    *(similarities, pooling, render, server_info),
+    *(act, predict, jobs, adapters, address, generate, pause, prefix_cache, tokenize, training, trainers, rewards),
     *(health, deadletters, metrics, snapshot, dashboard),
 )
 

@@ -18,7 +18,7 @@ from shared.errors import AuthenticationError, ForbiddenError, SetupError
 from shared.owners import ADMINS, ANYBODY, Asker
 from shared.settings import ApiSettings
 
-OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping", "/metrics"})
 
 
 class RequireKey:

@@ -28,6 +28,7 @@ from shared.errors import (
     from_code,
 )
 from shared.frames import Finish, TokenEvent
+from shared.redis.named_requests import NamedRequests
 from shared.redis.token_feed import TokenFeed
 from shared.sequences import (
     AdapterPolicy,
@@ -67,6 +68,7 @@ class Work(msgspec.Struct, frozen=True):
     pooling: Pooling = "mean"
     score_ids: tuple[tuple[int, ...], ...] = ()  # kind "score": what follows each prompt
     seed_by_prompt: bool = False  # else equal prompts draw equal samples
+    name: str = ""  # what the request calls itself
 
     def specs(
         self,
@@ -123,14 +125,16 @@ class Generation:
         self._specs: dict[str, SequenceSpec] = {}  # of a request that began here
         self._pinned: tuple[str, str] | None = None  # adapter version and owner of the pin
         self._span: WorkSpan | None = None  # while it is traced
+        self._named: tuple[str, str, str, str] | None = None  # owner, name, model and id, as they are noted
 
     @classmethod
     async def start(cls, ring: Ring, work: Work) -> "Generation":
         """Open the feed and enqueue, in the class of the caller's key.
 
-        QueueFullError when too much is waiting, ServiceUnavailableError when no worker has memory left.
+        QueueFullError when too much is waiting, ServiceUnavailableError when no worker has memory left, PausedError.
         """
         structlog.contextvars.bind_contextvars(work=work.id)  # sequences, in all processes' logs, are named after it
+        await ring.check_pause()
         await ring.check_memory(work.model)
         if work.collect is not None:
             await check_collection(ring, work.collect)
@@ -146,6 +150,7 @@ class Generation:
         generation._feed = ring.frames.open(work.model, generation._seqs)
         try:
             await generation._pin(work)
+            await generation._note_name(work)
             await ring.queue(work.model).enqueue(specs, prefer=await ring.affinity.preferred(specs))
             generation._specs = {spec.id: spec for spec in specs}
             generation._feed.on_lost = generation._lost
@@ -228,6 +233,9 @@ class Generation:
         if self._pinned is not None:
             _settle(self._unpin(*self._pinned))
             self._pinned = None
+        if self._named is not None:
+            _settle(self._forget_name(*self._named))
+            self._named = None
 
     def _note(self, failure: str) -> None:
         """For the span, if there is one: what kind of failure it was."""
@@ -241,6 +249,16 @@ class Generation:
         left_s = work.deadline_ms / 1000 - time.time() + DEADLINE_GRACE_S if work.deadline_ms else PIN_S
         await self._ring.adapters.pin_all(work.adapter, work.id, left_s)
         self._pinned = work.adapter, work.id
+
+    async def _note_name(self, work: Work) -> None:
+        """Let POST /abort_requests find it."""
+        if work.name:
+            self._named = owner(), work.name, work.model, work.id
+            await NamedRequests(self._ring.redis).add(*self._named)
+
+    async def _forget_name(self, *named: str) -> None:
+        with contextlib.suppress(RedisError, OSError):  # it ends by itself
+            await NamedRequests(self._ring.redis).remove(*named)
 
     async def _unpin(self, adapter: str, owner: str) -> None:
         with contextlib.suppress(RedisError, OSError):  # it ends by itself
@@ -268,6 +286,12 @@ class Generation:
             log.info("api.cancelled", sequences=len(seqs), first=seqs[0])
         except (RedisError, OSError) as error:
             log.warning("api.cancel_failed", error=str(error), sequences=len(seqs))
+
+
+def owner() -> str:
+    """Whose names those of this request are: the tenant's, else the API key's; "" where none is wanted."""
+    key = calling.get()
+    return asker().tenant or ("" if key is None else key.name)
 
 
 def _settle(work: Coroutine[Any, Any, None]) -> None:

@@ -25,5 +25,5 @@ def guard(app: FastAPI, settings: ApiSettings) -> None:
             allow_origins=settings.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", "x-next-after"],
+            expose_headers=["x-request-id", "retry-after", "x-next-after", "x-parallm-unused-parameters"],
         )

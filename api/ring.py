@@ -14,7 +14,7 @@ from api.auth import asker
 from api.grammars import GrammarChecker
 from api.load import Load
 from api.ordered_scores import OrderedScores
-from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownModelError
+from shared.errors import InvalidRequestError, PausedError, ServiceUnavailableError, UnknownModelError
 from shared.metrics import Tally
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.affinity import Affinity
@@ -24,6 +24,7 @@ from shared.redis.dead_letters import DeadLetters
 from shared.redis.file_store import FileStore
 from shared.redis.job_store import JobStore
 from shared.redis.metric_store import MetricWriter
+from shared.redis.pause import PauseSwitch
 from shared.redis.sequence_queue import CLASSES, SequenceQueue
 from shared.redis.token_frames import FrameReader
 from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
@@ -131,6 +132,17 @@ class Ring:
             raise ServiceUnavailableError(
                 f"every worker of model '{model}' has given out {pressure:.0%} or more of its KV memory "
                 f"(--memory-pressure-threshold {threshold}); try again shortly"
+            )
+
+    async def check_pause(self) -> None:
+        """PausedError under a pause, where this server lets no new request wait for its end."""
+        if self.settings.pause_new_requests == "wait":
+            return
+        order = await PauseSwitch(self.redis).current()
+        if order is not None:
+            raise PausedError(
+                f"the workers are paused (POST /pause, mode {order.mode}) and this server refuses new requests until "
+                "POST /resume (--pause-new-requests refuse)"
             )
 
     async def served(self, name: str | None) -> ServedModel:

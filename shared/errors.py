@@ -57,6 +57,12 @@ class TokenOutOfRangeError(InvalidRequestError):
     code = "token_out_of_range"
 
 
+class UnsupportedModelError(InvalidRequestError):
+    """What is asked for needs something that this model does not have; the message says what."""
+
+    code = "unsupported_model"
+
+
 class InvalidGrammarError(InvalidRequestError):
     """A JSON schema, regular expression or grammar that cannot be enforced; the message says why."""
 
@@ -186,6 +192,12 @@ class ServiceUnavailableError(ParallmError):
     def __init__(self, message: str, *, retry_after_s: int = 2) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class PausedError(ServiceUnavailableError):
+    """The workers are paused (POST /pause), and this server refuses new requests meanwhile."""
+
+    code = "paused"
 
 
 class DeadlineExceededError(ParallmError):

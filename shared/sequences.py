@@ -31,8 +31,8 @@ AdapterPolicy = Literal["follow", "pin"]
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """How one row draws its tokens. A row's draw depends on (seed, position) only, never on its batch.
 
-    Filters apply in this order: logit_bias and penalties on the raw logits, then the grammar's mask, temperature, and
-    top_k, top_p and min_p on the tempered distribution (vLLM's order).
+    Filters apply in this order: logit_bias and penalties on the raw logits, then allowed and bad tokens, the grammar's
+    mask, temperature, and top_k, top_p and min_p on the tempered distribution (vLLM's order).
     """
 
     max_tokens: int
@@ -54,6 +54,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     prompt_logprobs: int | None = None  # likewise for the prompt's own tokens (echo)
     shown_tokens: tuple[str, ...] = ()  # special tokens that the text of a row with stop strings does not hide
     grammar: str = ""  # llguidance's text (shared/grammar.py) of what the completion must be; "": anything
+    allowed_token_ids: tuple[int, ...] = ()  # nothing else is drawn; (): anything
+    bad_words: tuple[tuple[int, ...], ...] = ()  # ids that the completion must not contain in a row
+    logprob_token_ids: tuple[int, ...] = ()  # log-probabilities of these in the place of the top_logprobs most likely
 
 
 class Collection(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -198,6 +198,12 @@ class ApiSettings(ProcessSettings):
         description="of a request that does not say; at most what the model's context leaves",
     )
     max_prompt_tokens: int = Field(default=0, ge=0, description="0: the model's context")
+    clamp_max_tokens: bool = Field(
+        default=False, description="a request for more tokens than the model's context leaves gets those; else 400"
+    )
+    pause_new_requests: Literal["wait", "refuse"] = Field(
+        default="wait", description="what becomes of a new request while the workers are paused; refuse: 503"
+    )
     max_queue_size: int = Field(default=4096, ge=1, description="waiting interactive sequences of a model before 429")
     max_batch_queue_size: int = Field(
         default=16_384, ge=1, description="waiting batch sequences of a model before a key of class batch gets 429"

@@ -123,6 +123,11 @@ class TextCodec:
         spelling: str | None = self._tokenizer.id_to_token(token)
         return spelling
 
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """Spellings of the tokens that decoding hides."""
+        return self._special
+
     def is_special(self, spelling: str) -> bool:
         """Whether decoding hides this token."""
         return spelling in self._special
@@ -134,6 +139,8 @@ class TextCodec:
     def visible_pieces(self, shown: Iterable[str] = ()) -> "_Pieces":
         """id -> its share of the decoded text, special tokens empty, except those in `shown`."""
         special = frozenset(shown) & self._special
+        if special == self._special:
+            return self._all
         return _Pieces(self, skip_special=True, shown=special) if special else self._visible
 
 
@@ -243,7 +250,7 @@ class DecoderShape(msgspec.Struct, frozen=True):
             return _ByteStream(pieces)
         if self.kind == "pieces":
             return _PieceStream(pieces, self.strip_left)
-        return _WholeStream(codec)
+        return _WholeStream(codec, pieces)
 
 
 class _TokenizerFile(msgspec.Struct):
@@ -263,7 +270,7 @@ class _Pieces(dict[int, "str | bytes"]):
         super().__init__()
         self._shown = shown
         self._codec = codec
-        self._skip_special = skip_special
+        self.skip_special = skip_special
 
     def __missing__(self, token: int) -> str | bytes:
         piece = self._piece(token)
@@ -275,10 +282,10 @@ class _Pieces(dict[int, "str | bytes"]):
         spelling = codec.token(token)
         if spelling is None:
             return b""
-        if self._skip_special and codec.is_special(spelling) and spelling not in self._shown:
+        if self.skip_special and codec.is_special(spelling) and spelling not in self._shown:
             return b""
         if codec.decoder.kind == "whole":
-            return codec.decode([token], skip_special_tokens=self._skip_special)
+            return codec.decode([token], skip_special_tokens=self.skip_special)
         return codec.decoder.piece(spelling)
 
 
@@ -345,17 +352,21 @@ class _PieceStream:
 class _WholeStream:
     """Decodes from the start each time, for decoders of unknown shape: exact where they only ever append."""
 
-    def __init__(self, codec: TextCodec) -> None:
+    def __init__(self, codec: TextCodec, pieces: _Pieces) -> None:
         self._codec = codec
+        self._skip_special = pieces.skip_special
         self._ids: list[int] = []
         self._sent = ""
 
     def push(self, ids: Sequence[int]) -> str:
         self._ids.extend(ids)
-        return self._advance(self._codec.decode(self._ids).rstrip("\ufffd"))
+        return self._advance(self._decoded().rstrip("\ufffd"))
 
     def flush(self) -> str:
-        return self._advance(self._codec.decode(self._ids))
+        return self._advance(self._decoded())
+
+    def _decoded(self) -> str:
+        return self._codec.decode(self._ids, self._skip_special)
 
     def _advance(self, text: str) -> str:
         if not text.startswith(self._sent):

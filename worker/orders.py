@@ -1,4 +1,5 @@
-"""What a worker is told while it runs: cancel this, send that to another api, look at the pause. And whose reader died.
+"""What a worker is told while it runs: cancel this, send that to another api, look at the pause, forget cached KV. And
+whose reader died.
 
 Orders come over the worker's control channel; one that nobody heard stands in the sequence's hash as well, and is read
 there after every (re)connection.
@@ -34,6 +35,7 @@ class Orders:
         cancel: Cancel,
         flush_log: Callable[[str], None],
         look_at_pause: Callable[[], None],
+        reset_cache: Callable[[str, bool], None] = lambda order, rows: None,
     ) -> None:
         self._redis = redis
         self._listening = listening
@@ -43,6 +45,7 @@ class Orders:
         self._cancel = cancel
         self._flush_log = flush_log
         self._look_at_pause = look_at_pause
+        self._reset_cache = reset_cache
         self._early: dict[str, tuple[str, ...]] = {}  # of sequences that we do not know, or not yet
 
     async def listen(self) -> None:
@@ -82,6 +85,8 @@ class Orders:
                 self._route(seq, api)
             case ("pause",):
                 self._look_at_pause()
+            case ("reset-cache", asked, rows):
+                self._reset_cache(asked, bool(rows))
             case _:
                 log.warning("worker.unknown_control_message", order=order)
 

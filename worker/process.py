@@ -32,6 +32,7 @@ from shared.sequences import Claim, ModelCard
 from shared.settings import WorkerSettings
 from shared.text import TokenizerBundle
 from worker.adapter_sync import AdapterSync
+from worker.cache_resets import CacheResets
 from worker.claim_plan import NOTHING, claim_plan
 from worker.counts import WorkerCounts
 from worker.engine.adapters import AdapterConfig, AdapterStats
@@ -146,6 +147,7 @@ class WorkerProcess:
         self._preparing = Preparing(
             self._adapters, self.running, self._engine.submit, self._submitted, self._publisher.take
         )
+        self._cache_resets = CacheResets(self._redis, self._engine, self.id)
         self._orders = Orders(
             self._redis,
             self._control,
@@ -155,6 +157,7 @@ class WorkerProcess:
             self._engine.cancel,
             self._publisher.flush_log,
             self._pause.poke,
+            self._cache_resets.take,
         )
         await self._registry.register_model(card, tokenizer)
         self._state = "ready"

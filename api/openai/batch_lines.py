@@ -19,6 +19,9 @@ from api.openai.completions import encoded, plan_completion
 from api.openai.embeddings import EmbeddingRequest, embeddings_body, plan_embeddings
 from api.openai.planning import check_grammar
 from api.openai.replies import whole_body
+from api.openai.response_body import ResponseRequest
+from api.openai.responses import Answer as ResponseAnswer
+from api.openai.responses import plan_response
 from api.openai.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from api.ring import Ring
 from api.targets import Target
@@ -36,7 +39,7 @@ from shared.settings import ApiSettings
 from shared.text import TextCodec
 from shared.trajectories import Trajectory
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 Named = tuple[Any, Any, Any]  # model, adapter, policy as a line names them
 
 _UNENDED = {
@@ -154,6 +157,7 @@ async def _plan_chat(ring: Ring, line: BatchLine, target: Target) -> list[JobInp
     body = ChatCompletionRequest.model_validate(line.body)
     _check_sampled(body)
     work, plan = plan_chat(body, await chat_of(target.served.codec, body), target, ring.settings)
+    _check_length(plan)
     await check_grammar(ring, work, target, grammar_param(body))
     return _inputs(line, work, plan=_bare(plan))
 
@@ -164,6 +168,7 @@ async def _plan_completion(ring: Ring, line: BatchLine, target: Target) -> list[
     special = body.add_special_tokens is not False
     prompts = [await encoded(target.served.codec, prompt, special) for prompt in body.prompt]
     work, plan = plan_completion(body, prompts, target, ring.settings)
+    _check_length(plan)
     await check_grammar(ring, work, target, "structured_outputs")
     return _inputs(line, work, plan=_bare(plan))
 
@@ -176,10 +181,20 @@ async def _plan_embedding(ring: Ring, line: BatchLine, target: Target) -> list[J
     return _inputs(line, work, embedding=body.model_dump(exclude_none=True, exclude={"input"}))
 
 
+async def _plan_response(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
+    body = ResponseRequest.model_validate(line.body)
+    if body.stream:
+        raise UnsupportedParameterError("a batch's answers are not streamed", param="stream")
+    _, work, plan = await plan_response(ring, body, target)
+    asked = body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
+    return _inputs(line, work, plan=_bare(plan), response=asked)
+
+
 _PLANNERS: dict[str, Callable[[Ring, BatchLine, Target], Awaitable[list[JobInput]]]] = {
     "/v1/chat/completions": _plan_chat,
     "/v1/completions": _plan_completion,
     "/v1/embeddings": _plan_embedding,
+    "/v1/responses": _plan_response,
 }
 
 
@@ -191,6 +206,11 @@ def _check_sampled(body: SamplingFields) -> None:
         raise UnsupportedParameterError("a batch has its 'completion_window'", param="deadline_s")
     if body.collect_trajectory:
         raise UnsupportedParameterError("not in a batch: submit a rollout job", param="collect_trajectory")
+
+
+def _check_length(plan: ReplyPlan) -> None:
+    if plan.is_long:
+        raise UnsupportedParameterError("not of the whole vocabulary in a batch", param="logprobs")
 
 
 def _inputs(line: BatchLine, work: Work, **reply: Any) -> list[JobInput]:
@@ -270,6 +290,9 @@ def _body(asked: JobInput, found: Sequence[Trajectory], codec: TextCodec, model:
     plan = msgspec.convert({**asked.reply["plan"], "prompts": ()}, ReplyPlan)
     plan = msgspec.structs.replace(plan, prompts=tuple(each.prompt_ids for each in found[:: plan.n]))
     events = [_event(plan.sequence(choice), each, asked.request) for choice, each in enumerate(found)]
+    if "response" in asked.reply:
+        respond = ResponseRequest.model_validate({**asked.reply["response"], "input": "-"})
+        return ResponseAnswer(respond, plan, codec).whole(events)
     return whole_body(plan, codec, events, [each.spans for each in found] if plan.weight_versions else ())
 
 
@@ -285,10 +308,18 @@ class _Details(msgspec.Struct):
     cached_tokens: int = 0
 
 
+class _Thought(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: _Details = msgspec.field(default_factory=_Details)
+    input_tokens: int = 0  # so a response calls them
+    output_tokens: int = 0
+    input_tokens_details: _Details = msgspec.field(default_factory=_Details)
+    output_tokens_details: _Thought = msgspec.field(default_factory=_Thought)
 
 
 class _Told(msgspec.Struct):
@@ -306,7 +337,12 @@ def _usage(body: bytes, codec: TextCodec) -> LineUsage:
     thoughts = [choice.message.reasoning_content for choice in told.choices]
     reasoning = sum(len(codec.encode(thought, False)) for thought in thoughts if thought)
     used = told.usage
-    return LineUsage(used.prompt_tokens, used.prompt_tokens_details.cached_tokens, used.completion_tokens, reasoning)
+    return LineUsage(
+        used.prompt_tokens or used.input_tokens,
+        used.prompt_tokens_details.cached_tokens or used.input_tokens_details.cached_tokens,
+        used.completion_tokens or used.output_tokens,
+        reasoning or used.output_tokens_details.reasoning_tokens,
+    )
 
 
 def _event(seq: str, found: Trajectory, request: LineRequest) -> TokenEvent:

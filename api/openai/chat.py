@@ -12,17 +12,19 @@ from api.openai.choices import ReplyPlan
 from api.openai.conversations import Conversation, conversation
 from api.openai.planning import check_grammar, reply_plan, target_of, work_for
 from api.openai.replies import reply
-from api.openai.sampling import check_prompts, room_for, sampling_of
+from api.openai.sampling import check_prompts, room_for, sampling_of, top_of, truncated
 from api.openai.schemas import ChatCompletionRequest
 from api.openai.structured import grammar_of_format, grammar_of_outputs
 from api.openai.tools import ToolUse
 from api.ring import Ring, ring_of
 from api.targets import Target
-from shared.errors import UnsupportedParameterError
 from shared.settings import ApiSettings
 from shared.text import TextCodec
 
 router = APIRouter(tags=["openai"])
+
+UNUSED_HEADER = "x-parallm-unused-parameters"
+_NO_HINT = {("reasoning_effort", "none"), ("verbosity", "medium")}  # ask for nothing
 
 
 @router.post(
@@ -41,45 +43,63 @@ async def create_chat_completion(
     chat = await chat_of(target.served.codec, body)
     work, plan = plan_chat(body, chat, target, ring.settings)
     await check_grammar(ring, work, target, grammar_param(body))
-    return await reply(ring, request, target.served, work, plan, bool(body.stream))
+    response = await reply(ring, request, target.served, work, plan, bool(body.stream))
+    return with_unused(response, unused_hints(body, target.served.codec))
 
 
 async def chat_of(codec: TextCodec, body: ChatCompletionRequest) -> Conversation:
     """The chat as the model gets it."""
-    variables: dict[str, Any] = {}
-    if body.reasoning_effort is not None:
-        known = "reasoning_effort" in codec.bundle.chat_template
-        if not known and body.reasoning_effort != "none":
-            message = "the model's template knows no 'reasoning_effort'"
-            raise UnsupportedParameterError(message, param="reasoning_effort")
-        variables["reasoning_effort"] = body.reasoning_effort
+    variables = {name: value for name, value in _hints(body).items() if name in codec.bundle.chat_template}
     tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     return await conversation(codec, body, tools, **variables)
+
+
+def _hints(body: ChatCompletionRequest) -> dict[str, Any]:
+    """What only a template can follow: how much to reason, and to say."""
+    asked = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def unused_hints(body: ChatCompletionRequest, codec: TextCodec) -> list[str]:
+    """The hints of a request that the model's template does not know: the answer's headers tell of them."""
+    asked = _hints(body).items()
+    return [name for name, value in asked if name not in codec.bundle.chat_template and (name, value) not in _NO_HINT]
+
+
+def with_unused(response: Response, unused: list[str]) -> Response:
+    """The response, saying which parameters had nobody to follow them."""
+    if unused:
+        response.headers[UNUSED_HEADER] = ", ".join(unused)
+    return response
 
 
 def plan_chat(
     body: ChatCompletionRequest, chat: Conversation, target: Target, settings: ApiSettings
 ) -> tuple[Work, ReplyPlan]:
     """What to ask of the workers, and what to make of their tokens. The grammar is not checked here."""
-    card, prompt = target.served.card, chat.prompt
-    check_prompts([prompt], card, settings, "messages")
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    split = chat.split(body.include_reasoning is not False)
-    plan = reply_plan(body, target, settings, "chat", [prompt], logprobs=logprobs, split=split)
+    card = target.served.card
     newer = body.max_completion_tokens is not None
+    asked = body.max_completion_tokens if newer else body.max_tokens
+    prompt = truncated(chat.prompt, body, card, settings, asked)
+    check_prompts([prompt], card, settings, "messages")
+    logprobs = top_of((body.top_logprobs or 0) if body.logprobs else None, card, body.logprob_token_ids)
+    split = chat.split(body.include_reasoning is not False, older_calls=bool(body.functions))
+    plan = reply_plan(body, target, settings, "chat", [prompt], logprobs=logprobs, split=split)
     max_tokens = room_for(
         [prompt],
         card,
-        body.max_completion_tokens if newer else body.max_tokens,
+        asked,
         settings.default_max_tokens,
         param="max_completion_tokens" if newer else "max_tokens",
+        clamp=settings.clamp_max_tokens,
     )
     sampling = sampling_of(
         body,
         card,
         max_tokens,
         top_logprobs=logprobs or None,
-        prompt_logprobs=body.prompt_logprobs,
+        prompt_logprobs=plan.prompt_logprobs,
+        codec=target.served.codec,
         shown_tokens=() if split is None else tuple(filter(target.served.codec.is_special, split.marks)),
         grammar=chat.grammar(grammar_of_format(body.response_format) or grammar_of_outputs(body.structured_outputs)),
     )

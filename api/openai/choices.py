@@ -4,6 +4,7 @@
 api process can go on writing.
 """
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -13,6 +14,8 @@ from shared.frames import Finish, TokenEvent, TokenLogprob, VersionSpan, spans_o
 from shared.text import TextCodec, TextStream
 
 Endpoint = Literal["completions", "chat"]
+
+LONG_TOP = 128  # log-probabilities of a position
 
 
 class ReplyPlan(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -40,6 +43,24 @@ class ReplyPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     scores_only: bool = False  # the prompt is scored, nothing is generated
     deadline_ms: int = 0
     split: SplitPlan | None = None  # reasoning and tool calls that are told apart from content
+    show_special: bool = False  # the text has special tokens in it
+    name: str = ""  # what the request calls itself
+
+    @property
+    def shown_id(self) -> str:
+        """The reply's id as its client sees it. `id` is never used twice; a request's own name may be."""
+        return f"{self.id.partition('-')[0]}-{self.name}" if self.name else self.id
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it has log-probabilities of the whole vocabulary: a quarter of a million of them, at most."""
+        return max(self.logprobs or 0, self.prompt_logprobs or 0) > LONG_TOP
+
+    def shown_tokens(self, codec: TextCodec) -> Iterable[str]:
+        """Special tokens that the text does not hide."""
+        if self.show_special:
+            return codec.special_tokens
+        return () if self.split is None else self.split.marks
 
     @property
     def choices(self) -> int:
@@ -70,13 +91,16 @@ class Delta(msgspec.Struct):
     versions: tuple[VersionSpan, ...] = ()  # of the new tokens, when the request wants them
     piece: Piece | None = None  # new text taken apart, when the plan says so
     calls_ended_it: bool = False
+    older_calls: bool = False  # OpenAI's older form of them
 
     @property
     def finish_reason(self) -> str | None:
         """OpenAI's name of it."""
         if self.finish is None:
             return None
-        return "tool_calls" if self.calls_ended_it and self.finish.reason == "stop" else self.finish.reason
+        if not self.calls_ended_it or self.finish.reason != "stop":
+            return self.finish.reason
+        return "function_call" if self.older_calls else "tool_calls"
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -102,7 +126,7 @@ class Choice:
     def __init__(self, plan: ReplyPlan, codec: TextCodec, seen: Progress = NOTHING_SEEN) -> None:
         self._split = plan.split
         self._splitter = None if plan.split is None else Splitter(plan.split)
-        self._decoder = TextStream(codec, () if plan.split is None else plan.split.marks)
+        self._decoder = TextStream(codec, plan.shown_tokens(codec))
         self._eos = plan.eos_token_ids
         self._show_stop = plan.show_stop_token
         self._versions = plan.weight_versions
@@ -159,6 +183,7 @@ class Choice:
         if delta.finish is not None:
             piece.add(splitter.flush())
             whole = bool(splitter.calls) and not splitter.in_call  # a stop string may cut a call
+            delta.older_calls = self._split is not None and self._split.older
             delta.calls_ended_it = whole and self._split is not None and not self._split.named
         delta.piece = piece
 

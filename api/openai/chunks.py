@@ -16,7 +16,9 @@ from shared.text import TextCodec
 
 DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder()
-_FINISH = {None: b"null"} | {each: b'"%s"' % each.encode() for each in ("stop", "length", "tool_calls", "abort")}
+_FINISH = {None: b"null"} | {
+    each: b'"%s"' % each.encode() for each in ("stop", "length", "tool_calls", "function_call", "abort")
+}
 
 
 class ChunkWriter:
@@ -24,7 +26,7 @@ class ChunkWriter:
 
     def __init__(self, plan: ReplyPlan, codec: TextCodec) -> None:
         kind = "chat.completion.chunk" if plan.endpoint == "chat" else "text_completion"
-        start = {"id": plan.id, "object": kind, "created": plan.created, "model": plan.model}
+        start = {"id": plan.shown_id, "object": kind, "created": plan.created, "model": plan.model}
         self._head = b"data: " + _json.encode({**start, "system_fingerprint": plan.fingerprint})[:-1]
         self._tail = b',"usage":null}\n\n' if plan.include_usage else b"}\n\n"
         opened = b'"delta":' if plan.endpoint == "chat" else b'"text":'
@@ -36,7 +38,8 @@ class ChunkWriter:
         self._plain = plan.logprobs is None and not plan.token_ids and not plan.weight_versions
         self._names = TokenNames(codec, plan.name_tokens_by_id)
         top = plan.logprobs or 0
-        self._offsets = [TextOffsets(codec, self._names, top) for _ in range(plan.choices)]
+        shown = () if self._chat else plan.shown_tokens(codec)
+        self._offsets = [TextOffsets(codec, self._names, top, shown) for _ in range(plan.choices)]
 
     def role(self, index: int) -> bytes:
         """The chunk that opens a chat choice."""
@@ -133,7 +136,9 @@ def shown_piece(plan: ReplyPlan, index: int, piece: Piece) -> dict[str, Any]:
         shown["reasoning_content"] = piece.reasoning
     if piece.content:
         shown["content"] = piece.content
-    if piece.calls:
+    if piece.calls and plan.split is not None and plan.split.older:
+        shown["function_call"] = older_call(piece.calls[0])
+    elif piece.calls:
         shown["tool_calls"] = [
             {"index": part.index, **shown_call(plan.call_id(index, part.index), part)} for part in piece.calls
         ]
@@ -145,6 +150,11 @@ def shown_call(call_id: str, part: CallPart) -> dict[str, Any]:
     if not part.name:
         return {"function": {"arguments": part.arguments}}
     return {"id": call_id, "type": "function", "function": {"name": part.name, "arguments": part.arguments}}
+
+
+def older_call(part: CallPart) -> dict[str, str]:
+    """A call in OpenAI's older form, or more of one."""
+    return {**({"name": part.name} if part.name else {}), "arguments": part.arguments}
 
 
 class PromptDetails(msgspec.Struct):

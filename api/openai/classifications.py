@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
@@ -47,6 +47,32 @@ class ClassificationRequest(RequestModel):
         if not self.input:
             raise complaint("input", "nothing to classify")
         return self
+
+
+class ClassifyRequest(ClassificationRequest):
+    """POST /classify: vLLM's, of models with a classifier; here labels take its place."""
+
+    off: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "truncate_prompt_tokens": (),
+        "truncation_side": (),
+        "priority": (0,),
+        "use_activation": (True,),
+        "add_special_tokens": (True,),
+        "request_id": (),
+    }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _labels(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("labels") is None:
+            raise complaint("labels", "the models served here have no classifier: give 'labels' of your own, as texts")
+        return data
+
+
+@router.post("/classify", summary="Classify texts (vLLM)", responses=error_responses(400, 404, 413, 429, 503, 504))
+async def classify(body: ClassifyRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]) -> Response:
+    """As /v1/classifications."""
+    return await create_classifications(body, request, ring)
 
 
 @router.post(

@@ -12,13 +12,14 @@ from api.generation import Work
 from api.openai.choices import ReplyPlan
 from api.openai.planning import check_grammar, reply_plan, target_of, work_for
 from api.openai.replies import reply, whole_body
-from api.openai.sampling import check_prompts, room_for, sampling_of
+from api.openai.sampling import check_prompts, room_for, sampling_of, top_of, truncated
 from api.openai.schemas import CompletionRequest
 from api.openai.structured import grammar_of_outputs
 from api.ring import Ring, ring_of
 from api.targets import Target
 from shared.errors import InvalidRequestError
 from shared.frames import Finish, TokenEvent
+from shared.sequences import ModelCard
 from shared.settings import ApiSettings
 from shared.text import TextCodec
 
@@ -68,6 +69,8 @@ def plan_completion(
     card = served.card
     if len(prompts) * n > MAX_CHOICES:
         raise InvalidRequestError(f"at most {MAX_CHOICES} choices a request; use /v1/jobs for more", param="prompt")
+    whole = prompts
+    prompts = [truncated(prompt, body, card, settings, asked_or_default(body)) for prompt in whole]
     check_prompts(prompts, card, settings, "prompt")
     scores_only = body.max_tokens == 0
     if scores_only and n > 1:
@@ -78,33 +81,47 @@ def plan_completion(
         settings,
         "completions",
         prompts,
-        echo=_echo_texts(body, prompts, served.codec),
-        logprobs=body.logprobs,
+        echo=_echo_texts(body, whole, prompts, served.codec),
+        logprobs=top_of(body.logprobs, card, body.logprob_token_ids),
         scores_only=scores_only,
     )
     sampling = sampling_of(
         body,
         card,
-        room_for(prompts, card, body.max_tokens, DEFAULT_MAX_TOKENS),
-        top_logprobs=body.logprobs or None,
-        prompt_logprobs=_prompt_logprobs(body, scores_only),
+        room_for(prompts, card, body.max_tokens, DEFAULT_MAX_TOKENS, clamp=settings.clamp_max_tokens),
+        top_logprobs=top_of(body.logprobs, card) or None,
+        prompt_logprobs=_prompt_logprobs(body, card, scores_only),
         grammar=grammar_of_outputs(body.structured_outputs),
+        codec=served.codec,
     )
     collect = collection_of(body, target, settings, len(prompts))
     return work_for(plan, target, sampling, "score" if scores_only else "generate", collect), plan
 
 
-def _prompt_logprobs(body: CompletionRequest, scores_only: bool) -> int | None:
+def asked_or_default(body: CompletionRequest) -> int:
+    """Tokens that are to fit behind a prompt that is cut to the context."""
+    return DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+
+
+def _prompt_logprobs(body: CompletionRequest, card: ModelCard, scores_only: bool) -> int | None:
     """How many competitors of each prompt token the workers must tell: for `echo`, for vLLM's field, or for both."""
-    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None, 0 if scores_only else None]
+    echoed = top_of(body.logprobs, card) if body.echo else None
+    wanted = [top_of(body.prompt_logprobs, card), echoed, 0 if scores_only else None]
     return max((k for k in wanted if k is not None), default=None)
 
 
-def _echo_texts(body: CompletionRequest, prompts: list[list[int]], codec: TextCodec) -> tuple[str, ...]:
+def _echo_texts(
+    body: CompletionRequest, whole: list[list[int]], prompts: list[list[int]], codec: TextCodec
+) -> tuple[str, ...]:
+    """What the client wrote; of ids, and of a prompt that was cut, the text that they stand for."""
     if not body.echo:
         return ()
-    texts = zip(body.prompt, prompts, strict=True)
-    return tuple(asked if isinstance(asked, str) else codec.decode(ids) for asked, ids in texts)
+    hides = body.skip_special_tokens is not False
+    texts = zip(body.prompt, whole, prompts, strict=True)
+    return tuple(
+        asked if isinstance(asked, str) and len(ids) == len(all_) else codec.decode(ids, hides)
+        for asked, all_, ids in texts
+    )
 
 
 def _echoed(plan: ReplyPlan, codec: TextCodec) -> bytes:

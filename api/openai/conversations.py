@@ -1,6 +1,7 @@
 """From messages to prompt ids: the chat template, what it is told of tools, and where it leaves the model."""
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ import msgspec
 from api.openai.completions import ENCODE_IN_THREAD_CHARS
 from api.openai.messages import ChatMessage
 from api.openai.pieces import SplitPlan, Thinking
-from api.openai.thinking import behind_thinking, marks_of, thinking_after
+from api.openai.thinking import behind_thinking, marks_of, thinking_after, thinking_within
 from api.openai.tools import ToolUse, for_template, knows_tools
 from shared.errors import InvalidRequestError
 from shared.text import TextCodec
@@ -34,6 +35,10 @@ class ChatFields(Protocol):
         """Whether the answer begins."""
 
     @property
+    def continue_final_message(self) -> bool | None:
+        """Whether the answer goes on with the last message."""
+
+    @property
     def add_special_tokens(self) -> bool | None:
         """Whether the tokenizer adds its own."""
 
@@ -48,7 +53,7 @@ class Conversation:
     thinking: Thinking
     think_marks: tuple[str, str] | None
 
-    def split(self, show_thinking: bool) -> SplitPlan | None:
+    def split(self, show_thinking: bool, *, older_calls: bool = False) -> SplitPlan | None:
         """How the answer is taken apart; None when it is content only."""
         if self.tools is None and not self.thinking:
             return None
@@ -63,6 +68,7 @@ class Conversation:
             parallel=self.tools.parallel,
             sure=self.tools.forced,
             named=self.tools.named,
+            older=older_calls,
         )
 
     def grammar(self, wanted: str) -> str:
@@ -79,8 +85,12 @@ async def conversation(
     """Render and encode a chat; InvalidRequestError when the template refuses it."""
     text = _rendered(codec, body, tools, variables)
     ids = await _encoded(codec, text, bool(body.add_special_tokens))
-    marks = marks_of(codec) if body.add_generation_prompt is not False else None
-    return Conversation(codec, ids, tools, "" if marks is None else thinking_after(text, marks), marks)
+    goes_on = bool(body.continue_final_message)
+    marks = marks_of(codec) if goes_on or body.add_generation_prompt is not False else None
+    thinking: Thinking = "" if marks is None else thinking_after(text, marks)
+    if goes_on and thinking == "may" and marks is not None:  # it cannot begin with reasoning any more
+        thinking = thinking_within(_last_text(body.messages), marks)
+    return Conversation(codec, ids, tools, thinking, marks)
 
 
 async def encoded_chat(codec: TextCodec, body: ChatFields) -> list[int]:
@@ -92,12 +102,28 @@ def _rendered(codec: TextCodec, body: ChatFields, tools: ToolUse | None, variabl
     asked = body.chat_template_kwargs or {}
     if wrong := sorted(asked.keys() & _OWN_VARIABLES):
         raise InvalidRequestError(f"'{wrong[0]}' is not a template variable of its own", param="chat_template_kwargs")
-    return codec.render_chat(
-        for_template(template_messages(body.messages), tools, codec),
-        add_generation_prompt=body.add_generation_prompt is not False,
+    messages, mark = template_messages(body.messages), ""
+    if body.continue_final_message:
+        mark = f"the-end-{secrets.token_hex(12)}"
+        messages[-1]["content"] += mark
+    text = codec.render_chat(
+        for_template(messages, tools, codec),
+        add_generation_prompt=body.add_generation_prompt is not False and not mark,
         tools=tools.shown if tools is not None and knows_tools(codec) else None,
         **{**variables, **asked},
     )
+    if not mark:
+        return text
+    begun, found, _ = text.rpartition(mark)  # what the template puts behind a message ends it
+    if not found:
+        reason = "the model's chat template does not show the last message's text, so nothing can go on with it"
+        raise InvalidRequestError(reason, param="continue_final_message")
+    return begun
+
+
+def _last_text(messages: Sequence[ChatMessage]) -> str:
+    content = messages[-1].content
+    return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
 
 async def _encoded(codec: TextCodec, text: str, special: bool) -> list[int]:

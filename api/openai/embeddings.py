@@ -2,7 +2,7 @@
 
 import base64
 import uuid
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -14,10 +14,10 @@ from starlette.responses import Response
 from api.errors import error_responses
 from api.generation import Work
 from api.openai.completions import encoded
-from api.openai.fields import Prompts, RequestModel
+from api.openai.fields import Priority, Prompts, RequestModel, Truncation, TruncationSide
 from api.openai.planning import target_of
 from api.openai.replies import gather_all
-from api.openai.sampling import check_prompts, deadline
+from api.openai.sampling import check_prompts, deadline, truncated
 from api.ring import Ring, ring_of
 from api.targets import Target
 from shared.errors import InvalidRequestError
@@ -30,8 +30,6 @@ router = APIRouter(tags=["openai"])
 class EmbeddingRequest(RequestModel):
     """POST /v1/embeddings."""
 
-    off: ClassVar[dict[str, tuple[Any, ...]]] = {"truncate_prompt_tokens": (), "priority": (0,)}
-
     input: Prompts
     model: str | None = Field(default=None, description="a served model or an adapter on one")
     encoding_format: Literal["float", "base64"] | None = Field(default="float", description="base64: of fp32 LE")
@@ -40,6 +38,9 @@ class EmbeddingRequest(RequestModel):
     )
     user: str | None = Field(default=None, description="a session: it stays with its choice of an adapter split")
     # vLLM's
+    truncate_prompt_tokens: Truncation = None
+    truncation_side: TruncationSide = None
+    priority: Priority = None
     normalize: bool | None = Field(default=True, description="to length 1")
     add_special_tokens: bool | None = True
     # ours
@@ -74,10 +75,12 @@ async def create_embeddings(
 
 def plan_embeddings(body: EmbeddingRequest, prompts: list[list[int]], target: Target, settings: ApiSettings) -> Work:
     """What to ask of the workers."""
-    check_prompts(prompts, target.served.card, settings, "input")
+    card = target.served.card
+    prompts = [truncated(prompt, body, card, settings, 0) for prompt in prompts]
+    check_prompts(prompts, card, settings, "input")
     return Work(
         id=f"embd-{uuid.uuid4().hex}",
-        model=target.served.card.name,
+        model=card.name,
         prompts=tuple(map(tuple, prompts)),
         sampling=SamplingParams(max_tokens=0, seed=0),
         kind="embed",
@@ -90,7 +93,7 @@ def plan_embeddings(body: EmbeddingRequest, prompts: list[list[int]], target: Ta
 
 def embeddings_body(body: EmbeddingRequest, work: Work, vectors: list[bytes]) -> bytes:
     """JSON of the reply; `vectors` are the workers', fp32 and not normalised."""
-    shown = [_shown(body, np.frombuffer(vector, "<f4")) for vector in vectors]
+    shown = [shown_vector(body, np.frombuffer(vector, "<f4")) for vector in vectors]
     tokens = sum(map(len, work.prompts))
     return msgspec.json.encode(
         {
@@ -102,7 +105,8 @@ def embeddings_body(body: EmbeddingRequest, work: Work, vectors: list[bytes]) ->
     )
 
 
-def _shown(body: EmbeddingRequest, vector: npt.NDArray[np.float32]) -> str | list[float]:
+def shown_vector(body: EmbeddingRequest, vector: npt.NDArray[np.float32]) -> str | list[float]:
+    """One embedding as the request wants it."""
     if body.dimensions is not None:
         if body.dimensions > len(vector):
             raise InvalidRequestError(f"the model's embeddings have {len(vector)} dimensions", param="dimensions")

@@ -5,7 +5,7 @@ is refused, since ignoring it would change what the answer means.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -118,6 +118,19 @@ def _bias_amount(token: Any, amount: Any) -> float:
     return number
 
 
+def _priority(value: Any) -> Any:
+    if value is None or (type(value) is int and value == 0):
+        return None
+    reason = "sequences run in the order in which they come; what goes first is the class of the API key"
+    raise complaint("", reason, unsupported=True)
+
+
+def _truncation(value: Any) -> Any:
+    if value == 0 and value is not False:
+        raise complaint("", "at least 1, or -1 for what the context leaves")
+    return value
+
+
 Stop = Annotated[
     tuple[str, ...],
     BeforeValidator(_stop),
@@ -137,6 +150,16 @@ Prompts = Annotated[
             ],
         }
     ),
+]
+Priority = Annotated[int | None, BeforeValidator(_priority), Field(default=None, description="0; any other is refused")]
+Truncation = Annotated[
+    Annotated[int, Field(strict=True, ge=-1, lt=2**63)] | None,
+    BeforeValidator(_truncation),
+    Field(default=None, description="a longer prompt is cut to so many tokens; -1: to what the context leaves"),
+]
+TruncationSide = Annotated[
+    Literal["left", "right"] | None,
+    Field(default=None, description="where it is cut; left, the default, keeps the prompt's end"),
 ]
 LogitBias = Annotated[
     dict[int, float],

@@ -24,6 +24,7 @@ TheRing = Annotated[Ring, Depends(ring_of)]
 
 TTL_S = 7 * DAY_S  # of a file that does not say
 MIN_TTL_S, MAX_TTL_S = 3_600, 30 * DAY_S  # OpenAI's
+PURPOSES = ("batch", "fine-tune", "evals", "user_data", "assistants", "vision")  # only a batch reads one here
 _FIELDS = frozenset({"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"})
 _BODY = {
     "requestBody": {
@@ -35,7 +36,7 @@ _BODY = {
                     "required": ["file", "purpose"],
                     "properties": {
                         "file": {"type": "string", "format": "binary", "description": "JSONL, one request a line"},
-                        "purpose": {"type": "string", "enum": ["batch"]},
+                        "purpose": {"type": "string", "enum": list(PURPOSES)},
                         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
                         "expires_after[seconds]": {"type": "integer", "minimum": MIN_TTL_S, "maximum": MAX_TTL_S},
                     },
@@ -54,43 +55,44 @@ _BODY = {
     responses={200: {"description": "The file object"}, **error_responses(400, 413, 503)},
 )
 async def upload_file(request: Request, ring: TheRing) -> Response:
-    """A file for a batch; it lives for a week, or as long as `expires_after` says."""
+    """A file, as a rule for a batch; it lives for a week, or as long as `expires_after` says."""
     if not is_multipart(request.headers):
         raise InvalidRequestError("a file is uploaded as multipart/form-data with 'file' and 'purpose'", param="file")
     async with request.form(max_files=1, max_fields=8, max_part_size=4096) as form:
-        file, ttl_s = _checked(form)
+        file, purpose, ttl_s = _checked(form)
         writer = ring.files.writer()
         try:
             while data := await file.read(CHUNK_BYTES):
                 await writer.add(data)
             if not writer.size:
                 raise InvalidRequestError("the file is empty", param="file")
-            stored = await writer.close(_shown_name(file.filename), "batch", ttl_s, asker().tenant)
+            stored = await writer.close(_shown_name(file.filename), purpose, ttl_s, asker().tenant)
         except BaseException:
             await writer.discard()
             raise
     return json_reply(file_object(stored))
 
 
-def _checked(form: FormData) -> tuple[UploadFile, int]:
+def _checked(form: FormData) -> tuple[UploadFile, str, int]:
+    """File, purpose and seconds to live."""
     for name in form:
         if name not in _FIELDS:
             raise UnsupportedParameterError(f"unknown parameter '{name}'", param=name)
     file, purpose = form.get("file"), form.get("purpose")
     if not isinstance(file, UploadFile):
         raise InvalidRequestError("the form field 'file' is required, as a file", param="file")
-    if purpose != "batch":
-        raise InvalidRequestError("'purpose' must be 'batch': files are for batches here", param="purpose")
+    if not isinstance(purpose, str) or purpose not in PURPOSES:
+        raise InvalidRequestError(f"'purpose' must be one of {', '.join(PURPOSES)}", param="purpose")
     anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
     if anchor is None and seconds is None:
-        return file, TTL_S
+        return file, purpose, TTL_S
     if anchor != "created_at":
         raise InvalidRequestError("must be 'created_at'", param="expires_after[anchor]")
     if not isinstance(seconds, str) or not re.fullmatch(r"[0-9]{1,9}", seconds):
         raise InvalidRequestError("must be a number of seconds", param="expires_after[seconds]")
     if not MIN_TTL_S <= int(seconds) <= MAX_TTL_S:
         raise InvalidRequestError(f"must be from {MIN_TTL_S} to {MAX_TTL_S}", param="expires_after[seconds]")
-    return file, int(seconds)
+    return file, purpose, int(seconds)
 
 
 def _shown_name(name: str | None) -> str:
@@ -102,7 +104,7 @@ def _shown_name(name: str | None) -> str:
 @router.get("/v1/files", summary="List files", response_class=Response, responses={**error_responses(400, 404)})
 async def list_files(
     ring: TheRing,
-    purpose: Annotated[str, Query(description="batch or batch_output; without it all")] = "",
+    purpose: Annotated[str, Query(description="such as batch or batch_output; without it all")] = "",
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     after: Annotated[str, Query(description="the id after which to go on")] = "",
     order: Literal["asc", "desc"] = "desc",

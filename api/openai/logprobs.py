@@ -1,6 +1,6 @@
 """Log-probabilities in OpenAI's two forms and in vLLM's form of prompt log-probabilities."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -11,7 +11,7 @@ from shared.text import TextCodec, TextStream
 LOWEST = -9999.0  # what OpenAI shows for a probability of nothing; JSON has no infinity
 
 
-class ChatToken(msgspec.Struct):
+class ChatToken(msgspec.Struct, gc=False):
     """A token of a chat choice."""
 
     token: str
@@ -67,6 +67,7 @@ class TokenNames:
     def __init__(self, codec: TextCodec, by_id: bool) -> None:
         self._codec = codec
         self._by_id = by_id
+        self._bytes: dict[int, list[int]] = {}
 
     def name(self, token: int) -> str:
         """The token's name."""
@@ -87,7 +88,10 @@ class TokenNames:
         ]
 
     def _chat_token(self, top: TokenLogprob) -> ChatToken:
-        return ChatToken(self.name(top.token), floored(top.logprob), list(self._codec.token_bytes(top.token)))
+        data = self._bytes.get(top.token)
+        if data is None:
+            data = self._bytes[top.token] = list(self._codec.token_bytes(top.token))
+        return ChatToken(self.name(top.token), floored(top.logprob), data)
 
     def top(self, tops: Sequence[TokenLogprob], token: int, logprob: float) -> dict[str, float]:
         """The most likely tokens and the one that was drawn, which may make one more."""
@@ -122,11 +126,12 @@ class TokenNames:
 class TextOffsets:
     """Builds the legacy form piece by piece; an offset is where the token's text begins in the choice's text."""
 
-    def __init__(self, codec: TextCodec, names: TokenNames, top: int) -> None:
+    def __init__(self, codec: TextCodec, names: TokenNames, top: int, shown: Iterable[str] = ()) -> None:
         self._names = names
         self._top = top
         self._codec = codec
-        self._stream = TextStream(codec)
+        self._shown = shown
+        self._stream = TextStream(codec, shown)
         self._offset = 0
 
     def prompt(
@@ -138,7 +143,7 @@ class TextOffsets:
     ) -> TextLogprobs:
         """The echoed prompt's part; the first token has no log-probability."""
         built = self.completion(prompt, logprobs, tops)
-        self._stream = TextStream(self._codec)
+        self._stream = TextStream(self._codec, self._shown)
         self._offset = len(text)
         return built
 
@@ -159,6 +164,11 @@ class TextOffsets:
                 built.top_logprobs.append(None if logprob is None else self._names.top(top, token, logprob))
             self._offset += len(self._stream.push([token]))
         return built
+
+
+def in_parts(shown: Sequence[Any]) -> list[Any]:
+    """A long list as JSON, position by position: written in one piece it would hold up the other threads."""
+    return [each if each is None else msgspec.Raw(msgspec.json.encode(each)) for each in shown]
 
 
 def floored(logprob: float) -> float:

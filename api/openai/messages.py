@@ -1,12 +1,27 @@
 """The messages of a chat."""
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from api.openai.fields import HistoryModel, complaint
 
 Off = dict[str, tuple[Any, ...]]
+
+ContinueFinalMessage = Annotated[
+    bool | None, Field(description="the answer goes on with the last message, which is left open (vLLM's)")
+]
+
+
+def check_continued(body: BaseModel) -> None:
+    """Refuse what contradicts `continue_final_message`: an answer that begins anew, or nothing to go on with."""
+    if not getattr(body, "continue_final_message", False):
+        return
+    if "add_generation_prompt" in body.model_fields_set and getattr(body, "add_generation_prompt", False):
+        raise complaint("continue_final_message", "it does not go with 'add_generation_prompt': true")
+    messages: list[ChatMessage] = getattr(body, "messages", [])
+    if not messages or not messages[-1].content or messages[-1].tool_calls:
+        raise complaint("continue_final_message", "the last message must be text")
 
 
 class ContentPart(HistoryModel):
@@ -60,6 +75,20 @@ class ChatMessage(HistoryModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_calls(cls, data: Any) -> Any:
+        """OpenAI's older form of a call and of what it brought."""
+        if not isinstance(data, dict):
+            return data
+        if data.get("role") == "function":
+            return {**data, "role": "tool", "tool_call_id": data.get("tool_call_id") or data.get("name")}
+        call = data.get("function_call")
+        if not isinstance(call, dict) or data.get("tool_calls"):
+            return data
+        calls = [{"id": call.get("name"), "type": "function", "function": call}]
+        return {**{name: value for name, value in data.items() if name != "function_call"}, "tool_calls": calls}
 
     @model_validator(mode="before")
     @classmethod

@@ -24,6 +24,7 @@ class SplitPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     parallel: bool = True  # else only the first call counts
     sure: bool = False  # a grammar makes every call a call in Hermes' form
     named: bool = False  # the request named the function: OpenAI's finish_reason is then "stop"
+    older: bool = False  # a call is shown in OpenAI's older form, `function_call`
     thinking: Thinking = ""  # open: the prompt ended inside; may: the completion may begin with it
     think_start: str = ""
     think_end: str = ""

@@ -8,7 +8,7 @@ from fastapi import Request
 
 from api.generation import Work
 from api.openai.choices import Endpoint, ReplyPlan
-from api.openai.sampling import deadline
+from api.openai.sampling import check_whole_logprobs, deadline, top_of
 from api.openai.schemas import SamplingFields
 from api.ring import Ring
 from api.targets import Target, find_target
@@ -84,7 +84,7 @@ def reply_plan(
         fingerprint=target.fingerprint,
         prompts=tuple(map(tuple, prompts)),
         n=body.n or 1,
-        prompt_logprobs=body.prompt_logprobs,
+        prompt_logprobs=top_of(body.prompt_logprobs, served.card),
         include_usage=bool(streamed and streamed.include_usage),
         usage_so_far=bool(streamed and streamed.include_usage and streamed.continuous_usage_stats),
         event_ids=bool(streamed and streamed.include_event_ids),
@@ -93,6 +93,8 @@ def reply_plan(
         name_tokens_by_id=bool(body.return_tokens_as_token_ids),
         eos_token_ids=served.card.eos_token_ids,
         show_stop_token=bool(body.include_stop_str_in_output),
+        show_special=body.skip_special_tokens is False,
+        name=body.request_id or "",
         deadline_ms=deadline(settings, body.deadline_s),
         **shape,
     )
@@ -108,6 +110,7 @@ def work_for(
     """The sequences behind a plan's choices."""
     if collect is not None and kind == "score":
         raise InvalidRequestError("a trajectory needs generated tokens: 'max_tokens' 0 has none", param="max_tokens")
+    check_whole_logprobs(sampling, plan.prompts, plan.n, target.served.card)
     return Work(
         id=plan.id,
         model=plan.served,
@@ -120,4 +123,5 @@ def work_for(
         adapter_policy=target.policy,
         deadline_ms=plan.deadline_ms,
         collect=collect,
+        name=plan.name,
     )

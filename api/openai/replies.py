@@ -1,7 +1,10 @@
 """Answer a request: as a stream of chunks, or whole. Both begin with sequences in flight and a plan of the reply."""
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,8 +15,8 @@ from starlette.responses import Response
 from api.errors import error_object, from_fault
 from api.generation import Events, Generation, Work, by_choice
 from api.openai.choices import Choice, Delta, ReplyPlan, join
-from api.openai.chunks import DONE, ChunkWriter, event_id, shown_call, shown_versions, usage
-from api.openai.logprobs import TextLogprobs, TextOffsets, TokenNames
+from api.openai.chunks import DONE, ChunkWriter, event_id, older_call, shown_call, shown_versions, usage
+from api.openai.logprobs import TextLogprobs, TextOffsets, TokenNames, in_parts
 from api.resume import reading, remember
 from api.ring import Ring, ServedModel
 from api.sse import EventStream, until_disconnected
@@ -21,6 +24,8 @@ from shared.frames import TokenEvent, VersionSpan, spans_of
 from shared.text import TextCodec
 
 log = structlog.get_logger()
+
+_long_writes = ThreadPoolExecutor(1, "long-answers")  # one at a time, beside the event loop
 
 
 async def reply(
@@ -36,8 +41,13 @@ async def reply(
     if gathered is None:
         return Response(status_code=499)
     spans = [spans_of(events) for events in gathered] if plan.weight_versions else ()
-    body = whole_body(plan, served.codec, [join(events) for events in gathered], spans)
-    return Response(body, media_type="application/json")
+    write = partial(whole_body, plan, served.codec, [join(events) for events in gathered], spans)
+    return Response(await written(plan, write), media_type="application/json")
+
+
+async def written(plan: ReplyPlan, write: Callable[[], bytes]) -> bytes:
+    """What `write` gives; for a long answer beside the event loop."""
+    return await asyncio.get_running_loop().run_in_executor(_long_writes, write) if plan.is_long else write()
 
 
 async def gather_all(ring: Ring, request: Request, work: Work) -> list[list[TokenEvent]] | None:
@@ -121,7 +131,7 @@ def whole_body(
     deltas = [choice.take([event]) for choice, event in zip(choices, gathered, strict=True)]
     shape = _chat_choice if plan.endpoint == "chat" else _text_choice
     body: dict[str, Any] = {
-        "id": plan.id,
+        "id": plan.shown_id,
         "object": "chat.completion" if plan.endpoint == "chat" else "text_completion",
         "created": plan.created,
         "model": plan.model,
@@ -144,7 +154,8 @@ def _chat_choice(plan: ReplyPlan, codec: TextCodec, index: int, delta: Delta, ev
     shown = None
     if plan.logprobs is not None:
         names = TokenNames(codec, plan.name_tokens_by_id)
-        shown = {"content": names.chat(event.tokens, event.logprobs, event.top_logprobs), "refusal": None}
+        content = names.chat(event.tokens, event.logprobs, event.top_logprobs)
+        shown = {"content": in_parts(content) if plan.is_long else content, "refusal": None}
     ending = {**_ending(plan, event), "finish_reason": delta.finish_reason}
     return {"index": index, "message": _message(plan, index, delta), "logprobs": shown, **ending}
 
@@ -156,7 +167,10 @@ def _message(plan: ReplyPlan, index: int, delta: Delta) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": piece.content, "refusal": None}
     if piece.reasoning:
         message["reasoning_content"] = piece.reasoning
-    if piece.calls:
+    if piece.calls and plan.split is not None and plan.split.older:
+        message["content"] = piece.content or None
+        message["function_call"] = older_call(piece.calls[0])
+    elif piece.calls:
         message["content"] = piece.content or None
         message["tool_calls"] = [shown_call(plan.call_id(index, call.index), call) for call in piece.calls]
     return message
@@ -179,7 +193,7 @@ def _text_choice(plan: ReplyPlan, codec: TextCodec, index: int, delta: Delta, ev
 
 
 def _text_logprobs(plan: ReplyPlan, codec: TextCodec, names: TokenNames, index: int, event: TokenEvent) -> TextLogprobs:
-    offsets = TextOffsets(codec, names, plan.logprobs or 0)
+    offsets = TextOffsets(codec, names, plan.logprobs or 0, plan.shown_tokens(codec))
     echoed = TextLogprobs()
     prompt = index // plan.n
     if plan.echo and event.prompt_logprobs is not None:
@@ -192,7 +206,8 @@ def _text_logprobs(plan: ReplyPlan, codec: TextCodec, names: TokenNames, index: 
 def _prompt_logprobs(plan: ReplyPlan, names: TokenNames, prompt: int, event: TokenEvent) -> Any:
     ids = plan.prompts[prompt]
     logprobs = event.prompt_logprobs or [None] * len(ids)
-    return names.of_prompt(ids, logprobs, event.prompt_top_logprobs, plan.prompt_logprobs or 0)
+    shown = names.of_prompt(ids, logprobs, event.prompt_top_logprobs, plan.prompt_logprobs or 0)
+    return in_parts(shown) if plan.is_long else shown
 
 
 def _ending(plan: ReplyPlan, event: TokenEvent) -> dict[str, Any]:

@@ -165,6 +165,19 @@ class FunctionChoice(RequestModel):
     name: str
 
 
+class AllowedFunctions(RequestModel):
+    """Some of the tools, and whether one of them must be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[Annotated[FunctionChoice, _known_type("function")]] = Field(min_length=1, max_length=128)
+
+
+# Reasoning comes as text, so there is nothing to decrypt.
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+LOGPROBS = "message.output_text.logprobs"
+
+
 class TextFormat(RequestModel):
     """What the text must be."""
 
@@ -184,9 +197,8 @@ class TextFormat(RequestModel):
 class TextConfig(RequestModel):
     """How the text comes."""
 
-    off: ClassVar[Off] = {"verbosity": ("medium",)}
-
     format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(default=None, description="for templates that know it")
 
 
 class Reasoning(RequestModel):
@@ -211,10 +223,6 @@ class ResponseRequest(RequestModel):
         "conversation": (),
         "background": (False,),
         "prompt": (),
-        "include": ([], ["reasoning.encrypted_content"]),  # reasoning comes as text: there is nothing to decrypt
-        "truncation": ("disabled",),
-        "max_tool_calls": (),
-        "top_logprobs": (0,),
         "stream_options": ({}, {"include_obfuscation": False}),
         "service_tier": ("auto", "default"),
         "context_management": (),
@@ -233,8 +241,24 @@ class ResponseRequest(RequestModel):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     tools: list[Annotated[FunctionTool, _known_type("function")]] | None = Field(default=None, max_length=128)
-    tool_choice: Annotated[Literal["none", "auto", "required"] | FunctionChoice | None, _known_type("function")] = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"]
+        | Annotated[
+            Annotated[FunctionChoice, Tag("<function>")] | Annotated[AllowedFunctions, Tag("<allowed_tools>")],
+            Discriminator(_tag),
+        ]
+        | None,
+        _known_type("function", "allowed_tools"),
+    ] = None
     parallel_tool_calls: bool | None = True
+    max_tool_calls: int | None = Field(
+        default=None, ge=1, description="of built-in tools, of which there are none: it comes back with the response"
+    )
+    include: list[Included] | None = Field(default=None, description="what comes besides the text")
+    top_logprobs: int | None = Field(default=None, ge=0, le=20, description="with the log-probabilities of `include`")
+    truncation: Literal["auto", "disabled"] | None = Field(
+        default=None, description="auto: of an input that does not fit the context the oldest turns go"
+    )
     metadata: dict[str, str] | None = Field(default=None, description="comes back with the response")
     user: str | None = Field(default=None, description="a session: it stays with its choice of an adapter split")
     safety_identifier: str | None = Field(default=None, description="accepted, not used")
@@ -247,25 +271,74 @@ class ResponseRequest(RequestModel):
     lora_adapter: str | None = None
     adapter_policy: AdapterPolicy | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # vLLM's, as on /v1/chat/completions
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    priority: int | None = None
+    request_id: str | None = None
 
-    def chat(self) -> ChatCompletionRequest:
-        """The same request to /v1/chat/completions."""
+    @model_validator(mode="after")
+    def _possible(self) -> "ResponseRequest":
+        if self.top_logprobs and not self.wants_logprobs:
+            raise complaint("top_logprobs", f"'top_logprobs' needs 'include': [\"{LOGPROBS}\"]")
+        return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the text comes with log-probabilities."""
+        return LOGPROBS in (self.include or ())
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The input as messages of a chat."""
+        return _messages(self.instructions, self.input)
+
+    def chat(self, skipped: int = 0) -> ChatCompletionRequest:
+        """The same request to /v1/chat/completions; `skipped`: so many of its oldest turns are left out."""
         body: dict[str, Any] = {
-            "messages": _messages(self.instructions, self.input),
+            "messages": without_turns(self.messages(), skipped),
+            "logprobs": self.wants_logprobs,
+            "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
+            "verbosity": None if self.text is None else self.text.verbosity,
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self._format(),
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
         for name in ("model", "temperature", "top_p", "user", "seed", "adapter", "lora_adapter", "adapter_policy",
-                     "chat_template_kwargs", "parallel_tool_calls"):  # fmt: skip
+                     "chat_template_kwargs", "parallel_tool_calls", "top_k", "min_p", "presence_penalty",
+                     "frequency_penalty", "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
+                     "min_tokens", "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids",
+                     "bad_words", "truncate_prompt_tokens", "truncation_side", "structured_outputs", "priority",
+                     "request_id"):  # fmt: skip
             body[name] = getattr(self, name)
         if self.tools:
             functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools]
             body["tools"] = [{"type": "function", "function": each} for each in functions]
-        choice = self.tool_choice
-        named = isinstance(choice, FunctionChoice)
-        body["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice  # type: ignore[union-attr]
+        body["tool_choice"] = self._choice()
         return ChatCompletionRequest.model_validate(body)
+
+    def _choice(self) -> Any:
+        choice = self.tool_choice
+        if isinstance(choice, FunctionChoice):
+            return _named(choice)
+        if isinstance(choice, AllowedFunctions):
+            allowed = {"mode": choice.mode, "tools": [_named(each) for each in choice.tools]}
+            return {"type": choice.type, "allowed_tools": allowed}
+        return choice
 
     def _format(self) -> dict[str, Any] | None:
         wanted = None if self.text is None else self.text.format
@@ -274,6 +347,27 @@ class ResponseRequest(RequestModel):
         if wanted.type != "json_schema":
             return {"type": wanted.type}
         return {"type": wanted.type, "json_schema": {"name": wanted.name, "schema": wanted.schema_}}
+
+
+def _named(choice: FunctionChoice) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def without_turns(messages: list[dict[str, Any]], skipped: int) -> list[dict[str, Any]]:
+    """Messages without the oldest turns: a turn begins with a user's message. What the system says stays."""
+    if not skipped:
+        return messages
+    starts = turn_starts(messages)
+    return [each for at, each in enumerate(messages) if at >= starts[skipped] or _is_system(each)]
+
+
+def turn_starts(messages: list[dict[str, Any]]) -> list[int]:
+    """Where each turn begins."""
+    return [0, *(at for at, each in enumerate(messages) if at and each["role"] == "user")]
+
+
+def _is_system(message: dict[str, Any]) -> bool:
+    return message["role"] in ("system", "developer")
 
 
 def _messages(instructions: str | None, given: "list[Item]") -> list[dict[str, Any]]:

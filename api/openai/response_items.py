@@ -4,8 +4,10 @@ An item is reasoning, a message or a function call; one is open at a time. The s
 response, whose events nobody reads.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+from api.openai.logprobs import ChatLogprob
 from api.openai.pieces import CallPart, Piece
 
 Event = dict[str, Any]
@@ -18,19 +20,23 @@ class ItemWriter:
 
     def __init__(self, base: str) -> None:
         self._base = base
+        self._logprobs: list[ChatLogprob] = []  # of tokens that no text has come of yet
         self.items: list[dict[str, Any]] = []  # as they are now
         self.reasoning = ""
         self._open = ""  # kind of the last item while it grows: message, reasoning, call
         self._calls = 0
 
-    def take(self, piece: Piece) -> list[Event]:
-        """The events of a piece: reasoning, then content, then calls."""
+    def take(self, piece: Piece, logprobs: Sequence[ChatLogprob] = ()) -> list[Event]:
+        """The events of a piece: reasoning, then content, then calls. `logprobs`: of its tokens, for the content."""
         events: list[Event] = []
+        self._logprobs += logprobs
         if piece.reasoning:
             self.reasoning += piece.reasoning
             events += self._grow("reasoning", piece.reasoning)
         if piece.content:
             events += self._grow("message", piece.content)
+        elif piece.reasoning or piece.calls:
+            self._logprobs.clear()
         for part in piece.calls:
             events += self._call(part)
         return events
@@ -44,7 +50,12 @@ class ItemWriter:
         events = [] if self._open == kind else [*self._close("completed"), *self._begin(kind)]
         item = self.items[-1]
         item["content"][0]["text"] += text
-        return [*events, self._event(f"{_TEXTS[kind]}.delta", item, content_index=0, delta=text, **_more(kind))]
+        more: dict[str, Any] = {}
+        if kind == "message":
+            more = {"logprobs": [_brief(each) for each in self._logprobs]}
+            item["content"][0]["logprobs"] += self._logprobs
+            self._logprobs = []
+        return [*events, self._event(f"{_TEXTS[kind]}.delta", item, content_index=0, delta=text, **more)]
 
     def _begin(self, kind: str) -> list[Event]:
         self._open = kind
@@ -57,7 +68,7 @@ class ItemWriter:
             item = {"id": f"rs_{self._base}{at:02d}", "type": "reasoning", "summary": []}
         item |= {"status": "in_progress", "content": []}
         added = self._added(item)
-        item["content"] = [dict(part)]
+        item["content"] = [{**part, "logprobs": []} if kind == "message" else dict(part)]
         return [added, self._event("content_part.added", item, content_index=0, part=part)]
 
     def _close(self, status: str) -> list[Event]:
@@ -71,7 +82,7 @@ class ItemWriter:
             return [self._event("function_call_arguments.done", item, **said), self._done(item)]
         part = item["content"][0]
         return [
-            self._event(f"{_TEXTS[kind]}.done", item, content_index=0, text=part["text"], **_more(kind)),
+            self._event(f"{_TEXTS[kind]}.done", item, content_index=0, text=part["text"], **_told(part)),
             self._event("content_part.done", item, content_index=0, part=part),
             self._done(item),
         ]
@@ -110,5 +121,11 @@ class ItemWriter:
         return {"type": f"response.{name}", **place, **fields}
 
 
-def _more(kind: str) -> dict[str, Any]:
-    return {"logprobs": []} if kind == "message" else {}
+def _told(part: dict[str, Any]) -> dict[str, Any]:
+    return {"logprobs": [_brief(each) for each in part["logprobs"]]} if "logprobs" in part else {}
+
+
+def _brief(logprob: ChatLogprob) -> dict[str, Any]:
+    """As events have it: without bytes."""
+    tops = [{"token": top.token, "logprob": top.logprob} for top in logprob.top_logprobs]
+    return {"token": logprob.token, "logprob": logprob.logprob, "top_logprobs": tops}

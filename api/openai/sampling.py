@@ -3,8 +3,9 @@
 import secrets
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
-from api.openai.schemas import SamplingFields
+from api.openai.schemas import MAX_TOP_LOGPROBS, WHOLE_VOCABULARY, SamplingFields
 from api.openai.structured import check_alone
 from shared.errors import (
     ContextLengthExceededError,
@@ -14,6 +15,21 @@ from shared.errors import (
 )
 from shared.sequences import ModelCard, SamplingParams
 from shared.settings import ApiSettings
+from shared.text import TextCodec
+
+MAX_WHOLE_LOGPROBS = 1 << 18  # of an answer that has them of the whole vocabulary: numbers
+
+
+class TruncationFields(Protocol):
+    """How a request wants a long prompt cut."""
+
+    @property
+    def truncate_prompt_tokens(self) -> int | None:
+        """To how many tokens; -1: to what the context leaves."""
+
+    @property
+    def truncation_side(self) -> str | None:
+        """Where; None is left."""
 
 
 def sampling_of(
@@ -25,13 +41,19 @@ def sampling_of(
     prompt_logprobs: int | None,
     grammar: str = "",
     shown_tokens: tuple[str, ...] = (),
+    codec: TextCodec | None = None,
 ) -> SamplingParams:
-    """The sampling parameters; a field that is null means its default."""
+    """The sampling parameters; a field that is null means its default. `codec`: for what is said in text."""
     check_alone(grammar, bool(body.ignore_eos), body.min_tokens or 0)
-    _check_tokens(body.stop_token_ids or (), card, "stop_token_ids")
-    _check_tokens(body.logit_bias, card, "logit_bias")
+    _check_masks(body, card, grammar)
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
+        _check_tokens(getattr(body, name) or (), card, name)
     if (body.min_tokens or 0) > max_tokens:
         raise InvalidRequestError(f"'min_tokens' is more than 'max_tokens' ({max_tokens})", param="min_tokens")
+    if body.logprob_token_ids:
+        top_logprobs = 0
+    if body.skip_special_tokens is False and codec is not None:
+        shown_tokens = tuple(sorted(codec.special_tokens))
     return SamplingParams(
         max_tokens=max_tokens,
         seed=secrets.randbits(63) if body.seed is None else body.seed % 2**63,
@@ -52,7 +74,51 @@ def sampling_of(
         prompt_logprobs=prompt_logprobs,
         shown_tokens=shown_tokens if body.stop else (),  # else the api decodes
         grammar=grammar,
+        allowed_token_ids=tuple(sorted(set(body.allowed_token_ids or ()))),
+        bad_words=bad_words_of(body.bad_words, codec) if body.bad_words else (),
+        logprob_token_ids=tuple(body.logprob_token_ids or ()),
     )
+
+
+def bad_words_of(words: Sequence[str], codec: TextCodec | None) -> tuple[tuple[int, ...], ...]:
+    """The ids of words that must not come, as a text would begin with them and as they follow a space."""
+    assert codec is not None, "words without a tokenizer"
+    spelled = [codec.encode(text, False) for word in words for text in (word, f" {word.lstrip()}")]
+    return tuple(dict.fromkeys(tuple(ids) for ids in spelled if ids))
+
+
+def check_whole_logprobs(sampling: SamplingParams, prompts: Sequence[Sequence[int]], n: int, card: ModelCard) -> None:
+    """InvalidRequestError for an answer with too many log-probabilities of the whole vocabulary."""
+    completions = len(prompts) * n * sampling.max_tokens
+    scored = n * sum(map(len, prompts))
+    asked = ((sampling.top_logprobs, completions, "logprobs"), (sampling.prompt_logprobs, scored, "prompt_logprobs"))
+    for count, positions, param in asked:
+        if (count or 0) > MAX_TOP_LOGPROBS and positions * (count or 0) > MAX_WHOLE_LOGPROBS:
+            raise InvalidRequestError(
+                f"{positions} positions of the whole vocabulary ({card.vocab_size}) are more than "
+                f"{MAX_WHOLE_LOGPROBS} log-probabilities; ask for fewer tokens, or for 'logprob_token_ids'",
+                param=param,
+            )
+
+
+def top_of(asked: int | None, card: ModelCard, named: Sequence[int] | None = None) -> int | None:
+    """How many log-probabilities a position of the answer has besides its own token's; None: none at all."""
+    if asked is not None and named:
+        return len(named)
+    return card.vocab_size if asked == WHOLE_VOCABULARY else asked
+
+
+def truncated(
+    prompt: list[int], body: TruncationFields, card: ModelCard, settings: ApiSettings, max_tokens: int | None = None
+) -> list[int]:
+    """The prompt as the request wants it cut; with -1 `max_tokens`, or as many as by default, fit behind it."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return prompt
+    if most < 0:
+        behind = min(settings.default_max_tokens, card.context_length // 2) if max_tokens is None else max_tokens
+        most = min(settings.max_prompt_tokens or card.context_length, max(1, card.context_length - behind))
+    return prompt[:most] if body.truncation_side == "right" else prompt[-most:]
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], card: ModelCard, settings: ApiSettings, param: str) -> None:
@@ -70,16 +136,22 @@ def check_prompts(prompts: Sequence[Sequence[int]], card: ModelCard, settings: A
 
 
 def room_for(
-    prompts: Sequence[Sequence[int]], card: ModelCard, asked: int | None, default: int, *, param: str = "max_tokens"
+    prompts: Sequence[Sequence[int]],
+    card: ModelCard,
+    asked: int | None,
+    default: int,
+    *,
+    param: str = "max_tokens",
+    clamp: bool = False,
 ) -> int:
-    """`asked` if it fits the model's context behind the longest prompt, else an error; unasked: what fits, at most
-    `default`."""
+    """`asked` if it fits the model's context behind the longest prompt, else an error, or what fits with `clamp`;
+    unasked: what fits, at most `default`."""
     longest = max(map(len, prompts))
     room = card.context_length - longest
     if asked is not None and asked <= room:
         return asked
-    if asked is None and room > 0:
-        return min(default, room)
+    if room > 0 and (asked is None or clamp):
+        return min(default if asked is None else asked, room)
     wanted = "" if asked is None else f" and '{param}' {asked}"
     raise ContextLengthExceededError(
         f"the model's context is {card.context_length} tokens; the prompt's {longest} tokens{wanted} do not fit",
@@ -91,6 +163,18 @@ def deadline(settings: ApiSettings, asked_s: float | None = None) -> int:
     """Unix milliseconds at which a request that begins now is given up: when it asks, and by the setting at last."""
     longest = settings.request_timeout_s
     return int(1000 * (time.time() + (longest if asked_s is None else min(asked_s, longest))))
+
+
+def _check_masks(body: SamplingFields, card: ModelCard, grammar: str) -> None:
+    """Refuse masks that may leave a row without any token."""
+    for name in ("allowed_token_ids", "bad_words"):
+        if grammar and getattr(body, name):
+            raise InvalidRequestError(f"'{name}' does not go with a constrained completion", param=name)
+    stops = {*(body.stop_token_ids or ()), *(() if body.ignore_eos else card.eos_token_ids)}
+    if body.min_tokens and body.allowed_token_ids and stops.issuperset(body.allowed_token_ids):
+        raise InvalidRequestError(
+            "'allowed_token_ids' has stop tokens alone: 'min_tokens' cannot be", param="min_tokens"
+        )
 
 
 def _check_tokens(tokens: "Sequence[int] | dict[int, float]", card: ModelCard, param: str) -> None:

@@ -27,6 +27,12 @@ def thinking_after(prompt: str, marks: tuple[str, str]) -> Thinking:
     return "" if written.endswith(end) else "may"
 
 
+def thinking_within(begun: str, marks: tuple[str, str]) -> Thinking:
+    """What goes on with a message that has begun so."""
+    start, end = marks
+    return "open" if begun.rfind(start) > begun.rfind(end) else ""
+
+
 def behind_thinking(text: str, thinking: Thinking, marks: tuple[str, str], codec: TextCodec) -> str:
     """A grammar that lets the model reason before it begins."""
     if not text or not thinking:

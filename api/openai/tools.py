@@ -12,7 +12,7 @@ import json
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from api.openai.fields import HistoryModel, RequestModel, complaint
 from api.openai.tool_formats import HERMES, format_name
@@ -33,11 +33,22 @@ class FunctionDefinition(HistoryModel):
     strict: bool | None = Field(default=None, description="arguments follow the schema under `auto`, too")
 
 
-def _function_only(value: Any) -> Any:
+def _function_only(value: Any, *others: str) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        raise complaint("type", f"type '{kind}' is not supported, only 'function'", unsupported=True)
+    if isinstance(kind, str) and kind not in ("function", *others):
+        known = " and ".join(f"'{each}'" for each in ("function", *others))
+        raise complaint("type", f"type '{kind}' is not supported, only {known}", unsupported=True)
     return value
+
+
+def _tag(value: Any) -> str:
+    """Which kind of choice it is; not an identifier, so that no error takes it for a field (api/errors.py)."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "function")
+    return f"<{kind}>"
+
+
+def _chosen(value: Any) -> Any:
+    return _function_only(value, "allowed_tools")
 
 
 class Tool(HistoryModel):
@@ -47,7 +58,9 @@ class Tool(HistoryModel):
     function: FunctionDefinition
 
 
-class _FunctionName(RequestModel):
+class FunctionName(RequestModel):
+    """Names a function."""
+
     name: str
 
 
@@ -55,11 +68,39 @@ class NamedChoice(RequestModel):
     """The one function to call."""
 
     type: Literal["function"]
-    function: _FunctionName
+    function: FunctionName
+
+
+class AllowedTools(RequestModel):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: list[Annotated[NamedChoice, BeforeValidator(_function_only)]] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedChoice(RequestModel):
+    """OpenAI's way to offer a part of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+    def of(self, tools: list[Tool] | None) -> list[Tool]:
+        """Those of the tools that are allowed; InvalidRequestError for one that there is not."""
+        names = {each.function.name for each in self.allowed_tools.tools}
+        if missing := names - {tool.function.name for tool in tools or ()}:
+            raise InvalidRequestError(f"no tool is named '{min(missing)}'", param="tool_choice")
+        return [tool for tool in tools or () if tool.function.name in names]
 
 
 Tools = Annotated[list[Annotated[Tool, BeforeValidator(_function_only)]], Field(max_length=MAX_TOOLS)]
-ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedChoice, BeforeValidator(_function_only)]
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"]
+    | Annotated[
+        Annotated[NamedChoice, Tag("<function>")] | Annotated[AllowedChoice, Tag("<allowed_tools>")],
+        Discriminator(_tag),
+    ],
+    BeforeValidator(_chosen),
+]
 
 
 class ToolUse(msgspec.Struct, frozen=True):
@@ -72,8 +113,12 @@ class ToolUse(msgspec.Struct, frozen=True):
     parallel: bool
 
     @classmethod
-    def of(cls, tools: list[Tool] | None, choice: str | NamedChoice | None, parallel: bool | None) -> "ToolUse | None":
+    def of(
+        cls, tools: list[Tool] | None, choice: str | NamedChoice | AllowedChoice | None, parallel: bool | None
+    ) -> "ToolUse | None":
         """None when nothing may be called; InvalidRequestError for a choice without its tool."""
+        if isinstance(choice, AllowedChoice):  # the model is told of no others
+            tools, choice = choice.of(tools), choice.allowed_tools.mode
         if not tools:
             if choice not in (None, "none", "auto"):
                 raise InvalidRequestError("'tool_choice' needs 'tools'", param="tool_choice")

@@ -164,14 +164,15 @@ async def livez() -> dict[str, str]:
 )
 async def readyz(ring: TheRing, response: Response) -> dict[str, str]:
     """Redis answers and a worker takes work; while it is paused, requests wait."""
-    reason = await _why_not_ready(ring)
+    reason = await why_not_ready(ring)
     if reason:
         response.status_code = 503
         return {"status": "not ready", "reason": reason}
     return {"status": "ok"}
 
 
-async def _why_not_ready(ring: Ring) -> str:
+async def why_not_ready(ring: Ring) -> str:
+    """Why no request could be answered now; "" when one could."""
     if ring.shutting_down:
         return "shutting down"
     try:

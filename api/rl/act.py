@@ -136,7 +136,7 @@ async def _write(
     """Actions that are text; log-probabilities are the model's at temperature 1."""
     card, codec, settings = target.served.card, target.served.codec, ring.settings
     check_prompts(prompts, card, settings, "observations")
-    max_tokens = room_for(prompts, card, body.max_tokens, settings.default_max_tokens)
+    max_tokens = room_for(prompts, card, body.max_tokens, settings.default_max_tokens, clamp=settings.clamp_max_tokens)
     temperature = 0.0 if body.deterministic else body.temperature or 1.0
     work = Work(
         id=f"act-{uuid.uuid4().hex}",

@@ -22,7 +22,7 @@ from api.openai.fields import complaint
 from api.openai.logprobs import floored
 from api.openai.planning import reply_plan, work_for
 from api.openai.replies import gather_all
-from api.openai.sampling import check_prompts, room_for, sampling_of
+from api.openai.sampling import check_prompts, room_for, sampling_of, truncated
 from api.openai.schemas import Off, SamplingFields, StrictId
 from api.ring import Ring, ring_of
 from api.rl import generate_tokens
@@ -50,7 +50,7 @@ class TokensPrompt(BaseModel):
 class GenerateRequest(SamplingFields):
     """POST /generate. Exactly one of the three prompts is there."""
 
-    off: ClassVar[Off] = {"stream": (False,), "stream_options": (), "prompt_logprobs": ()}
+    off: ClassVar[Off] = {"stream": (False,), "stream_options": (), "prompt_logprobs": (), "logprob_token_ids": ()}
 
     prompt: str | TokensPrompt | None = Field(default=None, description="text, or vLLM's {prompt_token_ids: [...]}")
     prompts: list[str] | None = Field(default=None, min_length=1, description="several: the answer's fields are lists")
@@ -102,10 +102,13 @@ async def generate(body: GenerateRequest, request: Request, ring: TheRing) -> Re
     prompts = [await encoded(served.codec, p, body.add_special_tokens is not False) for p in body.texts_or_ids()]
     if len(prompts) * (body.n or 1) > MAX_CHOICES:
         raise InvalidRequestError(f"at most {MAX_CHOICES} completions a request; use /v1/jobs for more", param="n")
+    prompts = [truncated(prompt, body, served.card, settings, body.max_tokens) for prompt in prompts]
     check_prompts(prompts, served.card, settings, "prompt")
     plan = reply_plan(body, target, settings, "completions", prompts)
-    max_tokens = room_for(prompts, served.card, body.max_tokens, settings.default_max_tokens)
-    sampling = sampling_of(body, served.card, max_tokens, top_logprobs=None, prompt_logprobs=None)
+    max_tokens = room_for(
+        prompts, served.card, body.max_tokens, settings.default_max_tokens, clamp=settings.clamp_max_tokens
+    )
+    sampling = sampling_of(body, served.card, max_tokens, top_logprobs=None, prompt_logprobs=None, codec=served.codec)
     collect = collection_of(body, target, settings, len(prompts))
     gathered = await gather_all(ring, request, work_for(plan, target, sampling, collect=collect))
     if gathered is None:

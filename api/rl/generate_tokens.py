@@ -5,6 +5,7 @@ each choice and decode step, `{"request_id", "choices", "usage"?}`, and ends wit
 """
 
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -21,9 +22,9 @@ from api.openai.chunks import DONE, shown_versions
 from api.openai.fields import RequestModel, complaint
 from api.openai.logprobs import TokenNames, floored
 from api.openai.planning import reply_plan, work_for
-from api.openai.replies import gather_all
-from api.openai.sampling import check_prompts, room_for, sampling_of
-from api.openai.schemas import MAX_TOP_LOGPROBS, Off, SamplingFields, StrictId
+from api.openai.replies import gather_all, written
+from api.openai.sampling import check_prompts, room_for, sampling_of, top_of, truncated
+from api.openai.schemas import WHOLE_VOCABULARY, Off, SamplingFields, StrictId, TopLogprobs
 from api.ring import Ring, ring_of
 from api.sse import EventStream
 from api.targets import find_target
@@ -46,12 +47,10 @@ class TokenSampling(SamplingFields):
         "detokenize": (True, False),
         "output_kind": (0, 1, 2),
         "skip_special_tokens": (True, False),
+        "request_id": (),
         "spaces_between_special_tokens": (True, False),
         "flat_logprobs": (False,),
         "best_of": (1,),
-        "truncate_prompt_tokens": (),
-        "bad_words": ([],),
-        "allowed_token_ids": (),
         "structured_outputs": (),
         "guided_decoding": (),
         "logits_processors": (),
@@ -59,7 +58,7 @@ class TokenSampling(SamplingFields):
     }
 
     max_tokens: int | None = Field(default=None, ge=1, description="default: up to the end of the context")
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprobs: TopLogprobs | None = Field(default=None, description="-1: the whole vocabulary")
 
 
 class TokenStreamOptions(RequestModel):
@@ -95,6 +94,10 @@ class TokenRequest(RequestModel):
             raise complaint("model", "'model' and 'sampling_params.model' differ")
         if self.stream_options is not None and not self.stream:
             raise complaint("stream_options", "'stream_options' needs 'stream': true")
+        if self.sampling_params.logprob_token_ids and self.sampling_params.logprobs is None:
+            raise complaint("sampling_params.logprob_token_ids", "'logprob_token_ids' needs 'logprobs'")
+        if self.stream and self.sampling_params.logprobs == WHOLE_VOCABULARY:
+            raise complaint("sampling_params.logprobs", "the whole vocabulary's do not go with 'stream'")
         if self.stream and self.sampling_params.prompt_logprobs is not None:
             raise complaint("sampling_params.prompt_logprobs", "'prompt_logprobs' does not go with 'stream'")
         return self
@@ -121,14 +124,24 @@ async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -
     )
     served, settings = target.served, ring.settings
     prompts = [list(body.token_ids if body.token_ids is not None else body.prompt_token_ids or [])]
+    prompts = [truncated(prompt, sampling, served.card, settings, sampling.max_tokens) for prompt in prompts]
     check_prompts(prompts, served.card, settings, "token_ids")
-    plan = reply_plan(sampling, target, settings, "completions", prompts)
+    top = top_of(sampling.logprobs, served.card, sampling.logprob_token_ids)
+    plan = reply_plan(sampling, target, settings, "completions", prompts, logprobs=top)
+    plan = msgspec.structs.replace(plan, name=body.request_id or "")
     params = sampling_of(
         sampling,
         served.card,
-        room_for(prompts, served.card, sampling.max_tokens, served.card.context_length),
-        top_logprobs=sampling.logprobs or None,
-        prompt_logprobs=sampling.prompt_logprobs,
+        room_for(
+            prompts,
+            served.card,
+            sampling.max_tokens,
+            served.card.context_length,
+            clamp=settings.clamp_max_tokens,
+        ),
+        top_logprobs=top_of(sampling.logprobs, served.card) or None,
+        prompt_logprobs=plan.prompt_logprobs,
+        codec=served.codec,
     )
     collect = collection_of(sampling, target, settings, 1)
     work = work_for(plan, target, params, collect=collect)
@@ -139,17 +152,25 @@ async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -
     gathered = await gather_all(ring, request, work)
     if gathered is None:
         return Response(status_code=499)
-    answer = {
+    head = {
         "request_id": request_id,
         "model": body.model or served.card.name,
         "system_fingerprint": target.fingerprint,
-        "choices": [_token_choice(i, events, sampling.logprobs) for i, events in enumerate(gathered)],
+    }
+    answer = await written(plan, partial(_whole, head, plan, served.codec, gathered))
+    return Response(answer, media_type="application/json")
+
+
+def _whole(head: dict[str, Any], plan: ReplyPlan, codec: TextCodec, gathered: list[list[TokenEvent]]) -> bytes:
+    answer = {
+        **head,
+        "choices": [_token_choice(i, events, plan.logprobs) for i, events in enumerate(gathered)],
         "prompt_logprobs": None
-        if sampling.prompt_logprobs is None
-        else _prompt_logprobs(served.codec, prompts[0], gathered[0], sampling.prompt_logprobs),
+        if plan.prompt_logprobs is None
+        else _prompt_logprobs(codec, list(plan.prompts[0]), gathered[0], plan.prompt_logprobs),
         "kv_transfer_params": None,
     }
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return msgspec.json.encode(answer)
 
 
 async def _chunks(

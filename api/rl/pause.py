@@ -1,6 +1,7 @@
 """POST /pause, POST /resume, GET /is_paused: stop the workers around a change of weights, as vLLM does.
 
-An answer comes when every live worker has come to rest, or goes on. New requests are taken meanwhile and wait.
+An answer comes when every live worker has come to rest, or goes on. New requests are taken meanwhile and wait, or are
+refused (`--pause-new-requests`); jobs and batches wait in any case.
 """
 
 import asyncio

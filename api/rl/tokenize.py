@@ -9,7 +9,7 @@ from api.errors import error_responses
 from api.openai.completions import encoded
 from api.openai.conversations import encoded_chat
 from api.openai.fields import RequestModel, complaint
-from api.openai.messages import ChatMessage
+from api.openai.messages import ChatMessage, ContinueFinalMessage, check_continued
 from api.openai.schemas import Off, StrictId
 from api.ring import Ring, ring_of
 from api.targets import find_job_target
@@ -23,7 +23,6 @@ class TokenizeRequest(RequestModel):
     """Text, or a chat that goes through the model's template."""
 
     off: ClassVar[Off] = {
-        "continue_final_message": (False,),
         "tools": ([],),
         "chat_template": (),
         "mm_processor_kwargs": (),
@@ -34,6 +33,7 @@ class TokenizeRequest(RequestModel):
     messages: list[ChatMessage] = Field(default_factory=list)
     add_special_tokens: bool | None = Field(default=None, description="default: true for text, false for a chat")
     add_generation_prompt: bool | None = True
+    continue_final_message: ContinueFinalMessage = False
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = Field(
         default=False, description="adds `token_strs`, as the vocabulary spells them"
@@ -43,6 +43,7 @@ class TokenizeRequest(RequestModel):
     def _one_input(self) -> "TokenizeRequest":
         if (self.prompt is None) == (not self.messages):
             raise complaint("prompt", "give exactly one of 'prompt' and 'messages'")
+        check_continued(self)
         return self
 
 
@@ -66,6 +67,24 @@ class DetokenizeResponse(BaseModel):
     """Text."""
 
     prompt: str
+
+
+@router.get(
+    "/tokenizer_info", summary="The tokenizer and the chat template (vLLM)", responses=error_responses(400, 404, 503)
+)
+async def tokenizer_info(ring: TheRing, model: str | None = None) -> dict[str, Any]:
+    """What is known of a model's tokenizer; its file stays where the workers have it."""
+    target = await find_job_target(ring, model, "", "follow")
+    codec = await ring.codecs.codec(target.card)
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": target.card.context_length,
+        "vocab_size": codec.vocab_size,
+        "eos_token_ids": list(target.card.eos_token_ids),
+        "tokenizer_sha256": target.card.tokenizer_sha256,
+        "chat_template": codec.bundle.chat_template or None,
+        **codec.bundle.special_tokens,
+    }
 
 
 @router.post("/tokenize", summary="Text to token ids", responses=error_responses(400, 404, 503))

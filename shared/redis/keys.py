@@ -3,6 +3,8 @@
 Braces are Redis Cluster hash tags: the keys that one Lua call touches share a tag, so they sit on one slot.
 """
 
+import hashlib
+
 PREFIX = "parallm"
 GROUP = "workers"  # the consumer group on every sequence stream
 HANDED_BACK = "~handed-back"  # in a worker's place: sequences taken from a dead or leaving worker, claimed first
@@ -127,13 +129,19 @@ def api(api_id: str) -> str:
 
 
 def control_channel(worker_id: str) -> str:
-    """Pub/sub channel on which a worker hears cancel and route messages."""
+    """Pub/sub channel on which a worker hears of cancelled and moved sequences, pauses and cache resets."""
     return f"{PREFIX}:ctl:{worker_id}"
 
 
 def request(request_id: str) -> str:
     """Hash of a streamed request: what another api process needs to resume it."""
     return f"{PREFIX}:request:{request_id}"
+
+
+def named_requests(owner: str, name: str) -> str:
+    """Set: model and id of the requests that go by this name of an API key's, while they run."""
+    digest = hashlib.sha256(b"%s\n%s" % (owner.encode(), name.encode())).hexdigest()
+    return f"{PREFIX}:named:{digest[:32]}"
 
 
 def job(job_id: str) -> str:

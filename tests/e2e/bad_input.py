@@ -47,6 +47,18 @@ VALID: dict[str, dict[str, Any]] = {
     "/generate": {"prompt": "12+35=", "max_tokens": 4, "seed": 1},
     "/inference/v1/generate": {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, "temperature": 1.0}},
     "/tokenize": {"model": MODEL, "prompt": "hello"},
+    "/score": {"model": MODEL, "text_1": "hello", "text_2": ["good", "morning"]},
+    "/rerank": {"model": MODEL, "query": "hello", "documents": ["good", "morning"], "top_n": 1},
+    "/pooling": {"model": MODEL, "input": ["hello"], "task": "embed"},
+    "/classify": {"model": MODEL, "input": ["12+35="], "labels": ["a", "b"]},
+    "/abort_requests": {"request_ids": ["mine"]},
+    "/v1/responses": {
+        "model": MODEL,
+        "input": [{"role": "user", "content": "hello"}],
+        "max_output_tokens": 4,
+        "truncation": "auto",
+        "include": ["message.output_text.logprobs"],
+    },
     "/detokenize": {"model": MODEL, "tokens": [5, 6, 7]},
     "/v1/jobs": {
         "kind": "rollout",

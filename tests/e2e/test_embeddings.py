@@ -85,3 +85,33 @@ def test_what_cannot_be_embedded_is_refused_by_name(client: OpenAI, fields: dict
     with pytest.raises(openai.BadRequestError) as raised:
         client.post("/embeddings", body={"model": MODEL, **body}, cast_to=object)
     assert raised.value.response.json()["error"]["param"] == param
+
+
+def test_scores_and_ranks_are_the_cosines_of_the_embeddings(served: Ring, client: OpenAI) -> None:
+    def ask(path: str, **body: object) -> dict:
+        response = httpx.post(f"{served.url}{path}", json={"model": MODEL, **body}, timeout=20)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    texts = ["hello", "hello there", "what is 12+35?", "good morning"]
+    vectors = embed(client, texts)
+    cosines = vectors[1:] @ vectors[0]
+    scored = ask("/score", text_1=texts[0], text_2=texts[1:])
+    np.testing.assert_allclose([each["score"] for each in scored["data"]], cosines, rtol=1e-3, atol=1e-4)
+    paired = ask("/v1/score", queries=texts[:2], documents=texts[2:])
+    expected = [vectors[0] @ vectors[2], vectors[1] @ vectors[3]]
+    np.testing.assert_allclose([each["score"] for each in paired["data"]], expected, rtol=1e-3, atol=1e-4)
+    order = np.argsort(-cosines)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        ranked = ask(path, query=texts[0], documents=texts[1:], top_n=2)["results"]
+        assert [each["index"] for each in ranked] == order[:2].tolist()
+        assert [each["document"]["text"] for each in ranked] == [texts[1 + at] for at in order[:2]]
+    pooled = ask("/pooling", input=texts, task="embed", truncate_prompt_tokens=-1)
+    for got, vector in zip(pooled["data"], vectors, strict=True):
+        np.testing.assert_allclose(got["data"], vector, rtol=1e-3, atol=1e-4)
+    classified = ask("/classify", input="12+35=", labels=["47", "hello"], template="{input}")
+    assert classified["data"][0]["label"] == "47"
+    assert (
+        classified["data"]
+        == ask("/v1/classifications", input="12+35=", labels=["47", "hello"], template="{input}")["data"]
+    )

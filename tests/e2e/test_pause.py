@@ -175,3 +175,26 @@ async def leased_batch(http: httpx.AsyncClient) -> bool:
 async def is_paused(http: httpx.AsyncClient) -> bool:
     paused: bool = (await http.get("/is_paused")).json()["is_paused"]
     return paused
+
+
+async def test_a_reset_of_the_prefix_cache_reaches_every_worker(http: httpx.AsyncClient) -> None:
+    long = [20 + at % 40 for at in range(200)]
+
+    async def cached() -> int:
+        usage = (await http.post("/v1/completions", json=body(prompt=long, max_tokens=2, user="u"))).json()["usage"]
+        found: int = usage["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    for _ in range(4):  # both workers come to know it
+        await asyncio.gather(*(cached() for _ in range(4)))
+    assert await cached() > 0
+    answer = await http.post("/reset_prefix_cache")
+    assert (answer.status_code, answer.json()["status"], len(answer.json()["workers"])) == (200, "reset", 2)
+    assert await cached() == 0
+
+
+async def test_rows_that_run_go_on_where_they_were_behind_a_reset(http: httpx.AsyncClient) -> None:
+    alone = await ids_alone(http)
+    async with begun(http) as stream:
+        assert (await http.post("/reset_prefix_cache", params={"reset_running_requests": True})).status_code == 200
+        assert await stream.rest() == alone

@@ -195,7 +195,6 @@ def test_a_forced_call_wins_over_a_response_format(client: OpenAI) -> None:
              "tool_choice": "required"},
             "tools",
         ),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_by_name(client: OpenAI, fields: dict[str, Any], param: str) -> None:

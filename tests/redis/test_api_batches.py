@@ -128,8 +128,11 @@ async def test_only_a_file_that_was_uploaded_for_batches_is_an_input(server: Api
     batch_id = await created(server, text(line("a")))
     await server.post(f"/v1/batches/{batch_id}/cancel", {})
     ended = await in_state(server, batch_id, "cancelled")
-    refused = await server.post("/v1/batches", {**DAY, "input_file_id": ended["error_file_id"]})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input_file_id")
+    others = [(await uploaded(server, b"{}\n", purpose)).json() for purpose in ("fine-tune", "user_data")]
+    assert [each["purpose"] for each in others] == ["fine-tune", "user_data"]
+    for file_id in (ended["error_file_id"], *(each["id"] for each in others)):
+        refused = await server.post("/v1/batches", {**DAY, "input_file_id": file_id})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input_file_id")
     unknown = await server.post("/v1/batches", {**DAY, "input_file_id": "file-no"})
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "file_not_found")
 
@@ -311,7 +314,7 @@ async def test_an_upload_that_makes_no_sense_is_refused_by_the_field(server: Api
     ok = ("x.jsonl", b"{}\n")
     wrong: list[tuple[dict[str, Any], str | None]] = [
         ({"data": {"purpose": "batch"}, "files": {"file": ("x.jsonl", b"")}}, "file"),
-        ({"data": {"purpose": "fine-tune"}, "files": {"file": ok}}, "purpose"),
+        ({"data": {"purpose": "batch_output"}, "files": {"file": ok}}, "purpose"),
         ({"files": {"file": ok}}, "purpose"),
         ({"data": {"purpose": "batch", "colour": "red"}, "files": {"file": ok}}, "colour"),
         ({"data": {"purpose": "batch"}, "files": {"other": ok}}, "other"),

@@ -115,7 +115,7 @@ async def test_a_demanded_version_that_is_not_there_conflicts(server: Api, worke
             "sampling_params.prompt_logprobs",
         ),
         ("/inference/v1/generate", {"token_ids": [99999]}, "token_ids"),
-        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"bad_words": ["x"]}}, None),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"bad_words": "x"}}, None),
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
         ("/detokenize", {"tokens": [99999]}, "tokens"),

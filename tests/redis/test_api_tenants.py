@@ -66,6 +66,15 @@ def named(adapter: str, file: str) -> dict[str, dict[str, Any]]:
         "POST /v1/embeddings": {"json": {"model": adapter, "input": "hi"}},
         "POST /v1/responses": {"json": {"model": adapter, "input": "hi"}},
         "POST /v1/classifications": {"json": {"model": adapter, "input": "hi", "labels": ["a", "b"]}},
+        "POST /v1/chat/completions/render": {"json": {"model": adapter, **CHAT}},
+        "POST /classify": {"json": {"model": adapter, "input": "hi", "labels": ["a", "b"]}},
+        "POST /pooling": {"json": {"model": adapter, "input": "hi"}},
+        "POST /score": {"json": {"model": adapter, "text_1": "hi", "text_2": "ho"}},
+        "POST /v1/score": {"json": {"model": adapter, "text_1": "hi", "text_2": "ho"}},
+        "POST /rerank": {"json": {"model": adapter, "query": "hi", "documents": ["ho"]}},
+        "POST /v1/rerank": {"json": {"model": adapter, "query": "hi", "documents": ["ho"]}},
+        "POST /v2/rerank": {"json": {"model": adapter, "query": "hi", "documents": ["ho"]}},
+        "GET /tokenizer_info": {"params": {"model": adapter}},
         "GET /v1/models/{name:path}": {"path": f"/v1/models/{adapter}@1"},
         "GET /models/{name:path}": {"path": f"/models/{adapter}"},
         "POST /v1/batches": {
@@ -95,7 +104,7 @@ def named(adapter: str, file: str) -> dict[str, dict[str, Any]]:
 
 
 MAKES = {"POST /v1/adapters", "POST /upload_adapter", "POST /load_adapter", "POST /v1/load_lora_adapter"}
-NAMES_NOTHING = {"POST /v1/files"}
+NAMES_NOTHING = {"POST /v1/files", "POST /abort_requests", "POST /v1/training/resume"}
 
 
 class Ring:
@@ -210,6 +219,7 @@ def test_every_route_has_a_rule_and_every_rule_a_route() -> None:
     free = {route for route, rule in found.items() if rule == LIST and rule.kind is None} - asked
     shown = {"GET /v1/models", "GET /models", "GET /v1/files", "GET /v1/batches", "GET /v1/jobs", "GET /v1/adapters"}
     shown |= {"GET /v1/deadletters", "GET /health", "GET /livez", "GET /readyz", "GET /metrics", "GET /is_paused"}
+    shown |= {"GET /version", "GET /ping", "POST /ping", "GET /load", "GET /server_info"}
     assert free == shown | {"GET /v1/spec_decode/metrics"}, "say in `named` how it names another's things"
     assert NOTHING == LIST
 

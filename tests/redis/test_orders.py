@@ -112,3 +112,11 @@ async def test_an_order_given_while_the_connection_was_down_is_obeyed(heard: Hea
     await wait_until(lambda: heard.cancelled == ["stopped"], timeout_s=10)
     listener.cancel()
     await asyncio.gather(listener, return_exceptions=True)
+
+
+async def test_an_order_to_forget_cached_kv_is_passed_on(heard: Heard) -> None:
+    asked: list[tuple[str, bool]] = []
+    heard.orders._reset_cache = lambda order, rows: asked.append((order, rows))
+    heard.orders._obey(msgspec.msgpack.encode(("reset-cache", "a", "")))
+    heard.orders._obey(msgspec.msgpack.encode(("reset-cache", "b", "rows")))
+    assert asked == [("a", False), ("b", True)]

@@ -98,7 +98,7 @@ def test_values_out_of_range_are_refused_with_the_parameters_name(field: str, va
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3, "n": 2}, "best_of"),
         ({"frobnicate": 1}, "frobnicate"),
-        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"priority": 2}, "priority"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ],
@@ -141,7 +141,7 @@ def test_contradictions_are_refused(body: dict[str, Any], param: str) -> None:
     ("body", "param"),
     [
         ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools[0].type"),
-        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "custom", "custom": {}}}, "tool_choice.type"),
         ({"guided_json": {"type": "object"}}, "guided_json"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
         ({"modalities": ["text", "audio"]}, "modalities"),
@@ -172,6 +172,25 @@ def test_what_we_do_not_support_in_chats_is_refused_by_name(body: dict[str, Any]
     ],
 )
 def test_a_format_that_says_nothing_or_too_much_is_refused(body: dict[str, Any], param: str) -> None:
+    assert refusal(ChatCompletionRequest, {"messages": HELLO, **body}).param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"continue_final_message": True, "messages": [{"role": "user", "content": ""}]}, "continue_final_message"),
+        ({"function_call": {"name": "a"}}, "function_call"),
+        ({"functions": [{"name": "a b"}]}, "functions[0].name"),
+        ({"functions": [{"name": "a"}], "tool_choice": "auto"}, "functions"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}},
+            "tool_choice.allowed_tools.tools",
+        ),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
+    ],
+)
+def test_calls_and_continuations_that_cannot_be_are_refused_by_name(body: dict[str, Any], param: str) -> None:
     assert refusal(ChatCompletionRequest, {"messages": HELLO, **body}).param == param
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Set
 
 import mlx.core as mx
 
-from shared.errors import EngineError, InvalidGrammarError, InvalidRequestError, ParallmError
+from shared.errors import EngineError, InvalidGrammarError, ParallmError, UnsupportedModelError
 from shared.frames import Finish, TokenEvent
 from shared.sequences import SequenceClass
 from shared.text import TextCodec
@@ -115,13 +115,15 @@ class Engine:
             self._end([row], Finish(reason))
 
     def freeze(self, *, clear_cache: bool) -> None:
-        """Stop computing; rows stay as they are, and deadlines count on.
-
-        `clear_cache`: no KV from before outlives this, be it of earlier prompts or of rows, which compute theirs again.
-        """
+        """Stop computing; rows stay as they are, and deadlines count on. `clear_cache`: no KV outlives this."""
         self._frozen = True
         if clear_cache:
-            self._prefixes.clear()
+            self.clear_cache(rows=True)
+
+    def clear_cache(self, *, rows: bool) -> None:
+        """Forget KV of earlier prompts; with `rows` that of running rows, too, which compute theirs again."""
+        self._prefixes.clear()
+        if rows:
             self._restart([row for row in self._rows.values() if row.admitted])
 
     def thaw(self) -> None:
@@ -199,7 +201,7 @@ class Engine:
             self._events.append(row.last_event(finish))
             return
         if spec.kind == "embed" and not self._model.embeds:
-            raise InvalidRequestError("this model shows no hidden states, so it makes no embeddings", param="model")
+            raise UnsupportedModelError("this model shows no hidden states, so it makes no embeddings", param="model")
         self._model.adapters.admit(row)
         if s.grammar and spec.kind == "generate":
             row.place = self._grammars.open(s.grammar, row.tokens)

@@ -1,8 +1,9 @@
 """One sampler for all rows of a batch: called once per decode step with the whole [B, V].
 
 Every row draws with its own parameters, in the order that `SamplingParams` documents: logit bias, min_tokens and
-penalties on the raw logits, the grammar's mask, temperature, then top_k, top_p and min_p. Log-probabilities that are
-reported are fp32 log-softmax of the raw logits, before all of that: what a trainer calls mu at temperature 1.
+penalties on the raw logits, allowed and bad tokens, the grammar's mask, temperature, then top_k, top_p and min_p.
+Log-probabilities that are reported are fp32 log-softmax of the raw logits, before all of that: what a trainer calls mu
+at temperature 1.
 
 Invariants. Whatever depends on the rows only is prepared when the batch changes (`_Plan`), so a step costs few
 operations. Each call leaves one `Draw` and appends it to every row's `draws`; its numbers are pulled to the host once,
@@ -16,14 +17,17 @@ from typing import cast
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from shared.frames import TokenLogprob
 from shared.sequences import SamplingParams
-from worker.engine.draw import draw_by_chance, mix_seeds, most_likely, nucleus_threshold, top_lists, uniforms
+from worker.engine.asked_tokens import Asked, AskedTokens
+from worker.engine.draw import draw_by_chance, mix_seeds, most_likely, nucleus_threshold, uniforms
 from worker.engine.grammars import GrammarMasks
 from worker.engine.penalties import LogitEdits, Penalties
 from worker.engine.row_model import RowModel
 from worker.engine.rows import Row
+from worker.engine.token_masks import TokenMasks
 
 SMALLEST = 1e-37  # a chance below this counts as none
 SORT_ALL_BELOW = 1024  # a vocabulary this small is sorted whole: cheaper than asking whether candidates suffice
@@ -32,7 +36,7 @@ SORT_ALL_BELOW = 1024  # a vocabulary this small is sorted whole: cheaper than a
 class Draw:
     """What one decode step left besides its tokens; pulled to the host when it is first asked for."""
 
-    __slots__ = ("_arrays", "_logprobs", "_top", "_top_index", "versions")
+    __slots__ = ("_arrays", "_asked", "_logprobs", "_top", "_top_index", "versions")
 
     def __init__(
         self,
@@ -40,12 +44,14 @@ class Draw:
         logprobs_B: mx.array,
         top_TK: tuple[mx.array, mx.array] | None,
         top_index: dict[int, int],
+        asked: Asked,
     ) -> None:
         self.versions = versions  # adapter version of each row at dispatch
         self._arrays = (logprobs_B, top_TK)
         self._logprobs: list[float] | None = None
-        self._top: list[list[TokenLogprob]] | None = None
+        self._top: tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]] | None = None
         self._top_index = top_index  # row of the batch -> row of the top arrays
+        self._asked = asked
 
     def logprob(self, index: int) -> float:
         """Of the token drawn for row `index`."""
@@ -54,13 +60,17 @@ class Draw:
         return self._logprobs[index]
 
     def top_logprobs(self, index: int, count: int) -> list[TokenLogprob]:
-        """The `count` most likely tokens of row `index`, best first."""
+        """The `count` most likely tokens of row `index`, best first; or those that it names itself."""
+        if (named := self._asked.of(index)) is not None:
+            return named
         top_TK = self._arrays[1]
         if count == 0 or top_TK is None:
             return []
         if self._top is None:
-            self._top = top_lists(*top_TK)
-        return self._top[self._top_index[index]][:count]
+            self._top = np.array(top_TK[0]), np.array(top_TK[1])
+        at = self._top_index[index]  # only its own part: another row may have asked for the whole vocabulary
+        ids, values = (part[at, :count].tolist() for part in self._top)
+        return [TokenLogprob(token, value) for token, value in zip(ids, values, strict=True)]
 
 
 class RowSampler:
@@ -84,9 +94,10 @@ class RowSampler:
         self._model.logits_B1V = None
         logprobs_B = mx.take_along_axis(logprobs_BV, tokens_B[:, None], axis=-1)[:, 0]
         top_TK = plan.most_likely(logprobs_BV)
+        asked_N = plan.asked.of(logprobs_BV)
         # Now, or reading them a step later would queue behind the next forward.
-        mx.async_eval(tokens_B, logprobs_B, *(top_TK or ()))  # type: ignore[no-untyped-call]
-        draw = Draw(self._model.versions, logprobs_B, top_TK, plan.top_index)
+        mx.async_eval(tokens_B, logprobs_B, *(top_TK or ()), *(() if asked_N is None else (asked_N,)))  # type: ignore[no-untyped-call]
+        draw = Draw(self._model.versions, logprobs_B, top_TK, plan.top_index, Asked(plan.asked, asked_N))
         for index, row in enumerate(rows):
             row.draws.append((draw, index))
             row.position += 1
@@ -99,7 +110,9 @@ class _Plan:
     def __init__(self, rows: tuple[Row, ...], vocab: int, candidates: int) -> None:
         self._edits = LogitEdits(rows, vocab)
         self._penalties = Penalties(rows, vocab)
+        self._tokens = TokenMasks(rows, vocab)
         self._masks = GrammarMasks(rows, vocab)
+        self.asked = AskedTokens(rows)
         self._steps_left = self._edits.steps_valid or -1
         drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
         self._drawn = _Subset(drawn, len(rows))
@@ -148,6 +161,8 @@ class _Plan:
             logits_BV = self._edits.apply(logits_BV)
         if not self._penalties.is_empty:
             logits_BV = self._penalties.apply(logits_BV, inputs_B1[:, 0])
+        if not self._tokens.is_empty:
+            logits_BV = self._tokens.apply(logits_BV, inputs_B1[:, 0])
         if not self._masks.is_empty:
             logits_BV = self._masks.apply(logits_BV, inputs_B1)
         if self._drawn.is_empty:

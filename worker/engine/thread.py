@@ -102,6 +102,15 @@ class EngineThread:
         """Go on."""
         self._command(lambda engine: engine.thaw())
 
+    def clear_cache(self, *, rows: bool, done: Callable[[], None]) -> None:
+        """Forget KV of earlier prompts, with `rows` that of running rows, too; `done` is called in thread G."""
+
+        def clear(engine: Engine) -> None:
+            engine.clear_cache(rows=rows)
+            done()
+
+        self._command(clear)
+
     def run_between_steps(self, start: Callable[[], Work[T]]) -> Future[T]:
         """Call `start` in thread G and advance what it gives by units between decode steps (guests.py).
 

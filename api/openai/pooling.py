@@ -1,0 +1,81 @@
+"""POST /pooling, with vLLM's fields: the embeddings of texts in that endpoint's shape.
+
+Of its tasks `embed` alone can be done: the models served here have no classifier and no head for single tokens.
+"""
+
+import time
+import uuid
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field, model_validator
+from starlette.responses import Response
+
+from api.errors import error_responses
+from api.openai.completions import encoded
+from api.openai.embeddings import EmbeddingRequest, plan_embeddings, shown_vector
+from api.openai.fields import complaint
+from api.openai.planning import target_of
+from api.openai.replies import gather_all
+from api.ring import Ring, ring_of
+
+router = APIRouter(tags=["openai"])
+
+
+class PoolingRequest(EmbeddingRequest):
+    """POST /pooling."""
+
+    off: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "messages": (),
+        "data": (),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "mm_processor_kwargs": (),
+        "padding": ("do_not_pad",),
+        "cache_salt": (),
+    }
+
+    task: str | None = Field(default=None, description="embed")
+    use_activation: bool | None = Field(default=None, description="vLLM's name of `normalize`")
+
+    @model_validator(mode="after")
+    def _possible(self) -> "PoolingRequest":
+        if self.task not in (None, "embed"):
+            reason = f"'{self.task}' needs a head that the models served here do not have: 'embed' alone"
+            raise complaint("task", reason, unsupported=True)
+        if self.use_activation is not None:
+            self.normalize = self.use_activation
+        return self
+
+
+@router.post(
+    "/pooling",
+    summary="Pool hidden states (vLLM)",
+    response_class=Response,
+    responses={
+        200: {"description": "A vector for each input, in their order"},
+        **error_responses(400, 404, 413, 429, 503, 504),
+    },
+)
+async def pool(body: PoolingRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]) -> Response:
+    """As /v1/embeddings, in vLLM's other shape."""
+    target = await target_of(body, request, ring)
+    codec = target.served.codec
+    prompts = [await encoded(codec, text, body.add_special_tokens is not False) for text in body.input]
+    work = plan_embeddings(body, prompts, target, ring.settings)
+    gathered = await gather_all(ring, request, work)
+    if gathered is None:
+        return Response(status_code=499)
+    vectors = [shown_vector(body, np.frombuffer(events[-1].embedding or b"", "<f4")) for events in gathered]
+    tokens = sum(map(len, work.prompts))
+    answer = {
+        "id": f"pool-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": body.model or work.model,
+        "data": [{"index": at, "object": "pooling", "data": vector} for at, vector in enumerate(vectors)],
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+    return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -1,0 +1,59 @@
+"""POST /v1/chat/completions/render: the token ids that a chat comes to, and nothing generated (vLLM).
+
+The answer is a body for POST /inference/v1/generate.
+"""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from api.errors import error_responses
+from api.json_reply import json_reply
+from api.openai.chat import chat_of, grammar_param, plan_chat
+from api.openai.planning import target_of
+from api.openai.schemas import ChatCompletionRequest
+from api.ring import Ring, ring_of
+from shared.errors import UnsupportedParameterError
+
+router = APIRouter(tags=["openai"])
+
+_SAMPLED = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "include_stop_str_in_output",
+    "prompt_logprobs", "logprob_token_ids", "allowed_token_ids", "bad_words",
+)  # fmt: skip
+
+
+@router.post(
+    "/v1/chat/completions/render",
+    summary="Render a chat (vLLM)",
+    response_class=Response,
+    responses={
+        200: {"description": "Token ids and sampling parameters, as /inference/v1/generate takes them"},
+        **error_responses(400, 404, 413, 503),
+    },
+)
+async def render_chat(
+    body: ChatCompletionRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]
+) -> Response:
+    """The whole of a request's checks, without a worker."""
+    target = await target_of(body, request, ring)
+    work, plan = plan_chat(body, await chat_of(target.served.codec, body), target, ring.settings)
+    if work.sampling.grammar:
+        raise UnsupportedParameterError(
+            "a constrained answer cannot be rendered: ask for it as it is", param=grammar_param(body)
+        )
+    given = body.model_dump(include=body.model_fields_set & set(_SAMPLED), exclude_none=True)
+    sampling: dict[str, Any] = {**given, "max_tokens": work.sampling.max_tokens}
+    if body.logprobs:
+        sampling["logprobs"] = body.top_logprobs or 0
+    return json_reply(
+        {
+            "request_id": body.request_id or plan.id,
+            "model": body.model or plan.served,
+            "token_ids": plan.prompts[0],
+            "sampling_params": sampling,
+            "stream": bool(body.stream),
+        }
+    )

@@ -1,0 +1,38 @@
+"""Requests by the names that their clients gave them, while they run: what POST /abort_requests finds them by.
+
+Invariants. A name belongs to one owner, and may be given to several requests. A note goes with its request; one that a
+dead api process has left goes with its time to live.
+"""
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.redis import keys
+
+
+class NamedRequests:
+    """The notes of all owners."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    async def add(self, owner: str, name: str, model: str, request: str) -> None:
+        """Note that a request begins; said again it changes nothing."""
+        key = keys.named_requests(owner, name)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.sadd(key, _entry(model, request))
+            pipe.expire(key, keys.REQUEST_TTL_S)
+            await pipe.execute()
+
+    async def remove(self, owner: str, name: str, model: str, request: str) -> None:
+        """It is over."""
+        await self._redis.srem(keys.named_requests(owner, name), _entry(model, request))  # type: ignore[misc]
+
+    async def find(self, owner: str, name: str) -> list[tuple[str, str]]:
+        """(model, id) of the requests of this name."""
+        found = await self._redis.smembers(keys.named_requests(owner, name))  # type: ignore[misc]
+        return sorted(msgspec.msgpack.decode(entry, type=tuple[str, str]) for entry in found)
+
+
+def _entry(model: str, request: str) -> bytes:
+    return msgspec.msgpack.encode((model, request))
