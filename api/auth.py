@@ -75,6 +75,12 @@ calling: ContextVar[ApiKey | None] = ContextVar("calling", default=None)
 """The key of the request whose task this is."""
 
 
+def key_name() -> str:
+    """The name of that key; "" when the server wants none."""
+    key = calling.get()
+    return "" if key is None else key.name
+
+
 def key_of(scope: Scope) -> ApiKey | None:
     """The key that came with a request; None when the server wants none."""
     found: ApiKey | None = scope.get("state", {}).get("api_key")

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from api.auth import key_name
 from api.ring import Ring
 from api.targets import Target
 from shared import rewards
@@ -84,9 +85,14 @@ def scoring_spec(given: str | dict[str, Any], param: str = "scoring_function") -
     return spec
 
 
-async def check_judges(ring: Ring, scoring: RewardSpec, param: str) -> list[ModelCard]:
-    """The models that the reward asks; UnknownModelError that names `param` when one was never served."""
+async def check_scoring(ring: Ring, scoring: RewardSpec, param: str) -> list[ModelCard]:
+    """The models that the reward asks, after a trial of its patterns, in a process that can be killed.
+
+    InvalidRequestError for a pattern that cannot be compiled, UnknownModelError for a model that was never served;
+    both name `param`.
+    """
     try:
+        await ring.patterns.check(scoring, key_name())
         return await ring.judges.check(rewards.served_models(scoring))
     except ParallmError as error:
         error.param = param

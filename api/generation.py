@@ -16,7 +16,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from api.auth import calling
-from api.collection import check_judges
+from api.collection import check_scoring
 from api.ring import Ring
 from api.tracing import WorkSpan
 from shared.errors import (
@@ -132,7 +132,7 @@ class Generation:
         structlog.contextvars.bind_contextvars(work=work.id)  # sequences, in all processes' logs, are named after it
         await ring.check_memory(work.model)
         if work.collect is not None and work.collect.scoring:
-            await check_judges(ring, RewardSpec(work.collect.scoring, work.collect.options), "scoring_function")
+            await check_scoring(ring, RewardSpec(work.collect.scoring, work.collect.options), "scoring_function")
         key = calling.get()
         kind: SequenceClass = "interactive" if key is None else key.sequence_class
         span = WorkSpan.begin(work)

@@ -26,6 +26,7 @@ from shared.redis.metric_store import MetricWriter
 from shared.redis.sequence_queue import CLASSES, SequenceQueue
 from shared.redis.token_frames import FrameReader
 from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
+from shared.scoring.pool import RewardPool
 from shared.scoring.rewards import Rewards
 from shared.scoring.served import ServedRewards
 from shared.sequences import ModelCard, SequenceClass
@@ -72,6 +73,7 @@ class Ring:
         self.adapters = AdapterStore(self.redis, keep_n=settings.adapter_keep_n)
         self.frames = FrameReader(settings.redis, self.api_id)
         self.counts = MetricWriter(self.redis, self.tally, "api", self.api_id)
+        self.patterns = RewardPool(processes=1)  # compiles the patterns of rewards, and scores nothing
         self.judges = ServedRewards(self.redis, f"reward-{self.api_id}")
         self.rewards = Rewards(OrderedScores(self.redis, min(MAX_SCORE_S, settings.request_timeout_s)), self.judges)
         self._tasks: list[asyncio.Task[None]] = []
@@ -93,6 +95,7 @@ class Ring:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.judges.close()
+        self.patterns.close()
         await self.redis.aclose()
 
     async def live_models(self) -> dict[str, ModelCard]:

@@ -70,6 +70,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     deadline_ms: int = 0  # Unix time; 0: none
     created_ms: int = 0
     trace: str = ""  # W3C traceparent of the request that submitted it; "": it was not traced
+    key: str = ""  # name of the API key that submitted it; its jobs share the reward processes' time
 
     @property
     def total(self) -> int:

@@ -44,6 +44,7 @@ async def open_scorer(reward: str, options: Mapping[str, Any], judges: Judges) -
     spec = _checked(reward, options)
     pool = RewardPool()
     try:
+        await _check_patterns(pool, spec)
         yield RewardScorer(Rewards(pool, judges), spec)
     finally:
         pool.close()
@@ -68,6 +69,13 @@ async def check_judges(reward: str, options: Mapping[str, Any], judges: Judges) 
         await judges.check(models)
     except ParallmError as error:
         raise SetupError(f"reward {reward!r}: {error}; start a worker for it first") from error
+
+
+async def _check_patterns(pool: RewardPool, spec: RewardSpec) -> None:
+    try:
+        await pool.check(spec)
+    except InvalidRequestError as error:
+        raise SetupError(str(error)) from error
 
 
 def _checked(reward: str, options: Mapping[str, Any]) -> RewardSpec:

@@ -65,6 +65,7 @@ async def test_a_function_of_the_users_own_scores() -> None:
     [
         ("best", {}, "no reward 'best'"),
         ("exact", {"colour": 1}, "unknown field `colour`"),
+        ("regex", {"pattern": "("}, "bad pattern"),
         ("json:nothing", {}, "has no attribute 'nothing'"),
         ("no_such_module:score", {}, "No module named"),
     ],
