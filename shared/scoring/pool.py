@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -18,7 +19,7 @@ from shared.errors import InvalidRequestError, ServiceUnavailableError
 from shared.jobs import Prompt, RewardSpec
 from shared.rewards import has_patterns
 from shared.scoring.process import LATE, Slice, Trial
-from shared.scoring.shares import FairTurns, Share
+from shared.scoring.shares import FairTurns, Lateness, Share
 from shared.trajectories import Reward
 
 CHUNK = 16  # samples a slice, at most
@@ -49,6 +50,7 @@ class RewardPool:
         self._turns = FairTurns(processes or min(4, os.cpu_count() or 1))
         self._rested: list[_Process] = []
         self._all: set[_Process] = set()
+        self._lateness: WeakValueDictionary[tuple[str, bytes], Lateness] = WeakValueDictionary()
         self._passed: dict[bytes, None] = {}
 
     async def score(
@@ -56,6 +58,8 @@ class RewardPool:
     ) -> list[Reward]:
         """One reward per sample, in order; once the share has given up, the rest is not computed."""
         share = share or Share()
+        reward = (share.key, msgspec.json.encode([spec.name, spec.options]))
+        share.of_all = self._lateness.setdefault(reward, share.of_all)
         chunks = [samples[at : at + CHUNK] for at in range(0, len(samples), CHUNK)]
         tasks = [asyncio.create_task(self._chunk(spec, chunk, share)) for chunk in chunks]
         try:
@@ -92,7 +96,7 @@ class RewardPool:
         while len(done) < len(samples):
             async with self._turns.turn(share.key, share.job):
                 if share.given_up:
-                    left_out = f"not computed: {share.late_in_a_row} samples in a row had timed out"
+                    left_out = f"not computed: {share.late} samples in a row had timed out"
                     return [*done, *[_failed(spec, left_out)] * (len(samples) - len(done))]
                 more, problem = await self._slice(spec, samples[len(done) :])
             lost = 0 if problem is None else (0 if more else lost) + 1

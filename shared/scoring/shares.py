@@ -13,7 +13,19 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 GIVE_UP_AFTER = 16  # samples in a row that ran out of time
+ALIKE = 2  # from which on a job is taken for one of those with the same reward
 MOST_KNOWN = 64  # keys, or jobs of a key, that are remembered while they rest
+
+
+@dataclass(eq=False)
+class Lateness:
+    """How many samples in a row have run out of time."""
+
+    in_a_row: int = 0
+
+    def saw(self, late: bool) -> None:
+        """A sample was scored, or ran out of time."""
+        self.in_a_row = self.in_a_row + 1 if late else 0
 
 
 @dataclass
@@ -22,20 +34,28 @@ class Share:
 
     key: str = ""  # name of the API key; "" where nobody needs one
     job: str = ""
-    late_in_a_row: int = 0
+    mine: Lateness = field(default_factory=Lateness)
+    of_all: Lateness = field(default_factory=Lateness)  # of all the key's jobs with the same reward
 
     def saw(self, late: bool) -> None:
         """A sample was scored, or ran out of time."""
-        self.late_in_a_row = self.late_in_a_row + 1 if late else 0
+        self.mine.saw(late)
+        self.of_all.saw(late)
 
     @property
     def given_up(self) -> bool:
         """Whether so many have run out of time that the next ones will."""
-        return self.late_in_a_row >= GIVE_UP_AFTER
+        return self.late >= GIVE_UP_AFTER
+
+    @property
+    def late(self) -> int:
+        """Samples in a row that ran out of time, here or, when it looks alike here, in all of the key's jobs."""
+        return max(self.mine.in_a_row, self.of_all.in_a_row) if self.mine.in_a_row >= ALIKE else self.mine.in_a_row
 
     def try_again(self) -> None:
         """One more sample may show that it was not the reward's fault."""
-        self.late_in_a_row = min(self.late_in_a_row, GIVE_UP_AFTER - 1)
+        for lateness in (self.mine, self.of_all):
+            lateness.in_a_row = min(lateness.in_a_row, GIVE_UP_AFTER - 1)
 
 
 @dataclass

@@ -245,7 +245,7 @@ class JobWork:
         if spec.deadline_ms and progress.now_ms >= spec.deadline_ms:
             return "expired", "the job's deadline passed"
         if reward is not None and self._rewarding.share.given_up:
-            late = self._rewarding.share.late_in_a_row
+            late = self._rewarding.share.late
             return "failed", f"the reward {reward.name!r} timed out on {late} samples in a row: make it simpler"
         return None
 
