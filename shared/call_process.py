@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from shared.call_pipe import HEAD_BYTES, length_of, packed
+from shared.errors import ServiceUnavailableError
 
 
 class LostProcessError(Exception):
@@ -29,16 +30,19 @@ class CallProcess:
 
     @classmethod
     async def start(cls, module: str, arguments: Sequence[str] = (), pass_fds: Sequence[int] = ()) -> "CallProcess":
-        """Start `python -m module`; it finds the packages that we find, and none in the working directory else."""
+        """Start `python -m module`, which finds the packages that we find; ServiceUnavailableError if it cannot be."""
         path = os.pathsep.join(each for each in sys.path if each)
-        process = subprocess.Popen(  # noqa: ASYNC220 - as asyncio does itself; its own waits in a thread for the end
-            [sys.executable, "-P", "-m", module, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,
-            pass_fds=pass_fds,
-        )
+        try:
+            process = subprocess.Popen(  # noqa: ASYNC220 - as asyncio does; its own waits for the end in a thread
+                [sys.executable, "-P", "-m", module, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,
+                pass_fds=pass_fds,
+            )
+        except OSError as error:
+            raise ServiceUnavailableError(f"no process can be started on this machine: {error.strerror}") from error
         started = cls(process)
         try:
             await started._connect()
