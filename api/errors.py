@@ -92,7 +92,7 @@ def install(app: FastAPI) -> None:
             log.error("api.error", status=ours.status, code=ours.code, error=str(error), path=request.url.path)
         return error_response(ours)
 
-    for kind in (ParallmError, RequestValidationError, HTTPException, RedisError):
+    for kind in (ParallmError, RequestValidationError, HTTPException, RedisError, OSError):
         app.add_exception_handler(kind, handle)
 
 
