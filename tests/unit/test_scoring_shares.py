@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shared.scoring.shares import MOST_KNOWN, FairTurns
+from shared.scoring.shares import GIVE_UP_AFTER, MOST_KNOWN, FairTurns, Lateness, Share
 
 
 class Clock:
@@ -84,3 +84,33 @@ async def test_a_key_s_jobs_are_forgotten_while_they_rest() -> None:
     for i in range(3 * MOST_KNOWN):
         await table.have("k", f"-{i}", 0.1)
     assert len(table.turns._all.jobs["k"].jobs) <= MOST_KNOWN + 1
+
+
+def test_a_share_that_was_given_up_gets_one_more_try() -> None:
+    share = Share()
+    for _ in range(GIVE_UP_AFTER):
+        assert not share.given_up
+        share.saw(late=True)
+    assert share.given_up
+    share.try_again()
+    assert not share.given_up
+    share.saw(late=True)
+    assert share.given_up
+    share.try_again()
+    share.saw(late=False)
+    for _ in range(GIVE_UP_AFTER - 1):
+        share.saw(late=True)
+    assert not share.given_up
+
+
+def test_jobs_with_one_hanging_reward_are_given_up_together_and_a_good_one_among_them_is_not() -> None:
+    together = Lateness()
+    bad = [Share("k", f"job-{i}", of_all=together) for i in range(GIVE_UP_AFTER)]
+    good = Share("k", "good", of_all=together)
+    for share in bad:
+        share.saw(late=True)
+    assert not any(share.given_up for share in (*bad, good))  # once may be chance
+    bad[0].saw(late=True)
+    assert bad[0].given_up and not good.given_up
+    good.saw(late=False)
+    assert not bad[0].given_up

@@ -15,6 +15,7 @@ from shared.redis.job_ledger import JobProgress
 from shared.sequences import ModelCard, SequenceResult, SequenceSpec, decode_result
 from shared.text import TextCodec
 from shared.tracing import traceparent
+from shared.trajectories import Trajectory
 from worker.jobs.context import TickContext
 from worker.jobs.expansion import is_sample, ordinal_of, prompts_to_expand, sequence_id, sequences
 from worker.jobs.outcomes import (
@@ -24,7 +25,7 @@ from worker.jobs.outcomes import (
     impossible_trajectories,
     rewarded,
 )
-from worker.jobs.prompts import PreparedPrompt, prepare, read_input
+from worker.jobs.prompts import PreparedPrompt, prepare, read_prompt
 from worker.jobs.rewarding import Ready, Sample
 
 log = structlog.get_logger()
@@ -133,8 +134,13 @@ class JobWork:
 
     def _reward_given(self, lines: dict[int, bytes]) -> None:
         """Score texts that are there already: no sequence, no model."""
-        prompts = [PreparedPrompt(index, read_input(line)) for index, line in lines.items()]
-        self._rewarding.add([Sample(given_trajectory(prompt, self._codec), prompt) for prompt in prompts])
+        prompts = [read_prompt(index, line) for index, line in lines.items()]
+        self._rewarding.add([Sample(self._given(prompt), prompt) for prompt in prompts])
+
+    def _given(self, prompt: PreparedPrompt) -> Trajectory:
+        if prompt.error is not None:
+            return impossible_trajectories(self._spec, prompt, prompt.error)[0]
+        return given_trajectory(prompt, self._codec)
 
     async def _keep(self, ready: Ready) -> None:
         """Record samples; after that they leave the stream of finished ones."""
