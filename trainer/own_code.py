@@ -43,7 +43,7 @@ log = structlog.get_logger()
 
 START_S = 900.0  # for imports, and for what an environment loads when it is built
 LATE_S = 5.0  # that a process may be silent beyond the time of a call
-TRIES = 3  # of a call whose process ended without its fault
+TRIES = 3  # of a call whose process ended, nobody knows by whose fault
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (\S+)$', re.MULTILINE)
 _LIBRARY = re.compile(r"[/\\](?:lib|Lib)[/\\]python|<frozen")
 
@@ -82,13 +82,15 @@ class OwnCode:
     async def ask(self, what: Reset | Step | Score) -> Judged | Observed:
         """Carry a call out; OwnCodeError, or SetupError for what is wrong with the code as a whole."""
         named = type(what).__name__.lower()
-        for _ in range(TRIES):
+        tries = 0
+        while tries < TRIES:
             process = await self._running()
             try:
                 result = await process.ask(what)
             except _LostError as lost:
                 if lost.at_fault:
                     raise BlockedError(f"{self.title}: `{named}` {lost.reason}") from lost
+                tries += lost.nobody
                 continue
             if isinstance(result, Failed):
                 raise _error(result, f"{self.title}: `{named}`")
@@ -108,9 +110,9 @@ class OwnCode:
 class _LostError(Exception):
     """The process has ended with calls in it."""
 
-    def __init__(self, reason: str, at_fault: bool) -> None:
+    def __init__(self, reason: str, at_fault: bool, nobody: bool = False) -> None:
         super().__init__(reason)
-        self.reason, self.at_fault = reason, at_fault
+        self.reason, self.at_fault, self.nobody = reason, at_fault, nobody
 
 
 class _OwnProcess:
@@ -196,7 +198,7 @@ class _OwnProcess:
         log.error("own_code.lost", code=self._title, reason=reason, calls=len(self._calls))
         for number, call in self._calls.items():
             if not call.done():
-                call.set_exception(_LostError(reason, at_fault=number == culprit))
+                call.set_exception(_LostError(reason, at_fault=number == culprit, nobody=not culprit))
 
 
 class OwnEnvironment(OwnCode):

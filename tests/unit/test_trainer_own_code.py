@@ -60,6 +60,14 @@ async def test_code_that_waits_too_long_costs_its_call_and_no_process(hazards: O
     assert hazards._process is process
 
 
+async def test_many_that_hang_cost_nobody_else_a_call(hazards: OwnEnvironment) -> None:
+    seen = await hazards.reset(2)
+    actions = ["exit", "fine"] * 5
+    outcomes = await asyncio.gather(*(hazards.step(seen, each) for each in actions), return_exceptions=True)
+    assert all(isinstance(outcome, BlockedError) for outcome in outcomes[::2])
+    assert [getattr(outcome, "reward", outcome) for outcome in outcomes[1::2]] == [2.0] * 5
+
+
 async def test_calls_that_are_slow_one_after_the_other_are_not_taken_for_one_that_hangs(
     hazards: OwnEnvironment,
 ) -> None:
