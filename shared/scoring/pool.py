@@ -7,6 +7,7 @@ neither answers nor obeys its timer is killed, and so is one whose caller has le
 """
 
 import asyncio
+import hashlib
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -58,7 +59,7 @@ class RewardPool:
     ) -> list[Reward]:
         """One reward per sample, in order; once the share has given up, the rest is not computed."""
         share = share or Share()
-        reward = (share.key, msgspec.json.encode([spec.name, spec.options]))
+        reward = (share.key, _digest(spec))
         share.of_all = self._lateness.setdefault(reward, share.of_all)
         chunks = [samples[at : at + CHUNK] for at in range(0, len(samples), CHUNK)]
         tasks = [asyncio.create_task(self._chunk(spec, chunk, share)) for chunk in chunks]
@@ -71,8 +72,7 @@ class RewardPool:
 
     async def check(self, spec: RewardSpec, key: str = "") -> None:
         """InvalidRequestError when a pattern of the reward cannot be compiled, or not within its time."""
-        packed = msgspec.json.encode([spec.name, spec.options])
-        if not has_patterns(spec) or packed in self._passed:
+        if not has_patterns(spec) or (digest := _digest(spec)) in self._passed:
             return
         try:
             async with asyncio.timeout(TRIAL_S), self._turns.turn(key):
@@ -81,7 +81,7 @@ class RewardPool:
             raise ServiceUnavailableError("too many patterns wait to be checked; try again shortly") from None
         if wrong:
             raise InvalidRequestError(wrong, param="reward.options")
-        self._passed[packed] = None
+        self._passed[digest] = None
         if len(self._passed) > REMEMBERED:
             del self._passed[next(iter(self._passed))]
 
@@ -191,6 +191,11 @@ class _Process:
 def is_late(reward: Reward) -> bool:
     """Whether the sample ran out of time."""
     return reward.error.startswith(LATE)
+
+
+def _digest(spec: RewardSpec) -> bytes:
+    """Stands for a reward and its options, which may be long."""
+    return hashlib.sha256(msgspec.json.encode([spec.name, spec.options])).digest()
 
 
 def _failed(spec: RewardSpec, error: str) -> Reward:

@@ -43,7 +43,7 @@ class Collecting:
     def __init__(self, context: TickContext, max_entries: int, max_bytes: int) -> None:
         self._context = context
         self._max_entries, self._max_bytes = max_entries, max_bytes
-        self._shares: dict[bytes, Share] = {}
+        self._shares: dict[str, Share] = {}
 
     async def run(self) -> None:
         """Collect for ever; a Redis that is away is waited for."""
@@ -80,8 +80,9 @@ class Collecting:
 
     def _share(self, packed: bytes) -> Share:
         """Of a scoring function, from one round to the next: one that was given up gets one more try a round."""
-        share = self._shares.pop(packed, None) or Share(LIVE, hashlib.sha256(packed).hexdigest())
-        self._shares[packed] = share
+        digest = hashlib.sha256(packed).hexdigest()
+        share = self._shares.pop(digest, None) or Share(LIVE, digest)
+        self._shares[digest] = share
         if len(self._shares) > SHARES_KEPT:
             del self._shares[next(iter(self._shares))]
         share.try_again()
