@@ -7,10 +7,9 @@ A message is its length in four bytes and its bytes. Our standard output is the 
 import os
 import signal
 import struct
-from typing import BinaryIO
 
 _LENGTH = struct.Struct("!I")
-MAX_BYTES = 1 << 30
+HEAD_BYTES = _LENGTH.size
 
 
 class CallPipe:
@@ -24,11 +23,6 @@ class CallPipe:
         os.dup2(null, 0)
         os.dup2(2, 1)
         os.close(null)
-
-    @property
-    def incoming(self) -> BinaryIO:
-        """Where messages come from, for who waits otherwise than by `read`."""
-        return self._read
 
     def read(self) -> bytes | None:
         """The next message; None when nobody is there any more."""
@@ -54,6 +48,3 @@ def length_of(head: bytes) -> int:
     """How long the message behind a head is."""
     length: int = _LENGTH.unpack(head)[0]
     return length
-
-
-HEAD_BYTES = _LENGTH.size
