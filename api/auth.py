@@ -94,6 +94,12 @@ def acting_for(tenant: str) -> Iterator[None]:
         calling.reset(before)
 
 
+def key_name() -> str:
+    """The name of that key; "" when the server wants none."""
+    key = calling.get()
+    return "" if key is None else key.name
+
+
 def key_of(scope: Scope) -> ApiKey | None:
     """The key that came with a request; None when the server wants none."""
     found: ApiKey | None = scope.get("state", {}).get("api_key")

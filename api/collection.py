@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from api.auth import asker
+from api.auth import asker, key_name
 from api.ring import Ring
 from api.targets import Target
 from shared import rewards
@@ -91,12 +91,17 @@ async def check_collection(ring: Ring, collect: Collection) -> None:
     if who.limited and not who.sees(await ring.adapters.owner(collect.policy) or ""):
         raise unknown_adapter(collect.policy)
     if collect.scoring:
-        await check_judges(ring, RewardSpec(collect.scoring, collect.options), "scoring_function")
+        await check_scoring(ring, RewardSpec(collect.scoring, collect.options), "scoring_function")
 
 
-async def check_judges(ring: Ring, scoring: RewardSpec, param: str) -> list[ModelCard]:
-    """The models that the reward asks; UnknownModelError that names `param` when one was never served."""
+async def check_scoring(ring: Ring, scoring: RewardSpec, param: str) -> list[ModelCard]:
+    """The models that the reward asks, after a trial of its patterns, in a process that can be killed.
+
+    InvalidRequestError for a pattern that cannot be compiled, UnknownModelError for a model that was never served;
+    both name `param`.
+    """
     try:
+        await ring.patterns.check(scoring, key_name())
         return await ring.judges.check(rewards.served_models(scoring))
     except ParallmError as error:
         error.param = param

@@ -3,6 +3,7 @@
 Our own errors carry their status; here pydantic's, Starlette's and Redis's are translated into ours.
 """
 
+import errno
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,7 @@ from shared.errors import (
 
 log = structlog.get_logger()
 
+_OF_FILES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ENOENT, errno.EACCES})
 _BRANCHES = frozenset({"str", "int", "float", "bool", "none"})
 
 
@@ -90,7 +92,7 @@ def install(app: FastAPI) -> None:
             log.error("api.error", status=ours.status, code=ours.code, error=str(error), path=request.url.path)
         return error_response(ours)
 
-    for kind in (ParallmError, RequestValidationError, HTTPException, RedisError):
+    for kind in (ParallmError, RequestValidationError, HTTPException, RedisError, OSError):
         app.add_exception_handler(kind, handle)
 
 
@@ -109,6 +111,8 @@ def from_fault(error: Exception) -> ParallmError:
     """Our error for what a user cannot help: Redis out of reach, or a fault of ours."""
     if isinstance(error, ParallmError):
         return error
+    if isinstance(error, OSError) and error.errno in _OF_FILES:
+        return ServiceUnavailableError("this server's temporary folder is full or cannot be written to (its TMPDIR)")
     if isinstance(error, RedisConnectionError | RedisTimeoutError | WatchError | OSError):
         return ServiceUnavailableError("Redis cannot be reached; try again")
     return ParallmError("internal error; the server's log has the details under this x-request-id")

@@ -28,6 +28,7 @@ from shared.redis.pause import PauseSwitch
 from shared.redis.sequence_queue import CLASSES, SequenceQueue
 from shared.redis.token_frames import FrameReader
 from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
+from shared.scoring.pool import RewardPool
 from shared.scoring.rewards import Rewards
 from shared.scoring.served import ServedRewards
 from shared.sequences import ModelCard, SequenceClass
@@ -74,6 +75,7 @@ class Ring:
         self.adapters = AdapterStore(self.redis, keep_n=settings.adapter_keep_n, who_asks=asker)
         self.frames = FrameReader(settings.redis, self.api_id)
         self.counts = MetricWriter(self.redis, self.tally, "api", self.api_id)
+        self.patterns = RewardPool(processes=1)  # compiles the patterns of rewards, and scores nothing
         self.judges = ServedRewards(self.redis, f"reward-{self.api_id}", asker)
         self.rewards = Rewards(OrderedScores(self.redis, min(MAX_SCORE_S, settings.request_timeout_s)), self.judges)
         self._tasks: list[asyncio.Task[None]] = []
@@ -95,6 +97,7 @@ class Ring:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.judges.close()
+        self.patterns.close()
         await self.redis.aclose()
 
     async def live_models(self) -> dict[str, ModelCard]:

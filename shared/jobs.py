@@ -71,6 +71,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     created_ms: int = 0
     trace: str = ""  # W3C traceparent of the request that submitted it; "": it was not traced
     tenant: str = ""  # who owns it, and its sequences (shared/owners.py)
+    key: str = ""  # name of the API key that submitted it; its jobs share the reward processes' time
 
     @property
     def total(self) -> int:

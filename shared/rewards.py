@@ -3,6 +3,9 @@
 A reward looks at the text of one completion and at the reference of its prompt (`JobInput.reference`). It gives a
 value and named components, which are stored with the sample. The API checks options here, at submission, and imports
 nothing heavy for it; the job runner's processes do the work, or, for `judge` and `likelihood`, a served model.
+
+`check` takes no time that depends on what a client wrote. Compiling a pattern may take half a minute, so that is apart:
+`check_patterns` runs in a process that can be killed (`RewardPool.check`).
 """
 
 import re
@@ -40,7 +43,17 @@ class RegexOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.group is not None and not self.pattern:
             raise ValueError("group needs a pattern")
-        compiled = _compile(self.pattern)
+        _check_length(self.pattern)
+
+    @property
+    def flags(self) -> re.RegexFlag:
+        """How the pattern is meant."""
+        ignore_case = re.IGNORECASE if self.ignore_case else re.RegexFlag(0)
+        return ignore_case | (re.DOTALL if self.dot_all else re.RegexFlag(0))
+
+    def compile(self) -> None:
+        """Try the pattern; ValueError when it is none, or has no such group."""
+        compiled = _compiled(self.pattern, self.flags)
         if isinstance(self.group, int) and not 0 <= self.group <= compiled.groups:
             raise ValueError(f"the pattern has {compiled.groups} groups")
         if isinstance(self.group, str) and self.group not in compiled.groupindex:
@@ -83,7 +96,11 @@ class FormatOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not self.tags and not self.pattern:
             raise ValueError("give tags, a pattern, or both")
-        _compile(self.pattern)
+        _check_length(self.pattern)
+
+    def compile(self) -> None:
+        """Try the pattern; ValueError when it is none."""
+        _compiled(self.pattern, re.DOTALL)
 
 
 class LengthOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -176,6 +193,22 @@ def check(spec: RewardSpec) -> Options:
     return options
 
 
+def has_patterns(spec: RewardSpec) -> bool:
+    """Whether there is something for `check_patterns` to do; `check` has passed."""
+    return any(isinstance(options, RegexOptions | FormatOptions) and options.pattern for options in _options(spec))
+
+
+def check_patterns(spec: RewardSpec) -> None:
+    """InvalidRequestError for a pattern that is none. It may take long: not for an event loop."""
+    for options in _options(spec):
+        if isinstance(options, RegexOptions | FormatOptions):
+            try:
+                options.compile()
+            except ValueError as error:
+                message = f"options of reward {spec.name!r}: {error}"
+                raise InvalidRequestError(message, param="reward.options") from error
+
+
 def needs_reference(spec: RewardSpec) -> bool:
     """Whether the reward has nothing to say without a reference; `check` has passed."""
     return any(_needs_reference(options) for options in _options(spec))
@@ -208,10 +241,13 @@ def _needs_reference(options: Options) -> bool:
     return isinstance(options, ExactOptions | Gsm8kOptions | MathOptions)
 
 
-def _compile(pattern: str) -> re.Pattern[str]:
+def _check_length(pattern: str) -> None:
     if len(pattern) > MAX_PATTERN:
         raise ValueError(f"the pattern is longer than {MAX_PATTERN} characters")
+
+
+def _compiled(pattern: str, flags: re.RegexFlag) -> re.Pattern[str]:
     try:
-        return re.compile(pattern)
+        return re.compile(pattern, flags)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"bad pattern: {error}") from error

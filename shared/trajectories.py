@@ -65,3 +65,4 @@ class ScoreOrder(msgspec.Struct, frozen=True):
     name: str  # of the reward
     options: dict[str, Any]
     samples: tuple[tuple[str, Any], ...]  # text, reference
+    key: str = ""  # name of the API key whose order it is

@@ -9,7 +9,6 @@ from worker.engine import fast_blas
 fast_blas.install()
 
 import asyncio
-import signal
 import sys
 
 import structlog
@@ -17,6 +16,7 @@ import structlog
 from shared import logs, tracing
 from shared.errors import ParallmError
 from shared.settings import load
+from trainer import stopping
 from trainer.host import ThreadHost, at_once
 from trainer.loop import TrainLoop
 from trainer.session import train
@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     finally:
         tracing.stop()
+        stopping.ended()
 
 
 async def _train(settings: TrainSettings) -> int:
@@ -49,16 +50,11 @@ async def _train(settings: TrainSettings) -> int:
     assert running is not None
 
     def begun(training: TrainLoop) -> None:
-        def asked() -> None:
-            if training.stopping:
-                running.cancel()
-            else:
-                log.info("train.stopping", hint="a checkpoint is saved after this train step; again: end at once")
-                training.stop()
+        def stop() -> None:
+            log.info("train.stopping", hint="a checkpoint is saved after this train step; again: end at once")
+            training.stop()
 
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, asked)
+        stopping.obey(stop, lambda: training.stopping, running.cancel)
 
     async with ThreadHost() as host:
         config = EngineConfig(settings.model, dtype=settings.dtype or None)

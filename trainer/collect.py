@@ -17,6 +17,7 @@ from typing import Protocol
 import structlog
 
 from shared.errors import ParallmError, SetupError, UnknownAdapterError
+from trainer.own_code import BlockedError
 from trainer.pacing import Pace
 from trainer.rollouts import RolloutGroup
 from trainer.staleness import StaleWatch
@@ -140,6 +141,10 @@ class Collector:
                 group = await self._play_until_done(index)
         except TimeoutError:
             log.warning("group.deadline", index=index, seconds=self._pace.group_deadline_s)
+            del self._running[index]
+            self.dropped.append(index)
+        except BlockedError as error:
+            log.warning("group.blocked", index=index, reason=str(error))
             del self._running[index]
             self.dropped.append(index)
         except asyncio.CancelledError:

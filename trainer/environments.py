@@ -166,6 +166,22 @@ def load_object(path: str, what: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], found)
 
 
+def is_observation(name: str, given: object) -> Observation:
+    """What `reset` gave; SetupError when it is something else."""
+    if not isinstance(given, Observation):
+        said = f"`reset` gave {given!r:.80}, not a trainer.environments.Observation"
+        raise SetupError(f"environment {name!r}: {said}")
+    return given
+
+
+def is_outcome(name: str, given: object) -> Outcome:
+    """What `step` gave; SetupError when it is something else."""
+    if not isinstance(given, Outcome):
+        said = f"`step` gave {given!r:.80}, not a trainer.environments.Outcome"
+        raise SetupError(f"environment {name!r}: {said}")
+    return given
+
+
 def _task(line: dict[str, Any]) -> Task:
     reference = line.get("reference", line.get("answer"))
     prompt = line.get("prompt", line.get("messages"))

@@ -2,9 +2,7 @@
 
 import asyncio
 import math
-import traceback
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -12,7 +10,9 @@ from shared.errors import SetupError
 from shared.jobs import SamplingOverrides
 from shared.trajectories import Reward, Trajectory
 from trainer.conversation import Conversation, joined
-from trainer.environments import Environment, Observation, Outcome
+from trainer.environments import Environment, Observation, Outcome, is_observation, is_outcome
+from trainer.own_code import OwnCodeError
+from trainer.own_process import blamed
 from trainer.rollouts import RolloutGroup, RolloutRequest, RolloutSource, derived_seed
 
 
@@ -41,10 +41,7 @@ class Episodes:
     async def play(self, index: int, adapter: str) -> RolloutGroup:
         """The finished group of task `index`; a sample whose reward failed carries the error and no value."""
         options = self._options
-        observation = await self._environment.reset(index)
-        if not isinstance(observation, Observation):
-            said = f"`reset` gave {observation!r:.80}, not a trainer.environments.Observation"
-            raise SetupError(f"environment {self._environment.name!r}: {said}")
+        observation = is_observation(self._environment.name, await self._environment.reset(index))
         request = RolloutRequest(
             id=f"{options.run}-{index}",
             prompt_ids=self._conversation.prompt_ids(observation),
@@ -70,7 +67,7 @@ class Episodes:
             except SetupError:
                 raise
             except Exception as error:  # of somebody else's code, at what a model wrote: it costs this sample alone
-                return msgspec.structs.replace(whole, reward=Reward(name, None, error=_blamed(error)))
+                return msgspec.structs.replace(whole, reward=Reward(name, None, error=_said(error)))
             if outcome.reward is None:
                 return whole
             total += outcome.reward
@@ -84,10 +81,7 @@ class Episodes:
         return msgspec.structs.replace(whole, reward=Reward(name, total, components))
 
     async def _judged(self, observation: Observation, action: str) -> Outcome:
-        outcome = await self._environment.step(observation, action)
-        if not isinstance(outcome, Outcome):
-            said = f"`step` gave {outcome!r:.80}, not a trainer.environments.Outcome"
-            raise SetupError(f"environment {self._environment.name!r}: {said}")
+        outcome = is_outcome(self._environment.name, await self._environment.step(observation, action))
         if outcome.reward is not None and not math.isfinite(outcome.reward):
             raise ValueError(f"the reward is {outcome.reward}")
         return outcome
@@ -111,8 +105,5 @@ class Episodes:
         return msgspec.structs.replace(self._options.sampling, seed=seed)
 
 
-def _blamed(error: Exception) -> str:
-    """The error, and the line of the user's own code that raised it."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    ours = Path(place.filename).parent == Path(__file__).parent
-    return f"{type(error).__name__}: {error}" + ("" if ours else f" ({Path(place.filename).name}:{place.lineno})")
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, OwnCodeError) else blamed(error)

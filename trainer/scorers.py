@@ -2,16 +2,14 @@
 
 Rewards are those of shared/rewards.py: functions run in processes of their own here, so that a completion that makes
 one hang or crash costs its own sample, not the run; a judge and a likelihood are asked of the ring's workers.
-A function named `package.module:function` is called in this process as `function(completion, reference, **options)`,
-may be async, and gives a number or a number with named components.
+A function named `package.module:function` is called as `function(completion, reference, **options)` in a process of its
+own (trainer/own_code.py), may be async, and gives a number or a number with named components.
 """
 
 import asyncio
 import contextlib
-import inspect
-import math
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +21,8 @@ from shared.scoring.pool import RewardPool, RewardSample
 from shared.scoring.rewards import Models, Rewards
 from shared.scoring.served import ServedRewards
 from shared.trajectories import Reward
-from trainer.environments import Scorer, load_object
+from trainer.environments import Scorer
+from trainer.own_code import OwnFunction
 
 Scored = tuple[float, dict[str, float]]
 
@@ -36,14 +35,18 @@ class Judges(Models, Protocol):
 
 
 @contextlib.asynccontextmanager
-async def open_scorer(reward: str, options: Mapping[str, Any], judges: Judges) -> AsyncIterator[Scorer]:
+async def open_scorer(
+    reward: str, options: Mapping[str, Any], judges: Judges, own_code_timeout_s: float = 60.0
+) -> AsyncIterator[Scorer]:
     """The scorer that settings name; SetupError when there is no such reward, or when it takes no such options."""
     if ":" in reward:
-        yield FunctionScorer(load_object(reward, "reward"), options)
+        async with OwnFunction(reward, options, own_code_timeout_s) as function:
+            yield function
         return
     spec = _checked(reward, options)
     pool = RewardPool()
     try:
+        await _check_patterns(pool, spec)
         yield RewardScorer(Rewards(pool, judges), spec)
     finally:
         pool.close()
@@ -68,6 +71,13 @@ async def check_judges(reward: str, options: Mapping[str, Any], judges: Judges) 
         await judges.check(models)
     except ParallmError as error:
         raise SetupError(f"reward {reward!r}: {error}; start a worker for it first") from error
+
+
+async def _check_patterns(pool: RewardPool, spec: RewardSpec) -> None:
+    try:
+        await pool.check(spec)
+    except InvalidRequestError as error:
+        raise SetupError(str(error)) from error
 
 
 def _checked(reward: str, options: Mapping[str, Any]) -> RewardSpec:
@@ -119,20 +129,3 @@ class RewardScorer:
         for each, reward in zip(batch, scored, strict=True):
             if not each.future.done():
                 each.future.set_result(reward)
-
-
-class FunctionScorer:
-    """A function of the user's own."""
-
-    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-        self._function, self._options = function, dict(options)
-
-    async def __call__(self, completion: str, reference: Any, prompt: str | Sequence[Message] = "") -> Scored:
-        """What it says; ValueError when that is no finite number."""
-        result = self._function(completion, reference, **self._options)
-        if inspect.isawaitable(result):
-            result = await result
-        value, components = result if isinstance(result, tuple) else (result, {})
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"the reward function gave {value!r}, not a finite number")
-        return float(value), {str(name): float(part) for name, part in components.items()}

@@ -10,6 +10,7 @@ from trainer.environments import Environment, Scorer
 from trainer.host import ComputeHost
 from trainer.joining import way_to_ring
 from trainer.loop import Parts, TrainLoop
+from trainer.own_code import OwnEnvironment
 from trainer.scorers import Judges, check_judges, open_scorer
 from trainer.settings import TrainSettings
 from trainer.state import RunState
@@ -62,5 +63,11 @@ async def tasks(settings: TrainSettings, judges: Judges) -> AsyncIterator[tuple[
     async with AsyncExitStack() as stack:
         scorer: Scorer | None = None
         if scored_tasks(settings):
-            scorer = await stack.enter_async_context(open_scorer(settings.reward_name, settings.reward_options, judges))
-        yield training_tasks(settings, scorer), held_out_tasks(settings, scorer)
+            scorer = await stack.enter_async_context(
+                open_scorer(settings.reward_name, settings.reward_options, judges, settings.own_code_timeout_s)
+            )
+        found = training_tasks(settings, scorer), held_out_tasks(settings, scorer)
+        for environment in found:
+            if isinstance(environment, OwnEnvironment):
+                await stack.enter_async_context(environment)
+        yield found

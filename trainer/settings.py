@@ -74,6 +74,9 @@ class TrainSettings(JoinSettings):
     system_prompt: str = Field(default="", description="put before every chat of a data set")
     task_options: dict[str, Any] = Field(default_factory=dict, description="for the environment's class")
     held_out_options: dict[str, Any] = Field(default_factory=dict, description="for the class, when it is held out")
+    own_code_timeout_s: float = Field(
+        default=60.0, gt=0, description="one call of a reward or an environment of your own may take so long"
+    )
     max_turns: int = Field(default=1, ge=1, description="replies in one sample, with tool results in between")
 
     steps: int = Field(default=100, ge=1, description="train steps")

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.errors import SetupError
-from trainer.environments import ArithmeticEnvironment, DatasetEnvironment, Environment, Scorer, load_class, read_jsonl
+from trainer.environments import ArithmeticEnvironment, DatasetEnvironment, Environment, Scorer, read_jsonl
+from trainer.own_code import OwnEnvironment
 from trainer.settings import TrainSettings
 
 _HELD_OUT_SEED = 7
@@ -19,7 +20,7 @@ def training_tasks(settings: TrainSettings, scorer: Scorer | None) -> Environmen
             raise SetupError(f"task {settings.task!r} needs a dataset")
         tasks = read_jsonl(settings.dataset, settings.task_count)
         return DatasetEnvironment(settings.task, tasks, _needed(scorer), settings.seed, settings.system_prompt)
-    return _own(settings.task, settings.task_options)
+    return _own(settings, settings.task_options)
 
 
 def held_out_tasks(settings: TrainSettings, scorer: Scorer | None) -> Environment | None:
@@ -32,7 +33,7 @@ def held_out_tasks(settings: TrainSettings, scorer: Scorer | None) -> Environmen
         tasks = read_jsonl(settings.held_out_dataset)
         return DatasetEnvironment("held-out", tasks, _needed(scorer), system_prompt=settings.system_prompt)
     if settings.held_out_options:
-        return _own(settings.task, settings.held_out_options)
+        return _own(settings, settings.held_out_options)
     return None
 
 
@@ -41,10 +42,11 @@ def scored_tasks(settings: TrainSettings) -> bool:
     return settings.task in ("jsonl", "gsm8k") or settings.held_out_dataset is not None
 
 
-def _own(path: str, options: Mapping[str, Any]) -> Environment:
-    if ":" not in path:
-        raise SetupError(f"no task {path!r}: arithmetic, jsonl, gsm8k, or package.module:Class")
-    return load_class(path, options)
+def _own(settings: TrainSettings, options: Mapping[str, Any]) -> Environment:
+    """To be entered before it is asked anything: then it is loaded."""
+    if ":" not in settings.task:
+        raise SetupError(f"no task {settings.task!r}: arithmetic, jsonl, gsm8k, or package.module:Class")
+    return OwnEnvironment(settings.task, options, settings.own_code_timeout_s)
 
 
 def _needed(scorer: Scorer | None) -> Scorer:

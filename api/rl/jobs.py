@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.responses import Response, StreamingResponse
 
-from api.auth import asker
-from api.collection import check_judges
+from api.auth import asker, key_name
+from api.collection import check_scoring
 from api.errors import error_responses, from_validation
 from api.json_reply import json_reply
 from api.limits import is_multipart
@@ -114,8 +114,8 @@ async def _checked_spec(ring: Ring, body: JobBody, target: JobTarget) -> JobSpec
     spec = msgspec.structs.replace(body.spec(target.card, target.adapter), tenant=asker().tenant)
     if spec.reward is not None:
         rewards.check(spec.reward)
-        await check_judges(ring, spec.reward, "reward.options")
-    return spec
+        await check_scoring(ring, spec.reward, "reward.options")
+    return msgspec.structs.replace(spec, key=key_name())
 
 
 async def _accepted(ring: Ring, job_id: str) -> Response:

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.auth import calling
-from api.collection import check_judges, scoring_spec
+from api.auth import calling, key_name
+from api.collection import check_scoring, scoring_spec
 from api.errors import error_responses
 from api.openai.conversations import template_messages
 from api.openai.fields import RequestModel, complaint
@@ -23,6 +23,7 @@ from shared.errors import InvalidRequestError
 from shared.jobs import Prompt, RewardSpec
 from shared.rewards import needs_prompt, needs_reference
 from shared.scoring.pool import RewardSample
+from shared.scoring.shares import Share
 
 router = APIRouter(tags=["training"])
 TheRing = Annotated[Ring, Depends(ring_of)]
@@ -119,7 +120,7 @@ async def score(body: ScoreBody, request: Request, ring: TheRing) -> Response:
     """One score for each text; `error` says why there is none."""
     spec = body.spec()
     samples = body.samples(spec)
-    for card in await check_judges(ring, spec, "model" if body.model is not None else "reward"):
+    for card in await check_scoring(ring, spec, "model" if body.model is not None else "reward"):
         await ring.served(card.name)  # 503 without a live worker
         await ring.check_memory(card.name)
     key = calling.get()
@@ -128,6 +129,7 @@ async def score(body: ScoreBody, request: Request, ring: TheRing) -> Response:
         samples,
         within_s=ring.settings.request_timeout_s,
         sequence_class="interactive" if key is None else key.sequence_class,
+        share=Share(key_name()),
     )
     rewards = await until_disconnected(scoring, request.receive)
     if rewards is None:

@@ -125,8 +125,13 @@ class Script:
         except ResponseError as error:
             if not is_no_script(error):
                 raise
-            await self.load(redis)
-            return await redis.execute_command("EVALSHA", self.sha, len(keys), *keys, *args)  # type: ignore[no-untyped-call]
+        async with redis.pipeline(transaction=True) as pipe:  # nobody can make the server forget it in between
+            pipe.execute_command("SCRIPT LOAD", self.text)
+            self.add(pipe, keys, args)
+            _, answer = await pipe.execute(raise_on_error=False)  # raised by redis-py it would tell the arguments
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def add(self, pipe: "Pipeline", keys: Sequence[str | bytes], args: Sequence[Argument]) -> None:
         """Queue it in a pipeline; the caller loads and repeats on a NOSCRIPT answer."""

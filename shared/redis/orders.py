@@ -7,6 +7,7 @@ An order that nobody has taken by its deadline is not carried out any more.
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +50,8 @@ class Orders:
 
     # -- who asks
 
-    async def place(self, order_id: str, body: bytes, within_s: float) -> None:
-        """Ask; the answer comes to `answer`. QueueFullError when too many wait already."""
+    async def place(self, order_id: str, body: bytes, within_s: float) -> str:
+        """Ask, and get the order's entry; the answer comes to `answer`. QueueFullError when too many wait already."""
         waiting = await self.waiting()
         if waiting >= self._kept:
             raise QueueFullError(f"{waiting} orders are waiting and {self._kept} is the limit; try again shortly")
@@ -59,7 +60,8 @@ class Orders:
             fields: dict[Any, Any] = {"id": order_id, "d": body, "deadline_ms": deadline}
             pipe.xadd(self._stream, fields)
             pipe.expire(self._stream, keys.ORDER_TTL_S)
-            await pipe.execute()
+            entry: bytes = (await pipe.execute())[0]
+        return entry.decode()
 
     async def answer(self, order_id: str, within_s: float) -> bytes | None:
         """Wait for the answer; None when there is none in time."""
@@ -110,6 +112,16 @@ class Orders:
     async def wait(self, timeout_s: float) -> None:
         """Until something new may be there."""
         await self._blocking.xread({self._stream: "$"}, count=1, block=max(1, int(1000 * timeout_s)))
+
+    async def withdrawn(self, entries: Sequence[str]) -> set[str]:
+        """Which of these orders nobody waits for any more."""
+        if not entries:
+            return set()
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for entry in entries:
+                pipe.xrange(self._stream, entry, entry, count=1)
+            found = await pipe.execute()
+        return {entry for entry, there in zip(entries, found, strict=True) if not there}
 
     async def tell(self, order_id: str, answer: bytes) -> None:
         """Answer; said again it replaces the answer."""

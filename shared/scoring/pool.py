@@ -1,33 +1,36 @@
 """Rewards computed in processes of their own, so that no completion can stall or crash the caller.
 
 A sample whose reward raises or takes longer than `timeout_s` gets a `Reward` with `error`; its job goes on unharmed.
-The limit is a timer signal inside the process: regular expressions and sympy check for signals. Where even
-that fails, the parent kills the processes and starts new ones. Samples that were lost with a process then run one at a
-time in a process of their own, so that only the sample at fault is marked.
+A process is handed a slice of samples at a time, which is short, and slices take turns by key and job
+(shared/scoring/shares.py), so that nobody's rewards wait for more than a slice of somebody else's. A process that
+neither answers nor obeys its timer is killed, and so is one whose caller has left.
 """
 
 import asyncio
-import contextlib
-import math
-import multiprocessing
-import multiprocessing.connection
+import hashlib
 import os
-import signal
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
-from shared import scoring
+import msgspec
+
+from shared.call_process import CallProcess, LostProcessError
+from shared.errors import InvalidRequestError, ServiceUnavailableError
 from shared.jobs import Prompt, RewardSpec
-from shared.rewards import Options, check
+from shared.rewards import has_patterns
+from shared.scoring.process import LATE, Slice, Trial
+from shared.scoring.shares import FairTurns, Lateness, Share
 from shared.trajectories import Reward
 
-CHUNK = 16  # samples a call
+CHUNK = 16  # samples a slice, at most
+SLICE_S = 0.5  # after which a slice begins no other sample
 GRACE_S = 15.0  # beyond the samples' own time: starting a process and importing math-verify
+ANSWER_S = 1.0  # that a process may be late with an answer
+COMPILE_S = 2.0  # for a reward's patterns
+TRIAL_S = 15.0  # that a trial of patterns may wait for its turn
+REMEMBERED = 1024  # patterns that have passed
+_reward = msgspec.json.Decoder(Reward)
 
 
 class RewardSample(NamedTuple):
@@ -43,150 +46,156 @@ class RewardPool:
     """A few processes that compute rewards; they start when first needed."""
 
     def __init__(self, processes: int = 0, timeout_s: float = 5.0, *, grace_s: float = GRACE_S) -> None:
-        longest_s = 2 * timeout_s + grace_s
         self._timeout_s = timeout_s
-        self._many = _Processes(processes or min(4, os.cpu_count() or 1), longest_s)
-        self._suspects = _Processes(1, longest_s)
+        self._grace_s = grace_s
+        self._turns = FairTurns(processes or min(4, os.cpu_count() or 1))
+        self._rested: list[_Process] = []
+        self._all: set[_Process] = set()
+        self._lateness: WeakValueDictionary[tuple[str, bytes], Lateness] = WeakValueDictionary()
+        self._passed: dict[bytes, None] = {}
 
-    async def score(self, spec: RewardSpec, samples: Sequence[RewardSample]) -> list[Reward]:
-        """One reward per sample, in order."""
+    async def score(
+        self, spec: RewardSpec, samples: Sequence[RewardSample], share: Share | None = None
+    ) -> list[Reward]:
+        """One reward per sample, in order; once the share has given up, the rest is not computed."""
+        share = share or Share()
+        reward = (share.key, _digest(spec))
+        share.of_all = self._lateness.setdefault(reward, share.of_all)
         chunks = [samples[at : at + CHUNK] for at in range(0, len(samples), CHUNK)]
-        scored = await asyncio.gather(*(self._chunk(spec, chunk) for chunk in chunks))
+        tasks = [asyncio.create_task(self._chunk(spec, chunk, share)) for chunk in chunks]
+        try:
+            scored = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
         return [reward for chunk in scored for reward in chunk]
+
+    async def check(self, spec: RewardSpec, key: str = "") -> None:
+        """InvalidRequestError when a pattern of the reward cannot be compiled, or not within its time."""
+        if not has_patterns(spec) or (digest := _digest(spec)) in self._passed:
+            return
+        try:
+            async with asyncio.timeout(TRIAL_S), self._turns.turn(key):
+                wrong = await self._tried(spec)
+        except TimeoutError:
+            raise ServiceUnavailableError("too many patterns wait to be checked; try again shortly") from None
+        if wrong:
+            raise InvalidRequestError(wrong, param="reward.options")
+        self._passed[digest] = None
+        if len(self._passed) > REMEMBERED:
+            del self._passed[next(iter(self._passed))]
 
     def close(self) -> None:
         """End the processes."""
-        self._many.close()
-        self._suspects.close()
+        for process in list(self._all):
+            self._end(process)
 
-    async def _chunk(self, spec: RewardSpec, samples: Sequence[RewardSample]) -> list[Reward]:
+    async def _chunk(self, spec: RewardSpec, samples: Sequence[RewardSample], share: Share) -> list[Reward]:
         done: list[Reward] = []
+        lost = 0  # processes, in a row, at the sample that is next
         while len(done) < len(samples):
-            more = await self._many.score(spec, samples[len(done) :], self._timeout_s)
-            if more is None:
-                return done + [await self._suspect(spec, sample) for sample in samples[len(done) :]]
+            async with self._turns.turn(share.key, share.job):
+                if share.given_up:
+                    left_out = f"not computed: {share.late} samples in a row had timed out"
+                    return [*done, *[_failed(spec, left_out)] * (len(samples) - len(done))]
+                more, problem = await self._slice(spec, samples[len(done) :])
+            lost = 0 if problem is None else (0 if more else lost) + 1
+            if problem is not None and (lost == 2 or problem.startswith(LATE)):
+                more, lost = [*more, _failed(spec, problem)], 0
+            for reward in more:
+                share.saw(is_late(reward))
             done += more
         return done
 
-    async def _suspect(self, spec: RewardSpec, sample: RewardSample) -> Reward:
-        alone = await self._suspects.score(spec, [sample], self._timeout_s)
-        return _failed(spec, "the reward hung or ended its process") if alone is None else alone[0]
+    async def _slice(self, spec: RewardSpec, samples: Sequence[RewardSample]) -> tuple[list[Reward], str | None]:
+        """Rewards of the first samples, and what was wrong with the process at the one that follows them."""
+        first, sent = self._sent(spec, samples)
+        if not sent:
+            return first, None
+        process = await self._process()
+        rewards: list[Reward] = []
+        try:
+            ready_s = 0.0 if spec.name in process.loaded else self._grace_s
+            limit_s = SLICE_S + self._timeout_s + ready_s + 2 * ANSWER_S
+            await process.call.send(msgspec.json.encode(Slice(spec, sent, self._timeout_s, SLICE_S, limit_s)))
+            async with asyncio.timeout(limit_s) as limit:
+                while answer := await process.call.receive():
+                    rewards.append(_reward.decode(answer))
+                    process.loaded.add(spec.name)
+                    limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s + ANSWER_S)
+        except TimeoutError:
+            self._end(process)
+            return rewards, f"{LATE} {self._timeout_s:g} s, deaf to its timer"
+        except LostProcessError:
+            self._end(process)
+            return rewards, "the reward ended its process"
+        except BaseException:
+            self._end(process)
+            raise
+        self._rested.append(process)
+        return rewards, None
 
-
-class _Processes:
-    """A process pool that is thrown away when one of its processes dies or hangs."""
-
-    def __init__(self, count: int, longest_s: float) -> None:
-        self._count = count
-        self._longest_s = longest_s
-        self._free = asyncio.Semaphore(count)  # a call that waits for a process must not count as hanging
-        self._executor: ProcessPoolExecutor | None = None
-
-    async def score(self, spec: RewardSpec, samples: Sequence[RewardSample], timeout_s: float) -> list[Reward] | None:
-        """Rewards of the first samples, one at least; None when the call was lost with its process."""
-        async with self._free:
-            executor = self._started()
+    def _sent(self, spec: RewardSpec, samples: Sequence[RewardSample]) -> tuple[list[Reward], list[tuple[str, bytes]]]:
+        """The first samples as they travel; or the error of the first one, when it cannot."""
+        sent: list[tuple[str, bytes]] = []
+        for sample in samples:
             try:
-                future = executor.submit(
-                    score_samples, spec, [each._replace(prompt=None) for each in samples], timeout_s
-                )
-                async with asyncio.timeout(self._longest_s):
-                    return await asyncio.wrap_future(future)
-            except (TimeoutError, BrokenProcessPool, OSError):  # OSError: its queue was closed as it broke
-                self._discard(executor)
-                return None
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
-                    raise
-                return None  # the pool was discarded with this call in it
+                sent.append((sample.completion.encode().decode(), msgspec.json.encode(sample.reference)))
+            except (RecursionError, ValueError, TypeError, OverflowError) as error:
+                if not sent:
+                    return [_failed(spec, f"text or reference cannot be scored: {error}"[:500])], []
+                break
+        return [], sent
 
-    def close(self) -> None:
-        if self._executor is not None:
-            self._discard(self._executor)
+    async def _tried(self, spec: RewardSpec) -> str:
+        process = await self._process()
+        try:
+            async with asyncio.timeout(COMPILE_S + self._grace_s):
+                await process.call.send(msgspec.json.encode(Trial(spec, COMPILE_S)))
+                wrong = (await process.call.receive()).decode()
+        except (TimeoutError, LostProcessError):
+            self._end(process)
+            return f"options of reward {spec.name!r}: the pattern could not be compiled in its time"
+        except BaseException:
+            self._end(process)
+            raise
+        self._rested.append(process)
+        return wrong
 
-    def _started(self) -> ProcessPoolExecutor:
-        if self._executor is None:
-            self._executor = ProcessPoolExecutor(
-                self._count, multiprocessing.get_context("spawn"), initializer=_prepare_process
-            )
-        return self._executor
+    async def _process(self) -> "_Process":
+        """One that has nothing to do."""
+        while self._rested:
+            process = self._rested.pop()
+            if process.call.alive:
+                return process
+            self._end(process)
+        process = _Process(await CallProcess.start("shared.scoring.process"))
+        self._all.add(process)
+        return process
 
-    def _discard(self, executor: ProcessPoolExecutor) -> None:
-        if executor is self._executor:
-            self._executor = None
-        for process in list((executor._processes or {}).values()):
-            process.kill()
-        executor.shutdown(wait=False, cancel_futures=True)
-
-
-# -- inside a pool process
-
-
-class _OutOfTime(BaseException):
-    """The sample's time is over; no `except Exception` of a library swallows it."""
-
-
-_ticking = False
+    def _end(self, process: "_Process") -> None:
+        process.call.kill()
+        self._all.discard(process)
+        if process in self._rested:
+            self._rested.remove(process)
 
 
-def score_samples(spec: RewardSpec, samples: Sequence[RewardSample], timeout_s: float) -> list[Reward]:
-    """Rewards of the first samples: all of them, or those begun within `timeout_s`."""
-    scorer = scoring.load(spec.name)
-    options = check(spec)
-    until = time.monotonic() + timeout_s
-    scored: list[Reward] = []
-    for sample in samples:
-        scored.append(_score_one(scorer, spec, options, sample, timeout_s))
-        if time.monotonic() > until:
-            break
-    return scored
+class _Process:
+    """A process, and the rewards that it has loaded."""
+
+    def __init__(self, call: CallProcess) -> None:
+        self.call = call
+        self.loaded: set[str] = set()
 
 
-def _score_one(
-    scorer: scoring.Scorer, spec: RewardSpec, options: Options, sample: RewardSample, timeout_s: float
-) -> Reward:
-    try:
-        with _time_limit(timeout_s):
-            score = scorer(sample.completion, sample.reference, options)
-    except _OutOfTime:
-        return _failed(spec, f"timed out after {timeout_s:g} s")
-    except Exception as error:  # whatever a reward raises is that sample's error
-        return _failed(spec, f"{type(error).__name__}: {error}"[:500])
-    if not math.isfinite(score.value):
-        return _failed(spec, f"the reward is {score.value}")
-    return Reward(spec.name, float(score.value), score.components)
+def is_late(reward: Reward) -> bool:
+    """Whether the sample ran out of time."""
+    return reward.error.startswith(LATE)
 
 
-@contextlib.contextmanager
-def _time_limit(timeout_s: float) -> Iterator[None]:
-    global _ticking
-    _ticking = True
-    # Again every 0.1 s: an exception raised inside a destructor or a C callback is lost.
-    signal.setitimer(signal.ITIMER_REAL, timeout_s, 0.1)
-    try:
-        yield
-    finally:
-        _ticking = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _on_alarm(number: int, frame: FrameType | None) -> None:
-    if _ticking:
-        raise _OutOfTime
-
-
-def _prepare_process() -> None:
-    signal.signal(signal.SIGALRM, _on_alarm)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the runner, which ends us
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
+def _digest(spec: RewardSpec) -> bytes:
+    """Stands for a reward and its options, which may be long."""
+    return hashlib.sha256(msgspec.json.encode([spec.name, spec.options])).digest()
 
 
 def _failed(spec: RewardSpec, error: str) -> Reward:

@@ -12,9 +12,8 @@ def score(completion: str, reference: Any, options: RegexOptions) -> Score:
     pattern = options.pattern or reference
     if not isinstance(pattern, str) or not pattern:
         raise ValueError("regex needs a pattern in its options or as the reference")
-    flags = (re.IGNORECASE if options.ignore_case else 0) | (re.DOTALL if options.dot_all else 0)
     try:
-        compiled = re.compile(pattern, flags)
+        compiled = re.compile(pattern, options.flags)
     except re.error as error:
         raise ValueError(f"the reference is no pattern: {error}") from error
     found = compiled.fullmatch(completion) if options.full else compiled.search(completion)

@@ -9,6 +9,7 @@ from shared.model_rewards import ModelOptions
 from shared.rewards import WeightedOptions, check, served_models
 from shared.scoring.pool import RewardSample
 from shared.scoring.served import WITHIN_S
+from shared.scoring.shares import Share
 from shared.sequences import SequenceClass
 from shared.trajectories import Reward
 
@@ -16,7 +17,9 @@ from shared.trajectories import Reward
 class Functions(Protocol):
     """Where rewards without a model are computed (`shared.scoring.pool.RewardPool`)."""
 
-    async def score(self, spec: RewardSpec, samples: Sequence[RewardSample]) -> list[Reward]:
+    async def score(
+        self, spec: RewardSpec, samples: Sequence[RewardSample], share: Share | None = None
+    ) -> list[Reward]:
         """One reward a sample, in order."""
 
 
@@ -49,18 +52,25 @@ class Rewards:
         *,
         within_s: float = WITHIN_S,
         sequence_class: SequenceClass = "batch",
+        share: Share | None = None,
     ) -> list[Reward]:
-        """One reward a sample, in order; `within_s` bounds what is asked of models, `sequence_class` is theirs."""
+        """One reward a sample, in order; `within_s` bounds what is asked of models, `sequence_class` is theirs.
+
+        `share` says whose processes' time the functions take.
+        """
         options = check(spec)
         if isinstance(options, ModelOptions):
             return await self._served.score(
                 spec.name, options, samples, within_s=within_s, sequence_class=sequence_class
             )
         if not isinstance(options, WeightedOptions) or not served_models(spec):
-            return await self._functions.score(spec, samples)
+            return await self._functions.score(spec, samples, share)
         parts = [RewardSpec(part.name, part.options) for part in options.parts]
         scored = await asyncio.gather(
-            *(self.score(part, samples, within_s=within_s, sequence_class=sequence_class) for part in parts)
+            *(
+                self.score(part, samples, within_s=within_s, sequence_class=sequence_class, share=share)
+                for part in parts
+            )
         )
         return [_sum(options, rewards) for rewards in zip(*scored, strict=True)]
 

@@ -118,6 +118,8 @@ class ServedRewards:
                 return Reward(name, None, error=f"no answer of {models[0].card.name!r} within {within_s:g} s")
             except ParallmError as error:
                 return _failed(name, error)
+            except RecursionError:
+                return Reward(name, None, error="the reference is nested too deep to be shown to a model")
             if not math.isfinite(score.value):
                 return Reward(name, None, error=f"the reward is {score.value}")
             return Reward(name, score.value, score.components)

@@ -134,6 +134,8 @@ def context(redis: Redis, blocking: Redis, runner: str = "r1", window: int = 64)
     """A runner's context inside the test process."""
     pool = RewardPool(1, timeout_s=2.0)
     try:
-        yield TickContext(runner, redis, blocking, pool, window=window)
+        made = TickContext(runner, redis, blocking, pool, window=window)
+        yield made
     finally:
+        made.close()
         pool.close()

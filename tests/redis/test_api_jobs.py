@@ -1,6 +1,8 @@
 """Jobs over HTTP: what enters, what is refused whole, and how results are read."""
 
+import asyncio
 import json
+import tempfile
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -45,6 +47,30 @@ async def test_a_job_is_accepted_polled_listed_and_cancelled(server: Api) -> Non
     assert [job["id"] for job in (await server.http.get("/v1/jobs")).json()["data"]] == [status["id"]]
     cancelled = (await server.http.post(f"/v1/jobs/{status['id']}/cancel")).json()
     assert (cancelled["status"], cancelled["counts"]["cancelled"]) == ("cancelled", 6)
+
+
+async def test_a_temporary_folder_that_cannot_be_written_to_is_not_called_a_redis_that_is_away(
+    redis_url: str, server: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    async with api(redis_url, max_upload_bytes=8 << 20) as serving:
+        response = await upload(serving, (b'"' + b"a" * 16_384 + b'"\n') * 128)
+    assert response.status_code == 503
+    message = response.json()["error"]["message"]
+    assert "temporary folder" in message and "Redis" not in message and "nowhere" not in message
+
+
+async def test_a_pattern_that_takes_long_to_compile_is_refused_and_stops_nobody(server: Api) -> None:
+    pattern = "(?i)" + "[a-\U0010ffff]" * 815
+    body = {**JOB, "prompts": ["a"], "reward": {"name": "regex", "pattern": pattern}}
+    submitting = asyncio.create_task(server.post("/v1/jobs", body))
+    asked = 0
+    while not submitting.done():
+        assert (await server.http.get("/v1/jobs")).status_code == 200
+        asked += 1
+    refused = (await submitting).json()["error"]
+    assert refused["param"] == "reward.options" and "to compile" in refused["message"]
+    assert asked > 10  # it used to be answered before anybody else
 
 
 async def test_a_job_that_has_ended_can_be_deleted_and_its_key_used_again(server: Api, redis: Redis) -> None:

@@ -14,12 +14,14 @@ from shared.jobs import TERMINAL, JobInput, JobSpec, JobStatus, RewardSpec
 from shared.redis import keys
 from shared.redis.client import connect
 from shared.redis.job_ledger import JobLedger
+from shared.redis.job_queue import enqueue_tick
 from shared.redis.job_store import JobStore
 from shared.redis.sequence_queue import SequenceQueue
 from shared.sequences import SequenceSpec
 from shared.trajectories import Trajectory
 from tests.redis.job_fakes import MODEL, FakeWorker, codec, context, echo, lines, prompts, register, spec, working
 from tests.waiting import wait_until
+from worker.jobs import runner as runner_module
 from worker.jobs import work
 from worker.jobs.context import TickContext
 from worker.jobs.expansion import derive_seed
@@ -265,6 +267,33 @@ async def test_a_job_whose_ticks_always_raise_fails_with_the_reason(
     assert status.status == "failed" and "of our own making" in status.error
 
 
+async def test_a_tick_that_outlives_its_mark_runs_once_and_is_not_called_failed(
+    redis: Redis, runner: TickContext, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun: list[str] = []
+    held = asyncio.Event()
+
+    async def long_tick(context: TickContext, job: str, number: int) -> None:
+        begun.append(job)
+        await held.wait()
+
+    monkeypatch.setattr(runner_module, "tick", long_tick)
+    worker = runner_module.RunnerWorker(runner, 4)
+    worker.in_progress_timeout_s = 0.05
+    await enqueue_tick(redis, "job-a", 0)
+    running = asyncio.create_task(worker.async_run())
+    await wait_until(lambda: bool(begun))
+    await wait_until(lambda: _gone(redis, "arq:in-progress:job-a:0"))
+    await enqueue_tick(redis, "job-b", 0)  # seen by a later look at the queue, where the first one stands still
+    await wait_until(lambda: "job-b" in begun)
+    held.set()
+    await wait_until(lambda: _gone(redis, "arq:parallm"))
+    running.cancel()
+    await asyncio.gather(running, *worker.tasks.values(), return_exceptions=True)
+    assert begun == ["job-a", "job-b"]
+    assert "failed" not in caplog.text
+
+
 async def test_only_waiting_jobs_are_swept(redis: Redis) -> None:
     ledger = JobLedger(redis)
     jobs = [await submit(redis, prompts(1), spec()) for _ in range(3)]
@@ -274,6 +303,10 @@ async def test_only_waiting_jobs_are_swept(redis: Redis) -> None:
         (jobs[0], 1, True),
         (jobs[2], 0, False),
     ]
+
+
+async def _gone(redis: Redis, key: str) -> bool:
+    return not await redis.exists(key)
 
 
 async def _recorded(redis: Redis, job: str, samples: int) -> bool:

@@ -15,6 +15,7 @@ from shared.redis.adapter_store import AdapterStore
 from shared.redis.client import connect
 from shared.redis.job_store import JobStore
 from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
+from shared.scoring import load
 from shared.scoring.pool import RewardSample
 from shared.scoring.served import AT_ONCE, ServedRewards
 from shared.sequences import SequenceSpec
@@ -142,7 +143,5 @@ async def test_a_job_is_cancelled_while_its_judge_thinks(redis: Redis, redis_url
 
 
 def test_the_registry_refuses_a_judge_in_the_pool() -> None:
-    from shared.scoring.pool import score_samples
-
     with pytest.raises(ValueError, match="no function computes"):
-        score_samples(RewardSpec("judge", {"model": "m"}), [PLAIN], 1.0)
+        load("judge")

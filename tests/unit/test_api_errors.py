@@ -1,5 +1,6 @@
 """Every error has OpenAI's shape, whatever raised it; bodies are bounded; keys are checked."""
 
+import errno
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -207,6 +208,21 @@ async def test_the_request_id_is_on_every_log_line() -> None:
         await ask(app_with(RuntimeError("x")), "GET", "/raise", headers={"x-request-id": "abc"})
     assert {line["event"] for line in lines} == {"api.fault", "api.request"}
     assert all(line["request_id"] == "abc" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "temporary folder"),
+        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found"), "temporary folder"),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), "Redis cannot be reached"),
+        (TimeoutError(), "Redis cannot be reached"),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), "Redis cannot be reached"),
+    ],
+)
+def test_a_full_folder_is_not_called_a_redis_that_is_away(fault: OSError, said: str) -> None:
+    error = errors.from_fault(fault)
+    assert error.status == 503 and said in error.message
 
 
 def test_unknown_faults_are_ours() -> None:

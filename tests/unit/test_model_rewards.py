@@ -81,7 +81,7 @@ def test_what_cannot_be_meant_is_refused(name: str, options: dict[str, Any], rea
 class Fixed:
     """Functions whose value is the length, and a judge that fails on request."""
 
-    async def score(self, spec: RewardSpec, samples: list[RewardSample]) -> list[Reward]:
+    async def score(self, spec: RewardSpec, samples: list[RewardSample], share: Any = None) -> list[Reward]:
         return [Reward(spec.name, float(len(each.completion))) for each in samples]
 
 

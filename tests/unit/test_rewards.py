@@ -7,7 +7,7 @@ import pytest
 from shared.errors import InvalidRequestError
 from shared.jobs import RewardSpec
 from shared.model_rewards import ModelOptions
-from shared.rewards import REWARDS, check
+from shared.rewards import REWARDS, check, check_patterns
 from shared.scoring import load
 
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = 72.\n#### 72"
@@ -156,8 +156,10 @@ def test_weighted_sums_its_parts_and_names_them() -> None:
     ],
 )
 def test_bad_options_are_refused_at_submission(name: str, options: dict[str, Any], says: str) -> None:
+    spec = RewardSpec(name, options)
     with pytest.raises(InvalidRequestError, match=says):
-        check(RewardSpec(name, options))
+        check(spec)
+        check_patterns(spec)  # in a process that can be killed (tests/unit/test_rewards_pool.py)
 
 
 @pytest.mark.parametrize(("name", "reference"), [("exact", None), ("gsm8k", "no number"), ("math", None), ("regex", 3)])

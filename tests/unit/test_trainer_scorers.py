@@ -6,6 +6,7 @@ import pytest
 
 from shared.errors import SetupError
 from trainer.environments import load_class, read_jsonl
+from trainer.own_code import OwnCodeError
 from trainer.scorers import Judges, open_scorer
 
 NOBODY = cast(Judges, None)  # no judge is asked
@@ -56,7 +57,7 @@ async def test_a_function_of_the_users_own_scores() -> None:
     async with open_scorer("tests.unit.test_trainer_scorers:slow_length", {}, NOBODY) as scorer:
         assert await scorer("abc", None) == (3.0, {})
     async with open_scorer("tests.unit.test_trainer_scorers:not_a_number", {}, NOBODY) as scorer:
-        with pytest.raises(ValueError, match="not a finite number"):
+        with pytest.raises(OwnCodeError, match="not a finite number"):
             await scorer("abc", None)
 
 
@@ -65,6 +66,7 @@ async def test_a_function_of_the_users_own_scores() -> None:
     [
         ("best", {}, "no reward 'best'"),
         ("exact", {"colour": 1}, "unknown field `colour`"),
+        ("regex", {"pattern": "("}, "bad pattern"),
         ("json:nothing", {}, "has no attribute 'nothing'"),
         ("no_such_module:score", {}, "No module named"),
     ],

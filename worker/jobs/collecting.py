@@ -7,6 +7,7 @@ that did not end by themselves (cancelled, too late, failed) become trajectories
 """
 
 import asyncio
+import hashlib
 import time
 from collections import defaultdict
 
@@ -22,6 +23,7 @@ from shared.redis.trajectory_intake import Settled, TrajectoryIntake
 from shared.redis.trajectory_queue import TrajectoryQueue
 from shared.results import trajectory_of
 from shared.scoring.pool import RewardSample
+from shared.scoring.shares import Share
 from shared.text import TextCodec
 from shared.trajectories import LiveTrajectory, Reward
 from worker.jobs.context import TickContext
@@ -32,6 +34,8 @@ log = structlog.get_logger()
 AT_ONCE = 64
 LOOK_S = 1.0  # longest wait before a new model, or what a dead runner left, is seen
 RETRY_S = 0.5
+LIVE = "live traffic"  # takes turns with the keys whose jobs are scored
+SHARES_KEPT = 256
 
 
 class Collecting:
@@ -40,6 +44,7 @@ class Collecting:
     def __init__(self, context: TickContext, max_entries: int, max_bytes: int) -> None:
         self._context = context
         self._max_entries, self._max_bytes = max_entries, max_bytes
+        self._shares: dict[str, Share] = {}
 
     async def run(self) -> None:
         """Collect for ever; a Redis that is away is waited for."""
@@ -74,6 +79,16 @@ class Collecting:
         await intake.done(settled)
         return len(settled)
 
+    def _share(self, packed: bytes) -> Share:
+        """Of a scoring function, from one round to the next: one that was given up gets one more try a round."""
+        digest = hashlib.sha256(packed).hexdigest()
+        share = self._shares.pop(digest, None) or Share(LIVE, digest)
+        self._shares[digest] = share
+        if len(self._shares) > SHARES_KEPT:
+            del self._shares[next(iter(self._shares))]
+        share.try_again()
+        return share
+
     async def _wait(self, models: list[str]) -> None:
         streams = {keys.collected(model): "$" for model in models}
         if not streams:
@@ -94,17 +109,20 @@ class Collecting:
             if collect is not None and collect.scoring and OUTCOMES[each.result.finish.reason] == "succeeded":
                 together[msgspec.json.encode([collect.scoring, collect.options, each.spec.tenant])].append(i)
         rewards: dict[int, Reward] = {}
-        for indices in together.values():
+
+        async def score(packed: bytes, indices: list[int]) -> None:
             first = settled[indices[0]].spec.collect
             assert first is not None
             samples = [_sample(settled[i], texts[i]) for i in indices]
             spec = RewardSpec(first.scoring, first.options)
             try:
                 with working_for(settled[indices[0]].spec.tenant):
-                    scores = await self._context.rewards.score(spec, samples)
+                    scores = await self._context.rewards.score(spec, samples, share=self._share(packed))
             except ParallmError as error:  # a runner that is older than the api that admitted it
                 scores = [Reward(spec.name, None, error=error.message)] * len(samples)
-            rewards |= dict(zip(indices, scores, strict=True))
+            rewards.update(zip(indices, scores, strict=True))
+
+        await asyncio.gather(*(score(packed, indices) for packed, indices in together.items()))
         return [live_trajectory(each, texts[i], rewards.get(i)) for i, each in enumerate(settled) if each.spec.collect]
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
+from shared.jobs import JobSpec
 from shared.metrics import Tally
 from shared.owners import whoever_it_is_for
 from shared.redis.adapter_store import AdapterStore
@@ -18,7 +19,9 @@ from shared.scoring.rewards import Rewards
 from shared.scoring.served import ServedRewards
 from shared.text import CodecCache
 from worker.jobs.prompts import PromptCache
+from worker.jobs.rewarding import Rewarding, forget_unused
 
+UNUSED_S = 60.0  # after which what a runner holds of a job that it does not advance any more is dropped
 WAITING_WINDOWS = 16  # so many jobs' windows may wait in one model's queue; the rest of all jobs waits in its inputs
 
 
@@ -44,7 +47,26 @@ class TickContext:
         self.codecs = CodecCache(self.registry)
         self.served = ServedRewards(self.redis, f"reward-{self.runner}", whoever_it_is_for)
         self.rewards = Rewards(self.pool, self.served)
+        self._rewarding: dict[str, Rewarding] = {}
         self._queues: dict[str, SequenceQueue] = {}
+
+    def rewarding(self, spec: JobSpec) -> Rewarding:
+        """What this runner has of a job's samples between finished and recorded."""
+        forget_unused(self._rewarding, UNUSED_S)
+        if spec.id not in self._rewarding:
+            self._rewarding[spec.id] = Rewarding(spec, self.rewards)
+        return self._rewarding[spec.id]
+
+    def forget(self, job_id: str) -> None:
+        """A job has ended."""
+        self.repaired.pop(job_id, None)
+        if (rewarding := self._rewarding.pop(job_id, None)) is not None:
+            rewarding.close()
+
+    def close(self) -> None:
+        """Drop all that is being scored."""
+        for job_id in list(self._rewarding):
+            self.forget(job_id)
 
     def queue(self, model: str) -> SequenceQueue:
         """The sequence queue of a model."""

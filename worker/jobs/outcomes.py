@@ -12,6 +12,7 @@ from shared.owners import working_for
 from shared.redis.job_ledger import Outcome, SampleRecord
 from shared.scoring.pool import RewardSample
 from shared.scoring.rewards import Rewards
+from shared.scoring.shares import Share
 from shared.sequences import SequenceResult
 from shared.text import TextCodec
 from shared.trajectories import Reward, Trajectory
@@ -104,7 +105,10 @@ def given_trajectory(prompt: PreparedPrompt, codec: TextCodec | None) -> Traject
 
 
 async def rewarded(
-    spec: JobSpec, scorer: Rewards, finished: Sequence[tuple[Trajectory, PreparedPrompt]]
+    spec: JobSpec,
+    scorer: Rewards,
+    finished: Sequence[tuple[Trajectory, PreparedPrompt]],
+    share: Share | None = None,
 ) -> list[SampleRecord]:
     """Score what was completed, and make everything ready to be recorded."""
     rewards: dict[int, Reward] = {}
@@ -116,7 +120,7 @@ async def rewarded(
             for i, source in zip(complete, sources, strict=True)
         ]
         with working_for(spec.tenant):
-            rewards = dict(zip(complete, await scorer.score(spec.reward, samples), strict=True))
+            rewards = dict(zip(complete, await scorer.score(spec.reward, samples, share=share), strict=True))
     return [_record(spec, trajectory, rewards.get(i)) for i, (trajectory, _) in enumerate(finished)]
 
 

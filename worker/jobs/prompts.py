@@ -36,7 +36,10 @@ class PreparedPrompt:
 
 def prepare(index: int, line: bytes, spec: JobSpec, card: ModelCard, codec: TextCodec) -> PreparedPrompt:
     """Tokenise and check one input line."""
-    source = read_input(line)
+    read = read_prompt(index, line)
+    if read.error is not None:
+        return read
+    source = read.source
     if spec.kind == "batch":  # tokenised and checked by the api
         refused = None if source.request is not None else InvalidRequestError(source.refused)
         prompt_ids = tuple(item for item in source.prompt if isinstance(item, int))
@@ -54,6 +57,14 @@ def prepare(index: int, line: bytes, spec: JobSpec, card: ModelCard, codec: Text
 def read_input(line: bytes) -> JobInput:
     """One input line, checked at submission."""
     return _input_decoder.decode(line)
+
+
+def read_prompt(index: int, line: bytes) -> PreparedPrompt:
+    """One input line, not tokenised; with an error when it is nested deeper than this process can read."""
+    try:
+        return PreparedPrompt(index, read_input(line))
+    except RecursionError:
+        return PreparedPrompt(index, JobInput(""), error=InvalidRequestError("the line is nested too deep to be read"))
 
 
 def completion_ids(completion: str | list[int] | None, codec: TextCodec) -> tuple[int, ...]:

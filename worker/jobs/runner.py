@@ -39,8 +39,8 @@ TICK_LIMIT_S = 600  # a tick is bounded by itself; this only ends one that hangs
 class RunnerWorker(Worker):  # type: ignore[misc]  # arq has no types
     """arq's worker, woken by pub/sub, that outlives a Redis that is away for a while.
 
-    Relies on five of arq's internals (0.28, pinned): `_poll_iteration`, `_release_sem_dec_counter_on_complete`,
-    `_sleep_until_tasks_complete`, `in_progress_timeout_s` and `handle_sig_wait_for_completion`.
+    Relies on seven of arq's internals (0.28, pinned): `_poll_iteration`, `_release_sem_dec_counter_on_complete`,
+    `_sleep_until_tasks_complete`, `in_progress_timeout_s`, `start_jobs`, `tasks` and `handle_sig_wait_for_completion`.
     """
 
     def __init__(self, context: TickContext, max_jobs: int) -> None:
@@ -81,6 +81,11 @@ class RunnerWorker(Worker):  # type: ignore[misc]  # arq has no types
                     if not job.leased:
                         await enqueue_tick(self._context.redis, job.id, job.tick)
             await asyncio.sleep(SWEEP_S)
+
+    async def start_jobs(self, job_ids: list[bytes]) -> None:
+        """As arq's, without the ticks that run here: of a long one the mark has run out, and it waits still."""
+        running = {name.encode() for name, task in self.tasks.items() if not task.done()}
+        await super().start_jobs([each for each in job_ids if each not in running])
 
     def _release_sem_dec_counter_on_complete(self) -> None:
         super()._release_sem_dec_counter_on_complete()
@@ -133,6 +138,7 @@ async def run(settings: RunnerSettings) -> None:
         await asyncio.gather(*background, *worker.tasks.values(), return_exceptions=True)
         counting.cancel()  # writes a last time, now that the ticks are over
         await asyncio.gather(counting, return_exceptions=True)
+        context.close()
         pool.close()
         await context.served.close()
         with contextlib.suppress(RedisError, OSError):  # TimeoutError is an OSError

@@ -17,7 +17,7 @@ import structlog
 from redis.exceptions import ConnectionError, OutOfMemoryError, RedisError, TimeoutError
 
 from shared import tracing
-from shared.errors import UnknownAdapterError, UnknownJobError, UnknownModelError
+from shared.errors import ServiceUnavailableError, UnknownAdapterError, UnknownJobError, UnknownModelError
 from shared.jobs import JobSpec
 from shared.redis.job_ledger import LEASE_MS
 from shared.redis.job_queue import enqueue_tick
@@ -42,8 +42,8 @@ async def tick(context: TickContext, job_id: str, number: int) -> None:
         async with _lease_kept(context, job_id):
             more = await _advance(context, job_id, number)
         await context.ledger.clear_faults(job_id)
-    except REDIS_AWAY:
-        raise  # the sweeper takes it up again when Redis is back
+    except (*REDIS_AWAY, ServiceUnavailableError):
+        raise  # the sweeper takes it up again when Redis is back, or processes can be started
     except Exception as error:
         log.exception("job.tick_failed", job=job_id, tick=number)
         more = not await _give_up(context, job_id, error)

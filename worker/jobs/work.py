@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import time
 
-import msgspec
 import structlog
 
 from shared.errors import QueueFullError, UnknownModelError, UnreadableMessageError
@@ -12,7 +11,7 @@ from shared.frames import Finish
 from shared.jobs import PIN_S, TERMINAL, JobSpec, JobState, pin_owner
 from shared.redis import keys
 from shared.redis.dead_letters import Unusable, bury
-from shared.redis.job_ledger import JobProgress, SampleRecord
+from shared.redis.job_ledger import JobProgress
 from shared.sequences import ModelCard, SequenceResult, SequenceSpec, decode_result
 from shared.text import TextCodec
 from shared.tracing import traceparent
@@ -26,11 +25,13 @@ from worker.jobs.outcomes import (
     impossible_trajectories,
     rewarded,
 )
-from worker.jobs.prompts import PreparedPrompt, prepare, read_input
+from worker.jobs.prompts import PreparedPrompt, prepare, read_prompt
+from worker.jobs.rewarding import Ready, Sample
 
 log = structlog.get_logger()
 
 LOOK_S = 0.5  # a cancelled or late job is noticed this soon
+AGAIN_S = 0.1  # while samples are being scored, new ones are looked for this often
 BATCH = 128  # sequences enqueued, or results gathered, at a time
 CANCEL_GRACE_S = 5.0  # for workers to hand in what a cancelled job's sequences have so far
 REPAIR_AFTER_S = 15.0  # without any progress: enqueue again what is in flight (a Redis crash may lose a second)
@@ -47,7 +48,7 @@ class JobWork:
         self._codec = codec
         self._queue = context.queue(spec.model)
         self._finished = keys.finished(spec.model, spec.id)
-        self._left_out = False  # rewards that the job's end did not wait for
+        self._rewarding = context.rewarding(spec)
 
     @classmethod
     async def on(cls, context: TickContext, spec: JobSpec) -> "JobWork":
@@ -60,21 +61,21 @@ class JobWork:
 
     async def advance(self, until: float) -> bool:
         """Expand, gather and record until `until`; False when the job has ended."""
+        await self._take_up()
         while True:
             progress = await self._ledger.progress(self._spec.id)
             if progress.state in TERMINAL:
                 return False
-            if progress.recorded >= self._spec.total and not self._left_out:
+            if progress.recorded >= self._spec.total:
                 return await self._succeed(progress)
-            ending = _ending(self._spec, progress)
+            ending = self._ending(progress)
             if ending is not None:
-                await self._end(ending, progress)
+                await self._end(*ending, progress)
                 return False
             if time.monotonic() >= until or self._context.stopping.is_set():
                 return True
             room_left = await self._expand(progress)
-            if needs_model(self._spec):
-                await self._gather(progress, 0 if room_left else min(LOOK_S, until - time.monotonic()))
+            await self._gather(progress, 0 if room_left else min(LOOK_S, until - time.monotonic()))
 
     # -- expand
 
@@ -82,11 +83,13 @@ class JobWork:
         """Enqueue the next prompts; True when it is worth coming back at once."""
         spec = self._spec
         count = prompts_to_expand(spec, self._context.window, progress.expanded, progress.recorded, BATCH)
-        if not count:
+        if not needs_model(spec):
+            count = min(count, self._rewarding.room)
+        if count <= 0:
             return False
         lines = await self._ledger.inputs(spec.id, progress.expanded, count)
         if not needs_model(spec):
-            await self._reward_given(progress.expanded, lines)
+            self._reward_given(dict(enumerate(lines, progress.expanded)))
         else:
             try:
                 await self._enqueue(await self._prepare(dict(enumerate(lines, progress.expanded))))
@@ -99,7 +102,7 @@ class JobWork:
         now_ms = time.time_ns() // 1_000_000
         impossible = [(line, p) for p in prompts if p.error for line in impossible_trajectories(self._spec, p, p.error)]
         if impossible:
-            await self._keep(impossible)
+            await self._keep(Ready([], await rewarded(self._spec, self._context.rewards, impossible)))
         trace = traceparent()
         groups = [sequences(self._spec, p, now_ms, trace) for p in prompts if not p.error]
         if not groups:
@@ -120,44 +123,56 @@ class JobWork:
             self._context.prompts.put(spec.id, prompt)
         return prepared
 
-    async def _reward_given(self, first: int, lines: list[bytes]) -> None:
+    async def _take_up(self) -> None:
+        """Score what an earlier runner had begun with and not recorded, where no stream says what has finished."""
+        if needs_model(self._spec) or self._rewarding.taken_up:
+            return
+        self._rewarding.taken_up = True
+        begun = await self._in_flight(await self._ledger.progress(self._spec.id))
+        lines = await self._ledger.inputs_at(self._spec.id, begun) if begun else []
+        self._reward_given(dict(zip(begun, lines, strict=True)))
+
+    def _reward_given(self, lines: dict[int, bytes]) -> None:
         """Score texts that are there already: no sequence, no model."""
-        prompts = [PreparedPrompt(index, read_input(line)) for index, line in enumerate(lines, first)]
-        finished = [(given_trajectory(prompt, self._codec), prompt) for prompt in prompts]
-        await self._keep(finished)
+        prompts = [read_prompt(index, line) for index, line in lines.items()]
+        self._rewarding.add([Sample(self._given(prompt), prompt) for prompt in prompts])
 
-    async def _keep(self, finished: list[tuple[Trajectory, PreparedPrompt]]) -> None:
-        """Reward and record samples."""
-        records = await self._rewarded(finished)
-        if await self._ledger.record(self._spec.id, records):
-            count_rewards(self._context.tally, records)
+    def _given(self, prompt: PreparedPrompt) -> Trajectory:
+        if prompt.error is not None:
+            return impossible_trajectories(self._spec, prompt, prompt.error)[0]
+        return given_trajectory(prompt, self._codec)
 
-    async def _rewarded(self, finished: list[tuple[Trajectory, PreparedPrompt]]) -> list[SampleRecord]:
-        """Samples with their rewards, which a judge may take a while for; without, when the job ends meanwhile."""
-        scoring = asyncio.create_task(rewarded(self._spec, self._context.rewards, finished))
-        try:
-            while not (await asyncio.wait({scoring}, timeout=LOOK_S))[0]:
-                if _ending(self._spec, await self._ledger.progress(self._spec.id)):
-                    self._left_out = True
-                    bare = msgspec.structs.replace(self._spec, reward=None)
-                    return await rewarded(bare, self._context.rewards, finished)
-            return scoring.result()
-        finally:
-            scoring.cancel()
-            await asyncio.gather(scoring, return_exceptions=True)
+    async def _keep(self, ready: Ready) -> None:
+        """Record samples; after that they leave the stream of finished ones."""
+        if ready.records and await self._ledger.record(self._spec.id, ready.records):
+            count_rewards(self._context.tally, ready.records)
+        if ready.entries:
+            await self._context.redis.xdel(self._finished, *ready.entries)
 
     # -- gather
 
     async def _gather(self, progress: JobProgress, wait_s: float) -> int:
-        """Reward and record finished sequences; how many came."""
+        """Read what has finished, record what has been scored; how many came or went."""
+        rewarding = self._rewarding
+        count = min(BATCH, rewarding.room) if needs_model(self._spec) else 0
+        came = await self._read_finished(count, 0 if rewarding.busy else wait_s) if count > 0 else 0
+        ready = await rewarding.take(min(wait_s, AGAIN_S) if rewarding.busy else 0)
+        await self._keep(ready)
+        if needs_model(self._spec) and not (came or ready.records or rewarding.busy):
+            await self._repair(progress)
+        return came + len(ready.records)
+
+    async def _read_finished(self, count: int, wait_s: float) -> int:
+        """Take what workers have finished to be scored; how many came."""
         block = max(1, int(wait_s * 1000)) if wait_s > 0 else None
-        found = await self._context.blocking.xread({self._finished: "0"}, count=BATCH, block=block)
+        found = await self._context.blocking.xread({self._finished: self._rewarding.cursor}, count=count, block=block)
         entries = found[0][1] if found else []
         if not entries:
-            await self._repair(progress)
             return 0
-        await self._record([result for entry in entries if (result := await self._read(*entry)) is not None])
-        await self._context.redis.xdel(self._finished, *(entry for entry, _ in entries))
+        results = [(entry, await self._read(entry, fields)) for entry, fields in entries]
+        self._rewarding.add(await self._samples([(entry, result) for entry, result in results if result is not None]))
+        self._rewarding.cursor = entries[-1][0].decode()
+        await self._keep(Ready([entry for entry, result in results if result is None], []))
         return len(entries)
 
     async def _read(self, entry: bytes, fields: dict[bytes, bytes]) -> SequenceResult | None:
@@ -180,15 +195,16 @@ class JobWork:
                 return None  # its own result is still to come
         return result if is_ours else None
 
-    async def _record(self, results: list[SequenceResult]) -> None:
+    async def _samples(self, results: list[tuple[bytes, SequenceResult]]) -> list[Sample]:
         assert self._codec is not None
-        prompts = await self._prompts_of({ordinal_of(result.id) // self._spec.n for result in results})
-        finished = []
-        for result in results:
+        prompts = await self._prompts_of({ordinal_of(result.id) // self._spec.n for _, result in results})
+        samples = []
+        for entry, result in results:
             ordinal = ordinal_of(result.id)
             prompt = prompts[ordinal // self._spec.n]
-            finished.append((finished_trajectory(self._spec, ordinal, prompt, result, self._codec), prompt))
-        await self._keep(finished)
+            trajectory = finished_trajectory(self._spec, ordinal, prompt, result, self._codec)
+            samples.append(Sample(trajectory, prompt, entry))
+        return samples
 
     async def _prompts_of(self, indices: set[int]) -> dict[int, PreparedPrompt]:
         """Prompts that were expanded, by us a moment ago or by another runner."""
@@ -227,9 +243,24 @@ class JobWork:
         await self._close("succeeded", "")
         return False
 
-    async def _end(self, state: JobState, progress: JobProgress) -> None:
+    def _ending(self, progress: JobProgress) -> tuple[JobState, str] | None:
+        """How the job ends before all its samples are there, and why."""
+        spec, reward = self._spec, self._spec.reward
+        if progress.cancelled:
+            return "cancelled", ""
+        if spec.deadline_ms and progress.now_ms >= spec.deadline_ms:
+            return "expired", "the job's deadline passed"
+        if reward is not None and self._rewarding.share.given_up:
+            late = self._rewarding.share.late
+            return "failed", f"the reward {reward.name!r} timed out on {late} samples in a row: make it simpler"
+        return None
+
+    async def _end(self, state: JobState, reason: str, progress: JobProgress) -> None:
         """Stop what is in flight, keep what it has come to, and end the job."""
         until = time.monotonic() + CANCEL_GRACE_S
+        self._rewarding.end_bare()
+        while self._rewarding.busy:
+            await self._keep(await self._rewarding.take(LOOK_S))
         while needs_model(self._spec) and progress.recorded < progress.expanded * self._spec.n:
             in_flight = (await self._in_flight(progress))[::-1]  # the queue's end first: a freed row claims its head
             for at in range(0, len(in_flight), BATCH):
@@ -240,7 +271,6 @@ class JobWork:
             if time.monotonic() > until:
                 break
             progress = await self._ledger.progress(self._spec.id)
-        reason = "the job's deadline passed" if state == "expired" else ""
         await self._close(state, reason)
 
     async def _in_flight(self, progress: JobProgress) -> list[int]:
@@ -250,7 +280,7 @@ class JobWork:
     async def _close(self, state: JobState, error: str) -> None:
         if await self._ledger.finish(self._spec.id, state, error):
             log.info("job.finished", job=self._spec.id, state=state)
-        self._context.repaired.pop(self._spec.id, None)
+        self._context.forget(self._spec.id)
         await self._context.redis.delete(self._finished)
         await self._context.adapters.unpin_all(self._spec.adapter, pin_owner(self._spec.id))
 
@@ -258,11 +288,3 @@ class JobWork:
 def needs_model(spec: JobSpec) -> bool:
     """Whether the job's samples are sequences; a score job without logprobs rewards texts that are there already."""
     return spec.kind != "score" or spec.score_logprobs
-
-
-def _ending(spec: JobSpec, progress: JobProgress) -> JobState | None:
-    if progress.cancelled:
-        return "cancelled"
-    if spec.deadline_ms and progress.now_ms >= spec.deadline_ms:
-        return "expired"
-    return None

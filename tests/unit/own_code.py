@@ -1,0 +1,59 @@
+"""Code as users write it, at its worst."""
+
+import asyncio
+import os
+import re
+import sys
+import threading
+import time
+from typing import Any
+
+from trainer.environments import Observation, Outcome
+
+
+class Hazards:
+    """Does what the action says."""
+
+    name = "hazards"
+
+    def __init__(self, start: int = 0) -> None:
+        self._start = start
+
+    async def reset(self, index: int) -> Observation:
+        if index < 0:
+            time.sleep(3600)  # noqa: ASYNC251
+        prompt = ({"role": "user", "content": f"task {self._start + index}"},)
+        return Observation(prompt, info={"index": index, "bytes": b"\x00", "tuple": (1, 2)})
+
+    async def step(self, observation: Observation, action: str) -> Outcome:
+        if action == "sleep":
+            time.sleep(3600)  # noqa: ASYNC251
+        if action == "busy":
+            time.sleep(0.3)  # noqa: ASYNC251
+        if action == "backtrack":
+            re.match(r"(a+)+$", "a" * 60 + "!")
+        if action == "exit":
+            os._exit(3)
+        if action == "quit":
+            sys.exit(3)
+        if action == "wait":
+            await asyncio.sleep(3600)
+        if action == "raise":
+            raise KeyError(action)
+        if action == "lock":
+            return Outcome(0.0, done=False, info=threading.Lock())
+        if action == "number":
+            return 1.0  # type: ignore[return-value]
+        if action == "print":
+            print("all over the pipe", flush=True)
+        await asyncio.sleep(0.01)
+        info = observation.info
+        return Outcome(float(info["index"]), components={"bytes": float(len(info["bytes"]))}, info=info)
+
+
+def score(completion: str, reference: Any, *, bonus: float = 0.0) -> tuple[float, dict[str, float]]:
+    """Half right, unless it is told to hang."""
+    if completion == "hang":
+        while True:
+            pass
+    return 0.5 + bonus, {"length": len(completion), "reference": float(reference is None)}

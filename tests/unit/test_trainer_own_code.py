@@ -1,0 +1,133 @@
+"""A user's code in its process: whatever it does costs its sample, and is named."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+
+from shared.errors import SetupError
+from tests.waiting import wait_until
+from trainer.environments import Observation
+from trainer.own_code import BlockedError, OwnCodeError, OwnEnvironment, OwnFunction, place
+
+WHERE = "tests.unit.own_code:Hazards"
+
+
+@pytest.fixture
+async def hazards() -> AsyncIterator[OwnEnvironment]:
+    async with OwnEnvironment(WHERE, {"start": 5}, timeout_s=0.8) as environment:
+        yield environment
+
+
+async def test_an_environment_is_what_it_was(hazards: OwnEnvironment) -> None:
+    assert hazards.name == "hazards"
+    seen = await hazards.reset(3)
+    assert seen.prompt == ({"role": "user", "content": "task 8"},)
+    outcome = await hazards.step(seen, "print")
+    assert (outcome.reward, outcome.done, outcome.components) == (3.0, True, {"bytes": 1.0})
+    again = await hazards.step(Observation(seen.prompt, outcome.info), "on")
+    assert again.reward == 3.0
+
+
+@pytest.mark.parametrize(
+    ("action", "said"),
+    [
+        ("sleep", r"`step` blocked for more than 0.8 s in step \(.*own_code\.py:\d+\)"),
+        ("backtrack", r"`step` blocked for more than 0.8 s in step \(.*own_code\.py:\d+\)"),
+        ("exit", "`step` ended its process"),
+    ],
+)
+async def test_code_that_hangs_costs_its_own_call_and_is_named(hazards: OwnEnvironment, action: str, said: str) -> None:
+    seen = await hazards.reset(2)
+    first = hazards._process
+    steps = [hazards.step(seen, each) for each in ("fine", action, "fine", "wait", "fine")]
+    *fine, late = await asyncio.gather(*(steps[i] for i in (0, 2, 4, 1)), steps[3], return_exceptions=True)
+    hung = fine.pop()
+    assert isinstance(hung, BlockedError) and isinstance(late, BlockedError)
+    assert [getattr(outcome, "reward", outcome) for outcome in fine] == [2.0] * 3
+    with pytest.raises(BlockedError, match=said):
+        raise hung
+    assert hazards._process is not first
+
+
+async def test_code_that_waits_too_long_costs_its_call_and_no_process(hazards: OwnEnvironment) -> None:
+    seen = await hazards.reset(2)
+    process = hazards._process
+    with pytest.raises(BlockedError, match=r"no end after 0\.8 s"):
+        await hazards.step(seen, "wait")
+    assert (await hazards.step(seen, "fine")).reward == 2.0
+    assert hazards._process is process
+
+
+async def test_many_that_hang_cost_nobody_else_a_call(hazards: OwnEnvironment) -> None:
+    seen = await hazards.reset(2)
+    actions = ["exit", "fine"] * 5
+    outcomes = await asyncio.gather(*(hazards.step(seen, each) for each in actions), return_exceptions=True)
+    assert all(isinstance(outcome, BlockedError) for outcome in outcomes[::2])
+    assert [getattr(outcome, "reward", outcome) for outcome in outcomes[1::2]] == [2.0] * 5
+
+
+async def test_calls_that_are_slow_one_after_the_other_are_not_taken_for_one_that_hangs(
+    hazards: OwnEnvironment,
+) -> None:
+    seen = await hazards.reset(2)
+    process = hazards._process
+    outcomes = await asyncio.gather(*(hazards.step(seen, "busy") for _ in range(8)))
+    assert [outcome.reward for outcome in outcomes] == [2.0] * 8
+    assert hazards._process is process
+
+
+async def test_a_reset_that_hangs_is_late_as_well(hazards: OwnEnvironment) -> None:
+    with pytest.raises(BlockedError, match=r"`reset` blocked .* in reset"):
+        await hazards.reset(-1)
+    assert (await hazards.reset(1)).prompt
+
+
+async def test_errors_name_the_line_and_mistakes_end_the_run(hazards: OwnEnvironment) -> None:
+    seen = await hazards.reset(2)
+    with pytest.raises(OwnCodeError, match=r"KeyError: 'raise' \(own_code\.py:\d+\)"):
+        await hazards.step(seen, "raise")
+    with pytest.raises(SetupError, match=r"`step` gave 1\.0, not a trainer"):
+        await hazards.step(seen, "number")
+    with pytest.raises(SetupError, match=r"`info` has to travel between processes"):
+        await hazards.step(seen, "lock")
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "said"),
+    [
+        ("collections:Counter", {}, "needs `async def reset`"),
+        (WHERE, {"colour": 1}, "task_options"),
+        ("tests.unit.own_code:Nothing", {}, "write it as package"),
+    ],
+)
+async def test_what_is_no_environment_is_refused(path: str, options: dict[str, int], said: str) -> None:
+    with pytest.raises(SetupError, match=said):
+        async with OwnEnvironment(path, options, timeout_s=5):
+            pass
+
+
+async def test_a_function_that_never_returns_leaves_nothing_behind() -> None:
+    async with OwnFunction("tests.unit.own_code:score", {"bonus": 0.25}, timeout_s=0.5) as function:
+        assert await function("abc", None) == (0.75, {"length": 3.0, "reference": 1.0})
+        with pytest.raises(BlockedError, match=r"`score` blocked .* in score \(.*own_code\.py:\d+\)"):
+            await function("hang", float("nan"))
+        hanging = asyncio.create_task(function("hang", 1))
+        await wait_until(lambda: function._process is not None and not function._process.ended, 20)
+        process = function._process
+        assert process is not None
+        pid = process._process.pid
+    assert not psutil.pid_exists(pid)
+    hanging.cancel()
+    await asyncio.gather(hanging, return_exceptions=True)
+
+
+def test_the_place_is_the_user_s_own_line() -> None:
+    stack = (
+        'Thread 0x01 (most recent call first):\n  File "/x/shared/call_pipe.py", line 9 in read\n\n'
+        'Thread 0x02 (most recent call first):\n  File "/usr/lib/python3.11/re/__init__.py", line 166 in match\n'
+        '  File "/home/me/env.py", line 7 in step\n'
+    )
+    assert place(stack) == " in step (/home/me/env.py:7)"
+    assert place("") == ""
