@@ -93,6 +93,7 @@ class Ring:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.judges.close()
+        await self.grammars.close()
         await self.redis.aclose()
 
     async def live_models(self) -> dict[str, ModelCard]:

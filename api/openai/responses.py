@@ -15,7 +15,7 @@ from api.openai.chat import chat_of, grammar_param, plan_chat
 from api.openai.choices import Choice, Delta, ReplyPlan, join
 from api.openai.chunks import usage
 from api.openai.pieces import Piece
-from api.openai.planning import check_grammar, target_of
+from api.openai.planning import target_of, with_grammar
 from api.openai.replies import gather_all
 from api.openai.response_body import ResponseRequest
 from api.openai.response_items import Event, ItemWriter
@@ -55,7 +55,7 @@ async def create_response(body: ResponseRequest, request: Request, ring: Annotat
     target = await target_of(chat, request, ring)
     try:
         work, plan = plan_chat(chat, await chat_of(target.served.codec, chat), target, ring.settings)
-        await check_grammar(ring, work, target, grammar_param(chat))
+        work = await with_grammar(ring, work, target, grammar_param(chat))
     except InvalidRequestError as error:
         error.param = _NAMES.get(error.param or "", error.param)
         raise

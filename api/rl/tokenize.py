@@ -72,7 +72,7 @@ async def tokenize(body: TokenizeRequest, ring: TheRing) -> TokenizeResponse:
     target = await find_job_target(ring, body.model, "", "follow")
     codec = await ring.codecs.codec(target.card)
     if body.prompt is not None:
-        tokens = await encoded(codec, body.prompt, body.add_special_tokens is not False)
+        (tokens,) = await encoded(codec, [body.prompt], body.add_special_tokens is not False)
     else:
         tokens = await encoded_chat(codec, body)
     return TokenizeResponse(
