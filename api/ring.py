@@ -59,7 +59,7 @@ class Ring:
         self.tally = tally or Tally()
         self.api_id = settings.api_id or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:8]}"
         self.shutting_down = False
-        self.load = Load(settings.max_concurrent_requests)
+        self.load = Load(settings.max_concurrent_requests, self.tally)
         self.redis: Redis = connect(settings.redis)
         self.registry = WorkerRegistry(self.redis)
         self.affinity = Affinity(self.redis, self.registry)
