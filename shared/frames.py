@@ -20,7 +20,7 @@ SCHEMA = 1  # of frames
 FinishReason = Literal["stop", "length", "abort", "cancelled", "deadline", "error"]  # abort: by POST /pause
 
 
-class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
+class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A token and its fp32 log-probability."""
 
     token: int

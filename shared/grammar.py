@@ -23,6 +23,7 @@ from shared.text import TextCodec, TokenizerBundle
 WHITESPACE = r"(\x20|\r?\n(\x20{0,32}|\t{0,8}))?"
 
 MAX_CHARS = 1 << 18  # of a grammar, which travels with every choice of a request
+MAX_DEPTH = 128  # of a schema
 MAX_PATTERNS = 64  # `patternProperties` in a schema
 
 
@@ -30,7 +31,7 @@ def of_schema(schema: dict[str, Any] | bool, *, whitespace: str = WHITESPACE, an
     """JSON that a JSON schema describes; keywords that cannot be enforced are refused by `check`."""
     if schema is False:
         raise InvalidGrammarError("the schema `false` allows nothing")
-    check_patterns(schema)
+    check_size(schema)
     text = json.dumps({} if schema is True else schema)
     if not any_whitespace:
         return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
@@ -52,17 +53,21 @@ def schema_of(value: "dict[str, Any] | bool | str") -> dict[str, Any] | bool:
     return schema
 
 
-def check_patterns(schema: dict[str, Any] | bool) -> None:
-    """InvalidGrammarError for more patterns of names than can be told apart in reasonable time: all pairs are tried."""
-    found, left = 0, [schema]
+def check_size(schema: dict[str, Any] | bool) -> None:
+    """InvalidGrammarError for a schema that is too deep, or has more patterns of names than can be told apart in
+    reasonable time: all pairs of them are tried.
+    """
+    found = 0
+    left: list[tuple[Any, int]] = [(schema, 1)]
     while left:
-        part: Any = left.pop()
+        part, depth = left.pop()
+        if depth > MAX_DEPTH:
+            raise InvalidGrammarError(f"the schema is nested deeper than {MAX_DEPTH} levels")
         if isinstance(part, dict):
             named = part.get("patternProperties")
             found += len(named) if isinstance(named, dict) else 0
-            left += part.values()
-        elif isinstance(part, list):
-            left += part
+        parts = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        left += [(each, depth + 1) for each in parts]
     if found > MAX_PATTERNS:
         raise InvalidGrammarError(f"the schema has {found} 'patternProperties', and {MAX_PATTERNS} is the limit")
 
@@ -95,7 +100,7 @@ def compose(lark: str, parts: dict[str, str]) -> str:
 
 def inline_schema(schema: dict[str, Any]) -> str:
     """A JSON schema inside a Lark grammar."""
-    check_patterns(schema)
+    check_size(schema)
     return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
 
 

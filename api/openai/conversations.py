@@ -142,5 +142,5 @@ def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     try:
         return {**call, "function": {**function, "arguments": msgspec.json.decode(function["arguments"] or "{}")}}
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequestError(f"'arguments' of a tool call is not JSON: {error}", param="messages") from error
