@@ -9,6 +9,7 @@ grammar that has passed lately is not compiled again.
 import asyncio
 import contextlib
 import hashlib
+import os
 import signal
 import sys
 from collections import OrderedDict
@@ -112,6 +113,7 @@ class _Compiler:
         """End it, whatever it does; how it has ended, as `subprocess` tells."""
         if self._process is None:
             return 0
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        if self._process.returncode is None:  # not `Process.kill`: that may take the status away from who waits for it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
         return await self._process.wait()

@@ -14,7 +14,9 @@ from shared.errors import InvalidRequestError, ParallmError, PayloadTooLargeErro
 from shared.settings import ApiSettings
 
 MAX_JSON_DEPTH = 64
-MAX_OBJECTS = 20_000  # in one JSON body: each costs as much to check as a hundred numbers
+VALUES_PER_OBJECT = 20  # an object costs more to check than a number: so many times fewer of them are taken
+VALUES_PER_LIST = 4
+FEW_OBJECTS = 1000  # or lists, are always taken
 BODY_WITHIN_S = 30.0  # of everything but uploads
 TRAJECTORIES = "/v1/training/update"  # token ids and log-probabilities: long bodies of many numbers
 BYTES_PER_NUMBER = 8
@@ -89,15 +91,15 @@ class BodyLimit:
         await self._app(scope, bounded, send)
 
     def _bounds(self, path: str, upload: bool) -> tuple[int, int, int]:
-        """Bytes of a body, and values and objects in it."""
+        """Bytes of a body, and values and objects in it; 0 objects: as many as go with the values."""
         limit, most_values = self._settings.max_request_bytes, self._settings.max_json_values
         if upload:
-            return self._settings.max_upload_bytes, most_values, MAX_OBJECTS
+            return self._settings.max_upload_bytes, most_values, 0
         if path == TRAJECTORIES:
             limit = self._settings.max_training_bytes
             most_values = max(most_values, limit // BYTES_PER_NUMBER)
-            return limit, most_values, max(MAX_OBJECTS, limit // BYTES_PER_OBJECT)
-        return limit, most_values, MAX_OBJECTS
+            return limit, most_values, limit // BYTES_PER_OBJECT
+        return limit, most_values, 0
 
 
 def is_multipart(headers: Headers) -> bool:
@@ -113,7 +115,7 @@ async def _in_time(receive: Receive, until: float) -> Message:
         raise HTTPException(400, f"the body did not arrive within {BODY_WITHIN_S:g} s") from None
 
 
-def check_shape(body: bytes, max_values: int, max_objects: int = MAX_OBJECTS) -> None:
+def check_shape(body: bytes, max_values: int, max_objects: int = 0) -> None:
     """InvalidRequestError for JSON nested too deep, or of too many values or objects; whether it is JSON is not asked.
 
     Linear in the body's length: strings are cut out, and what is left is looked at by counting and replacing.
@@ -123,10 +125,11 @@ def check_shape(body: bytes, max_values: int, max_objects: int = MAX_OBJECTS) ->
     bare = _bare(body)
     if bare.count(b",") >= max_values:
         raise InvalidRequestError(f"the body has more than {max_values} values (--max-json-values)")
+    max_objects = max_objects or max(FEW_OBJECTS, max_values // VALUES_PER_OBJECT)
     if (objects := bare.count(b"{")) > max_objects:
-        raise InvalidRequestError(f"the body has {objects} objects, and {max_objects} is the limit")
-    if bare.count(b"[") > max_values:
-        raise InvalidRequestError(f"the body has more than {max_values} lists (--max-json-values)")
+        raise InvalidRequestError(f"the body has {objects} objects, and {max_objects} is the limit (--max-json-values)")
+    if (lists := bare.count(b"[")) > max(FEW_OBJECTS, max_values // VALUES_PER_LIST):
+        raise InvalidRequestError(f"the body has {lists} lists, too many for {max_values} values (--max-json-values)")
     if _is_deep(bare):
         raise InvalidRequestError(f"the body is nested deeper than {MAX_JSON_DEPTH} levels")
 

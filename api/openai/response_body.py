@@ -136,7 +136,7 @@ def _items(value: Any) -> Any:
 Items = Annotated[
     list[Item],
     BeforeValidator(_items),
-    Field(min_length=1),
+    Field(min_length=1, max_length=4096),
     WithJsonSchema(
         {
             "description": "a text, or the turns so far: messages, function calls, their outputs, reasoning",
