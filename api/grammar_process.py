@@ -66,6 +66,7 @@ def _answered(text: str, tokenizer: LLTokenizer) -> Answer:
 def main() -> None:
     """Serve on stdin and stdout."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for our parent, whose end we see
+    os.nice(5)  # tokens go first
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints is no answer
