@@ -85,8 +85,8 @@ class Work(msgspec.Struct, frozen=True):
         carried = self.n * sum(map(len, self.prompts)) + self.n * len(self.prompts) * len(self.sampling.grammar) // 4
         if carried > MOST_CARRIED:
             raise InvalidRequestError(
-                f"the sequences of this request carry {carried} tokens, and {MOST_CARRIED} is the limit (a prompt counts "
-                "for each of its completions, and so does a quarter of a grammar's letters): use a smaller 'n'",
+                f"the sequences of this request carry {carried} tokens, and {MOST_CARRIED} is the limit: a prompt "
+                "counts for each of its completions, and so does a quarter of a grammar's letters; use a smaller 'n'",
                 param="n",
             )
         now = int(1000 * time.time())
