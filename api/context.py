@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.auth import OPEN_PATHS
 from api.errors import error_response, from_fault
+from api.room import Client, client
 from shared import tracing
 from shared.metrics import Tally
 
@@ -40,6 +41,7 @@ class RequestContext:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
+        client.set(Client((scope.get("client") or ("",))[0], receive))
         began, status = time.perf_counter(), 0
 
         async def send_with_id(message: Message) -> None:

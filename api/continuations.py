@@ -12,7 +12,7 @@ from api.openai.replies import gather_all
 from api.openai.sampling import check_prompts, deadline
 from api.ring import Ring
 from api.targets import Target
-from shared.errors import InvalidRequestError
+from shared.errors import ContextLengthExceededError, InvalidRequestError
 from shared.sequences import SamplingParams
 
 MAX_PAIRS = 4096
@@ -23,11 +23,15 @@ async def log_probabilities(
 ) -> list[list[float]] | None:
     """log P(continuation | prompt) of every pair, fp32, summed over its tokens; None when the client has left."""
     card, settings = target.served.card, ring.settings
-    if len(prompts) * len(continuations) > MAX_PAIRS:
-        raise InvalidRequestError(f"more than {MAX_PAIRS} pairs of prompt and continuation", param=param)
+    check_pairs(len(prompts), len(continuations), param)
     pairs = [(prompt, continuation) for prompt in prompts for continuation in continuations]
     check_prompts(prompts, card, settings, param)
-    check_prompts([prompt + continuation for prompt, continuation in pairs], card, settings, param)
+    check_prompts(continuations, card, settings, param)
+    longest = max(map(len, prompts)) + max(map(len, continuations))
+    if longest > (most := settings.max_prompt_tokens or card.context_length):
+        raise ContextLengthExceededError(
+            f"a prompt with its continuation has {longest} tokens; this server takes up to {most}", param=param
+        )
     work = Work(
         id=f"score-{uuid.uuid4().hex}",
         model=card.name,
@@ -45,3 +49,9 @@ async def log_probabilities(
     totals = [sum(events[-1].score_logprobs or ()) for events in gathered]
     width = len(continuations)
     return [totals[at * width : (at + 1) * width] for at in range(len(prompts))]
+
+
+def check_pairs(prompts: int, continuations: int, param: str) -> None:
+    """InvalidRequestError for more pairs than a request may have."""
+    if prompts * continuations > MAX_PAIRS:
+        raise InvalidRequestError(f"more than {MAX_PAIRS} pairs of prompt and continuation", param=param)

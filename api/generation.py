@@ -21,6 +21,7 @@ from api.ring import Ring
 from api.tracing import WorkSpan
 from shared.errors import (
     DeadlineExceededError,
+    InvalidRequestError,
     ParallmError,
     QueueFullError,
     RequestCancelledError,
@@ -44,6 +45,7 @@ log = structlog.get_logger()
 
 PIN_S = 3600.0  # of the adapter version of a request without a deadline, at most
 DEADLINE_GRACE_S = 2.0  # the worker enforces the deadline; without a worker we do, this much later
+MOST_CARRIED = 1 << 23  # tokens: some 30 MB in one call of Redis
 _TOO_LATE = "the deadline passed before the request was complete"
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 _settling: set["asyncio.Task[None]"] = set()
@@ -78,7 +80,17 @@ class Work(msgspec.Struct, frozen=True):
         trace: str = "",
         tenant: str = "",
     ) -> list[SequenceSpec]:
-        """One sequence for each completion; sample s of prompt p has index p * n + s."""
+        """One sequence for each completion; sample s of prompt p has index p * n + s.
+
+        InvalidRequestError when they are too large together: each carries its prompt, and all enter the queue at once.
+        """
+        carried = self.n * sum(map(len, self.prompts)) + self.n * len(self.prompts) * len(self.sampling.grammar) // 4
+        if carried > MOST_CARRIED:
+            raise InvalidRequestError(
+                f"the sequences of this request carry {carried} tokens, and {MOST_CARRIED} is the limit: a prompt "
+                "counts for each of its completions, and so does a quarter of a grammar's letters; use a smaller 'n'",
+                param="n",
+            )
         now = int(1000 * time.time())
         first = now + int(1000 * first_token_timeout_s) if first_token_timeout_s else 0
         return [

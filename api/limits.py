@@ -9,19 +9,27 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.errors import error_response
-from shared.errors import InvalidRequestError, PayloadTooLargeError
+from api.room import aside
+from shared.errors import InvalidRequestError, ParallmError, PayloadTooLargeError
 from shared.settings import ApiSettings
 
 MAX_JSON_DEPTH = 64
+VALUES_PER_OBJECT = 20  # an object costs more to check than a number: so many times fewer of them are taken
+VALUES_PER_LIST = 4
+FEW_OBJECTS = 1000  # or lists, are always taken
 BODY_WITHIN_S = 30.0  # of everything but uploads
 TRAJECTORIES = "/v1/training/update"  # token ids and log-probabilities: long bodies of many numbers
 BYTES_PER_NUMBER = 8
+BYTES_PER_OBJECT = 50
+LARGE_BYTES = 1 << 18  # of a body: to look at its shape takes some 10 ms from here on
 
 UPLOADS = re.compile(
     r"/v1/files|/v1/jobs|/v1/adapters|/v1/adapters/[^/]+/versions|/upload_adapter|/update_adapter_weights"
 )
 _UNSAID = ("", "application/x-www-form-urlencoded")  # what `curl -d` says: only the dashboard takes such forms
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)  # possessive: one pass, whatever the text
+# A piece of JSON that is taken in one call, so that other threads get a turn in between; it never ends in a string.
+_PIECE = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.?)*+(?:"|\Z)){1,10000}+', re.DOTALL)
 _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 
@@ -46,7 +54,7 @@ class BodyLimit:
         if headers.get("content-type", "") in _UNSAID and not scope["path"].startswith("/dashboard"):
             headers["content-type"] = "application/json"
         upload = is_multipart(headers) and UPLOADS.fullmatch(scope["path"]) is not None
-        limit, most_values = self._bounds(scope["path"], upload)
+        limit, most_values, most_objects = self._bounds(scope["path"], upload)
         detail = f"the body is larger than {limit} bytes"
         if scope["path"] == "/v1/jobs" and not upload:
             detail += "; upload many prompts as JSONL (multipart/form-data)"
@@ -72,22 +80,26 @@ class BodyLimit:
                 if not message.get("more_body"):
                     body, held = b"".join(held), None
                     try:
-                        check_shape(body, most_values)
-                    except InvalidRequestError as error:  # FastAPI lets no other error out of a body
-                        raise HTTPException(400, error.message) from error
+                        if len(body) > LARGE_BYTES:
+                            await aside(check_shape, body, most_values, most_objects)
+                        else:
+                            check_shape(body, most_values, most_objects)
+                    except ParallmError as error:  # FastAPI lets no other error out of a body
+                        raise HTTPException(error.status, error.message) from error
                     return {"type": "http.request", "body": body, "more_body": False}
 
         await self._app(scope, bounded, send)
 
-    def _bounds(self, path: str, upload: bool) -> tuple[int, int]:
-        """Bytes of a body, and values in it."""
+    def _bounds(self, path: str, upload: bool) -> tuple[int, int, int]:
+        """Bytes of a body, and values and objects in it; 0 objects: as many as go with the values."""
         limit, most_values = self._settings.max_request_bytes, self._settings.max_json_values
         if upload:
-            return self._settings.max_upload_bytes, most_values
+            return self._settings.max_upload_bytes, most_values, 0
         if path == TRAJECTORIES:
             limit = self._settings.max_training_bytes
             most_values = max(most_values, limit // BYTES_PER_NUMBER)
-        return limit, most_values
+            return limit, most_values, limit // BYTES_PER_OBJECT
+        return limit, most_values, 0
 
 
 def is_multipart(headers: Headers) -> bool:
@@ -103,18 +115,36 @@ async def _in_time(receive: Receive, until: float) -> Message:
         raise HTTPException(400, f"the body did not arrive within {BODY_WITHIN_S:g} s") from None
 
 
-def check_shape(body: bytes, max_values: int) -> None:
-    """InvalidRequestError for JSON that is nested too deep or has too many values; whether it is JSON is not asked.
+def check_shape(body: bytes, max_values: int, max_objects: int = 0) -> None:
+    """InvalidRequestError for JSON nested too deep, or of too many values or objects; whether it is JSON is not asked.
 
     Linear in the body's length: strings are cut out, and what is left is looked at by counting and replacing.
     """
     if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH and body.count(b",") < max_values:
         return
-    bare = _STRING.sub(b"", body)
+    bare = _bare(body)
     if bare.count(b",") >= max_values:
         raise InvalidRequestError(f"the body has more than {max_values} values (--max-json-values)")
+    max_objects = max_objects or max(FEW_OBJECTS, max_values // VALUES_PER_OBJECT)
+    if (objects := bare.count(b"{")) > max_objects:
+        raise InvalidRequestError(f"the body has {objects} objects, and {max_objects} is the limit (--max-json-values)")
+    if (lists := bare.count(b"[")) > max(FEW_OBJECTS, max_values // VALUES_PER_LIST):
+        raise InvalidRequestError(f"the body has {lists} lists, too many for {max_values} values (--max-json-values)")
+    if _is_deep(bare):
+        raise InvalidRequestError(f"the body is nested deeper than {MAX_JSON_DEPTH} levels")
+
+
+def is_deep(text: bytes) -> bool:
+    """Whether JSON, which may be a line of an upload, is nested deeper than any of ours may be."""
+    return text.count(b"[") + text.count(b"{") > MAX_JSON_DEPTH and _is_deep(_bare(text))
+
+
+def _bare(body: bytes) -> bytes:
+    return b"".join(_STRING.sub(b"", piece[0]) for piece in _PIECE.finditer(body))
+
+
+def _is_deep(bare: bytes) -> bool:
     brackets = bare.translate(_ONE_KIND, _NOT_BRACKETS)
     for _ in range(MAX_JSON_DEPTH):
         brackets = brackets.replace(b"[]", b"")  # takes the innermost level off
-    if b"[" in brackets:
-        raise InvalidRequestError(f"the body is nested deeper than {MAX_JSON_DEPTH} levels")
+    return b"[" in brackets

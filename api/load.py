@@ -11,20 +11,29 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
 
+import structlog
+
+from shared.metrics import Tally
 from shared.sequences import SequenceClass
+
+log = structlog.get_logger()
 
 WINDOW_S = 10.0  # over which the pace of finished requests is measured
 LONGEST_RETRY_S = 30
 LONGEST_SHED_S = 0.5
 LAG_LOOK_S = 0.05
 LAG_LIMIT_S = 0.5  # from here on this process is the bottleneck, and what it accepts would wait in it
+ALARM_S = 1.0  # a stop of the event loop that /health tells of
+REMEMBERED_S = 60.0
 
 
 class Load:
     """The load of this api process."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, tally: Tally | None = None) -> None:
         self.limit = limit  # 0: none
+        self._lag = (tally or Tally()).histogram("mlx_parallm_api_loop_lag_seconds")
+        self._stops: deque[tuple[float, float]] = deque(maxlen=1000)  # when, and for how long, of late
         self.under_way = 0
         self.by_key: Counter[str] = Counter()
         self._ended: deque[float] = deque(maxlen=1000)
@@ -41,12 +50,32 @@ class Load:
         """Whether this process has more to do than it can."""
         return self.lag_s > LAG_LIMIT_S
 
+    @property
+    def longest_stop_s(self) -> float:
+        """For how long the event loop has served nobody, at most, within the last minute."""
+        since = time.monotonic() - REMEMBERED_S
+        return max((seconds for at, seconds in self._stops if at > since), default=0.0)
+
+    @property
+    def stood_still(self) -> bool:
+        """Whether the longest stop of late is one to be told of."""
+        return self.longest_stop_s >= ALARM_S
+
     async def watch(self) -> None:
         """Measure the event loop's lag, for ever; an old lag fades within half a second."""
         while True:
             began = time.monotonic()
             await asyncio.sleep(LAG_LOOK_S)
-            self.lag_s = max(0.75 * self.lag_s, time.monotonic() - began - LAG_LOOK_S)
+            self.looked(time.monotonic() - began - LAG_LOOK_S)
+
+    def looked(self, late_s: float) -> None:
+        """Note how late the event loop has come."""
+        self.lag_s = max(0.75 * self.lag_s, late_s)
+        self._lag.observe(max(0.0, late_s))
+        if late_s > LAG_LOOK_S:
+            self._stops.append((time.monotonic(), late_s))
+        if late_s > ALARM_S:
+            log.warning("api.loop_stopped", seconds=round(late_s, 2), requests=self.under_way)
 
     @contextlib.contextmanager
     def one(self, key: str) -> Iterator[None]:

@@ -62,7 +62,7 @@ class Ring:
         self.tally = tally or Tally()
         self.api_id = settings.api_id or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:8]}"
         self.shutting_down = False
-        self.load = Load(settings.max_concurrent_requests)
+        self.load = Load(settings.max_concurrent_requests, self.tally)
         self.redis: Redis = connect(settings.redis)
         self.registry = WorkerRegistry(self.redis)
         self.affinity = Affinity(self.redis, self.registry)
@@ -98,6 +98,7 @@ class Ring:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.judges.close()
         self.patterns.close()
+        await self.grammars.close()
         await self.redis.aclose()
 
     async def live_models(self) -> dict[str, ModelCard]:

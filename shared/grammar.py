@@ -22,11 +22,16 @@ from shared.text import TextCodec, TokenizerBundle
 # Between JSON's tokens: what pretty printers write, and no more, or a weak model writes blanks until max_tokens.
 WHITESPACE = r"(\x20|\r?\n(\x20{0,32}|\t{0,8}))?"
 
+MAX_CHARS = 1 << 18  # of a grammar, which travels with every choice of a request
+MAX_DEPTH = 128  # of a schema
+MAX_PATTERNS = 64  # `patternProperties` in a schema
+
 
 def of_schema(schema: dict[str, Any] | bool, *, whitespace: str = WHITESPACE, any_whitespace: bool = True) -> str:
     """JSON that a JSON schema describes; keywords that cannot be enforced are refused by `check`."""
     if schema is False:
         raise InvalidGrammarError("the schema `false` allows nothing")
+    check_size(schema)
     text = json.dumps({} if schema is True else schema)
     if not any_whitespace:
         return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
@@ -41,9 +46,30 @@ def schema_of(value: "dict[str, Any] | bool | str") -> dict[str, Any] | bool:
         schema = json.loads(value)
     except ValueError as error:
         raise InvalidGrammarError(f"the schema is not JSON: {error}") from error
+    except RecursionError:
+        raise InvalidGrammarError("the schema is nested too deep") from None
     if not isinstance(schema, dict | bool):
         raise InvalidGrammarError("a JSON schema is an object")
     return schema
+
+
+def check_size(schema: dict[str, Any] | bool) -> None:
+    """InvalidGrammarError for a schema that is too deep, or has more patterns of names than can be told apart in
+    reasonable time: all pairs of them are tried.
+    """
+    found = 0
+    left: list[tuple[Any, int]] = [(schema, 1)]
+    while left:
+        part, depth = left.pop()
+        if depth > MAX_DEPTH:
+            raise InvalidGrammarError(f"the schema is nested deeper than {MAX_DEPTH} levels")
+        if isinstance(part, dict):
+            named = part.get("patternProperties")
+            found += len(named) if isinstance(named, dict) else 0
+        parts = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        left += [(each, depth + 1) for each in parts]
+    if found > MAX_PATTERNS:
+        raise InvalidGrammarError(f"the schema has {found} 'patternProperties', and {MAX_PATTERNS} is the limit")
 
 
 def of_object() -> str:
@@ -74,6 +100,7 @@ def compose(lark: str, parts: dict[str, str]) -> str:
 
 def inline_schema(schema: dict[str, Any]) -> str:
     """A JSON schema inside a Lark grammar."""
+    check_size(schema)
     return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
 
 
@@ -89,6 +116,22 @@ def until(name: str, text: str, codec: TextCodec) -> str:
     if token is None:
         return f"{name}[lazy]: /(.|\\n)*{re.escape(text).replace('/', chr(92) + '/')}/"
     return f"{name}: {name.upper()}_TEXT <[{token}]>\n{name.upper()}_TEXT: /(.|\\n)*/"
+
+
+def unconverted(text: str) -> str:
+    """A grammar in GBNF or Lark that `converted` will make one of ours: that may take minutes, so it is done apart."""
+    return json.dumps({"grammars": [{"ebnf": text}]})
+
+
+def converted(grammar: str) -> str:
+    """The same grammar with its unconverted parts converted."""
+    if '"ebnf"' not in grammar:
+        return grammar
+    document = json.loads(grammar)
+    for part in document["grammars"]:
+        if (text := part.pop("ebnf", None)) is not None:
+            part |= json.loads(of_ebnf(text))["grammars"][0]
+    return json.dumps(document)
 
 
 def of_ebnf(text: str) -> str:

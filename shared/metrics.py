@@ -27,6 +27,7 @@ _LENGTH = tuple(float(step * 10**power) for power in range(6) for step in (1, 2,
 _STEP = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
 _SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _SWAP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_LAG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _REWARD = (-1.0, -0.5, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 2.0, 5.0)
 
 _MODEL = ("model_name",)
@@ -134,6 +135,9 @@ _OURS = (
     _counter("mlx_parallm_lora_swaps_total", _MODEL, "adapter versions loaded into a slot"),
     _histogram("mlx_parallm_lora_swap_seconds", _MODEL, _SWAP, "from the start of a slot's writing to its remap"),
     _counter("mlx_parallm_prefix_cache_evicted_blocks_total", _MODEL, "blocks that the prefix cache has dropped"),
+    _histogram(
+        "mlx_parallm_api_loop_lag_seconds", (), _LAG, "how late event loops of api processes come, 20 times a second"
+    ),
     _counter("mlx_parallm_http_requests_total", ("method", "route", "status"), "HTTP requests answered"),
     _histogram("mlx_parallm_http_request_seconds", ("route",), _LATENCY, "HTTP requests, streams to their last byte"),
     _histogram(

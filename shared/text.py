@@ -59,7 +59,9 @@ class TextCodec:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; with `add_special_tokens` as the model wants a prompt to begin (and end)."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # Not `encode`: it holds the interpreter's lock, seconds for a megabyte, and a thread around it would not help.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -17,7 +17,7 @@ from api.openai.chat import chat_of, grammar_param, plan_chat
 from api.openai.choices import ReplyPlan
 from api.openai.completions import encoded, plan_completion
 from api.openai.embeddings import EmbeddingRequest, embeddings_body, plan_embeddings
-from api.openai.planning import check_grammar
+from api.openai.planning import with_grammar
 from api.openai.replies import whole_body
 from api.openai.response_body import ResponseRequest
 from api.openai.responses import Answer as ResponseAnswer
@@ -158,7 +158,7 @@ async def _plan_chat(ring: Ring, line: BatchLine, target: Target) -> list[JobInp
     _check_sampled(body)
     work, plan = plan_chat(body, await chat_of(target.served.codec, body), target, ring.settings)
     _check_length(plan)
-    await check_grammar(ring, work, target, grammar_param(body))
+    work = await with_grammar(ring, work, target, grammar_param(body))
     return _inputs(line, work, plan=_bare(plan))
 
 
@@ -166,17 +166,17 @@ async def _plan_completion(ring: Ring, line: BatchLine, target: Target) -> list[
     body = CompletionRequest.model_validate(line.body)
     _check_sampled(body)
     special = body.add_special_tokens is not False
-    prompts = [await encoded(target.served.codec, prompt, special) for prompt in body.prompt]
+    prompts = await encoded(target.served.codec, body.prompt, special)
     work, plan = plan_completion(body, prompts, target, ring.settings)
     _check_length(plan)
-    await check_grammar(ring, work, target, "structured_outputs")
+    work = await with_grammar(ring, work, target, "structured_outputs")
     return _inputs(line, work, plan=_bare(plan))
 
 
 async def _plan_embedding(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
     body = EmbeddingRequest.model_validate(line.body)
     special = body.add_special_tokens is not False
-    prompts = [await encoded(target.served.codec, text, special) for text in body.input]
+    prompts = await encoded(target.served.codec, body.input, special)
     work = plan_embeddings(body, prompts, target, ring.settings)
     return _inputs(line, work, embedding=body.model_dump(exclude_none=True, exclude={"input"}))
 

@@ -10,7 +10,7 @@ from api.errors import error_responses
 from api.generation import Work
 from api.openai.choices import ReplyPlan
 from api.openai.conversations import Conversation, conversation
-from api.openai.planning import check_grammar, reply_plan, target_of, work_for
+from api.openai.planning import reply_plan, target_of, with_grammar, work_for
 from api.openai.replies import reply
 from api.openai.sampling import check_prompts, room_for, sampling_of, top_of, truncated
 from api.openai.schemas import ChatCompletionRequest
@@ -42,7 +42,7 @@ async def create_chat_completion(
     target = await target_of(body, request, ring)
     chat = await chat_of(target.served.codec, body)
     work, plan = plan_chat(body, chat, target, ring.settings)
-    await check_grammar(ring, work, target, grammar_param(body))
+    work = await with_grammar(ring, work, target, grammar_param(body))
     response = await reply(ring, request, target.served, work, plan, bool(body.stream))
     return with_unused(response, unused_hints(body, target.served.codec))
 

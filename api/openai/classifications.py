@@ -9,12 +9,13 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.continuations import log_probabilities
+from api.continuations import check_pairs, log_probabilities
 from api.errors import error_responses
 from api.openai.completions import encoded
 from api.openai.fields import RequestModel, complaint
 from api.openai.planning import target_of
 from api.ring import Ring, ring_of
+from shared.errors import InvalidRequestError
 from shared.model_rewards import softmax
 from shared.sequences import AdapterPolicy
 
@@ -90,8 +91,9 @@ async def create_classifications(
     target = await target_of(body, request, ring)
     codec = target.served.codec
     texts = [body.input] if isinstance(body.input, str) else body.input
-    prompts = [await encoded(codec, body.template.replace(_PLACE, text)) for text in texts]
-    labels = [codec.encode(label, add_special_tokens=False) for label in body.labels]
+    check_pairs(len(texts), len(body.labels), "input")
+    prompts = await encoded(codec, _filled(body.template, texts, ring.settings.max_request_bytes))
+    labels = await encoded(codec, body.labels, add_special_tokens=False)
     scores = await log_probabilities(ring, request, target, prompts, labels, "input")
     if scores is None:
         return Response(status_code=499)
@@ -106,6 +108,19 @@ async def create_classifications(
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
     return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _filled(template: str, texts: list[str], most: int) -> list[str]:
+    """The prompts; refused before they are written when a short body would make very long ones."""
+    places = template.count(_PLACE)
+    chars = sum(len(template) + places * len(text) for text in texts)
+    if chars > most:
+        raise InvalidRequestError(
+            f"the template makes prompts of {chars} characters in all, and at most {most} are taken "
+            "(--max-request-bytes)",
+            param="template",
+        )
+    return [template.replace(_PLACE, text) for text in texts]
 
 
 def _shown(index: int, labels: list[str], chances: list[float]) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """POST /v1/completions: text or token ids in, text (and token ids) out."""
 
-import asyncio
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
@@ -10,12 +10,13 @@ from api.collection import collection_of
 from api.errors import error_responses
 from api.generation import Work
 from api.openai.choices import ReplyPlan
-from api.openai.planning import check_grammar, reply_plan, target_of, work_for
+from api.openai.planning import reply_plan, target_of, with_grammar, work_for
 from api.openai.replies import reply, whole_body
 from api.openai.sampling import check_prompts, room_for, sampling_of, top_of, truncated
 from api.openai.schemas import CompletionRequest
 from api.openai.structured import grammar_of_outputs
 from api.ring import Ring, ring_of
+from api.room import LARGE_CHARS, aside
 from api.targets import Target
 from shared.errors import InvalidRequestError
 from shared.frames import Finish, TokenEvent
@@ -27,7 +28,6 @@ router = APIRouter(tags=["openai"])
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_CHOICES = 1024
-ENCODE_IN_THREAD_CHARS = 8192  # a longer text would hold up other requests' tokens
 
 
 @router.post(
@@ -44,21 +44,25 @@ async def create_completion(
     """OpenAI's legacy completions with vLLM's extras: token ids in and out, prompt log-probabilities, n samples."""
     target = await target_of(body, request, ring)
     served = target.served
-    prompts = [await encoded(served.codec, prompt, body.add_special_tokens is not False) for prompt in body.prompt]
+    prompts = await encoded(served.codec, body.prompt, body.add_special_tokens is not False)
     work, plan = plan_completion(body, prompts, target, ring.settings)
-    await check_grammar(ring, work, target, "structured_outputs")
+    work = await with_grammar(ring, work, target, "structured_outputs")
     if plan.scores_only and plan.logprobs is None and plan.prompt_logprobs is None and not body.stream:
         return Response(_echoed(plan, served.codec), media_type="application/json")
     return await reply(ring, request, served, work, plan, bool(body.stream))
 
 
-async def encoded(codec: TextCodec, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
-    """Ids of a prompt; long texts are encoded in a thread."""
-    if not isinstance(prompt, str):
-        return prompt
-    if len(prompt) > ENCODE_IN_THREAD_CHARS:
-        return await asyncio.to_thread(codec.encode, prompt, add_special_tokens)
-    return codec.encode(prompt, add_special_tokens)
+async def encoded(
+    codec: TextCodec, prompts: Sequence[str | list[int]], add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Ids of prompts; beside the event loop when they are long together."""
+    if sum(len(each) for each in prompts if isinstance(each, str)) > LARGE_CHARS:
+        return await aside(_encode, codec, prompts, add_special_tokens)
+    return _encode(codec, prompts, add_special_tokens)
+
+
+def _encode(codec: TextCodec, prompts: Sequence[str | list[int]], add_special_tokens: bool) -> list[list[int]]:
+    return [codec.encode(each, add_special_tokens) if isinstance(each, str) else each for each in prompts]
 
 
 def plan_completion(

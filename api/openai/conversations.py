@@ -1,6 +1,5 @@
 """From messages to prompt ids: the chat template, what it is told of tools, and where it leaves the model."""
 
-import asyncio
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,11 +7,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from api.openai.completions import ENCODE_IN_THREAD_CHARS
 from api.openai.messages import ChatMessage
 from api.openai.pieces import SplitPlan, Thinking
 from api.openai.thinking import behind_thinking, marks_of, thinking_after, thinking_within
 from api.openai.tools import ToolUse, for_template, knows_tools
+from api.room import LARGE_CHARS, LARGE_COUNT, aside
 from shared.errors import InvalidRequestError
 from shared.text import TextCodec
 
@@ -83,8 +82,7 @@ async def conversation(
     codec: TextCodec, body: ChatFields, tools: ToolUse | None = None, **variables: Any
 ) -> Conversation:
     """Render and encode a chat; InvalidRequestError when the template refuses it."""
-    text = _rendered(codec, body, tools, variables)
-    ids = await _encoded(codec, text, bool(body.add_special_tokens))
+    text, ids = await _encoded(codec, body, tools, variables)
     goes_on = bool(body.continue_final_message)
     marks = marks_of(codec) if goes_on or body.add_generation_prompt is not False else None
     thinking: Thinking = "" if marks is None else thinking_after(text, marks)
@@ -95,7 +93,7 @@ async def conversation(
 
 async def encoded_chat(codec: TextCodec, body: ChatFields) -> list[int]:
     """Ids of a chat through the model's template."""
-    return await _encoded(codec, _rendered(codec, body, None, {}), bool(body.add_special_tokens))
+    return (await _encoded(codec, body, None, {}))[1]
 
 
 def _rendered(codec: TextCodec, body: ChatFields, tools: ToolUse | None, variables: dict[str, Any]) -> str:
@@ -126,11 +124,28 @@ def _last_text(messages: Sequence[ChatMessage]) -> str:
     return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
 
-async def _encoded(codec: TextCodec, text: str, special: bool) -> list[int]:
-    """The template writes special tokens itself; long texts are encoded in a thread."""
-    if len(text) > ENCODE_IN_THREAD_CHARS:
-        return await asyncio.to_thread(codec.encode, text, special)
-    return codec.encode(text, special)
+async def _encoded(
+    codec: TextCodec, body: ChatFields, tools: ToolUse | None, variables: dict[str, Any]
+) -> tuple[str, list[int]]:
+    """Text and ids of a chat, of which the template writes the special tokens itself; beside the loop when large."""
+
+    def encode() -> tuple[str, list[int]]:
+        text = _rendered(codec, body, tools, variables)
+        return text, codec.encode(text, bool(body.add_special_tokens))
+
+    return await aside(encode) if _is_large(body.messages, tools) else encode()
+
+
+def _is_large(messages: Sequence[ChatMessage], tools: ToolUse | None) -> bool:
+    count = len(messages) + len(tools.shown if tools is not None else ())
+    chars = 0
+    for message in messages[:LARGE_COUNT]:
+        calls = message.tool_calls or ()
+        parts = message.content if isinstance(message.content, list) else ()
+        count += len(calls) + len(parts)
+        chars += len(message.content or "") + len(message.reasoning_content or "")
+        chars += sum(len(part.text) for part in parts) + sum(len(call.function.arguments) for call in calls)
+    return count > LARGE_COUNT or chars > LARGE_CHARS
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -155,6 +170,6 @@ def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     try:
         arguments = msgspec.json.decode(function["arguments"] or "{}")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         arguments = {}
     return {**call, "function": {**function, "arguments": arguments}}

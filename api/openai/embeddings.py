@@ -64,7 +64,7 @@ async def create_embeddings(
     """OpenAI's embeddings, as sequences in the same queue as everything else."""
     target = await target_of(body, request, ring)
     codec = target.served.codec
-    prompts = [await encoded(codec, text, body.add_special_tokens is not False) for text in body.input]
+    prompts = await encoded(codec, body.input, body.add_special_tokens is not False)
     work = plan_embeddings(body, prompts, target, ring.settings)
     gathered = await gather_all(ring, request, work)
     if gathered is None:

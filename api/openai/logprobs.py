@@ -11,7 +11,7 @@ from shared.text import TextCodec, TextStream
 LOWEST = -9999.0  # what OpenAI shows for a probability of nothing; JSON has no infinity
 
 
-class ChatToken(msgspec.Struct, gc=False):
+class ChatToken(msgspec.Struct, gc=False):  # there may be a million of them, and none is in a circle
     """A token of a chat choice."""
 
     token: str
@@ -19,7 +19,7 @@ class ChatToken(msgspec.Struct, gc=False):
     bytes: list[int]
 
 
-class ChatLogprob(msgspec.Struct):
+class ChatLogprob(msgspec.Struct, gc=False):
     """A token of a chat choice with its competitors."""
 
     token: str

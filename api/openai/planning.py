@@ -4,6 +4,7 @@ import time
 import uuid
 from typing import Any, Protocol
 
+import msgspec
 from fastapi import Request
 
 from api.generation import Work
@@ -54,15 +55,17 @@ async def target_of(body: TargetFields, request: Request, ring: Ring) -> Target:
     )
 
 
-async def check_grammar(ring: Ring, work: Work, target: Target, param: str) -> None:
-    """InvalidGrammarError that names `param` when the workers could not compile the grammar of the work."""
-    if not work.sampling.grammar:
-        return
+async def with_grammar(ring: Ring, work: Work, target: Target, param: str) -> Work:
+    """The work with its grammar as workers take it; InvalidGrammarError that names `param` when they could not."""
+    sampling = work.sampling
+    if not sampling.grammar:
+        return work
     try:
-        await ring.grammars.check(work.sampling.grammar, target.served.card, target.served.codec)
+        text = await ring.grammars.checked(sampling.grammar, target.served.card, target.served.codec)
     except InvalidGrammarError as error:
         error.param = param
         raise
+    return msgspec.structs.replace(work, sampling=msgspec.structs.replace(sampling, grammar=text))
 
 
 def reply_plan(

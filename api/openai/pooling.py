@@ -63,7 +63,7 @@ async def pool(body: PoolingRequest, request: Request, ring: Annotated[Ring, Dep
     """As /v1/embeddings, in vLLM's other shape."""
     target = await target_of(body, request, ring)
     codec = target.served.codec
-    prompts = [await encoded(codec, text, body.add_special_tokens is not False) for text in body.input]
+    prompts = await encoded(codec, body.input, body.add_special_tokens is not False)
     work = plan_embeddings(body, prompts, target, ring.settings)
     gathered = await gather_all(ring, request, work)
     if gathered is None:

@@ -1,10 +1,8 @@
 """Answer a request: as a stream of chunks, or whole. Both begin with sequences in flight and a plan of the reply."""
 
-import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+import functools
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -19,13 +17,14 @@ from api.openai.chunks import DONE, ChunkWriter, event_id, older_call, shown_cal
 from api.openai.logprobs import TextLogprobs, TextOffsets, TokenNames, in_parts
 from api.resume import reading, remember
 from api.ring import Ring, ServedModel
+from api.room import aside
 from api.sse import EventStream, until_disconnected
 from shared.frames import TokenEvent, VersionSpan, spans_of
 from shared.text import TextCodec
 
 log = structlog.get_logger()
 
-_long_writes = ThreadPoolExecutor(1, "long-answers")  # one at a time, beside the event loop
+LARGE_TOKENS = 4096  # tokens and competitors told of: from here on writing a reply takes some 10 ms
 
 
 async def reply(
@@ -41,13 +40,14 @@ async def reply(
     if gathered is None:
         return Response(status_code=499)
     spans = [spans_of(events) for events in gathered] if plan.weight_versions else ()
-    write = partial(whole_body, plan, served.codec, [join(events) for events in gathered], spans)
-    return Response(await written(plan, write), media_type="application/json")
+    joined = [join(events) for events in gathered]
+    write = functools.partial(whole_body, plan, served.codec, joined, spans)
+    return Response(await written(joined, write), media_type="application/json")
 
 
-async def written(plan: ReplyPlan, write: Callable[[], bytes]) -> bytes:
-    """What `write` gives; for a long answer beside the event loop."""
-    return await asyncio.get_running_loop().run_in_executor(_long_writes, write) if plan.is_long else write()
+async def written(gathered: Iterable[TokenEvent], write: Callable[[], bytes]) -> bytes:
+    """What `write` makes of these events; for a long answer beside the event loop."""
+    return await aside(write) if is_large(gathered) else write()
 
 
 async def gather_all(ring: Ring, request: Request, work: Work) -> list[list[TokenEvent]] | None:
@@ -120,27 +120,42 @@ async def gather(generation: Generation, count: int) -> list[list[TokenEvent]]:
     return events
 
 
+def is_large(gathered: Iterable[TokenEvent]) -> bool:
+    """Whether a reply has so much in it that it is written beside the event loop."""
+    told = sum(len(event.tokens) + sum(map(len, event.top_logprobs or ())) for event in gathered)
+    told += sum(len(event.prompt_logprobs or ()) + sum(map(len, event.prompt_top_logprobs or ())) for event in gathered)
+    return told > LARGE_TOKENS
+
+
 def whole_body(
     plan: ReplyPlan,
     codec: TextCodec,
     gathered: Sequence[TokenEvent],
     spans: Sequence[Sequence[VersionSpan]] = (),
 ) -> bytes:
-    """JSON of a reply that is not streamed; each choice is decoded once. `spans`: the choices' version spans."""
+    """JSON of a reply that is not streamed; each choice is decoded once. `spans`: the choices' version spans.
+
+    Choices become bytes one by one: bytes of all at once would be one long call under the interpreter's lock.
+    """
     choices = [Choice(plan, codec) for _ in gathered]
     deltas = [choice.take([event]) for choice, event in zip(choices, gathered, strict=True)]
     shape = _chat_choice if plan.endpoint == "chat" else _text_choice
+
+    def written(index: int, event: TokenEvent) -> msgspec.Raw:
+        choice = shape(plan, codec, index, deltas[index], event)
+        if spans:
+            choice["weight_versions"] = shown_versions(spans[index])
+        return msgspec.Raw(msgspec.json.encode(choice))
+
     body: dict[str, Any] = {
         "id": plan.shown_id,
         "object": "chat.completion" if plan.endpoint == "chat" else "text_completion",
         "created": plan.created,
         "model": plan.model,
         "system_fingerprint": plan.fingerprint,
-        "choices": [shape(plan, codec, i, deltas[i], event) for i, event in enumerate(gathered)],
+        "choices": [written(index, event) for index, event in enumerate(gathered)],
         "usage": usage(plan, choices),
     }
-    for choice, versions in zip(body["choices"], spans, strict=bool(spans)):
-        choice["weight_versions"] = shown_versions(versions)
     if plan.endpoint == "chat":
         names = TokenNames(codec, plan.name_tokens_by_id)
         if plan.token_ids:

@@ -14,6 +14,8 @@ from api.openai.structured import Schema
 from shared.errors import InvalidRequestError
 from shared.sequences import AdapterPolicy
 
+MAX_ITEMS = 4096  # a chat has as many messages
+
 Off = dict[str, tuple[Any, ...]]
 
 
@@ -130,6 +132,8 @@ Item = Annotated[
 
 
 def _items(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_ITEMS:
+        raise complaint("", f"{len(value)} items, and {MAX_ITEMS} is the limit")
     return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
 
 

@@ -17,7 +17,7 @@ from api.openai.chunks import usage
 from api.openai.conversations import Conversation
 from api.openai.logprobs import ChatLogprob, TokenNames
 from api.openai.pieces import Piece
-from api.openai.planning import check_grammar, target_of
+from api.openai.planning import target_of, with_grammar
 from api.openai.replies import gather_all
 from api.openai.response_body import ResponseRequest, turn_starts
 from api.openai.response_items import Event, ItemWriter
@@ -93,7 +93,7 @@ async def plan_response(
     try:
         chat, rendered = await _fitting(ring, body, target)
         work, plan = plan_chat(chat, rendered, target, ring.settings)
-        await check_grammar(ring, work, target, grammar_param(chat))
+        work = await with_grammar(ring, work, target, grammar_param(chat))
     except InvalidRequestError as error:
         raise _renamed(error) from None
     return chat, work, plan

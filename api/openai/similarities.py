@@ -154,7 +154,7 @@ async def _embedded(
 ) -> tuple[str, npt.NDArray[np.float32], int] | None:
     """Model, embeddings of length 1 (a row each), and the number of tokens; None when the client has left."""
     target = await target_of(body, request, ring)
-    prompts = [await encoded(target.served.codec, text) for text in texts]
+    prompts = await encoded(target.served.codec, texts)
     cut = {"truncate_prompt_tokens": body.truncate_prompt_tokens, "truncation_side": body.truncation_side}
     asked = EmbeddingRequest.model_validate({"input": [0], "pooling": body.pooling, **cut})
     work = plan_embeddings(asked, prompts, target, ring.settings)

@@ -87,7 +87,7 @@ def grammar_of_outputs(wanted: StructuredOutputs | None) -> str:
         return grammar.of_choice(wanted.choice)
     try:
         if wanted.grammar is not None:
-            return grammar.of_ebnf(wanted.grammar)
+            return grammar.unconverted(wanted.grammar)
         schema = {"type": "object"} if wanted.json_ is None else grammar.schema_of(wanted.json_)
         return grammar.of_schema(
             schema,

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, Response
 from pydantic import BaseModel, Field
 from redis.exceptions import RedisError
 
+from api.load import Load
 from api.ring import SERVING, Ring, ring_of
 from shared.redis.pause import PauseMode, PauseSwitch
 from shared.redis.worker_registry import WorkerStatus
@@ -58,6 +59,13 @@ class Utilization(BaseModel):
     memory: float
 
 
+class EventLoop(BaseModel):
+    """Of this api process: while it stands still, nobody gets a token."""
+
+    lag_s: float = Field(description="how late it comes at present")
+    longest_stop_s: float = Field(description="its longest stop within the last minute")
+
+
 class Health(BaseModel):
     """How the ring is. `overloaded` and `shutting_down` answer with 503."""
 
@@ -67,6 +75,7 @@ class Health(BaseModel):
     model_loaded: bool = Field(description="a worker is ready, or paused")
     queue_depth: int = Field(description="waiting sequences in all")
     utilization: Utilization
+    event_loop: EventLoop
     workers: list[WorkerHealth]
     models: dict[str, ModelHealth]
     api: str = Field(description="id of this api process")
@@ -81,6 +90,7 @@ async def health(ring: TheRing, response: Response) -> Health:
         model_loaded=False,
         queue_depth=0,
         utilization=Utilization(queue=0, requests=round(ring.load.utilization, 4), memory=0),
+        event_loop=EventLoop(lag_s=round(ring.load.lag_s, 4), longest_stop_s=round(ring.load.longest_stop_s, 4)),
         workers=[],
         models={},
         api=ring.api_id,
@@ -92,7 +102,7 @@ async def health(ring: TheRing, response: Response) -> Health:
         found.status = "overloaded"
         found.reasons.append(f"Redis does not answer: {str(error) or f'{ANSWER_WITHIN_S:g} s have passed'}")
     else:
-        _judge(found)
+        _judge(found, ring.load)
     if ring.shutting_down:
         found.status = "shutting_down"
     if found.status in ("overloaded", "shutting_down"):
@@ -133,11 +143,14 @@ def _memory(workers: list[WorkerStatus]) -> float:
     return min(shares, default=0.0)
 
 
-def _judge(found: Health) -> None:
+def _judge(found: Health, load: Load) -> None:
     """Status and reasons from the figures."""
     for bound, used in found.utilization:
         if used >= DEGRADED_FROM:
             found.reasons.append(f"{bound}: {used:.0%} of the bound")
+    if load.stood_still:
+        stop = f"{load.longest_stop_s:.1f} s"
+        found.reasons.append(f"the event loop of this api process stood still for {stop} within the last minute")
     for worker in found.workers:
         if worker.state == "stuck" or worker.engine_silent_s > SILENT_S:
             found.reasons.append(f"the engine of worker '{worker.id}' has been silent for {worker.engine_silent_s} s")

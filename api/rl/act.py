@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.continuations import log_probabilities
+from api.continuations import check_pairs, log_probabilities
 from api.errors import error_responses
 from api.generation import Work
 from api.openai.choices import ends_with_stop_token
@@ -27,6 +27,7 @@ from api.openai.planning import target_of
 from api.openai.replies import gather_all
 from api.openai.sampling import check_prompts, deadline, room_for
 from api.ring import Ring, ring_of
+from api.room import aside
 from api.targets import Target
 from shared.frames import spans_of
 from shared.model_rewards import softmax
@@ -79,7 +80,9 @@ class ActRequest(RequestModel):
 async def act(body: ActRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]) -> Response:
     """`value_estimates` and `new_hidden_states` are null: a language model has neither value head nor hidden state."""
     target = await target_of(body, request, ring)
-    prompts = [await _prompt(target.served.codec, each) for each in body.observations]
+    if body.actions is not None:
+        check_pairs(len(body.observations), len(body.actions), "observations")
+    prompts = await _prompts(target.served.codec, body.observations)
     seed = secrets.randbits(62) if body.seed is None else body.seed
     choose = _choose if body.actions is not None else _write
     made = await choose(body, request, ring, target, prompts, seed)
@@ -98,9 +101,16 @@ async def act(body: ActRequest, request: Request, ring: Annotated[Ring, Depends(
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-async def _prompt(codec: TextCodec, observation: Observation) -> list[int]:
+async def _prompts(codec: TextCodec, observations: list[Observation]) -> list[list[int]]:
+    """Prompts of texts, chats and ids; chats, of which there may be many, are rendered beside the event loop."""
+    if any(isinstance(observation, list) for observation in observations):
+        return await aside(lambda: [_prompt(codec, each) for each in observations])
+    return await encoded(codec, [each for each in observations if isinstance(each, str)])
+
+
+def _prompt(codec: TextCodec, observation: Observation) -> list[int]:
     if isinstance(observation, str):
-        return await encoded(codec, observation)
+        return codec.encode(observation)
     messages = [each for each in observation if isinstance(each, ChatMessage)]
     if messages:
         return codec.encode_chat(template_messages(messages))
@@ -112,7 +122,7 @@ async def _choose(
 ) -> dict[str, Any] | None:
     """Actions of a discrete space."""
     names = body.actions or []
-    space = [target.served.codec.encode(name, add_special_tokens=False) for name in names]
+    space = await encoded(target.served.codec, names, add_special_tokens=False)
     scores = await log_probabilities(ring, request, target, prompts, space, "observations")
     if scores is None:
         return None

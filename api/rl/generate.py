@@ -99,7 +99,7 @@ async def generate(body: GenerateRequest, request: Request, ring: TheRing) -> Re
     began = time.perf_counter()
     target = await _policy_target(body, request, ring)
     served, settings = target.served, ring.settings
-    prompts = [await encoded(served.codec, p, body.add_special_tokens is not False) for p in body.texts_or_ids()]
+    prompts = await encoded(served.codec, body.texts_or_ids(), body.add_special_tokens is not False)
     if len(prompts) * (body.n or 1) > MAX_CHOICES:
         raise InvalidRequestError(f"at most {MAX_CHOICES} completions a request; use /v1/jobs for more", param="n")
     prompts = [truncated(prompt, body, served.card, settings, body.max_tokens) for prompt in prompts]

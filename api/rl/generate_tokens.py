@@ -6,6 +6,7 @@ each choice and decode step, `{"request_id", "choices", "usage"?}`, and ends wit
 
 from collections.abc import AsyncGenerator
 from functools import partial
+from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -157,7 +158,7 @@ async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -
         "model": body.model or served.card.name,
         "system_fingerprint": target.fingerprint,
     }
-    answer = await written(plan, partial(_whole, head, plan, served.codec, gathered))
+    answer = await written(chain.from_iterable(gathered), partial(_whole, head, plan, served.codec, gathered))
     return Response(answer, media_type="application/json")
 
 

@@ -7,13 +7,16 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from pydantic import ConfigDict, Field, model_validator
 
+from api.limits import MAX_JSON_DEPTH, is_deep
 from api.openai.fields import LogitBias, RequestModel, Stop, complaint
 from api.openai.schemas import MAX_TOP_LOGPROBS, StrictId
+from api.room import aside
 from shared.errors import InvalidRequestError, TokenOutOfRangeError
 from shared.jobs import JobInput, JobSpec, Prompt, RewardSpec, SamplingOverrides
 from shared.sequences import AdapterPolicy, ModelCard
 
 MAX_LINE_BYTES = 16 << 20
+LARGE_LINE_BYTES = 64 << 10
 _BLOCK = 64 << 10  # read at once; a larger one would hold up other requests' tokens
 _encode = msgspec.json.Encoder().encode
 
@@ -168,7 +171,15 @@ async def upload_inputs(file: Upload, card: ModelCard) -> AsyncIterator[bytes]:
     number = 0
     async for line in _lines(file):
         number += 1
-        yield _encode(_checked(_input_of(line, number), card, f"line {number}")) if line.strip() else b""
+        if len(line) > LARGE_LINE_BYTES:
+            yield await aside(_stored, line, number, card)
+        else:
+            yield _stored(line, number, card)
+
+
+def _stored(line: bytes, number: int, card: ModelCard) -> bytes:
+    """A line as the job store takes it."""
+    return _encode(_checked(_input_of(line, number), card, f"line {number}")) if line.strip() else b""
 
 
 async def _lines(file: Upload) -> AsyncIterator[bytes]:
@@ -187,6 +198,8 @@ _line_decoder = msgspec.json.Decoder(str | UploadLine)
 
 
 def _input_of(line: bytes, number: int) -> JobInput:
+    if is_deep(line):
+        raise InvalidRequestError(f"line {number} is nested deeper than {MAX_JSON_DEPTH} levels", param="file")
     try:
         given: str | UploadLine = _line_decoder.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

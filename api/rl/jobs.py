@@ -13,7 +13,7 @@ from api.auth import asker, key_name
 from api.collection import check_scoring
 from api.errors import error_responses, from_validation
 from api.json_reply import json_reply
-from api.limits import is_multipart
+from api.limits import check_shape, is_multipart
 from api.ring import Ring, ring_of
 from api.rl.job_body import JobBody, upload_inputs
 from api.targets import JobTarget, find_job_target
@@ -88,6 +88,7 @@ async def _submit_upload(request: Request, ring: Ring, idempotency_key: str) -> 
             raise InvalidRequestError("the form field 'spec' (JSON) is required", param="spec")
         if not isinstance(file, UploadFile):
             raise InvalidRequestError("the form field 'file' (JSONL) is required, as a file", param="file")
+        check_shape(spec_field.encode(), ring.settings.max_json_values)
         body = _parsed(spec_field.encode())
         if body.prompts is not None:
             raise InvalidRequestError("'prompts' and a file exclude each other", param="prompts")

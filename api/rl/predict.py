@@ -77,7 +77,7 @@ async def predict(body: PredictRequest, request: Request, ring: Annotated[Ring, 
     """Inputs and outputs by name."""
     target = await target_of(body, request, ring)
     codec = target.served.codec
-    prompts = body.inputs.input_ids or [await encoded(codec, text) for text in body.inputs.text or ()]
+    prompts = body.inputs.input_ids or await encoded(codec, body.inputs.text or ())
     check_prompts(prompts, target.served.card, ring.settings, "inputs")
     outputs: dict[str, Any] = {}
     if "embedding" in body.outputs:

@@ -2,8 +2,10 @@
 
 from typing import Annotated, Any, ClassVar
 
+import msgspec
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field, model_validator
+from starlette.responses import Response
 
 from api.errors import error_responses
 from api.openai.completions import encoded
@@ -12,8 +14,10 @@ from api.openai.fields import RequestModel, complaint
 from api.openai.messages import ChatMessage, ContinueFinalMessage, check_continued
 from api.openai.schemas import Off, StrictId
 from api.ring import Ring, ring_of
+from api.room import LARGE_CHARS, aside
 from api.targets import find_job_target
 from shared.errors import TokenOutOfRangeError
+from shared.text import TextCodec
 
 router = APIRouter(tags=["rl"])
 TheRing = Annotated[Ring, Depends(ring_of)]
@@ -87,21 +91,32 @@ async def tokenizer_info(ring: TheRing, model: str | None = None) -> dict[str, A
     }
 
 
-@router.post("/tokenize", summary="Text to token ids", responses=error_responses(400, 404, 503))
-async def tokenize(body: TokenizeRequest, ring: TheRing) -> TokenizeResponse:
+@router.post(
+    "/tokenize",
+    summary="Text to token ids",
+    response_model=TokenizeResponse,
+    responses=error_responses(400, 404, 503),
+)
+async def tokenize(body: TokenizeRequest, ring: TheRing) -> Response:
     """The ids that a completion (`prompt`) or a chat (`messages`) of this input would start from."""
     target = await find_job_target(ring, body.model, "", "follow")
     codec = await ring.codecs.codec(target.card)
     if body.prompt is not None:
-        tokens = await encoded(codec, body.prompt, body.add_special_tokens is not False)
+        (tokens,) = await encoded(codec, [body.prompt], body.add_special_tokens is not False)
     else:
         tokens = await encoded_chat(codec, body)
-    return TokenizeResponse(
-        count=len(tokens),
-        max_model_len=target.card.context_length,
-        tokens=tokens,
-        token_strs=[codec.token(token) or "" for token in tokens] if body.return_token_strs else None,
-    )
+    named = codec if body.return_token_strs else None
+    if len(tokens) > LARGE_CHARS:
+        shown = await aside(_shown, tokens, target.card.context_length, named)
+    else:
+        shown = _shown(tokens, target.card.context_length, named)
+    return Response(shown, media_type="application/json")
+
+
+def _shown(tokens: list[int], context_length: int, named: TextCodec | None) -> bytes:
+    strings = [named.token(token) or "" for token in tokens] if named is not None else None
+    shown = {"count": len(tokens), "max_model_len": context_length, "tokens": tokens, "token_strs": strings}
+    return msgspec.json.encode(shown)
 
 
 @router.post("/detokenize", summary="Token ids to text", responses=error_responses(400, 404, 503))

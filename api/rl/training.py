@@ -11,7 +11,7 @@ import uuid
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Header, Query
+from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.responses import Response
 
 from api.auth import asker
@@ -23,10 +23,12 @@ from api.rl.training_body import (
     ResumeBody,
     UpdateBody,
     checked,
+    parsed,
     parsed_version,
     unknown,
     versions_named,
 )
+from api.room import aside
 from api.targets import card_of_base
 from api.tenants import Right, check
 from shared.adapters import check_name, version_id
@@ -68,18 +70,22 @@ _answer = msgspec.json.Decoder(Answer)
 @router.post(
     "/v1/training/update",
     summary="Train on trajectories",
+    openapi_extra={
+        "requestBody": {"required": True, "content": {"application/json": {"schema": UpdateBody.model_json_schema()}}}
+    },
     response_class=Response,
     responses={200: {"description": "What became of the update"}, **error_responses(400, 404, 409, 413, 429, 503, 504)},
 )
-async def update(body: UpdateBody, ring: TheRing, idempotency_key: IdempotencyKey = "") -> Response:
+async def update(request: Request, ring: TheRing, idempotency_key: IdempotencyKey = "") -> Response:
     """One train step on the given trajectories, through the gate, served unless `update_inference` is false.
 
     `status` is `updated`, `rejected` (the gate's checks stand in `gate`; nothing has changed) or `no_signal` (no group
     had samples of different worth).
     """
+    body = await aside(parsed, await request.body())
     policy = await _policy(ring, body.policy, "change")
     check_checkpoint_name(body.checkpoint_name)
-    trajectories = checked(body, await _card(ring, policy), policy)
+    trajectories = await aside(checked, body, await _card(ring, policy), policy)
     await _check_versions(ring, body)
     order = UpdateOrder(trajectories, body.update_inference, body.checkpoint_name)
     answer = await _ordered(ring, policy, order, idempotency_key)
@@ -260,7 +266,7 @@ async def _ordered(ring: Ring, policy: str, order: Order, idempotency_key: str) 
     if found is None:
         if not await board.alive():
             raise _nobody(policy)
-        await orders.place(order_id, msgspec.json.encode(order), ring.settings.request_timeout_s)
+        await orders.place(order_id, await aside(msgspec.json.encode, order), ring.settings.request_timeout_s)
     while found is None and time.monotonic() < until:
         found = await orders.answer(order_id, min(_LOOK_S, until - time.monotonic()))
         if found is None and not await board.alive():

@@ -6,8 +6,10 @@ A trajectory here is what GET /v1/training/trajectories and a job's results give
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, FiniteFloat, model_validator
+import msgspec
+from pydantic import BeforeValidator, Field, FiniteFloat, ValidationError, model_validator
 
+from api.errors import from_validation
 from api.openai.fields import RequestModel, complaint
 from api.openai.schemas import StrictId
 from shared.adapters import AdapterRef
@@ -153,6 +155,39 @@ class UpdateBody(RequestModel):
     update_inference: bool = Field(default=True, description="serve the result; false: train, and serve it later")
     checkpoint_name: str = Field(default="", description="save a checkpoint of the result under this name")
     policy: str = Field(default="", description="whose trainer; default: the setting `default_adapter`")
+
+
+def parsed(data: bytes) -> UpdateBody:
+    """A body, read trajectory by trajectory: tens of megabytes at once would be a second under the interpreter's lock.
+
+    InvalidRequestError names the field.
+    """
+    if not data:
+        raise InvalidRequestError("a JSON body is required")
+    try:
+        fields: dict[str, Any] = dict(msgspec.json.decode(data, type=dict[str, msgspec.Raw]))
+        given = fields.pop("trajectories", b"null")
+        fields = {name: msgspec.json.decode(value) for name, value in fields.items()}
+        listed = msgspec.json.decode(given, type=list[msgspec.Raw] | None)
+    except msgspec.ValidationError:
+        fields, listed = {}, None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+    try:
+        if listed is None or len(listed) > MAX_TRAJECTORIES:
+            return UpdateBody.model_validate({**fields, "trajectories": listed})
+        trajectories = [_posted(index, each) for index, each in enumerate(listed)]
+        return UpdateBody.model_validate({**fields, "trajectories": trajectories})
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False)) from error
+
+
+def _posted(index: int, raw: msgspec.Raw) -> PostedTrajectory:
+    try:
+        return PostedTrajectory.model_validate_json(bytes(raw))
+    except ValidationError as error:
+        told = error.errors(include_url=False)
+        raise from_validation([{**each, "loc": ("trajectories", index, *each["loc"])} for each in told]) from error
 
 
 class CheckpointBody(RequestModel):

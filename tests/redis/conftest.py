@@ -52,3 +52,4 @@ def no_leaked_keys(redis_url: str, redis_server: EmbeddedRedis) -> Iterator[None
 def one_loop_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Api and worker share the test's event loop, so its lag says nothing of the api: only long ones count."""
     monkeypatch.setattr("api.load.LAG_LIMIT_S", 10.0)
+    monkeypatch.setattr("api.load.ALARM_S", 10.0)

@@ -7,6 +7,7 @@ from shared.errors import (
     ContextLengthExceededError,
     DeadlineExceededError,
     EngineError,
+    InvalidRequestError,
     RequestCancelledError,
 )
 from shared.frames import Finish, TokenEvent
@@ -29,6 +30,18 @@ def test_samples_of_one_prompt_share_a_group_and_nothing_else() -> None:
 
 def test_a_single_sample_stands_alone() -> None:
     assert {spec.group for spec in work().specs("a")} == {""}
+
+
+def test_a_short_request_for_very_much_is_refused_before_it_is_written_out() -> None:
+    long, letters = (tuple([1] * 65_536),), "a" * 262_144
+    assert len(Work("r", "m", long, SamplingParams(4, seed=1), n=128).specs("a")) == 128
+    for many in (
+        Work("r", "m", long, SamplingParams(4, seed=1), n=129),
+        Work("r", "m", ((1,),) * 256, SamplingParams(4, seed=1, grammar=letters), n=4),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            many.specs("a")
+        assert caught.value.param == "n"
 
 
 def test_events_are_grouped_by_choice_in_order() -> None:

@@ -18,6 +18,7 @@ from api.key_ring import KeyRing, line_of, new_key
 from api.limits import MAX_JSON_DEPTH, check_shape
 from api.load import Load
 from shared.errors import InvalidRequestError, SetupError
+from shared.metrics import Tally
 from shared.owners import ADMINS, Asker
 from shared.settings import ApiSettings
 
@@ -233,3 +234,18 @@ def test_retry_after_follows_the_pace_at_which_requests_end() -> None:
     assert load.retry_after_s(10) == 1
     assert load.retry_after_s(10_000) == 30
     assert (load.under_way, len(load.by_key)) == (0, 0)
+
+
+def test_a_stop_of_the_event_loop_is_remembered_and_counted() -> None:
+    tally = Tally()
+    load = Load(4, tally)
+    load.looked(0.001)
+    assert not load.stood_still
+    load.looked(1.5)
+    load.looked(0.0)
+    assert load.stood_still
+    assert load.longest_stop_s == 1.5
+    assert 0.5 < load.lag_s < 1.5, "an old lag fades"
+    counted = tally.fields()
+    assert counted["mlx_parallm_api_loop_lag_seconds|2.5"] == 1
+    assert counted["mlx_parallm_api_loop_lag_seconds|0.005"] == 2

@@ -65,6 +65,8 @@ async def test_each_line_is_a_prompt_in_one_of_its_forms() -> None:
         (b'{"prompt": [1, {"role": "user"}]}', "mixed"),
         (b'{"messages": [{"content": "x"}]}', "role"),
         (b"\xff", ""),
+        (b'{"prompt": "a", "reference": ' + b"[" * 5000 + b"]" * 5000 + b"}", "deeper than 64 levels"),
+        (b'{"prompt": "a", "metadata": ' + b'{"a":' * 950 + b"1" + b"}" * 950 + b"}", "deeper than 64 levels"),
     ],
 )
 async def test_a_malformed_line_is_named_by_its_number(line: bytes, word: str) -> None:
@@ -72,6 +74,11 @@ async def test_a_malformed_line_is_named_by_its_number(line: bytes, word: str) -
         await inputs_of(b'"fine"\n\n' + line + b"\n")
     assert "line 3" in caught.value.message
     assert word in caught.value.message
+
+
+async def test_a_long_line_is_read_as_a_short_one() -> None:
+    long = b'{"prompt": "' + b"a" * 100_000 + b'", "reference": 1}'
+    assert [item and item.reference for item in await inputs_of(b'"fine"\n' + long + b"\n")] == [None, 1]
 
 
 def test_prompts_and_what_belongs_to_them_become_inputs() -> None:

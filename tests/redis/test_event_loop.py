@@ -1,0 +1,173 @@
+"""No request decides for how long the event loop of an api process stands still.
+
+Measured is the longest step of the loop in the computing time of its thread, so that a busy machine does not count.
+Threads beside the loop that keep the interpreter's lock would not show here: tests/unit/test_room.py looks at them.
+"""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.redis.api_servers import api
+from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working
+
+LONGEST_S = 0.25  # on an idle machine the longest step takes 0.1 s
+VALUES = 199_000
+_HI = {"role": "user", "content": "hi"}
+
+
+class Loop:
+    """An api process's event loop in a thread of its own."""
+
+    def __init__(self, redis_url: str) -> None:
+        self.longest_s = 0.0
+        self.what = ""
+        self.url = ""
+        self._redis_url = redis_url
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._ready.wait(30)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join(30)
+
+    def step(self, handle: asyncio.Handle, run: Any) -> None:
+        """One step of any loop of this process."""
+        if threading.get_ident() != self._thread.ident:
+            run(handle)
+            return
+        began = time.thread_time()
+        run(handle)
+        took = time.thread_time() - began
+        if took > self.longest_s:
+            self.longest_s, self.what = took, repr(handle)
+
+    async def _serve(self) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        async with api(self._redis_url) as server:
+            self.url = server.url
+            self._ready.set()
+            await self._end.wait()
+
+
+@pytest.fixture
+def loop(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
+    made, run = Loop(redis_url), asyncio.Handle._run
+    monkeypatch.setattr(asyncio.Handle, "_run", lambda handle: made.step(handle, run))
+    made.start()
+    yield made
+    made.stop()
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [_HI], "max_tokens": 4, **fields}
+
+
+def schema(described: Any) -> dict[str, Any]:
+    return chat(structured_outputs={"json": described})
+
+
+MEGABYTE = "1 23 " * 200_000
+RULES = "root ::= r0\n" + "\n".join(f'r{i} ::= "a" r{i + 1}' for i in range(600)) + '\nr600 ::= "x"'
+LARK = "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(5000)) + '\nr5000: "x"'
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "é"}] * 8}] * 1100
+CALLS = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}] * 4900}]
+TOOL = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(80)}}
+PATTERNS = {"patternProperties": {f"^a{at}[a-z]*b": {} for at in range(60)}, "type": "object"}
+
+LEARNED = {"prompt_ids": [5] * 100, "completion_ids": [5] * 150, "logprobs": [-0.123456] * 150, "reward": 1.0}
+
+WORST: dict[str, tuple[str, Any]] = {
+    "a long prompt": ("/v1/completions", {"model": MODEL, "prompt": MEGABYTE}),
+    "many prompts": ("/v1/completions", {"model": MODEL, "prompt": ["ab " * 300] * 1000}),
+    "a long prompt of ids": ("/v1/completions", {"model": MODEL, "prompt": [5] * VALUES}),
+    "many choices": ("/v1/completions", {"model": MODEL, "prompt": [[5] * 190] * 4, "n": 100, "logprobs": 20}),
+    "wrong stop ids": ("/v1/completions", {"model": MODEL, "prompt": "a", "stop_token_ids": ["a"] * VALUES}),
+    "biases": ("/v1/completions", {"model": MODEL, "prompt": "a", "logit_bias": {str(i): 1 for i in range(90_000)}}),
+    "blanks that might be Lark": (
+        "/v1/completions",
+        {"prompt": "a", "structured_outputs": {"grammar": "\n" * 200_000}},
+    ),
+    "a long message": ("/v1/chat/completions", chat(messages=[{"role": "user", "content": MEGABYTE}])),
+    "many messages": ("/v1/chat/completions", chat(messages=[_HI] * 4096)),
+    "too many messages": ("/v1/chat/completions", chat(messages=[{"role": "user"}] * 9990)),
+    "many parts": ("/v1/chat/completions", chat(messages=PARTS)),
+    "many calls": ("/v1/chat/completions", chat(messages=CALLS)),
+    "unknown fields": ("/v1/chat/completions", chat(**{f"x{i}": 1 for i in range(60_000)})),
+    "rules": ("/v1/chat/completions", chat(structured_outputs={"grammar": RULES})),
+    "rules that overflow": ("/v1/chat/completions", chat(structured_outputs={"grammar": LARK})),
+    "a regular expression": ("/v1/chat/completions", chat(structured_outputs={"regex": "(a|b)*a(a|b){900}"})),
+    "choices": ("/v1/chat/completions", chat(structured_outputs={"choice": [f"c{i}" for i in range(10_000)]})),
+    "patterns": ("/v1/chat/completions", schema(PATTERNS)),
+    "properties": ("/v1/chat/completions", schema({"properties": {f"p{i}": {} for i in range(9900)}})),
+    "a schema as deep text": ("/v1/chat/completions", schema('{"a":' * 100_000 + "1" + "}" * 100_000)),
+    "tools": (
+        "/v1/chat/completions",
+        chat(tools=[{"type": "function", "function": {"name": f"f{i}", "parameters": TOOL}} for i in range(115)]),
+    ),
+    "items": ("/v1/responses", {"model": MODEL, "input": [_HI] * 9990, "store": False}),
+    "wrong items": ("/v1/responses", {"model": MODEL, "input": [{"type": "reasoning", "summary": [{}]}] * 4900}),
+    "many inputs": ("/v1/embeddings", {"model": MODEL, "input": ["ab " * 150] * 2000}),
+    "a template of places": (
+        "/v1/classifications",
+        {"model": MODEL, "input": ["a" * 1000] * 500, "labels": ["a", "b"], "template": "{input}" * 60_000},
+    ),
+    "many labels": (
+        "/v1/classifications",
+        {"model": MODEL, "input": ["a"] * 4, "labels": [f"{i}" for i in range(64)]},
+    ),
+    "text to tokens": ("/tokenize", {"model": MODEL, "prompt": MEGABYTE, "return_token_strs": True}),
+    "tokens to text": ("/detokenize", {"model": MODEL, "tokens": [5] * VALUES}),
+    "wrong tokens": ("/detokenize", {"model": MODEL, "tokens": [-1] * VALUES}),
+    "prompts to generate": ("/generate", {"model": MODEL, "prompts": ["a"] * VALUES}),
+    "ids to generate": ("/inference/v1/generate", {"model": MODEL, "token_ids": [5] * VALUES}),
+    "observations": ("/v1/rl/act", {"model": MODEL, "observations": [[_HI] * 9] * 300}),
+    "inputs to predict": ("/v1/predict", {"model": MODEL, "inputs": {"text": ["ab " * 300] * 1000}}),
+    "wrong prompts of a job": ("/v1/jobs", {"kind": "generate", "model": MODEL, "prompts": [[[]]] * 90_000}),
+    "prompts of a job": ("/v1/jobs", {"kind": "generate", "model": MODEL, "prompts": [[5]] * 49_000}),
+    "trajectories": ("/v1/training/update", {"trajectories": [LEARNED] * 4096}),
+    "brackets": ("/v1/completions", b"[]" * 500_000),
+    "depth": ("/v1/completions", b'{"a":' * 150_000),
+    "strings": ("/v1/completions", b'"",' * 340_000),
+}
+
+
+async def live(worker: ScriptedWorker) -> None:
+    """Give signs of life."""
+    while True:
+        await worker.join()
+        await asyncio.sleep(0.5)
+
+
+async def test_the_worst_that_each_endpoint_can_be_sent_stops_nobody_for_long(loop: Loop, redis_url: str) -> None:
+    found: dict[str, float] = {}
+    async with (
+        working(redis_url, lambda spec: Answer("ok")) as worker,
+        httpx.AsyncClient(base_url=loop.url, timeout=100, trust_env=False) as http,
+    ):
+        living = asyncio.create_task(live(worker))
+        first = await http.post("/v1/chat/completions", json=chat())
+        assert first.status_code == 200, first.text
+        for name, (path, body) in WORST.items():
+            loop.longest_s = 0.0
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            answer = await http.post(path, content=content, headers={"content-type": "application/json"})
+            refused = (503,) if path == "/v1/training/update" else ()  # no trainer is there
+            assert answer.status_code in (200, 202, 400, 413, 429, *refused), (
+                f"{name}: {answer.status_code} {answer.text[:300]}"
+            )
+            found[name] = loop.longest_s
+            print(f"{name}: {1000 * loop.longest_s:.0f} ms {answer.status_code} {answer.text[:80]} {loop.what[:100]}")
+        living.cancel()
+    slow = {name: round(seconds, 3) for name, seconds in found.items() if seconds > LONGEST_S}
+    assert not slow, f"steps of the event loop in seconds of computing: {slow}"
