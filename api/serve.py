@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import structlog
+import yaml
 from pydantic import SecretStr
 
 from api.auth import check_exposure
@@ -163,6 +164,8 @@ def worker_spec(settings: ServeSettings, index: int) -> ChildSpec:
         environment["PARALLM_MODE"] = "rl"  # the trainer's setting of that name
         given = {name: str(getattr(settings, name)) for name in TRAINER_FLAGS if getattr(settings, name)}
         environment |= {f"PARALLM_{name.upper()}": value for name, value in given.items()}
+        if not _names_run_dir(settings):  # a run belongs to its ring: another --data-dir is another ring
+            environment["PARALLM_RUN_DIR"] = str(settings.data_dir / "train")
     return ChildSpec(
         f"worker {index}",
         "worker",
@@ -170,6 +173,13 @@ def worker_spec(settings: ServeSettings, index: int) -> ChildSpec:
         stop_timeout_s=settings.drain_grace_s + (20 if hosts else 10),
         ends=part.end_with_guest,
     )
+
+
+def _names_run_dir(settings: ServeSettings) -> bool:
+    """Whether somebody has said where the hosted trainer's runs lie."""
+    if "PARALLM_RUN_DIR" in os.environ:
+        return True
+    return settings.train_config is not None and "run_dir" in (yaml.safe_load(settings.train_config.read_bytes()) or {})
 
 
 async def _until_stopped(

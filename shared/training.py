@@ -12,8 +12,8 @@ import msgspec
 from shared.errors import InvalidRequestError
 from shared.trajectories import LiveTrajectory
 
-AlertKind = Literal["gate_failed", "reward_collapse", "no_signal"]
-ALERT_KINDS: tuple[AlertKind, ...] = ("gate_failed", "reward_collapse", "no_signal")
+AlertKind = Literal["gate_failed", "reward_collapse", "no_signal", "disk_full"]
+ALERT_KINDS: tuple[AlertKind, ...] = ("gate_failed", "reward_collapse", "no_signal", "disk_full")
 TrainerState = Literal["starting", "waiting", "training", "ended", "failed"]
 
 _CHECKPOINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -95,10 +95,11 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who owns a policy from now on, and what the model is called here ("": it was not asked for)."""
+    """Who owns a policy from now on; what model and ring are called here ("": it was not asked for)."""
 
     owner: str
     model: str = ""
+    ring: str = ""
 
 
 class Alert(msgspec.Struct, frozen=True):

@@ -143,7 +143,8 @@ class HostedTrainer:
         def begun(training: TrainLoop) -> None:
             self._training = training
             # Begun anew, or from an older checkpoint: only once. Another try goes on from the last one.
-            self._settings = self._settings.model_copy(update={"resume": "latest"})
+            # The run is ours from now on, also when the ring has lost its data, its name among it.
+            self._settings = self._settings.model_copy(update={"resume": "latest", "move_run": True})
             if self._stopping.is_set():
                 training.stop()
 

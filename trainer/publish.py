@@ -16,6 +16,7 @@ from shared.errors import AdapterRejectedError
 from shared.training import AlertKind
 from trainer import gate
 from trainer.checkpoint import ADAPTER_FILE, write_adapter
+from trainer.disk import Disk
 from trainer.state import Arrays, RunState
 
 __all__ = ["AdapterSink", "AlertKind", "Candidate", "Published", "Publisher"]
@@ -74,8 +75,11 @@ class Publisher:
     or rejected with all checks written down. Rejected files stay in `<folder>/rejected`.
     """
 
-    def __init__(self, sink: AdapterSink, folder: Path, adapter: str, config: bytes, base_sha256: str) -> None:
+    def __init__(
+        self, sink: AdapterSink, folder: Path, adapter: str, config: bytes, base_sha256: str, disk: Disk
+    ) -> None:
         self._sink = sink
+        self._disk = disk
         self._folder = folder
         self._adapter = adapter
         self._config = config
@@ -91,7 +95,7 @@ class Publisher:
     ) -> Published:
         """Gate, stage, check in a worker, promote. `remote` gets the staged version's number."""
         with tracing.span("stage"):
-            directory = await asyncio.to_thread(self._write, weights, state.train_step)
+            directory = await self._disk.write(lambda: asyncio.to_thread(self._write, weights, state.train_step))
             version, all_checks = await self._stage(directory, state, checks, metrics)
         if version and remote is not None and gate.passed(all_checks):
             with tracing.span("gate", {"parallm.version": version}):
@@ -107,7 +111,8 @@ class Publisher:
         """The number that the store gives, 0 when it refuses; the checks with its own."""
         candidate = Candidate(directory, state.train_step, state.version, self._base_sha256, metrics, tuple(checks))
         try:
-            return await self._sink.stage(candidate), list(checks)
+            # Beside the run's folder it takes room for a copy, which is made before the store hears of it.
+            return await self._disk.write(lambda: self._sink.stage(candidate)), list(checks)
         except AdapterRejectedError as error:
             return 0, [*checks, GateCheck("store", False, str(error))]
 
@@ -115,14 +120,18 @@ class Publisher:
         """Serve the staged version, or put it away with what was wrong."""
         if gate.passed(checks):
             await self._sink.promote(version, checks)
-            await asyncio.to_thread(self._keep, directory, self.version_folder(version))
+            await self._put(directory, self.version_folder(version))
             return
         if version:
             await self._sink.reject(version, checks)
         await self._sink.alert("gate_failed", gate.failures(checks))
         rejected = self._folder / "rejected" / directory.name
-        (directory / "gate.json").write_bytes(msgspec.json.format(msgspec.json.encode(checks)))
-        await asyncio.to_thread(self._keep, directory, rejected)
+        found = msgspec.json.format(msgspec.json.encode(checks))
+        await self._disk.write(lambda: asyncio.to_thread((directory / "gate.json").write_bytes, found))
+        await self._put(directory, rejected)
+
+    async def _put(self, directory: Path, target: Path) -> None:
+        await self._disk.write(lambda: asyncio.to_thread(self._keep, directory, target))
 
     def version_folder(self, version: int) -> Path:
         """Where a served version's files are kept, for a rollback."""

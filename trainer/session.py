@@ -10,6 +10,7 @@ from trainer.environments import Environment, Scorer
 from trainer.host import ComputeHost
 from trainer.joining import way_to_ring
 from trainer.loop import Parts, TrainLoop
+from trainer.run_lock import run_lock
 from trainer.scorers import Judges, check_judges, open_scorer
 from trainer.settings import TrainSettings
 from trainer.state import RunState
@@ -47,7 +48,9 @@ async def train(
             board=ring.board,
             live=ring.live,
             mailbox=ring.mailbox,
+            ring=ring.id,
         )
+        await stack.enter_async_context(run_lock(settings.folder))
         training = TrainLoop(settings, parts)
         begun(training)
         state = await training.run()

@@ -190,6 +190,7 @@ class TrainSettings(JoinSettings):
     resume: Annotated[str, BeforeValidator(_no)] = Field(
         default="latest", description="latest, best, a checkpoint's name, or no"
     )
+    move_run: bool = Field(default=False, description="go on here with a run that was trained on another ring")
     tensorboard: Path | None = Field(default=None, description="folder for TensorBoard's events; needs the extra")
 
     @property
