@@ -27,6 +27,7 @@ from pydantic_settings import (
 from shared.errors import SetupError
 from shared.foreign_flags import native
 from shared.redis import address
+from shared.sequences import LogprobsMode
 from shared.version import version
 
 S = TypeVar("S", bound="ProcessSettings")
@@ -198,6 +199,10 @@ class ApiSettings(ProcessSettings):
         description="of a request that does not say; at most what the model's context leaves",
     )
     max_prompt_tokens: int = Field(default=0, ge=0, description="0: the model's context")
+    logprobs_mode: LogprobsMode = Field(
+        default="raw_logprobs",
+        description="log-probabilities of requests and jobs that do not say: the model's own, or the sampler's",
+    )
     max_queue_size: int = Field(default=4096, ge=1, description="waiting interactive sequences of a model before 429")
     max_batch_queue_size: int = Field(
         default=16_384, ge=1, description="waiting batch sequences of a model before a key of class batch gets 429"

@@ -30,6 +30,7 @@ from trainer.batches import SampleGroup, sample_groups
 from trainer.checkpoint import Checkpoint, CheckpointStore, differences
 from trainer.collect import Collector
 from trainer.disk import Disk
+from trainer.drawing import uncorrected
 from trainer.episodes import EpisodeOptions, Episodes
 from trainer.examine import Examiner
 from trainer.host import at_once
@@ -283,6 +284,9 @@ class TrainLoop:
         )
         if dropped.failed:
             log.warning("train.samples_failed", samples=dropped.failed, first=dropped.problem[:500])
+        off = [why for group in batch.groups for t in group.trajectories if (why := uncorrected(t))]
+        if off:
+            log.warning("train.samples_uncorrected", samples=len(off), first=off[0])
         trained = Trained(StepReport(updated=False), {}, ())
         await self.parts.board.show("training")
         if groups:

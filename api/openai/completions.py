@@ -88,6 +88,7 @@ def plan_completion(
         room_for(prompts, card, body.max_tokens, DEFAULT_MAX_TOKENS),
         top_logprobs=body.logprobs or None,
         prompt_logprobs=_prompt_logprobs(body, scores_only),
+        logprobs_mode=settings.logprobs_mode,
         grammar=grammar_of_outputs(body.structured_outputs),
     )
     collect = collection_of(body, target, settings, len(prompts))

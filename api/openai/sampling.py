@@ -12,7 +12,7 @@ from shared.errors import (
     InvalidRequestError,
     TokenOutOfRangeError,
 )
-from shared.sequences import ModelCard, SamplingParams
+from shared.sequences import LogprobsMode, ModelCard, SamplingParams
 from shared.settings import ApiSettings
 
 
@@ -23,10 +23,11 @@ def sampling_of(
     *,
     top_logprobs: int | None,
     prompt_logprobs: int | None,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
     grammar: str = "",
     shown_tokens: tuple[str, ...] = (),
 ) -> SamplingParams:
-    """The sampling parameters; a field that is null means its default."""
+    """The sampling parameters; a field that is null means its default. `logprobs_mode`: that of the server."""
     check_alone(grammar, bool(body.ignore_eos), body.min_tokens or 0)
     _check_tokens(body.stop_token_ids or (), card, "stop_token_ids")
     _check_tokens(body.logit_bias, card, "logit_bias")
@@ -51,6 +52,7 @@ def sampling_of(
         top_logprobs=top_logprobs,
         prompt_logprobs=prompt_logprobs,
         shown_tokens=shown_tokens if body.stop else (),  # else the api decodes
+        logprobs_mode=body.logprobs_mode or logprobs_mode,
         grammar=grammar,
     )
 

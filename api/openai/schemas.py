@@ -8,7 +8,7 @@ from api.openai.fields import LogitBias, Prompts, RequestModel, Stop, complaint
 from api.openai.messages import ChatMessage
 from api.openai.structured import ResponseFormat, StructuredOutputs
 from api.openai.tools import ToolChoice, Tools
-from shared.sequences import AdapterPolicy
+from shared.sequences import AdapterPolicy, LogprobsMode
 
 MAX_N = 256
 MAX_TOP_LOGPROBS = 20
@@ -122,6 +122,11 @@ class SamplingFields(RequestModel):
     min_tokens: int | None = Field(default=0, ge=0, description="nothing stops the completion before this many tokens")
     include_stop_str_in_output: bool | None = False
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprobs_mode: LogprobsMode | None = Field(
+        default=None,
+        description="of the completion's tokens: the model's own (raw), or those of what was drawn from (processed), "
+        "after penalties, temperature and filters; default: the setting of that name",
+    )
     structured_outputs: StructuredOutputs | None = Field(default=None, description="what the completion must look like")
     return_token_ids: bool | None = Field(default=False, description="adds `prompt_token_ids` and `token_ids`")
     return_tokens_as_token_ids: bool | None = Field(default=False, description="logprobs name tokens `token_id:<id>`")

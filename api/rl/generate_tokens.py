@@ -129,6 +129,7 @@ async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -
         room_for(prompts, served.card, sampling.max_tokens, settings.default_max_tokens),
         top_logprobs=sampling.logprobs or None,
         prompt_logprobs=sampling.prompt_logprobs,
+        logprobs_mode=settings.logprobs_mode,
     )
     collect = collection_of(sampling, target, settings, 1)
     work = work_for(plan, target, params, collect=collect)

@@ -109,7 +109,7 @@ async def _target(ring: Ring, body: JobBody) -> JobTarget:
 
 
 async def _checked_spec(ring: Ring, body: JobBody, target: JobTarget) -> JobSpec:
-    spec = body.spec(target.card, target.adapter)
+    spec = body.spec(target.card, target.adapter, ring.settings.logprobs_mode)
     if spec.reward is not None:
         rewards.check(spec.reward)
         await check_judges(ring, spec.reward, "reward.options")
