@@ -196,6 +196,7 @@ class TrainLoop:
         self._serving = Serving(settings, self.parts, self._learner, publisher, examiner, self.state)
         await self._serving.start()
         self._first_version = self.state.version
+        log.info("train.ready", policy=settings.adapter, version=self.state.version, source=settings.source)
 
     def _build(self) -> Learner:
         settings = self.settings

@@ -18,7 +18,7 @@ from api.errors import error_responses
 from api.json_reply import json_reply
 from api.ring import Ring, ring_of
 from api.rl.training_body import CheckpointBody, UpdateBody, checked, parsed_version, unknown, versions_named
-from api.targets import card_of_base
+from api.targets import card_of_base, check_published
 from shared.adapters import check_name, version_id
 from shared.errors import (
     DeadlineExceededError,
@@ -198,6 +198,7 @@ async def _card(ring: Ring, policy: str) -> ModelCard:
     try:
         summary = await ring.adapters.summary(policy)
     except UnknownAdapterError:
+        await check_published(ring, policy)
         raise _nobody(policy) from None
     return await card_of_base(ring, summary.base_sha256)
 
