@@ -19,11 +19,12 @@ from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
     EnvSettingsSource,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    YamlConfigSettingsSource,
 )
 
+from shared import nested_config
 from shared.errors import SetupError
 from shared.foreign_flags import native
 from shared.redis import address
@@ -53,6 +54,7 @@ class ProcessSettings(BaseSettings):
         protected_namespaces=(),
     )
     config_file: ClassVar[Path | None] = None
+    is_trainer: ClassVar[bool] = False
 
     redis: str = Field(
         default="",
@@ -81,8 +83,16 @@ class ProcessSettings(BaseSettings):
         """Flags come through init; then the environment, then YAML."""
         sources: list[PydanticBaseSettingsSource] = [init_settings, PrefixedEnvironment(settings_cls)]
         if cls.config_file is not None:
-            sources.append(YamlConfigSettingsSource(settings_cls, yaml_file=cls.config_file))
+            given: dict[str, Any] = yaml.safe_load(cls.config_file.read_bytes()) or {}
+            sources.append(InitSettingsSource(settings_cls, cls.from_file(given)))
         return tuple(sources)
+
+    @classmethod
+    def from_file(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The part of a settings file that this process takes; SetupError for what no process has."""
+        rank = cls.model_fields["lora_rank"].default if "lora_rank" in cls.model_fields else 0
+        names, server = (nested_config.snake(kind.flags()) for kind in (cls, ServeSettings))
+        return nested_config.flat(given, names, server=server, trains=cls.is_trainer, default_rank=rank)
 
     @classmethod
     def flags(cls) -> frozenset[str]:

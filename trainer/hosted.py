@@ -19,6 +19,7 @@ import structlog
 import yaml
 
 from shared.errors import EngineError, ParallmError, QueueFullError, ServiceUnavailableError, SetupError
+from shared.nested_config import is_nested
 from shared.settings import WorkerSettings, load
 from trainer.host import EngineHost, EngineThread
 from trainer.loop import TrainLoop
@@ -184,6 +185,8 @@ async def _check(settings: TrainSettings) -> None:
 
 def _refuse_another_place(worker: WorkerSettings, file: Path) -> None:
     given: dict[str, Any] = yaml.safe_load(file.read_bytes()) or {}
+    if is_nested(given):  # the server's own file, whose model a flag or a variable may have replaced
+        return
     for key, value in given.items():
         if key in ("connect_to", "over_http"):
             raise SetupError(f"{file}: {key}: a hosted trainer belongs to its worker's ring")

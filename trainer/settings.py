@@ -4,7 +4,7 @@ The defaults are for real models. `trainer/recipes/` holds settings for the tiny
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, SecretStr
 
@@ -33,6 +33,8 @@ def _no(value: Any) -> Any:
 
 class TrainSettings(JoinSettings):
     """`mlx_parallm_train`: one per policy."""
+
+    is_trainer: ClassVar[bool] = True
 
     model: str = Field(
         default="models/tiny",
