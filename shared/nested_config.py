@@ -51,7 +51,8 @@ def flat(
 ) -> dict[str, Any]:
     """The part of a file that a process takes; `own` are the names of its settings, `server` those of the server.
 
-    `trains`: the process is the trainer, to which nobody's names are wrong ones; else the trainer will tell them.
+    `trains`: the process is the trainer, to which nobody's names are wrong ones; else the trainer will tell them. Lines
+    beside the sections are the server's.
     """
     if not is_nested(given):
         return dict(given)
@@ -65,11 +66,11 @@ def flat(
             if trains:
                 why = WITHOUT_EFFECT.get(path, "Atropos' environments are processes of their own")
                 print(f"{path} has no effect: {why}", file=sys.stderr)
-        elif name in own and not (trains and section == "server"):
+        elif name in own and not (trains and (section == "server" or path == "mode")):
             if name in found:
                 raise SetupError(f"{path}: {name} is given twice")
             found[name] = value
-        elif not section or not (name in server or (section in OF_TRAINING and not trains)):
+        elif name not in server and (trains or section not in OF_TRAINING):
             known = own | server if section != "server" else server
             near = difflib.get_close_matches(name, sorted(known), n=1)
             raise SetupError(f"{path}: there is no such setting" + (f"; did you mean {near[0]}?" if near else ""))

@@ -22,7 +22,7 @@ import structlog
 
 from shared import tracing
 from shared.adapters import version_id
-from shared.errors import EngineError, SetupError
+from shared.errors import EngineError, ParallmError, SetupError
 from shared.spans import Past
 from shared.training import TrainerState, TrainerStatus
 from trainer.atropos import AtroposApi, AtroposCollector
@@ -295,7 +295,11 @@ class TrainLoop:
                 trained = await self._learn(groups, posted=batch.source == "posted")
         timing.train_s = time.perf_counter() - started
         lags = [min(self._lag(group), state.policy_step) for group in batch.groups]  # posted ones may be of any age
-        failed = await self._serving.offer(trained, batch, dropped, serve=serve)
+        try:
+            failed = await self._serving.offer(trained, batch, dropped, serve=serve)
+        except ParallmError:  # stopped on a full disk, say: what the gate has not passed is not saved either
+            await self.parts.host.run(at_once(self._learner.revert))
+            raise
         timing.publish_s = time.perf_counter() - started - timing.train_s
         self._count(batch, trained.report, timing)
         self._inbox.pace_on(state)

@@ -13,6 +13,7 @@ from tests.training.in_process import MemorySink
 from tests.training.run import train
 from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.disk import Disk
+from trainer.learner import Learner
 from trainer.loop import TrainLoop
 from trainer.metrics import read
 from trainer.publish import Publisher
@@ -93,3 +94,28 @@ async def test_a_run_of_another_base_of_the_same_shape_is_refused(tmp_path: Path
     await train(settings(tmp_path, steps=1), MemorySink(), base_sha256="one")
     with pytest.raises(SetupError, match="another base model"):
         await train(settings(tmp_path, steps=2, move_run=True), MemorySink(), base_sha256="other")
+
+
+async def test_what_the_gate_has_not_passed_is_taken_back_when_the_run_is_stopped_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a checkpoint that finds room after all would hold weights that no check has seen."""
+    loops: list[TrainLoop] = []
+    write, reverted, revert = Publisher._write, [], Learner.revert
+
+    def writing(publisher: Publisher, *args: Any) -> Path:
+        if loops[0].state.version:
+            loops[0].stop()
+            raise full(publisher._folder)
+        return write(publisher, *args)
+
+    def reverting(learner: Learner) -> None:
+        before = learner.weights()
+        revert(learner)
+        reverted.append(any((before[name] != value).any() for name, value in learner.weights().items()))
+
+    monkeypatch.setattr(Publisher, "_write", writing)
+    monkeypatch.setattr(Learner, "revert", reverting)
+    with pytest.raises(SetupError, match="no room"):
+        await train(settings(tmp_path, steps=2), on_loop=loops.append)
+    assert reverted == [True]

@@ -79,6 +79,7 @@ def test_a_hosted_trainer_reads_the_servers_file(tmp_path: Path) -> None:
 
 def test_flags_and_flat_lines_go_with_sections(tmp_path: Path) -> None:
     path = written(tmp_path, FILE | {"port": 0})
+    assert load(TrainSettings, ["--config", path]).checkpoint_every == 500
     settings = load(ServeSettings, ["--config", path, "--max-batch-size", "4"])
     assert (settings.port, settings.max_batch_size) == (0, 4)
     assert load(RunnerSettings, ["--config", written(tmp_path, FILE)]).trajectory_buffer_size == 1000
