@@ -33,7 +33,7 @@ _TRAINING_MODES = ("inference_and_training", "training_only")
 
 def is_nested(given: Mapping[str, Any]) -> bool:
     """Whether a file has sections."""
-    return any(isinstance(given.get(section), dict) for section in SECTIONS)
+    return any(section in given and (section != "model" or isinstance(given[section], dict)) for section in SECTIONS)
 
 
 def names_in(given: Mapping[str, Any]) -> set[str]:
@@ -43,7 +43,7 @@ def names_in(given: Mapping[str, Any]) -> set[str]:
 
 def has_training(given: Mapping[str, Any]) -> bool:
     """Whether a file has sections of the trainer alone."""
-    return is_nested(given) and any(given.get(section) for section in OF_TRAINING - {"model"})
+    return any(given.get(section) for section in OF_TRAINING - {"model"})
 
 
 def flat(
@@ -82,7 +82,7 @@ def _entries(given: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
     entries: list[tuple[str, str, Any]] = []
     for key, value in given.items():
         if key not in SECTIONS or (key == "model" and not isinstance(value, dict | None)):
-            entries.append((key, key, value))
+            entries.append((str(key), str(key), value))
         elif isinstance(value, dict | None):
             inner = ((f"{key}.{name}", str(name), each) for name, each in (value or {}).items())
             entries += [(path, RENAMED.get(path, name), each) for path, name, each in inner]

@@ -65,6 +65,11 @@ def trajectory_of(
     )
 
 
+def needs_processed(drawing: Drawing | None) -> bool:
+    """Whether a trainer can take into account how it was drawn, and so needs log-probabilities of just that."""
+    return drawing is not None and drawing.temperature > 0 and not drawing.edited
+
+
 def drawing_of(s: SamplingParams | SamplingOverrides) -> Drawing | None:
     """What these parameters make of the model's own distribution; None: nothing."""
     penalties = (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) != (0.0, 0.0, 1.0)

@@ -4,6 +4,8 @@ import secrets
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from api.openai.schemas import SamplingFields
 from api.openai.structured import check_alone
 from shared.errors import (
@@ -12,6 +14,7 @@ from shared.errors import (
     InvalidRequestError,
     TokenOutOfRangeError,
 )
+from shared.results import drawing_of, needs_processed
 from shared.sequences import LogprobsMode, ModelCard, SamplingParams
 from shared.settings import ApiSettings
 
@@ -33,7 +36,7 @@ def sampling_of(
     _check_tokens(body.logit_bias, card, "logit_bias")
     if (body.min_tokens or 0) > max_tokens:
         raise InvalidRequestError(f"'min_tokens' is more than 'max_tokens' ({max_tokens})", param="min_tokens")
-    return SamplingParams(
+    params = SamplingParams(
         max_tokens=max_tokens,
         seed=secrets.randbits(63) if body.seed is None else body.seed % 2**63,
         temperature=_or(body.temperature, 1.0),
@@ -55,6 +58,12 @@ def sampling_of(
         logprobs_mode=body.logprobs_mode or logprobs_mode,
         grammar=grammar,
     )
+    # A trajectory that nobody else reads the log-probabilities of has those that its trainer needs.
+    asked = getattr(body, "logprobs", None)
+    shown = asked is not None and asked is not False  # 0 asks for the drawn token's
+    if body.collect_trajectory and body.logprobs_mode is None and not shown and needs_processed(drawing_of(params)):
+        return msgspec.structs.replace(params, logprobs_mode="processed_logprobs")
+    return params
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], card: ModelCard, settings: ApiSettings, param: str) -> None:

@@ -53,7 +53,7 @@ class DrawnWith(RequestModel):
     """How a completion was drawn, where that is not the model's own distribution."""
 
     temperature: FiniteFloat = Field(default=1.0, ge=0, le=2, description="0: greedy")
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, lt=2**31)
     top_p: FiniteFloat = Field(default=1.0, ge=0, le=1)
     min_p: FiniteFloat = Field(default=0.0, ge=0, le=1)
     edited: bool = Field(default=False, description="by penalties, biases, min_tokens or a grammar, too")

@@ -77,6 +77,10 @@ def test_a_hosted_trainer_reads_the_servers_file(tmp_path: Path) -> None:
     assert (settings.model, settings.checkpoint_every, settings.lora_scale) == ("another", 500, 2.0)
 
 
+def test_an_empty_section_is_a_section(tmp_path: Path) -> None:
+    assert load(ServeSettings, ["--config", written(tmp_path, {"rl_training": None, "port": 7})]).port == 7
+
+
 def test_flags_and_flat_lines_go_with_sections(tmp_path: Path) -> None:
     path = written(tmp_path, FILE | {"port": 0})
     assert load(TrainSettings, ["--config", path]).checkpoint_every == 500
@@ -92,6 +96,8 @@ def test_flags_and_flat_lines_go_with_sections(tmp_path: Path) -> None:
         (changed("server", max_batch_sise=1), r"server.max_batch_sise: .*did you mean max_batch_size\?"),
         (FILE | {"sever": {"mode": "inference"}}, "sever: there is no such setting"),
         (changed("model", lora_alpha="a lot"), "model.lora_alpha: 'a lot' with lora_rank 16"),
+        ({"checkpointing": 500}, "checkpointing: a section has lines"),
+        (FILE | {7: 8}, "7: there is no such setting"),
         (FILE | {"checkpointing": 500}, "checkpointing: a section has lines"),
         (changed("rl_training", enabled=False), "enabled: False contradicts server.mode: inference_and_training"),
         (FILE | {"model": FILE["model"] | {"model": "x"}}, "model.model: model is given twice"),

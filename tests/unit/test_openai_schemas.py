@@ -344,3 +344,21 @@ def test_a_request_says_which_logprobs_it_wants_or_the_server_does(server: Any) 
     more: dict[str, Any] = {"top_logprobs": None, "prompt_logprobs": None, "logprobs_mode": server}
     assert sampling_of(asked, CARD, 4, **more).logprobs_mode == "raw_logprobs"
     assert sampling_of(silent, CARD, 4, **more).logprobs_mode == server
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"temperature": 0.7}, "processed_logprobs"),
+        ({"top_p": 0.9}, "processed_logprobs"),
+        ({}, "raw_logprobs"),
+        ({"temperature": 0}, "raw_logprobs"),
+        ({"temperature": 0.7, "presence_penalty": 1}, "raw_logprobs"),
+        ({"temperature": 0.7, "logprobs": 0}, "raw_logprobs"),
+        ({"temperature": 0.7, "logprobs_mode": "raw_logprobs"}, "raw_logprobs"),
+        ({"temperature": 0.7, "collect_trajectory": False}, "raw_logprobs"),
+    ],
+)
+def test_a_collected_trajectory_has_the_logprobs_that_its_trainer_needs(fields: dict[str, Any], expected: str) -> None:
+    body = CompletionRequest.model_validate({"prompt": "a", "collect_trajectory": True, **fields})
+    assert sampling_of(body, CARD, 4, top_logprobs=None, prompt_logprobs=None).logprobs_mode == expected
