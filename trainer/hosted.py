@@ -107,6 +107,9 @@ class HostedTrainer:
         failures = 0
         while not self._stopping.is_set():
             before = self._train_steps()
+            if self._training is not None and self._training.state.ring:
+                # It has found its home: it goes on here also when the ring has lost its data, its name among them.
+                self._settings = self._settings.model_copy(update={"move_run": True})
             self._forget_run()
             outcome = await self._try(place)
             if outcome != "again":
@@ -144,8 +147,7 @@ class HostedTrainer:
         def begun(training: TrainLoop) -> None:
             self._training = training
             # Begun anew, or from an older checkpoint: only once. Another try goes on from the last one.
-            # The run is ours from now on, also when the ring has lost its data, its name among it.
-            self._settings = self._settings.model_copy(update={"resume": "latest", "move_run": True})
+            self._settings = self._settings.model_copy(update={"resume": "latest"})
             if self._stopping.is_set():
                 training.stop()
 
