@@ -17,12 +17,13 @@ from typing import Any
 
 import httpx
 import structlog
+import yaml
 from pydantic import SecretStr
 
 from api.auth import check_exposure
 from api.key_ring import KeyRing
 from api.supervisor import ChildSpec, Supervisor, wait_for
-from shared import tracing
+from shared import nested_config, tracing
 from shared.discovery import join
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.lifeline import follow_parent
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(ServeSettings, argv)
         configure(settings.log_level, settings.log_json)
+        share_file(settings)
         check_modes(settings)
         check_exposure(settings)
         tracing.target(settings.otlp_endpoint)  # a wrong one is told once, here
@@ -61,6 +63,20 @@ def main(argv: list[str] | None = None) -> int:
     except (SetupError, ServiceUnavailableError) as error:
         print(f"mlx_parallm_serve: {error}", file=sys.stderr)
         return 2
+
+
+def share_file(settings: ServeSettings) -> None:
+    """A file with sections of training is the hosted trainer's, too, unless it has one of its own."""
+    if not settings.config or not nested_config.has_training(_given(Path(settings.config))):
+        return
+    if not settings.trains:
+        log.warning("serve.no_training", file=settings.config, hint="add --mode inference_and_training")
+    elif settings.train_config is None:
+        settings.train_config = Path(settings.config)
+
+
+def _given(file: Path) -> dict[str, Any]:
+    return yaml.safe_load(file.read_bytes()) or {}
 
 
 def check_modes(settings: ServeSettings) -> None:
@@ -163,6 +179,8 @@ def worker_spec(settings: ServeSettings, index: int) -> ChildSpec:
         environment["PARALLM_MODE"] = "rl"  # the trainer's setting of that name
         given = {name: str(getattr(settings, name)) for name in TRAINER_FLAGS if getattr(settings, name)}
         environment |= {f"PARALLM_{name.upper()}": value for name, value in given.items()}
+        if not _names_run_dir(settings):  # a run belongs to its ring: another --data-dir is another ring
+            environment["PARALLM_RUN_DIR"] = str(settings.data_dir / "train")
     return ChildSpec(
         f"worker {index}",
         "worker",
@@ -170,6 +188,13 @@ def worker_spec(settings: ServeSettings, index: int) -> ChildSpec:
         stop_timeout_s=settings.drain_grace_s + (20 if hosts else 10),
         ends=part.end_with_guest,
     )
+
+
+def _names_run_dir(settings: ServeSettings) -> bool:
+    """Whether somebody has said where the hosted trainer's runs lie."""
+    if "PARALLM_RUN_DIR" in os.environ:
+        return True
+    return settings.train_config is not None and "run_dir" in nested_config.names_in(_given(settings.train_config))
 
 
 async def _until_stopped(

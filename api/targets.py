@@ -21,6 +21,7 @@ from shared.errors import (
     UnknownAdapterError,
     UnknownModelError,
 )
+from shared.redis.training_board import TrainingBoard
 from shared.sequences import AdapterPolicy, ModelCard
 
 
@@ -133,9 +134,21 @@ async def _resolve(ring: Ring, ref: AdapterRef, session: str, *, as_model: bool)
     try:
         return await ring.adapters.resolve(ref, session)
     except UnknownAdapterError as error:
+        if len(ref.choices) == 1 and ref.choices[0].follows:
+            await check_published(ring, ref.choices[0].name)
         if as_model and not any(choice.version for choice in ref.choices):
             raise await _unknown(ring, ref) from error
         raise UnknownAdapterError(error.message, param="model" if as_model else "adapter") from error
+
+
+async def check_published(ring: Ring, name: str) -> None:
+    """503 for an adapter that is not there yet: its trainer is loading, and publishes what it begins with."""
+    if await TrainingBoard(ring.redis, name).alive() and not await ring.adapters.latest(name):
+        raise ServiceUnavailableError(
+            f"the trainer of policy '{name}' is starting and has not published its first version yet: ask again in a "
+            "few seconds (/v1/training/status has it as current_lora)",
+            retry_after_s=2,
+        )
 
 
 async def _live_base(ring: Ring, manifest: AdapterManifest) -> str | None:

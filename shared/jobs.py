@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from shared.sequences import AdapterPolicy, Pooling, SamplingParams, SequenceKind
+from shared.sequences import AdapterPolicy, LogprobsMode, Pooling, SamplingParams, SequenceKind
 
 JobKind = Literal["generate", "rollout", "score", "batch"]
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
@@ -51,6 +51,7 @@ class SamplingOverrides(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     min_tokens: int = 0
     top_logprobs: int | None = None
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
 
 class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):

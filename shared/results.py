@@ -3,8 +3,9 @@
 from typing import Any
 
 from shared.frames import TokenEvent, spans_of
-from shared.sequences import SequenceResult, SequenceSpec, Timings
-from shared.trajectories import Reward, Trajectory
+from shared.jobs import SamplingOverrides
+from shared.sequences import SamplingParams, SequenceResult, SequenceSpec, Timings
+from shared.trajectories import Drawing, Reward, Trajectory
 
 
 def result_of(
@@ -59,4 +60,21 @@ def trajectory_of(
         attempt=result.attempt,
         timings=result.timings,
         metadata=metadata,
+        logprobs_mode=spec.sampling.logprobs_mode,
+        drawn=drawing_of(spec.sampling),
     )
+
+
+def needs_processed(drawing: Drawing | None) -> bool:
+    """Whether a trainer can take into account how it was drawn, and so needs log-probabilities of just that."""
+    return drawing is not None and drawing.temperature > 0 and not drawing.edited
+
+
+def drawing_of(s: SamplingParams | SamplingOverrides) -> Drawing | None:
+    """What these parameters make of the model's own distribution; None: nothing."""
+    penalties = (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) != (0.0, 0.0, 1.0)
+    grammar = s.grammar if isinstance(s, SamplingParams) else ""
+    drawing = Drawing(
+        s.temperature, s.top_k, s.top_p, s.min_p, bool(penalties or s.logit_bias or s.min_tokens or grammar)
+    )
+    return None if drawing == Drawing() else drawing

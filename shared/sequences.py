@@ -26,6 +26,7 @@ SequenceClass = Literal["interactive", "batch"]
 SequenceKind = Literal["generate", "score", "embed"]
 Pooling = Literal["mean", "last", "cls"]
 AdapterPolicy = Literal["follow", "pin"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]  # vLLM's names
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -53,6 +54,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     top_logprobs: int | None = None  # None: none; k: the k most likely tokens at each position
     prompt_logprobs: int | None = None  # likewise for the prompt's own tokens (echo)
     shown_tokens: tuple[str, ...] = ()  # special tokens that the text of a row with stop strings does not hide
+    # What is reported of completion tokens: the model's own, or those of the distribution that was drawn from
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     grammar: str = ""  # llguidance's text (shared/grammar.py) of what the completion must be; "": anything
     allowed_token_ids: tuple[int, ...] = ()  # nothing else is drawn; (): anything
     bad_words: tuple[tuple[int, ...], ...] = ()  # ids that the completion must not contain in a row
@@ -122,8 +125,8 @@ class SequenceResult(msgspec.Struct, frozen=True, omit_defaults=True):
     attempt: int
     prompt_tokens: int
     completion_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()  # fp32 log-probability of each completion token under the sampler's own
-    # distribution before temperature and filters (what a trainer calls mu at temperature 1)
+    logprobs: tuple[float, ...] = ()  # fp32 log-probability of each completion token (what a trainer calls mu), in
+    # the mode that the spec's sampling says
     top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     spans: tuple[VersionSpan, ...] = ()
     text: str | None = None  # only of rows with stop strings; else the reader decodes the ids

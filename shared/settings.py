@@ -19,14 +19,16 @@ from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
     EnvSettingsSource,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    YamlConfigSettingsSource,
 )
 
+from shared import nested_config
 from shared.errors import SetupError
 from shared.foreign_flags import native
 from shared.redis import address
+from shared.sequences import LogprobsMode
 from shared.version import version
 
 S = TypeVar("S", bound="ProcessSettings")
@@ -52,6 +54,7 @@ class ProcessSettings(BaseSettings):
         protected_namespaces=(),
     )
     config_file: ClassVar[Path | None] = None
+    is_trainer: ClassVar[bool] = False
 
     redis: str = Field(
         default="",
@@ -80,8 +83,16 @@ class ProcessSettings(BaseSettings):
         """Flags come through init; then the environment, then YAML."""
         sources: list[PydanticBaseSettingsSource] = [init_settings, PrefixedEnvironment(settings_cls)]
         if cls.config_file is not None:
-            sources.append(YamlConfigSettingsSource(settings_cls, yaml_file=cls.config_file))
+            given: dict[str, Any] = yaml.safe_load(cls.config_file.read_bytes()) or {}
+            sources.append(InitSettingsSource(settings_cls, cls.from_file(given)))
         return tuple(sources)
+
+    @classmethod
+    def from_file(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The part of a settings file that this process takes; SetupError for what no process has."""
+        rank = cls.model_fields["lora_rank"].default if "lora_rank" in cls.model_fields else 0
+        names, server = (nested_config.snake(kind.flags()) for kind in (cls, ServeSettings))
+        return nested_config.flat(given, names, server=server, trains=cls.is_trainer, default_rank=rank)
 
     @classmethod
     def flags(cls) -> frozenset[str]:
@@ -203,6 +214,10 @@ class ApiSettings(ProcessSettings):
     )
     pause_new_requests: Literal["wait", "refuse"] = Field(
         default="wait", description="what becomes of a new request while the workers are paused; refuse: 503"
+    )
+    logprobs_mode: LogprobsMode = Field(
+        default="raw_logprobs",
+        description="log-probabilities of requests and jobs that do not say: the model's own, or the sampler's",
     )
     max_queue_size: int = Field(default=4096, ge=1, description="waiting interactive sequences of a model before 429")
     max_batch_queue_size: int = Field(

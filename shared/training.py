@@ -12,7 +12,9 @@ import msgspec
 from shared.errors import InvalidRequestError
 from shared.trajectories import LiveTrajectory
 
-AlertKind = Literal["gate_failed", "reward_collapse", "no_signal", "foreign_version", "all_stale", "gave_up"]
+AlertKind = Literal[
+    "gate_failed", "reward_collapse", "no_signal", "foreign_version", "all_stale", "gave_up", "disk_full"
+]
 ALERT_KINDS: tuple[AlertKind, ...] = get_args(AlertKind)
 TrainerState = Literal["starting", "waiting", "training", "paused", "ended", "failed"]
 ForeignAction = Literal["adopt", "override"]  # what to do with a version that somebody else has made the latest
@@ -96,10 +98,11 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who owns a policy from now on, and what the model is called here ("": it was not asked for)."""
+    """Who owns a policy from now on; what model and ring are called here ("": it was not asked for)."""
 
     owner: str
     model: str = ""
+    ring: str = ""
 
 
 class Alert(msgspec.Struct, frozen=True):

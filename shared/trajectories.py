@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from shared.frames import FinishReason, TokenLogprob, VersionSpan
-from shared.sequences import Timings
+from shared.sequences import LogprobsMode, Timings
 
 
 class Reward(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -17,6 +17,16 @@ class Reward(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
 
 
+class Drawing(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a completion was drawn, where that is not the model's own distribution."""
+
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    edited: bool = False  # by penalties, biases, min_tokens or a grammar, too
+
+
 class Trajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line of a job's results (JSON), ordered by prompt and sample index."""
 
@@ -25,7 +35,7 @@ class Trajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     text: str
-    logprobs: tuple[float, ...]  # one per completion token, fp32, temperature 1, unfiltered
+    logprobs: tuple[float, ...]  # one per completion token, fp32, in the mode that `logprobs_mode` says
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...] = ()
     top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
@@ -42,6 +52,9 @@ class Trajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     embedding: bytes = b""  # kind "batch", likewise: fp32, little-endian (base64 in JSON)
     cached_tokens: int = 0  # kind "batch": prompt tokens whose KV came from the prefix cache
     loss_mask: tuple[int, ...] = ()  # per completion token: 1 the model's own, 0 a tool's words; (): all 1
+    # Raw: the model's own, temperature 1 without filters. Processed: those of what was drawn from, which `drawn` says
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    drawn: Drawing | None = None  # None: from the model's own distribution
 
 
 class LiveTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -53,7 +66,7 @@ class LiveTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     trajectory: Trajectory
     group: str = ""  # samples of one prompt share it; "": alone
     group_size: int = 1
-    temperature: float = 1.0  # that it was drawn with; `logprobs` are those of temperature 1
+    temperature: float = 1.0  # that it was drawn with
     collected_ms: int = 0
     advantage: float | None = None  # in place of what the group's rewards would give
     tenant: str = ""  # who owns it (shared/owners.py)

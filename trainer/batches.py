@@ -1,4 +1,4 @@
-"""From scored groups to padded arrays. Pure numpy.
+"""From scored groups to padded arrays of numpy.
 
 Shape suffixes: P prompts, S prompt positions (padded left), B rows, T completion positions (padded right).
 
@@ -19,8 +19,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from shared.trajectories import Trajectory
+from shared.trajectories import Drawing, Trajectory
 from trainer.advantages import AdvantageScale, group_advantages, has_signal
+from trainer.drawing import DrawnRows, corrected, rows_of
 from trainer.rollouts import RolloutGroup
 
 _FAILED = frozenset({"cancelled", "abort", "deadline", "error"})
@@ -35,6 +36,7 @@ class Sample:
     mask: tuple[bool, ...]  # in the loss
     policy_steps: tuple[int, ...]  # of each token: the policy step whose weights sampled it
     advantage: float
+    drawn: Drawing | None = None  # what the policy's log-probabilities are computed with; None: temperature 1
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Microbatch:
     advantage_B: npt.NDArray[np.float32]
     positions: int  # padding left out
     tokens: int  # of completions
+    drawn: DrawnRows | None = None  # None: all at temperature 1, unfiltered
 
 
 def sample_groups(
@@ -202,6 +205,7 @@ def pad(groups: Sequence[SampleGroup], pad_id: int = 0, multiples: tuple[int, in
         advantage_B=np.array([sample.advantage for _, sample in rows], np.float32),
         positions=sum(group.tokens for group in groups),
         tokens=sum(len(sample.completion_ids) for _, sample in rows),
+        drawn=rows_of([sample.drawn for _, sample in rows]),
     )
 
 
@@ -249,7 +253,14 @@ def _sample(trajectory: Trajectory, advantage: float, policy_steps: dict[str, in
     steps = [0] * len(mask)
     for span in trajectory.spans:
         steps[span.start : span.end] = [policy_steps.get(span.version, 0)] * (span.end - span.start)
-    return Sample(trajectory.completion_ids, trajectory.logprobs, mask, tuple(steps[: len(mask)]), advantage)
+    return Sample(
+        trajectory.completion_ids,
+        trajectory.logprobs,
+        mask,
+        tuple(steps[: len(mask)]),
+        advantage,
+        corrected(trajectory),
+    )
 
 
 def _divide(group: SampleGroup, max_tokens: int) -> tuple[SampleGroup, SampleGroup]:

@@ -125,13 +125,13 @@ def read_jsonl(path: Path, limit: int = 0) -> list[Task]:
     if not path.is_file():
         raise SetupError(f"no data set {path}")
     tasks: list[Task] = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                tasks.append(_task(json.loads(line)))
-            except (ValueError, KeyError, TypeError) as error:
+                tasks.append(_task(json.loads(line.decode())))
+            except ValueError as error:
                 raise SetupError(f"{path}, line {number}: {error}") from error
             if limit and len(tasks) == limit:
                 break
@@ -182,18 +182,23 @@ def is_outcome(name: str, given: object) -> Outcome:
     return given
 
 
-def _task(line: dict[str, Any]) -> Task:
-    reference = line.get("reference", line.get("answer"))
-    prompt = line.get("prompt", line.get("messages"))
-    if prompt is None:
-        question = line["question"]
-        if not isinstance(question, str):
+def _task(line: Any) -> Task:
+    """ValueError that names the field."""
+    if not isinstance(line, dict):
+        raise ValueError(f'a task is an object such as {{"prompt": ..., "reference": ...}}, not {line!r:.80}')
+    field = next((name for name in ("prompt", "messages", "question") if line.get(name) is not None), "")
+    if not field:
+        has = f"only {', '.join(map(repr, line))[:200]}" if line else "nothing"
+        raise ValueError(f"there is no `prompt` (nor `messages`, nor `question` as in GSM8K), {has}")
+    prompt, reference = line[field], line.get("reference", line.get("answer"))
+    if field == "question":
+        if not isinstance(prompt, str):
             raise ValueError("`question` is not a text")
-        prompt = [_message("user", question)]
+        prompt = [_message("user", prompt)]
     if isinstance(prompt, str):
         return Task(prompt, reference)
-    if not isinstance(prompt, list) or not all(isinstance(m, dict) and "role" in m for m in prompt):
-        raise ValueError("`prompt` is neither a text nor a list of messages")
+    if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) and "role" in m for m in prompt):
+        raise ValueError(f"`{field}` is neither a text nor a list of messages")
     return Task(tuple(prompt), reference)
 
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from trainer.drawing import DrawnPositions, as_drawn
+
 CHUNK_LOGITS = 1 << 26  # at most as many logits at once: 256 MB in fp32
 
 
@@ -19,7 +21,7 @@ class TokenScores(NamedTuple):
     """Per completion position, fp32."""
 
     logp_BT: mx.array
-    entropy_BT: mx.array  # of the whole next-token distribution
+    entropy_BT: mx.array  # of the whole next-token distribution, tempered and filtered where the target was
 
 
 class Halves(NamedTuple):
@@ -65,19 +67,25 @@ def token_scores(
     chunk: int,
     *,
     entropy: bool = True,
+    drawn: DrawnPositions | None = None,
 ) -> TokenScores:
-    """Log-probability of each target and the entropy there; `chunk` positions at a time, 0: all at once."""
+    """Log-probability of each target and the entropy there; `chunk` positions at a time, 0: all at once.
+
+    With `drawn` they are of the distribution that a sampler draws from.
+    """
 
     if not chunk or targets_BT.size <= chunk:
-        return TokenScores(*from_logits(head(hidden_BTH), targets_BT, entropy=entropy))
+        return TokenScores(*from_logits(head(hidden_BTH), targets_BT, entropy=entropy, drawn=drawn))
     hidden_NH, targets_N = hidden_BTH.reshape(-1, hidden_BTH.shape[-1]), targets_BT.reshape(-1)
+    drawn_N = None if drawn is None else drawn.flat()
     count = len(targets_N)
     each = math.ceil(count / math.ceil(count / chunk))
 
     def scores_from(at: int) -> tuple[mx.array, mx.array]:
         # Targets come by the closure: a checkpoint differentiates all of its inputs.
         def scores(part_NH: mx.array) -> tuple[mx.array, mx.array]:
-            return from_logits(head(part_NH[None])[0], targets_N[at : at + each], entropy=entropy)
+            part = None if drawn_N is None else drawn_N.part(at, at + each)
+            return from_logits(head(part_NH[None])[0], targets_N[at : at + each], entropy=entropy, drawn=part)
 
         again: Callable[[mx.array], tuple[mx.array, mx.array]] = mx.checkpoint(scores)
         return again(hidden_NH[at : at + each])
@@ -89,9 +97,13 @@ def token_scores(
     return TokenScores(logp_BT, entropy_BT)
 
 
-def from_logits(logits: mx.array, targets: mx.array, *, entropy: bool = True) -> tuple[mx.array, mx.array]:
+def from_logits(
+    logits: mx.array, targets: mx.array, *, entropy: bool = True, drawn: DrawnPositions | None = None
+) -> tuple[mx.array, mx.array]:
     """Log-probabilities of targets [...] and entropies (zeros unless asked for) out of logits [..., V], in fp32."""
     logits = logits.astype(mx.float32)
+    if drawn is not None:
+        logits = as_drawn(logits, targets, drawn)
     total = mx.logsumexp(logits, axis=-1)
     chosen = mx.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     if not entropy:

@@ -19,6 +19,7 @@ import structlog
 import yaml
 
 from shared.errors import EngineError, ParallmError, QueueFullError, ServiceUnavailableError, SetupError
+from shared.nested_config import is_nested
 from shared.settings import WorkerSettings, load
 from trainer.host import EngineHost, EngineThread
 from trainer.loop import TrainLoop
@@ -106,6 +107,9 @@ class HostedTrainer:
         failures = 0
         while not self._stopping.is_set():
             before = self._train_steps()
+            if self._training is not None and self._training.state.ring:
+                # It has found its home: it goes on here also when the ring has lost its data, its name among them.
+                self._settings = self._settings.model_copy(update={"move_run": True})
             self._forget_run()
             outcome = await self._try(place)
             if outcome != "again":
@@ -183,6 +187,8 @@ async def _check(settings: TrainSettings) -> None:
 
 def _refuse_another_place(worker: WorkerSettings, file: Path) -> None:
     given: dict[str, Any] = yaml.safe_load(file.read_bytes()) or {}
+    if is_nested(given):  # the server's own file, whose model a flag or a variable may have replaced
+        return
     for key, value in given.items():
         if key in ("connect_to", "over_http"):
             raise SetupError(f"{file}: {key}: a hosted trainer belongs to its worker's ring")

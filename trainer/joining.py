@@ -12,7 +12,7 @@ from shared.redis import keys
 from shared.redis.client import connect
 from shared.redis.orders import Orders
 from shared.redis.sequence_calls import SequenceCalls
-from shared.redis.training_board import TrainingBoard
+from shared.redis.training_board import TrainingBoard, ring_id
 from shared.redis.trajectory_queue import TrajectoryQueue
 from shared.redis.worker_registry import WorkerRegistry
 from shared.text import CodecCache, TextCodec
@@ -34,6 +34,7 @@ from worker.engine.loader import LoadedModel
 class JoinedRing:
     """A ring that a trainer may use."""
 
+    id: str  # of its data
     base_sha256: str
     codec: TextCodec
     source: RolloutSource
@@ -97,7 +98,8 @@ class OverRedis:
                 live = TrajectoryQueue(redis, settings.adapter, blocking=blocking)
                 source = RingSource(redis, card, codec, calls)
                 sink = StoreSink(redis, settings.adapter, card, settings.versions_kept)
-                yield JoinedRing(card.base_sha256, codec, source, sink, board, mailbox, live)
+                name = await ring_id(redis)
+                yield JoinedRing(name, card.base_sha256, codec, source, sink, board, mailbox, live)
         finally:
             await redis.aclose()
             await blocking.aclose()
@@ -119,10 +121,10 @@ class OverHttp:
         async with RingBoard(HttpBoard(api, settings.adapter)) as board:
             asked = Beat(owner=board.owner, base_sha256=mine.card.base_sha256)
             try:
-                model = (await api.call("PUT", f"/v1/trainers/{settings.adapter}", Holder, asked)).model
+                held = await api.call("PUT", f"/v1/trainers/{settings.adapter}", Holder, asked)
             except UnknownModelError as error:
                 raise SetupError(f"{api.url} does not serve {settings.model}: {error}") from error
             async with RingMailbox(HttpOrders(api, settings.adapter, board.owner)) as mailbox:
-                source = HttpSource(api, model, settings.run_name, settings.group_deadline_s)
-                sink = HttpSink(api, settings.adapter, model)
-                yield JoinedRing(mine.card.base_sha256, codec, source, sink, board, mailbox, None)
+                source = HttpSource(api, held.model, settings.run_name, settings.group_deadline_s)
+                sink = HttpSink(api, settings.adapter, held.model)
+                yield JoinedRing(held.ring, mine.card.base_sha256, codec, source, sink, board, mailbox, None)

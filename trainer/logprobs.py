@@ -15,6 +15,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from trainer.batches import Microbatch
+from trainer.drawing import DrawnRows, positions_of
 from trainer.heads import Halves, TokenScores, cut, token_scores
 
 
@@ -31,6 +32,7 @@ class BatchArrays:
     advantage_B: mx.array
     rows_BL: mx.array  # prompt and completion as one right-padded row
     start_B: mx.array  # position of the first completion token in rows_BL
+    drawn: DrawnRows | None = None  # what the rows were drawn with
 
 
 def to_arrays(batch: Microbatch) -> BatchArrays:
@@ -46,6 +48,7 @@ def to_arrays(batch: Microbatch) -> BatchArrays:
         mx.array(batch.advantage_B),
         mx.array(rows_BL),
         mx.array(start_B),
+        batch.drawn,
     )
 
 
@@ -64,14 +67,17 @@ def shared_scores(model: Any, x: BatchArrays, *, entropy: bool = True, chunk: in
     if x.completion_BT.shape[1] > 1:
         rest_BTH = body(x.completion_BT[:, :-1], cache=branches)
         hidden_BTH = mx.concatenate([hidden_BTH, rest_BTH], axis=1)
-    return token_scores(head, hidden_BTH, x.completion_BT, chunk, entropy=entropy)
+    drawn = positions_of(x.drawn, x.completion_BT.shape)
+    return token_scores(head, hidden_BTH, x.completion_BT, chunk, entropy=entropy, drawn=drawn)
 
 
 def row_scores(model: Any, x: BatchArrays, *, entropy: bool = True, chunk: int = 0) -> TokenScores:
     """Prompt and completion in one forward pass a row; the head takes `chunk` positions at a time, 0: all at once."""
     body, head = _halves(model, chunk)
     hidden_BLH = body(x.rows_BL[:, :-1])
-    scores = token_scores(head, hidden_BLH, x.rows_BL[:, 1:], chunk, entropy=entropy)
+    targets_BL = x.rows_BL[:, 1:]
+    drawn = positions_of(x.drawn, targets_BL.shape)
+    scores = token_scores(head, hidden_BLH, targets_BL, chunk, entropy=entropy, drawn=drawn)
     at_BT = x.start_B[:, None] - 1 + mx.arange(x.completion_BT.shape[1])[None]
     at_BT = mx.minimum(at_BT, hidden_BLH.shape[1] - 1)
     return TokenScores(*(mx.take_along_axis(values_BL, at_BT, axis=1) for values_BL in scores))

@@ -23,7 +23,7 @@ import structlog
 
 from shared import tracing
 from shared.adapters import version_id
-from shared.errors import ConflictError, EngineError, SetupError
+from shared.errors import ConflictError, EngineError, ParallmError, SetupError
 from shared.spans import Past
 from shared.training import TrainerState, TrainerStatus
 from shared.trajectories import LiveTrajectory
@@ -31,6 +31,8 @@ from trainer.atropos import AtroposApi, AtroposCollector
 from trainer.batches import SampleGroup, sample_groups
 from trainer.checkpoint import Checkpoint, CheckpointStore, differences
 from trainer.collect import Collector
+from trainer.disk import Disk
+from trainer.drawing import uncorrected
 from trainer.episodes import EpisodeOptions, Episodes
 from trainer.examine import Examiner
 from trainer.foreign import ForeignMoves
@@ -71,6 +73,7 @@ class TrainLoop:
         self._last: StepMetrics | None = None
         self._started_ms = time.time_ns() // 1_000_000
         self._start_id = secrets.token_hex(3)
+        self._disk = Disk(settings.folder, parts.sink.alert, self._stop)
 
     async def run(self) -> RunState:
         """Train until all steps are done or `stop` was called; the last state, which is also saved."""
@@ -97,6 +100,7 @@ class TrainLoop:
                 return False
         if not self._serving.begun:
             await self._serving.begin()
+        log.info("train.ready", policy=self.settings.adapter, version=self.state.version, source=self.settings.source)
         return True
 
     async def _refuse_while_paused(self, letter: Letter) -> None:
@@ -218,12 +222,18 @@ class TrainLoop:
         except ValueError as error:  # a target that the model has not, DoRA on experts
             raise SetupError(f"bad settings: {error}") from error
         config = await self.parts.host.run(at_once(self._learner.config))
-        self._publisher = Publisher(self.parts.sink, settings.folder, settings.adapter, config, self.parts.base_sha256)
+        self._publisher = Publisher(
+            self.parts.sink, settings.folder, settings.adapter, config, self.parts.base_sha256, self._disk
+        )
         if settings.resume == "no":
             self._set_aside()
         elif (checkpoint := self.checkpoints.load(settings.resume)) is not None:
             await self._resume(checkpoint, config)
-        self._metrics = open_logs(settings.folder, settings.tensorboard, self.state.train_step)
+        self.state.ring, self.state.base_sha256 = self.parts.ring, self.parts.base_sha256
+        first_step = self.state.train_step
+        self._metrics = await self._disk.write(
+            lambda: asyncio.to_thread(open_logs, settings.folder, settings.tensorboard, first_step)
+        )
         self._probes = await self._probe_prompts()
         examiner = Examiner(settings, self.parts, self._learner, self._probes, f"{self.state.run}-{self._start_id}")
         self._serving = Serving(settings, self.parts, self._learner, self._publisher, examiner, self.state)
@@ -252,6 +262,7 @@ class TrainLoop:
         log.warning("run.set_aside", earlier_run=str(aside))
 
     async def _resume(self, checkpoint: Checkpoint, config: bytes) -> None:
+        self._check_home(checkpoint.state)
         snapshot = Snapshot(checkpoint.adapter, checkpoint.optimizer)
         differs = differences(checkpoint.adapter_config, config)
         try:
@@ -266,6 +277,17 @@ class TrainLoop:
             )
         self.state = checkpoint.state
         log.info("run.resumed", train_step=self.state.train_step, pending=len(self.state.pending))
+
+    def _check_home(self, saved: RunState) -> None:
+        """SetupError when the checkpoint belongs elsewhere: what another ring has spoilt would be learned on here."""
+        folder, ways = self.settings.folder, "another --run or --run-dir, or --resume no to begin anew"
+        if saved.base_sha256 and saved.base_sha256 != self.parts.base_sha256:
+            raise SetupError(f"{folder} holds a run of another base model than {self.settings.model}: give {ways}")
+        if saved.ring and self.parts.ring and saved.ring != self.parts.ring and not self.settings.move_run:
+            raise SetupError(
+                f"{folder} holds a run that was trained on another ring (train step {saved.train_step}): give {ways}; "
+                "to go on with it here, give --move-run"
+            )
 
     async def _probe_prompts(self) -> list[tuple[int, ...]]:
         environment = self.parts.held_out or self.parts.environment
@@ -304,6 +326,9 @@ class TrainLoop:
         )
         if dropped.failed:
             log.warning("train.samples_failed", samples=dropped.failed, first=dropped.problem[:500])
+        off = [why for group in batch.groups for t in group.trajectories if (why := uncorrected(t))]
+        if off:
+            log.warning("train.samples_uncorrected", samples=len(off), first=off[0])
         trained = Trained(StepReport(updated=False), {}, ())
         await self.parts.board.show("training")
         if groups:
@@ -311,7 +336,11 @@ class TrainLoop:
                 trained = await self._learn(groups, posted=batch.source == "posted")
         timing.train_s = time.perf_counter() - started
         lags = [min(self._lag(group), state.policy_step) for group in batch.groups]  # posted ones may be of any age
-        failed = await self._serving.offer(trained, batch, dropped, serve=serve)
+        try:
+            failed = await self._serving.offer(trained, batch, dropped, serve=serve)
+        except ParallmError:  # stopped on a full disk, say: what the gate has not passed is not saved either
+            await self.parts.host.run(at_once(self._learner.revert))
+            raise
         timing.publish_s = time.perf_counter() - started - timing.train_s
         self._count(batch, trained.report, timing)
         self._inbox.pace_on(state)
@@ -322,7 +351,7 @@ class TrainLoop:
             stale=stale, held_out=self._serving.held_out, gate=failed, source=batch.source,
         )  # fmt: skip
         self._last = metrics
-        self._metrics.write(metrics)
+        await self._disk.write(lambda: asyncio.to_thread(self._metrics.write, metrics))
         await self.parts.board.show("waiting", point_of(metrics))
         log.info("train.step", **progress(metrics, self.settings.steps))
         return Stepped(metrics, dropped, sum(len(group.samples) for group in groups), trained.checks != ())
@@ -389,9 +418,9 @@ class TrainLoop:
         config = await self.parts.host.run(at_once(self._learner.config))
         state: RunState = msgspec.json.decode(msgspec.json.encode(self.state), type=RunState)
         checkpoint = Checkpoint(snapshot.adapter, config, snapshot.optimizer, state)
-        saved = await asyncio.to_thread(self.checkpoints.save, checkpoint, name)
+        saved = await self._disk.write(lambda: asyncio.to_thread(self.checkpoints.save, checkpoint, name))
         if self.state.version == self.state.best_version:
-            self.checkpoints.set_best(saved)
+            await self._disk.write(lambda: asyncio.to_thread(self.checkpoints.set_best, saved))
         await self._inbox.saved()
         await self.parts.board.show("waiting")
         log.info("checkpoint.saved", name=saved, train_step=state.train_step)

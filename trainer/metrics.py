@@ -4,8 +4,10 @@ Invariant: after a resume the file holds each train step once. Lines of steps th
 off before the first new one is written.
 """
 
+import errno
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +15,14 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+import structlog
 
 from trainer.batches import Dropped
 from trainer.reports import StepReport
 from trainer.rollouts import RolloutGroup
 from trainer.state import RunState
+
+log = structlog.get_logger()
 
 
 class StepMetrics(msgspec.Struct, frozen=True):
@@ -152,7 +157,7 @@ class MetricsLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         _cut(path, first_step)
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
         self._others: list[MetricsWriter] = []
 
     def also(self, writer: MetricsWriter) -> None:
@@ -160,11 +165,19 @@ class MetricsLog:
         self._others.append(writer)
 
     def write(self, metrics: StepMetrics) -> None:
-        """One line, visible to readers at once."""
-        self._file.write(msgspec.json.encode(metrics) + b"\n")
-        self._file.flush()
+        """One line, visible to readers at once; on an OSError it is as if it had not been tried."""
+        line, before = msgspec.json.encode(metrics) + b"\n", self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        except OSError:
+            self._file.truncate(before)
+            raise
         for other in self._others:
-            other.write(metrics)
+            try:
+                other.write(metrics)
+            except OSError as error:  # it draws what this file has: the line counts
+                log.warning("train.figures_not_drawn", reason=str(error))
 
     def close(self) -> None:
         """Close the files."""

@@ -29,3 +29,4 @@ class Parts:
     board: Board = field(default_factory=NoBoard)
     live: LiveQueue | None = None  # needed for the sources `live` and `both`
     mailbox: Mailbox = field(default_factory=NoMailbox)
+    ring: str = ""  # the name of the ring's data; "": there is none

@@ -13,6 +13,7 @@ from mlx.utils import tree_unflatten
 
 from shared.trajectories import Trajectory
 from trainer.batches import Sample, SampleGroup, microbatches, pad
+from trainer.drawing import corrected
 from trainer.heads import TokenScores
 from trainer.logprobs import row_scores, to_arrays
 from trainer.policy import Policy
@@ -88,7 +89,8 @@ def measure_parity(policy: Policy, trajectories: Sequence[Trajectory]) -> Genera
     differences: list[float] = []
     for trajectory in trajectories:
         length = len(trajectory.completion_ids)
-        sample = Sample(trajectory.completion_ids, trajectory.logprobs, (True,) * length, (0,) * length, 0.0)
+        mask, steps, drawn = (True,) * length, (0,) * length, corrected(trajectory)
+        sample = Sample(trajectory.completion_ids, trajectory.logprobs, mask, steps, 0.0, drawn)
         arrays = to_arrays(pad([SampleGroup("", trajectory.prompt_ids, (sample,))]))
         logp_BT = row_scores(policy.model, arrays, entropy=False).logp_BT
         difference_BT = mx.where(arrays.mask_BT, mx.abs(logp_BT - arrays.sampler_BT), 0.0)

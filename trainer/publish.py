@@ -16,6 +16,7 @@ from shared.errors import AdapterRejectedError, ConflictError
 from shared.training import AlertKind
 from trainer import gate
 from trainer.checkpoint import ADAPTER_FILE, differences, write_adapter
+from trainer.disk import Disk
 from trainer.state import Arrays, RunState
 
 __all__ = ["AdapterSink", "AlertKind", "Candidate", "Published", "Publisher", "Stored"]
@@ -106,8 +107,11 @@ class Publisher:
     can be told from somebody else's.
     """
 
-    def __init__(self, sink: AdapterSink, folder: Path, adapter: str, config: bytes, base_sha256: str) -> None:
+    def __init__(
+        self, sink: AdapterSink, folder: Path, adapter: str, config: bytes, base_sha256: str, disk: Disk
+    ) -> None:
         self._sink = sink
+        self._disk = disk
         self._folder = folder
         self._adapter = adapter
         self._config = config
@@ -128,7 +132,7 @@ class Publisher:
         """
         same_base = gate.same_base(self._base_sha256, await self._sink.served_base())
         with tracing.span("stage"):
-            directory = await asyncio.to_thread(self._write, weights, state.train_step)
+            directory = await self._disk.write(lambda: asyncio.to_thread(self._write, weights, state.train_step))
             version, all_checks = await self._stage(directory, state, [*checks, same_base], metrics)
         if version and remote is not None and gate.passed(all_checks):
             with tracing.span("gate", {"parallm.version": version}):
@@ -144,7 +148,8 @@ class Publisher:
         """The number that the store gives, 0 when it refuses; the checks with its own."""
         candidate = Candidate(directory, state.train_step, state.version, self._base_sha256, metrics, tuple(checks))
         try:
-            return await self._sink.stage(candidate), list(checks)
+            # Beside the run's folder it takes room for a copy, which is made before the store hears of it.
+            return await self._disk.write(lambda: self._sink.stage(candidate)), list(checks)
         except AdapterRejectedError as error:
             return 0, [*checks, GateCheck("store", False, str(error))]
 
@@ -156,7 +161,7 @@ class Publisher:
         if gate.passed(checks):
             foreign = await self._promote(version, checks, if_latest)
             if foreign is None:
-                await asyncio.to_thread(self._keep, directory, self.version_folder(version))
+                await self._put(directory, self.version_folder(version))
                 return True
             checks.append(foreign)
         if version:
@@ -168,7 +173,7 @@ class Publisher:
 
     async def _promote(self, version: int, checks: list[GateCheck], if_latest: int | None) -> GateCheck | None:
         """Make it the latest; what is in the way when somebody else has moved `latest` meanwhile."""
-        self.note(version, await self._sink.latest_version() if if_latest is None else if_latest)
+        await self.note(version, await self._sink.latest_version() if if_latest is None else if_latest)
         try:
             await self._sink.promote(version, checks, if_latest)
         except ConflictError:
@@ -182,15 +187,23 @@ class Publisher:
 
     async def _put_away(self, directory: Path, checks: Sequence[GateCheck]) -> None:
         rejected = self._folder / "rejected" / directory.name
-        (directory / "gate.json").write_bytes(msgspec.json.format(msgspec.json.encode(checks)))
-        await asyncio.to_thread(self._keep, directory, rejected)
+        found = msgspec.json.format(msgspec.json.encode(checks))
+        await self._disk.write(lambda: asyncio.to_thread((directory / "gate.json").write_bytes, found))
+        await self._put(directory, rejected)
 
-    def note(self, version: int, before: int | None = None) -> None:
+    async def _put(self, directory: Path, target: Path) -> None:
+        await self._disk.write(lambda: asyncio.to_thread(self._keep, directory, target))
+
+    async def note(self, version: int, before: int | None = None) -> None:
         """Write down that `version` becomes the latest by our hand, after `before`."""
-        mine = [version] if before is None else [before, version]
-        temporary = self._folder / "served.tmp"
-        temporary.write_bytes(msgspec.json.encode(mine))
-        temporary.replace(self._folder / _SERVED)
+        mine = msgspec.json.encode([version] if before is None else [before, version])
+
+        def write() -> None:
+            temporary = self._folder / "served.tmp"
+            temporary.write_bytes(mine)
+            temporary.replace(self._folder / _SERVED)
+
+        await self._disk.write(lambda: asyncio.to_thread(write))
 
     def moved_by_us(self, latest: int) -> bool:
         """Whether it was this run, in this life or an earlier one, that made this version the latest."""
@@ -206,7 +219,8 @@ class Publisher:
         """
         weights = await self.any_weights_of(version)
         if version not in self.kept():
-            await asyncio.to_thread(self._put, weights, self.version_folder(version))
+            folder = self.version_folder(version)
+            await self._disk.write(lambda: asyncio.to_thread(self._write_to, weights, folder))
         return weights
 
     async def any_weights_of(self, version: int) -> Arrays:
@@ -243,9 +257,9 @@ class Publisher:
             shutil.rmtree(self.version_folder(version))
 
     def _write(self, weights: Arrays, train_step: int) -> Path:
-        return self._put(weights, self._folder / "candidates" / f"step-{train_step:06d}")
+        return self._write_to(weights, self._folder / "candidates" / f"step-{train_step:06d}")
 
-    def _put(self, weights: Arrays, directory: Path) -> Path:
+    def _write_to(self, weights: Arrays, directory: Path) -> Path:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         write_adapter(directory, weights, self._config)

@@ -83,6 +83,7 @@ class RingSource:
 _SHARED_FIELDS = (
     "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "top_logprobs",
+    "logprobs_mode",
 )  # fmt: skip
 
 

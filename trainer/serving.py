@@ -108,7 +108,7 @@ class Serving:
         """Go on from a version that a person has made the latest; what was good before it is no measure any more."""
         settings, state = self._settings, self._state
         weights = await self._publisher.take_over(version)
-        self._publisher.note(version)
+        await self._publisher.note(version)
         await self._parts.host.run(at_once(lambda: self._learner.load(weights)))
         state.policy_step += settings.max_lag + 1
         state.policy_steps = {}
@@ -297,7 +297,7 @@ class Serving:
 
     async def _serve_again(self, target: int, weights: Arrays, reason: str) -> int:
         """Make an older version the latest; published anew where somebody has deleted it from the store."""
-        self._publisher.note(target, self._state.version)
+        await self._publisher.note(target, self._state.version)
         try:
             await self._parts.sink.roll_back(target, reason)
         except UnknownAdapterError:

@@ -11,6 +11,7 @@ from trainer.host import ComputeHost
 from trainer.joining import way_to_ring
 from trainer.loop import Parts, TrainLoop
 from trainer.own_code import OwnEnvironment
+from trainer.run_lock import run_lock
 from trainer.scorers import Judges, check_judges, open_scorer
 from trainer.settings import TrainSettings
 from trainer.state import RunState
@@ -48,7 +49,9 @@ async def train(
             board=ring.board,
             live=ring.live,
             mailbox=ring.mailbox,
+            ring=ring.id,
         )
+        await stack.enter_async_context(run_lock(settings.folder))
         training = TrainLoop(settings, parts)
         begun(training)
         state = await training.run()

@@ -4,7 +4,7 @@ The defaults are for real models. `trainer/recipes/` holds settings for the tiny
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, SecretStr
 
@@ -12,6 +12,7 @@ from shared.adapters import check_name
 from shared.errors import InvalidRequestError, SetupError
 from shared.jobs import SamplingOverrides
 from shared.model_rewards import OWN_VARIABLES
+from shared.results import drawing_of
 from shared.settings import JoinSettings
 from trainer.advantages import AdvantageScale
 from trainer.atropos import Registration
@@ -32,6 +33,8 @@ def _no(value: Any) -> Any:
 
 class TrainSettings(JoinSettings):
     """`mlx_parallm_train`: one per policy."""
+
+    is_trainer: ClassVar[bool] = True
 
     model: str = Field(
         default="models/tiny",
@@ -101,6 +104,9 @@ class TrainSettings(JoinSettings):
     )
     max_tokens: int = Field(default=256, ge=1, description="of one reply")
     temperature: float = Field(default=1.0, gt=0, description="of rollouts")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="of rollouts")
+    top_k: int = Field(default=0, ge=0, description="of rollouts; 0: off")
+    min_p: float = Field(default=0.0, ge=0, le=1, description="of rollouts; 0: off")
     stop: tuple[str, ...] = Field(default=(), description="texts that end a reply")
 
     loss: LossName = Field(default="dapo", description="the objective; trainer/losses.py says what each is")
@@ -213,6 +219,7 @@ class TrainSettings(JoinSettings):
     resume: Annotated[str, BeforeValidator(_no)] = Field(
         default="latest", description="latest, best, a checkpoint's name, or no"
     )
+    move_run: bool = Field(default=False, description="go on here with a run that was trained on another ring")
     tensorboard: Path | None = Field(default=None, description="folder for TensorBoard's events; needs the extra")
 
     @property
@@ -240,8 +247,18 @@ class TrainSettings(JoinSettings):
         return AdapterShape(self.lora_kind, self.lora_rank, self.lora_scale, self.lora_targets)
 
     def sampling(self) -> SamplingOverrides:
-        """How rollouts are drawn; filters stay off, since the loss needs the unfiltered distribution."""
-        return SamplingOverrides(max_tokens=self.max_tokens, temperature=self.temperature, stop=self.stop)
+        """How rollouts are drawn, and which log-probabilities the loss needs: those of what was drawn from."""
+        plain = SamplingOverrides(max_tokens=self.max_tokens, stop=self.stop)
+        drawn = SamplingOverrides(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop=self.stop,
+            logprobs_mode="processed_logprobs",
+        )
+        return plain if drawing_of(drawn) is None else drawn
 
     def pace(self) -> Pace:
         """The pacing of generation."""
@@ -305,10 +322,15 @@ class TrainSettings(JoinSettings):
     def cautions(self) -> list[str]:
         """What is allowed and seldom meant; said once in the log."""
         said = []
-        if self.temperature != 1:
+        if self.atropos_url:
             said.append(
-                f"temperature {self.temperature}: log-probabilities are those of temperature 1, so samples are "
-                "off-policy by the difference, which nothing corrects"
+                "atropos_url: its environments say nothing of temperature and filters, so samples are taken for those "
+                "of temperature 1, unfiltered"
+            )
+        if self.top_p < 1 or self.top_k or self.min_p:
+            said.append(
+                "top_p, top_k or min_p: the ratio is taken between filtered distributions, and what the filters leave "
+                "out is never learned from"
             )
         held_out = self.held_out_dataset or self.held_out_options or self.task == "arithmetic"
         if self.evaluate_every and not held_out:

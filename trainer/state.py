@@ -46,6 +46,8 @@ class RunState(msgspec.Struct):
     trajectories: int = 0
     tokens: int = 0
     seconds: float = 0.0  # of training so far, over all resumes
+    ring: str = ""  # where it has been trained; "": not known
+    base_sha256: str = ""  # of the model that it has been trained on; "": not known
     schema: int = 1
 
     @property

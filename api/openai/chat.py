@@ -99,6 +99,7 @@ def plan_chat(
         max_tokens,
         top_logprobs=logprobs or None,
         prompt_logprobs=plan.prompt_logprobs,
+        logprobs_mode=settings.logprobs_mode,
         codec=target.served.codec,
         shown_tokens=() if split is None else tuple(filter(target.served.codec.is_special, split.marks)),
         grammar=chat.grammar(grammar_of_format(body.response_format) or grammar_of_outputs(body.structured_outputs)),

@@ -95,6 +95,7 @@ def plan_completion(
         room_for(prompts, card, body.max_tokens, DEFAULT_MAX_TOKENS, clamp=settings.clamp_max_tokens),
         top_logprobs=top_of(body.logprobs, card) or None,
         prompt_logprobs=_prompt_logprobs(body, card, scores_only),
+        logprobs_mode=settings.logprobs_mode,
         grammar=grammar_of_outputs(body.structured_outputs),
         codec=served.codec,
     )

@@ -5,6 +5,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from api.openai.schemas import MAX_TOP_LOGPROBS, WHOLE_VOCABULARY, SamplingFields
 from api.openai.structured import check_alone
 from shared.errors import (
@@ -13,7 +15,8 @@ from shared.errors import (
     InvalidRequestError,
     TokenOutOfRangeError,
 )
-from shared.sequences import ModelCard, SamplingParams
+from shared.results import drawing_of, needs_processed
+from shared.sequences import LogprobsMode, ModelCard, SamplingParams
 from shared.settings import ApiSettings
 from shared.text import TextCodec
 
@@ -39,11 +42,15 @@ def sampling_of(
     *,
     top_logprobs: int | None,
     prompt_logprobs: int | None,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
     grammar: str = "",
     shown_tokens: tuple[str, ...] = (),
     codec: TextCodec | None = None,
 ) -> SamplingParams:
-    """The sampling parameters; a field that is null means its default. `codec`: for what is said in text."""
+    """The sampling parameters; a field that is null means its default.
+
+    `logprobs_mode`: that of the server. `codec`: for what is said in text.
+    """
     check_alone(grammar, bool(body.ignore_eos), body.min_tokens or 0)
     _check_masks(body, card, grammar)
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
@@ -54,7 +61,7 @@ def sampling_of(
         top_logprobs = 0
     if body.skip_special_tokens is False and codec is not None:
         shown_tokens = tuple(sorted(codec.special_tokens))
-    return SamplingParams(
+    params = SamplingParams(
         max_tokens=max_tokens,
         seed=secrets.randbits(63) if body.seed is None else body.seed % 2**63,
         temperature=_or(body.temperature, 1.0),
@@ -73,11 +80,18 @@ def sampling_of(
         top_logprobs=top_logprobs,
         prompt_logprobs=prompt_logprobs,
         shown_tokens=shown_tokens if body.stop else (),  # else the api decodes
+        logprobs_mode=body.logprobs_mode or logprobs_mode,
         grammar=grammar,
         allowed_token_ids=tuple(sorted(set(body.allowed_token_ids or ()))),
         bad_words=bad_words_of(body.bad_words, codec) if body.bad_words else (),
         logprob_token_ids=tuple(body.logprob_token_ids or ()),
     )
+    # A trajectory that nobody else reads the log-probabilities of has those that its trainer needs.
+    asked = getattr(body, "logprobs", None)
+    shown = asked is not None and asked is not False  # 0 asks for the drawn token's
+    if body.collect_trajectory and body.logprobs_mode is None and not shown and needs_processed(drawing_of(params)):
+        return msgspec.structs.replace(params, logprobs_mode="processed_logprobs")
+    return params
 
 
 def bad_words_of(words: Sequence[str], codec: TextCodec | None) -> tuple[tuple[int, ...], ...]:

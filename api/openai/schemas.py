@@ -8,7 +8,7 @@ from api.openai.fields import LogitBias, Priority, Prompts, RequestModel, Stop, 
 from api.openai.messages import ChatMessage, ContinueFinalMessage, check_continued
 from api.openai.structured import ResponseFormat, StructuredOutputs
 from api.openai.tools import MAX_TOOLS, FunctionDefinition, FunctionName, NamedChoice, Tool, ToolChoice, Tools
-from shared.sequences import AdapterPolicy
+from shared.sequences import AdapterPolicy, LogprobsMode
 
 MAX_N = 256
 MAX_TOP_LOGPROBS = 20
@@ -137,6 +137,11 @@ class SamplingFields(RequestModel):
         default=None,
         pattern=r"^[\x21-\x7e]{1,128}$",
         description="the answer's id ends with it, and POST /abort_requests takes it",
+    )
+    logprobs_mode: LogprobsMode | None = Field(
+        default=None,
+        description="of the completion's tokens: the model's own (raw), or those of what was drawn from (processed), "
+        "after penalties, temperature and filters; default: the setting of that name",
     )
     structured_outputs: StructuredOutputs | None = Field(default=None, description="what the completion must look like")
     return_token_ids: bool | None = Field(default=False, description="adds `prompt_token_ids` and `token_ids`")

@@ -31,7 +31,7 @@ from api.room import aside
 from api.targets import Target
 from shared.frames import spans_of
 from shared.model_rewards import softmax
-from shared.sequences import AdapterPolicy, SamplingParams
+from shared.sequences import AdapterPolicy, LogprobsMode, SamplingParams
 from shared.text import TextCodec
 
 router = APIRouter(tags=["rl"])
@@ -54,6 +54,9 @@ class ActRequest(RequestModel):
     temperature: float | None = Field(default=1.0, gt=0, le=10)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     max_tokens: int | None = Field(default=None, ge=1, description="of an action that is free text")
+    logprobs_mode: LogprobsMode | None = Field(
+        default=None, description="of free text: raw or processed; default: the server's setting"
+    )
     user: str | None = None
     adapter: str | None = None
     lora_adapter: str | None = None
@@ -143,7 +146,7 @@ async def _choose(
 async def _write(
     body: ActRequest, request: Request, ring: Ring, target: Target, prompts: list[list[int]], seed: int
 ) -> dict[str, Any] | None:
-    """Actions that are text; log-probabilities are the model's at temperature 1."""
+    """Actions that are text."""
     card, codec, settings = target.served.card, target.served.codec, ring.settings
     check_prompts(prompts, card, settings, "observations")
     max_tokens = room_for(prompts, card, body.max_tokens, settings.default_max_tokens, clamp=settings.clamp_max_tokens)
@@ -152,7 +155,12 @@ async def _write(
         id=f"act-{uuid.uuid4().hex}",
         model=card.name,
         prompts=tuple(map(tuple, prompts)),
-        sampling=SamplingParams(max_tokens=max_tokens, seed=seed, temperature=temperature),
+        sampling=SamplingParams(
+            max_tokens=max_tokens,
+            seed=seed,
+            temperature=temperature,
+            logprobs_mode=body.logprobs_mode or settings.logprobs_mode,
+        ),
         adapter=target.adapter,
         adapter_policy=target.policy,
         deadline_ms=deadline(settings),

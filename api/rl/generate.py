@@ -108,7 +108,15 @@ async def generate(body: GenerateRequest, request: Request, ring: TheRing) -> Re
     max_tokens = room_for(
         prompts, served.card, body.max_tokens, settings.default_max_tokens, clamp=settings.clamp_max_tokens
     )
-    sampling = sampling_of(body, served.card, max_tokens, top_logprobs=None, prompt_logprobs=None, codec=served.codec)
+    sampling = sampling_of(
+        body,
+        served.card,
+        max_tokens,
+        top_logprobs=None,
+        prompt_logprobs=None,
+        logprobs_mode=settings.logprobs_mode,
+        codec=served.codec,
+    )
     collect = collection_of(body, target, settings, len(prompts))
     gathered = await gather_all(ring, request, work_for(plan, target, sampling, collect=collect))
     if gathered is None:

@@ -142,6 +142,7 @@ async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -
         ),
         top_logprobs=top_of(sampling.logprobs, served.card) or None,
         prompt_logprobs=plan.prompt_logprobs,
+        logprobs_mode=settings.logprobs_mode,
         codec=served.codec,
     )
     collect = collection_of(sampling, target, settings, 1)

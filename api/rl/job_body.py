@@ -13,7 +13,7 @@ from api.openai.schemas import MAX_TOP_LOGPROBS, StrictId
 from api.room import aside
 from shared.errors import InvalidRequestError, TokenOutOfRangeError
 from shared.jobs import JobInput, JobSpec, Prompt, RewardSpec, SamplingOverrides
-from shared.sequences import AdapterPolicy, ModelCard
+from shared.sequences import AdapterPolicy, LogprobsMode, ModelCard
 
 MAX_LINE_BYTES = 16 << 20
 LARGE_LINE_BYTES = 64 << 10
@@ -74,6 +74,10 @@ class JobBody(RequestModel):
         default=None, description="the drawn tokens' are always stored; a number is the same as top_logprobs"
     )
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprobs_mode: LogprobsMode | None = Field(
+        default=None,
+        description="raw: the model's own; processed: those of what was drawn from; default: the server's setting",
+    )
     adapter: str = Field(default="", description="an adapter, a version of it (`name@k`), or a split by weight")
     lora_adapter: str = Field(default="", description="the same as `adapter`")
     adapter_policy: AdapterPolicy = "follow"
@@ -96,8 +100,8 @@ class JobBody(RequestModel):
                 raise complaint(name, f"has {len(given)} entries for {len(self.prompts)} prompts")
         return self
 
-    def spec(self, card: ModelCard, adapter: str = "") -> JobSpec:
-        """The job without its inputs."""
+    def spec(self, card: ModelCard, adapter: str = "", logprobs_mode: LogprobsMode = "raw_logprobs") -> JobSpec:
+        """The job without its inputs; `logprobs_mode`: the server's."""
         now = int(1000 * time.time())
         return JobSpec(
             id="",
@@ -105,7 +109,7 @@ class JobBody(RequestModel):
             model=card.name,
             total_prompts=0,
             n=self.n,
-            sampling=self._sampling(),
+            sampling=self._sampling(self.logprobs_mode or logprobs_mode),
             reward=self.reward.spec() if self.reward is not None else None,
             score_logprobs=self.score_logprobs,
             adapter=adapter,
@@ -115,7 +119,7 @@ class JobBody(RequestModel):
             created_ms=now,
         )
 
-    def _sampling(self) -> SamplingOverrides:
+    def _sampling(self, logprobs_mode: LogprobsMode) -> SamplingOverrides:
         counted = self.logprobs if isinstance(self.logprobs, int) and not isinstance(self.logprobs, bool) else None
         return SamplingOverrides(
             max_tokens=self.max_tokens,
@@ -132,6 +136,7 @@ class JobBody(RequestModel):
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,
+            logprobs_mode=logprobs_mode,
             top_logprobs=(self.top_logprobs if self.top_logprobs is not None else counted) or None,
         )
 

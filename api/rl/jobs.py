@@ -112,7 +112,8 @@ async def _target(ring: Ring, body: JobBody) -> JobTarget:
 
 
 async def _checked_spec(ring: Ring, body: JobBody, target: JobTarget) -> JobSpec:
-    spec = msgspec.structs.replace(body.spec(target.card, target.adapter), tenant=asker().tenant)
+    spec = body.spec(target.card, target.adapter, ring.settings.logprobs_mode)
+    spec = msgspec.structs.replace(spec, tenant=asker().tenant)
     if spec.reward is not None:
         rewards.check(spec.reward)
         await check_scoring(ring, spec.reward, "reward.options")

@@ -19,7 +19,7 @@ from api.ring import Ring, ring_of
 from shared.errors import ConflictError, InvalidRequestError, UnknownModelError
 from shared.redis import keys
 from shared.redis.orders import Orders
-from shared.redis.training_board import TrainingBoard
+from shared.redis.training_board import TrainingBoard, ring_id
 from shared.training import Alert, AnswerLetter, Beat, Holder, TakenOrder, TakeOrders
 
 router = APIRouter(tags=["training"])
@@ -58,6 +58,7 @@ async def beat(policy: Policy, request: Request, ring: TheRing) -> Response:
     if told.status is not None and told.status.policy != policy:
         raise InvalidRequestError(f"the status of policy {told.status.policy!r}", param="status.policy")
     model = await _model(ring, told.base_sha256) if told.base_sha256 else ""
+    name = await ring_id(ring.redis) if told.base_sha256 else ""
     board = TrainingBoard(ring.redis, policy)
     holder = await board.hold(told.owner, told.instead_of, asker())
     if holder == told.owner:
@@ -65,7 +66,7 @@ async def beat(policy: Policy, request: Request, ring: TheRing) -> Response:
             await board.add(told.point)
         if told.status is not None:
             await board.write(msgspec.structs.replace(told.status, owner=told.owner))
-    return json_reply(Holder(holder, model))
+    return json_reply(Holder(holder, model, name))
 
 
 @router.delete("/v1/trainers/{policy}", summary="Let a policy go")

@@ -29,7 +29,7 @@ from api.rl.training_body import (
     versions_named,
 )
 from api.room import aside
-from api.targets import card_of_base
+from api.targets import card_of_base, check_published
 from api.tenants import Right, check
 from shared.adapters import check_name, version_id
 from shared.errors import (
@@ -239,6 +239,7 @@ async def _card(ring: Ring, policy: str) -> ModelCard:
     try:
         summary = await ring.adapters.summary(policy)
     except UnknownAdapterError:
+        await check_published(ring, policy)
         raise _nobody(policy) from None
     return await card_of_base(ring, summary.base_sha256)
 

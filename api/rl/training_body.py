@@ -15,9 +15,9 @@ from api.openai.schemas import StrictId
 from shared.adapters import AdapterRef
 from shared.errors import InvalidRequestError, TokenOutOfRangeError
 from shared.frames import VersionSpan
-from shared.sequences import ModelCard
+from shared.sequences import LogprobsMode, ModelCard
 from shared.training import ForeignAction
-from shared.trajectories import LiveTrajectory, Reward, Trajectory
+from shared.trajectories import Drawing, LiveTrajectory, Reward, Trajectory
 
 MAX_TRAJECTORIES = 4096
 _LARGEST = 1e38  # what a trainer computes with has 32 bits
@@ -52,12 +52,30 @@ class Span(RequestModel):
 Spans = list[Annotated[Span, BeforeValidator(_span)]]
 
 
+class DrawnWith(RequestModel):
+    """How a completion was drawn, where that is not the model's own distribution."""
+
+    temperature: FiniteFloat = Field(default=1.0, ge=0, le=2, description="0: greedy")
+    top_k: int = Field(default=0, ge=0, lt=2**31)
+    top_p: FiniteFloat = Field(default=1.0, ge=0, le=1)
+    min_p: FiniteFloat = Field(default=0.0, ge=0, le=1)
+    edited: bool = Field(default=False, description="by penalties, biases, min_tokens or a grammar, too")
+
+    def drawing(self) -> Drawing:
+        """As the trainer takes it."""
+        return Drawing(self.temperature, self.top_k, self.top_p, self.min_p, self.edited)
+
+
 class PostedTrajectory(RequestModel):
     """One completion and what it was worth."""
 
     prompt_ids: list[StrictId] = Field(min_length=1)
     completion_ids: list[StrictId] = Field(min_length=1)
-    logprobs: list[FiniteFloat] = Field(description="the sampler's, one for each completion token, temperature 1")
+    logprobs: list[FiniteFloat] = Field(description="the sampler's, one for each completion token")
+    logprobs_mode: LogprobsMode = Field(
+        default="raw_logprobs", description="raw: of temperature 1, unfiltered; processed: of what `drawn` says"
+    )
+    drawn: DrawnWith | None = Field(default=None, description="how it was drawn; default: temperature 1, unfiltered")
     reward: FiniteFloat | RewardValue | None = Field(default=None, description="needed unless `advantage` is given")
     advantage: FiniteFloat | None = Field(default=None, description="in place of reward minus the group's mean")
     group: str = Field(default="", max_length=256, description="samples to compare; default: those of an equal prompt")
@@ -143,6 +161,8 @@ class PostedTrajectory(RequestModel):
             reward=Reward(named.name, value, named.components),
             metadata=self.metadata,
             loss_mask=tuple(self.loss_mask or ()),
+            logprobs_mode=self.logprobs_mode,
+            drawn=self.drawn.drawing() if self.drawn is not None else None,
         )
         name = self.id or f"posted-{index}"
         return LiveTrajectory(name, policy, model, sampled, group=self.group, advantage=self.advantage)

@@ -37,6 +37,7 @@ from shared.redis.adapter_catalog import AdapterCatalog
 from shared.redis.client import Script
 
 ACK_AGE_MS = keys.DAY_S * 1000
+LOG_LENGTH = 2000  # entries that are looked at; the log holds about 1,000
 
 _publish = Script("adapter_publish")
 _flip = Script("adapter_flip")
@@ -190,6 +191,8 @@ class AdapterStore(AdapterCatalog):
             key = keys.adapter_manifest(name, version)
             await self._redis.set(key, msgspec.json.encode(manifest), xx=True, keepttl=True)
         await self._move(name, version, "promoted", "promoted", if_latest)
+        if self._keep_n:
+            await self.prune(name, self._keep_n)
 
     async def rollback(
         self, name: str, to_version: int | None = None, *, reason: str = "rollback", if_latest: int | None = None
@@ -337,18 +340,35 @@ class AdapterStore(AdapterCatalog):
             raise unknown_adapter(name)
 
     async def prune(self, name: str, keep_n: int) -> list[int]:
-        """Delete what is older than the newest `keep_n`, but for latest, best and pinned ones; returns the deleted."""
+        """Delete what is older than the newest `keep_n` that were ever served; returns the deleted.
+
+        Rejected versions and candidates take no place of those: of them the newest `keep_n` stay, too. Latest, best and
+        pinned ones stay whatever their age.
+        """
+        if keep_n <= 0:
+            return []
         summary = await self.summary(name)
+        rejected, served = await self._rejected(name, summary.versions), await self._ever_served(name)
+        good = [version for version in summary.versions if version in served and version not in rejected]
+        others = [version for version in summary.versions if version not in good]
+        kept = {*good[-keep_n:], *others[-keep_n:], summary.latest, summary.best}
         deleted: list[int] = []
-        for version in summary.versions[:-keep_n] if keep_n > 0 else ():
-            if version in (summary.latest, summary.best):
-                continue
+        for version in (version for version in summary.versions if version not in kept):
             try:
                 await self.delete(name, version)
             except (ConflictError, UnknownAdapterError):
                 continue
             deleted.append(version)
         return deleted
+
+    async def _rejected(self, name: str, versions: Sequence[int]) -> set[int]:
+        raw = await self._redis.mget([keys.adapter_manifest(name, version) for version in versions]) if versions else []
+        manifests = (msgspec.json.decode(each, type=AdapterManifest) for each in raw if each is not None)
+        return {manifest.version for manifest in manifests if manifest.status == "rejected"}
+
+    async def _ever_served(self, name: str) -> set[int]:
+        """The versions that `latest` has pointed at; of those long gone the log knows no more."""
+        return {flip.version for flip in await self.history(name, LOG_LENGTH)}
 
 
 def _named_versions(reference: str) -> list[tuple[str, int]]:

@@ -67,6 +67,7 @@ DOCUMENTED: tuple[KeyKind, ...] = (
     KeyKind("parallm:{*}:collected", "stream", "worker", "7 d, bounded", "settled sequences to be scored"),
     KeyKind("parallm:{*}:collected:stats", "hash", "worker", "7 d", "added, dropped, bytes of `collected`"),
     KeyKind("parallm:train", "sorted set", "trainer", "30 d", "policies by their trainer's heartbeat"),
+    KeyKind("parallm:train:ring", "string", "trainer", "730 d, refreshed", "a random name of this ring's data"),
     KeyKind("parallm:train:{*}", "hash", "trainer", "30 d", "what the trainer says of itself; counts of alerts"),
     KeyKind("parallm:train:{*}:alive", "string", "trainer", "6 s", "the trainer that owns the policy"),
     KeyKind("parallm:train:{*}:steps", "stream", "trainer", "30 d, 4,096 entries", "train steps: the curves"),

@@ -27,6 +27,7 @@ WARM_EPOCH_S = 300  # hints of warm prefixes go after one to two of these
 ADAPTER_TTL_S = 30 * DAY_S  # from the last publish of an adapter, or its last use by a worker
 ADAPTER_COUNTER_TTL_S = 730 * DAY_S  # its version numbers stand in trajectories that outlive it
 ADAPTER_UPLOAD_TTL_S = 600  # of bytes without a manifest: a torn publish
+RING_ID_TTL_S = 730 * DAY_S  # from the last start of a trainer
 TRAIN_TTL_S = 30 * DAY_S  # of what a run tells of itself, from its last word
 TRAINER = "trainer"  # consumer of a policy's orders: the next trainer takes over what the last one had not finished
 TRAINER_TTL_S = 6  # refreshed by the trainer while it lives
@@ -302,6 +303,11 @@ def training_steps(policy: str) -> str:
 def training_alerts(policy: str) -> str:
     """Stream of the last alerts: kind, message."""
     return f"{training(policy)}:alerts"
+
+
+def ring_id() -> str:
+    """String: a random name of this ring's data, by which a run knows whether it has been trained here."""
+    return f"{PREFIX}:train:ring"
 
 
 def alert_channel() -> str:

@@ -4,6 +4,7 @@ The trainer writes; metrics, dashboard and /v1/training/status read. Everything 
 that it lives is told by the `alive` key alone, which also keeps a second trainer away from the policy.
 """
 
+import secrets
 import time
 from typing import Any, TypeVar
 
@@ -140,6 +141,15 @@ class TrainingBoard:
             pipe.hgetall(key)
             (fields,) = await pipe.execute()
         return dict(fields)
+
+
+async def ring_id(redis: Redis) -> str:
+    """The name of this ring's data: made up by whoever asks first, and lost only with the data."""
+    async with redis.pipeline(transaction=True) as pipe:
+        pipe.set(keys.ring_id(), secrets.token_hex(8), nx=True)
+        pipe.getex(keys.ring_id(), ex=keys.RING_ID_TTL_S)
+        _, found = await pipe.execute()
+    return bytes(found).decode()
 
 
 async def trained_policies(redis: Redis) -> list[str]:

@@ -17,7 +17,7 @@ from api.client import InferenceClient
 from shared.redis import key_table, keys
 from shared.redis.adapter_store import AdapterStore
 from shared.redis.client import connect
-from shared.redis.training_board import TrainingBoard
+from shared.redis.training_board import TrainingBoard, ring_id
 from shared.redis.worker_registry import WorkerRegistry
 from shared.training import TrainerStatus, TrainingPoint
 from tests.e2e.rings import MODEL, ROOT, Ring
@@ -75,6 +75,7 @@ async def filled(served: Ring, redis: Redis) -> dict[str, str]:
     await AdapterStore(redis).acknowledge("w", "policy", 1)
     board = TrainingBoard(redis, "policy")
     await board.hold("owner")
+    await ring_id(redis)
     await board.write(TrainerStatus(policy="policy", run="r", owner="owner"))
     await board.add(TrainingPoint(train_step=0, policy_step=1, version=1, at_ms=1))
     await board.alert("no_signal", "all rewards are equal")

@@ -49,7 +49,7 @@ class Loop:
     """Stands for a TrainLoop."""
 
     def __init__(self) -> None:
-        self.state = SimpleNamespace(train_step=0)
+        self.state = SimpleNamespace(train_step=0, ring="")
         self.cycle = self  # as tasks and tracebacks make them
 
     def stop(self) -> None:

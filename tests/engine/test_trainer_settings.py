@@ -105,7 +105,8 @@ def test_the_clip_range_follows_the_loss_unless_it_is_given() -> None:
 
 def test_what_is_seldom_meant_is_said() -> None:
     assert TrainSettings().cautions() == []
-    assert "off-policy" in TrainSettings(temperature=0.7).cautions()[0]
+    assert TrainSettings(temperature=0.7).cautions() == [], "the loss takes it into account"
+    assert "filtered distributions" in TrainSettings(top_p=0.7).cautions()[0]
     evaluated = {"task": "gsm8k", "dataset": Path("x"), "evaluate_every": 5}
     assert "on the training tasks" in TrainSettings(**evaluated).cautions()[0]
     assert TrainSettings(**evaluated, held_out_dataset=Path("y")).cautions() == []
@@ -114,3 +115,11 @@ def test_what_is_seldom_meant_is_said() -> None:
 def test_the_store_keeps_what_samples_on_their_way_may_be_pinned_to() -> None:
     kept = [TrainSettings(adapter_keep_n=n, max_lag=8).versions_kept for n in (0, 2, 40)]
     assert kept == [0, 11, 40]
+
+
+def test_rollouts_that_are_tempered_or_filtered_come_with_the_samplers_own_logprobs() -> None:
+    assert TrainSettings().sampling().logprobs_mode == "raw_logprobs", "the same numbers, for less"
+    for changes in ({"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}):
+        sampling = TrainSettings(**changes).sampling()
+        assert sampling.logprobs_mode == "processed_logprobs"
+        assert [getattr(sampling, name) for name in changes] == list(changes.values())

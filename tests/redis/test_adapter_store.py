@@ -173,7 +173,7 @@ async def test_keep_n_spares_latest_best_and_pinned(redis: Redis) -> None:
     assert not await redis.exists(keys.adapter_bytes("policy", 3))
     await store.rollback("policy", 2)
     await publish(keeping, seed=5, set_latest=False)
-    assert await store.versions("policy") == [1, 2, 6]
+    assert await store.versions("policy") == [1, 2, 5, 6], "a candidate takes no served version's place"
     assert (await store.summary("policy")).latest == 2
 
 
@@ -227,6 +227,18 @@ async def test_a_trainers_older_versions_make_room(redis: Redis, tmp_path: Path)
     store = AdapterStore(redis)
     assert await store.versions("policy") == [3, 4]
     assert (await store.manifest("policy")).gate == passed
+
+
+async def test_rejected_versions_do_not_push_out_good_ones(redis: Redis) -> None:
+    """A run of bad train steps used to leave nothing to go back to but the latest and the best."""
+    store = AdapterStore(redis, keep_n=2)
+    for seed in range(3):
+        await publish(store, seed=seed)
+    for seed in range(3, 8):
+        await publish(store, seed=seed, set_latest=False)
+        await store.reject("policy", seed + 1, GATE)
+    assert await store.versions("policy") == [2, 3, 7, 8], "two good ones, and of the rejected the newest two"
+    assert await store.rollback("policy") == 2
 
 
 async def test_workers_acknowledge(store: AdapterStore) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from shared.redis.training_board import TrainingBoard
+from shared.redis.training_board import TrainingBoard, ring_id
 from shared.training import TrainerStatus
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
@@ -31,9 +31,9 @@ def status(**fields: Any) -> dict[str, Any]:
 
 async def test_one_trainer_holds_a_policy_and_is_believed(server: Api, redis: Redis) -> None:
     first = await server.http.put(BEAT, json={"owner": "a", "base_sha256": CARD.base_sha256, "status": status()})
-    assert first.json() == {"owner": "a", "model": CARD.name}
+    assert first.json() == {"owner": "a", "model": CARD.name, "ring": await ring_id(redis)}
     other = await server.http.put(BEAT, json={"owner": "b", "status": status(train_step=99)})
-    assert other.json() == {"owner": "a", "model": ""}
+    assert other.json() == {"owner": "a", "model": "", "ring": ""}
     board = TrainingBoard(redis, "policy")
     told = await board.status()
     assert isinstance(told, TrainerStatus) and (told.owner, told.train_step) == ("a", 3)

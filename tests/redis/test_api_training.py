@@ -134,6 +134,22 @@ async def test_without_a_trainer_it_is_503_by_name_and_status_still_answers(serv
     assert (await server.http.get("/v1/training/status?policy=nobody")).status_code == 404
 
 
+async def test_a_trainer_that_is_starting_is_waited_for_not_unknown(server: Api, redis: Redis) -> None:
+    """The documented example failed with 404 until the trainer had loaded its model."""
+    board, chat = TrainingBoard(redis, "fresh"), {"messages": [{"role": "user", "content": "a"}], "model": "fresh"}
+    update = {"trajectories": [ONE], "policy": "fresh"}
+    assert (await server.post("/v1/chat/completions", chat)).status_code == 404
+    await board.hold("me")
+    for path, body in (("/v1/chat/completions", chat), ("/v1/training/update", update)):
+        answer = await server.post(path, body)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "2"), answer.text
+        assert "is starting" in answer.json()["error"]["message"]
+    assert (await server.post("/v1/chat/completions", {**chat, "model": "fresh@3"})).status_code == 404
+    await publish(server.ring.adapters, "fresh")
+    assert (await server.post("/v1/chat/completions", chat)).status_code == 200
+    await board.let_go("me")
+
+
 async def test_a_trainer_that_dies_meanwhile_is_noticed(server: Api, redis: Redis, redis_url: str) -> None:
     async with trainer(redis_url, lambda letter: None) as seen:
         asking = asyncio.create_task(server.post("/v1/training/update", {"trajectories": [ONE]}))

@@ -112,6 +112,7 @@ def test_ids_outside_the_vocabulary_are_refused_with_their_place() -> None:
         ({"n": 0}, "n"),
         ({"kind": "train"}, "kind"),
         ({"temperature": -1}, "temperature"),
+        ({"logprobs_mode": "raw_logits"}, "logprobs_mode"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"prompt": "x"}, "prompt"),
         ({"deadline_s": 0}, "deadline_s"),
@@ -147,3 +148,10 @@ def test_sampling_fields_reach_the_job() -> None:
 def test_a_deadline_becomes_a_time() -> None:
     spec = body(deadline_s=10).spec(CARD)
     assert spec.deadline_ms == spec.created_ms + 10_000
+
+
+def test_a_job_says_which_logprobs_it_wants_or_the_server_does() -> None:
+    asked, silent = body(logprobs_mode="processed_logprobs"), body()
+    assert asked.spec(CARD).sampling.logprobs_mode == "processed_logprobs"
+    assert silent.spec(CARD, logprobs_mode="processed_logprobs").sampling.logprobs_mode == "processed_logprobs"
+    assert silent.spec(CARD).sampling.logprobs_mode == "raw_logprobs"

@@ -10,6 +10,7 @@ from api.rl.training_body import UpdateBody, checked, versions_named
 from shared.errors import InvalidRequestError
 from shared.frames import VersionSpan
 from shared.sequences import ModelCard
+from shared.trajectories import Drawing
 
 CARD = ModelCard("m", 8, 100, (0,), "t", "b", 1, "float32")
 ONE: dict[str, Any] = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "logprobs": [-1.0, -0.5], "reward": 1}
@@ -68,7 +69,8 @@ def test_a_result_line_of_a_job_and_a_collected_trajectory_can_be_posted() -> No
     line = {
         **ONE, "prompt_index": 3, "sample_index": 1, "text": "x", "spans": [["policy@2", 0, 2]], "seed": 5,
         "worker": "w", "attempt": 1, "timings": {}, "reward": {"name": "exact", "value": 0.5, "components": {"a": 1}},
-        "id": "cmpl-1-0", "policy": "p", "model": "m", "group_size": 4, "temperature": 1.0, "collected_ms": 7,
+        "id": "cmpl-1-0", "policy": "p", "model": "m", "group_size": 4, "temperature": 0.7, "collected_ms": 7,
+        "logprobs_mode": "processed_logprobs", "drawn": {"temperature": 0.7, "top_p": 0.9},
     }  # fmt: skip
     body = UpdateBody.model_validate({"trajectories": [line, {**ONE, "reward": None, "advantage": 2.0}]})
     with pytest.raises(InvalidRequestError):
@@ -77,5 +79,7 @@ def test_a_result_line_of_a_job_and_a_collected_trajectory_can_be_posted() -> No
     first, second = checked(body, CARD, "policy")
     assert first.trajectory.spans == (VersionSpan("policy@2", 0, 2),)
     assert first.trajectory.reward is not None and first.trajectory.reward.value == 0.5
+    assert (first.trajectory.logprobs_mode, first.trajectory.drawn) == ("processed_logprobs", Drawing(0.7, top_p=0.9))
+    assert (second.trajectory.logprobs_mode, second.trajectory.drawn) == ("raw_logprobs", None)
     assert second.advantage == 2.0 and second.trajectory.spans == (VersionSpan("", 0, 2),)
     assert versions_named(body) == {"policy@2": (0, "spans")}

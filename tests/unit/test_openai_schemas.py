@@ -71,6 +71,8 @@ def test_half_a_surrogate_pair_is_refused(kind: type[BaseModel], body: dict[str,
     [
         ("temperature", -0.1),
         ("temperature", 2.1),
+        ("logprobs_mode", "raw_logits"),
+        ("logprobs_mode", "processed_logits"),
         ("top_p", 1.1),
         ("presence_penalty", 3),
         ("n", 0),
@@ -395,3 +397,30 @@ def test_calls_put_together_from_a_stream_keep_their_index_to_themselves() -> No
 def test_no_calls_are_no_calls_to_a_template() -> None:
     (shown,) = template_messages([ChatMessage.model_validate({"role": "assistant", "content": "a", "tool_calls": []})])
     assert shown == {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize("server", ["raw_logprobs", "processed_logprobs"])
+def test_a_request_says_which_logprobs_it_wants_or_the_server_does(server: Any) -> None:
+    asked = CompletionRequest.model_validate({"prompt": "a", "logprobs_mode": "raw_logprobs"})
+    silent = CompletionRequest.model_validate({"prompt": "a"})
+    more: dict[str, Any] = {"top_logprobs": None, "prompt_logprobs": None, "logprobs_mode": server}
+    assert sampling_of(asked, CARD, 4, **more).logprobs_mode == "raw_logprobs"
+    assert sampling_of(silent, CARD, 4, **more).logprobs_mode == server
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"temperature": 0.7}, "processed_logprobs"),
+        ({"top_p": 0.9}, "processed_logprobs"),
+        ({}, "raw_logprobs"),
+        ({"temperature": 0}, "raw_logprobs"),
+        ({"temperature": 0.7, "presence_penalty": 1}, "raw_logprobs"),
+        ({"temperature": 0.7, "logprobs": 0}, "raw_logprobs"),
+        ({"temperature": 0.7, "logprobs_mode": "raw_logprobs"}, "raw_logprobs"),
+        ({"temperature": 0.7, "collect_trajectory": False}, "raw_logprobs"),
+    ],
+)
+def test_a_collected_trajectory_has_the_logprobs_that_its_trainer_needs(fields: dict[str, Any], expected: str) -> None:
+    body = CompletionRequest.model_validate({"prompt": "a", "collect_trajectory": True, **fields})
+    assert sampling_of(body, CARD, 4, top_logprobs=None, prompt_logprobs=None).logprobs_mode == expected

@@ -49,3 +49,12 @@ def test_the_first_worker_hosts_the_trainer(changes: dict[str, Any]) -> None:
 def test_training_alone_ends_when_it_is_done() -> None:
     first = worker_spec(settings(mode="training_only"), 0)
     assert first.ends and first.environment["PARALLM_END_WITH_GUEST"] == "True"
+
+
+def test_a_hosted_run_lies_with_its_ring_unless_somebody_says_where(tmp_path: Path) -> None:
+    """It lay in the working directory: a ring with new data went on with the run of the one before."""
+    made = settings(mode="inference_and_training", data_dir=tmp_path / "data")
+    assert worker_spec(made, 0).environment["PARALLM_RUN_DIR"] == str(tmp_path / "data" / "train")
+    made.train_config = tmp_path / "run.yaml"
+    made.train_config.write_text("run_dir: elsewhere")
+    assert "PARALLM_RUN_DIR" not in worker_spec(made, 0).environment

@@ -234,3 +234,24 @@ async def test_variables_of_the_chat_template_stand_in_every_turn(codec: TextCod
     for request, turns in zip(source.requests, (1, 2), strict=True):
         text = codec.decode(request.prompt_ids, skip_special_tokens=False)
         assert text.endswith("<|im_start|>assistant\nSo: ") and text.count("So: ") == turns
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"text": "a", "reference": 1}', "there is no `prompt` .*only 'text', 'reference'"),
+        (b"{}", "there is no `prompt`"),
+        (b'["a"]', "a task is an object"),
+        (b'{"messages": []}', "`messages` is neither a text nor a list of messages"),
+        (b'{"prompt": 5}', "`prompt` is neither"),
+        (b'{"question": 5}', "`question` is not a text"),
+        (b'{"prompt": "\xff"}', "utf-8"),
+        (b'{"prompt": ', "Expecting value"),
+    ],
+)
+def test_a_line_without_a_task_is_named_with_its_field(tmp_path: Path, line: bytes, said: str) -> None:
+    """It said: line 2: 'question'."""
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n' + line + b"\n")
+    with pytest.raises(SetupError, match=f"tasks.jsonl, line 2: .*{said}"):
+        read_jsonl(path)

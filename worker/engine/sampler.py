@@ -2,8 +2,8 @@
 
 Every row draws with its own parameters, in the order that `SamplingParams` documents: logit bias, min_tokens and
 penalties on the raw logits, allowed and bad tokens, the grammar's mask, temperature, then top_k, top_p and min_p.
-Log-probabilities that are reported are fp32 log-softmax of the raw logits, before all of that: what a trainer calls mu
-at temperature 1.
+Log-probabilities that are reported are fp32 log-softmax of the raw logits, before all of that (what a trainer calls mu
+at temperature 1); of rows that ask for processed ones, of the logits after it, where what was filtered out has none.
 
 Invariants. Whatever depends on the rows only is prepared when the batch changes (`_Plan`), so a step costs few
 operations. Each call leaves one `Draw` and appends it to every row's `draws`; its numbers are pulled to the host once,
@@ -29,6 +29,7 @@ from worker.engine.row_model import RowModel
 from worker.engine.rows import Row
 from worker.engine.token_masks import TokenMasks
 
+LOWEST = -9999.0  # reported of what cannot be drawn: JSON has no infinity (OpenAI's number)
 SMALLEST = 1e-37  # a chance below this counts as none
 SORT_ALL_BELOW = 1024  # a vocabulary this small is sorted whole: cheaper than asking whether candidates suffice
 
@@ -91,6 +92,7 @@ class RowSampler:
         logits_B1V, tokens_B1 = self._model.logits_B1V, self._model.tokens_B1
         assert logits_B1V is not None and tokens_B1 is not None, "the sampler runs after a one-token forward"
         tokens_B = plan.draw(logits_B1V[:, -1, :], tokens_B1)
+        logprobs_BV = plan.reported.of(logprobs_BV)
         self._model.logits_B1V = None
         logprobs_B = mx.take_along_axis(logprobs_BV, tokens_B[:, None], axis=-1)[:, 0]
         top_TK = plan.most_likely(logprobs_BV)
@@ -121,6 +123,7 @@ class _Plan:
         wanted = [index for index, row in enumerate(rows) if row.sampling.top_logprobs]
         self._top = _Subset(wanted, len(rows))
         self.top_index = {index: at for at, index in enumerate(wanted)}
+        self.reported = _Reported(rows, drawn)
         self._top_count = min(max((rows[index].sampling.top_logprobs or 0 for index in wanted), default=0), vocab)
 
     @property
@@ -165,6 +168,7 @@ class _Plan:
             logits_BV = self._tokens.apply(logits_BV, inputs_B1[:, 0])
         if not self._masks.is_empty:
             logits_BV = self._masks.apply(logits_BV, inputs_B1)
+        self.reported.keep_edited(logits_BV)
         if self._drawn.is_empty:
             return mx.argmax(logits_BV, axis=-1)
         tokens_S = self._draw(self._drawn.of(logits_BV))
@@ -182,6 +186,7 @@ class _Plan:
         if self._min_p_S1 is not None:
             limit_S1 = self._min_p_S1 * mx.max(chances_SV, axis=-1, keepdims=True)
             smallest_S1 = mx.maximum(smallest_S1, limit_S1)
+        self.reported.keep_drawn(logits_SV, chances_SV, smallest_S1)
         uniforms_S1 = uniforms(self._seeds_S, self._positions_S)
         self._positions_S += 1
         return draw_by_chance(chances_SV, smallest_S1, uniforms_S1)
@@ -198,6 +203,40 @@ class _Plan:
         if self._top_count == 0:
             return None
         return most_likely(self._top.of(logprobs_BV), self._top_count)
+
+
+class _Reported:
+    """The rows whose log-probabilities are those of what they draw from; a batch without such rows pays nothing.
+
+    A greedy row draws from nothing: of it, those after the edits of its logits are meant (vLLM's choice).
+    """
+
+    def __init__(self, rows: tuple[Row, ...], drawn: list[int]) -> None:
+        asked = [index for index, row in enumerate(rows) if row.sampling.logprobs_mode == "processed_logprobs"]
+        place = {index: at for at, index in enumerate(drawn)}
+        self._greedy = _Subset([index for index in asked if index not in place], len(rows))
+        self._drawn = _Subset([index for index in asked if index in place], len(rows))
+        self._among_drawn = _Subset([place[index] for index in asked if index in place], len(drawn))
+        self._parts: list[tuple[_Subset, mx.array]] = []
+
+    def keep_edited(self, logits_BV: mx.array) -> None:
+        """The logits after all edits."""
+        if not self._greedy.is_empty:
+            self._parts.append((self._greedy, self._greedy.of(logits_BV)))
+
+    def keep_drawn(self, logits_SV: mx.array, chances_SV: mx.array, smallest_S1: mx.array) -> None:
+        """Of the rows that are not greedy: tempered logits, their softmax, and the smallest chance that is kept."""
+        if not self._drawn.is_empty:
+            kept_PV = self._among_drawn.of(chances_SV) >= self._among_drawn.of(smallest_S1)
+            self._parts.append((self._drawn, mx.where(kept_PV, self._among_drawn.of(logits_SV), -mx.inf)))
+
+    def of(self, logprobs_BV: mx.array) -> mx.array:
+        """What is reported, [B, V]: these log-probabilities, and for the rows that ask those of the last draw."""
+        parts, self._parts = self._parts, []
+        for rows, logits_PV in parts:
+            logprobs_PV = logits_PV - mx.logsumexp(logits_PV, axis=-1, keepdims=True)
+            logprobs_BV = rows.put(logprobs_BV, mx.maximum(logprobs_PV, LOWEST))
+        return logprobs_BV
 
 
 class _Subset:

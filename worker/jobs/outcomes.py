@@ -10,6 +10,7 @@ from shared.jobs import JobSpec, JobUsage
 from shared.metrics import Tally
 from shared.owners import working_for
 from shared.redis.job_ledger import Outcome, SampleRecord
+from shared.results import drawing_of
 from shared.scoring.pool import RewardSample
 from shared.scoring.rewards import Rewards
 from shared.scoring.shares import Share
@@ -35,6 +36,7 @@ def finished_trajectory(
     """The trajectory of a sequence that a worker has finished."""
     scoring = spec.kind == "score"
     own = prompt.source.request
+    drawn_with = spec.sampling if own is None else own.sampling
     completion = prompt.score_ids if scoring else result.completion_ids
     given = prompt.source.completion
     finish = result.finish
@@ -61,6 +63,8 @@ def finished_trajectory(
         attempt=result.attempt,
         timings=result.timings,
         metadata=prompt.source.metadata,
+        logprobs_mode="raw_logprobs" if scoring else drawn_with.logprobs_mode,
+        drawn=None if scoring else drawing_of(drawn_with),
     )
 
 

@@ -1,0 +1,85 @@
+"""Writing a run's files: on a full disk the run holds, says so, and goes on as soon as there is room.
+
+Invariant. What is written here may be done again from its beginning, so nothing is lost by waiting: the policy keeps
+its weights, what it has learned from stays unacknowledged until a checkpoint is on disk, and chats go on.
+"""
+
+import asyncio
+import contextlib
+import errno
+import re
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+from safetensors import SafetensorError
+
+from shared.errors import SetupError
+from shared.training import AlertKind
+
+log = structlog.get_logger()
+
+LOOK_S = 5.0  # between two tries while the disk is full
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_NUMBER = re.compile(r"os error (\d+)")  # how safetensors, which is written in Rust, tells it
+
+T = TypeVar("T")
+
+
+class Disk:
+    """Where a run's files go. `stop` ends the waiting: then the last checkpoint counts."""
+
+    def __init__(
+        self,
+        folder: Path,
+        alert: Callable[[AlertKind, str], Awaitable[None]],
+        stop: asyncio.Event,
+        look_s: float = LOOK_S,
+    ) -> None:
+        self._folder = folder
+        self._alert = alert
+        self._stop = stop
+        self._look_s = look_s
+
+    async def write(self, work: Callable[[], Awaitable[T]]) -> T:
+        """What `work` gives, which is asked again while the disk is full.
+
+        SetupError when the run is stopped meanwhile, or may not write there at all.
+        """
+        told = False
+        while True:
+            try:
+                return await work()
+            except (OSError, SafetensorError) as error:
+                number = _number(error)
+                if number in _REFUSED:
+                    raise SetupError(f"cannot write the run's files in {self._folder}: {error}") from error
+                if number not in _FULL:
+                    raise
+                if self._stop.is_set():
+                    raise SetupError(
+                        f"no room for the run's files in {self._folder}: {error}; the last checkpoint counts: "
+                        "make room and start the same command again"
+                    ) from error
+                if not told:
+                    told = True
+                    await self._tell(f"no room for the run's files in {self._folder}: {error}; training holds")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), self._look_s)
+
+    async def _tell(self, message: str) -> None:
+        log.error("train.disk_full", folder=str(self._folder), hint="training goes on as soon as there is room")
+        try:
+            await self._alert("disk_full", message)
+        except Exception as error:  # the ring may be short of room, too: that must not end a run that waits for it
+            log.warning("train.alert_lost", reason=type(error).__name__)
+
+
+def _number(error: OSError | SafetensorError) -> int | None:
+    """The error's number in the operating system."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = _NUMBER.search(str(error))
+    return int(found[1]) if found else None
