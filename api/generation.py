@@ -29,6 +29,7 @@ from shared.errors import (
 )
 from shared.frames import Finish, TokenEvent
 from shared.jobs import RewardSpec
+from shared.redis.faults import reason
 from shared.redis.token_feed import TokenFeed
 from shared.sequences import (
     AdapterPolicy,
@@ -267,7 +268,7 @@ class Generation:
             await self._ring.queue(self._model).cancel(seqs)
             log.info("api.cancelled", sequences=len(seqs), first=seqs[0])
         except (RedisError, OSError) as error:
-            log.warning("api.cancel_failed", error=str(error), sequences=len(seqs))
+            log.warning("api.cancel_failed", error=reason(error), sequences=len(seqs))
 
 
 def _settle(work: Coroutine[Any, Any, None]) -> None:

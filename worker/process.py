@@ -23,6 +23,7 @@ from shared.metrics import Tally
 from shared.redis.adapter_cache import DiskCache
 from shared.redis.affinity import WarmNotes
 from shared.redis.client import connect
+from shared.redis.faults import reason
 from shared.redis.metric_store import MetricWriter
 from shared.redis.pause import PauseSwitch
 from shared.redis.sequence_queue import ClaimPlan, SequenceQueue
@@ -200,7 +201,7 @@ class WorkerProcess:
             try:
                 await loop()
             except (RedisError, OSError) as error:
-                log.warning("worker.redis_trouble", loop=name, error=str(error))
+                log.warning("worker.redis_trouble", loop=name, error=reason(error))
             except Exception:
                 log.exception("worker.loop_failed", loop=name)
             await asyncio.sleep(0.2)

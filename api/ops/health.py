@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 from redis.exceptions import RedisError
 
 from api.ring import SERVING, Ring, ring_of
+from shared.redis.faults import reason
 from shared.redis.pause import PauseMode, PauseSwitch
 from shared.redis.worker_registry import WorkerStatus
 
@@ -90,7 +91,7 @@ async def health(ring: TheRing, response: Response) -> Health:
             await _look(ring, found)
     except (RedisError, OSError) as error:  # TimeoutError is an OSError
         found.status = "overloaded"
-        found.reasons.append(f"Redis does not answer: {str(error) or f'{ANSWER_WITHIN_S:g} s have passed'}")
+        found.reasons.append(f"Redis does not answer: {reason(error)}")
     else:
         _judge(found)
     if ring.shutting_down:
@@ -180,5 +181,5 @@ async def _why_not_ready(ring: Ring) -> str:
                 if any(worker.state in SERVING for worker in await ring.registry.workers(card.name)):
                     return ""
     except (RedisError, OSError) as error:  # TimeoutError is an OSError
-        return f"Redis does not answer: {str(error) or f'{ANSWER_WITHIN_S:g} s have passed'}"
+        return f"Redis does not answer: {reason(error)}"
     return "no worker takes work"

@@ -17,6 +17,7 @@ from shared.errors import ConflictError, UnknownDeadLetterError, UnreadableMessa
 from shared.frames import Finish, TokenEvent
 from shared.redis import keys
 from shared.redis.client import Argument, Script
+from shared.redis.faults import is_refusal
 from shared.redis.token_log import read_tokens
 from shared.sequences import SequenceClass, SequenceSpec, decode_spec, encode
 
@@ -91,6 +92,8 @@ class DeadLetters:
         try:
             entries = await self._redis.xrange(keys.dead_letters(model), entry, entry)
         except ResponseError as error:
+            if is_refusal(error):
+                raise
             raise _unknown(letter_id) from error
         return _letter(model, *entries[0]) if entries else None
 
@@ -126,6 +129,8 @@ class DeadLetters:
         try:
             return bool(await self._redis.xdel(keys.dead_letters(model), entry))
         except ResponseError as error:
+            if is_refusal(error):
+                raise
             raise _unknown(letter_id) from error
 
     async def second_life(self, letter_id: str) -> SecondLife | None:

@@ -9,6 +9,7 @@ from redis.exceptions import RedisError
 from shared.errors import ParallmError
 from shared.jobs import RewardSpec
 from shared.redis import keys
+from shared.redis.faults import reason
 from shared.redis.orders import Orders, Received
 from shared.scoring.pool import RewardSample
 from shared.trajectories import Reward, ScoreOrder
@@ -41,7 +42,7 @@ class Scores:
                 else:
                     await self._orders.wait(LOOK_S)
             except (RedisError, OSError) as error:
-                log.warning("scores.redis_away", error=str(error))
+                log.warning("scores.redis_away", error=reason(error))
                 await asyncio.sleep(RETRY_S)
             except Exception:
                 log.exception("scores.failed")
