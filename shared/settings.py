@@ -136,6 +136,10 @@ class WorkerSettings(JoinSettings):
     served_model_name: str = Field(
         default="", description="name in the API; default: the last part of --model, which a request may also say whole"
     )
+    allow_other_weights: bool = Field(
+        default=False,
+        description="join although workers of this name have other weights, dtype or tokenizer: answers will differ",
+    )
     worker_id: str = Field(default="", description="default: host name and a random part")
     max_batch_size: int = Field(
         default=32,

@@ -31,7 +31,7 @@ log = structlog.get_logger()
 LOOK_EVERY_S = 0.25  # for silent sequences
 HEARTBEAT_S = 10.0
 PROBE_S = 1.0  # between two heartbeats while sequences are silent
-REFUSED_S = 5.0  # of writes; whoever has heard nothing since then is told
+REFUSED_S = 5.0  # of writes; whoever has heard nothing for so long is told
 PING_EVERY_S = 5.0  # on a silent subscription: a connection that died without a word is found
 SLACK_MS = 2_000  # between our clock and Redis'
 PAGE = 256  # frames or chunks decoded without a pause
@@ -264,5 +264,5 @@ class FrameReader:
             return
         told = ServiceUnavailableError(f"Redis refuses to work ({reason(refusal)}); send the request again later")
         for feed in self._feeds:
-            if all(cursor.heard_at < self._refused_at for cursor in feed.cursors):
+            if all(cursor.heard_at < now - REFUSED_S for cursor in feed.cursors):
                 feed.fail(told)

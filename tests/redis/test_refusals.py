@@ -20,6 +20,7 @@ from shared.redis import keys
 from shared.redis.client import require
 from shared.redis.embedded import EmbeddedRedis
 from shared.redis.faults import code_of, is_refusal, reason
+from shared.redis.frame_reader import FrameReader
 from shared.redis.job_queue import arq_redis
 from shared.redis.job_store import JobStore
 from tests.redis.api_servers import Api, api
@@ -189,6 +190,23 @@ async def test_a_request_that_is_under_way_is_told_why_nothing_comes(
         worker.go.set()
     assert code in rest[-1]["error"]["message"] and events.done
     assert answer.status_code == 503 and code in answer.json()["error"]["message"]
+
+
+async def test_a_request_that_came_in_during_a_refusal_is_told_too(
+    redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that writes something harmless first passes, so a sequence may be enqueued, and its tokens may not."""
+    monkeypatch.setattr("shared.redis.frame_reader.REFUSED_S", 0.2)
+    reader = FrameReader(redis_url, "a")
+    await reader.start()
+    async with without_replicas(redis):
+        for _ in range(2):
+            feed = reader.open(MODEL, ["s"])
+            with pytest.raises(ServiceUnavailableError, match="NOREPLICAS"):
+                async with asyncio.timeout(15):
+                    await feed.next()
+            feed.close()
+    await reader.stop()
 
 
 async def test_a_job_outlives_refusals_and_its_runner_logs_no_prompt(
