@@ -234,6 +234,11 @@ class ApiSettings(ProcessSettings):
     )
     api_key_file: Path | None = Field(default=None, description="keys, one a line, with class and limits")
     insecure: bool = Field(default=False, description="listen beyond this machine without any key")
+    allowed_hosts: list[str] = Field(
+        default=[],
+        description="names that clients may call this server by, besides addresses, localhost and the machine's own; "
+        "'*': any, which is the default with keys",
+    )
     cors_origins: list[str] = Field(
         default=[], description="web origins that may call from browsers; none: CORS is off"
     )
