@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 from redis.exceptions import RedisError
 
 from api.ring import SERVING, Ring, ring_of
+from shared.redis.child_troubles import ChildTroubles
 from shared.redis.faults import reason
 from shared.redis.pause import PauseMode, PauseSwitch
 from shared.redis.worker_registry import WorkerStatus
@@ -125,6 +126,7 @@ async def _look(ring: Ring, found: Health) -> None:
         if not any(worker.state in SERVING for worker in workers):
             found.reasons.append(f"no worker of model '{card.name}' takes work")
     found.model_loaded = any(worker.state in SERVING for worker in found.workers)
+    found.reasons += [trouble.told for trouble in await ChildTroubles(ring.redis).read()]
     order = await PauseSwitch(ring.redis).current()
     found.paused = None if order is None else order.mode
 
