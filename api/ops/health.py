@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from api.ring import SERVING, Ring, ring_of
 from shared.redis.child_troubles import ChildTroubles
-from shared.redis.faults import reason
+from shared.redis.faults import is_refusal, reason
 from shared.redis.pause import PauseMode, PauseSwitch
 from shared.redis.worker_registry import WorkerStatus
 
@@ -92,14 +92,20 @@ async def health(ring: TheRing, response: Response) -> Health:
             await _look(ring, found)
     except (RedisError, OSError) as error:  # TimeoutError is an OSError
         found.status = "overloaded"
-        found.reasons.append(f"Redis does not answer: {reason(error)}")
+        found.reasons.append(_of_redis(error))
     else:
+        if ring.frames.refusal:
+            found.reasons.append(f"Redis refuses writes: {ring.frames.refusal}")
         _judge(found)
     if ring.shutting_down:
         found.status = "shutting_down"
     if found.status in ("overloaded", "shutting_down"):
         response.status_code = 503
     return found
+
+
+def _of_redis(error: Exception) -> str:
+    return f"Redis {'refuses writes' if is_refusal(error) else 'does not answer'}: {reason(error)}"
 
 
 async def _look(ring: Ring, found: Health) -> None:
@@ -183,5 +189,5 @@ async def _why_not_ready(ring: Ring) -> str:
                 if any(worker.state in SERVING for worker in await ring.registry.workers(card.name)):
                     return ""
     except (RedisError, OSError) as error:  # TimeoutError is an OSError
-        return f"Redis does not answer: {reason(error)}"
+        return _of_redis(error)
     return "no worker takes work"

@@ -52,6 +52,7 @@ class FrameReader:
         self._reconnected = False
         self._silent = asyncio.Event()  # sequences are: does Redis still take what is written?
         self._refused_at = math.inf  # monotonic time since when it does not
+        self.refusal = ""  # why
         self._tasks: list[asyncio.Task[None]] = []
         self._started_ms = time.time_ns() // 1_000_000
 
@@ -245,7 +246,7 @@ class FrameReader:
         while True:
             try:
                 await self.announce()
-                self._refused_at = math.inf
+                self._refused_at, self.refusal = math.inf, ""
             except (RedisError, OSError) as error:
                 if is_refusal(error):
                     self._tell_of(error)
@@ -258,11 +259,11 @@ class FrameReader:
     def _tell_of(self, refusal: Exception) -> None:
         """Workers cannot write either: what is silent is told so, instead of waiting for its deadline."""
         now = time.monotonic()
-        self._refused_at = min(self._refused_at, now)
-        log.warning("frames.writes_refused", error=reason(refusal), since_s=round(now - self._refused_at, 1))
+        self._refused_at, self.refusal = min(self._refused_at, now), reason(refusal)
+        log.warning("frames.writes_refused", error=self.refusal, since_s=round(now - self._refused_at, 1))
         if now - self._refused_at < REFUSED_S:
             return
-        told = ServiceUnavailableError(f"Redis refuses to work ({reason(refusal)}); send the request again later")
+        told = ServiceUnavailableError(f"Redis refuses to work ({self.refusal}); send the request again later")
         for feed in self._feeds:
             if all(cursor.heard_at < now - REFUSED_S for cursor in feed.cursors):
                 feed.fail(told)

@@ -186,9 +186,11 @@ async def test_a_request_that_is_under_way_is_told_why_nothing_comes(
             await wait_until(all_held)
             async with refusing(redis):
                 rest = await events.all()
+                health = (await server.http.get("/health")).json()
                 answer = await whole
         worker.go.set()
     assert code in rest[-1]["error"]["message"] and events.done
+    assert any(f"Redis refuses writes: {code}" in reason for reason in health["reasons"])
     assert answer.status_code == 503 and code in answer.json()["error"]["message"]
 
 
