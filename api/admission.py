@@ -27,6 +27,7 @@ from api.key_ring import ApiKey, rate_of
 from api.ring import Ring
 from shared.errors import QueueFullError, RateLimitedError, ServiceUnavailableError
 from shared.redis import keys
+from shared.redis.faults import reason
 from shared.settings import ApiSettings
 
 log = structlog.get_logger()
@@ -107,7 +108,7 @@ class Admission:
     def _complain(self, error: Exception) -> None:
         if time.monotonic() - self._complained > COMPLAIN_EVERY_S:
             self._complained = time.monotonic()
-            log.warning("api.rates_not_counted", error=repr(error))
+            log.warning("api.rates_not_counted", error=reason(error))
 
 
 def _check_room(ring: Ring, key: ApiKey | None, name: str) -> None:

@@ -30,6 +30,7 @@ from shared.errors import (
     ServiceUnavailableError,
     UnsupportedParameterError,
 )
+from shared.redis.faults import is_refusal, reason
 
 log = structlog.get_logger()
 
@@ -89,7 +90,8 @@ def install(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         ours = translate(request, error)
         if ours.status >= 500:
-            log.error("api.error", status=ours.status, code=ours.code, error=str(error), path=request.url.path)
+            told = reason(error) if isinstance(error, RedisError) else str(error)
+            log.error("api.error", status=ours.status, code=ours.code, error=told, path=request.url.path)
         return error_response(ours)
 
     for kind in (ParallmError, RequestValidationError, HTTPException, RedisError, OSError):
@@ -108,13 +110,15 @@ def translate(request: Request, error: Exception) -> ParallmError:
 
 
 def from_fault(error: Exception) -> ParallmError:
-    """Our error for what a user cannot help: Redis out of reach, or a fault of ours."""
+    """Our error for what a user cannot help: Redis out of reach or refusing, or a fault of ours."""
     if isinstance(error, ParallmError):
         return error
     if isinstance(error, OSError) and error.errno in _OF_FILES:
         return ServiceUnavailableError("this server's temporary folder is full or cannot be written to (its TMPDIR)")
     if isinstance(error, RedisConnectionError | RedisTimeoutError | WatchError | OSError):
         return ServiceUnavailableError("Redis cannot be reached; try again")
+    if is_refusal(error):
+        return ServiceUnavailableError(f"Redis refuses to work ({reason(error)}); try again later")
     return ParallmError("internal error; the server's log has the details under this x-request-id")
 
 

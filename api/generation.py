@@ -29,8 +29,9 @@ from shared.errors import (
     from_code,
 )
 from shared.frames import Finish, TokenEvent
+from shared.redis.faults import reason
 from shared.redis.named_requests import NamedRequests
-from shared.redis.token_feed import TokenFeed
+from shared.redis.token_feed import LOST, TokenFeed
 from shared.sequences import (
     AdapterPolicy,
     Collection,
@@ -283,13 +284,14 @@ class Generation:
         if spec is None or not says_the_same:
             log.warning("api.sequence_lost", sequence=seq, position=position)
             if self._feed is not None:
-                self._feed.fail(ServiceUnavailableError("the request was lost when Redis was restarted; send it again"))
+                self._feed.fail(ServiceUnavailableError(LOST))
             return
         log.warning("api.enqueued_anew", sequence=seq, position=position)
         _settle(self._enqueue_anew(spec))
 
     async def _enqueue_anew(self, spec: SequenceSpec) -> None:
         with contextlib.suppress(RedisError, OSError, QueueFullError):  # still lost: it will be asked for again
+            await self._ring.frames.announce()  # first: a sequence without a living reader is cancelled
             await self._ring.queue(self._model).enqueue([spec])
 
     async def _cancel(self, seqs: list[str]) -> None:
@@ -297,7 +299,7 @@ class Generation:
             await self._ring.queue(self._model).cancel(seqs)
             log.info("api.cancelled", sequences=len(seqs), first=seqs[0])
         except (RedisError, OSError) as error:
-            log.warning("api.cancel_failed", error=str(error), sequences=len(seqs))
+            log.warning("api.cancel_failed", error=reason(error), sequences=len(seqs))
 
 
 def owner() -> str:

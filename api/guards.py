@@ -1,10 +1,11 @@
-"""What stands between a connection and the routes, from the outside in: CORS, origin, key, admission, body."""
+"""What stands between a connection and the routes, from the outside in: host, CORS, origin, key, admission, body."""
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from api.admission import Admission
 from api.auth import OwnOrigin, RequireKey
+from api.hosts import OwnHost, allowed_hosts
 from api.key_ring import KeyRing
 from api.limits import BodyLimit
 from shared.settings import ApiSettings
@@ -27,3 +28,6 @@ def guard(app: FastAPI, settings: ApiSettings) -> None:
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after", "x-next-after", "x-parallm-unused-parameters"],
         )
+    hosts = allowed_hosts(settings, keys=bool(keys))
+    if hosts is not None:
+        app.add_middleware(OwnHost, hosts)

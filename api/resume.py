@@ -23,6 +23,7 @@ from api.ring import Ring
 from shared.errors import NotFoundError
 from shared.frames import TokenEvent
 from shared.redis import keys
+from shared.redis.faults import reason
 from shared.redis.job_ledger import ask
 from shared.redis.token_frames import read_tokens
 
@@ -119,7 +120,7 @@ async def _cancel_unless_resumed(ring: Ring, plan: ReplyPlan, unfinished: list[s
             await ring.queue(plan.served).cancel(ours)
             log.info("api.cancelled", sequences=len(ours), first=ours[0], reason="not resumed")
     except (RedisError, OSError) as error:
-        log.warning("api.cancel_failed", error=str(error), sequences=len(unfinished))
+        log.warning("api.cancel_failed", error=reason(error), sequences=len(unfinished))
 
 
 async def _addressees(ring: Ring, model: str, seqs: list[str]) -> dict[str, str | None]:

@@ -161,7 +161,8 @@ class Ring:
                 raise UnknownModelError(f"model '{name}' does not exist; served: {_listed(live)}", param="model")
             card = live.get(known.name)
         if card is None:
-            raise ServiceUnavailableError(f"no live worker serves model '{name}' at the moment")
+            why = f": Redis refuses writes ({self.frames.refusal})" if self.frames.refusal else ""
+            raise ServiceUnavailableError(f"no live worker serves model '{name}' at the moment{why}")
         return ServedModel(card, await self.codecs.codec(card), self.queue(card.name))
 
     async def known(self, name: str) -> tuple[ModelCard, TextCodec]:

@@ -19,6 +19,7 @@ import httpx
 import structlog
 import yaml
 from pydantic import SecretStr
+from redis.exceptions import RedisError
 
 from api.auth import check_exposure
 from api.key_ring import KeyRing
@@ -29,7 +30,8 @@ from shared.errors import ServiceUnavailableError, SetupError
 from shared.lifeline import follow_parent
 from shared.logs import configure
 from shared.redis.address import shown
-from shared.redis.client import answers, require
+from shared.redis.child_troubles import ChildTroubles
+from shared.redis.client import answers, connect, require
 from shared.redis.embedded import EmbeddedRedis
 from shared.settings import ApiSettings, RunnerSettings, ServeSettings, WorkerSettings, load
 
@@ -40,6 +42,7 @@ TRAINER_FLAGS = ("lora_rank", "atropos_url")  # of ours that are the hosted trai
 SECRETS = ("PARALLM_API_KEY", "PARALLM_CONNECT_KEY", "PARALLM_REDIS_PASSWORD")
 READY_TIMEOUT_S = 600.0  # a large model loads for minutes
 REDIS_LOOK_S = 0.2
+TELL_EVERY_S = 1.0
 LAST_LOOK_S = 1.0  # at the end: without Redis no child can finish anything
 REDIS_ATTEMPTS = 5
 
@@ -207,16 +210,33 @@ async def _until_stopped(
     ready = asyncio.create_task(_announce(settings, listener))
     stopped = asyncio.create_task(stop.wait())
     tended = asyncio.create_task(_tend(server))
+    telling = asyncio.create_task(_tell_troubles(supervisor, settings.redis))
     waits: list[asyncio.Future[Any]] = [stopped, supervisor.failed, supervisor.ended, tended]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     if tended.done():
         tended.result()
-    for task in (ready, stopped, tended):
+    for task in (ready, stopped, tended, telling):
         task.cancel()
     if supervisor.failed.done():
         log.error("serve.child_gave_up", child=supervisor.failed.result().name)
         return 2
     return 0
+
+
+async def _tell_troubles(supervisor: Supervisor, url: str) -> None:
+    """Let `/health` say which child ends again and again."""
+    redis = connect(url)
+    told, teller = False, f"{socket.gethostname()}:{os.getpid()}"
+    try:
+        while True:
+            await asyncio.sleep(TELL_EVERY_S)
+            troubles = supervisor.troubles()
+            if troubles or told:
+                with contextlib.suppress(RedisError, OSError):
+                    await ChildTroubles(redis).tell(teller, troubles)
+                    told = bool(troubles)
+    finally:
+        await redis.aclose()
 
 
 async def _tend(server: EmbeddedRedis | None) -> None:

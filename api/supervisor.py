@@ -1,13 +1,15 @@
 """Child processes that live as long as we do: started, watched, restarted, stopped in order.
 
 Each child holds the read end of a pipe from us (its stdin) and leaves when it closes (shared/lifeline.py), so a
-`kill -9` of this process leaves nothing behind. Exit code 2 means "set up wrongly": such a child is not restarted.
+`kill -9` of this process leaves nothing behind. Exit code 2 means "set up wrongly": a child that says so at its
+first start ends everything; one that has run before is tried again, as after any other death, while the others serve.
 """
 
 import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -15,12 +17,16 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from shared.redis.child_troubles import ChildTrouble
+
 log = structlog.get_logger()
 
 SETUP_EXIT_CODE = 2
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 10.0
+LONGEST_SETUP_DELAY_S = 60.0  # while somebody has to change something first
 STEADY_AFTER_S = 60.0
+WELL_AFTER_S = 15.0  # from then on a restarted child is no trouble any more
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,16 @@ class Child:
     process: asyncio.subprocess.Process | None = None
     watch: "asyncio.Task[None] | None" = None
     restarts: int = 0
+    exit_code: int = 0  # of its last death
+    deaths: int = 0  # in a row
+    began: float = 0.0  # monotonic
     stopping: bool = False
     exited: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def runs(self) -> bool:
+        """Whether its process is alive."""
+        return self.process is not None and self.process.returncode is None
 
 
 class Supervisor:
@@ -80,10 +94,20 @@ class Supervisor:
 
     def alive(self) -> bool:
         """Whether every child runs."""
-        return all(c.process is not None and c.process.returncode is None for c in self._children)
+        return all(child.runs for child in self._children)
+
+    def troubles(self) -> list[ChildTrouble]:
+        """Children that have died of late, and are not well again."""
+        now, host = time.monotonic(), socket.gethostname().split(".")[0]
+        return [
+            ChildTrouble(child.spec.name, host, child.exit_code, child.deaths)
+            for child in self._children
+            if child.deaths and not child.stopping and not (child.runs and now - child.began > WELL_AFTER_S)
+        ]
 
     async def _spawn(self, child: Child) -> None:
         spec = child.spec
+        child.began = time.monotonic()
         child.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -100,18 +124,21 @@ class Supervisor:
         delay = FIRST_DELAY_S
         while True:
             assert child.process is not None
-            began = time.monotonic()
             code = await child.process.wait()
             if child.stopping:
                 child.exited.set()
                 return
-            if code == SETUP_EXIT_CODE or (code == 0 and child.spec.ends):
+            wrong = code == SETUP_EXIT_CODE and (child.spec.ends or not child.restarts)
+            if wrong or (code == 0 and child.spec.ends):
                 told = self.failed if code else self.ended
                 if not told.done():
                     told.set_result(child.spec)
                 child.exited.set()
                 return
-            delay = FIRST_DELAY_S if time.monotonic() - began > STEADY_AFTER_S else min(LONGEST_DELAY_S, delay * 2)
+            steady = time.monotonic() - child.began > STEADY_AFTER_S
+            longest = LONGEST_SETUP_DELAY_S if code == SETUP_EXIT_CODE else LONGEST_DELAY_S
+            delay = FIRST_DELAY_S if steady else min(longest, delay * 2)
+            child.exit_code, child.deaths = code, 1 if steady else child.deaths + 1
             log.warning("serve.child_died", child=child.spec.name, exit_code=code, restart_in_s=delay)
             await asyncio.sleep(delay)
             if child.stopping:

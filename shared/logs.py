@@ -36,9 +36,9 @@ def configure(level: str = "INFO", json: bool | None = None) -> None:
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    renderer: list[Processor] = (
-        [_tracebacks, structlog.processors.JSONRenderer(default=str)] if as_json else [structlog.dev.ConsoleRenderer()]
-    )
+    renderer: list[Processor] = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+    if as_json:
+        renderer = [_tracebacks, structlog.processors.JSONRenderer(default=str)]
     structlog.configure(
         processors=[*shared, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),

@@ -147,6 +147,10 @@ class WorkerSettings(JoinSettings):
     served_model_name: str = Field(
         default="", description="name in the API; default: the last part of --model, which a request may also say whole"
     )
+    allow_other_weights: bool = Field(
+        default=False,
+        description="join although workers of this name have other weights, dtype or tokenizer: answers will differ",
+    )
     worker_id: str = Field(default="", description="default: host name and a random part")
     max_batch_size: int = Field(
         default=32,
@@ -251,6 +255,11 @@ class ApiSettings(ProcessSettings):
     )
     api_key_file: Path | None = Field(default=None, description="keys, one a line, with class and limits")
     insecure: bool = Field(default=False, description="listen beyond this machine without any key")
+    allowed_hosts: list[str] = Field(
+        default=[],
+        description="names that clients may call this server by, besides addresses, localhost and the machine's own; "
+        "'*': any, which is the default with keys",
+    )
     cors_origins: list[str] = Field(
         default=[], description="web origins that may call from browsers; none: CORS is off"
     )

@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 
 from shared.errors import ConflictError, ParallmError
 from shared.redis import keys
+from shared.redis.faults import reason
 from shared.training import TrainerState, TrainerStatus, TrainingPoint
 
 log = structlog.get_logger()
@@ -98,7 +99,8 @@ class RingBoard:
             await asyncio.gather(self._beating, return_exceptions=True)
         with contextlib.suppress(*_AWAY):
             failed = error is not None and not isinstance(error, asyncio.CancelledError)
-            problem = f"{type(error).__name__}: {error}" if failed else ""
+            told = reason(error) if isinstance(error, RedisError) else str(error)
+            problem = f"{type(error).__name__}: {told}" if failed else ""
             await self.show("failed" if failed else "ended", problem=problem)
             await self._board.let_go(self.owner)
 
@@ -131,7 +133,7 @@ class RingBoard:
                     return
                 await self._write()
             except _AWAY as error:
-                log.warning("train.board_away", error=str(error))
+                log.warning("train.board_away", error=reason(error))
             await asyncio.sleep(BEAT_S)
 
 

@@ -12,6 +12,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from shared.redis.faults import reason
 from shared.redis.sequence_queue import SequenceQueue
 from worker.publisher import Publisher
 from worker.running import Running
@@ -63,7 +64,7 @@ class Farewell:
                 async with asyncio.timeout(LAST_WORDS_S):
                     await self._redis.ping()
             except (RedisError, OSError) as error:  # TimeoutError is an OSError
-                log.warning("worker.redis_trouble", loop="drain", error=str(error), rows=len(self._running))
+                log.warning("worker.redis_trouble", loop="drain", error=reason(error), rows=len(self._running))
                 return
             await asyncio.sleep(LAST_WORDS_S / 3)
 
@@ -84,4 +85,4 @@ class Farewell:
                     log.info("worker.handed_back", sequences=len(rows))
                 await self._queue.delete_worker_streams(self._worker_id)
         except (RedisError, OSError) as error:
-            log.warning("worker.redis_trouble", loop="hand_back", error=str(error), sequences=len(rows))
+            log.warning("worker.redis_trouble", loop="hand_back", error=reason(error), sequences=len(rows))

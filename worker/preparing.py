@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 
 from shared.errors import EngineError, ParallmError
 from shared.frames import Finish, TokenEvent
+from shared.redis.faults import reason
 from worker.adapter_sync import AdapterSync
 from worker.engine.thread import RowRequest
 from worker.running import Running
@@ -59,7 +60,7 @@ class Preparing:
             try:
                 return replace(request, spec=await self._adapters.prepare(spec, request.prior))
             except (RedisError, OSError) as error:
-                log.warning("worker.adapter_delayed", sequence=spec.id, error=str(error))
+                log.warning("worker.adapter_delayed", sequence=spec.id, error=reason(error))
                 await asyncio.sleep(0.2)
             except Exception as error:
                 known = error if isinstance(error, ParallmError) else EngineError(f"{type(error).__name__}: {error}")

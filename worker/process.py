@@ -23,11 +23,12 @@ from shared.metrics import Tally
 from shared.redis.adapter_cache import DiskCache
 from shared.redis.affinity import WarmNotes
 from shared.redis.client import connect
+from shared.redis.faults import reason
 from shared.redis.metric_store import MetricWriter
 from shared.redis.pause import PauseSwitch
 from shared.redis.sequence_queue import ClaimPlan, SequenceQueue
 from shared.redis.token_frames import FrameWriter, read_tokens
-from shared.redis.worker_registry import WorkerRegistry, WorkerState
+from shared.redis.worker_registry import WorkerRegistry, WorkerState, WorkerStatus
 from shared.sequences import Claim, ModelCard
 from shared.settings import WorkerSettings
 from shared.text import TokenizerBundle
@@ -159,6 +160,8 @@ class WorkerProcess:
             self._pause.poke,
             self._cache_resets.take,
         )
+        if not self._settings.allow_other_weights:
+            await self._registry.admit(card, self._status)
         await self._registry.register_model(card, tokenizer)
         self._state = "ready"
         await self._pause.look()
@@ -203,7 +206,7 @@ class WorkerProcess:
             try:
                 await loop()
             except (RedisError, OSError) as error:
-                log.warning("worker.redis_trouble", loop=name, error=str(error))
+                log.warning("worker.redis_trouble", loop=name, error=reason(error))
             except Exception:
                 log.exception("worker.loop_failed", loop=name)
             await asyncio.sleep(0.2)
@@ -355,14 +358,13 @@ class WorkerProcess:
                 await self._orders.end_orphans()
             await self._beat()
 
-    async def _beat(self) -> None:
-        stats = self._engine.stats()
+    def _status(self) -> WorkerStatus:
         now, (then, tokens) = time.monotonic(), self._rate
         self._rate = (now, self._publisher.tokens)
-        status = worker_status(
+        return worker_status(
             Identity(self.id, self._card, self._started_ms),
             self._settings,
-            stats,
+            self._engine.stats(),
             self._engine.adapter_stats(),
             state=self._shown_state(),
             pause=self._pause.rests_under,
@@ -370,7 +372,9 @@ class WorkerProcess:
             tokens_per_s=(self._publisher.tokens - tokens) / max(1e-3, now - then),
             silent_s=self._watch.silent_s,
         )
-        await self._registry.heartbeat(status)
+
+    async def _beat(self) -> None:
+        await self._registry.heartbeat(self._status())
         await self._count()
         await self._adapters.tend()
         self._others = [other for other in await self._registry.live(self._card.name) if other != self.id]

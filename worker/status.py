@@ -4,7 +4,7 @@ import os
 import socket
 from dataclasses import asdict, dataclass
 
-from shared.redis.worker_registry import WorkerState, WorkerStatus
+from shared.redis.worker_registry import WorkerState, WorkerStatus, weights_of
 from shared.sequences import ModelCard
 from shared.settings import WorkerSettings
 from worker.engine.adapters import AdapterStats
@@ -44,6 +44,7 @@ def worker_status(
         pid=os.getpid(),
         state=state,
         pause=pause,
+        weights=weights_of(who.card),
         rows=stats.rows,
         max_rows=settings.max_batch_size,
         waiting=stats.waiting,

@@ -24,6 +24,7 @@ from api.targets import Target, find_target
 from shared.errors import InvalidRequestError, ParallmError, ServiceUnavailableError, UnknownJobError
 from shared.jobs import TERMINAL, JobInput, JobSpec, JobStatus
 from shared.redis.batch_store import BatchError, BatchRecord, BatchSpec, BatchState
+from shared.redis.faults import reason
 from shared.redis.file_store import FileWriter
 from shared.redis.job_ledger import JobLedger
 from shared.redis.keys import BATCH_LEASE_MS
@@ -104,11 +105,12 @@ class BatchWork:
             with acting_for(record.spec.tenant):
                 await (self._finalize(record) if record.job else self._validate(record))
         except (RedisError, OSError, ServiceUnavailableError) as error:
-            log.info("batch.waits", batch=batch_id, error=str(error))
+            log.info("batch.waits", batch=batch_id, error=reason(error))
             waits = True
         except Exception as error:
             log.exception("batch.failed", batch=batch_id)
-            told = BatchError("server_error", f"{type(error).__name__}: {error}")
+            why = reason(error) if isinstance(error, RedisError) else str(error)
+            told = BatchError("server_error", f"{type(error).__name__}: {why}")
             with contextlib.suppress(RedisError, OSError):
                 await self._store.end(batch_id, "failed", errors=(told,))
         finally:

@@ -14,6 +14,8 @@ from redis.exceptions import RedisError
 
 from api.load import Load
 from api.ring import SERVING, Ring, ring_of
+from shared.redis.child_troubles import ChildTroubles
+from shared.redis.faults import is_refusal, reason
 from shared.redis.pause import PauseMode, PauseSwitch
 from shared.redis.worker_registry import WorkerStatus
 
@@ -100,14 +102,20 @@ async def health(ring: TheRing, response: Response) -> Health:
             await _look(ring, found)
     except (RedisError, OSError) as error:  # TimeoutError is an OSError
         found.status = "overloaded"
-        found.reasons.append(f"Redis does not answer: {str(error) or f'{ANSWER_WITHIN_S:g} s have passed'}")
+        found.reasons.append(_of_redis(error))
     else:
+        if ring.frames.refusal:
+            found.reasons.append(f"Redis refuses writes: {ring.frames.refusal}")
         _judge(found, ring.load)
     if ring.shutting_down:
         found.status = "shutting_down"
     if found.status in ("overloaded", "shutting_down"):
         response.status_code = 503
     return found
+
+
+def _of_redis(error: Exception) -> str:
+    return f"Redis {'refuses writes' if is_refusal(error) else 'does not answer'}: {reason(error)}"
 
 
 async def _look(ring: Ring, found: Health) -> None:
@@ -134,6 +142,7 @@ async def _look(ring: Ring, found: Health) -> None:
         if not any(worker.state in SERVING for worker in workers):
             found.reasons.append(f"no worker of model '{card.name}' takes work")
     found.model_loaded = any(worker.state in SERVING for worker in found.workers)
+    found.reasons += [trouble.told for trouble in await ChildTroubles(ring.redis).read()]
     order = await PauseSwitch(ring.redis).current()
     found.paused = None if order is None else order.mode
 
@@ -194,5 +203,5 @@ async def why_not_ready(ring: Ring) -> str:
                 if any(worker.state in SERVING for worker in await ring.registry.workers(card.name)):
                     return ""
     except (RedisError, OSError) as error:  # TimeoutError is an OSError
-        return f"Redis does not answer: {str(error) or f'{ANSWER_WITHIN_S:g} s have passed'}"
+        return _of_redis(error)
     return "no worker takes work"

@@ -9,6 +9,7 @@ from api.ops.snapshot import Snapshots, ended_by_queue
 from api.ops.views import RingSnapshot
 from api.ring import Ring
 from shared.metrics import SUM, parse_field
+from shared.redis.faults import reason
 from shared.redis.metric_store import read_totals
 from shared.redis.ring_history import SAMPLE_EVERY_S, RingHistory, RingSample
 
@@ -65,5 +66,5 @@ async def sample_forever(ring: Ring, snapshots: Snapshots) -> None:
                 totals = await read_totals(ring.redis)
                 await history.add(sample_of(await snapshots.read(), totals))
         except Exception as error:
-            log.warning("api.sample_failed", error=str(error))
+            log.warning("api.sample_failed", error=reason(error))
         await asyncio.sleep(SAMPLE_EVERY_S)

@@ -1,7 +1,8 @@
 """What each kind of process may do in Redis: one ACL user a role, with no more than it needs.
 
-`user_line` gives a line for Redis' aclfile (or for ACL SETUSER). Nobody gets commands that look at all keys, run other
-scripts than ours by text, or manage the server; INFO is for the dashboard's header. Redis 7 or Valkey.
+`user_line` gives a line for Redis' aclfile (or for ACL SETUSER). Only the viewer may list all keys, and nobody manages
+the server. Scripts are loaded by text (SCRIPT LOAD) and run by hash; what a script touches is bound by its user's keys
+and commands as if there were no script. INFO is for the dashboard's header. Redis 7 or Valkey.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
 _DATA = (
     "-@all", "+@string", "+@hash", "+@list", "+@set", "+@sortedset", "+@stream", "+@keyspace", "+@transaction",
-    "+@connection", "+@pubsub", "+evalsha", "+script|load", "+time", "-@dangerous", "-@admin",
+    "+@connection", "+@pubsub", "+evalsha", "+script|load", "+time", "-@dangerous", "-@admin", "-scan", "-randomkey",
 )  # fmt: skip
 _LOOK = ("-@all", "+@read", "+@connection", "-@dangerous", "-@admin", "+info")
 

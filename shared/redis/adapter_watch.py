@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 from shared.adapters import AdapterEvent
 from shared.redis import keys
 from shared.redis.adapter_catalog import AdapterCatalog
+from shared.redis.faults import reason
 
 log = structlog.get_logger()
 
@@ -41,7 +42,7 @@ async def watch(redis: Redis, *, reread_s: float = 5.0) -> AsyncIterator[Adapter
                         known[event.name] = event.latest
                         yield event
         except (RedisError, OSError) as error:
-            log.warning("adapters.watch_interrupted", error=str(error))
+            log.warning("adapters.watch_interrupted", error=reason(error))
             await asyncio.sleep(0.2)
 
 

@@ -9,6 +9,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from shared.errors import ServiceUnavailableError
+from shared.redis.faults import reason
 
 log = structlog.get_logger()
 
@@ -40,7 +41,7 @@ class BackgroundReader(ABC):
             try:
                 await self._read_round()
             except (RedisError, OSError, ServiceUnavailableError) as error:
-                log.warning("reading.away", reader=type(self).__name__, error=str(error))
+                log.warning("reading.away", reader=type(self).__name__, error=reason(error))
                 await asyncio.sleep(RETRY_S)
             except Exception:  # a reader that ends would leave others waiting in silence
                 log.exception("reading.failed", reader=type(self).__name__)

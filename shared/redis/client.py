@@ -19,12 +19,13 @@ from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.redis.address import SentinelAddress, is_sentinel, shown
 from shared.redis.cancelling import make_cancellable
+from shared.redis.faults import DiscreetRedis, code_of, make_discreet, reason
 from shared.redis.sentinel import UnknownServiceError, follow
 
 ANSWER_WITHIN_S = 5.0
@@ -60,8 +61,10 @@ def connect(url: str, *, blocking: bool = False) -> "Redis":
 
 def _client(url: str, **options: Any) -> "Redis":
     if is_sentinel(url):
-        return follow(SentinelAddress.parse(url), **options)
-    client: Redis = Redis.from_url(url, **options)
+        client = follow(SentinelAddress.parse(url), **options)
+    else:
+        client = DiscreetRedis.from_url(url, **options)
+    make_discreet(client.connection_pool)
     return client
 
 
@@ -83,9 +86,9 @@ async def require(url: str, within_s: float = ANSWER_WITHIN_S) -> None:
                 return
             except (RedisError, OSError) as error:
                 if isinstance(error.__cause__, UnknownServiceError):
-                    raise SetupError(f"--redis {shown(url)}: {error}") from error
+                    raise SetupError(f"--redis {shown(url)}: {reason(error.__cause__)}") from error
                 if time.monotonic() > deadline:
-                    raise ServiceUnavailableError(f"no Redis answers at {shown(url)}: {error}") from error
+                    raise ServiceUnavailableError(f"no Redis answers at {shown(url)}: {reason(error)}") from error
             await asyncio.sleep(0.1)
     finally:
         await client.aclose()
@@ -147,7 +150,5 @@ def _lua(name: str) -> str:
 
 
 def is_no_script(error: object) -> bool:
-    """Whether an answer means that the server does not know a script (a pipeline words it differently)."""
-    return isinstance(error, NoScriptError) or (
-        isinstance(error, ResponseError) and "no matching script" in str(error).lower()
-    )
+    """Whether an answer means that the server does not know a script."""
+    return isinstance(error, ResponseError) and code_of(error) == "NOSCRIPT"

@@ -18,6 +18,7 @@ from shared.frames import Finish, TokenEvent
 from shared.owners import ADMINS, ANYBODY, Asker
 from shared.redis import keys
 from shared.redis.client import Argument, Script
+from shared.redis.faults import is_refusal
 from shared.redis.token_log import read_tokens
 from shared.sequences import SequenceClass, SequenceSpec, decode_spec, encode
 
@@ -111,6 +112,8 @@ class DeadLetters:
         try:
             entries = await self._redis.xrange(keys.dead_letters(model), entry, entry)
         except ResponseError as error:
+            if is_refusal(error):
+                raise
             raise unknown_letter(letter_id) from error
         return _letter(model, *entries[0]) if entries else None
 
@@ -155,6 +158,8 @@ class DeadLetters:
         try:
             return bool(await self._redis.xdel(keys.dead_letters(model), entry))
         except ResponseError as error:
+            if is_refusal(error):
+                raise
             raise unknown_letter(letter_id) from error
 
     async def second_life(self, letter_id: str) -> SecondLife | None:

@@ -18,9 +18,11 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from shared.errors import ServiceUnavailableError
 from shared.frames import TokenEvent
 from shared.redis import keys
 from shared.redis.client import connect, server_time_ms
+from shared.redis.faults import is_refusal, reason
 from shared.redis.token_feed import SequenceCursor, TokenFeed
 from shared.redis.token_log import events_of_chunk, events_of_frame
 
@@ -28,6 +30,8 @@ log = structlog.get_logger()
 
 LOOK_EVERY_S = 0.25  # for silent sequences
 HEARTBEAT_S = 10.0
+PROBE_S = 1.0  # between two heartbeats while sequences are silent
+REFUSED_S = 5.0  # of writes; whoever has heard nothing for so long is told
 PING_EVERY_S = 5.0  # on a silent subscription: a connection that died without a word is found
 SLACK_MS = 2_000  # between our clock and Redis'
 PAGE = 256  # frames or chunks decoded without a pause
@@ -46,6 +50,9 @@ class FrameReader:
         self._known = "0-0"  # our frame stream has been read up to here
         self._clock_ms = 0.0  # Redis' time minus our monotonic time
         self._reconnected = False
+        self._silent = asyncio.Event()  # sequences are: does Redis still take what is written?
+        self._refused_at = math.inf  # monotonic time since when it does not
+        self.refusal = ""  # why
         self._tasks: list[asyncio.Task[None]] = []
         self._started_ms = time.time_ns() // 1_000_000
 
@@ -123,7 +130,7 @@ class FrameReader:
                     await channel.subscribe(keys.frame_channel(self.api_id))
                     await self._dispatch_all(channel, subscribed)
             except (RedisError, OSError) as error:
-                log.warning("frames.connection_lost", error=str(error))
+                log.warning("frames.connection_lost", error=reason(error))
             await asyncio.sleep(0.1)
 
     async def _dispatch_all(self, channel: Any, subscribed: asyncio.Event) -> None:
@@ -157,7 +164,7 @@ class FrameReader:
             try:
                 await self._repair_once()
             except (RedisError, OSError) as error:
-                log.warning("frames.repair_failed", error=str(error))
+                log.warning("frames.repair_failed", error=reason(error))
                 await asyncio.sleep(LOOK_EVERY_S)
 
     def _next_look_s(self) -> float:
@@ -177,6 +184,7 @@ class FrameReader:
         await self._read_frames(min(cursor.heard_at for cursor in due))
         due = [cursor for cursor in due if reconnected or cursor.due_at <= now]
         if due:
+            self._silent.set()
             await self._read_logs(due)
             for cursor in due:
                 cursor.asked(now)
@@ -206,6 +214,7 @@ class FrameReader:
             now = time.monotonic()
             for cursor, chunks, exists in zip(some, answers[::2], answers[1::2], strict=True):
                 if not exists and not chunks and cursor.feed.on_lost is not None:
+                    cursor.attempt = 0  # attempts are counted anew, too
                     cursor.feed.on_lost(cursor.seq, cursor.position)
                 self._offer_log(cursor, (e for _, fields in chunks for e in events_of_chunk(fields, cursor.seq)), now)
             await asyncio.sleep(0)
@@ -217,20 +226,44 @@ class FrameReader:
 
     # -- heartbeat
 
-    async def _beat(self) -> None:
+    async def announce(self) -> None:
+        """Say that this process lives and reads."""
         key = keys.api(self.api_id)
+        fields = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started_ms": self._started_ms,
+            "streams": self.streams,
+            "heartbeat_ms": time.time_ns() // 1_000_000,
+        }
+        async with self.redis.pipeline() as pipe:
+            pipe.hset(key, mapping=fields)
+            pipe.expire(key, keys.API_TTL_S)
+            pipe.expire(keys.frames(self.api_id), keys.API_TTL_S)
+            await pipe.execute()
+
+    async def _beat(self) -> None:
         while True:
-            fields = {
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "started_ms": self._started_ms,
-                "streams": self.streams,
-                "heartbeat_ms": time.time_ns() // 1_000_000,
-            }
-            with contextlib.suppress(RedisError, OSError):
-                async with self.redis.pipeline() as pipe:
-                    pipe.hset(key, mapping=fields)
-                    pipe.expire(key, keys.API_TTL_S)
-                    pipe.expire(keys.frames(self.api_id), keys.API_TTL_S)
-                    await pipe.execute()
-            await asyncio.sleep(HEARTBEAT_S)
+            try:
+                await self.announce()
+                self._refused_at, self.refusal = math.inf, ""
+            except (RedisError, OSError) as error:
+                if is_refusal(error):
+                    self._tell_of(error)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._silent.wait()
+            self._silent.clear()
+            await asyncio.sleep(min(PROBE_S, REFUSED_S / 2))
+
+    def _tell_of(self, refusal: Exception) -> None:
+        """Workers cannot write either: what is silent is told so, instead of waiting for its deadline."""
+        now = time.monotonic()
+        self._refused_at, self.refusal = min(self._refused_at, now), reason(refusal)
+        log.warning("frames.writes_refused", error=self.refusal, since_s=round(now - self._refused_at, 1))
+        if now - self._refused_at < REFUSED_S:
+            return
+        told = ServiceUnavailableError(f"Redis refuses to work ({self.refusal}); send the request again later")
+        for feed in self._feeds:
+            if all(cursor.heard_at < now - REFUSED_S for cursor in feed.cursors):
+                feed.fail(told)

@@ -14,6 +14,8 @@ import msgspec
 from arq.connections import ArqRedis
 from redis.asyncio import Redis
 
+from shared.redis.faults import DiscreetRedis
+
 QUEUE = "arq:parallm"
 TICK = "tick"  # arq's name of the one function
 WAKE_CHANNEL = f"{QUEUE}:wake"
@@ -30,9 +32,13 @@ def deserialize(data: bytes) -> dict[str, Any]:
     return msgspec.msgpack.decode(data, type=dict[str, Any])
 
 
+class _DiscreetArq(ArqRedis):  # type: ignore[misc]  # arq has no types
+    pipeline = DiscreetRedis.pipeline
+
+
 def arq_redis(redis: Redis) -> ArqRedis:
     """arq's client over the connections of ours."""
-    return ArqRedis(
+    return _DiscreetArq(
         pool_or_conn=redis.connection_pool,
         job_serializer=serialize,
         job_deserializer=deserialize,

@@ -33,6 +33,7 @@ DOCUMENTED: tuple[KeyKind, ...] = (
     KeyKind("parallm:{*}:workers", "sorted set", "worker", "7 d", "worker ids by heartbeat"),
     KeyKind("parallm:{*}:warm:*", "hash", "worker", "10 min, bounded", "which worker computed which prefix last"),
     KeyKind("parallm:pause", "string", "api", "1 d, refreshed", "the pause in force, JSON"),
+    KeyKind("parallm:children", "hash", "serve", "30 s, refreshed", "child processes that end again and again, JSON"),
     KeyKind("parallm:models", "sorted set", "worker", "7 d", "model names by heartbeat"),
     KeyKind("parallm:{*}:model", "string", "worker", "7 d", "model card, JSON"),
     KeyKind("parallm:tokenizer:*", "string", "worker", "7 d", "tokenizer bundle, JSON, by sha256"),

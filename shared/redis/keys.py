@@ -14,6 +14,7 @@ DAY_S = 86_400
 SEQUENCE_TTL_S = 3_600  # of a finished sequence and its log
 REGISTRY_TTL_S = 7 * DAY_S  # model cards and tokenizers outlive their workers
 WORKER_TTL_S = 10  # refreshed by each heartbeat
+CHILD_TROUBLES_TTL_S = 30  # told again while they last
 API_TTL_S = 60  # of an api's heartbeat and frame stream
 JOB_TTL_S = 7 * DAY_S  # from its last change
 FILE_UPLOAD_TTL_S = 3_600  # of bytes without a description: a torn upload
@@ -92,6 +93,11 @@ def workers(model: str) -> str:
 def warm_prefixes(model: str, epoch: int) -> str:
     """Hash: hash of a prompt's beginning -> the worker that computed it last, in one epoch."""
     return f"{PREFIX}:{{{model}}}:warm:{epoch}"
+
+
+def child_troubles() -> str:
+    """Hash of whoever runs children -> JSON of those that end again and again."""
+    return f"{PREFIX}:children"
 
 
 def pause() -> str:

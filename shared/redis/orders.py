@@ -16,6 +16,7 @@ from redis.exceptions import ResponseError
 
 from shared.errors import QueueFullError
 from shared.redis import keys
+from shared.redis.faults import code_of
 
 TAKERS = "takers"  # the consumer group
 _LOOK_S = (0.01, 0.25)  # pauses between looks for an answer, first and longest
@@ -104,7 +105,7 @@ class Orders:
                 self._stream, TAKERS, consumer, min_idle_time=idle_ms, count=count
             )
         except ResponseError as error:
-            if "NOGROUP" in str(error):
+            if code_of(error) == "NOGROUP":
                 return []
             raise
         return await self._received(entries, again=True)
@@ -143,7 +144,7 @@ class Orders:
         try:
             found = await self._redis.xreadgroup(TAKERS, consumer, streams, count=count)
         except ResponseError as error:
-            if "NOGROUP" not in str(error):
+            if code_of(error) != "NOGROUP":
                 raise
             if not await self._redis.exists(self._stream):
                 return []
@@ -155,7 +156,7 @@ class Orders:
         try:
             await self._redis.xgroup_create(self._stream, TAKERS, id="0")
         except ResponseError as error:
-            if "BUSYGROUP" not in str(error) and "requires the key to exist" not in str(error):
+            if code_of(error) != "BUSYGROUP" and await self._redis.exists(self._stream):
                 raise
 
     async def _received(self, entries: list[tuple[bytes, dict[bytes, bytes]]], *, again: bool) -> list[Received]:

@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 
 from shared.redis.address import SentinelAddress
 from shared.redis.cancelling import make_cancellable
+from shared.redis.faults import DiscreetRedis, reason
 
 ANSWER_WITHIN_S = 1.0  # a Sentinel; then the next one is asked
 
@@ -51,7 +52,7 @@ class Directory(Sentinel):
             try:
                 services: dict[str, dict[str, Any]] = await sentinel.sentinel_masters()  # type: ignore[no-untyped-call]
             except (RedisError, OSError) as error:
-                answers.append(f"{_place(sentinel)}: {error or type(error).__name__}")
+                answers.append(f"{_place(sentinel)}: {reason(error)}")
                 continue
             state = services.get(service_name)
             if state is None:
@@ -105,7 +106,7 @@ def follow(address: SentinelAddress, **connection: Any) -> "Redis":
     options = {**connection, **_options(address)}
     kind = _FollowingTls if address.tls else _Following
     pool = _Pool(address.service, Directory(address), connection_class=kind, **options)  # type: ignore[no-untyped-call]
-    return Redis.from_pool(pool)
+    return DiscreetRedis.from_pool(pool)
 
 
 def _options(address: SentinelAddress) -> dict[str, Any]:

@@ -12,13 +12,15 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from shared.frames import TokenEvent, is_fence
+from shared.errors import ServiceUnavailableError
+from shared.frames import Finish, TokenEvent, is_fence
 from shared.redis.token_log import part
 
 SILENCE_S = 1.0  # without a word, before the log is asked
 PATIENCE_S = 4.0  # longest time between two questions about a silent sequence
 GAP_S = 0.05  # between two questions about a gap; doubles up to SILENCE_S
 EVENTS_HELD = 512  # per sequence, for a slow reader
+LOST = "the request was lost when Redis was restarted; send it again"
 EVENTS_BEYOND_GAP = 256  # per sequence; what else comes meanwhile is read from the log
 
 Ready = list[tuple[int, TokenEvent]]
@@ -76,6 +78,8 @@ class SequenceCursor:
         if self.finished:
             return False
         position, end = event.position, event.end
+        if event.finish is not None and end < self.position:
+            return self._end_early(event, event.finish)
         if position > self.position:
             self._miss(event, now)
             return False
@@ -98,6 +102,16 @@ class SequenceCursor:
         if event.finish is not None:
             self.finished = True
             self.feed.unfinished -= 1
+        return True
+
+    def _end_early(self, event: TokenEvent, finish: Finish) -> bool:
+        """It ended before the tokens that its reader has, so it had begun anew: no more will come."""
+        if finish.reason not in ("cancelled", "deadline", "error"):
+            finish = Finish("error", error_code=ServiceUnavailableError.code or "", error_message=LOST)
+        last = TokenEvent(event.seq, event.attempt, self.position, [], [], finish=finish)
+        self.feed.ready.append((self.index, last))
+        self.finished = True
+        self.feed.unfinished -= 1
         return True
 
     def _miss(self, event: TokenEvent, now: float) -> None:

@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 from shared.frames import Frame, TokenEvent, encode_events, encode_frame, fence
 from shared.redis import keys
 from shared.redis.client import Script, is_no_script
+from shared.redis.faults import reason
 from shared.redis.frame_reader import FrameReader
 from shared.redis.token_feed import TokenFeed
 from shared.redis.token_log import read_tokens
@@ -72,7 +73,7 @@ class FrameWriter:
             try:
                 answers = await self._try_write(packed, chunks, commits)
             except (RedisError, OSError) as error:
-                log.warning("frames.write_repeated", error=str(error))
+                log.warning("frames.write_repeated", error=reason(error))
                 await asyncio.sleep(RETRY_S)
                 continue
             if any(is_no_script(answer) for answer in answers):  # a restarted server; what it took, it takes twice

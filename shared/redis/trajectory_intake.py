@@ -18,6 +18,7 @@ from redis.exceptions import ResponseError
 from shared.errors import ParallmError
 from shared.redis import keys
 from shared.redis.client import Argument, Script
+from shared.redis.faults import code_of
 from shared.sequences import SequenceResult, SequenceSpec, decode_result, decode_spec
 
 log = structlog.get_logger()
@@ -65,7 +66,7 @@ class TrajectoryIntake:
             )
             fresh = await self._redis.xreadgroup(SCORERS, consumer, {self._stream: ">"}, count=count)
         except ResponseError as error:
-            if "NOGROUP" in str(error):
+            if code_of(error) == "NOGROUP":
                 return []  # nothing was ever collected
             raise
         entries = [*stuck, *(entry for _, some in fresh for entry in some)]

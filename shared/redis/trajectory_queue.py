@@ -19,6 +19,7 @@ from redis.exceptions import ResponseError
 
 from shared.redis import keys
 from shared.redis.client import Script
+from shared.redis.faults import code_of
 from shared.trajectories import LiveTrajectory
 
 log = structlog.get_logger()
@@ -95,7 +96,7 @@ class TrajectoryQueue:
         try:
             found = await self._redis.xreadgroup(TRAINERS, CONSUMER, streams, count=count)
         except ResponseError as error:
-            if "NOGROUP" in str(error):
+            if code_of(error) == "NOGROUP":
                 return []  # nothing was ever collected
             raise
         return [entry for _, entries in found for entry in entries]

@@ -4,13 +4,16 @@ A worker is live while its heartbeat hash exists (10 s). Cards and tokenizers st
 that jobs can be planned while no worker is up.
 """
 
+import asyncio
+import time
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 import structlog
 from redis.asyncio import Redis
 
-from shared.errors import NotFoundError
+from shared.errors import NotFoundError, SetupError
 from shared.redis import keys
 from shared.redis.client import server_time_ms
 from shared.sequences import ModelCard
@@ -19,6 +22,8 @@ from shared.text import TokenizerBundle
 log = structlog.get_logger()
 
 SOURCES_KEPT = 8
+PATIENCE_S = keys.WORKER_TTL_S + 2.0  # with workers of other weights: dead ones are gone by then
+LOOK_AGAIN_S = 1.0
 
 WorkerState = Literal["starting", "ready", "paused", "draining", "stuck"]
 
@@ -44,7 +49,13 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     extra: dict[str, float] = {}
     engine_silent_s: float = 0.0  # since the engine's turn under way began
     pause: str = ""  # id of the pause that it has come to rest under
+    weights: str = ""  # what it computes with: `weights_of` its card
     versions: tuple[str, ...] = ()  # every adapter version that is loaded, as name@k
+
+
+def weights_of(card: ModelCard) -> str:
+    """What a worker's tokens depend on besides the request, by content."""
+    return f"weights {card.base_sha256[:12]}, dtype {card.dtype}, tokenizer {card.tokenizer_sha256[:12]}"
 
 
 class WorkerRegistry:
@@ -70,6 +81,24 @@ class WorkerRegistry:
             await pipe.execute()
         self._registered[card.name] = (card, tokenizer)
 
+    async def admit(self, card: ModelCard, status: Callable[[], WorkerStatus]) -> None:
+        """Begin the heartbeats of a worker, before it registers its model.
+
+        SetupError while workers of the same name compute with something else. Those that have died without a word are
+        waited for; of two that start at once the first one may stay.
+        """
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            ours = status()
+            await self.heartbeat(ours)
+            others = [other for other in await self.workers(card.name) if _contradicts(other, ours)]
+            if not others:
+                return
+            if time.monotonic() > until:
+                await self.remove(card.name, ours.id)
+                raise SetupError(_differs(ours, others))
+            await asyncio.sleep(LOOK_AGAIN_S)
+
     async def heartbeat(self, status: WorkerStatus) -> None:
         """Say that a worker lives."""
         key = keys.worker(status.model, status.id)
@@ -77,6 +106,7 @@ class WorkerRegistry:
         fields["adapters"] = msgspec.json.encode(status.adapters)
         fields["extra"] = msgspec.json.encode(status.extra)
         fields["engine_silent_s"] = status.engine_silent_s  # also 0, over what stood there
+        fields["weights"] = status.weights
         fields["versions"] = msgspec.json.encode(status.versions)
         async with self._redis.pipeline() as pipe:
             pipe.hset(key, mapping=fields)
@@ -157,6 +187,22 @@ class WorkerRegistry:
         if data is None:
             raise NotFoundError(f"tokenizer {sha256[:12]} is not in the registry; start a worker that serves its model")
         return msgspec.json.decode(data, type=TokenizerBundle)
+
+
+def _contradicts(other: WorkerStatus, ours: WorkerStatus) -> bool:
+    """Whether another worker serves something else under our name, and was first."""
+    if other.id == ours.id or not other.weights or other.weights == ours.weights:
+        return False
+    return other.state != "starting" or (other.started_ms, other.id) < (ours.started_ms, ours.id)
+
+
+def _differs(ours: WorkerStatus, others: list[WorkerStatus]) -> str:
+    named = "; ".join(f"worker {other.id!r} on {other.host} has {other.weights}" for other in others[:3])
+    return (
+        f"model {ours.model!r} is being served with something else: {named}; this worker has {ours.weights}. "
+        "Requests move between the workers of a model, so their answers would differ. Load the same (--model, "
+        "--dtype), serve this one as another (--served-model-name NAME), or say that you mean it: --allow-other-weights"
+    )
 
 
 def _status(fields: dict[bytes, bytes]) -> WorkerStatus | None:

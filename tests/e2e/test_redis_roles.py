@@ -137,6 +137,7 @@ JOB = keys.job("x")
     [
         *((role, command) for role in ROLES for command in ("FLUSHALL", "KEYS *", "CONFIG GET *", "EVAL return(1) 0")),
         *((role, "SET stranger 1") for role in ROLES),
+        *((role, command) for role in ROLES if role != "viewer" for command in ("SCAN 0", "RANDOMKEY")),
         ("worker", f"HGETALL {JOB}"),
         ("worker", "XADD arq:parallm * a 1"),
         ("runner", "HSET parallm:adapter:{a} latest 9"),

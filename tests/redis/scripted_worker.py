@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from shared.frames import Finish, TokenEvent, TokenLogprob
 from shared.redis import keys
@@ -79,9 +80,10 @@ class ScriptedWorker:
             rows.create_task(self._hear())
             while True:
                 free = 0 if self.paused else 8
-                for claim in await self._queue.claim(self.id, ClaimPlan(free, free, 0, free, 10**6, False)):
-                    self.specs.append(claim.spec)
-                    rows.create_task(self._answer(claim))
+                with contextlib.suppress(ResponseError):  # a Redis that refuses
+                    for claim in await self._queue.claim(self.id, ClaimPlan(free, free, 0, free, 10**6, False)):
+                        self.specs.append(claim.spec)
+                        rows.create_task(self._answer(claim))
                 await asyncio.sleep(0.005)
 
     async def _hear(self) -> None:

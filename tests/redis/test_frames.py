@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -309,3 +310,22 @@ async def test_an_api_says_that_it_lives(redis: Redis, reader: FrameReader) -> N
     assert int(await redis.hget(keys.api("a"), "pid")) == os.getpid()
     await reader.stop()
     assert not await beaten()
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "error", "stop"])
+async def test_an_end_before_what_the_reader_has_is_an_end(
+    reader: FrameReader, writer: FrameWriter, reason: Any
+) -> None:
+    """Redis was emptied, the sequence began anew and ended at once: nothing more will ever come."""
+    feed = reader.open(MODEL, ["s"])
+    await writer.write({"a": [tokens("s", 0, 20)]}, {}, [])
+    await writer.write({"a": [tokens("s", 0, 5, finish=Finish(reason, error_code="engine_error"))]}, {}, [])
+    found = await read_to_the_end(feed)
+    assert len(values(found[0])) == 20
+    finish = found[0][-1].finish
+    assert finish is not None
+    if reason == "stop":  # it said less than its reader has: its answer is not the same one
+        assert (finish.reason, finish.error_code) == ("error", "service_unavailable")
+        assert "send it again" in finish.error_message
+    else:
+        assert finish.reason == reason

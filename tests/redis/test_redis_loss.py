@@ -50,6 +50,25 @@ async def test_a_request_that_redis_lost_before_anybody_saw_it_is_answered_all_t
     assert answer.json()["choices"][0]["text"] == TEXT
 
 
+async def test_a_request_in_an_emptied_redis_waits_under_a_living_reader(redis: Redis, redis_url: str) -> None:
+    """Workers cancel interactive sequences whose api has no heartbeat, and FLUSHALL takes that, too."""
+    async with working(redis_url, lambda spec: Answer(TEXT)) as worker, api(redis_url) as server:
+        worker.paused = True
+        asking = asyncio.create_task(server.post("/v1/completions", {"prompt": "go"}))
+
+        async def waits() -> bool:
+            return bool(await redis.keys(keys.sequence(MODEL, "*")))
+
+        await wait_until(waits)
+        await redis.flushall()
+        await worker.join()
+        await wait_until(waits)
+        assert await redis.exists(keys.api(server.ring.api_id))
+        worker.paused = False
+        answer = await asking
+    assert answer.json()["choices"][0]["text"] == TEXT
+
+
 async def test_a_resumed_stream_that_redis_lost_says_so(redis: Redis, redis_url: str) -> None:
     def held(spec: SequenceSpec) -> Answer:
         return Answer(TEXT, hold_at=5)

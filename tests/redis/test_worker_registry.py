@@ -1,14 +1,18 @@
 """Who serves what, as the registry tells it."""
 
+import asyncio
+from typing import Any
+
 import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from shared.errors import NotFoundError
+from shared.errors import NotFoundError, SetupError
 from shared.redis import keys
-from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.worker_registry import WorkerRegistry, WorkerStatus, weights_of
 from shared.sequences import ModelCard
 from shared.text import TokenizerBundle
+from tests.waiting import wait_until
 
 BUNDLE = TokenizerBundle("{}", "{{ messages }}", (1, 2), {"eos_token": "</s>"})
 
@@ -96,3 +100,62 @@ async def test_a_heartbeat_takes_back_what_an_earlier_one_said(redis: Redis) -> 
     await registry.heartbeat(msgspec.structs.replace(status("w", "m"), pause="p", versions=("a@1",)))
     await registry.heartbeat(status("w", "m"))
     assert await registry.workers("m") == [status("w", "m")]
+
+
+def working(worker: str, of: ModelCard, **fields: Any) -> WorkerStatus:
+    return msgspec.structs.replace(status(worker, of.name), weights=weights_of(of), **fields)
+
+
+OTHERS = [{"base_sha256": "other"}, {"dtype": "bfloat16"}, {"tokenizer_sha256": "0" * 64}]
+
+
+@pytest.mark.parametrize("difference", OTHERS)
+async def test_a_worker_with_something_else_under_the_name_is_refused_by_name(
+    redis: Redis, difference: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.redis.worker_registry.PATIENCE_S", 0.0)
+    monkeypatch.setattr("shared.redis.worker_registry.LOOK_AGAIN_S", 0.01)
+    registry, other = WorkerRegistry(redis), msgspec.structs.replace(card("m"), **difference)
+    await registry.admit(card("m"), lambda: working("w1", card("m")))
+    await registry.admit(card("m"), lambda: working("w2", card("m")))
+    with pytest.raises(SetupError, match=r"worker 'w1' on h has .*--allow-other-weights"):
+        await registry.admit(other, lambda: working("w3", other, state="starting"))
+    assert await registry.live("m") == ["w1", "w2"]
+    renamed = msgspec.structs.replace(other, name="n")
+    await registry.admit(renamed, lambda: working("w3", renamed, state="starting"))
+
+
+async def test_a_worker_that_died_does_not_keep_other_weights_out(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.redis.worker_registry.LOOK_AGAIN_S", 0.01)
+    registry, other = WorkerRegistry(redis), msgspec.structs.replace(card("m"), base_sha256="other")
+    await registry.heartbeat(working("w1", card("m")))
+    joining = asyncio.create_task(registry.admit(other, lambda: working("w2", other, state="starting")))
+    await wait_until(lambda: seen(redis, "w2"))
+    assert not joining.done()
+    await redis.delete(keys.worker("m", "w1"))  # as its time to live does
+    await asyncio.wait_for(joining, 5)
+
+
+async def seen(redis: Redis, worker: str) -> bool:
+    return bool(await redis.exists(keys.worker("m", worker)))
+
+
+async def test_of_two_that_start_at_once_the_first_may_stay(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.redis.worker_registry.PATIENCE_S", 0.0)
+    monkeypatch.setattr("shared.redis.worker_registry.LOOK_AGAIN_S", 0.01)
+    registry, other = WorkerRegistry(redis), msgspec.structs.replace(card("m"), base_sha256="other")
+    first = working("w1", card("m"), state="starting", started_ms=1)
+    second = working("w2", other, state="starting", started_ms=2)
+    await registry.heartbeat(first)
+    await registry.heartbeat(second)
+    await registry.admit(card("m"), lambda: first)
+    with pytest.raises(SetupError):
+        await registry.admit(other, lambda: second)
+
+
+async def test_what_a_worker_of_an_older_version_has_is_not_known(redis: Redis) -> None:
+    registry = WorkerRegistry(redis)
+    await registry.heartbeat(status("w1", "m"))
+    await registry.admit(card("m"), lambda: working("w2", card("m")))

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import random
+import socket
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from pydantic import SecretStr
 from api import errors
 from api.app import create_app
 from api.auth import OwnOrigin, check_exposure
+from api.guards import guard
 from api.key_ring import KeyRing, line_of, new_key
 from api.limits import MAX_JSON_DEPTH, check_shape
 from api.load import Load
@@ -173,7 +175,7 @@ async def test_pages_of_other_sites_cannot_act_where_no_key_is_wanted(origin: st
 
 async def test_cors_is_off_unless_origins_are_named() -> None:
     asking = {"origin": "https://friend.example", "access-control-request-method": "POST"}
-    off = await send(create_app(settings()), "OPTIONS", "/v1/completions", **asking)
+    off = await send(create_app(settings(allowed_hosts=["here"])), "OPTIONS", "/v1/completions", **asking)
     assert off.status_code == 405
     assert "access-control-allow-origin" not in off.headers
     key = "a-key-that-is-long-enough"
@@ -249,3 +251,63 @@ def test_a_stop_of_the_event_loop_is_remembered_and_counted() -> None:
     counted = tally.fields()
     assert counted["mlx_parallm_api_loop_lag_seconds|2.5"] == 1
     assert counted["mlx_parallm_api_loop_lag_seconds|0.005"] == 2
+
+
+# -- hosts
+
+
+def guarded(**given: object) -> FastAPI:
+    app = FastAPI()
+    errors.install(app)
+
+    @app.get("/ask")
+    async def ask() -> str:
+        return "answer"
+
+    guard(app, settings(**given))
+    return app
+
+
+async def asked(app: FastAPI, host: str, method: str = "GET", **headers: str) -> httpx.Response:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000") as http:
+        return await http.request(method, "/ask", headers={"host": host, **headers})
+
+
+OURS = ["127.0.0.1", "127.0.0.1:8000", "[::1]:8000", "localhost:8000", "LOCALHOST.", "a.localhost", "192.168.1.2:80",
+        socket.gethostname(), "host.docker.internal:8000"]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", OURS)
+async def test_addresses_and_names_of_this_machine_are_ours(host: str) -> None:
+    assert (await asked(guarded(), host)).status_code == 200
+
+
+THEIRS = ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "x" * 5000]
+
+
+@pytest.mark.parametrize("host", THEIRS)
+async def test_a_page_cannot_call_under_a_name_of_its_own(host: str) -> None:
+    """As after its name was made to point here: to its browser the origin is its own."""
+    answer = await asked(guarded(), host, origin=f"http://{host}")
+    assert answer.status_code == 403
+    assert "--allowed-hosts" in answer.json()["error"]["message"] and len(answer.text) < 1000
+
+
+async def test_the_host_is_looked_at_before_cors() -> None:
+    app = guarded(cors_origins=["*"])
+    asking = {"origin": "http://evil.example", "access-control-request-method": "POST"}
+    assert (await asked(app, "evil.example", "OPTIONS", **asking)).status_code == 403
+    assert (await asked(app, "localhost", "OPTIONS", **asking)).status_code == 200
+
+
+async def test_names_can_be_allowed_and_a_server_with_keys_takes_any() -> None:
+    named = guarded(allowed_hosts=["App.example"])
+    assert [(await asked(named, host)).status_code for host in ("app.example:443", "b.example", "localhost")] == [
+        200, 403, 200,
+    ]  # fmt: skip
+    assert (await asked(guarded(allowed_hosts=["*"]), "b.example")).status_code == 200
+    key = "a-key-that-is-long-enough"
+    with_key = {"authorization": f"Bearer {key}"}
+    assert (await asked(guarded(api_key=SecretStr(key), host="0.0.0.0"), "b.example", **with_key)).status_code == 200
+    strict = guarded(api_key=SecretStr(key), allowed_hosts=["app.example"])
+    assert (await asked(strict, "b.example", **with_key)).status_code == 403

@@ -19,6 +19,7 @@ from shared.errors import ParallmError
 from shared.jobs import RewardSpec
 from shared.owners import working_for
 from shared.redis import keys
+from shared.redis.faults import reason
 from shared.redis.trajectory_intake import Settled, TrajectoryIntake
 from shared.redis.trajectory_queue import TrajectoryQueue
 from shared.results import trajectory_of
@@ -55,7 +56,7 @@ class Collecting:
                 if not any(moved):
                     await self._wait(models)
             except (RedisError, OSError) as error:
-                log.warning("collect.redis_away", error=str(error))
+                log.warning("collect.redis_away", error=reason(error))
                 await asyncio.sleep(RETRY_S)
             except Exception:
                 log.exception("collect.failed")
@@ -97,7 +98,7 @@ class Collecting:
         try:
             await self._context.blocking.xread(streams, count=1, block=int(1000 * LOOK_S))  # type: ignore[arg-type]
         except ResponseError as error:
-            log.warning("collect.wait_failed", error=str(error))
+            log.warning("collect.wait_failed", error=reason(error))
             await asyncio.sleep(LOOK_S)
 
     async def _scored(self, settled: list[Settled], codec: TextCodec | None) -> list[LiveTrajectory]:

@@ -18,6 +18,7 @@ from arq.worker import Worker, func
 from redis.exceptions import RedisError
 
 from shared.redis.client import connect
+from shared.redis.faults import reason
 from shared.redis.job_ledger import LEASE_MS
 from shared.redis.job_queue import QUEUE, TICK, WAKE_CHANNEL, arq_redis, deserialize, enqueue_tick, serialize
 from shared.redis.metric_store import MetricWriter
@@ -96,7 +97,7 @@ class RunnerWorker(Worker):  # type: ignore[misc]  # arq has no types
         try:
             await super()._poll_iteration()
         except (RedisError, OSError) as error:
-            log.warning("runner.redis_away", error=str(error))
+            log.warning("runner.redis_away", error=reason(error))
             await asyncio.sleep(FALLBACK_POLL_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FALLBACK_POLL_S):  # wait_for may lose a cancellation before Python 3.12

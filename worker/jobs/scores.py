@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 from shared.errors import ParallmError
 from shared.jobs import RewardSpec
 from shared.redis import keys
+from shared.redis.faults import reason
 from shared.redis.orders import Orders, Received
 from shared.scoring.pool import RewardSample
 from shared.scoring.shares import Share
@@ -48,7 +49,7 @@ class Scores:
                         await self._wait()
                     await self._leave()
                 except (RedisError, OSError) as error:
-                    log.warning("scores.redis_away", error=str(error))
+                    log.warning("scores.redis_away", error=reason(error))
                     await asyncio.sleep(RETRY_S)
                 except Exception:
                     log.exception("scores.failed")
@@ -93,7 +94,7 @@ class Scores:
                 await self._orders.tell(received.id, msgspec.json.encode(rewards))
             await self._orders.done(received)
         except (RedisError, OSError) as error:  # it comes again
-            log.warning("scores.redis_away", error=str(error))
+            log.warning("scores.redis_away", error=reason(error))
         except Exception:
             log.exception("scores.failed")
 

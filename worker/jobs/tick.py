@@ -14,11 +14,12 @@ import time
 from collections.abc import AsyncIterator
 
 import structlog
-from redis.exceptions import ConnectionError, OutOfMemoryError, RedisError, TimeoutError
+from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from shared import tracing
 from shared.errors import ServiceUnavailableError, UnknownAdapterError, UnknownJobError, UnknownModelError
 from shared.jobs import JobSpec
+from shared.redis.faults import is_refusal, reason
 from shared.redis.job_ledger import LEASE_MS
 from shared.redis.job_queue import enqueue_tick
 from worker.jobs.context import TickContext
@@ -28,7 +29,7 @@ log = structlog.get_logger()
 
 TICK_S = 2.0
 MAX_FAULTS = 5  # ticks in a row that raise, before the job fails
-REDIS_AWAY = (ConnectionError, TimeoutError, OutOfMemoryError, OSError)
+REDIS_AWAY = (ConnectionError, TimeoutError, OSError)
 
 
 async def tick(context: TickContext, job_id: str, number: int) -> None:
@@ -45,6 +46,8 @@ async def tick(context: TickContext, job_id: str, number: int) -> None:
     except (*REDIS_AWAY, ServiceUnavailableError):
         raise  # the sweeper takes it up again when Redis is back, or processes can be started
     except Exception as error:
+        if is_refusal(error):
+            raise  # likewise: no fault of the job
         log.exception("job.tick_failed", job=job_id, tick=number)
         more = not await _give_up(context, job_id, error)
         delay_s = 1.0
@@ -58,8 +61,8 @@ async def _give_up(context: TickContext, job_id: str, error: Exception) -> bool:
     faults = await context.ledger.count_fault(job_id)
     if faults < MAX_FAULTS:
         return False
-    reason = f"{faults} ticks in a row failed, the last one with {type(error).__name__}: {error}"
-    await context.ledger.finish(job_id, "failed", reason)
+    last = reason(error) if isinstance(error, RedisError) else f"{type(error).__name__}: {error}"
+    await context.ledger.finish(job_id, "failed", f"{faults} ticks in a row failed, the last one with {last}")
     return True
 
 
