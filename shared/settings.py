@@ -144,7 +144,12 @@ class WorkerSettings(JoinSettings):
         description="rows that decode together",
     )
     prefill_batch_size: int = Field(default=128, ge=1, description="prompts that prefill together, at most")
-    prefill_chunk: int = Field(default=512, ge=16, description="prompt tokens between two decode steps")
+    prefill_chunk: int = Field(
+        default=0, ge=0, description="prompt tokens between two decode steps; 0: as many as this machine feeds in 50 ms"
+    )
+    warm_up: bool = Field(
+        default=True, description="on a GPU: decode rows of usual sizes before `ready`, so that kernels are compiled"
+    )
     reserved_interactive_rows: int = Field(default=2, ge=0, description="rows that batch work never takes")
     interactive_share: float = Field(default=0.7, ge=0, le=1, description="share of rows when both classes wait")
     kv_memory_gb: float = Field(default=0, ge=0, description="KV memory limit; 0: half of what the model left free")

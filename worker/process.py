@@ -160,7 +160,8 @@ class WorkerProcess:
         self._state = "ready"
         await self._pause.look()
         await self._beat()
-        log.info("worker.ready", worker=self.id, model=card.name, rows=self._settings.max_batch_size)
+        rows, chunk = self._settings.max_batch_size, self._engine.prefill_chunk
+        log.info("worker.ready", worker=self.id, model=card.name, rows=rows, prefill_chunk=chunk)
 
     async def _serve(self) -> None:
         claiming = [
