@@ -85,6 +85,7 @@ class WorkerProcess:
         self._engine = EngineThread(engine_config(s), self._on_step, self._on_death, adapters, self._on_adapters)
         self._watch = EngineWatch(self._engine, s.engine_stall_s, self._on_stall)
         loaded = await asyncio.to_thread(self._engine.start)
+        await asyncio.to_thread(self._lodging.prepare, Workplace(self._engine, loaded))
         self._card, self._tokenizer = loaded.card, loaded.tokenizer
         self._redis = connect(self._settings.redis)
         self._control = connect(self._settings.redis, blocking=True)
