@@ -19,6 +19,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from shared.errors import EngineError
+from shared.garbage import leave_out_what_is_loaded
 from shared.metrics import Tally
 from shared.redis.adapter_cache import DiskCache
 from shared.redis.affinity import WarmNotes
@@ -90,6 +91,7 @@ class WorkerProcess:
         self._redis = connect(self._settings.redis)
         self._control = connect(self._settings.redis, blocking=True)
         try:
+            leave_out_what_is_loaded()
             await self._open(loaded.card, loaded.tokenizer)
             self._lodging.open(Workplace(self._engine, loaded), self._stop)
             await self._serve()
