@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import yaml
-from pydantic import AliasChoices, Field, SecretStr, ValidationError
+from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
@@ -189,6 +189,13 @@ class WorkerSettings(JoinSettings):
     training_pause_ms: float = Field(
         default=50, ge=0, description="time that one microbatch may take, and so a row wait for it; 0: not bounded"
     )
+
+    @field_validator("prefill_chunk")
+    @classmethod
+    def _measured_or_enough(cls, tokens: int) -> int:
+        if 0 < tokens < 16:
+            raise ValueError("16 at least, or 0: measured at start")
+        return tokens
 
 
 class ApiSettings(ProcessSettings):
