@@ -17,6 +17,7 @@ from api.auth import check_exposure
 from api.connections import bounded, raise_file_limit
 from shared import tracing
 from shared.errors import ServiceUnavailableError, SetupError
+from shared.garbage import leave_out_what_is_loaded
 from shared.lifeline import follow_parent
 from shared.logs import configure
 from shared.redis.client import require
@@ -58,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     if listener.family != socket.AF_UNIX:
         host, port = listener.getsockname()[:2]
         log.info("api.listening", url=f"http://{host}:{port}")
+    leave_out_what_is_loaded()
     with listener:
         server.run(sockets=[listener])
     tracing.stop()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import yaml
-from pydantic import AliasChoices, Field, SecretStr, ValidationError
+from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
@@ -159,7 +159,12 @@ class WorkerSettings(JoinSettings):
         description="rows that decode together",
     )
     prefill_batch_size: int = Field(default=128, ge=1, description="prompts that prefill together, at most")
-    prefill_chunk: int = Field(default=512, ge=16, description="prompt tokens between two decode steps")
+    prefill_chunk: int = Field(
+        default=0, ge=0, description="prompt tokens between two decode steps; 0: as many as this machine feeds in 50 ms"
+    )
+    warm_up: bool = Field(
+        default=True, description="on a GPU: decode rows of usual sizes before `ready`, so that kernels are compiled"
+    )
     reserved_interactive_rows: int = Field(default=2, ge=0, description="rows that batch work never takes")
     interactive_share: float = Field(default=0.7, ge=0, le=1, description="share of rows when both classes wait")
     kv_memory_gb: float = Field(default=0, ge=0, description="KV memory limit; 0: half of what the model left free")
@@ -199,6 +204,13 @@ class WorkerSettings(JoinSettings):
     training_pause_ms: float = Field(
         default=50, ge=0, description="time that one microbatch may take, and so a row wait for it; 0: not bounded"
     )
+
+    @field_validator("prefill_chunk")
+    @classmethod
+    def _measured_or_enough(cls, tokens: int) -> int:
+        if 0 < tokens < 16:
+            raise ValueError("16 at least, or 0: measured at start")
+        return tokens
 
 
 class ApiSettings(ProcessSettings):

@@ -11,10 +11,12 @@ in a row; anything else ends training, says why on the board and in the log, and
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import mlx.core as mx
 import structlog
 import yaml
 
@@ -26,12 +28,14 @@ from trainer.loop import TrainLoop
 from trainer.scorers import ring_judges
 from trainer.session import tasks, train
 from trainer.settings import TrainSettings
-from worker.engine.loader import LoadedModel
+from trainer.warm_up import rehearse
+from worker.engine.loader import LoadedModel, free_bytes
 
 log = structlog.get_logger()
 
 TRIES = 4  # in a row, without a train step between them
 FIRST_PAUSE_S = 2.0
+FREE_PART = 16  # of the free memory, a sixteenth may go for a microbatch
 _MAY_PASS = (EngineError, QueueFullError, ServiceUnavailableError)
 _OF_THE_WORKER = {"model": "model", "model_path": "model", "dtype": "dtype", "redis": "redis", "redis_url": "redis"}
 
@@ -53,12 +57,24 @@ class HostedTrainer:
 
     def __init__(self, worker: WorkerSettings) -> None:
         self._settings = hosted_settings(worker)
+        self._warms_up = worker.warm_up
         asyncio.run(_check(self._settings))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: asyncio.Task[None] | None = None
         self._training: TrainLoop | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def prepare(self, place: Workplace) -> None:
+        """Find out what memory there is for a microbatch; compile what a train step needs, where that takes time."""
+        if not self._settings.microbatch_gb:
+            bound = free_bytes() / FREE_PART / 1e9
+            self._settings = self._settings.model_copy(update={"microbatch_gb": bound})
+        if self._warms_up and mx.default_device() != mx.Device(mx.cpu):
+            began = time.perf_counter()
+            model, vocab_size = place.loaded.model, place.loaded.card.vocab_size
+            place.engine.run_between_steps(lambda: rehearse(model, self._settings, vocab_size)).result()
+            log.info("training.warm", seconds=round(time.perf_counter() - began, 1))
 
     def start(self, place: Workplace, ended: Callable[[bool], None]) -> None:
         """Train from now on."""

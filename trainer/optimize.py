@@ -23,6 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+import structlog
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from trainer.batches import Microbatch, SampleGroup, microbatches, pad
@@ -36,9 +37,12 @@ from trainer.reports import Distances, StepReport
 from trainer.schedules import Schedule
 from trainer.state import Arrays, Moments
 
+log = structlog.get_logger()
+
 RatioBase = Literal["sampler", "trainer"]
 
 WIDTHS = (8, 4)  # widths of prompts and completions are multiples of these
+BYTES_PER_WIDTH = 12  # per position, and input or output of a linear layer; seen: 6 to 13, before one was measured
 CUDA_WIDTHS = (32, 32)  # there a new shape takes several times as long as a known one, and padding costs little
 
 
@@ -52,6 +56,7 @@ class OptimizeOptions:
     minibatches: int = 1
     microbatch_tokens: int = 8192
     microbatch_s: float = 0.0  # bound on the time of one; 0: none
+    microbatch_bytes: int = 0  # and then on the memory that it takes; 0: none
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
     adam_betas: tuple[float, float] = (0.9, 0.99)
@@ -94,7 +99,11 @@ class Optimizer:
         self.scores = partial(shared_scores if shared else row_scores, chunk=head_chunk(policy.base))
         self._widths = CUDA_WIDTHS if mx.cuda.is_available() else WIDTHS
         self._gradient = nn.value_and_grad(policy.model, self._loss)
-        self._size = MicrobatchSize(options.microbatch_tokens, options.microbatch_s)
+        widths = [value.shape[-2 if name.endswith("lora_a") else -1] for name, value in policy.arrays().items()]
+        self._size = MicrobatchSize(
+            options.microbatch_tokens, options.microbatch_s, options.microbatch_bytes, BYTES_PER_WIDTH * sum(widths)
+        )
+        self._told_of_memory = False
         self.reset()
 
     def reset(self) -> None:
@@ -219,7 +228,8 @@ class Optimizer:
             return
         gradient: Any = None
         for prepared in batches:
-            started = time.perf_counter()
+            started, held = time.perf_counter(), mx.get_active_memory()
+            mx.reset_peak_memory()
             (loss, entropy, clipped, kl), part = self._gradient(self.policy.model, prepared, totals)
             gradient = part if gradient is None else tree_map(mx.add, gradient, part)
             mx.eval(loss, entropy, clipped, kl, gradient)
@@ -227,8 +237,7 @@ class Optimizer:
             sums.entropy += entropy.item()
             sums.clipped += clipped.item()
             sums.kl += kl.item()
-            batch = prepared.batch
-            self._size.took(prepared.asked, batch.positions, batch.tokens, time.perf_counter() - started)
+            self._measured(prepared, time.perf_counter() - started, mx.get_peak_memory() - held)
             yield
         gradient, norm = optim.clip_grad_norm(gradient, self.options.max_grad_norm)
         if not math.isfinite(norm.item()):
@@ -239,6 +248,14 @@ class Optimizer:
         self._adam.update(self.policy.model, gradient)
         mx.eval(self.policy.model.trainable_parameters(), self._adam.state)
         yield
+
+    def _measured(self, prepared: _Prepared, seconds: float, nbytes: int) -> None:
+        batch, bound = prepared.batch, self._size.bound_bytes
+        self._size.took(prepared.asked, batch.positions, batch.tokens, seconds, nbytes)
+        if bound and nbytes > bound and len(batch.completion_BT) == 1 and not self._told_of_memory:
+            self._told_of_memory = True
+            advice = "a sample is never cut: gradient_checkpointing takes less, microbatch_gb allows more"
+            log.warning("training.sample_takes_memory", positions=batch.positions, bytes=nbytes, bound=bound, do=advice)
 
     def _loss(
         self, model: Any, prepared: _Prepared, totals: StepTotals

@@ -159,6 +159,12 @@ class TrainSettings(JoinSettings):
     microbatch_s: float = Field(
         default=0.0, ge=0, description="seconds that one backward pass may take; 0: as long as microbatch_tokens takes"
     )
+    microbatch_gb: float = Field(
+        default=0.0,
+        ge=0,
+        description="memory that one backward pass may take, where its time is bounded; 0: hosted, a sixteenth of what "
+        "is free; else no bound",
+    )
     gradient_checkpointing: bool = Field(
         default=False, description="compute layers again in the backward pass: slower, less memory"
     )
@@ -370,6 +376,7 @@ class TrainSettings(JoinSettings):
             minibatches=self.minibatches,
             microbatch_tokens=self.microbatch_tokens,
             microbatch_s=self.microbatch_s,
+            microbatch_bytes=int(self.microbatch_gb * 1e9),
             max_grad_norm=self.max_grad_norm,
             weight_decay=self.weight_decay,
             adam_betas=(self.adam_beta1, self.adam_beta2),

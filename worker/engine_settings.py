@@ -12,6 +12,7 @@ def engine_config(s: WorkerSettings) -> EngineConfig:
         max_rows=s.max_batch_size,
         prefill_rows=s.prefill_batch_size,
         prefill_chunk=s.prefill_chunk,
+        warm_up=s.warm_up,
         kv_limit_bytes=int(s.kv_memory_gb * 1e9) or None,
         dtype=s.dtype or None,
         max_context=s.max_context or None,

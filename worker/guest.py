@@ -34,7 +34,10 @@ class Workplace:
 
 
 class Guest(Protocol):
-    """Called on the worker's event loop or in a thread; none of it may block for long but `stop`."""
+    """Called on the worker's event loop or in a thread; none of it may block for long but `stop`.
+
+    A guest that has a `prepare(place)`, too, is asked in a thread before the worker is ready, and may block.
+    """
 
     def start(self, place: Workplace, ended: Callable[[bool], None]) -> None:
         """Begin; `ended` is called once, from any thread: True when all is done, False when it gave up."""
@@ -62,6 +65,15 @@ class Lodging:
         self._guest = guest
         self._end_with_guest = end_with_guest
         self.exit_code = 0  # of the worker, when nothing worse has happened
+
+    def prepare(self, place: Workplace) -> None:
+        """Let it make itself ready before the worker is; in a thread. What goes wrong shows again when it begins."""
+        prepare = getattr(self._guest, "prepare", None)  # not every guest needs to
+        if prepare is not None:
+            try:
+                prepare(place)
+            except Exception:
+                log.exception("worker.guest_not_prepared")
 
     def open(self, place: Workplace, end_worker: asyncio.Event) -> None:
         """Let the guest begin; called on the worker's loop."""

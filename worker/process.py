@@ -19,6 +19,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from shared.errors import EngineError
+from shared.garbage import leave_out_what_is_loaded
 from shared.metrics import Tally
 from shared.redis.adapter_cache import DiskCache
 from shared.redis.affinity import WarmNotes
@@ -87,10 +88,12 @@ class WorkerProcess:
         self._engine = EngineThread(engine_config(s), self._on_step, self._on_death, adapters, self._on_adapters)
         self._watch = EngineWatch(self._engine, s.engine_stall_s, self._on_stall)
         loaded = await asyncio.to_thread(self._engine.start)
+        await asyncio.to_thread(self._lodging.prepare, Workplace(self._engine, loaded))
         self._card, self._tokenizer = loaded.card, loaded.tokenizer
         self._redis = connect(self._settings.redis)
         self._control = connect(self._settings.redis, blocking=True)
         try:
+            leave_out_what_is_loaded()
             await self._open(loaded.card, loaded.tokenizer)
             self._lodging.open(Workplace(self._engine, loaded), self._stop)
             await self._serve()
@@ -166,7 +169,8 @@ class WorkerProcess:
         self._state = "ready"
         await self._pause.look()
         await self._beat()
-        log.info("worker.ready", worker=self.id, model=card.name, rows=self._settings.max_batch_size)
+        rows, chunk = self._settings.max_batch_size, self._engine.prefill_chunk
+        log.info("worker.ready", worker=self.id, model=card.name, rows=rows, prefill_chunk=chunk)
 
     async def _serve(self) -> None:
         claiming = [

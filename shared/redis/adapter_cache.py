@@ -27,7 +27,7 @@ from shared.redis.adapter_catalog import AdapterCatalog
 log = structlog.get_logger()
 
 STALE_PART_S = 3600.0
-POLL_S = 0.05
+POLL_S = (0.001, 0.05)  # for another process's download: soon at first, for a small one is there in a few ms
 
 
 class DiskCache:
@@ -100,11 +100,13 @@ class DiskCache:
 
     async def _download(self, catalog: AdapterCatalog, manifest: AdapterManifest) -> None:
         part = self._path / f"{manifest.sha256}.part"
+        pause_s, longest_s = POLL_S
         with part.open("ab") as file:
             while not _lock(file):  # another process downloads it, and only the file system knows when it is done
                 if not _is_at(file, part):  # renamed: its reader's lock is on the same file and may last
                     return
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_s)
             if not _is_at(file, part):
                 return
             if self.file(manifest).exists():

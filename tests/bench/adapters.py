@@ -96,7 +96,11 @@ class Bench:
         self._count = 0
 
     def start(self, adapters: list[str], steps: int, policy: Any = "pin") -> None:
-        """One row per entry, each decoding for more than `steps` steps; returns when all decode."""
+        """One row per entry, each decoding for more than `steps` steps; returns when all decode.
+
+        Adapters come first: rows that decode while the last ones are loaded would end before all are there.
+        """
+        self.bring({adapter for adapter in adapters if adapter})
         specs = []
         for at, adapter in enumerate(adapters):
             self._count += 1
@@ -106,6 +110,20 @@ class Bench:
         self.engine.submit([RowRequest(spec) for spec in specs])
         while self.engine.stats().rows < len(adapters) or self.engine.stats().prefilling:
             self.turn()
+            stats = self.engine.stats()
+            if stats.rows + stats.waiting < len(adapters):
+                raise RuntimeError(f"{len(adapters) - stats.rows - stats.waiting} rows ended before all decoded")
+
+    def bring(self, versions: set[str]) -> None:
+        """Load what is not in a slot."""
+        for version in sorted(versions - self.slots.stats.loaded.keys()):
+            for _ in self.loading(version):
+                pass
+
+    @property
+    def absent(self) -> int:
+        """A version that no row uses and that is in no slot: of five versions on four slots there is one."""
+        return next(version for version in range(5, 10) if f"a@{version}" not in self.slots.stats.loaded)
 
     def turn(self) -> int:
         """One turn; the tokens that it brought."""
@@ -114,12 +132,12 @@ class Bench:
             self.woken.clear()
         return sum(len(event.tokens) for event in self.engine.turn().events)
 
-    def load(self, version: int) -> list[float]:
+    def loading(self, version: str) -> Iterator[float]:
         """The gaps between decode steps while a version that a row wants is loaded."""
         self._count += 1
-        spec = SequenceSpec(f"w{self._count}", "m", (1, 2), SamplingParams(1, 0), adapter=f"a@{version}")
+        spec = SequenceSpec(f"w{self._count}", "m", (1, 2), SamplingParams(1, 0), adapter=version)
         self.engine.submit([RowRequest(spec)])
-        return list(gaps(self, lambda: f"a@{version}" in self.slots.stats.loaded))
+        return gaps(self, lambda: version in self.slots.stats.loaded)
 
     def until(self, rows: int) -> None:
         """Turn until only so many rows are left."""
@@ -195,15 +213,15 @@ def load_gaps(bench: Bench, rows: int) -> None:
     """Gaps between decode steps while versions are loaded, and the time that their slices take."""
     quiet, during, loads, slices = list[float](), list[float](), list[float](), list[float]()
     bench.start(cycled(rows, 4), 3000)
-    for version in (9, 5, 6, 7, 8, 9):  # five versions on four slots: each has gone when its turn comes
+    for _ in range(6):
         quiet += list(gaps(bench, steps(20)))
         began = time.perf_counter()
-        during += bench.load(version)
+        during += bench.loading(f"a@{bench.absent}")
         loads.append(time.perf_counter() - began)
         bench.until(rows)
     bench.time_slices(slices)
-    for version in (5, 6, 7):
-        bench.load(version)
+    for _ in range(3):
+        list(bench.loading(f"a@{bench.absent}"))
         bench.until(rows)
     bench.stop()
     usual, size = median(quiet), bench.manifests[0].size / 1e6

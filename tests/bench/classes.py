@@ -10,7 +10,9 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,7 @@ from tests.bench.served import at, prompts_of, serving, spread
 
 BATCHES = {"short": (32, 128), "long": (700, 16)}  # tokens of a prompt, and of a completion
 RESERVED = 2
+PATIENCE_S = 60.0  # for a batch to fill the worker, or to leave it
 
 
 @dataclass
@@ -44,16 +47,22 @@ class Batch:
         lines = "\n".join(json.dumps({"prompt": ids}) for ids in prompts)
         upload = self._client.post("/v1/jobs", data={"spec": json.dumps(spec)}, files={"file": lines.encode()})
         self._id = (await upload).raise_for_status().json()["id"]
-        while await self._leased() < self._rows - RESERVED:  # noqa: ASYNC110 - other processes
-            await asyncio.sleep(0.05)
+        await self._until(lambda leased: leased >= self._rows - RESERVED, "fill the worker")
         await asyncio.sleep(1)  # past the first prompts
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._client.post(f"/v1/jobs/{self._id}/cancel")
-        while await self._leased():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        await self._until(lambda leased: leased == 0, "leave it")
         await asyncio.sleep(0.5)
+
+    async def _until(self, condition: Callable[[int], bool], what: str) -> None:
+        """Wait for the batch's rows; an error says how many there are."""
+        until = time.monotonic() + PATIENCE_S
+        while not condition(leased := await self._leased()):
+            if time.monotonic() > until:
+                raise TimeoutError(f"the batch did not {what} within {PATIENCE_S:.0f} s: it has {leased} rows")
+            await asyncio.sleep(0.05)
 
     async def _leased(self) -> int:
         health: Any = (await self._client.get("/health")).json()
@@ -90,6 +99,8 @@ async def measure(url: str, model: str, name: str, options: argparse.Namespace) 
                 await asyncio.sleep(then - began)
                 alone.append((await batch.done() - middle) / (time.perf_counter() - then))
                 beside.append(stretch)
+            last = f"idle {shown(idle[-1:])}, saturated {shown(beside[-1:])}"
+            print(f"{model:12s} beside {name:5s} batch, round {turn + 1} of {options.rounds}: {last}", file=sys.stderr)
     ratios = [middle_of(b) / middle_of(i) for i, b in zip(idle, beside, strict=True)]
     kept = [b.rate / a for a, b in zip(alone, beside, strict=True) if a]
     first = f"first token p50 x {spread(ratios)} | idle {shown(idle)} | saturated {shown(beside)}"

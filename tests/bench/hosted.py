@@ -16,7 +16,7 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,11 +30,14 @@ from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
 from tests.bench.steady_training import Training, random_groups
 from trainer.environments import Observation, Outcome
 from trainer.host import EngineHost
+from trainer.hosted import FREE_PART
 from trainer.learner import Learner
 from trainer.loop import Parts, TrainLoop
 from trainer.metrics import read
 from trainer.rollouts import derived_seed
 from trainer.settings import TrainSettings
+from trainer.warm_up import rehearse
+from worker.engine.loader import free_bytes
 from worker.engine.messages import EngineConfig
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -64,6 +67,7 @@ class Options:
     rounds: int
     stretch_s: float
     loop_s: float
+    microbatch_gb: float
 
     def settings(self, folder: Path) -> TrainSettings:
         """The trainer's."""
@@ -74,6 +78,7 @@ class Options:
             "max_tokens": self.completion,
             "lora_rank": self.rank,
             "microbatch_s": self.pause_s,
+            "microbatch_gb": self.microbatch_gb,
             "mask_overlong": False,
             "probe_prompts": 2,
             "distances_every": 0,
@@ -122,8 +127,11 @@ def watch(ring: LocalRing, seconds: float, training: Training | None = None) -> 
         raise training.error
     now, after = time.perf_counter(), ring.engine.stats().guests
     stretch = Stretch(now - began, ring.stream_tokens - streamed, ring.tokens - tokens)
-    stretch.gaps_ms = (np.diff(np.array(ring.steps_at[steps:])) * 1000).tolist()
-    stretch.peak_bytes = mx.get_peak_memory()
+    # With the gap that the stretch begins in, and the one that it ends in so far: one that is longer than the stretch
+    # would else be seen by none.
+    before = ring.steps_at[steps - 1] if steps else began
+    stretch.gaps_ms = (np.diff(np.array([before, *ring.steps_at[steps:], now])) * 1000).tolist()
+    stretch.peak_bytes = max(mx.get_peak_memory(), training.peak_bytes if training else 0)
     stretch.units, stretch.unit_s = after.units - units.units, after.seconds - units.seconds
     if training:
         stretch.train_tokens, stretch.train_steps = training.tokens - trained[0], training.steps - trained[1]
@@ -215,12 +223,18 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
         dtype=options.dtype,
         guest_share=options.share,
         prefix_cache_bytes=0,
-        kv_limit_bytes=1 << 40,
+        warm_up=True,
     )
     ring = LocalRing(config, rank=max(64, options.rank))
     base = ring.call(mx.get_active_memory)
     said("model loaded")
+    options = replace(options, microbatch_gb=options.microbatch_gb or free_bytes() / FREE_PART / 1e9)
     settings = options.settings(folder / "fixed")
+    if mx.default_device() != mx.Device(mx.cpu):
+        began = time.perf_counter()
+        vocab = ring.loaded.card.vocab_size
+        ring.engine.run_between_steps(lambda: rehearse(ring.loaded.model, settings, vocab)).result(600)
+        said(f"warmed up in {time.perf_counter() - began:.1f} s")
     learner = ring.call(
         lambda: Learner(
             ring.loaded.model, settings.adapter_shape(), settings.optimize_options(), settings.limits(), seed=0
@@ -344,6 +358,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--share", type=float, default=0.2)
     parser.add_argument("--pause-ms", type=float, default=50.0, help="aim for one microbatch")
+    parser.add_argument("--microbatch-gb", type=float, default=0.0, help="default: as a worker's")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stretch-s", type=float, default=4.0)
     parser.add_argument("--loop-s", type=float, default=15.0, help="0: leave the loop out")

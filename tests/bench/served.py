@@ -35,6 +35,8 @@ RAW = """
 import json, sys, time
 from worker.engine import fast_blas
 fast_blas.install()
+from worker.engine import cuda_graphs
+cuda_graphs.prepare()  # as the worker has it
 import mlx.core as mx
 from mlx_lm import batch_generate, load
 model, tokenizer = load(sys.argv[1])
@@ -151,6 +153,8 @@ class Peer:
 
 async def measure(name: str, model: Path, url: str, arguments: argparse.Namespace) -> None:
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    if arguments.first_burst:
+        await first_burst(name, model, url, arguments, vocabulary)
     raw = Raw(model, arguments.tokens, arguments.dtype)
     peer = Peer(model, arguments.tokens, takes_part=not arguments.no_peer)
     try:
@@ -167,6 +171,19 @@ async def measure(name: str, model: Path, url: str, arguments: argparse.Namespac
     finally:
         raw.stop()
         peer.stop()
+
+
+async def first_burst(name: str, model: Path, url: str, arguments: argparse.Namespace, vocabulary: int) -> None:
+    """The first requests that a fresh worker gets, all at once; then as many again."""
+    for turn in ("first burst", "second"):
+        prompts = prompts_of(arguments.first_burst, arguments.prompt, vocabulary, seed=len(turn))
+        burst = await load(url, "/v1/completions", our_bodies(model.name, prompts, arguments.tokens))
+        first = burst.first_token_ms
+        print(
+            f"{name:14s} {arguments.first_burst:3d} streams | {turn} after ready: first token p50/max "
+            f"{at(first, 50):.0f}/{first[-1]:.0f} ms, {burst.tokens_per_s:.0f} tok/s",
+            flush=True,
+        )
 
 
 @dataclass(frozen=True)
@@ -220,12 +237,15 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=PROMPT_TOKENS, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=OUTPUT_TOKENS, help="output tokens a stream")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--first-burst", type=int, default=0, help="streams of a first burst, right after ready; 0: none"
+    )
     parser.add_argument("--no-peer", action="store_true", help="without mlx_lm.server")
     parser.add_argument("--serve", action="append", default=[], help="one more flag for mlx_parallm_serve")
     parser.add_argument("--models", nargs="+", default=["qwen3-small", "tiny"])
     arguments = parser.parse_args()
     print("ratios are min median max over the rounds of this run", flush=True)
-    rows = max(32, *arguments.streams)
+    rows = max(32, arguments.first_burst, *arguments.streams)
     for name in arguments.models:
         with serving(name, arguments.dtype, rows, *arguments.serve) as (model, url):
             asyncio.run(measure(name, model, url, arguments))

@@ -5,6 +5,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from tests.bench.local_ring import LocalRing
@@ -23,6 +24,7 @@ class Training:
     groups: list[SampleGroup]
     steps: int = 0
     tokens: int = 0
+    peak_bytes: int = 0
     on: bool = False
     error: Exception | None = None
     _work: Any = field(default=None, repr=False)
@@ -32,9 +34,10 @@ class Training:
         self.size = self.learner._optimizer._size
         took = self.size.took
 
-        def count(asked: int, positions: int, tokens: int, seconds: float) -> None:
+        def count(asked: int, positions: int, tokens: int, seconds: float, nbytes: int = 0) -> None:
             self.tokens += tokens
-            took(asked, positions, tokens, seconds)
+            self.peak_bytes = max(self.peak_bytes, mx.get_peak_memory())  # which every microbatch measures anew
+            took(asked, positions, tokens, seconds, nbytes)
 
         self.size.took = count  # type: ignore[method-assign]
 

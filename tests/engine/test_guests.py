@@ -20,12 +20,15 @@ from trainer.learner import Learner
 from trainer.optimize import OptimizeOptions
 from trainer.policy import AdapterShape
 from trainer.schedules import Schedule
+from trainer.settings import TrainSettings
+from trainer.warm_up import rehearse
 from worker.engine.adapters import AdapterConfig
 from worker.engine.guests import Guests
 from worker.engine.loader import LoadedModel, load_model
 from worker.engine.messages import EngineConfig
 from worker.engine.slots import AdapterSlots
 from worker.engine.thread import EngineThread, RowRequest
+from worker.guest import Lodging
 
 Work = Generator[None, None, Any]
 
@@ -323,3 +326,25 @@ def test_rows_finish_while_an_endless_guest_works(llama_folder: Path) -> None:
     assert not future.done()
     future.cancel()
     assert engine.stop()
+
+
+def test_a_guest_that_cannot_prepare_leaves_the_worker_alone() -> None:
+    asked = []
+
+    class Broken:
+        def prepare(self, place: Any) -> None:
+            asked.append(place)
+            raise RuntimeError("no memory")
+
+    place: Any = object()
+    for guest in (None, object(), Broken()):
+        Lodging(guest, end_with_guest=False).prepare(place)  # type: ignore[arg-type]
+    assert asked == [place]
+
+
+def test_made_up_train_steps_leave_the_served_model_as_it_was(served: LoadedModel) -> None:
+    settings = TrainSettings(max_tokens=8, microbatch_s=0.05, lora_rank=4)
+    before = mx.array(served.model(mx.array([[1, 2, 3]])))
+    work = rehearse(served.model, settings, served.card.vocab_size)
+    assert sum(1 for _ in work) > 2
+    assert mx.array_equal(before, served.model(mx.array([[1, 2, 3]])))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import os
 import sys
@@ -173,3 +174,24 @@ async def test_a_cancelled_download_leaves_nothing(store: AdapterStore, tmp_path
     with contextlib.suppress(asyncio.CancelledError):
         await task
     assert not [name for name in names(tmp_path) if name.endswith(".part")]
+
+
+async def test_a_download_elsewhere_is_looked_for_soon_and_then_more_seldom(
+    store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, pauses, sleep = await publish(store), list[float](), asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(seconds)
+
+    cache = DiskCache(tmp_path, 2**20)
+    with (tmp_path / f"{manifest.sha256}.part").open("ab") as part:
+        fcntl.flock(part, fcntl.LOCK_EX)
+        monkeypatch.setattr("shared.redis.adapter_cache.asyncio.sleep", noted)
+        waiting = asyncio.create_task(held(cache, store, manifest))
+        await wait_until(lambda: 0.05 in pauses)
+        fcntl.flock(part, fcntl.LOCK_UN)
+        monkeypatch.undo()
+    assert hashlib.sha256(await waiting).hexdigest() == manifest.sha256
+    assert {0.001, 0.002, 0.004, 0.05} <= set(pauses)

@@ -101,3 +101,21 @@ def test_a_prompt_computed_again_in_each_part_is_no_work_done() -> None:
         prompts = -(-size.positions // 640) * 128  # 128 positions of prompt before 512 of completions
         size.took(size.positions, size.positions, max(1, size.positions - prompts), 1e-3 * size.positions)
     assert size.positions >= 256, "128 positions would take 128 ms, and be all prompt"
+
+
+def test_no_size_is_tried_that_memory_has_no_room_for() -> None:
+    asked, size = [], MicrobatchSize(8192, 0.05, bound_bytes=4_000_000, expected_bytes=1000)
+    for _ in range(100):
+        asked.append(size.positions)
+        size.took(size.positions, size.positions, size.positions, 1e-4, nbytes=3000 * size.positions)
+    assert max(asked) * 3000 <= 4_000_000 < 4 * max(asked) * 3000, "used as far as it goes"
+
+
+def test_the_first_one_keeps_the_bound_on_memory_by_what_is_expected() -> None:
+    assert MicrobatchSize(8192, 0.05, bound_bytes=1_000_000, expected_bytes=10_000).positions == 80
+
+
+def test_a_position_that_takes_more_than_expected_makes_it_smaller_at_once() -> None:
+    size = MicrobatchSize(8192, 0.05, bound_bytes=1_000_000, expected_bytes=1000)
+    size.took(FIRST, FIRST, FIRST, 20.0, nbytes=10_000 * FIRST)  # the first time of a size says nothing of its pace
+    assert size.positions == 80

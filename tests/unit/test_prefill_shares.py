@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from worker.engine.scheduler import (
     LONG_TOGETHER,
+    NARROWEST,
     PASSES,
     SMALLEST_PIECE,
     ClassTurns,
@@ -44,6 +45,16 @@ def test_a_long_prompt_gets_the_whole_budget_and_never_more_than_it_has() -> Non
     assert feed_next([Unfed(30, fed_at=5)], 512, 8, after_short=False) == Feed((0,), 30)
 
 
+def test_a_long_prompt_goes_in_pieces_that_attention_has_room_for() -> None:
+    # A budget for 128 prompts of 128 tokens is no budget for one of 16,384: its scores would take all of a GPU.
+    area = 2048 * 2048
+    assert feed_next([Unfed(16_384)], 65_536, 128, after_short=False, area=area) == Feed((0,), 2048)
+    behind = feed_next([Unfed(9000, fed_at=1, past=6000)], 65_536, 128, after_short=False, area=area)
+    assert NARROWEST < behind.chunk < 1024, "the longer its past, the shorter its pieces"
+    together = feed_next([Unfed(1024)] * 128, 65_536, 128, after_short=False, area=area)
+    assert together == Feed((0, 1, 2, 3), 1024)
+
+
 def test_short_and_long_prompts_take_turns() -> None:
     prompts = [Unfed(9000, fed_at=1), Unfed(20), Unfed(20)]
     assert feed_next(prompts, 512, 8, after_short=False) == Feed((1, 2), 20)
@@ -59,16 +70,22 @@ def test_long_prompts_take_turns_among_themselves() -> None:
 
 
 @given(
-    prompts=st.lists(st.builds(Unfed, left=st.integers(1, 5000), fed_at=st.integers(0, 9)), min_size=1),
+    prompts=st.lists(
+        st.builds(Unfed, left=st.integers(1, 5000), fed_at=st.integers(0, 9), past=st.integers(0, 9000)), min_size=1
+    ),
     budget=st.integers(1, 5000),
     most=st.integers(1, 64),
     after_short=st.booleans(),
     equal=st.booleans(),
+    area=st.none() | st.integers(1, 5000 * 5000),
 )
 def test_something_is_always_fed_and_the_budget_is_kept(
-    prompts: list[Unfed], budget: int, most: int, after_short: bool, equal: bool
+    prompts: list[Unfed], budget: int, most: int, after_short: bool, equal: bool, area: int | None
 ) -> None:
-    feed = feed_next(prompts, budget, most, after_short=after_short, equal=equal)
+    feed = feed_next(prompts, budget, most, after_short=after_short, equal=equal, area=area)
+    past = max(prompts[at].past for at in feed.prompts)
+    if area is not None and (len(feed.prompts) > 1 or feed.chunk > NARROWEST):
+        assert len(feed.prompts) * feed.chunk * (past + feed.chunk) <= area
     assert 1 <= len(feed.prompts) <= most
     assert feed.chunk >= 1
     assert len(feed.prompts) * feed.chunk <= budget

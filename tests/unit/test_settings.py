@@ -53,3 +53,10 @@ def test_a_command_tells_its_version(kind: type[ProcessSettings], capsys: pytest
         load(kind, ["--version"])
     assert (ended.value.code, capsys.readouterr().out) == (0, f"{version()}\n")
     assert CliRunner().invoke(cli.app, ["--version"]).stdout == f"{version()}\n"
+
+
+def test_a_prefill_chunk_is_measured_or_enough_for_a_forward() -> None:
+    assert load(WorkerSettings, []).prefill_chunk == 0
+    assert load(WorkerSettings, ["--prefill-chunk", "16"]).prefill_chunk == 16
+    with pytest.raises(SetupError, match="16 at least"):
+        load(WorkerSettings, ["--prefill-chunk", "15"])

@@ -36,6 +36,7 @@ from worker.engine.row_model import RowModel
 from worker.engine.rows import NO_DEADLINE, Row
 from worker.engine.scheduler import UNDISTURBED, ClassTurns, share_prefill
 from worker.engine.text import RowText
+from worker.engine.unkept import Unkept
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +68,12 @@ class Engine:
         self._prefixes = PrefixCache(
             config.prefix_cache_bytes, config.block_size, loaded.card.base_sha256, self._model.new_kv()
         )
-        self._lane = PrefillLane(self._model, self._prefixes, max(1, score_positions), self._pieces)
+        self._lane = PrefillLane(
+            self._model, self._prefixes, max(1, score_positions), self._pieces, config.prefill_area
+        )
         self._followers = Followers(self._prefixes, self._model.adapters)
         self._waiting: deque[Row] = deque()
+        self._unkept = Unkept(loaded.card.kv_bytes_per_token, config.keep_bytes)
         self._rows: dict[str, Row] = {}
         self._reserved = Reserved(self._limits, config.max_rows)
         self._next_deadline = NO_DEADLINE
@@ -262,7 +266,11 @@ class Engine:
     # -- through
 
     def _prefill(self, budget: int, of: SequenceClass) -> None:
-        """Feed prompts of a class in our lane; complete ones fork into the batch."""
+        """Feed prompts of a class in our lane; complete ones fork into the batch.
+
+        Many short ones are bounded by the clock, too: each has a forward of its own, whose start takes its time.
+        """
+        until = time.perf_counter() + self._config.lane_s
         while budget > 0 and (task := self._lane.first(of)):
             try:
                 with mx.stream(self._batch.stream):
@@ -283,6 +291,8 @@ class Engine:
             rows = [row for row in task.rows if row.spec.kind == "generate"]
             if rows:
                 self._batch.insert(rows, task.ids[-1:], task.kv if task.done else None)
+            if time.perf_counter() > until:
+                return
 
     def _keep_prefixes(
         self, rows: list[Row], versions: Set[str], kv: Callable[[list[Row]], KvRows], length: int | None = None
@@ -309,10 +319,7 @@ class Engine:
     def _decode(self, prefill_tokens: int, of: SequenceClass) -> None:
         try:
             tokens = self._batch.step(prefill_tokens, of)
-            by_version: dict[frozenset[str], list[Row]] = {}
-            for row in self._batch.started:
-                by_version.setdefault(frozenset(row.kv_versions), []).append(row)
-            for versions, started in by_version.items():
+            for versions, started in self._unkept.next(self._batch.started).items():
                 self._keep_prefixes(started, versions, self._batch.kv_of)
         except Exception as error:
             self._give_up_batch(error)
@@ -352,6 +359,7 @@ class Engine:
     def _restart(self, rows: list[Row]) -> None:
         """Compute the context of these rows again, under the version that they have come to."""
         decoding = [row for row in rows if row.tokens]
+        self._unkept.remove(rows)
         self._batch.remove(rows)
         for row in rows:
             self._lane.remove(row)
@@ -388,6 +396,7 @@ class Engine:
 
     def _leave(self, rows: list[Row]) -> None:
         """Free what rows hold, wherever they are."""
+        self._unkept.remove(rows)
         self._batch.remove(rows)
         for row in rows:
             del self._rows[row.spec.id]

@@ -42,6 +42,7 @@ class RunningBatch:
         self._pieces = pieces
         self._sampler = RowSampler(model, config.top_candidates)
         self._most = config.prefill_rows
+        self._area = config.prefill_area
         self._unfed: list[Entry] = []  # in order of arrival
         self._groups: list[PromptGroup] = []  # that have begun and are not through
         self._after_short: dict[SequenceClass, bool] = {}
@@ -152,10 +153,10 @@ class RunningBatch:
         entries = [entry for entry in self._unfed if entry.rows[0].spec.sequence_class == of]
         if budget <= 0 or not (groups or entries):
             return []
-        unfed = [Unfed(group.left, group.fed_at) for group in groups]
-        unfed += [Unfed(len(entry.ids) - 1) for entry in entries]
+        unfed = [Unfed(group.left, group.fed_at, end_of(group.cache)) for group in groups]
+        unfed += [Unfed(len(entry.ids) - 1, past=end_of(entry.kv or ())) for entry in entries]
         after_short, equal = self._after_short.get(of, False), not self._model.takes_padding
-        feed = feed_next(unfed, budget, self._most, after_short=after_short, equal=equal)
+        feed = feed_next(unfed, budget, self._most, after_short=after_short, equal=equal, area=self._area)
         if feed.prompts[0] < len(groups):
             group = groups[feed.prompts[0]]
         else:

@@ -22,7 +22,10 @@ class EngineConfig:
     served_name: str = ""  # "": the last part of `model`
     max_rows: int = 32  # rows that hold a place in the batch, prefilling ones included
     prefill_rows: int = 32  # prompts that prefill together, at most
-    prefill_chunk: int = 512  # prompt tokens between two decode steps, over all prompts
+    prefill_chunk: int = 512  # prompt tokens between two decode steps, over all prompts; 0: measured (warm_up.py)
+    prefill_area: int | None = None  # rows x width x (past + width) of a forward of prompts; None: no limit
+    lane_s: float = float("inf")  # for the prompts in our own lane between two decode steps
+    warm_up: bool = False  # decode rows of usual sizes before the first one comes; on a GPU
     kv_limit_bytes: int | None = None  # None: half of what is free after loading
     dtype: str | None = None  # None: the model's own; float32 on a CPU
     max_context: int | None = None  # shortens the model's context
@@ -32,6 +35,7 @@ class EngineConfig:
     between_steps_s: float = 0.005  # time for loading adapters between two decode steps
     prefix_cache_bytes: int = 1 << 30  # KV of earlier prompts, besides `kv_limit_bytes`; 0: none is kept
     block_size: int = 64  # tokens by which prefixes are compared and kept
+    keep_bytes: int = 128 << 20  # of prompts' KV copied into the prefix cache between two decode steps, about
     guest_share: float = 0.2  # of the thread's time that guests get while rows decode; 0: none
 
 

@@ -20,6 +20,7 @@ from worker.engine.pooling import Pool
 from worker.engine.prefix_cache import PrefixCache
 from worker.engine.row_model import RowModel
 from worker.engine.rows import Row, RowTag
+from worker.engine.scheduler import widest
 
 
 @dataclass
@@ -90,11 +91,14 @@ def report_of(task: PrefillTask, row: Row) -> TokenEvent:
 class PrefillLane:
     """Tasks in order of arrival; the first one of each class runs."""
 
-    def __init__(self, model: RowModel, prefixes: PrefixCache, score_positions: int, pieces: Pieces) -> None:
+    def __init__(
+        self, model: RowModel, prefixes: PrefixCache, score_positions: int, pieces: Pieces, area: int | None = None
+    ) -> None:
         self._model = model
         self._prefixes = prefixes
         self._score_positions = score_positions  # positions whose logits may exist at one time
         self._pieces = pieces
+        self._area = area  # bounds the width of a piece (scheduler.widest)
         self._tasks: list[PrefillTask] = []
 
     @property
@@ -149,7 +153,7 @@ class PrefillLane:
         """Run one chunk of a task, at most `budget` ids; its length."""
         if not task.kv:
             self._begin(task)
-        length = min(budget, task.left)
+        length = int(min(budget, task.left, widest(task.done, self._area)))
         if length == 0:
             return 0
         if task.pool is not None:

@@ -8,12 +8,14 @@ Prompts: interactive ones are fed first, and a batch prompt that has begun pause
 passed more than `PASSES` times in a row. A batch prompt's piece is kept short, because whoever arrives waits for it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.sequences import SequenceClass
 
 SMALLEST_PIECE = 64  # tokens of a batch prompt in one turn: fewer waste a forward
+NARROWEST = 256  # tokens that one prompt is fed at least, however long its past: more forwards would cost more
 UNDISTURBED = 4  # chunks of prompt at once while nothing decodes; still short enough for cancels and arrivals
 PASSES = 3  # turns in a row in which interactive prompts pass a batch prompt, or a CPU's decode step
 LONG_TOGETHER = 4  # long prompts that are fed in turn
@@ -152,6 +154,7 @@ class Unfed:
 
     left: int  # tokens to be fed before its last one
     fed_at: int = 0  # the turn in which it was fed last; 0: it has not begun
+    past: int = 0  # tokens whose KV is there
 
 
 @dataclass(frozen=True)
@@ -162,27 +165,47 @@ class Feed:
     chunk: int
 
 
-def feed_next(prompts: Sequence[Unfed], budget: int, most: int, *, after_short: bool, equal: bool = False) -> Feed:
+def widest(past: int, area: int | None) -> float:
+    """Tokens of one prompt that a forward may take after `past` ones: width x (past + width) is within the area."""
+    if area is None:
+        return math.inf
+    return max(NARROWEST, (math.isqrt(past * past + 4 * area) - past) // 2)
+
+
+def feed_next(
+    prompts: Sequence[Unfed],
+    budget: int,
+    most: int,
+    *,
+    after_short: bool,
+    equal: bool = False,
+    area: int | None = None,
+) -> Feed:
     """Which of these prompts of one class, in order of arrival, to feed next.
 
     Short ones, which the budget feeds to their end, go together, at most `most`. Long ones are fed alone, piece by
     piece and in turn. Where both wait they alternate (`after_short`: the last ones were short): a short prompt need not
     wait for the end of a long one, nor a long one for an end of the short ones. `equal`: only prompts of one length go
-    together.
+    together. `area`: what rows x width x (past + width) may be, besides (warm_up.py says why).
     """
     short: list[int] = []
-    longest = 0
+    longest = past = 0
     for at, prompt in enumerate(prompts):
         width = max(longest, prompt.left)
         if equal and short and prompt.left != longest:
             continue
-        if not prompt.fed_at and len(short) < most and (len(short) + 1) * width <= budget:
+        behind = max(past, prompt.past)
+        rows = len(short) + 1
+        if area is not None and rows * width * (behind + width) > area and (short or width > widest(behind, area)):
+            continue
+        if not prompt.fed_at and len(short) < most and rows * width <= budget:
             short.append(at)
-            longest = width
+            longest, past = width, behind
     long = [at for at, prompt in enumerate(prompts) if prompt.fed_at]
     if len(long) < LONG_TOGETHER:
-        long += [at for at, prompt in enumerate(prompts) if not prompt.fed_at and prompt.left > budget][:1]
+        too_long = [prompt.left > min(budget, widest(prompt.past, area)) for prompt in prompts]
+        long += [at for at, prompt in enumerate(prompts) if not prompt.fed_at and too_long[at]][:1]
     if short and not (long and after_short):
         return Feed(tuple(short), max(1, longest))
     at = min(long, key=lambda at: prompts[at].fed_at)
-    return Feed((at,), min(budget, prompts[at].left))
+    return Feed((at,), int(min(budget, prompts[at].left, widest(prompts[at].past, area))))

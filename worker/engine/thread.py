@@ -38,6 +38,7 @@ from worker.engine.messages import (
     StepOutput,
 )
 from worker.engine.slots import AdapterSlots
+from worker.engine.warm_up import prepare
 
 __all__ = ["EngineConfig", "EngineStats", "EngineThread", "LoadedModel", "RowRequest", "StepOutput"]
 
@@ -146,6 +147,11 @@ class EngineThread:
         return stats
 
     @property
+    def prefill_chunk(self) -> int:
+        """Prompt tokens between two decode steps; once it has started, what was measured."""
+        return self._config.prefill_chunk
+
+    @property
     def alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
@@ -201,6 +207,7 @@ class EngineThread:
     def _serve(self, ready: Future[LoadedModel]) -> None:
         loaded = load_model(self._config)
         check_batch(loaded.model, self._config.max_rows)
+        self._config = prepare(loaded, self._config)
         if self._adapter_config is not None:
             self._slots = AdapterSlots(loaded, self._adapter_config, self._wake_up, self._on_adapters)
         engine = Engine(loaded, self._config, self._slots, self._wake_up)

@@ -9,6 +9,7 @@ def main() -> None:
 
     from shared import logs, tracing
     from shared.errors import ServiceUnavailableError, SetupError
+    from shared.garbage import leave_out_what_is_loaded
     from shared.lifeline import follow_parent
     from shared.redis.client import require
     from shared.settings import RunnerSettings, load
@@ -24,6 +25,7 @@ def main() -> None:
         print(f"job runner: {error.message}", file=sys.stderr)
         raise SystemExit(2) from None
     follow_parent()
+    leave_out_what_is_loaded()
 
     async def start() -> None:
         await require(settings.redis)

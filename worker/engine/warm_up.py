@@ -1,0 +1,159 @@
+"""What is found out and made ready on a machine before the first row comes.
+
+*Sizes*: how much of prompts one forward may take, by the clock. A prompt's forward stands between two decode steps, so
+it gets `PIECE_S`; on a GPU 512 tokens take hardly longer than one, and a 0.6B model feeds 8,192 in that time. Where
+attention keeps its scores (on CUDA, for masked rows), time and memory grow with rows x width x (past + width): one
+prompt of 8,192 tokens of a 0.6B model took all of an H100's 80 GB. So that *area* has a limit of its own.
+
+*Warm-up*: rows are decoded and thrown away, since a GPU compiles kernels, records graphs and gets memory when each is
+needed for the first time. A CPU does none of that, and is not kept waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from shared.sequences import SamplingParams, SequenceSpec
+from worker.engine.engine import Engine
+from worker.engine.loader import LoadedModel, free_bytes
+from worker.engine.messages import EngineConfig, RowRequest
+
+log = logging.getLogger(__name__)
+
+PIECE_S = 0.05  # of a forward of prompts between two decode steps
+CPU_PIECE_S = 0.25  # there a decode step of many rows takes as long
+CHUNKS = (256, 16_384)  # fewest and most tokens of prompts at once
+CPU_CHUNKS = (64, 512)
+USUAL_PROMPT = 128  # tokens, of the prompts that are measured together
+FREE_PART = 8  # of the free memory, an eighth may go for a forward
+WARM_UP_S = 60.0  # after which no more is tried
+WARM_TOKENS = 24
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.95, "top_k": 40},
+    {"temperature": 0.0, "top_logprobs": 5},
+)
+
+Forward = Callable[[int, int], float]  # rows, width -> seconds; infinite: it takes too much memory
+
+
+@dataclass(frozen=True)
+class PrefillSizes:
+    """How much of prompts one forward may take."""
+
+    chunk: int  # tokens
+    area: int | None = None  # rows x width x (past + width); None: no limit
+
+
+def prepare(loaded: LoadedModel, config: EngineConfig) -> EngineConfig:
+    """The configuration with what was measured; what can be warmed up is. In the engine's thread, before any row."""
+    began = time.perf_counter()
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    forward = _timed(loaded.model)
+    if not config.prefill_chunk:
+        bounds, bound_s = (CPU_CHUNKS, CPU_PIECE_S) if on_cpu else (CHUNKS, PIECE_S)
+        config = replace(config, prefill_chunk=largest_chunk(forward, *bounds, bound_s))
+    if on_cpu:
+        return replace(config, lane_s=CPU_PIECE_S)
+    width = largest_width(forward, *CHUNKS, PIECE_S)
+    config = replace(config, prefill_area=width * width, lane_s=PIECE_S)
+    measured = time.perf_counter()
+    rows = list(rehearse(loaded, config)) if config.warm_up else []
+    log.info(
+        "engine.warm prefill_chunk=%d prompt_width=%d rows=%s measured_s=%.1f warmed_s=%.1f",
+        config.prefill_chunk, width, rows, measured - began, time.perf_counter() - measured,
+    )  # fmt: skip
+    return config
+
+
+def largest_chunk(forward: Forward, fewest: int, most: int, bound_s: float) -> int:
+    """The most tokens, of prompts of usual length, whose forward keeps the bound; a power of two."""
+    best, tokens = fewest, fewest
+    while tokens <= most:
+        rows = max(1, tokens // USUAL_PROMPT)
+        took = forward(rows, tokens // rows)
+        if took > bound_s:
+            break
+        best = tokens
+        if took * most / tokens <= bound_s / 2:
+            return most  # in proportion, and with room: no need to compute more
+        tokens *= 2
+    return best
+
+
+def largest_width(forward: Forward, fewest: int, most: int, bound_s: float) -> int:
+    """The most tokens of one prompt whose forward keeps the bound, and does not take too much memory."""
+    best, width = fewest, 2 * fewest
+    while width <= most and forward(1, width) <= bound_s:
+        best, width = width, 2 * width
+    return best
+
+
+def _timed(model: Any) -> Forward:
+    """The quicker of two forwards, after one that makes what they need."""
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+
+    def once(rows: int, width: int) -> float:
+        began = time.perf_counter()
+        caches = [cache.merge([cache] * rows) for cache in make_prompt_cache(model)]
+        model(mx.zeros((rows, width), mx.int32), cache=caches)
+        mx.eval([cache.state for cache in caches])
+        return time.perf_counter() - began
+
+    def forward(rows: int, width: int) -> float:
+        if on_cpu:
+            return min(once(rows, width) for _ in range(2))
+        free, before = free_bytes(), mx.get_active_memory()
+        mx.reset_peak_memory()
+        try:
+            seconds = min([once(rows, width) for _ in range(3)][1:])
+        except RuntimeError:  # out of memory
+            return float("inf")
+        return seconds if mx.get_peak_memory() - before <= free // FREE_PART else float("inf")
+
+    return forward
+
+
+def rehearse(loaded: LoadedModel, config: EngineConfig) -> Iterator[int]:
+    """Decode rows of usual sizes, in an engine of their own; the numbers of rows, as they are done."""
+    until = time.perf_counter() + WARM_UP_S
+    engine, names = Engine(loaded, config), count()
+    try:
+        for rows in usual_rows(config.max_rows):
+            for turn in range(2):
+                samplings = SAMPLINGS if turn else SAMPLINGS[:1]
+                engine.submit([_request(next(names), loaded, samplings) for _ in range(rows)])
+                while engine.busy and time.perf_counter() < until:
+                    engine.turn()
+                    engine.settle()
+            if time.perf_counter() > until:
+                return
+            yield rows
+    finally:
+        engine.close()
+
+
+def usual_rows(most: int) -> list[int]:
+    """Numbers of rows to warm up for: 1, 4, 16 and so on, and the most."""
+    rows = [1]
+    while 4 * rows[-1] < most:
+        rows.append(4 * rows[-1])
+    return sorted({*rows, most})
+
+
+def _request(number: int, loaded: LoadedModel, samplings: tuple[dict[str, Any], ...]) -> RowRequest:
+    card = loaded.card
+    length = max(1, min(USUAL_PROMPT, card.context_length - WARM_TOKENS - 1))
+    ids = tuple((7919 * number + 31 * at) % card.vocab_size for at in range(length))
+    tokens = max(1, min(WARM_TOKENS, card.context_length - length))
+    params = SamplingParams(tokens, number, ignore_eos=True, **samplings[number % len(samplings)])
+    return RowRequest(SequenceSpec(f"warm-{number}", card.name, ids, params))
