@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import signal
 import socket
 import sys
@@ -54,7 +53,6 @@ def main(argv: list[str] | None = None) -> int:
     if files < settings.max_concurrent_requests + SPARE_FILES:
         log.warning("api.few_files", open_files=files, wanted=settings.max_concurrent_requests + SPARE_FILES)
     server = Server(_config(settings))
-    gc.freeze()  # what is there now stays: looking for garbage in it again and again would stop the event loop
     follow_parent()
     if listener.family != socket.AF_UNIX:
         host, port = listener.getsockname()[:2]
