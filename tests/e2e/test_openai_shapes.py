@@ -182,7 +182,6 @@ def test_the_client_reads_text_calls_and_streams(client: OpenAI) -> None:
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "foo"}}}}, "text.format"),
         ({"nonsense": 1}, "nonsense"),
         ({"max_output_tokens": 1_000_000}, "max_output_tokens"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]}, "input"),
     ],
 )
 def test_what_we_cannot_do_is_refused_by_name(http: httpx.Client, fields: dict[str, Any], param: str) -> None:

@@ -25,7 +25,12 @@ async def connect(server: Api, receive_buffer: int = 2048) -> socket.socket:
 
 
 def head(length: int) -> bytes:
-    lines = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {length}")
+    lines = (
+        "POST /v1/completions HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {length}",
+    )
     return "\r\n".join([*lines, "", ""]).encode()
 
 
