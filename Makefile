@@ -29,7 +29,7 @@ $(STAMP): requirements.lock pyproject.toml
 	if ! $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then $$found -m venv --clear .venv; fi
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
-	-$(BIN)/python -m worker.engine.fast_blas
+	-$(BIN)/python -m worker.engine.model.fast_blas
 	@touch $(STAMP)
 
 # What some tests use besides Python packages; without it they are skipped. CI on Debian installs it, others are told.

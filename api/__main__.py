@@ -12,15 +12,15 @@ import structlog
 import uvicorn
 
 from api.app import create_app
-from api.auth import check_exposure
-from api.connections import bounded, raise_file_limit
-from shared import tracing
+from api.http.auth import check_exposure
+from api.http.connections import bounded, raise_file_limit
 from shared.errors import ServiceUnavailableError, SetupError
-from shared.garbage import leave_out_what_is_loaded
-from shared.lifeline import follow_parent
-from shared.logs import configure
-from shared.redis.client import require
-from shared.settings import ApiSettings, load
+from shared.process.garbage import leave_out_what_is_loaded
+from shared.process.lifeline import follow_parent
+from shared.process.logs import configure
+from shared.process.settings import ApiSettings, load
+from shared.redis.connection.client import require
+from shared.telemetry import tracing
 
 log = structlog.get_logger()
 

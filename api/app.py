@@ -7,56 +7,76 @@ from contextlib import AbstractAsyncContextManager
 
 import structlog
 from fastapi import Depends, FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
-from api import errors
-from api.context import RequestContext
-from api.generation import settled
-from api.guards import guard
+from api.adapters import routes as adapters
+from api.batches import batch_routes as batches
+from api.batches import file_routes as files
+from api.batches.work import BatchWork
+from api.generation.resume import stop_lingering
+from api.generation.running import settled
+from api.generation.tracing import telemetry
+from api.http import errors
+from api.http.admission import Admission
+from api.http.api_keys import KeyRing
+from api.http.auth import OwnOrigin, RequireKey
+from api.http.context import RequestContext
+from api.http.errors import describe_errors
+from api.http.hosts import OwnHost, allowed_hosts
+from api.http.limits import BodyLimit
+from api.jobs import routes as jobs
 from api.openai import (
     abortions,
-    batches,
     chat,
     classifications,
     completions,
     embeddings,
-    files,
     models,
     pooling,
     render,
-    responses,
+    replies,
     similarities,
-    streams,
 )
-from api.openai.batch_work import BatchWork
-from api.openapi import describe_errors
-from api.ops import dashboard, deadletters, health, metrics, server_info, snapshot
-from api.ops.sampling import sample_forever
+from api.openai.responses import routes as responses
+from api.ops import dashboard, deadletters, health, metrics, pause, prefix_cache, server_info, snapshot
+from api.ops import ring_address as address
+from api.ops.history_sampler import sample_forever
 from api.ops.snapshot import Snapshots
-from api.resume import stop_lingering
-from api.ring import Ring
-from api.rl import (
-    act,
-    adapters,
-    address,
-    generate,
-    jobs,
-    pause,
-    predict,
-    prefix_cache,
-    rewards,
-    tokenize,
-    trainers,
-    training,
-)
+from api.ring.ring import Ring
+from api.rl import act, generate, predict, rewards, tokenize
 from api.tenants import keep_apart
-from api.tracing import telemetry
-from shared.metrics import Tally
-from shared.settings import ApiSettings
+from api.training import remote_trainers as trainers
+from api.training import routes as training
+from shared.process.settings import ApiSettings
+from shared.telemetry.metrics import Tally
+
+
+def guard(app: FastAPI, settings: ApiSettings) -> None:
+    """Put the guards in front of the app; the last added stands outermost."""
+    app.add_middleware(BodyLimit, settings)
+    app.add_middleware(Admission, settings)
+    keys = app.state.keys = KeyRing.of(settings)
+    if keys:
+        app.add_middleware(RequireKey, keys)
+    else:
+        app.add_middleware(OwnOrigin, settings.cors_origins)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", "x-next-after", "x-parallm-unused-parameters"],
+        )
+    hosts = allowed_hosts(settings, keys=bool(keys))
+    if hosts is not None:
+        app.add_middleware(OwnHost, hosts)
+
 
 log = structlog.get_logger()
 
 ROUTED = (
-    *(completions, chat, embeddings, files, batches, responses, classifications, models, streams, abortions),
+    *(completions, chat, embeddings, files, batches, responses, classifications, models, replies, abortions),
     *(similarities, pooling, render, server_info),
     *(act, predict, jobs, adapters, address, generate, pause, prefix_cache, tokenize, training, trainers, rewards),
     *(health, deadletters, metrics, snapshot, dashboard),

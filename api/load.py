@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator
 
 import structlog
 
-from shared.metrics import Tally
 from shared.sequences import SequenceClass
+from shared.telemetry.metrics import Tally
 
 log = structlog.get_logger()
 

@@ -12,15 +12,15 @@ from typing import Literal, NamedTuple
 
 from fastapi import Request
 
-from api.auth import asker
-from api.resume import stream_owner, unknown_stream
-from api.ring import Ring
+from api.generation.resume import stream_owner, unknown_stream
+from api.http.auth import asker
+from api.ring.ring import Ring
 from shared.adapters import not_yours, unknown_adapter
 from shared.errors import ForbiddenError, ParallmError, UnknownBatchError, UnknownDeadLetterError, UnknownFileError
-from shared.redis.batch_store import unknown_batch
-from shared.redis.dead_letters import unknown_letter
-from shared.redis.file_store import unknown_file
-from shared.redis.job_ledger import unknown_job
+from shared.redis.files.batch_store import unknown_batch
+from shared.redis.files.file_store import unknown_file
+from shared.redis.jobs.ledger import unknown_job
+from shared.redis.queue.dead_letters import unknown_letter
 
 Kind = Literal["job", "file", "batch", "stream", "dead letter", "policy"]
 Right = Literal["see", "change", "make"]

@@ -8,9 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from shared import errors
-from shared.metrics import CATALOGUE
-from shared.redis import key_table
-from shared.settings import (
+from shared.process.settings import (
     ApiSettings,
     JoinSettings,
     ProcessSettings,
@@ -18,6 +16,8 @@ from shared.settings import (
     ServeSettings,
     WorkerSettings,
 )
+from shared.redis import key_table
+from shared.telemetry.metrics import CATALOGUE
 from trainer.settings import TrainSettings
 
 TARGET = Path(__file__).parent / "reference.md"

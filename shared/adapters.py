@@ -4,8 +4,8 @@
 what a request writes into `model` or `adapter`: `name` (the latest version), `name@k` (that one), or a weighted split
 `name@12:0.9,name@13:0.1`, of which one choice is taken by a hash of the session, so that a session stays with it.
 
-Who fills what: `shared/adapter_format.py` reads an adapter directory into a `PreparedAdapter`; the store
-(`shared/redis/adapter_store.py`) turns that into an `AdapterManifest`, the durable description of one version.
+Who fills what: `shared/adapter_files/formats.py` reads an adapter directory into a `PreparedAdapter`; the store
+(`shared/redis/adapters/store.py`) turns that into an `AdapterManifest`, the durable description of one version.
 """
 
 import hashlib

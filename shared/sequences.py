@@ -56,7 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     shown_tokens: tuple[str, ...] = ()  # special tokens that the text of a row with stop strings does not hide
     # What is reported of completion tokens: the model's own, or those of the distribution that was drawn from
     logprobs_mode: LogprobsMode = "raw_logprobs"
-    grammar: str = ""  # llguidance's text (shared/grammar.py) of what the completion must be; "": anything
+    grammar: str = ""  # llguidance's text (shared/text/grammar.py) of what the completion must be; "": anything
     allowed_token_ids: tuple[int, ...] = ()  # nothing else is drawn; (): anything
     bad_words: tuple[tuple[int, ...], ...] = ()  # ids that the completion must not contain in a row
     logprob_token_ids: tuple[int, ...] = ()  # log-probabilities of these in the place of the top_logprobs most likely

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from shared.redis.embedded import EmbeddedRedis
+from api.serve.embedded_redis import EmbeddedRedis
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,26 +3,25 @@
 A process of its own, on any machine that reaches the ring's Redis and has the model's files.
 """
 
-# ruff: noqa: E402  (the faster BLAS has to be in place before mlx is imported)
-from worker.engine import fast_blas
-
-fast_blas.install()
-
 import asyncio
 import sys
 
 import structlog
 
-from shared import logs, tracing
 from shared.errors import ParallmError
-from shared.settings import load
+from shared.process import logs
+from shared.process.settings import load
+from shared.telemetry import tracing
 from trainer import stopping
-from trainer.host import ThreadHost, at_once
+from trainer.learn.compute import ThreadHost, at_once
 from trainer.loop import TrainLoop
-from trainer.session import train
+from trainer.run import train
 from trainer.settings import TrainSettings
-from worker.engine.loader import LoadedModel, load_model
 from worker.engine.messages import EngineConfig
+from worker.engine.model import fast_blas
+from worker.engine.model.loader import LoadedModel, load_model
+
+fast_blas.install()
 
 log = structlog.get_logger()
 

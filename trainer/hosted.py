@@ -21,15 +21,15 @@ import structlog
 import yaml
 
 from shared.errors import EngineError, ParallmError, QueueFullError, ServiceUnavailableError, SetupError
-from shared.nested_config import is_nested
-from shared.settings import WorkerSettings, load
-from trainer.host import EngineHost, EngineThread
+from shared.process.nested_config import is_nested
+from shared.process.settings import WorkerSettings, load
+from trainer.learn.compute import EngineHost, EngineThread
+from trainer.learn.warm_up import rehearse
 from trainer.loop import TrainLoop
-from trainer.scorers import ring_judges
-from trainer.session import tasks, train
+from trainer.rollouts.scorers import ring_judges
+from trainer.run import tasks, train
 from trainer.settings import TrainSettings
-from trainer.warm_up import rehearse
-from worker.engine.loader import LoadedModel, free_bytes
+from worker.engine.model.loader import LoadedModel, free_bytes
 
 log = structlog.get_logger()
 

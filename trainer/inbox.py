@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from trainer.live import Lag, LiveCollector
-from trainer.mailbox import Letter, Mailbox
-from trainer.rollouts import RolloutGroup
-from trainer.staleness import StaleWatch
+from trainer.rollouts.groups import RolloutGroup
+from trainer.rollouts.live import Lag, LiveCollector
+from trainer.rollouts.staleness import StaleWatch
+from trainer.seams import Letter, Mailbox
 from trainer.state import RunState
 
 Source = Literal["prompts", "live", "posted"]

@@ -3,8 +3,8 @@
     collect a batch -> advantages -> train step -> gate -> publish -> checkpoint -> again
 
 Generation of the next batch runs in the background while this one trains: asynchronous, one policy step off-policy with
-K = 1, strictly on-policy with K = 0 (trainer/pacing.py). The loop runs in an event loop and touches no MLX; the learner
-lives in the host's thread (trainer/host.py). Same code in a process of its own and hosted in a worker.
+K = 1, strictly on-policy with K = 0 (trainer/rollouts/pacing.py). The loop runs in an event loop and touches no MLX;
+the learner lives in the host's thread (trainer/learn/compute.py). Same code in a process of its own and in a worker.
 
 Invariants.
 - Every started group is consumed by exactly one train step, or dropped and counted; also across kills, since a
@@ -21,42 +21,39 @@ from collections.abc import Sequence
 import msgspec
 import structlog
 
-from shared import tracing
 from shared.adapters import version_id
 from shared.errors import ConflictError, EngineError, ParallmError, SetupError
-from shared.spans import Past
+from shared.telemetry import tracing
+from shared.telemetry.spans import Past
 from shared.training import TrainerState, TrainerStatus
 from shared.trajectories import LiveTrajectory
-from trainer.atropos import AtroposApi, AtroposCollector
-from trainer.batches import SampleGroup, sample_groups
-from trainer.checkpoint import Checkpoint, CheckpointStore, differences
-from trainer.collect import Collector
-from trainer.disk import Disk
-from trainer.drawing import uncorrected
-from trainer.episodes import EpisodeOptions, Episodes
-from trainer.examine import Examiner
-from trainer.foreign import ForeignMoves
-from trainer.host import at_once
 from trainer.inbox import AllStale, Batch, Inbox, Moved, OwnSource
-from trainer.learner import Learner, Snapshot, Trained
-from trainer.live import LiveCollector
-from trainer.mailbox import Letter, refusal
-from trainer.metrics import StepMetrics, Timing, figures, progress, step_metrics
+from trainer.learn.batches import SampleGroup, sample_groups
+from trainer.learn.compute import at_once
+from trainer.learn.drawing import uncorrected
+from trainer.learn.learner import Learner, Snapshot, Trained
+from trainer.learn.reports import StepReport
+from trainer.metrics import StepMetrics, Timing, figures, point_of, progress, status_of, step_metrics
 from trainer.orders import Stepped, carry_out
-from trainer.pacing import lag_of, oldest_version
-from trainer.parts import Parts
-from trainer.posted import LogprobCheck
-from trainer.publish import Publisher
-from trainer.reports import StepReport
-from trainer.rollouts import RolloutGroup
-from trainer.serving import Serving
+from trainer.ring.mailbox import refusal
+from trainer.rollouts.atropos import AtroposApi, AtroposCollector
+from trainer.rollouts.collector import Collector
+from trainer.rollouts.episodes import EpisodeOptions, Episodes
+from trainer.rollouts.groups import RolloutGroup
+from trainer.rollouts.live import LiveCollector
+from trainer.rollouts.pacing import lag_of, oldest_version
+from trainer.rollouts.staleness import StaleWatch
+from trainer.seams import Letter, Parts
 from trainer.settings import TrainSettings
-from trainer.staleness import StaleWatch
 from trainer.state import RunState
-from trainer.status import point_of, status_of
 from trainer.tensorboard import open_logs
-
-__all__ = ["Parts", "TrainLoop"]
+from trainer.versions.checkpoint import Checkpoint, CheckpointStore, differences
+from trainer.versions.disk import Disk
+from trainer.versions.examine import Examiner
+from trainer.versions.foreign import ForeignMoves
+from trainer.versions.posted import LogprobCheck
+from trainer.versions.publish import Publisher
+from trainer.versions.served import Serving
 
 log = structlog.get_logger()
 

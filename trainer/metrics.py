@@ -8,6 +8,7 @@ import errno
 import json
 import math
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,13 @@ import msgspec
 import numpy as np
 import structlog
 
-from trainer.batches import Dropped
-from trainer.reports import StepReport
-from trainer.rollouts import RolloutGroup
+from shared.training import TrainerState, TrainerStatus, TrainingPoint
+from trainer.learn.batches import Dropped
+from trainer.learn.reports import StepReport
+from trainer.rollouts.groups import RolloutGroup
+from trainer.settings import TrainSettings
 from trainer.state import RunState
+from trainer.versions.checkpoint import CheckpointStore
 
 log = structlog.get_logger()
 
@@ -238,3 +242,52 @@ def _cut(path: Path, first_step: int) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(b"".join(kept))
     temporary.replace(path)
+
+
+def status_of(
+    settings: TrainSettings,
+    state: RunState,
+    now: TrainerState,
+    last: StepMetrics | None,
+    checkpoints: CheckpointStore,
+    started_ms: int,
+) -> TrainerStatus:
+    """The totals and the last train step; owner and heartbeat are the board's to fill in."""
+    return TrainerStatus(
+        policy=settings.adapter,
+        run=settings.run_name,
+        owner="",
+        model=settings.model,
+        source=settings.source,
+        state=now,
+        started_ms=started_ms,
+        last_update_ms=state.last_update_ms,
+        train_step=state.train_step,
+        policy_step=state.policy_step,
+        version=state.version,
+        best_version=state.best_version,
+        best_reward=state.best_reward,
+        held_out=state.held_out,
+        reward=last.reward if last else None,
+        loss=last.loss if last else None,
+        kl=last.kl if last else None,
+        lag=last.lag_max if last else 0,
+        trajectories=state.trajectories,
+        tokens=state.tokens,
+        updates=state.updates,
+        swaps=state.swaps,
+        rejected=state.rejected,
+        rollbacks=state.rollbacks,
+        checkpoint_saves=state.saves,
+        updates_per_s=updates_per_s(state),
+        tokens_per_s=last.tokens_per_s if last else 0.0,
+        checkpoints=tuple(checkpoints.names()),
+        latest_checkpoint=checkpoints.pointer("latest") or "",
+        best_checkpoint=checkpoints.pointer("best") or "",
+    )
+
+
+def point_of(metrics: StepMetrics) -> TrainingPoint:
+    """A line of metrics.jsonl as a point on the curves."""
+    same = {name: getattr(metrics, name) for name in TrainingPoint.__struct_fields__ if hasattr(metrics, name)}
+    return TrainingPoint(**same, at_ms=time.time_ns() // 1_000_000)

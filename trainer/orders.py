@@ -9,11 +9,12 @@ import structlog
 from shared.errors import ConflictError, ParallmError
 from shared.training import Answer, CheckpointAnswer, ResumeOrder, UpdateAnswer, UpdateOrder, UpdateOutcome
 from shared.trajectories import LiveTrajectory
-from trainer.batches import Dropped
 from trainer.inbox import Batch
-from trainer.live import posted_groups
-from trainer.mailbox import Letter, Mailbox, refusal
+from trainer.learn.batches import Dropped
 from trainer.metrics import StepMetrics, Timing
+from trainer.ring.mailbox import refusal
+from trainer.rollouts.live import posted_groups
+from trainer.seams import Letter, Mailbox
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 

@@ -11,17 +11,24 @@ from pydantic import AliasChoices, BeforeValidator, Field, SecretStr
 from shared.adapters import check_name
 from shared.errors import InvalidRequestError, SetupError
 from shared.jobs import SamplingOverrides
-from shared.model_rewards import OWN_VARIABLES
-from shared.results import drawing_of
-from shared.settings import JoinSettings
-from trainer.advantages import AdvantageScale
-from trainer.atropos import Registration
+from shared.process.settings import JoinSettings
+from shared.rewards.model_kinds import OWN_VARIABLES
+from shared.trajectories import drawing_of
 from trainer.gate import GateLimits
-from trainer.losses import CLIP_RANGES, LossName, LossOptions
-from trainer.optimize import OptimizeOptions, RatioBase
-from trainer.pacing import Pace
-from trainer.policy import AdapterKind, AdapterShape
-from trainer.schedules import Schedule, ScheduleName
+from trainer.learn.advantages import AdvantageScale
+from trainer.learn.options import (
+    CLIP_RANGES,
+    AdapterKind,
+    AdapterShape,
+    LossName,
+    LossOptions,
+    OptimizeOptions,
+    RatioBase,
+    Schedule,
+    ScheduleName,
+)
+from trainer.rollouts.atropos import Registration
+from trainer.rollouts.pacing import Pace
 
 _OF_DATA_SETS = ("dataset", "held_out_dataset", "reward", "reward_options", "system_prompt")
 
@@ -109,7 +116,7 @@ class TrainSettings(JoinSettings):
     min_p: float = Field(default=0.0, ge=0, le=1, description="of rollouts; 0: off")
     stop: tuple[str, ...] = Field(default=(), description="texts that end a reply")
 
-    loss: LossName = Field(default="dapo", description="the objective; trainer/losses.py says what each is")
+    loss: LossName = Field(default="dapo", description="the objective; trainer/learn/losses.py says what each is")
     advantage_scale: AdvantageScale = Field(
         default="mean", description="mean: Dr.GRPO's; std: GRPO's; leave_one_out: RLOO's"
     )

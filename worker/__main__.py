@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from shared import tracing
-from shared.discovery import join
 from shared.errors import ServiceUnavailableError, SetupError
-from shared.lifeline import VARIABLE, follow_parent
-from shared.logs import configure
-from shared.redis.client import require
-from shared.settings import WorkerSettings, load
-from worker.engine import fast_blas
+from shared.process.discovery import join
+from shared.process.lifeline import VARIABLE, follow_parent
+from shared.process.logs import configure
+from shared.process.settings import WorkerSettings, load
+from shared.redis.connection.client import require
+from shared.telemetry import tracing
+from worker.engine.model import fast_blas
 from worker.engine_watch import guard_loop
 
 if TYPE_CHECKING:

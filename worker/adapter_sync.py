@@ -25,11 +25,11 @@ from shared.adapters import AdapterChoice, AdapterEvent, AdapterManifest, Adapte
 from shared.errors import AdapterRejectedError, ConflictError, ParallmError, UnknownAdapterError
 from shared.frames import TokenEvent
 from shared.owners import Asker
-from shared.redis.adapter_cache import DiskCache
-from shared.redis.adapter_store import AdapterStore
-from shared.redis.adapter_watch import watch
+from shared.redis.adapters.store import AdapterStore
+from shared.redis.adapters.watch import watch
 from shared.sequences import SequenceSpec
-from worker.engine.adapters import AdapterStats
+from worker.adapter_cache import DiskCache
+from worker.engine.batch.adapters import AdapterStats
 
 log = structlog.get_logger()
 

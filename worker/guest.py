@@ -2,7 +2,7 @@
 
 `--guest package.module:Class` names a class that is called with the worker's settings before the model is loaded
 (SetupError when it cannot work with them) and lives from `start` to `stop`. What it may run in the engine's thread, and
-for how long, is the engine's business (worker/engine/guests.py).
+for how long, is the engine's business (worker/engine/between_steps.py).
 
 Invariant: whatever becomes of a guest, the worker goes on serving.
 """
@@ -17,8 +17,9 @@ from typing import Protocol, cast
 import structlog
 
 from shared.errors import SetupError
-from shared.settings import WorkerSettings
-from worker.engine.thread import EngineThread, LoadedModel
+from shared.process.settings import WorkerSettings
+from worker.engine.model.loader import LoadedModel
+from worker.engine.thread import EngineThread
 
 log = structlog.get_logger()
 

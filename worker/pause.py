@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from shared.redis.pause import PauseOrder, PauseSwitch
-from shared.redis.sequence_queue import SequenceQueue
+from shared.redis.queue.sequence_queue import SequenceQueue
+from shared.redis.ring.pause import PauseOrder, PauseSwitch
+from worker.claims import Running
 from worker.engine.thread import EngineThread
 from worker.publisher import Publisher
-from worker.running import Running
 
 log = structlog.get_logger()
 

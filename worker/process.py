@@ -19,37 +19,34 @@ import structlog
 from redis.exceptions import RedisError
 
 from shared.errors import EngineError
-from shared.garbage import leave_out_what_is_loaded
-from shared.metrics import Tally
-from shared.redis.adapter_cache import DiskCache
-from shared.redis.affinity import WarmNotes
-from shared.redis.client import connect
-from shared.redis.faults import reason
-from shared.redis.metric_store import MetricWriter
-from shared.redis.pause import PauseSwitch
-from shared.redis.sequence_queue import ClaimPlan, SequenceQueue
-from shared.redis.token_frames import FrameWriter, read_tokens
-from shared.redis.worker_registry import WorkerRegistry, WorkerState, WorkerStatus
+from shared.process.garbage import leave_out_what_is_loaded
+from shared.process.settings import WorkerSettings
+from shared.redis.connection.client import connect
+from shared.redis.connection.faults import reason
+from shared.redis.queue.affinity import WarmNotes
+from shared.redis.queue.sequence_queue import ClaimPlan, SequenceQueue
+from shared.redis.ring.metric_store import MetricWriter
+from shared.redis.ring.pause import PauseSwitch
+from shared.redis.ring.worker_registry import WorkerRegistry, WorkerState, WorkerStatus
+from shared.redis.tokens.log import read_tokens
+from shared.redis.tokens.writer import FrameWriter
 from shared.sequences import Claim, ModelCard
-from shared.settings import WorkerSettings
-from shared.text import TokenizerBundle
+from shared.telemetry.metrics import Tally
+from shared.text.codec import TokenizerBundle
+from worker.adapter_cache import DiskCache
 from worker.adapter_sync import AdapterSync
 from worker.cache_resets import CacheResets
-from worker.claim_plan import NOTHING, claim_plan
-from worker.counts import WorkerCounts
-from worker.engine.adapters import AdapterConfig, AdapterStats
-from worker.engine.thread import EngineThread, RowRequest, StepOutput
-from worker.engine_settings import engine_config
+from worker.claims import NOTHING, Preparing, Room, Running, claim_plan, now_ms
+from worker.control import Orders
+from worker.drain import LAST_WORDS_S, Farewell
+from worker.engine.batch.adapters import AdapterConfig, AdapterStats
+from worker.engine.messages import RowRequest, StepOutput, engine_config
+from worker.engine.thread import EngineThread
 from worker.engine_watch import EngineWatch
-from worker.farewell import LAST_WORDS_S, Farewell
 from worker.guest import Guest, Lodging, Workplace
-from worker.orders import Orders
 from worker.pause import Pause
-from worker.preparing import Preparing
 from worker.publisher import Publisher
-from worker.room import Room
-from worker.running import Running, now_ms
-from worker.status import Identity, worker_status
+from worker.reports import Identity, WorkerCounts, worker_status
 
 log = structlog.get_logger()
 

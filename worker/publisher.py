@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import structlog
 
 from shared.frames import TokenEvent
-from shared.redis.token_frames import Commit, FrameWriter
+from shared.redis.tokens.writer import Commit, FrameWriter
 from shared.sequences import Claim
-from worker.counts import SequenceCounts
-from worker.running import Running
-from worker.tracing import trace_sequence
+from worker.claims import Running
+from worker.reports import SequenceCounts, trace_sequence
 
 log = structlog.get_logger()
 

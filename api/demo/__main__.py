@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from api.client import InferenceClient
+from api.cli.client import InferenceClient
 from api.demo.adapters import AdapterAct
 from api.demo.learning import ACT_S, Act
 from api.demo.prompts import arithmetic_job, gsm8k_job

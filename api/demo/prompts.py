@@ -4,7 +4,7 @@ import json
 import random
 from pathlib import Path
 
-from api.client import JobRequest
+from api.cli.client import JobRequest
 from shared.jobs import JobInput, Message, RewardSpec
 
 PHRASES = ("{}+{}=", "{} + {} = ?", "What is {} + {}?", "what is {} plus {}?", "Add {} and {}.")

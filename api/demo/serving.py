@@ -26,7 +26,7 @@ class Served:
 @contextlib.contextmanager
 def ring(data_dir: Path, log_path: Path, workers: int, console: Console, *arguments: str) -> Iterator[Served]:
     """Start everything, wait until it is ready, and stop it at the end."""
-    command = [sys.executable, "-m", "api.serve", "--model", f"models/{MODEL}", "--port", "0"]
+    command = [sys.executable, "-m", "api.serve.main", "--model", f"models/{MODEL}", "--port", "0"]
     command += ["--data-dir", str(data_dir), "--workers", str(workers), *arguments]
     environment = {**os.environ, "PARALLM_PARENT_PIPE": "1"}
     with log_path.open("w") as log:

@@ -12,13 +12,13 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field
 
-from api.auth import asker
-from api.errors import error_responses
-from api.generation import owner
-from api.openai.fields import RequestModel
-from api.ring import Ring, ring_of
+from api.generation.running import owner
+from api.http.auth import asker
+from api.http.errors import error_responses
+from api.http.fields import RequestModel
+from api.ring.ring import Ring, ring_of
 from shared.redis import keys
-from shared.redis.named_requests import NamedRequests
+from shared.redis.queue.named_requests import NamedRequests
 from shared.sequences import decode_spec
 
 router = APIRouter(tags=["openai"])

@@ -5,21 +5,21 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from api.collection import collection_of
-from api.errors import error_responses
-from api.generation import Work
-from api.openai.choices import ReplyPlan
+from api.generation.choice import ReplyPlan
+from api.generation.collection import collection_of
+from api.generation.plan import reply_plan, target_of, with_grammar, work_for
+from api.generation.sampling import check_prompts, room_for, sampling_of, top_of, truncated
+from api.generation.structured import grammar_of_format, grammar_of_outputs
+from api.generation.target import Target
+from api.generation.work import Work
+from api.http.errors import error_responses
+from api.openai.bodies import ChatCompletionRequest
 from api.openai.conversations import Conversation, conversation
-from api.openai.planning import reply_plan, target_of, with_grammar, work_for
 from api.openai.replies import reply
-from api.openai.sampling import check_prompts, room_for, sampling_of, top_of, truncated
-from api.openai.schemas import ChatCompletionRequest
-from api.openai.structured import grammar_of_format, grammar_of_outputs
 from api.openai.tools import ToolUse
-from api.ring import Ring, ring_of
-from api.targets import Target
-from shared.settings import ApiSettings
-from shared.text import TextCodec
+from api.ring.ring import Ring, ring_of
+from shared.process.settings import ApiSettings
+from shared.text.codec import TextCodec
 
 router = APIRouter(tags=["openai"])
 

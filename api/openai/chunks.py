@@ -8,13 +8,11 @@ from typing import Any
 
 import msgspec
 
-from api.openai.choices import Choice, Delta, Progress, ReplyPlan
-from api.openai.logprobs import TextLogprobs, TextOffsets, TokenNames
-from api.openai.pieces import CallPart, Piece
-from shared.frames import VersionSpan
-from shared.text import TextCodec
+from api.generation.choice import Choice, Delta, Progress, PromptDetails, ReplyPlan, Usage, shown_versions, usage
+from api.generation.logprobs import TextLogprobs, TextOffsets, TokenNames
+from api.generation.splitter import CallPart, Piece
+from shared.text.codec import TextCodec
 
-DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder()
 _FINISH = {None: b"null"} | {
     each: b'"%s"' % each.encode() for each in ("stop", "length", "tool_calls", "function_call", "abort")
@@ -155,34 +153,6 @@ def shown_call(call_id: str, part: CallPart) -> dict[str, Any]:
 def older_call(part: CallPart) -> dict[str, str]:
     """A call in OpenAI's older form, or more of one."""
     return {**({"name": part.name} if part.name else {}), "arguments": part.arguments}
-
-
-class PromptDetails(msgspec.Struct):
-    """Prompt tokens whose KV came from the prefix cache."""
-
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct):
-    """Token counts of a request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-
-
-def usage(plan: ReplyPlan, choices: Sequence[Choice]) -> Usage:
-    """Counts; a prompt counts once, however many samples it has."""
-    prompt = sum(map(len, plan.prompts))
-    completion = sum(choice.tokens for choice in choices)
-    cached = sum(max(choice.cached for choice in choices[p : p + plan.n]) for p in range(0, len(choices), plan.n))
-    return Usage(prompt, completion, prompt + completion, PromptDetails(cached))
-
-
-def shown_versions(spans: Sequence[VersionSpan]) -> list[dict[str, Any]]:
-    """Version spans by field name; `version` "" is the base."""
-    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
 
 
 def event_id(choices: Sequence[Choice]) -> bytes:

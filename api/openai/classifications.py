@@ -9,14 +9,13 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.continuations import check_pairs, log_probabilities
-from api.errors import error_responses
-from api.openai.completions import encoded
-from api.openai.fields import RequestModel, complaint
-from api.openai.planning import target_of
-from api.ring import Ring, ring_of
+from api.generation.continuations import check_pairs, log_probabilities
+from api.generation.plan import encoded, target_of
+from api.http.errors import error_responses
+from api.http.fields import RequestModel, complaint
+from api.ring.ring import Ring, ring_of
 from shared.errors import InvalidRequestError
-from shared.model_rewards import softmax
+from shared.rewards.model_kinds import softmax
 from shared.sequences import AdapterPolicy
 
 router = APIRouter(tags=["openai"])

@@ -1,28 +1,26 @@
 """POST /v1/completions: text or token ids in, text (and token ids) out."""
 
-from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from api.collection import collection_of
-from api.errors import error_responses
-from api.generation import Work
-from api.openai.choices import ReplyPlan
-from api.openai.planning import reply_plan, target_of, with_grammar, work_for
+from api.generation.choice import ReplyPlan
+from api.generation.collection import collection_of
+from api.generation.plan import encoded, reply_plan, target_of, with_grammar, work_for
+from api.generation.sampling import check_prompts, room_for, sampling_of, top_of, truncated
+from api.generation.structured import grammar_of_outputs
+from api.generation.target import Target
+from api.generation.work import Work
+from api.http.errors import error_responses
+from api.openai.bodies import CompletionRequest
 from api.openai.replies import reply, whole_body
-from api.openai.sampling import check_prompts, room_for, sampling_of, top_of, truncated
-from api.openai.schemas import CompletionRequest
-from api.openai.structured import grammar_of_outputs
-from api.ring import Ring, ring_of
-from api.room import LARGE_CHARS, aside
-from api.targets import Target
+from api.ring.ring import Ring, ring_of
 from shared.errors import InvalidRequestError
 from shared.frames import Finish, TokenEvent
+from shared.process.settings import ApiSettings
 from shared.sequences import ModelCard
-from shared.settings import ApiSettings
-from shared.text import TextCodec
+from shared.text.codec import TextCodec
 
 router = APIRouter(tags=["openai"])
 
@@ -50,19 +48,6 @@ async def create_completion(
     if plan.scores_only and plan.logprobs is None and plan.prompt_logprobs is None and not body.stream:
         return Response(_echoed(plan, served.codec), media_type="application/json")
     return await reply(ring, request, served, work, plan, bool(body.stream))
-
-
-async def encoded(
-    codec: TextCodec, prompts: Sequence[str | list[int]], add_special_tokens: bool = True
-) -> list[list[int]]:
-    """Ids of prompts; beside the event loop when they are long together."""
-    if sum(len(each) for each in prompts if isinstance(each, str)) > LARGE_CHARS:
-        return await aside(_encode, codec, prompts, add_special_tokens)
-    return _encode(codec, prompts, add_special_tokens)
-
-
-def _encode(codec: TextCodec, prompts: Sequence[str | list[int]], add_special_tokens: bool) -> list[list[int]]:
-    return [codec.encode(each, add_special_tokens) if isinstance(each, str) else each for each in prompts]
 
 
 def plan_completion(

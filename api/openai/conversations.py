@@ -7,13 +7,53 @@ from typing import Any, Protocol
 
 import msgspec
 
+from api.generation.splitter import SplitPlan, Thinking
 from api.openai.messages import ChatMessage
-from api.openai.pieces import SplitPlan, Thinking
-from api.openai.thinking import behind_thinking, marks_of, thinking_after, thinking_within
 from api.openai.tools import ToolUse, for_template, knows_tools
-from api.room import LARGE_CHARS, LARGE_COUNT, aside
+from api.ring.room import LARGE_CHARS, LARGE_COUNT, aside
 from shared.errors import InvalidRequestError
-from shared.text import TextCodec
+from shared.text import grammar
+from shared.text.codec import TextCodec
+
+_MARKS = (
+    ("<think>", "</think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("[THINK]", "[/THINK]"),
+)
+
+
+def marks_of(codec: TextCodec) -> tuple[str, str] | None:
+    """The marks of a model's reasoning; None when its template knows none."""
+    template = codec.bundle.chat_template
+    return next((marks for marks in _MARKS if marks[1] in template), None)
+
+
+def thinking_after(prompt: str, marks: tuple[str, str]) -> Thinking:
+    """What a completion of this prompt begins with."""
+    start, end = marks
+    written = prompt.rstrip()
+    if written.endswith(start):
+        return "open"
+    return "" if written.endswith(end) else "may"
+
+
+def thinking_within(begun: str, marks: tuple[str, str]) -> Thinking:
+    """What goes on with a message that has begun so."""
+    start, end = marks
+    return "open" if begun.rfind(start) > begun.rfind(end) else ""
+
+
+def behind_thinking(text: str, thinking: Thinking, marks: tuple[str, str], codec: TextCodec) -> str:
+    """A grammar that lets the model reason before it begins."""
+    if not text or not thinking:
+        return text
+    thought = grammar.until("thought", marks[1], codec)
+    if thinking == "open":
+        return grammar.compose(f"start: thought BLANK @body\nBLANK: /\\n{{0,2}}/\n{thought}", {"body": text})
+    opening = f"({grammar.mark(marks[0], codec)} thought BLANK)?"
+    return grammar.compose(f"start: {opening} @body\nBLANK: /\\n{{0,2}}/\n{thought}", {"body": text})
+
 
 _OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 

@@ -11,18 +11,17 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from api.errors import error_responses
-from api.generation import Work
-from api.openai.completions import encoded
-from api.openai.fields import Priority, Prompts, RequestModel, Truncation, TruncationSide
-from api.openai.planning import target_of
-from api.openai.replies import gather_all
-from api.openai.sampling import check_prompts, deadline, truncated
-from api.ring import Ring, ring_of
-from api.targets import Target
+from api.generation.plan import encoded, target_of
+from api.generation.running import gather_all
+from api.generation.sampling import check_prompts, deadline, truncated
+from api.generation.target import Target
+from api.generation.work import Work
+from api.http.errors import error_responses
+from api.http.fields import Priority, Prompts, RequestModel, Truncation, TruncationSide
+from api.ring.ring import Ring, ring_of
 from shared.errors import InvalidRequestError
+from shared.process.settings import ApiSettings
 from shared.sequences import AdapterPolicy, Pooling, SamplingParams
-from shared.settings import ApiSettings
 
 router = APIRouter(tags=["openai"])
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from api.openai.fields import HistoryModel, complaint
+from api.http.fields import HistoryModel, complaint
 
 Off = dict[str, tuple[Any, ...]]
 

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field
 
-from api.errors import error_responses
-from api.ring import Ring, ring_of
+from api.http.errors import error_responses
+from api.ring.ring import Ring, ring_of
 from shared.adapters import AdapterManifest, AdapterRef
 from shared.errors import InvalidRequestError, UnknownAdapterError, UnknownModelError
 from shared.sequences import ModelCard

@@ -13,13 +13,12 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.errors import error_responses
-from api.openai.completions import encoded
+from api.generation.plan import encoded, target_of
+from api.generation.running import gather_all
+from api.http.errors import error_responses
+from api.http.fields import complaint
 from api.openai.embeddings import EmbeddingRequest, plan_embeddings, shown_vector
-from api.openai.fields import complaint
-from api.openai.planning import target_of
-from api.openai.replies import gather_all
-from api.ring import Ring, ring_of
+from api.ring.ring import Ring, ring_of
 
 router = APIRouter(tags=["openai"])
 

@@ -8,12 +8,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from api.errors import error_responses
-from api.json_reply import json_reply
+from api.generation.plan import target_of
+from api.http.errors import error_responses, json_reply
+from api.openai.bodies import ChatCompletionRequest
 from api.openai.chat import chat_of, grammar_param, plan_chat
-from api.openai.planning import target_of
-from api.openai.schemas import ChatCompletionRequest
-from api.ring import Ring, ring_of
+from api.ring.ring import Ring, ring_of
 from shared.errors import UnsupportedParameterError
 
 router = APIRouter(tags=["openai"])

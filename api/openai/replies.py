@@ -3,24 +3,26 @@
 import contextlib
 import functools
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import structlog
-from fastapi import Request
+from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
-from api.errors import error_object, from_fault
-from api.generation import Events, Generation, Work, by_choice
-from api.openai.choices import Choice, Delta, ReplyPlan, join
-from api.openai.chunks import DONE, ChunkWriter, event_id, older_call, shown_call, shown_versions, usage
-from api.openai.logprobs import TextLogprobs, TextOffsets, TokenNames, in_parts
-from api.resume import reading, remember
-from api.ring import Ring, ServedModel
-from api.room import aside
-from api.sse import EventStream, until_disconnected
+from api.generation.choice import DONE, Choice, Delta, ReplyPlan, join, shown_versions, usage
+from api.generation.logprobs import TextLogprobs, TextOffsets, TokenNames, in_parts
+from api.generation.resume import reading, remember, take_over
+from api.generation.running import Events, Generation, by_choice, gather_all
+from api.generation.sse import EventStream
+from api.generation.work import Work
+from api.http.errors import error_object, error_responses, from_fault
+from api.openai.chunks import ChunkWriter, event_id, older_call, seen_until, shown_call
+from api.ring.ring import Ring, ServedModel, ring_of
+from api.ring.room import aside
+from shared.errors import InvalidRequestError
 from shared.frames import TokenEvent, VersionSpan, spans_of
-from shared.text import TextCodec
+from shared.text.codec import TextCodec
 
 log = structlog.get_logger()
 
@@ -48,15 +50,6 @@ async def reply(
 async def written(gathered: Iterable[TokenEvent], write: Callable[[], bytes]) -> bytes:
     """What `write` makes of these events; for a long answer beside the event loop."""
     return await aside(write) if is_large(gathered) else write()
-
-
-async def gather_all(ring: Ring, request: Request, work: Work) -> list[list[TokenEvent]] | None:
-    """Enqueue the work and wait for all events of each sequence; None when the client has left."""
-    generation = await Generation.start(ring, work)
-    try:
-        return await until_disconnected(gather(generation, len(work.prompts) * work.n), request.receive)
-    finally:
-        generation.close()
 
 
 async def stream_events(
@@ -109,15 +102,6 @@ def _roles(writer: ChunkWriter, plan: ReplyPlan, choices: Sequence[Choice]) -> b
             role = writer.counted(writer.role(index), index, choice) if plan.usage_so_far else writer.role(index)
             out += (event_id(choices), role) if plan.event_ids else (role,)
     return b"".join(out)
-
-
-async def gather(generation: Generation, count: int) -> list[list[TokenEvent]]:
-    """All events of each sequence."""
-    events: list[list[TokenEvent]] = [[] for _ in range(count)]
-    async for batch in generation.batches():
-        for index, event in batch:
-            events[index].append(event)
-    return events
 
 
 def is_large(gathered: Iterable[TokenEvent]) -> bool:
@@ -234,3 +218,31 @@ def _ending(plan: ReplyPlan, event: TokenEvent) -> dict[str, Any]:
     if plan.token_ids:
         ending["token_ids"] = event.tokens
     return ending
+
+
+router = APIRouter(tags=["openai"])
+
+
+@router.get(
+    "/v1/streams/{request_id}",
+    summary="Resume a stream",
+    response_class=Response,
+    responses={200: {"description": "The chunks after `Last-Event-ID`, to [DONE]"}, **error_responses(400, 404, 503)},
+)
+async def resume_stream(
+    request_id: str,
+    ring: Annotated[Ring, Depends(ring_of)],
+    last_event_id: Annotated[str, Header(description="id of the last event that was read; empty: from the start")] = "",
+) -> Response:
+    """Only streams that were asked for with `stream_options.include_event_ids` can be resumed."""
+    resumable = await take_over(ring, request_id)
+    plan = resumable.plan
+    try:
+        seen = seen_until(last_event_id, plan.choices)
+    except ValueError:
+        raise InvalidRequestError(f"malformed Last-Event-ID '{last_event_id}'", param="Last-Event-ID") from None
+    _, codec = await ring.known(plan.served)
+    seqs = [plan.sequence(choice) for choice in range(plan.choices)]
+    choices = [Choice(plan, codec, progress) for progress in seen]
+    generation = Generation.resume(ring, plan.served, seqs, resumable.history, plan.deadline_ms)
+    return EventStream(stream_events(ring, generation, plan, codec, choices))

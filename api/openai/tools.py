@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from api.openai.fields import HistoryModel, RequestModel, complaint
-from api.openai.tool_formats import HERMES, format_name
-from shared import grammar
+from api.generation.tool_formats import HERMES, format_name
+from api.http.fields import HistoryModel, RequestModel, complaint
 from shared.errors import InvalidGrammarError, InvalidRequestError, UnsupportedParameterError
-from shared.text import TextCodec
+from shared.text import grammar
+from shared.text.codec import TextCodec
 
 MAX_TOOLS = 128
 MAX_FORCED_CALLS = 16  # of one completion: a weak model would call for ever
@@ -42,7 +42,7 @@ def _function_only(value: Any, *others: str) -> Any:
 
 
 def _tag(value: Any) -> str:
-    """Which kind of choice it is; not an identifier, so that no error takes it for a field (api/errors.py)."""
+    """Which kind of choice it is; not an identifier, so that no error takes it for a field (api/http/errors.py)."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "function")
     return f"<{kind}>"
 

@@ -6,10 +6,10 @@ import msgspec
 from fastapi import APIRouter, Depends, Path, Query
 from pydantic import BaseModel, Field
 
-from api.auth import asker
-from api.errors import error_responses
-from api.ring import Ring, ring_of
-from shared.redis.dead_letters import DeadLetter, unknown_letter
+from api.http.auth import asker
+from api.http.errors import error_responses
+from api.ring.ring import Ring, ring_of
+from shared.redis.queue.dead_letters import DeadLetter, unknown_letter
 
 router = APIRouter(prefix="/v1/deadletters", tags=["operations"])
 TheRing = Annotated[Ring, Depends(ring_of)]

@@ -4,17 +4,17 @@ import time
 from collections import defaultdict
 from typing import Any
 
-from api.ring import SERVING, Ring
-from shared.metrics import CATALOGUE
+from api.ring.ring import SERVING, Ring
 from shared.redis import keys
-from shared.redis.adapter_catalog import AdapterCatalog
-from shared.redis.client import server_time_ms
-from shared.redis.training_board import TrainingBoard, trained_policies
-from shared.redis.worker_registry import WorkerStatus
+from shared.redis.adapters.catalog import AdapterCatalog
+from shared.redis.connection.client import server_time_ms
+from shared.redis.ring.worker_registry import WorkerStatus
+from shared.redis.training.board import TrainingBoard, trained_policies
+from shared.telemetry.metrics import CATALOGUE
 
 Gauges = dict[str, dict[tuple[str, ...], float]]  # metric -> label values -> value
 
-ROWS_OF = "adapter_rows:"  # in a heartbeat's figures, before a version (worker/status.py)
+ROWS_OF = "adapter_rows:"  # in a heartbeat's figures, before a version (worker/reports.py)
 WAITS_FOR = "adapter_waits:"
 
 

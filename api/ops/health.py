@@ -13,11 +13,11 @@ from pydantic import BaseModel, Field
 from redis.exceptions import RedisError
 
 from api.load import Load
-from api.ring import SERVING, Ring, ring_of
-from shared.redis.child_troubles import ChildTroubles
-from shared.redis.faults import is_refusal, reason
-from shared.redis.pause import PauseMode, PauseSwitch
-from shared.redis.worker_registry import WorkerStatus
+from api.ring.ring import SERVING, Ring, ring_of
+from shared.redis.connection.faults import is_refusal, reason
+from shared.redis.ring.child_troubles import ChildTroubles
+from shared.redis.ring.pause import PauseMode, PauseSwitch
+from shared.redis.ring.worker_registry import WorkerStatus
 
 router = APIRouter(tags=["operations"])
 TheRing = Annotated[Ring, Depends(ring_of)]

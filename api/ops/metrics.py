@@ -1,7 +1,7 @@
 """`GET /metrics`: the figures of the whole ring, from Redis, in Prometheus' text format; the same from any api.
 
-Counters and histograms are the totals of all processes (shared/redis/metric_store.py), gauges what Redis says at this
-moment (api/ops/gauges.py). A client that asks for JSON gets the few figures that training code reads.
+Counters and histograms are the totals of all processes (shared/redis/ring/metric_store.py), gauges what Redis says
+at this moment (api/ops/gauges.py). A client that asks for JSON gets the few figures that training code reads.
 """
 
 from collections import defaultdict
@@ -15,12 +15,12 @@ from prometheus_client.registry import Collector
 from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
-from api.auth import is_open
+from api.http.auth import is_open
 from api.ops.gauges import Gauges, read_gauges
-from api.ring import Ring, ring_of
-from shared.metrics import CATALOGUE, INF, SUM, parse_field
-from shared.metrics import Metric as Described
-from shared.redis.metric_store import read_totals
+from api.ring.ring import Ring, ring_of
+from shared.redis.ring.metric_store import read_totals
+from shared.telemetry.metrics import CATALOGUE, INF, SUM, parse_field
+from shared.telemetry.metrics import Metric as Described
 
 router = APIRouter(tags=["operations"])
 TheRing = Annotated[Ring, Depends(ring_of)]

@@ -6,12 +6,11 @@ import msgspec
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
-from api.errors import error_responses
-from api.json_reply import json_reply
+from api.http.errors import error_responses, json_reply
 from api.ops.health import why_not_ready
-from api.ring import Ring, ring_of
+from api.ring.ring import Ring, ring_of
 from shared.errors import ServiceUnavailableError
-from shared.version import version
+from shared.process.settings import version
 
 router = APIRouter(tags=["operations"])
 TheRing = Annotated[Ring, Depends(ring_of)]

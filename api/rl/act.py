@@ -15,24 +15,23 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.continuations import check_pairs, log_probabilities
-from api.errors import error_responses
-from api.generation import Work
-from api.openai.choices import ends_with_stop_token
-from api.openai.completions import encoded
+from api.generation.choice import ends_with_stop_token
+from api.generation.continuations import check_pairs, log_probabilities
+from api.generation.plan import encoded, target_of
+from api.generation.running import gather_all
+from api.generation.sampling import check_prompts, deadline, room_for
+from api.generation.target import Target
+from api.generation.work import Work
+from api.http.errors import error_responses
+from api.http.fields import RequestModel, complaint
 from api.openai.conversations import template_messages
-from api.openai.fields import RequestModel, complaint
 from api.openai.messages import ChatMessage
-from api.openai.planning import target_of
-from api.openai.replies import gather_all
-from api.openai.sampling import check_prompts, deadline, room_for
-from api.ring import Ring, ring_of
-from api.room import aside
-from api.targets import Target
+from api.ring.ring import Ring, ring_of
+from api.ring.room import aside
 from shared.frames import spans_of
-from shared.model_rewards import softmax
+from shared.rewards.model_kinds import softmax
 from shared.sequences import AdapterPolicy, LogprobsMode, SamplingParams
-from shared.text import TextCodec
+from shared.text.codec import TextCodec
 
 router = APIRouter(tags=["rl"])
 

@@ -13,24 +13,23 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
-from api.collection import collection_of
-from api.errors import error_responses
-from api.openai.choices import Choice, ReplyPlan
-from api.openai.chunks import shown_versions
-from api.openai.completions import MAX_CHOICES, encoded
-from api.openai.fields import complaint
-from api.openai.logprobs import floored
-from api.openai.planning import reply_plan, work_for
-from api.openai.replies import gather_all
-from api.openai.sampling import check_prompts, room_for, sampling_of, truncated
-from api.openai.schemas import Off, SamplingFields, StrictId
-from api.ring import Ring, ring_of
+from api.generation.choice import Choice, ReplyPlan, shown_versions
+from api.generation.collection import collection_of
+from api.generation.logprobs import floored
+from api.generation.plan import encoded, reply_plan, work_for
+from api.generation.running import gather_all
+from api.generation.sampling import check_prompts, room_for, sampling_of, truncated
+from api.generation.sampling_fields import Off, SamplingFields, StrictId
+from api.generation.target import Target, find_target
+from api.http.errors import error_responses
+from api.http.fields import complaint
+from api.openai.completions import MAX_CHOICES
+from api.ring.ring import Ring, ring_of
 from api.rl import generate_tokens
-from api.targets import Target, find_target
 from shared.adapters import AdapterRef, version_id
 from shared.errors import ConflictError, InvalidRequestError, UnknownAdapterError
 from shared.frames import TokenEvent, VersionSpan, spans_of
-from shared.text import TextCodec
+from shared.text.codec import TextCodec
 
 router = APIRouter(tags=["rl"])
 router.include_router(generate_tokens.router)

@@ -15,22 +15,21 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.collection import collection_of
-from api.errors import error_object, error_responses, from_fault
-from api.generation import Generation, by_choice
-from api.openai.choices import ReplyPlan, join
-from api.openai.chunks import DONE, shown_versions
-from api.openai.fields import RequestModel, complaint
-from api.openai.logprobs import TokenNames, floored
-from api.openai.planning import reply_plan, work_for
-from api.openai.replies import gather_all, written
-from api.openai.sampling import check_prompts, room_for, sampling_of, top_of, truncated
-from api.openai.schemas import WHOLE_VOCABULARY, Off, SamplingFields, StrictId, TopLogprobs
-from api.ring import Ring, ring_of
-from api.sse import EventStream
-from api.targets import find_target
+from api.generation.choice import DONE, ReplyPlan, join, shown_versions
+from api.generation.collection import collection_of
+from api.generation.logprobs import TokenNames, floored
+from api.generation.plan import reply_plan, work_for
+from api.generation.running import Generation, by_choice, gather_all
+from api.generation.sampling import check_prompts, room_for, sampling_of, top_of, truncated
+from api.generation.sampling_fields import WHOLE_VOCABULARY, Off, SamplingFields, StrictId, TopLogprobs
+from api.generation.sse import EventStream
+from api.generation.target import find_target
+from api.http.errors import error_object, error_responses, from_fault
+from api.http.fields import RequestModel, complaint
+from api.openai.replies import written
+from api.ring.ring import Ring, ring_of
 from shared.frames import TokenEvent, TokenLogprob, spans_of
-from shared.text import TextCodec
+from shared.text.codec import TextCodec
 
 router = APIRouter(tags=["rl"])
 TheRing = Annotated[Ring, Depends(ring_of)]

@@ -13,15 +13,14 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.errors import error_responses
-from api.generation import Work
-from api.openai.completions import encoded
-from api.openai.fields import RequestModel, complaint
-from api.openai.planning import target_of
-from api.openai.replies import gather_all
-from api.openai.sampling import check_prompts, deadline, room_for
-from api.ring import Ring, ring_of
-from api.targets import Target
+from api.generation.plan import encoded, target_of
+from api.generation.running import gather_all
+from api.generation.sampling import check_prompts, deadline, room_for
+from api.generation.target import Target
+from api.generation.work import Work
+from api.http.errors import error_responses
+from api.http.fields import RequestModel, complaint
+from api.ring.ring import Ring, ring_of
 from shared.sequences import AdapterPolicy, SamplingParams
 
 router = APIRouter(tags=["rl"])

@@ -11,17 +11,17 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.auth import calling, key_name
-from api.collection import check_scoring, scoring_spec
-from api.errors import error_responses
+from api.generation.collection import check_scoring, scoring_spec
+from api.generation.sse import until_disconnected
+from api.http.auth import calling, key_name
+from api.http.errors import error_responses
+from api.http.fields import RequestModel, complaint
 from api.openai.conversations import template_messages
-from api.openai.fields import RequestModel, complaint
 from api.openai.messages import ChatMessage
-from api.ring import Ring, ring_of
-from api.sse import until_disconnected
+from api.ring.ring import Ring, ring_of
 from shared.errors import InvalidRequestError
 from shared.jobs import Prompt, RewardSpec
-from shared.rewards import needs_prompt, needs_reference
+from shared.rewards.kinds import needs_prompt, needs_reference
 from shared.scoring.pool import RewardSample
 from shared.scoring.shares import Share
 

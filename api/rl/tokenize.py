@@ -7,17 +7,17 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response
 
-from api.errors import error_responses
-from api.openai.completions import encoded
+from api.generation.plan import encoded
+from api.generation.sampling_fields import Off, StrictId
+from api.generation.target import find_job_target
+from api.http.errors import error_responses
+from api.http.fields import RequestModel, complaint
 from api.openai.conversations import encoded_chat
-from api.openai.fields import RequestModel, complaint
 from api.openai.messages import ChatMessage, ContinueFinalMessage, check_continued
-from api.openai.schemas import Off, StrictId
-from api.ring import Ring, ring_of
-from api.room import LARGE_CHARS, aside
-from api.targets import find_job_target
+from api.ring.ring import Ring, ring_of
+from api.ring.room import LARGE_CHARS, aside
 from shared.errors import TokenOutOfRangeError
-from shared.text import TextCodec
+from shared.text.codec import TextCodec
 
 router = APIRouter(tags=["rl"])
 TheRing = Annotated[Ring, Depends(ring_of)]

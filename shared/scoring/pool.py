@@ -15,10 +15,10 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from shared.call_process import CallProcess, LostProcessError
 from shared.errors import InvalidRequestError, ServiceUnavailableError
 from shared.jobs import Prompt, RewardSpec
-from shared.rewards import has_patterns
+from shared.process.call_process import CallProcess, LostProcessError
+from shared.rewards.kinds import has_patterns
 from shared.scoring.process import LATE, Slice, Trial
 from shared.scoring.shares import FairTurns, Lateness, Share
 from shared.trajectories import Reward

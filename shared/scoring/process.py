@@ -17,11 +17,11 @@ from types import FrameType
 
 import msgspec
 
-from shared import scoring
-from shared.call_pipe import CallPipe
 from shared.errors import InvalidRequestError
 from shared.jobs import RewardSpec
-from shared.rewards import Options, check, check_patterns
+from shared.process.call_pipe import CallPipe
+from shared.rewards.functions import Scorer, load
+from shared.rewards.kinds import Options, check, check_patterns
 from shared.trajectories import Reward
 
 LATE = "timed out after"  # how the error of a sample that ran out of time begins
@@ -90,7 +90,7 @@ def try_patterns(trial: Trial) -> str:
 
 def scored(call: Slice) -> Iterator[Reward]:
     """Rewards of the first samples: all of them, or those begun within `slice_s`."""
-    scorer = scoring.load(call.spec.name)
+    scorer = load(call.spec.name)
     options = check(call.spec)
     until = time.monotonic() + call.slice_s
     for text, reference in call.samples:
@@ -100,7 +100,7 @@ def scored(call: Slice) -> Iterator[Reward]:
 
 
 def _score_one(
-    scorer: scoring.Scorer, spec: RewardSpec, options: Options, text: str, reference: bytes, timeout_s: float
+    scorer: Scorer, spec: RewardSpec, options: Options, text: str, reference: bytes, timeout_s: float
 ) -> Reward:
     try:
         with _time_limit(timeout_s):

@@ -31,7 +31,12 @@ from shared.errors import (
     from_code,
 )
 from shared.jobs import Message
-from shared.model_rewards import (
+from shared.owners import ADMINS, WhoAsks, anybody
+from shared.redis.adapters.store import AdapterStore
+from shared.redis.queue.sequence_calls import SequenceCalls
+from shared.redis.ring.worker_registry import WorkerRegistry
+from shared.rewards.functions import Score
+from shared.rewards.model_kinds import (
     PROMPT,
     JudgeOptions,
     LikelihoodOptions,
@@ -41,14 +46,9 @@ from shared.model_rewards import (
     models_of,
     softmax,
 )
-from shared.owners import ADMINS, WhoAsks, anybody
-from shared.redis.adapter_store import AdapterStore
-from shared.redis.sequence_calls import SequenceCalls
-from shared.redis.worker_registry import WorkerRegistry
-from shared.scoring import Score
 from shared.scoring.pool import RewardSample
 from shared.sequences import ModelCard, SamplingParams, SequenceClass, SequenceKind, SequenceResult, SequenceSpec
-from shared.text import CodecCache, TextCodec
+from shared.text.codec import CodecCache, TextCodec
 from shared.trajectories import Reward
 
 AT_ONCE = 64

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import uvloop
 
+from api.serve.embedded_redis import EmbeddedRedis
 from shared.adapters import AdapterManifest
-from shared.redis import adapter_bytes, keys
-from shared.redis.client import connect
-from shared.redis.embedded import EmbeddedRedis
+from shared.redis import keys
+from shared.redis.adapters import bytes as adapter_bytes
+from shared.redis.connection.client import connect
 from tests.bench.frames import STEPS_A_SECOND, measure
 from tests.waiting import wait_until
 

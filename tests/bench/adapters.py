@@ -6,7 +6,7 @@ Models have random weights and live in memory only.
 """
 
 # ruff: noqa: E402
-from worker.engine import fast_blas
+from worker.engine.model import fast_blas
 
 fast_blas.install()
 
@@ -26,13 +26,13 @@ from mlx_lm.models import qwen3
 
 from shared.adapters import AdapterManifest
 from shared.sequences import ModelCard, SamplingParams, SequenceSpec
-from shared.text import TokenizerBundle
+from shared.text.codec import TokenizerBundle
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL
-from worker.engine.adapters import AdapterConfig
+from worker.engine.batch.adapters import AdapterConfig
 from worker.engine.engine import Engine
-from worker.engine.loader import LoadedModel
+from worker.engine.lora.slots import AdapterSlots
 from worker.engine.messages import EngineConfig, RowRequest
-from worker.engine.slots import AdapterSlots
+from worker.engine.model.loader import LoadedModel
 
 ROUNDS, STEPS, PROMPT = 5, 24, 32
 MEDIUM: dict[str, Any] = {**QWEN3_SMALL, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536}

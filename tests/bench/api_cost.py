@@ -19,12 +19,12 @@ from typing import Any
 import psutil
 from redis.asyncio import Redis
 
+from api.serve.embedded_redis import EmbeddedRedis
 from shared.frames import Finish, TokenEvent, TokenLogprob
-from shared.redis.client import connect
-from shared.redis.embedded import EmbeddedRedis
-from shared.redis.sequence_queue import ClaimPlan, SequenceQueue
-from shared.redis.token_frames import FrameWriter
-from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.connection.client import connect
+from shared.redis.queue.sequence_queue import ClaimPlan, SequenceQueue
+from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.tokens.writer import FrameWriter
 from shared.sequences import ModelCard, SequenceSpec
 from tests.bench.load import load
 from tests.e2e.rings import Process

@@ -5,7 +5,7 @@ sampler per row, as mlx-lm's server gives it; the engine reports log-probabiliti
 """
 
 # ruff: noqa: E402
-from worker.engine import fast_blas
+from worker.engine.model import fast_blas
 
 fast_blas.install()
 
@@ -25,8 +25,8 @@ from mlx_lm.sample_utils import make_sampler
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.small_models import QWEN3_BENCH, TINY_SHAPE, write_model
 from worker.engine.engine import Engine
-from worker.engine.loader import LoadedModel, load_model
 from worker.engine.messages import EngineConfig, RowRequest
+from worker.engine.model.loader import LoadedModel, load_model
 
 PROMPT, TOKENS, ROUNDS = 32, 64, 5
 GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}]

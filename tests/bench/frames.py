@@ -15,11 +15,12 @@ from pathlib import Path
 
 import uvloop
 
+from api.serve.embedded_redis import EmbeddedRedis
 from shared.frames import Finish, TokenEvent
-from shared.redis.client import connect
-from shared.redis.embedded import EmbeddedRedis
-from shared.redis.token_feed import SequenceCursor
-from shared.redis.token_frames import FrameReader, FrameWriter
+from shared.redis.connection.client import connect
+from shared.redis.tokens.feed import SequenceCursor
+from shared.redis.tokens.reader import FrameReader
+from shared.redis.tokens.writer import FrameWriter
 from tests.waiting import wait_until
 
 MODEL = "m"

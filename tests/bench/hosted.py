@@ -6,7 +6,7 @@ whatever else the machine does. The last part is the real loop: rollouts in the 
 """
 
 # ruff: noqa: E402
-from worker.engine import fast_blas
+from worker.engine.model import fast_blas
 
 fast_blas.install()
 
@@ -24,21 +24,22 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from shared import logs
+from shared.process import logs
 from tests.bench.local_ring import LocalRing, LocalSink, LocalSource
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
 from tests.bench.steady_training import Training, random_groups
-from trainer.environments import Observation, Outcome
-from trainer.host import EngineHost
 from trainer.hosted import FREE_PART
-from trainer.learner import Learner
-from trainer.loop import Parts, TrainLoop
+from trainer.learn.compute import EngineHost
+from trainer.learn.learner import Learner
+from trainer.learn.warm_up import rehearse
+from trainer.loop import TrainLoop
 from trainer.metrics import read
-from trainer.rollouts import derived_seed
+from trainer.rollouts.environments import Observation, Outcome
+from trainer.rollouts.groups import derived_seed
+from trainer.seams import Parts
 from trainer.settings import TrainSettings
-from trainer.warm_up import rehearse
-from worker.engine.loader import free_bytes
 from worker.engine.messages import EngineConfig
+from worker.engine.model.loader import free_bytes
 
 SHAPES: dict[str, dict[str, Any]] = {
     "small": QWEN3_SMALL,

@@ -15,15 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from shared.adapter_format import prepared
+from shared.adapter_files.formats import prepared
 from shared.adapters import AdapterManifest, GateCheck
 from shared.errors import UnknownAdapterError
 from shared.frames import TokenEvent, VersionSpan
 from shared.sequences import SamplingParams, SequenceSpec
+from shared.training import AlertKind
 from shared.trajectories import Trajectory
-from trainer.publish import AlertKind, Candidate, Stored
-from trainer.rollouts import RolloutRequest, derived_seed
-from worker.engine.adapters import AdapterConfig
+from trainer.rollouts.groups import RolloutRequest, derived_seed
+from trainer.seams import Candidate, Stored
+from worker.engine.batch.adapters import AdapterConfig
 from worker.engine.messages import EngineConfig, RowRequest, StepOutput
 from worker.engine.thread import EngineThread
 

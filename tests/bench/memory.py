@@ -54,7 +54,7 @@ def main() -> None:
     raw = subprocess.run([sys.executable, "-c", RAW], capture_output=True, text=True, check=True).stdout
     print(f"raw mlx-lm, 32 rows of the same model: {int(raw) / 1e6:.1f} MB")
     with tempfile.TemporaryDirectory() as folder:
-        server = Process.start("api.serve", "--model", "models/tiny", "--port", "0", "--data-dir", folder)
+        server = Process.start("api.serve.main", "--model", "models/tiny", "--port", "0", "--data-dir", folder)
         try:
             url = server.wait_for_line(r"ready: (http://\S+)/v1").group(1)
             asyncio.run(measure(url, server, arguments.requests))

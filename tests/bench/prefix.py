@@ -5,7 +5,7 @@ whatever else the machine does. The last comparison shows what keeping prefixes 
 """
 
 # ruff: noqa: E402
-from worker.engine import fast_blas
+from worker.engine.model import fast_blas
 
 fast_blas.install()
 

@@ -32,13 +32,14 @@ import psutil
 import redis as sync_redis
 import uvloop
 
-from api.generation import Generation, Work, settled
-from api.ring import Ring
-from shared.logs import configure
-from shared.redis.client import Script
-from shared.redis.embedded import EmbeddedRedis
+from api.generation.running import Generation, settled
+from api.generation.work import Work
+from api.ring.ring import Ring
+from api.serve.embedded_redis import EmbeddedRedis
+from shared.process.logs import configure
+from shared.process.settings import ApiSettings, load
+from shared.redis.connection.client import Script
 from shared.sequences import SamplingParams
-from shared.settings import ApiSettings, load
 from tests.bench.timed_worker import MODEL, TimedEngine, work
 
 WARM_UP_S = 3.0
@@ -285,7 +286,7 @@ def measure(level: Level, seconds: float, processes: int, show_commands: bool) -
 
 def sample_scripts(client: "sync_redis.Redis[bytes]") -> dict[str, list[int]]:
     """Microseconds of each call of each script over SAMPLE_S, out of Redis' slow log."""
-    names = {Script(path.stem).sha: path.stem for path in Path("shared/redis/lua").glob("*.lua")}
+    names = {Script(path.stem).sha: path.stem for path in Path("shared/redis").glob("*/lua/*.lua")}
     client.config_set("slowlog-max-len", 100_000)
     client.config_set("slowlog-log-slower-than", 0)
     time.sleep(SAMPLE_S)

@@ -221,7 +221,7 @@ def serving(name: str, dtype: str, rows: int, *flags: str) -> Iterator[tuple[Pat
     with tempfile.TemporaryDirectory() as folder:
         model = Path("models/tiny") if name == "tiny" else random_qwen3(Path(folder) / name, SHAPES[name], dtype)
         server = Process.start(
-            "api.serve", "--model", str(model), "--port", "0", "--data-dir", f"{folder}/data",
+            "api.serve.main", "--model", str(model), "--port", "0", "--data-dir", f"{folder}/data",
             "--dtype", dtype, "--max-batch-size", str(rows), *flags,
         )  # fmt: skip
         try:

@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 
 from tests.bench.local_ring import LocalRing
-from trainer.batches import Sample, SampleGroup
-from trainer.learner import Learner
+from trainer.learn.batches import Sample, SampleGroup
+from trainer.learn.learner import Learner
 
 SETTLE_S = 120.0  # at most
 

@@ -15,12 +15,12 @@ from typing import Any
 import worker.process
 from shared.errors import SetupError
 from shared.frames import Finish, TokenEvent
+from shared.process.settings import WorkerSettings, load
 from shared.sequences import ModelCard
-from shared.settings import WorkerSettings, load
-from shared.text import TokenizerBundle
+from shared.text.codec import TokenizerBundle
 from tests.unit.api_texts import EOS, bundle, codec
 from tests.waiting import wait_until
-from worker.engine.adapters import AdapterStats
+from worker.engine.batch.adapters import AdapterStats
 from worker.engine.messages import EngineConfig, EngineStats, OnDeath, OnStep, RowRequest, StepOutput
 from worker.process import WorkerProcess
 

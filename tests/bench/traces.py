@@ -23,14 +23,14 @@ from typing import Any
 import msgspec
 import psutil
 
-from api.generation import Work
-from api.tracing import WorkSpan
-from shared import tracing
+from api.generation.tracing import WorkSpan
+from api.generation.work import Work
 from shared.frames import Finish, TokenEvent
 from shared.sequences import Claim, SamplingParams, SequenceResult, SequenceSpec, Timings
+from shared.telemetry import tracing
 from tests.bench.load import load, stream_once
 from tests.e2e.rings import MODEL, Process
-from worker.tracing import trace_sequence
+from worker.reports import trace_sequence
 
 TOKENS = 256
 BLOCKED = "import sys\nsys.modules.update({'opentelemetry.sdk': None, 'opentelemetry.exporter': None})\n"
@@ -89,7 +89,9 @@ def sides(folder: Path, collector: str) -> list[Side]:
 @contextlib.contextmanager
 def running(side: Side) -> Iterator[None]:
     arguments = ["--model", f"models/{MODEL}", "--port", "0", "--data-dir", tempfile.mkdtemp(), *side.arguments]
-    server = Process.start("api.serve", *arguments, environment={**side.environment, "PARALLM_LOG_LEVEL": "WARNING"})
+    server = Process.start(
+        "api.serve.main", *arguments, environment={**side.environment, "PARALLM_LOG_LEVEL": "WARNING"}
+    )
     try:
         side.url = server.wait_for_line(r"ready: (http://\S+)/v1").group(1)
         children = psutil.Process(server.popen.pid).children()

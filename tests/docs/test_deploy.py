@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shared.settings import ServeSettings, WorkerSettings, load
+from shared.process.settings import ServeSettings, WorkerSettings, load
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

@@ -18,8 +18,8 @@ from unittest import mock
 import pytest
 from typer.testing import CliRunner
 
-import api.cli
-import api.serve
+import api.cli.main
+import api.serve.main
 import trainer.__main__
 import worker.__main__
 
@@ -29,7 +29,7 @@ TEXT = "\n".join(page.read_text() for page in PAGES).replace("\\\n", " ")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 BEFORE_HELP = {"tests.training.run": [str(ROOT / "trainer/recipes/tiny-arithmetic.yaml")]}  # its first argument
 PROGRAMS = {
-    "mlx_parallm_serve": api.serve.main,
+    "mlx_parallm_serve": api.serve.main.main,
     "mlx_parallm_worker": worker.__main__.main,
     "mlx_parallm_train": trainer.__main__.main,
 }
@@ -83,7 +83,7 @@ def test_a_program_takes_the_flags_that_are_named(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_a_command_of_the_client_takes_the_flags_that_are_named(name: str) -> None:
-    told = CliRunner().invoke(api.cli.app, [*name.split(), "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    told = CliRunner().invoke(api.cli.main.app, [*name.split(), "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert told.exit_code == 0, told.output
     assert COMMANDS[name] <= set(FLAG.findall(told.output))
 

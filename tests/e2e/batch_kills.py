@@ -30,7 +30,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from shared.redis import keys
-from shared.redis.client import connect
+from shared.redis.connection.client import connect
 from tests.e2e.chaos import check_keys
 from tests.e2e.chaos_load import GIVEN_UP, PROMPTS, Answers, Report, body
 from tests.e2e.chaos_ring import ChaosRing, Member, chaos_ring

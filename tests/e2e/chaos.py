@@ -27,9 +27,9 @@ from redis.asyncio import Redis
 
 from shared.jobs import TERMINAL
 from shared.redis import key_table, keys
-from shared.redis.client import connect
-from shared.redis.sequence_queue import SequenceQueue
-from shared.redis.worker_registry import WorkerRegistry
+from shared.redis.connection.client import connect
+from shared.redis.queue.sequence_queue import SequenceQueue
+from shared.redis.ring.worker_registry import WorkerRegistry
 from tests.e2e.chaos_load import Answers, Load, Report
 from tests.e2e.chaos_ring import ChaosRing, Member, chaos_ring
 from tests.e2e.rings import MODEL

@@ -15,12 +15,12 @@ from typing import Any
 
 import httpx
 
-from api.client import InferenceClient, JobRequest
-from api.client_http import RequestFailedError
+from api.cli.client import InferenceClient, JobRequest
+from api.cli.http import RequestFailedError
 from shared.jobs import JobInput, JobStatus
 from shared.redis import keys
-from shared.redis.client import connect
-from shared.redis.token_log import events_of_chunk
+from shared.redis.connection.client import connect
+from shared.redis.tokens.log import events_of_chunk
 from shared.trajectories import Trajectory
 from tests.e2e.chaos_ring import ChaosRing, Member
 from tests.e2e.rings import MODEL

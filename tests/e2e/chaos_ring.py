@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from shared.redis.embedded import EmbeddedRedis
+from api.serve.embedded_redis import EmbeddedRedis
 from tests.e2e.chaos_proxy import Proxy
 from tests.e2e.rings import MODEL, Process
 

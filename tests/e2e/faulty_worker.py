@@ -8,7 +8,7 @@ import sys
 import threading
 from typing import Any
 
-from worker.engine import fast_blas
+from worker.engine.model import fast_blas
 
 fast_blas.install()
 

@@ -1,7 +1,7 @@
 """An environment as a user writes one: two turns, with a tool's result in between."""
 
 from shared.jobs import Message
-from trainer.environments import Observation, Outcome
+from trainer.rollouts.environments import Observation, Outcome
 
 
 class TwoTurns:

@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx
 
-from shared.redis.client import connect
-from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.connection.client import connect
+from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 
 ROOT = Path(__file__).parents[2]
 MODEL = "tiny"
@@ -129,7 +129,7 @@ class Ring:
 def ring(data_dir: Path, *arguments: str) -> Iterator[Ring]:
     """Start `mlx_parallm_serve` with the tiny model on a free port; stop it at the end and expect a clean exit."""
     server = Process.start(
-        "api.serve", "--model", f"models/{MODEL}", "--port", "0", "--data-dir", str(data_dir), *arguments
+        "api.serve.main", "--model", f"models/{MODEL}", "--port", "0", "--data-dir", str(data_dir), *arguments
     )
     try:
         url = server.wait_for_line(r"ready: (http://\S+)/v1").group(1)

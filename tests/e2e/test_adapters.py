@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from api.client import InferenceClient
-from api.client_http import RequestFailedError
+from api.cli.client import InferenceClient
+from api.cli.http import RequestFailedError
 from tests.e2e.rings import MODEL, Ring, ring
 from tests.unit.adapter_files import Array, mlx_config, peft_config, peft_tensors, write
 from tests.waiting import wait_until

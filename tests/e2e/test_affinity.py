@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from shared.redis import keys
-from shared.redis.affinity import marks
-from shared.redis.client import connect
+from shared.redis.connection.client import connect
+from shared.redis.queue.affinity import marks
 from tests.e2e.rings import MODEL, Ring, ring
 from tests.waiting import wait_until
 

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from api.client import InferenceClient, JobRequest
+from api.cli.client import InferenceClient, JobRequest
 from shared.frames import TokenEvent
 from shared.jobs import JobInput
 from shared.redis import keys
-from shared.redis.client import connect
-from shared.redis.sequence_queue import SequenceQueue
+from shared.redis.connection.client import connect
+from shared.redis.queue.sequence_queue import SequenceQueue
 from shared.sequences import SamplingParams, SequenceSpec, encode
 from tests.e2e import bad_input
 from tests.e2e.rings import MODEL, Ring

@@ -8,7 +8,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from api.cli import app
+from api.cli.main import app
 from tests.e2e.rings import Ring, ring
 from tests.e2e.test_adapters import CONFIG, weights
 from tests.unit.adapter_files import write

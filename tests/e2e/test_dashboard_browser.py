@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from api.client import InferenceClient, JobRequest
+from api.cli.client import InferenceClient, JobRequest
 from shared.jobs import JobInput, RewardSpec
 from tests.e2e.browser import Browser, Tab, browser, find_browser
 from tests.e2e.rings import MODEL, Ring

@@ -10,11 +10,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from api.client import InferenceClient, JobRequest
+from api.cli.client import InferenceClient, JobRequest
+from api.serve.embedded_redis import EmbeddedRedis
 from shared.jobs import JobInput, RewardSpec
 from shared.redis import keys
-from shared.redis.client import connect
-from shared.redis.embedded import EmbeddedRedis
+from shared.redis.connection.client import connect
 from shared.trajectories import Trajectory
 from tests.e2e.rings import MODEL, Process, Ring, ring
 from tests.waiting import wait_until
@@ -200,7 +200,7 @@ def api_url(process: Process) -> str:
 
 
 def test_nothing_is_left_running_after_the_server_was_killed(tmp_path: Path) -> None:
-    server = Process.start("api.serve", "--model", f"models/{MODEL}", "--port", "0", "--data-dir", str(tmp_path))
+    server = Process.start("api.serve.main", "--model", f"models/{MODEL}", "--port", "0", "--data-dir", str(tmp_path))
     server.wait_for_line(r"ready: ")
     redis_url = server.wait_for_line(r"--redis (\S+)").group(1)
     port = int(redis_url.rsplit(":", 1)[1].split("/")[0])

@@ -15,8 +15,8 @@ import httpx
 import pytest
 import yaml
 
-from shared.redis.client import connect
-from shared.redis.training_board import TrainingBoard
+from shared.redis.connection.client import connect
+from shared.redis.training.board import TrainingBoard
 from shared.training import TrainerStatus
 from tests.e2e.rings import MODEL, ROOT, Ring, ring
 from tests.waiting import wait_until
@@ -133,7 +133,7 @@ def test_training_only_ends_with_the_training(tmp_path: Path) -> None:
     file = config(tmp_path, evaluate_every=0, steps=2)
     done = subprocess.run(
         [
-            sys.executable, "-m", "api.serve", "--model", f"models/{MODEL}", "--data-dir", str(tmp_path / "ring"),
+            sys.executable, "-m", "api.serve.main", "--model", f"models/{MODEL}", "--data-dir", str(tmp_path / "ring"),
             "--mode", "training_only", "--train-config", str(file), "--lora-rank", "4",
         ],
         cwd=ROOT, capture_output=True, text=True, timeout=90, check=False,

@@ -20,7 +20,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
 def test_a_server_and_a_worker_join_through_an_api_with_a_key(first: Ring, tmp_path: Path) -> None:
     given = {"PARALLM_CONNECT_KEY": KEY}
     joined = Process.start(
-        "api.serve", "--mode", "inference", "--connect-to", first.url, "--model", f"models/{MODEL}", "--port", "0",
+        "api.serve.main", "--mode", "inference", "--connect-to", first.url, "--model", f"models/{MODEL}", "--port", "0",
         "--data-dir", str(tmp_path / "second"), "--log-json", "true", environment=given,
     )  # fmt: skip
     worker = Process.start(
@@ -43,7 +43,7 @@ def test_a_server_and_a_worker_join_through_an_api_with_a_key(first: Ring, tmp_p
     assert first.server.popen.poll() is None
 
 
-@pytest.mark.parametrize("module", ["worker", "api.serve"])
+@pytest.mark.parametrize("module", ["worker", "api.serve.main"])
 def test_what_keeps_a_process_from_joining_is_said(module: str, first: Ring) -> None:
     process = Process.start(module, "--connect-to", first.url, "--model", f"models/{MODEL}")
     code = process.wait(30)

@@ -4,10 +4,10 @@ from fnmatch import fnmatchcase
 
 import httpx
 
-from api.client import InferenceClient, JobRequest
+from api.cli.client import InferenceClient, JobRequest
 from shared.jobs import JobInput
 from shared.redis import key_table
-from shared.redis.client import connect
+from shared.redis.connection.client import connect
 from tests.e2e.rings import MODEL, Ring
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from api.client import InferenceClient, JobRequest
+from api.cli.client import InferenceClient, JobRequest
 from shared.jobs import JobInput
 from tests.e2e.rings import MODEL, Process, Ring, ring
 from tests.waiting import wait_until

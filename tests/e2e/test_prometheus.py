@@ -183,7 +183,7 @@ def test_what_vllms_own_boards_read_is_there(watched: tuple[Ring, Prometheus], e
 if __name__ == "__main__":
     import sys
 
-    from shared.lifeline import follow_parent
+    from shared.process.lifeline import follow_parent
 
     follow_parent()
     with contextlib.suppress(KeyboardInterrupt):

@@ -11,11 +11,11 @@ import pytest
 import redis
 from safetensors.numpy import save
 
-from api.client import InferenceClient, JobRequest
+from api.cli.acl import ROLES, RoleName, rules
+from api.cli.client import InferenceClient, JobRequest
+from api.serve.embedded_redis import EmbeddedRedis
 from shared.jobs import JobInput, RewardSpec
 from shared.redis import keys
-from shared.redis.acl import ROLES, RoleName, rules
-from shared.redis.embedded import EmbeddedRedis
 from tests.e2e.rings import MODEL, ROOT, Process
 from tests.e2e.test_adapters import CONFIG, weights
 from tests.unit.adapter_files import write

@@ -13,12 +13,12 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from api.client import InferenceClient
+from api.cli.client import InferenceClient
 from shared.redis import key_table, keys
-from shared.redis.adapter_store import AdapterStore
-from shared.redis.client import connect
-from shared.redis.training_board import TrainingBoard, ring_id
-from shared.redis.worker_registry import WorkerRegistry
+from shared.redis.adapters.store import AdapterStore
+from shared.redis.connection.client import connect
+from shared.redis.ring.worker_registry import WorkerRegistry
+from shared.redis.training.board import TrainingBoard, ring_id
 from shared.training import TrainerStatus, TrainingPoint
 from tests.e2e.rings import MODEL, ROOT, Ring
 from tests.redis.adapter_versions import publish

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from api.client import InferenceClient
+from api.cli.client import InferenceClient
 from tests.e2e.rings import Ring, ring
 from tests.e2e.test_deaths import LONG, chunks, job, places, results_of
 from tests.redis.sentinels import Watched

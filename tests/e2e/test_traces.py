@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.redis.embedded import EmbeddedRedis
+from api.serve.embedded_redis import EmbeddedRedis
 from tests.e2e.collector import Collector, Span, collector
 from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
 from tests.waiting import wait_until
@@ -204,7 +204,7 @@ def test_a_collector_that_is_away_costs_no_request_and_no_time_at_the_end(tmp_pa
 
 
 def test_without_the_packages_the_flag_says_what_to_install(tmp_path: Path) -> None:
-    blocked = "import sys; sys.modules['opentelemetry.sdk'] = None; from api.serve import main; sys.exit(main())"
+    blocked = "import sys; sys.modules['opentelemetry.sdk'] = None; from api.serve.main import main; sys.exit(main())"
     command = [sys.executable, "-c", blocked, "--otlp-endpoint", "http://127.0.0.1:4318", "--data-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

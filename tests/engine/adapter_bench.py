@@ -12,11 +12,11 @@ from shared.frames import TokenEvent, spans_of
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.adapter_models import MadeAdapter, make_adapter, twin
 from tests.engine.conftest import Bench
-from worker.engine.adapters import AdapterConfig
+from worker.engine.batch.adapters import AdapterConfig
 from worker.engine.engine import Engine
-from worker.engine.loader import LoadedModel
+from worker.engine.lora.slots import AdapterSlots
 from worker.engine.messages import EngineConfig
-from worker.engine.slots import AdapterSlots
+from worker.engine.model.loader import LoadedModel
 
 
 class AdapterBench(Bench):

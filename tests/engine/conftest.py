@@ -12,8 +12,8 @@ from shared.frames import Finish, TokenEvent
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.small_models import LLAMA, QWEN3, write_model
 from worker.engine.engine import Engine
-from worker.engine.loader import LoadedModel, load_model
 from worker.engine.messages import EngineConfig, RowRequest
+from worker.engine.model.loader import LoadedModel, load_model
 
 
 @pytest.fixture(scope="session")

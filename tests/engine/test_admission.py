@@ -18,7 +18,7 @@ from shared.errors import (
 from shared.frames import TokenEvent
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
-from worker.engine.loader import LoadedModel
+from worker.engine.model.loader import LoadedModel
 
 
 @pytest.mark.parametrize(

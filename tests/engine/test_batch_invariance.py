@@ -7,7 +7,7 @@ from mlx_lm.models.cache import BatchKVCache
 
 from shared.sequences import SequenceSpec
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
-from worker.engine.loader import LoadedModel
+from worker.engine.model.loader import LoadedModel
 
 SAMPLINGS: list[dict[str, object]] = [
     {},

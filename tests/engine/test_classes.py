@@ -7,7 +7,7 @@ import pytest
 
 from shared.sequences import SequenceSpec
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
-from worker.engine.loader import LoadedModel
+from worker.engine.model.loader import LoadedModel
 from worker.engine.scheduler import PASSES
 
 

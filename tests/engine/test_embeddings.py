@@ -6,7 +6,7 @@ import pytest
 
 from shared.sequences import Pooling, SamplingParams, SequenceSpec
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
-from worker.engine.loader import LoadedModel
+from worker.engine.model.loader import LoadedModel
 
 
 def wanted(seq: str, ids: list[int], pooling: Pooling = "mean") -> SequenceSpec:

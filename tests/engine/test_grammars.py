@@ -7,14 +7,14 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from shared import grammar
 from shared.frames import TokenEvent
 from shared.sequences import SequenceSpec
+from shared.text import grammar
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.small_models import EOS
-from worker.engine import grammars
-from worker.engine.loader import LoadedModel
 from worker.engine.messages import EngineConfig, RowRequest
+from worker.engine.model.loader import LoadedModel
+from worker.engine.sampling import grammars
 from worker.engine.thread import EngineThread
 
 SCHEMA = {

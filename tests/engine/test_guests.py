@@ -14,20 +14,18 @@ from shared.errors import EngineError
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.small_models import QWEN3, write_model
 from tests.engine.test_thread import Outbox
-from trainer.batches import Sample, SampleGroup
 from trainer.gate import GateLimits
-from trainer.learner import Learner
-from trainer.optimize import OptimizeOptions
-from trainer.policy import AdapterShape
-from trainer.schedules import Schedule
+from trainer.learn.batches import Sample, SampleGroup
+from trainer.learn.learner import Learner
+from trainer.learn.options import AdapterShape, OptimizeOptions, Schedule
+from trainer.learn.warm_up import rehearse
 from trainer.settings import TrainSettings
-from trainer.warm_up import rehearse
-from worker.engine.adapters import AdapterConfig
-from worker.engine.guests import Guests
-from worker.engine.loader import LoadedModel, load_model
-from worker.engine.messages import EngineConfig
-from worker.engine.slots import AdapterSlots
-from worker.engine.thread import EngineThread, RowRequest
+from worker.engine.batch.adapters import AdapterConfig
+from worker.engine.between_steps import Guests
+from worker.engine.lora.slots import AdapterSlots
+from worker.engine.messages import EngineConfig, RowRequest
+from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.thread import EngineThread
 from worker.guest import Lodging
 
 Work = Generator[None, None, Any]

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 from shared.errors import ParallmError, SetupError
-from shared.settings import WorkerSettings
+from shared.process.settings import WorkerSettings
 from tests.engine.conftest import prompt_of, spec
 from tests.engine.test_thread import Outbox
 from tests.engine.test_trainer_loop import settings
 from tests.training.in_process import InProcessSource, MemorySink
 from tests.training.run import train
 from trainer import hosted
-from trainer.host import EngineHost
 from trainer.hosted import HostedTrainer, hosted_settings
+from trainer.learn.compute import EngineHost
 from worker.__main__ import main
-from worker.engine.adapters import AdapterConfig
-from worker.engine.messages import EngineConfig
-from worker.engine.thread import EngineThread, RowRequest
+from worker.engine.batch.adapters import AdapterConfig
+from worker.engine.messages import EngineConfig, RowRequest
+from worker.engine.thread import EngineThread
 from worker.guest import invited
 
 

@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from shared.adapter_config import mlx_config
-from shared.adapter_format import prepare
+from shared.adapter_files.config import mlx_config
+from shared.adapter_files.formats import prepare
 from shared.errors import AdapterRejectedError, ConflictError, UnknownAdapterError
 from shared.frames import TokenEvent
-from shared.redis.adapter_cache import DiskCache
-from shared.redis.adapter_store import AdapterStore
-from shared.redis.client import connect
+from shared.redis.adapters.store import AdapterStore
+from shared.redis.connection.client import connect
 from shared.sequences import SequenceSpec
 from tests.engine.adapter_bench import make_versions, row
 from tests.engine.adapter_models import MadeAdapter
 from tests.engine.conftest import prompt_of
 from tests.waiting import wait_until
+from worker.adapter_cache import DiskCache
 from worker.adapter_sync import AdapterSync
-from worker.engine import adapter_reader
-from worker.engine.adapters import AdapterConfig, AdapterStats
-from worker.engine.loader import LoadedModel
+from worker.engine.batch.adapters import AdapterConfig, AdapterStats
+from worker.engine.lora import reader as adapter_reader
 from worker.engine.messages import EngineConfig, RowRequest, StepOutput
+from worker.engine.model.loader import LoadedModel
 from worker.engine.thread import EngineThread
 
 Made = dict[str, MadeAdapter]

@@ -8,7 +8,7 @@ from shared.frames import TokenEvent, TokenLogprob
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
 from tests.engine.small_models import dense_logits
-from worker.engine.loader import LoadedModel
+from worker.engine.model.loader import LoadedModel
 
 
 def full_logprobs(model: LoadedModel, ids: list[int]) -> np.ndarray:

@@ -12,10 +12,10 @@ from mlx_lm.tuner.lora import LoRALinear
 from shared.errors import AdapterRejectedError
 from tests.engine.adapter_models import ATTENTION, EVERYWHERE, LINEARS, MadeAdapter, make_adapter, twin
 from tests.engine.small_models import LLAMA
-from worker.engine.adapter_reader import read_adapter
-from worker.engine.lora_sites import find_sites, shared_inputs
-from worker.engine.lora_stacks import AdaptedModel
-from worker.engine.multi_lora import MultiLoRALinear
+from worker.engine.lora.layers import MultiLoRALinear
+from worker.engine.lora.reader import read_adapter
+from worker.engine.lora.stacks import AdaptedModel
+from worker.engine.model.sites import find_sites, shared_inputs
 
 MOE = {
     "model_type": "qwen3_moe",

@@ -11,9 +11,9 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.adapter_bench import AdapterBench, make_versions, row
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
-from worker.engine.kv_slabs import KvRows
-from worker.engine.loader import LoadedModel
-from worker.engine.prefix_cache import PrefixCache, Prompt
+from worker.engine.kv.prefix_cache import PrefixCache, Prompt
+from worker.engine.kv.slabs import KvRows
+from worker.engine.model.loader import LoadedModel
 
 BLOCK_BYTES = 4 * 2 * 4 * 8  # of the caches made by `kv`: positions x (keys and values) x fp32 x dim
 

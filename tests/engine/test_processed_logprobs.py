@@ -9,19 +9,18 @@ import numpy as np
 import pytest
 
 from shared.frames import TokenEvent, TokenLogprob
-from shared.results import result_of, trajectory_of
 from shared.sequences import SamplingParams, SequenceSpec, Timings
-from shared.trajectories import Drawing, Reward, Trajectory
+from shared.trajectories import Drawing, Reward, Trajectory, result_of, trajectory_of
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.test_sampling import params, reference, row_of
-from trainer.batches import pad, sample_groups
-from trainer.drawing import positions_of, rows_of, uncorrected
-from trainer.heads import TokenScores, from_logits, token_scores
-from trainer.logprobs import row_scores, shared_scores, to_arrays
-from trainer.policy import AdapterShape, Policy
-from trainer.rollouts import RolloutGroup
-from worker.engine.loader import LoadedModel
-from worker.engine.sampler import _Plan
+from trainer.learn.batches import pad, sample_groups
+from trainer.learn.drawing import positions_of, rows_of, uncorrected
+from trainer.learn.logprobs import TokenScores, from_logits, row_scores, shared_scores, to_arrays, token_scores
+from trainer.learn.options import AdapterShape
+from trainer.learn.policy import Policy
+from trainer.rollouts.groups import RolloutGroup
+from worker.engine.batch.sampler import _Plan
+from worker.engine.model.loader import LoadedModel
 
 SAMPLINGS: list[dict[str, Any]] = [
     {},

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from shared.frames import TokenEvent
 from shared.sequences import SamplingParams, SequenceSpec
-from worker.engine.draw import draw_by_chance, mix_seeds, nucleus_threshold, uniforms
+from worker.engine.batch.row import Row
+from worker.engine.batch.sampler import _Plan
 from worker.engine.messages import RowRequest
-from worker.engine.rows import Row
-from worker.engine.sampler import _Plan
+from worker.engine.sampling.draw import draw_by_chance, mix_seeds, nucleus_threshold, uniforms
 
 PROMPT = (1, 2, 2, 3, 40)
 COMPLETION = [3, 3, 5, 7, 3]

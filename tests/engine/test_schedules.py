@@ -8,7 +8,7 @@ import pytest
 
 from shared.sequences import SequenceSpec
 from tests.engine.conftest import Bench, prompt_of, spec
-from worker.engine.loader import LoadedModel
+from worker.engine.model.loader import LoadedModel
 
 
 class Schedule:

@@ -14,7 +14,7 @@ from shared.sequences import SequenceSpec
 from tests.engine.adapter_bench import AdapterBench, make_versions, row
 from tests.engine.adapter_models import MadeAdapter
 from tests.engine.conftest import prompt_of
-from worker.engine.loader import LoadedModel
+from worker.engine.model.loader import LoadedModel
 
 Made = dict[str, MadeAdapter]
 

@@ -8,8 +8,8 @@ from shared.frames import TokenEvent
 from shared.sequences import SequenceClass
 from tests.engine.conftest import Bench, spec
 from tests.engine.small_models import EOS
-from worker.engine.loader import LoadedModel
-from worker.engine.text import StopMatcher
+from worker.engine.model.loader import LoadedModel
+from worker.engine.sampling.stop_text import StopMatcher
 
 PROMPT = list(b"hello")
 

@@ -4,7 +4,7 @@ import pytest
 
 from shared.frames import TokenEvent
 from tests.engine.conftest import Bench, prompt_of, spec
-from worker.engine.loader import LoadedModel
+from worker.engine.model.loader import LoadedModel
 
 
 @pytest.mark.parametrize(

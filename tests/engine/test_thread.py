@@ -13,7 +13,8 @@ import pytest
 from shared.errors import SetupError
 from shared.frames import TokenEvent
 from tests.engine.conftest import prompt_of, spec
-from worker.engine.thread import EngineConfig, EngineThread, RowRequest, StepOutput
+from worker.engine.messages import EngineConfig, RowRequest, StepOutput
+from worker.engine.thread import EngineThread
 
 ROOT = Path(__file__).parents[2]
 

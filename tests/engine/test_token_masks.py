@@ -8,10 +8,10 @@ from shared.frames import TokenEvent
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.test_logprobs import assert_top, full_logprobs
-from worker.engine.loader import LoadedModel
+from worker.engine.batch.row import Row
+from worker.engine.batch.sampler import _Plan
 from worker.engine.messages import RowRequest
-from worker.engine.rows import Row
-from worker.engine.sampler import _Plan
+from worker.engine.model.loader import LoadedModel
 
 VOCAB = 50
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shared.adapters import GateCheck
-from shared.redis.orders import Received
+from shared.redis.training.orders import Received
 from shared.training import CheckpointAnswer, CheckpointOrder, Order, Refusal, ResumeAnswer, ResumeOrder, UpdateOrder
 from tests.engine.test_trainer_loop import settings
 from tests.engine.test_trainer_orders import TEACHES, Letters
@@ -17,10 +17,9 @@ from tests.training.in_process import MemorySink
 from tests.training.run import train
 from tests.waiting import wait_until
 from trainer.loop import TrainLoop
-from trainer.mailbox import Letter
 from trainer.metrics import read
-from trainer.publish import Candidate
-from trainer.rollouts import RolloutSource
+from trainer.rollouts.groups import RolloutSource
+from trainer.seams import Candidate, Letter
 
 
 class Meddled(MemorySink):
@@ -59,7 +58,7 @@ class Person(Letters):
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.foreign.LOOK_S", 0.01)
+    monkeypatch.setattr("trainer.versions.foreign.LOOK_S", 0.01)
 
 
 class Attended:

@@ -11,10 +11,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cohere, gemma2, llama, qwen3
 
 from tests.engine.small_models import LLAMA, QWEN3
-from trainer.batches import Sample, SampleGroup, pad
-from trainer.heads import CHUNK_LOGITS, cut, head_chunk
-from trainer.logprobs import BatchArrays, row_scores, shared_scores, to_arrays
-from trainer.policy import AdapterShape, Policy
+from trainer.learn.batches import Sample, SampleGroup, pad
+from trainer.learn.logprobs import CHUNK_LOGITS, BatchArrays, cut, head_chunk, row_scores, shared_scores, to_arrays
+from trainer.learn.options import AdapterShape
+from trainer.learn.policy import Policy
 
 VOCABULARY = 300
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

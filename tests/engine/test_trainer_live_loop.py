@@ -7,7 +7,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from shared.frames import VersionSpan
-from shared.redis.trajectory_queue import Delivered
+from shared.redis.training.trajectory_queue import Delivered
 from shared.trajectories import LiveTrajectory, Reward, Trajectory
 from tests.engine.test_trainer_loop import settings
 from tests.training.in_process import MemorySink

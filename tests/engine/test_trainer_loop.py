@@ -13,13 +13,13 @@ from shared.jobs import Message
 from shared.trajectories import Trajectory
 from tests.training.in_process import MemorySink
 from tests.training.run import train
-from trainer.checkpoint import CheckpointStore
-from trainer.environments import ArithmeticEnvironment, Observation, Outcome
-from trainer.examine import Examiner
-from trainer.learner import Learner
+from trainer.learn.learner import Learner
 from trainer.metrics import read
-from trainer.rollouts import RolloutRequest
+from trainer.rollouts.environments import ArithmeticEnvironment, Observation, Outcome
+from trainer.rollouts.groups import RolloutRequest
 from trainer.settings import TrainSettings
+from trainer.versions.checkpoint import CheckpointStore
+from trainer.versions.examine import Examiner
 
 SMALL: dict[str, Any] = {
     "model": "models/tiny",

@@ -6,16 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from trainer.losses import (
-    LOSSES,
-    LossInputs,
-    LossName,
-    LossOptions,
-    StepTotals,
-    k3,
-    token_average,
-    truncated_weights,
-)
+from trainer.learn.losses import LOSSES, LossInputs, StepTotals, k3, token_average, truncated_weights
+from trainer.learn.options import LossName, LossOptions
 
 # Ratios 1.5, 1.0, 0.5 | 0.7, 1.1 ; advantages 2 and -1 ; the last position of the second row is padding.
 RATIOS = np.array([[1.5, 1.0, 0.5], [0.7, 1.1, 1.0]])

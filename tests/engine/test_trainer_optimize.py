@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 
 from trainer import gate
-from trainer.batches import Sample, SampleGroup, pad
 from trainer.gate import GateLimits
-from trainer.host import at_once
-from trainer.learner import Learner, Trained
-from trainer.logprobs import shared_scores, to_arrays
-from trainer.losses import LOSSES, LossName, LossOptions
-from trainer.optimize import OptimizeOptions, Optimizer, RatioBase
-from trainer.policy import AdapterShape, Policy
-from trainer.reports import StepReport
-from trainer.schedules import Schedule
+from trainer.learn.batches import Sample, SampleGroup, pad
+from trainer.learn.compute import at_once
+from trainer.learn.learner import Learner, Trained
+from trainer.learn.logprobs import shared_scores, to_arrays
+from trainer.learn.losses import LOSSES
+from trainer.learn.optimize import Optimizer
+from trainer.learn.options import AdapterShape, LossName, LossOptions, OptimizeOptions, RatioBase, Schedule
+from trainer.learn.policy import Policy
+from trainer.learn.reports import StepReport
 from trainer.state import Arrays
-from worker.engine.loader import LoadedModel
+from worker.engine.model.loader import LoadedModel
 
 OPTIONS = OptimizeOptions(schedule=Schedule(peak=1e-3), microbatch_tokens=64, max_completion=8, distances_every=0)
 

@@ -10,17 +10,17 @@ import pytest
 from msgspec.structs import replace
 
 from shared.frames import VersionSpan
-from shared.redis.orders import Received
+from shared.redis.training.orders import Received
 from shared.training import Answer, CheckpointAnswer, CheckpointOrder, Order, Refusal, UpdateAnswer, UpdateOrder
 from shared.trajectories import LiveTrajectory, Reward, Trajectory
 from tests.engine.test_trainer_loop import settings
 from tests.training.in_process import MemorySink
 from tests.training.run import train
-from trainer.checkpoint import CheckpointStore
-from trainer.environments import ArithmeticEnvironment, Observation, Outcome
-from trainer.learner import Learner
-from trainer.mailbox import Letter
+from trainer.learn.learner import Learner
 from trainer.metrics import read
+from trainer.rollouts.environments import ArithmeticEnvironment, Observation, Outcome
+from trainer.seams import Letter
+from trainer.versions.checkpoint import CheckpointStore
 
 MADE_UP = {"max_logprob_gap": 1e38}  # log-probabilities that no version has
 

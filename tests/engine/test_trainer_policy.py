@@ -11,13 +11,14 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load
 
 from tests.engine.small_models import LLAMA, QWEN3, write_model
-from trainer.batches import Microbatch, Sample, SampleGroup, pad
-from trainer.checkpoint import write_adapter
-from trainer.logprobs import can_share_prompts, row_scores, shared_scores, to_arrays
-from trainer.policy import AdapterShape, Policy, share_tree
+from trainer.learn.batches import Microbatch, Sample, SampleGroup, pad
+from trainer.learn.logprobs import can_share_prompts, row_scores, shared_scores, to_arrays
+from trainer.learn.options import AdapterShape
+from trainer.learn.policy import Policy, share_tree
 from trainer.state import Arrays
-from worker.engine.lora_stacks import AdaptedModel
-from worker.engine.multi_lora import SiteWeights
+from trainer.versions.checkpoint import write_adapter
+from worker.engine.lora.layers import SiteWeights
+from worker.engine.lora.stacks import AdaptedModel
 
 ModelOf = Callable[..., Any]
 

@@ -11,12 +11,12 @@ from shared.errors import SetupError
 from tests.engine.test_trainer_loop import settings
 from tests.training.in_process import MemorySink
 from tests.training.run import train
-from trainer.checkpoint import Checkpoint, CheckpointStore
-from trainer.disk import Disk
-from trainer.learner import Learner
+from trainer.learn.learner import Learner
 from trainer.loop import TrainLoop
 from trainer.metrics import read
-from trainer.publish import Publisher
+from trainer.versions.checkpoint import Checkpoint, CheckpointStore
+from trainer.versions.disk import Disk
+from trainer.versions.publish import Publisher
 
 
 def full(path: Path) -> OSError:

@@ -5,9 +5,9 @@ import pytest
 import yaml
 
 from shared.errors import SetupError
-from shared.settings import load
+from shared.process.settings import load
+from trainer.run import held_out_tasks, training_tasks
 from trainer.settings import TrainSettings
-from trainer.tasks import held_out_tasks, training_tasks
 
 RECIPES = sorted(Path("trainer/recipes").glob("*.yaml"))
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from tests.engine.conftest import Bench, prompt_of, spec
-from worker.engine.loader import LoadedModel
+from worker.engine.kv.prefix_cache import PrefixCache
 from worker.engine.messages import EngineConfig
-from worker.engine.prefix_cache import PrefixCache
+from worker.engine.model.loader import LoadedModel
 from worker.engine.warm_up import CHUNKS, CPU_CHUNKS, largest_chunk, largest_width, prepare, rehearse, usual_rows
 
 

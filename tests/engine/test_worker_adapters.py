@@ -8,22 +8,22 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from shared.adapter_config import mlx_config
-from shared.adapter_format import prepare
+from shared.adapter_files.config import mlx_config
+from shared.adapter_files.formats import prepare
 from shared.errors import UnknownAdapterError
 from shared.owners import ADMINS, ANYBODY, Asker
+from shared.process.settings import WorkerSettings
 from shared.redis import keys
-from shared.redis.adapter_store import AdapterStore
-from shared.redis.client import connect
-from shared.redis.sequence_queue import SequenceQueue
-from shared.redis.worker_registry import WorkerRegistry
+from shared.redis.adapters.store import AdapterStore
+from shared.redis.connection.client import connect
+from shared.redis.queue.sequence_queue import SequenceQueue
+from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.sequences import SequenceResult, decode_result
-from shared.settings import WorkerSettings
 from tests.engine.adapter_bench import row
 from tests.engine.adapter_models import MadeAdapter, make_adapter
 from tests.engine.conftest import prompt_of
 from tests.waiting import wait_until
-from worker.engine.loader import LoadedModel
+from worker.engine.model.loader import LoadedModel
 from worker.process import WorkerProcess
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from shared.adapter_format import prepare_directory
+from shared.adapter_files.formats import prepare_directory
 from shared.adapters import AdapterManifest, PreparedAdapter
-from shared.redis.adapter_store import AdapterStore
+from shared.redis.adapters.store import AdapterStore
 from tests.redis.scripted_worker import CARD
 from tests.unit.adapter_files import lora, mlx_config, write
 

@@ -12,9 +12,9 @@ import httpx
 import uvicorn
 
 from api.app import create_app
-from api.connections import bounded
-from api.ring import Ring
-from shared.settings import ApiSettings
+from api.http.connections import bounded
+from api.ring.ring import Ring
+from shared.process.settings import ApiSettings
 from tests.waiting import wait_until
 
 

@@ -9,9 +9,9 @@ import pytest
 import redis as sync_redis
 from redis.asyncio import Redis
 
+from api.serve.embedded_redis import EmbeddedRedis
 from shared.redis import key_table
-from shared.redis.client import connect
-from shared.redis.embedded import EmbeddedRedis
+from shared.redis.connection.client import connect
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from shared.frames import Finish, TokenEvent, VersionSpan
 from shared.jobs import JobInput, JobSpec
-from shared.redis.sequence_queue import ClaimPlan, SequenceQueue
-from shared.redis.token_frames import Commit, FrameWriter
-from shared.redis.worker_registry import WorkerRegistry
+from shared.redis.queue.sequence_queue import ClaimPlan, SequenceQueue
+from shared.redis.ring.worker_registry import WorkerRegistry
+from shared.redis.tokens.writer import Commit, FrameWriter
 from shared.scoring.pool import RewardPool
 from shared.sequences import Claim, ModelCard, SequenceResult, SequenceSpec
-from shared.text import TextCodec, TokenizerBundle
+from shared.text.codec import TextCodec, TokenizerBundle
 from worker.jobs.context import TickContext
 
 MODEL = "fake"

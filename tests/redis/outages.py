@@ -6,7 +6,9 @@ from typing import Protocol
 
 from redis.asyncio import Redis
 
-from shared.redis.token_frames import FrameReader, FrameWriter, read_tokens
+from shared.redis.tokens.log import read_tokens
+from shared.redis.tokens.reader import FrameReader
+from shared.redis.tokens.writer import FrameWriter
 from tests.redis.sequences import MODEL, commit, ending, gathered, ids, plan, queue, spec, stop, tokens
 from tests.waiting import wait_until
 

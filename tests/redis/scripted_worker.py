@@ -11,12 +11,12 @@ from redis.exceptions import ResponseError
 
 from shared.frames import Finish, TokenEvent, TokenLogprob
 from shared.redis import keys
-from shared.redis.client import connect
-from shared.redis.sequence_queue import ClaimPlan, SequenceQueue
-from shared.redis.token_frames import Commit, FrameWriter
-from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
-from shared.results import result_of
+from shared.redis.connection.client import connect
+from shared.redis.queue.sequence_queue import ClaimPlan, SequenceQueue
+from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.tokens.writer import Commit, FrameWriter
 from shared.sequences import Claim, ModelCard, SequenceSpec, Timings
+from shared.trajectories import result_of
 from tests.unit.api_texts import EOS, bundle, codec
 from tests.waiting import wait_until
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import redis as sync_redis
 
-from shared.redis.embedded import HOST, _free_port, find_binary
+from api.serve.embedded_redis import HOST, _free_port, find_binary
 
 SERVICE = "ring"
 DOWN_AFTER_MS = 800

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from shared.redis.acl import ROLES
-from shared.redis.embedded import find_binary
+from api.cli.acl import ROLES
+from api.serve.embedded_redis import find_binary
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def server_with(aclfile: Path) -> Iterator[int]:
 
 def test_a_server_starts_with_the_printed_file_and_knows_the_printed_passwords(tmp_path: Path) -> None:
     file = tmp_path / "users.acl"
-    command = [sys.executable, "-m", "api.cli", "acl", "--host", "redis.example:6379"]
+    command = [sys.executable, "-m", "api.cli.main", "acl", "--host", "redis.example:6379"]
     with file.open("wb") as out:
         told = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, check=True, text=True).stderr
     urls = dict(re.findall(r"^(\w+): rediss://(parallm-\w+:[^@\s]+)@redis\.example:6379/0$", told, re.MULTILINE))

@@ -14,21 +14,22 @@ from redis.asyncio import Redis
 
 from shared.adapters import AdapterManifest
 from shared.errors import AdapterDamagedError
-from shared.redis import adapter_bytes, keys
-from shared.redis.adapter_cache import DiskCache
-from shared.redis.adapter_store import AdapterStore
+from shared.redis import keys
+from shared.redis.adapters import bytes as adapter_bytes
+from shared.redis.adapters.store import AdapterStore
 from tests.e2e.rings import ROOT
 from tests.redis.adapter_versions import publish
 from tests.waiting import wait_until
+from worker.adapter_cache import DiskCache
 
 HOLD = """
 import asyncio, hashlib, sys
 from pathlib import Path
 import msgspec
 from shared.adapters import AdapterManifest
-from shared.redis.adapter_cache import DiskCache
-from shared.redis.adapter_store import AdapterStore
-from shared.redis.client import connect
+from worker.adapter_cache import DiskCache
+from shared.redis.adapters.store import AdapterStore
+from shared.redis.connection.client import connect
 
 async def main():
     url, folder, max_bytes, manifest = sys.argv[1:]
@@ -188,7 +189,7 @@ async def test_a_download_elsewhere_is_looked_for_soon_and_then_more_seldom(
     cache = DiskCache(tmp_path, 2**20)
     with (tmp_path / f"{manifest.sha256}.part").open("ab") as part:
         fcntl.flock(part, fcntl.LOCK_EX)
-        monkeypatch.setattr("shared.redis.adapter_cache.asyncio.sleep", noted)
+        monkeypatch.setattr("worker.adapter_cache.asyncio.sleep", noted)
         waiting = asyncio.create_task(held(cache, store, manifest))
         await wait_until(lambda: 0.05 in pauses)
         fcntl.flock(part, fcntl.LOCK_UN)

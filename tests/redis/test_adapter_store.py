@@ -11,17 +11,18 @@ from redis.asyncio import Redis
 from shared.adapters import AdapterEvent, AdapterManifest, GateCheck
 from shared.errors import AdapterDamagedError, AdapterRejectedError, ConflictError, UnknownAdapterError
 from shared.owners import Asker
-from shared.redis import adapter_bytes, keys
-from shared.redis.adapter_cache import DiskCache
-from shared.redis.adapter_store import AdapterStore
-from shared.redis.adapter_watch import watch
-from shared.redis.training_board import TrainingBoard
+from shared.redis import keys
+from shared.redis.adapters import bytes as adapter_bytes
+from shared.redis.adapters.store import AdapterStore
+from shared.redis.adapters.watch import watch
+from shared.redis.training.board import TrainingBoard
 from tests.redis.adapter_versions import prepared, publish
 from tests.redis.scripted_worker import CARD
 from tests.unit.adapter_files import lora, mlx_config, write
 from tests.waiting import wait_until
-from trainer.publish import Candidate
-from trainer.ring import StoreSink
+from trainer.ring.over_redis import StoreSink
+from trainer.seams import Candidate
+from worker.adapter_cache import DiskCache
 
 GATE = (GateCheck("finite", False, "nan"),)
 

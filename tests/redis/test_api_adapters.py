@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save
 
-from shared.redis.worker_registry import WorkerStatus
+from shared.redis.ring.worker_registry import WorkerStatus
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import CARD, MODEL, Answer, ScriptedWorker, working

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from api.key_ring import line_of
+from api.http.api_keys import line_of
 from shared.redis import keys
-from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working
 from tests.waiting import wait_until

@@ -9,11 +9,11 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from api.openai.batch_work import MAX_LINES, BatchWork
+from api.batches.work import MAX_LINES, BatchWork
 from shared.errors import ServiceUnavailableError
 from shared.redis import keys
-from shared.redis.job_ledger import JobLedger
-from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.jobs.ledger import JobLedger
+from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import CARD, MODEL
 from tests.unit.api_texts import bundle
@@ -26,9 +26,9 @@ DAY = {"endpoint": URL, "completion_window": "24h"}
 @pytest.fixture(autouse=True)
 def in_haste(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks every 0.1 s instead of every second, and leases of 1 s instead of 4."""
-    monkeypatch.setattr("api.openai.batch_work.LOOK_S", 0.1)
+    monkeypatch.setattr("api.batches.work.LOOK_S", 0.1)
     monkeypatch.setattr("shared.redis.keys.BATCH_LEASE_MS", 1000)
-    monkeypatch.setattr("api.openai.batch_work.BATCH_LEASE_MS", 1000)
+    monkeypatch.setattr("api.batches.work.BATCH_LEASE_MS", 1000)
 
 
 @pytest.fixture
@@ -259,7 +259,7 @@ async def test_a_batch_cannot_fill_redis_with_choices(
     server: Api, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await join_worker(redis)
-    monkeypatch.setattr("api.openai.batch_work.MAX_CHOICES", 600)
+    monkeypatch.setattr("api.batches.work.MAX_CHOICES", 600)
     many = {"model": MODEL, "prompt": "hi", "max_tokens": 4, "n": 256}
     failed = await in_state(
         server, await created(server, text(*(line(str(at), body=many) for at in range(4)))), "failed"

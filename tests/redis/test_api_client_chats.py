@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from shared.process.settings import version
 from shared.sequences import SequenceSpec
-from shared.text import TextCodec, TokenizerBundle
-from shared.version import version
+from shared.text.codec import TextCodec, TokenizerBundle
 from tests.redis import scripted_worker
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from api.generation import settled
+from api.generation.running import settled
 from api.openai.chat import UNUSED_HEADER
 from shared.sequences import SequenceSpec
 from tests.redis.api_servers import Api, api
@@ -249,7 +249,7 @@ async def test_a_name_leaves_nothing_behind_and_two_may_have_it(server: Api, wor
 async def test_a_reset_waits_for_every_worker_and_names_those_that_do_not_answer(
     server: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.rl.prefix_cache.PATIENCE_S", 0.1)
+    monkeypatch.setattr("api.ops.prefix_cache.PATIENCE_S", 0.1)
     silent = await server.http.post("/reset_prefix_cache")  # the scripted worker has no cache, and does not answer
     assert (silent.status_code, "['w1']" in silent.json()["error"]["message"]) == (503, True)
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from openai.types.responses import Response
 
-from api.openai.batch_lines import BatchLine, answer, named_by, planned
+from api.batches.lines import BatchLine, answer, named_by, planned
+from api.generation.target import find_target
 from api.openai.chat import UNUSED_HEADER
-from api.targets import find_target
 from shared.frames import TokenLogprob
 from shared.jobs import JobInput
 from shared.sequences import SequenceSpec

@@ -10,8 +10,8 @@ from openai import AsyncOpenAI
 from redis.asyncio import Redis
 
 from shared.frames import Finish
-from shared.redis.client import connect
-from shared.redis.worker_registry import WorkerRegistry
+from shared.redis.connection.client import connect
+from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.sequences import SequenceSpec
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import CARD, MODEL, Answer, ScriptedWorker, working

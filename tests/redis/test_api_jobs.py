@@ -10,9 +10,9 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.redis import keys
-from shared.redis.client import connect
-from shared.redis.job_ledger import JobLedger, SampleRecord
-from shared.redis.worker_registry import WorkerRegistry
+from shared.redis.connection.client import connect
+from shared.redis.jobs.ledger import JobLedger, SampleRecord
+from shared.redis.ring.worker_registry import WorkerRegistry
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import CARD, MODEL

@@ -3,10 +3,10 @@
 from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
-from shared.metrics import CATALOGUE
 from shared.redis import keys
-from shared.redis.client import server_time_ms
-from shared.redis.training_board import TrainingBoard
+from shared.redis.connection.client import server_time_ms
+from shared.redis.training.board import TrainingBoard
+from shared.telemetry.metrics import CATALOGUE
 from shared.training import TrainerStatus
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import MODEL, Answer, working

@@ -2,7 +2,7 @@
 
 import pytest
 
-from api import resume as api_resume
+from api.generation import resume as api_resume
 from shared.sequences import SequenceSpec
 from tests.redis.api_servers import Events, api
 from tests.redis.scripted_worker import MODEL, Answer, working

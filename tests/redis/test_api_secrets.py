@@ -7,7 +7,7 @@ import pytest
 import structlog
 from redis.asyncio import Redis
 
-from api.key_ring import new_key
+from api.http.api_keys import new_key
 from tests.redis.api_servers import api
 from tests.redis.scripted_worker import MODEL, Answer, working
 

@@ -71,7 +71,7 @@ async def test_a_client_that_does_not_read_is_cut_off_and_its_sequences_are_canc
 async def test_a_client_that_falls_behind_and_catches_up_has_every_token(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.redis.token_feed.EVENTS_HELD", 8)  # what is beyond comes from the logs
+    monkeypatch.setattr("shared.redis.tokens.feed.EVENTS_HELD", 8)  # what is beyond comes from the logs
     async with working(redis_url, lambda spec: Answer(TEXT)), api(redis_url, send_buffer=4096) as server:
         client = await connect(server)
         await ask(server, client, 12)
@@ -95,7 +95,7 @@ async def test_a_client_that_falls_behind_and_catches_up_has_every_token(
 async def test_a_client_that_never_says_what_it_wants_is_cut_off(
     sent: bytes, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.connections.HEADERS_WITHIN_S", 0.2)
+    monkeypatch.setattr("api.http.connections.HEADERS_WITHIN_S", 0.2)
     async with api(redis_url) as server:
         client = await connect(server)
         await asyncio.get_running_loop().sock_sendall(client, sent)
@@ -116,7 +116,7 @@ async def test_headers_without_end_are_cut_off(redis_url: str) -> None:
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.limits.BODY_WITHIN_S", 0.2)
+    monkeypatch.setattr("api.http.limits.BODY_WITHIN_S", 0.2)
     async with api(redis_url) as server:
         client = await connect(server)
         loop = asyncio.get_running_loop()

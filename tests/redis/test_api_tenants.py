@@ -17,13 +17,13 @@ from fastapi.routing import iter_route_contexts
 from redis.asyncio import Redis
 
 from api.app import create_app
-from api.key_ring import line_of
+from api.http.api_keys import line_of
 from api.tenants import ADMIN, LIST, NOTHING, PAGE, RULES, Rule, rule_of
 from shared.owners import ADMINS
+from shared.process.settings import ApiSettings
 from shared.redis import keys
-from shared.redis.trajectory_queue import TrajectoryQueue
+from shared.redis.training.trajectory_queue import TrajectoryQueue
 from shared.sequences import SamplingParams, SequenceSpec, encode
-from shared.settings import ApiSettings
 from shared.trajectories import LiveTrajectory, Trajectory
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, Events, api
@@ -148,7 +148,7 @@ def key_file(tmp_path: Path) -> Path:
 async def ring(
     redis_url: str, redis: Redis, tmp_path: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Ring]:
-    monkeypatch.setattr("api.openai.batch_work.LOOK_S", 0.05)
+    monkeypatch.setattr("api.batches.work.LOOK_S", 0.05)
     folder = tmp_path / "adapters"
     write(folder / "good", mlx_config(), lora())
     async with (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from shared.redis.training_board import TrainingBoard, ring_id
+from shared.redis.training.board import TrainingBoard, ring_id
 from shared.training import TrainerStatus
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api

@@ -10,9 +10,9 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.redis import keys
-from shared.redis.client import connect
-from shared.redis.orders import Orders
-from shared.redis.training_board import TrainingBoard
+from shared.redis.connection.client import connect
+from shared.redis.training.board import TrainingBoard
+from shared.redis.training.orders import Orders
 from shared.scoring.pool import RewardPool
 from shared.training import (
     Answer,
@@ -31,7 +31,8 @@ from tests.redis.scripted_worker import Answer as Reply
 from tests.redis.scripted_worker import working
 from tests.unit.api_texts import ids
 from tests.waiting import wait_until
-from trainer.mailbox import Letter, RingMailbox
+from trainer.ring.mailbox import RingMailbox
+from trainer.seams import Letter
 from worker.jobs.context import TickContext
 from worker.jobs.scores import Scores
 

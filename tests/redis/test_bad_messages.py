@@ -10,9 +10,10 @@ from shared import sequences as messages
 from shared.errors import IncompatibleVersionError, UnreadableMessageError
 from shared.frames import Finish, Frame, TokenEvent, decode_frame, encode_frame
 from shared.redis import keys
-from shared.redis.dead_letters import DeadLetters
-from shared.redis.token_frames import FrameReader, FrameWriter
-from shared.redis.worker_registry import WorkerRegistry
+from shared.redis.queue.dead_letters import DeadLetters
+from shared.redis.ring.worker_registry import WorkerRegistry
+from shared.redis.tokens.reader import FrameReader
+from shared.redis.tokens.writer import FrameWriter
 from shared.sequences import SequenceResult, decode_result, decode_spec, encode
 from tests.redis.sequences import MODEL, ids, plan, queue, spec, state, stop, tokens
 from tests.redis.test_frames import read_to_the_end, values

@@ -6,7 +6,7 @@ redis-py sends under `asyncio.wait_for`, which before Python 3.12 loses a cancel
 
 import asyncio
 
-from shared.redis.client import connect
+from shared.redis.connection.client import connect
 
 
 async def test_a_cancelled_loop_over_redis_ends(redis_url: str) -> None:

@@ -10,9 +10,9 @@ from redis.asyncio import Redis
 
 from shared.frames import VersionSpan
 from shared.redis import keys
-from shared.redis.client import connect
-from shared.redis.trajectory_intake import SCORERS, TrajectoryIntake
-from shared.redis.trajectory_queue import TrajectoryQueue
+from shared.redis.connection.client import connect
+from shared.redis.training.trajectory_intake import SCORERS, TrajectoryIntake
+from shared.redis.training.trajectory_queue import TrajectoryQueue
 from shared.scoring.pool import RewardPool
 from shared.sequences import SequenceSpec
 from shared.trajectories import LiveTrajectory, Trajectory
@@ -141,7 +141,7 @@ async def test_a_runner_that_dies_before_it_forgets_doubles_nothing(
         async with scorer(redis_url) as dying:
             with pytest.raises(RuntimeError, match="killed"):
                 await dying.collect(MODEL)
-    monkeypatch.setattr("shared.redis.trajectory_intake.TAKE_OVER_MS", 0)
+    monkeypatch.setattr("shared.redis.training.trajectory_intake.TAKE_OVER_MS", 0)
     async with scorer(redis_url, "r2") as next_one:
         assert await next_one.collect(MODEL) == 1
     assert len(await collected(redis)) == 1

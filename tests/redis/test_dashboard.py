@@ -20,12 +20,12 @@ from api.ops.dashboard.samples import histogram
 from shared.adapters import GateCheck
 from shared.frames import VersionSpan
 from shared.redis import keys
-from shared.redis.adapter_store import AdapterStore
-from shared.redis.batch_store import BatchError, BatchSpec, BatchStore, new_batch_id
-from shared.redis.file_store import FileStore
-from shared.redis.job_ledger import JobLedger, SampleRecord
-from shared.redis.training_board import TrainingBoard
-from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.adapters.store import AdapterStore
+from shared.redis.files.batch_store import BatchError, BatchSpec, BatchStore, new_batch_id
+from shared.redis.files.file_store import FileStore
+from shared.redis.jobs.ledger import JobLedger, SampleRecord
+from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.training.board import TrainingBoard
 from shared.training import TrainerStatus, TrainingPoint
 from shared.trajectories import Reward, Trajectory
 from tests.e2e.rings import Process

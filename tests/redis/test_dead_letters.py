@@ -9,8 +9,8 @@ from redis.asyncio import Redis
 from shared.errors import ConflictError, UnknownDeadLetterError
 from shared.frames import Finish
 from shared.redis import keys
-from shared.redis.dead_letters import DeadLetters, Unusable, bury
-from shared.redis.token_frames import FrameWriter
+from shared.redis.queue.dead_letters import DeadLetters, Unusable, bury
+from shared.redis.tokens.writer import FrameWriter
 from shared.sequences import encode
 from tests.redis.sequences import MODEL, ending, gathered, ids, plan, queue, spec, tokens
 

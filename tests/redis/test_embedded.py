@@ -12,9 +12,9 @@ import psutil
 import pytest
 import redis as sync_redis
 
+from api.serve import embedded_redis as embedded
+from api.serve.embedded_redis import EmbeddedRedis
 from shared.errors import SetupError
-from shared.redis import embedded
-from shared.redis.embedded import EmbeddedRedis
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +107,7 @@ def test_a_server_that_ends_at_once_is_reported_with_its_words(tmp_path: Path) -
 OWNER = """
 import sys, time
 from pathlib import Path
-from shared.redis.embedded import EmbeddedRedis
+from api.serve.embedded_redis import EmbeddedRedis
 server = EmbeddedRedis(Path(sys.argv[1]))
 server.start()
 print(server.pid, server.url, flush=True)

@@ -7,7 +7,9 @@ from redis.asyncio import Redis
 
 from shared.frames import TokenEvent
 from shared.redis import keys
-from shared.redis.token_frames import FrameReader, FrameWriter, read_tokens
+from shared.redis.tokens.log import read_tokens
+from shared.redis.tokens.reader import FrameReader
+from shared.redis.tokens.writer import FrameWriter
 from tests.redis.sequences import MODEL, ending, plan, queue, spec, stop, tokens
 from tests.redis.test_frames import read_to_the_end, values
 

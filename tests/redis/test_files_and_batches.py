@@ -7,8 +7,8 @@ from redis.asyncio import Redis
 
 from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownBatchError, UnknownFileError
 from shared.redis import keys
-from shared.redis.batch_store import BatchError, BatchSpec, BatchStore, new_batch_id
-from shared.redis.file_store import CHUNK_BYTES, FileStore, new_file_id
+from shared.redis.files.batch_store import BatchError, BatchSpec, BatchStore, new_batch_id
+from shared.redis.files.file_store import CHUNK_BYTES, FileStore, new_file_id
 
 
 def spec() -> BatchSpec:

@@ -12,8 +12,12 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.frames import Finish, Frame, TokenEvent, encode_frame
-from shared.redis import keys, token_feed
-from shared.redis.token_frames import FrameReader, FrameWriter, TokenFeed, read_tokens
+from shared.redis import keys
+from shared.redis.tokens import feed as token_feed
+from shared.redis.tokens.feed import TokenFeed
+from shared.redis.tokens.log import read_tokens
+from shared.redis.tokens.reader import FrameReader
+from shared.redis.tokens.writer import FrameWriter
 from tests.redis.sequences import MODEL, ending, ids, plan, queue, spec, specs, state, stop, tokens
 from tests.waiting import wait_until
 
@@ -208,7 +212,7 @@ async def test_a_lost_subscription_is_made_again_and_what_it_missed_is_read(
 
 FROZEN_READER = """
 import asyncio, sys
-from shared.redis.token_frames import FrameReader
+from shared.redis.tokens.writer import FrameReader
 
 async def main(url):
     reader = FrameReader(url, "frozen")

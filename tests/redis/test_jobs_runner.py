@@ -15,14 +15,14 @@ import psutil
 import pytest
 from redis.asyncio import Redis
 
+from api.serve.embedded_redis import EmbeddedRedis
 from shared.jobs import TERMINAL, JobStatus
-from shared.lifeline import VARIABLE
+from shared.process.lifeline import VARIABLE
 from shared.redis import keys
-from shared.redis.client import connect
-from shared.redis.embedded import EmbeddedRedis
-from shared.redis.job_ledger import JobLedger
-from shared.redis.job_queue import arq_redis, enqueue_tick
-from shared.redis.job_store import JobStore
+from shared.redis.connection.client import connect
+from shared.redis.jobs.ledger import JobLedger
+from shared.redis.jobs.store import JobStore
+from shared.redis.jobs.ticks import arq_redis, enqueue_tick
 from shared.sequences import SequenceSpec
 from tests.redis.job_fakes import FakeWorker, echo, prompts, register, spec, working
 from tests.waiting import wait_until

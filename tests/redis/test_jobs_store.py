@@ -10,10 +10,11 @@ from redis.asyncio import Redis
 
 from shared.errors import ConflictError, InvalidRequestError, UnknownJobError
 from shared.jobs import JobInput, JobUsage, RewardSpec
-from shared.redis import job_intake, keys
-from shared.redis.client import connect
-from shared.redis.job_ledger import JobLedger, SampleRecord
-from shared.redis.job_store import JobStore
+from shared.redis import keys
+from shared.redis.connection.client import connect
+from shared.redis.jobs import intake as job_intake
+from shared.redis.jobs.ledger import JobLedger, SampleRecord
+from shared.redis.jobs.store import JobStore
 from shared.trajectories import Reward
 from tests.redis.job_fakes import lines, prompts, spec
 

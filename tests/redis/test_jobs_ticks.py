@@ -12,11 +12,11 @@ from redis.asyncio import Redis
 
 from shared.jobs import TERMINAL, JobInput, JobSpec, JobStatus, RewardSpec
 from shared.redis import keys
-from shared.redis.client import connect
-from shared.redis.job_ledger import JobLedger
-from shared.redis.job_queue import enqueue_tick
-from shared.redis.job_store import JobStore
-from shared.redis.sequence_queue import SequenceQueue
+from shared.redis.connection.client import connect
+from shared.redis.jobs.ledger import JobLedger
+from shared.redis.jobs.store import JobStore
+from shared.redis.jobs.ticks import enqueue_tick
+from shared.redis.queue.sequence_queue import SequenceQueue
 from shared.sequences import SequenceSpec
 from shared.trajectories import Trajectory
 from tests.redis.job_fakes import MODEL, FakeWorker, codec, context, echo, lines, prompts, register, spec, working

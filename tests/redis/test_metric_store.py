@@ -2,9 +2,9 @@
 
 from redis.asyncio import Redis
 
-from shared.metrics import Tally
 from shared.redis import keys
-from shared.redis.metric_store import MetricWriter, read_totals
+from shared.redis.ring.metric_store import MetricWriter, read_totals
+from shared.telemetry.metrics import Tally
 
 TOKENS = "vllm:generation_tokens_total"
 

@@ -3,11 +3,11 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.redis import keys
-from shared.redis.client import connect
+from shared.redis.connection.client import connect
 from shared.sequences import Claim, SamplingParams, SequenceSpec
 from tests.waiting import wait_until
-from worker.orders import Orders
-from worker.running import Running
+from worker.claims import Running
+from worker.control import Orders
 
 MODEL = "m"
 

@@ -9,18 +9,19 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.frames import Finish, TokenEvent
-from shared.metrics import Tally
 from shared.redis import keys
-from shared.redis.token_frames import FrameWriter, read_tokens
+from shared.redis.tokens.log import read_tokens
+from shared.redis.tokens.writer import FrameWriter
 from shared.sequences import Claim, SequenceSpec
+from shared.telemetry.metrics import Tally
 from tests.redis.api_servers import api
 from tests.redis.scripted_worker import MODEL, Answer, working
 from tests.redis.sequences import MODEL as M
 from tests.redis.sequences import plan, queue, spec, state, tokens
 from tests.waiting import wait_until
-from worker.counts import SequenceCounts
+from worker.claims import Running
 from worker.publisher import Publisher
-from worker.running import Running
+from worker.reports import SequenceCounts
 
 TEXT = "said after all"
 BODY = {"prompt": "go", "max_tokens": 100, "stream_options": {"include_event_ids": True}}

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from shared.redis.client import connect
-from shared.redis.embedded import EmbeddedRedis
-from shared.redis.token_frames import FrameReader
+from api.serve.embedded_redis import EmbeddedRedis
+from shared.redis.connection.client import connect
+from shared.redis.tokens.reader import FrameReader
 from tests.redis.outages import an_idle_worker_wakes, sequences_end_exactly_once, streams_go_on
 from tests.waiting import wait_until
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from shared.errors import ServiceUnavailableError
-from shared.redis.client import require
+from shared.redis.connection.client import require
 from tests.redis.api_servers import api
 from tests.redis.scripted_worker import MODEL, Answer, working
 

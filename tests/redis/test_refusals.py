@@ -14,15 +14,15 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, OutOfMemoryError, ResponseError
 
+from api.serve.embedded_redis import EmbeddedRedis
 from shared.errors import ServiceUnavailableError
 from shared.jobs import TERMINAL, JobInput
 from shared.redis import keys
-from shared.redis.client import require
-from shared.redis.embedded import EmbeddedRedis
-from shared.redis.faults import code_of, is_refusal, reason
-from shared.redis.frame_reader import FrameReader
-from shared.redis.job_queue import arq_redis
-from shared.redis.job_store import JobStore
+from shared.redis.connection.client import require
+from shared.redis.connection.faults import code_of, is_refusal, reason
+from shared.redis.jobs.store import JobStore
+from shared.redis.jobs.ticks import arq_redis
+from shared.redis.tokens.reader import FrameReader
 from tests.redis.api_servers import Api, api
 from tests.redis.job_fakes import FakeWorker, lines, register, spec
 from tests.redis.job_fakes import working as job_working
@@ -174,7 +174,7 @@ async def test_a_refused_request_is_a_503_with_the_reason_and_the_log_has_no_pro
 async def test_a_request_that_is_under_way_is_told_why_nothing_comes(
     redis: Redis, redis_url: str, refusing: Refusing, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.redis.frame_reader.REFUSED_S", 0.2)
+    monkeypatch.setattr("shared.redis.tokens.reader.REFUSED_S", 0.2)
     async with serving(redis, redis_url) as (server, worker), asyncio.timeout(30):
 
         async def all_held() -> bool:
@@ -198,7 +198,7 @@ async def test_a_request_that_came_in_during_a_refusal_is_told_too(
     redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script that writes something harmless first passes, so a sequence may be enqueued, and its tokens may not."""
-    monkeypatch.setattr("shared.redis.frame_reader.REFUSED_S", 0.2)
+    monkeypatch.setattr("shared.redis.tokens.reader.REFUSED_S", 0.2)
     reader = FrameReader(redis_url, "a")
     await reader.start()
     async with without_replicas(redis):

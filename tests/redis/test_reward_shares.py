@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from api.ordered_scores import OrderedScores
+from api.ring.ordered_scores import OrderedScores
 from shared.jobs import TERMINAL, JobInput, JobSpec, RewardSpec
 from shared.redis import keys
-from shared.redis.client import connect
-from shared.redis.job_store import JobStore
-from shared.redis.sequence_queue import SequenceQueue
+from shared.redis.connection.client import connect
+from shared.redis.jobs.store import JobStore
+from shared.redis.queue.sequence_queue import SequenceQueue
 from shared.scoring.pool import RewardPool, RewardSample
 from shared.scoring.shares import GIVE_UP_AFTER, Share
 from tests.redis.job_fakes import MODEL, FakeWorker, lines, prompts, register, spec, working

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from shared.redis import keys
-from shared.redis.client import Script, connect
+from shared.redis.connection.client import Script, connect
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.errors import ServiceUnavailableError, SetupError
-from shared.redis.address import Parts
-from shared.redis.client import answers, connect, require
-from shared.redis.token_frames import FrameReader
+from shared.redis.connection.address import Parts
+from shared.redis.connection.client import answers, connect, require
+from shared.redis.tokens.reader import FrameReader
 from tests.redis.api_servers import api
 from tests.redis.outages import an_idle_worker_wakes, sequences_end_exactly_once, streams_go_on
 from tests.redis.scripted_worker import MODEL as SERVED
@@ -61,7 +61,7 @@ async def test_a_primary_that_is_demoted_is_left_at_once(watched: Watched, redis
 async def test_a_frozen_primary_is_left_when_it_does_not_answer(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.redis.client.ANSWER_UNDER_SENTINEL_S", 2)
+    monkeypatch.setattr("shared.redis.connection.client.ANSWER_UNDER_SENTINEL_S", 2)
     redis = connect(watched.url)
     await redis.set("a", 1, ex=60)
     old = await watched.fail_over(signal.SIGSTOP)

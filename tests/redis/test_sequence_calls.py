@@ -7,10 +7,11 @@ import pytest
 from msgspec import structs
 from redis.asyncio import Redis
 
-from shared.redis import keys, sequence_calls
-from shared.redis.affinity import SHORTEST, WarmNotes
-from shared.redis.sequence_calls import SequenceCalls
-from shared.redis.sequence_queue import SequenceQueue
+from shared.redis import keys
+from shared.redis.queue import sequence_calls
+from shared.redis.queue.affinity import SHORTEST, WarmNotes
+from shared.redis.queue.sequence_calls import SequenceCalls
+from shared.redis.queue.sequence_queue import SequenceQueue
 from shared.sequences import SequenceSpec
 from tests.redis.job_fakes import MODEL, FakeWorker, codec, register, working
 from tests.redis.sequences import MODEL as OTHER

@@ -8,8 +8,8 @@ from redis.asyncio import Redis
 
 from shared.errors import QueueFullError
 from shared.redis import keys
-from shared.redis.client import server_time_ms
-from shared.redis.sequence_queue import SequenceQueue
+from shared.redis.connection.client import server_time_ms
+from shared.redis.queue.sequence_queue import SequenceQueue
 from tests.redis.sequences import MODEL, beat, commit, ids, plan, queue, spec, specs, state
 from tests.waiting import wait_until
 
@@ -235,7 +235,7 @@ async def test_scripts_that_are_missing_are_loaded_again(redis: Redis) -> None:
 
 async def _woken_late(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> "tuple[SequenceQueue, asyncio.Task[bool]]":
     """Worker "late" waits, and looks 0.2 s after the three sequences that wake it have come."""
-    monkeypatch.setattr("shared.redis.sequence_queue.STAGGER_S", 0.2)
+    monkeypatch.setattr("shared.redis.queue.sequence_queue.STAGGER_S", 0.2)
     monkeypatch.setattr("random.random", lambda: 1.0)
     q = queue(redis)
     assert await q.claim("late", plan(4), others=["quick"]) == []

@@ -8,9 +8,10 @@ from redis.asyncio import Redis
 
 from shared.frames import TokenEvent
 from shared.redis import keys
-from shared.redis.client import server_time_ms
-from shared.redis.sequence_queue import SequenceQueue
-from shared.redis.token_frames import FrameWriter, read_tokens
+from shared.redis.connection.client import server_time_ms
+from shared.redis.queue.sequence_queue import SequenceQueue
+from shared.redis.tokens.log import read_tokens
+from shared.redis.tokens.writer import FrameWriter
 from shared.sequences import Claim
 from tests.redis.sequences import (
     LEASE_MS,

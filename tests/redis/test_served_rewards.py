@@ -8,14 +8,14 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.jobs import RewardSpec
-from shared.model_rewards import JudgeOptions
 from shared.owners import ADMINS, Asker
 from shared.redis import keys
-from shared.redis.adapter_store import AdapterStore
-from shared.redis.client import connect
-from shared.redis.job_store import JobStore
-from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
-from shared.scoring import load
+from shared.redis.adapters.store import AdapterStore
+from shared.redis.connection.client import connect
+from shared.redis.jobs.store import JobStore
+from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
+from shared.rewards.functions import load
+from shared.rewards.model_kinds import JudgeOptions
 from shared.scoring.pool import RewardSample
 from shared.scoring.served import AT_ONCE, ServedRewards
 from shared.sequences import SequenceSpec

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from api import supervisor as module
-from api.supervisor import ChildSpec, Supervisor
+from api.serve import supervisor as module
+from api.serve.supervisor import ChildSpec, Supervisor
 from shared.redis import keys
-from shared.redis.child_troubles import ChildTroubles
+from shared.redis.ring.child_troubles import ChildTroubles
 from tests.redis.api_servers import api
 from tests.waiting import wait_until
 

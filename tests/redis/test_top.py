@@ -9,10 +9,10 @@ from pathlib import Path
 from redis.asyncio import Redis
 from typer.testing import CliRunner
 
-from api.cli import app
-from api.commands.top import rates, sparkline
-from shared.redis.ring_history import RingSample
-from shared.redis.worker_registry import WorkerRegistry, WorkerStatus
+from api.cli.main import app
+from api.cli.top import rates, sparkline
+from api.ops.ring_history import RingSample
+from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from tests.redis.api_servers import api
 from tests.redis.scripted_worker import CARD, MODEL
 from tests.unit.api_texts import bundle
@@ -37,7 +37,7 @@ async def test_it_shows_the_ring_once(redis_url: str, redis: Redis) -> None:
 async def top(*arguments: str) -> str:
     """What the command prints, as a process of its own: the api of this one logs to stdout, too."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "api.cli", "top", *arguments,
+        sys.executable, "-m", "api.cli.main", "top", *arguments,
         stdout=asyncio.subprocess.PIPE, cwd=ROOT, env={**os.environ, "COLUMNS": "120"},
     )  # fmt: skip
     output, _ = await process.communicate()

@@ -6,16 +6,16 @@ import pytest
 from redis.asyncio import Redis
 from safetensors.numpy import load_file
 
-from shared.adapter_config import read_config
+from shared.adapter_files.config import read_config
 from shared.errors import ConflictError, UnknownAdapterError
-from shared.redis.adapter_store import AdapterStore
-from shared.redis.worker_registry import WorkerRegistry
+from shared.redis.adapters.store import AdapterStore
+from shared.redis.ring.worker_registry import WorkerRegistry
 from tests.redis.adapter_versions import publish
 from tests.redis.scripted_worker import CARD
 from tests.unit.adapter_files import RANK, lora, mlx_config, write
 from tests.unit.api_texts import bundle
-from trainer.publish import Candidate
-from trainer.ring import StoreSink
+from trainer.ring.over_redis import StoreSink
+from trainer.seams import Candidate
 
 
 async def test_a_trainer_sees_who_has_moved_the_latest_and_reads_what_others_put_there(

@@ -11,11 +11,11 @@ from redis.asyncio import Redis
 
 from shared.errors import ConflictError
 from shared.redis import keys
-from shared.redis.training_board import TrainingBoard, trained_policies
+from shared.redis.training.board import TrainingBoard, trained_policies
 from shared.training import ALERT_KINDS, Alert, TrainerState, TrainerStatus, TrainingPoint, TrajectoryStats
 from tests.waiting import wait_until
-from trainer import board as board_module
-from trainer.board import RingBoard
+from trainer.ring import board as board_module
+from trainer.ring.board import RingBoard
 
 STATUS = TrainerStatus(
     policy="policy", run="run", owner="a", heartbeat_ms=5, loss=0.25, version=3, checkpoints=("step-1", "mine")

@@ -9,9 +9,9 @@ from redis.asyncio import Redis
 
 from shared.errors import NotFoundError, SetupError
 from shared.redis import keys
-from shared.redis.worker_registry import WorkerRegistry, WorkerStatus, weights_of
+from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus, weights_of
 from shared.sequences import ModelCard
-from shared.text import TokenizerBundle
+from shared.text.codec import TokenizerBundle
 from tests.waiting import wait_until
 
 BUNDLE = TokenizerBundle("{}", "{{ messages }}", (1, 2), {"eos_token": "</s>"})
@@ -113,8 +113,8 @@ OTHERS = [{"base_sha256": "other"}, {"dtype": "bfloat16"}, {"tokenizer_sha256": 
 async def test_a_worker_with_something_else_under_the_name_is_refused_by_name(
     redis: Redis, difference: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.redis.worker_registry.PATIENCE_S", 0.0)
-    monkeypatch.setattr("shared.redis.worker_registry.LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("shared.redis.ring.worker_registry.PATIENCE_S", 0.0)
+    monkeypatch.setattr("shared.redis.ring.worker_registry.LOOK_AGAIN_S", 0.01)
     registry, other = WorkerRegistry(redis), msgspec.structs.replace(card("m"), **difference)
     await registry.admit(card("m"), lambda: working("w1", card("m")))
     await registry.admit(card("m"), lambda: working("w2", card("m")))
@@ -128,7 +128,7 @@ async def test_a_worker_with_something_else_under_the_name_is_refused_by_name(
 async def test_a_worker_that_died_does_not_keep_other_weights_out(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.redis.worker_registry.LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("shared.redis.ring.worker_registry.LOOK_AGAIN_S", 0.01)
     registry, other = WorkerRegistry(redis), msgspec.structs.replace(card("m"), base_sha256="other")
     await registry.heartbeat(working("w1", card("m")))
     joining = asyncio.create_task(registry.admit(other, lambda: working("w2", other, state="starting")))
@@ -143,8 +143,8 @@ async def seen(redis: Redis, worker: str) -> bool:
 
 
 async def test_of_two_that_start_at_once_the_first_may_stay(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.redis.worker_registry.PATIENCE_S", 0.0)
-    monkeypatch.setattr("shared.redis.worker_registry.LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("shared.redis.ring.worker_registry.PATIENCE_S", 0.0)
+    monkeypatch.setattr("shared.redis.ring.worker_registry.LOOK_AGAIN_S", 0.01)
     registry, other = WorkerRegistry(redis), msgspec.structs.replace(card("m"), base_sha256="other")
     first = working("w1", card("m"), state="starting", started_ms=1)
     second = working("w2", other, state="starting", started_ms=2)

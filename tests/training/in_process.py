@@ -12,18 +12,21 @@ import mlx.core as mx
 import numpy as np
 from safetensors.numpy import load_file
 
-from shared.adapter_format import prepared
+from shared.adapter_files.formats import prepared
 from shared.adapters import GateCheck
 from shared.errors import ConflictError, UnknownAdapterError
 from shared.frames import VersionSpan
+from shared.training import AlertKind
 from shared.trajectories import Trajectory
-from trainer.batches import Sample, SampleGroup, pad
-from trainer.checkpoint import ADAPTER_FILE, CONFIG_FILE
-from trainer.host import ComputeHost, Work
-from trainer.logprobs import PromptKeys, to_arrays
-from trainer.policy import AdapterShape, Arrays, Policy
-from trainer.publish import AlertKind, Candidate, Stored
-from trainer.rollouts import RolloutRequest, derived_seed
+from trainer.learn.batches import Sample, SampleGroup, pad
+from trainer.learn.compute import ComputeHost, Work
+from trainer.learn.logprobs import PromptKeys, to_arrays
+from trainer.learn.options import AdapterShape
+from trainer.learn.policy import Policy
+from trainer.rollouts.groups import RolloutRequest, derived_seed
+from trainer.seams import Candidate, Stored
+from trainer.state import Arrays
+from trainer.versions.checkpoint import ADAPTER_FILE, CONFIG_FILE
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Run a recipe in one process, without a ring: `python -m tests.training.run trainer/recipes/tiny-arithmetic.yaml`."""
 
 # ruff: noqa: E402  (the faster BLAS has to be in place before mlx is imported)
-from worker.engine import fast_blas
+from worker.engine.model import fast_blas
 
 fast_blas.install()
 
@@ -11,19 +11,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shared import logs
-from shared.settings import load
-from shared.text import TextCodec
+from shared.process import logs
+from shared.process.settings import load
+from shared.text.codec import TextCodec
 from tests.training.in_process import InProcessSource, MemorySink
-from trainer.conversation import Conversation
-from trainer.host import ThreadHost, at_once
-from trainer.loop import Parts, TrainLoop
-from trainer.rollouts import RolloutSource
+from trainer.learn.compute import ThreadHost, at_once
+from trainer.loop import TrainLoop
+from trainer.rollouts.conversation import Conversation
+from trainer.rollouts.groups import RolloutSource
+from trainer.run import held_out_tasks, training_tasks
+from trainer.seams import Parts
 from trainer.settings import TrainSettings
 from trainer.state import RunState
-from trainer.tasks import held_out_tasks, training_tasks
-from worker.engine.loader import LoadedModel, load_model
 from worker.engine.messages import EngineConfig
+from worker.engine.model.loader import LoadedModel, load_model
 
 
 async def train(

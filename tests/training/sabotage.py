@@ -1,6 +1,6 @@
 """Environments that turn against a run, for `--task tests.training.sabotage:Inverting`."""
 
-from trainer.environments import ArithmeticEnvironment, Observation, Outcome
+from trainer.rollouts.environments import ArithmeticEnvironment, Observation, Outcome
 
 
 class Inverting(ArithmeticEnvironment):

@@ -4,7 +4,7 @@ from functools import cache
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from shared.text import TextCodec, TokenizerBundle
+from shared.text.codec import TextCodec, TokenizerBundle
 
 EOS = 0
 START = 1

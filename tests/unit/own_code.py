@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from trainer.environments import Observation, Outcome
+from trainer.rollouts.environments import Observation, Outcome
 
 
 class Hazards:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from shared.adapter_config import mlx_config as written_config
-from shared.adapter_config import read_config
-from shared.adapter_format import prepare_directory, prepared
+from shared.adapter_files.config import mlx_config as written_config
+from shared.adapter_files.config import read_config
+from shared.adapter_files.formats import prepare_directory, prepared
+from shared.adapter_files.tensors import Tensor, read_tensors, write_tensors
 from shared.errors import AdapterRejectedError
-from shared.tensor_file import Tensor, read_tensors, write_tensors
 from tests.unit.adapter_files import (
     IN,
     OUT,

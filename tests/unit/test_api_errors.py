@@ -13,15 +13,15 @@ from pydantic import BaseModel, SecretStr
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError, WatchError
 
-from api import errors
 from api.app import create_app
-from api.auth import OwnOrigin, RequireKey
-from api.context import RequestContext
-from api.key_ring import KeyRing
-from api.limits import UPLOADS, BodyLimit
+from api.http import errors
+from api.http.api_keys import KeyRing
+from api.http.auth import OwnOrigin, RequireKey
+from api.http.context import RequestContext
+from api.http.limits import UPLOADS, BodyLimit
 from shared.errors import ParallmError, QueueFullError, UnknownModelError
-from shared.metrics import Tally
-from shared.settings import ApiSettings
+from shared.process.settings import ApiSettings
+from shared.telemetry.metrics import Tally
 
 
 class Body(BaseModel):

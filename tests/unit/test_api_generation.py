@@ -2,7 +2,8 @@
 
 import pytest
 
-from api.generation import Work, by_choice, raise_failure
+from api.generation.running import by_choice, raise_failure
+from api.generation.work import Work
 from shared.errors import (
     ContextLengthExceededError,
     DeadlineExceededError,

@@ -12,17 +12,16 @@ import pytest
 from fastapi import FastAPI
 from pydantic import SecretStr
 
-from api import errors
-from api.app import create_app
-from api.auth import OwnOrigin, check_exposure
-from api.guards import guard
-from api.key_ring import KeyRing, line_of, new_key
-from api.limits import MAX_JSON_DEPTH, check_shape
+from api.app import create_app, guard
+from api.http import errors
+from api.http.api_keys import KeyRing, line_of, new_key
+from api.http.auth import OwnOrigin, check_exposure
+from api.http.limits import MAX_JSON_DEPTH, check_shape
 from api.load import Load
 from shared.errors import InvalidRequestError, SetupError
-from shared.metrics import Tally
 from shared.owners import ADMINS, Asker
-from shared.settings import ApiSettings
+from shared.process.settings import ApiSettings
+from shared.telemetry.metrics import Tally
 
 
 def settings(**given: object) -> ApiSettings:

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from api.errors import from_validation
-from api.rl.job_body import JobBody, upload_inputs
+from api.http.errors import from_validation
+from api.jobs.body import JobBody, upload_inputs
 from shared.errors import InvalidRequestError, TokenOutOfRangeError
 from shared.jobs import JobInput, RewardSpec
 from shared.sequences import ModelCard

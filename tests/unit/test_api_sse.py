@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from api.sse import EventStream, until_disconnected
+from api.generation.sse import EventStream, until_disconnected
 from tests.waiting import wait_until
 
 SCOPE = {"type": "http", "path": "/v1/completions"}

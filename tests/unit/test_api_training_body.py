@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from api.errors import from_validation
-from api.rl.training_body import UpdateBody, checked, versions_named
+from api.http.errors import from_validation
+from api.training.body import UpdateBody, checked, versions_named
 from shared.errors import InvalidRequestError
 from shared.frames import VersionSpan
 from shared.sequences import ModelCard

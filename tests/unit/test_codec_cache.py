@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from shared.sequences import ModelCard
-from shared.text import CodecCache, TokenizerBundle
+from shared.text.codec import CodecCache, TokenizerBundle
 
 EMPTY = '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}'
 CARD = ModelCard("m", 16, 1, (), "sha", "", kv_bytes_per_token=1, dtype="float32")

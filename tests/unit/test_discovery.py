@@ -1,10 +1,10 @@
 import httpx
 import pytest
 
-from api.rl.address import address_of
-from shared.discovery import api_url, find_redis, join
+from api.ops.ring_address import address_of
 from shared.errors import ServiceUnavailableError, SetupError
-from shared.settings import JoinSettings, ServeSettings, WorkerSettings, load
+from shared.process.discovery import api_url, find_redis, join
+from shared.process.settings import JoinSettings, ServeSettings, WorkerSettings, load
 from trainer.settings import TrainSettings
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from shared.errors import SetupError
-from shared.foreign_flags import REFUSED, WITHOUT_EFFECT, native
-from shared.settings import ServeSettings, load
+from shared.process.foreign_flags import REFUSED, WITHOUT_EFFECT, native
+from shared.process.settings import ServeSettings, load
 
 TAKEN = """
 --model-path x --lora-rank 16 --enable-rl-training --atropos-url http://localhost:8001 --host 0.0.0.0 --port 8000

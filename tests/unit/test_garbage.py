@@ -6,7 +6,7 @@ import sys
 LOADED = """
 import gc
 kept = [[] for _ in range(100_000)]
-from shared.garbage import leave_out_what_is_loaded
+from shared.process.garbage import leave_out_what_is_loaded
 leave_out_what_is_loaded()
 later = [[] for _ in range(1_000)]
 print(len(gc.get_objects()))

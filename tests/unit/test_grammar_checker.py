@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from api import room
-from api.grammars import GrammarChecker
-from api.room import Client
-from shared import grammar
+from api.ring import room
+from api.ring.grammars import GrammarChecker
+from api.ring.room import Client
 from shared.errors import InvalidGrammarError, RequestCancelledError
 from shared.sequences import ModelCard
+from shared.text import grammar
 from tests.unit.api_texts import EOS, bundle, codec
 from tests.waiting import wait_until
 

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-import api.client
-from api import cli
-from api.batch_client import BatchClient
-from api.client import InferenceClient, JobRequest
-from api.client_http import RequestFailedError
-from api.commands import batches, chat
+import api.cli.client
+from api.cli import batches, chat
+from api.cli import main as cli
+from api.cli.batch_client import BatchClient
+from api.cli.client import InferenceClient, JobRequest
+from api.cli.http import RequestFailedError
 from shared.jobs import JobCounts, JobInput, JobStatus, JobUsage, RewardSpec
 
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -226,7 +226,7 @@ def test_errors_have_a_code_and_no_traceback(
 
 
 def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api.client, "POLL_S", (0.01, 0.01))
+    monkeypatch.setattr(api.cli.client, "POLL_S", (0.01, 0.01))
     code, _, err = run("health", "--url", "http://127.0.0.1:9")
     assert code == 1 and "mlx_parallm_serve" in err
 

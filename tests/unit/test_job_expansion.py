@@ -5,8 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.jobs import JobInput, JobSpec, SamplingOverrides
-from worker.jobs.expansion import derive_seed, ordinal_of, prompts_to_expand, sequence_id, sequences
-from worker.jobs.prompts import PreparedPrompt, PromptCache
+from worker.jobs.expansion import (
+    PreparedPrompt,
+    PromptCache,
+    derive_seed,
+    ordinal_of,
+    prompts_to_expand,
+    sequence_id,
+    sequences,
+)
 
 
 def job(**fields: object) -> JobSpec:

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 WAIT = """
 import signal
-from shared.lifeline import follow_parent
+from shared.process.lifeline import follow_parent
 follow_parent({})
 print("up", flush=True)
 signal.pause()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from shared.logs import configure
+from shared.process.logs import configure
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from api.ops.metrics import exposition, wants_json
-from shared.metrics import CATALOGUE, Tally, field_of, parse_field
+from shared.telemetry.metrics import CATALOGUE, Tally, field_of, parse_field
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from trainer.microbatch_size import FIRST, MicrobatchSize
+from trainer.learn.microbatch_size import FIRST, MicrobatchSize
 
 Machine = Callable[[int], float]  # positions -> seconds
 

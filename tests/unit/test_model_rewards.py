@@ -4,10 +4,10 @@ import pytest
 
 from shared.errors import InvalidRequestError
 from shared.jobs import RewardSpec
-from shared.model_rewards import filled, softmax
-from shared.rewards import check, needs_prompt, needs_reference, served_models
+from shared.rewards.kinds import check, needs_prompt, needs_reference, served_models
+from shared.rewards.model_kinds import filled, softmax
 from shared.scoring.pool import RewardSample
-from shared.scoring.rewards import Rewards
+from shared.scoring.score import Rewards
 from shared.scoring.served import ServedRewards, shown_chat
 from shared.trajectories import Reward
 

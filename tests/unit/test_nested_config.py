@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from api.serve import check_modes, share_file, worker_spec
+from api.serve.main import check_modes, share_file, worker_spec
 from shared.errors import SetupError
-from shared.settings import RunnerSettings, ServeSettings, WorkerSettings, load
+from shared.process.settings import RunnerSettings, ServeSettings, WorkerSettings, load
 from trainer.hosted import hosted_settings
 from trainer.settings import TrainSettings
 

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.adapter_format import prepare
+from shared.adapter_files.formats import prepare
 from shared.errors import ParallmError
 from shared.frames import decode_events, decode_frame
-from shared.redis.job_queue import deserialize
+from shared.redis.jobs.ticks import deserialize
 from shared.sequences import decode_result, decode_spec
 from tests.unit.adapter_files import mlx_config
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
-from api.openai.choices import Choice, ReplyPlan, join
-from api.openai.chunks import ChunkWriter, event_id, seen_until, usage
+from api.generation.choice import Choice, ReplyPlan, join, usage
+from api.openai.chunks import ChunkWriter, event_id, seen_until
 from api.openai.replies import whole_body
 from shared.frames import Finish, TokenEvent, TokenLogprob
 from tests.unit.api_texts import EOS, codec, ids

@@ -6,13 +6,13 @@ import pytest
 from openai.types.responses import ResponseFunctionToolCall
 from pydantic import BaseModel, ValidationError
 
-from api.errors import from_validation
+from api.generation.sampling import check_prompts, room_for, sampling_of
+from api.http.errors import from_validation
+from api.openai.bodies import ChatCompletionRequest, CompletionRequest
 from api.openai.conversations import template_messages
 from api.openai.embeddings import EmbeddingRequest
 from api.openai.messages import ChatMessage
-from api.openai.response_body import ResponseRequest
-from api.openai.sampling import check_prompts, room_for, sampling_of
-from api.openai.schemas import ChatCompletionRequest, CompletionRequest
+from api.openai.responses.body import ResponseRequest
 from shared.errors import (
     ContextLengthExceededError,
     EmptyPromptError,
@@ -20,8 +20,8 @@ from shared.errors import (
     TokenOutOfRangeError,
     UnsupportedParameterError,
 )
+from shared.process.settings import ApiSettings
 from shared.sequences import ModelCard
-from shared.settings import ApiSettings
 
 HELLO = [{"role": "user", "content": "hello"}]
 CARD = ModelCard("m", 32, 100, (2,), "t" * 64, "b" * 64, 8, "float32")

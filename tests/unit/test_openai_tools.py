@@ -11,25 +11,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from api.generation.choice import Choice
+from api.generation.splitter import CallPart, Piece, SplitPlan, Splitter
+from api.generation.target import Target
+from api.generation.tool_formats import HERMES, format_name, tool_format
+from api.openai.bodies import ChatCompletionRequest
 from api.openai.chat import plan_chat
-from api.openai.choices import Choice
-from api.openai.conversations import conversation, template_messages
+from api.openai.conversations import behind_thinking, conversation, template_messages, thinking_after
 from api.openai.messages import ChatMessage
-from api.openai.pieces import CallPart, Piece, SplitPlan, Splitter
-from api.openai.schemas import ChatCompletionRequest
-from api.openai.thinking import behind_thinking, thinking_after
-from api.openai.tool_formats import HERMES, format_name, tool_format
 from api.openai.tools import ToolUse, for_template
-from api.ring import ServedModel
-from api.targets import Target
-from shared import grammar
+from api.ring.ring import ServedModel
 from shared.errors import InvalidGrammarError, InvalidRequestError, UnsupportedParameterError
 from shared.frames import Finish, TokenEvent
+from shared.process.settings import ApiSettings
 from shared.sequences import ModelCard
-from shared.settings import ApiSettings
-from shared.text import TextCodec, TextStream, TokenizerBundle
+from shared.text import grammar
+from shared.text.codec import TextCodec, TextStream, TokenizerBundle
 from tests.unit.api_texts import bundle, codec
-from worker.engine.text import RowText
+from worker.engine.sampling.stop_text import RowText
 
 WEATHER = {
     "type": "function",
@@ -176,7 +175,8 @@ def test_other_forms_are_read_by_mlx_lms_parsers(template: str, text: str, expec
 
 def test_the_parsers_come_without_mlx() -> None:
     code = (
-        "import sys; from api.openai.tool_formats import tool_format; tool_format('glm47'); tool_format('minicpm5')\n"
+        "import sys; from api.generation.tool_formats import tool_format\n"
+        "tool_format('glm47'); tool_format('minicpm5')\n"
         "assert not any(name.split('.')[0] in ('mlx', 'mlx_lm') for name in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

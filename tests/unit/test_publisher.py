@@ -5,13 +5,13 @@ from typing import get_args
 from redis.exceptions import ResponseError
 
 from shared.frames import Finish, FinishReason, TokenEvent
-from shared.metrics import Tally
-from shared.redis.token_frames import Commit
+from shared.redis.tokens.writer import Commit
 from shared.sequences import Claim, SamplingParams, SequenceSpec
+from shared.telemetry.metrics import Tally
 from tests.waiting import wait_until
-from worker.counts import FINISHED_REASONS, SequenceCounts
+from worker.claims import Running
 from worker.publisher import Publisher
-from worker.running import Running
+from worker.reports import FINISHED_REASONS, SequenceCounts
 
 
 class FailingOnce:

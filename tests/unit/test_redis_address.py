@@ -2,11 +2,11 @@
 
 import pytest
 
-from api.rl.address import address_of
-from shared.discovery import find_redis
+from api.ops.ring_address import address_of
 from shared.errors import SetupError
-from shared.redis.address import SentinelAddress, is_sentinel, shown
-from shared.redis.client import connect, require
+from shared.process.discovery import find_redis
+from shared.redis.connection.address import SentinelAddress, is_sentinel, shown
+from shared.redis.connection.client import connect, require
 
 
 def test_hosts_service_database_and_credentials_are_read() -> None:

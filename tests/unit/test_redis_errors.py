@@ -30,4 +30,4 @@ def test_nobody_makes_text_of_a_redis_error() -> None:
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ExceptHandler) and _catches_redis(node):
                     wrong += [f"{path.relative_to(ROOT)}:{line}" for line in _shown(node)]
-    assert wrong == [], "tell shared.redis.faults.reason(error) instead"
+    assert wrong == [], "tell shared.redis.connection.faults.reason(error) instead"

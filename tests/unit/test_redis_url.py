@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from shared.errors import ServiceUnavailableError, SetupError
-from shared.redis.client import require
+from shared.redis.connection.client import require
 
 
 async def test_a_malformed_url_is_a_wrong_setting() -> None:

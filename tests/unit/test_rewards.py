@@ -6,9 +6,9 @@ import pytest
 
 from shared.errors import InvalidRequestError
 from shared.jobs import RewardSpec
-from shared.model_rewards import ModelOptions
-from shared.rewards import REWARDS, check, check_patterns
-from shared.scoring import load
+from shared.rewards.functions import load
+from shared.rewards.kinds import REWARDS, check, check_patterns
+from shared.rewards.model_kinds import ModelOptions
 
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = 72.\n#### 72"
 

@@ -13,6 +13,7 @@ import pytest
 
 from shared.errors import InvalidRequestError
 from shared.jobs import RewardSpec
+from shared.rewards.functions import Score
 from shared.scoring import pool as pool_module
 from shared.scoring import process as process_module
 from shared.scoring.pool import RewardPool, RewardSample, is_late
@@ -144,9 +145,9 @@ async def test_a_pattern_that_has_passed_is_not_tried_again(pool: RewardPool) ->
 
 @pytest.fixture
 def infinite_reward(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    module = ModuleType("shared.scoring.exact")
-    module.score = lambda completion, reference, options: process_module.scoring.Score(float(completion))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "shared.scoring.exact", module)
+    module = ModuleType("shared.rewards.exact")
+    module.score = lambda completion, reference, options: Score(float(completion))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "shared.rewards.exact", module)
     previous = signal.getsignal(signal.SIGALRM)
     process_module.prepare()
     yield

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from api import room
-from api.room import Client, Room, aside
+from api.ring import room
+from api.ring.room import Client, Room, aside
 from shared.errors import RateLimitedError, RequestCancelledError
 from tests.unit.api_texts import codec
 from tests.waiting import wait_until

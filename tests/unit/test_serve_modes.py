@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from api.serve import TRAINER, check_modes, worker_spec
+from api.serve.main import TRAINER, check_modes, worker_spec
 from shared.errors import SetupError
-from shared.settings import ServeSettings
+from shared.process.settings import ServeSettings
 
 
 def settings(**changes: Any) -> ServeSettings:

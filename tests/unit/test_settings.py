@@ -5,10 +5,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from api import cli
+from api.cli import main as cli
 from shared.errors import SetupError
-from shared.settings import ApiSettings, ProcessSettings, RunnerSettings, ServeSettings, WorkerSettings, load
-from shared.version import version
+from shared.process.settings import (
+    ApiSettings,
+    ProcessSettings,
+    RunnerSettings,
+    ServeSettings,
+    WorkerSettings,
+    load,
+    version,
+)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shared.errors import InvalidRequestError
-from shared.text import TextCodec, TextStream, TokenizerBundle
+from shared.text.codec import TextCodec, TextStream, TokenizerBundle
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

@@ -5,13 +5,13 @@ import sys
 
 import pytest
 
-from shared import tracing
 from shared.errors import SetupError
 from shared.frames import Finish, VersionSpan
 from shared.sequences import Claim, SamplingParams, SequenceResult, SequenceSpec, Timings, decode_spec, encode
-from shared.spans import Past
+from shared.telemetry import tracing
+from shared.telemetry.spans import Past
 from tests.e2e.rings import ROOT
-from worker.tracing import sequence_spans
+from worker.reports import sequence_spans
 
 COLLECTOR = "http://127.0.0.1:4318"
 
@@ -56,7 +56,7 @@ def test_a_setting_that_cannot_work_is_an_error(monkeypatch: pytest.MonkeyPatch)
 def test_while_traces_are_off_no_process_imports_the_sdk() -> None:
     code = (
         "import sys, api.app, api.__main__, worker.process, worker.jobs.runner, trainer.loop\n"
-        "from shared import tracing\n"
+        "from shared.telemetry import tracing\n"
         "tracing.start('', 'api')\n"
         "assert tracing.provider() is None and tracing.begin('x', {}) is None and tracing.traceparent() == ''\n"
         "with tracing.span('x'): pass\n"

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from shared.errors import InvalidRequestError
-from trainer.atropos import AtroposApi, AtroposCollector, Registration, Scored, group_of
-from trainer.batches import sample_groups
+from trainer.learn.batches import sample_groups
+from trainer.rollouts.atropos import AtroposApi, AtroposCollector, Registration, Scored, group_of
 
 M = -100
 REGISTRATION = Registration("run", "project", 4, 2048, "checkpoints", 0, 0, 10)

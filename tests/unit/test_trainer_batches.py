@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from tests.unit.trainer_samples import group, trajectory
-from trainer.batches import Dropped, Sample, SampleGroup, loss_mask, microbatches, pad, sample_groups
+from trainer.learn.batches import Dropped, Sample, SampleGroup, loss_mask, microbatches, pad, sample_groups
 
 
 def sample(*ids: int, mask: tuple[bool, ...] = (), advantage: float = 1.0) -> Sample:

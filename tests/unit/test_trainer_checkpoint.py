@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from shared.errors import SetupError
-from trainer.checkpoint import Checkpoint, CheckpointStore, differences
 from trainer.state import RunState
+from trainer.versions.checkpoint import Checkpoint, CheckpointStore, differences
 
 CONFIG = b'{"fine_tune_type":"lora","num_layers":-1,"lora_parameters":{"rank":2,"scale":2.0,"dropout":0.0}}'
 
@@ -19,7 +19,7 @@ SAVER = """
 import sys
 from pathlib import Path
 from tests.unit.test_trainer_checkpoint import checkpoint
-from trainer.checkpoint import CheckpointStore
+from trainer.versions.checkpoint import CheckpointStore
 store = CheckpointStore(Path(sys.argv[1]), keep_n=2)
 step = int(sys.argv[2])
 while True:

@@ -4,9 +4,9 @@ import pytest
 
 from shared.errors import InvalidRequestError, ServiceUnavailableError, SetupError
 from tests.unit.trainer_samples import group, trajectory
-from trainer.collect import Collector
-from trainer.pacing import Pace
-from trainer.rollouts import RolloutGroup
+from trainer.rollouts.collector import Collector
+from trainer.rollouts.groups import RolloutGroup
+from trainer.rollouts.pacing import Pace
 
 
 class Player:
@@ -93,7 +93,7 @@ async def test_a_resumed_collector_plays_pending_groups_first() -> None:
 
 
 async def test_a_group_is_played_again_when_the_ring_is_away_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.collect._BACKOFF_S", (0.0, 0.0))
+    monkeypatch.setattr("trainer.rollouts.collector._BACKOFF_S", (0.0, 0.0))
     tries = 0
 
     class Away(Player):

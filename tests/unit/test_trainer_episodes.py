@@ -7,11 +7,11 @@ from msgspec.structs import replace
 from shared.errors import SetupError
 from shared.frames import VersionSpan
 from shared.jobs import SamplingOverrides
-from shared.text import TextCodec, TokenizerBundle
+from shared.text.codec import TextCodec, TokenizerBundle
 from shared.trajectories import Trajectory
-from trainer.batches import problem, sample_groups
-from trainer.conversation import Conversation
-from trainer.environments import (
+from trainer.learn.batches import sample_groups
+from trainer.rollouts.conversation import Conversation
+from trainer.rollouts.environments import (
     ArithmeticEnvironment,
     DatasetEnvironment,
     Environment,
@@ -21,8 +21,8 @@ from trainer.environments import (
     load_class,
     read_jsonl,
 )
-from trainer.episodes import EpisodeOptions, Episodes
-from trainer.rollouts import RolloutRequest
+from trainer.rollouts.episodes import EpisodeOptions, Episodes
+from trainer.rollouts.groups import RolloutRequest, problem
 from trainer.tiny.data import split_of
 from trainer.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
 
@@ -176,10 +176,10 @@ def test_json_lines_take_prompts_messages_and_gsm8k(tmp_path: Path) -> None:
 
 
 def test_an_environment_of_ones_own_is_named_by_module_and_class() -> None:
-    loaded = load_class("trainer.environments:ArithmeticEnvironment", {"seed": 2})
+    loaded = load_class("trainer.rollouts.environments:ArithmeticEnvironment", {"seed": 2})
     assert loaded.name == "arithmetic"
     with pytest.raises(SetupError, match="write it as package"):
-        load_class("trainer.environments:Nothing", {})
+        load_class("trainer.rollouts.environments:Nothing", {})
 
 
 async def played(codec: TextCodec, environment: Environment, **options: int) -> list[Trajectory]:
@@ -217,7 +217,7 @@ async def test_an_environment_that_answers_with_something_else_is_told_what_it_s
             return Outcome(0.0, done=False)
 
     for environment, message in (
-        (Bare(), "'calculator': `step` gave 1.0, not a trainer.environments.Outcome"),
+        (Bare(), "'calculator': `step` gave 1.0, not a trainer.rollouts.environments.Outcome"),
         (Words(), "`reset` gave 'What is 1"),
         (Text(), "text prompts has one turn"),
     ):

@@ -10,7 +10,6 @@ import httpx
 import msgspec
 import pytest
 
-from shared import patience
 from shared.adapters import GateCheck
 from shared.errors import (
     AdapterRejectedError,
@@ -20,12 +19,13 @@ from shared.errors import (
     SetupError,
 )
 from shared.jobs import JobCounts, JobState, JobStatus, JobUsage, SamplingOverrides
+from shared.process import patience
 from shared.trajectories import Trajectory
-from trainer import http_ring
-from trainer.http_api import HttpApi
-from trainer.http_ring import HttpOrders, HttpSink, HttpSource
-from trainer.publish import Candidate
-from trainer.rollouts import RolloutRequest
+from trainer.ring import over_http as http_ring
+from trainer.ring.http_client import HttpApi
+from trainer.ring.over_http import HttpOrders, HttpSink, HttpSource
+from trainer.rollouts.groups import RolloutRequest
+from trainer.seams import Candidate
 
 ASKED = RolloutRequest("run-0-7", (5, 6), 2, SamplingOverrides(seed=2**62 + 1, max_tokens=4), "policy@3", {"index": 7})
 Answer = Callable[[httpx.Request], httpx.Response]

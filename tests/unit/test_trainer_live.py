@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from shared.redis.trajectory_queue import Delivered
+from shared.redis.training.trajectory_queue import Delivered
 from shared.trajectories import LiveTrajectory
 from tests.unit.trainer_samples import trajectory
-from trainer.batches import sample_groups
-from trainer.live import LiveCollector, group_of, posted_groups
-from trainer.rollouts import RolloutGroup
+from trainer.learn.batches import sample_groups
+from trainer.rollouts.groups import RolloutGroup
+from trainer.rollouts.live import LiveCollector, group_of, posted_groups
 
 
 class Queue:

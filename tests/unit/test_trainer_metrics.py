@@ -1,9 +1,9 @@
 from pathlib import Path
 
 from tests.unit.trainer_samples import group, trajectory
-from trainer.batches import Dropped
+from trainer.learn.batches import Dropped
+from trainer.learn.reports import StepReport
 from trainer.metrics import MetricsLog, Timing, read, step_metrics
-from trainer.reports import StepReport
 from trainer.state import RunState
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from shared.errors import SetupError
 from tests.waiting import wait_until
-from trainer.environments import Observation
-from trainer.own_code import BlockedError, OwnCodeError, OwnEnvironment, OwnFunction, place
+from trainer.rollouts.environments import Observation
+from trainer.rollouts.own_code import BlockedError, OwnCodeError, OwnEnvironment, OwnFunction, place
 
 WHERE = "tests.unit.own_code:Hazards"
 
@@ -125,7 +125,7 @@ async def test_a_function_that_never_returns_leaves_nothing_behind() -> None:
 
 def test_the_place_is_the_user_s_own_line() -> None:
     stack = (
-        'Thread 0x01 (most recent call first):\n  File "/x/shared/call_pipe.py", line 9 in read\n\n'
+        'Thread 0x01 (most recent call first):\n  File "/x/shared/process/call_pipe.py", line 9 in read\n\n'
         'Thread 0x02 (most recent call first):\n  File "/usr/lib/python3.11/re/__init__.py", line 166 in match\n'
         '  File "/home/me/env.py", line 7 in step\n'
     )

@@ -3,8 +3,8 @@ import math
 import pytest
 
 from shared.frames import VersionSpan
-from trainer.pacing import Pace, lag_of, oldest_version
-from trainer.schedules import Schedule
+from trainer.learn.options import Schedule
+from trainer.rollouts.pacing import Pace, lag_of, oldest_version
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ import pytest
 from safetensors import SafetensorError
 
 from shared.errors import SetupError
-from trainer.disk import Disk
-from trainer.run_lock import run_lock
+from trainer.versions.disk import Disk
+from trainer.versions.run_lock import run_lock
 
 HOLDER = """
 import asyncio, sys
 from pathlib import Path
-from trainer.run_lock import run_lock
+from trainer.versions.run_lock import run_lock
 async def hold():
     async with run_lock(Path(sys.argv[1])):
         print("held", flush=True)

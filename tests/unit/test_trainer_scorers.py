@@ -5,9 +5,9 @@ from typing import Any, cast
 import pytest
 
 from shared.errors import SetupError
-from trainer.environments import load_class, read_jsonl
-from trainer.own_code import OwnCodeError
-from trainer.scorers import Judges, open_scorer
+from trainer.rollouts.environments import load_class, read_jsonl
+from trainer.rollouts.own_code import OwnCodeError
+from trainer.rollouts.scorers import Judges, open_scorer
 
 NOBODY = cast(Judges, None)  # no judge is asked
 GSM8K = Path("data/gsm8k/test-64.jsonl")
@@ -83,4 +83,4 @@ def test_an_environment_without_its_methods_is_refused() -> None:
     with pytest.raises(SetupError, match="needs `async def reset`"):
         load_class("collections:Counter", {})
     with pytest.raises(SetupError, match="task_options"):
-        load_class("trainer.environments:ArithmeticEnvironment", {"colour": 1})
+        load_class("trainer.rollouts.environments:ArithmeticEnvironment", {"colour": 1})

@@ -7,12 +7,12 @@ import pytest
 from shared.errors import UnknownAdapterError
 from tests.unit.test_trainer_collect import Player, fresh
 from tests.unit.trainer_samples import group, trajectory
-from trainer.collect import Collector
 from trainer.inbox import AllStale, Inbox, Moved
-from trainer.mailbox import NoMailbox
-from trainer.pacing import UNKNOWN_LAG, Pace
-from trainer.rollouts import RolloutGroup
-from trainer.staleness import StaleWatch
+from trainer.rollouts.collector import Collector
+from trainer.rollouts.groups import RolloutGroup
+from trainer.rollouts.pacing import UNKNOWN_LAG, Pace
+from trainer.rollouts.staleness import StaleWatch
+from trainer.seams import NoMailbox
 from trainer.state import RunState
 
 
@@ -66,7 +66,7 @@ async def test_a_fresh_batch_ends_the_row() -> None:
 
 
 async def test_a_version_that_is_deleted_under_a_group_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.collect._BACKOFF_S", (0.0, 0.0))
+    monkeypatch.setattr("trainer.rollouts.collector._BACKOFF_S", (0.0, 0.0))
     latest = ["policy@1"]
 
     class Deleted(Player):

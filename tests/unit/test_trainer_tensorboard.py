@@ -5,9 +5,9 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from tests.unit.trainer_samples import group, trajectory
-from trainer.batches import Dropped
+from trainer.learn.batches import Dropped
+from trainer.learn.reports import StepReport
 from trainer.metrics import MetricsLog, Timing, step_metrics
-from trainer.reports import StepReport
 from trainer.state import RunState
 from trainer.tensorboard import open_logs
 

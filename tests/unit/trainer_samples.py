@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from shared.frames import FinishReason, VersionSpan
 from shared.trajectories import Reward, Trajectory
-from trainer.rollouts import RolloutGroup
+from trainer.rollouts.groups import RolloutGroup
 
 
 def trajectory(

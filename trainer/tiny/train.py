@@ -4,7 +4,6 @@ A few minutes on one CPU core. It stops at a fixed number of steps, well before 
 left to learn is what the reinforcement-learning demo teaches it.
 """
 
-# ruff: noqa: E402  (the faster BLAS has to be in place before mlx is imported)
 import argparse
 import math
 import random
@@ -13,10 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-from worker.engine import fast_blas
-
-fast_blas.install()
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,6 +24,9 @@ from trainer.tiny.data import Chat, arithmetic_prompts, sample_addition, sample_
 from trainer.tiny.evaluate import greedy_accuracy
 from trainer.tiny.model import new_model, parameter_count, save_model
 from trainer.tiny.tokenizer import PAD, TURN_END, build_tokenizer, render
+from worker.engine.model import fast_blas
+
+fast_blas.install()
 
 _TALK_SHARE_FIRST, _TALK_SHARE_THEN = 0.7, 0.25  # of the batches, in each half of the training
 _LENGTH_STEP = 8  # batch lengths are multiples of it, so that few shapes get compiled

@@ -20,23 +20,21 @@ import mlx.core as mx
 from shared.errors import EngineError, InvalidGrammarError, ParallmError, UnsupportedModelError
 from shared.frames import Finish, TokenEvent
 from shared.sequences import SequenceClass
-from shared.text import TextCodec
-from worker.engine.adapters import Adapters
-from worker.engine.admission import Limits, Reserved
-from worker.engine.followers import Followers
-from worker.engine.generator import RunningBatch
-from worker.engine.grammars import Grammars
-from worker.engine.kv_slabs import KvRows
-from worker.engine.loader import LoadedModel, bound_freed_memory
+from shared.text.codec import TextCodec
+from worker.engine.batch.adapters import Adapters
+from worker.engine.batch.prefill_lane import Followers, PrefillLane, PrefillTask, report_of, task_for
+from worker.engine.batch.prompts_in_flight import Pieces
+from worker.engine.batch.row import NO_DEADLINE, Row
+from worker.engine.batch.row_model import RowModel
+from worker.engine.batch.running_batch import RunningBatch
+from worker.engine.kv.prefix_cache import PrefixCache, Prompt
+from worker.engine.kv.slabs import KvRows
+from worker.engine.kv.unkept import Unkept
 from worker.engine.messages import EndReason, EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
-from worker.engine.pieces import Pieces
-from worker.engine.prefill import PrefillLane, PrefillTask, report_of, task_for
-from worker.engine.prefix_cache import PrefixCache, Prompt
-from worker.engine.row_model import RowModel
-from worker.engine.rows import NO_DEADLINE, Row
-from worker.engine.scheduler import UNDISTURBED, ClassTurns, share_prefill
-from worker.engine.text import RowText
-from worker.engine.unkept import Unkept
+from worker.engine.model.loader import LoadedModel, bound_freed_memory
+from worker.engine.sampling.grammars import Grammars
+from worker.engine.sampling.stop_text import RowText
+from worker.engine.scheduler import UNDISTURBED, ClassTurns, Limits, Reserved, share_prefill
 
 log = logging.getLogger(__name__)
 

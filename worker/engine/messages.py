@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shared.frames import TokenEvent
+from shared.process.settings import WorkerSettings
 from shared.sequences import SequenceSpec
 
 EndReason = Literal["cancelled", "deadline", "abort"]  # why a row ends that did not end by itself
@@ -115,3 +116,22 @@ class Throughput:
         if now - then >= 1.0:
             self.rate = (self.tokens - before) / (now - then) if then else 0.0
             self._since = (now, self.tokens)
+
+
+def engine_config(s: WorkerSettings) -> EngineConfig:
+    """The engine's configuration."""
+    return EngineConfig(
+        model=s.model,
+        served_name=s.served_model_name or s.model.rstrip("/").rsplit("/", 1)[-1],
+        max_rows=s.max_batch_size,
+        prefill_rows=s.prefill_batch_size,
+        prefill_chunk=s.prefill_chunk,
+        warm_up=s.warm_up,
+        kv_limit_bytes=int(s.kv_memory_gb * 1e9) or None,
+        dtype=s.dtype or None,
+        max_context=s.max_context or None,
+        trust_remote_code=s.trust_remote_code,
+        prefix_cache_bytes=int(s.prefix_cache_gb * 1e9),
+        block_size=s.block_size,
+        guest_share=s.training_share,
+    )

@@ -23,11 +23,10 @@ import mlx.core as mx
 
 from shared.adapters import AdapterManifest
 from shared.errors import SetupError
-from worker.engine.adapters import AdapterConfig, AdapterStats
-from worker.engine.batching import check_batch
+from worker.engine.batch.adapters import AdapterConfig, AdapterStats
+from worker.engine.between_steps import Guests, T, Work
 from worker.engine.engine import Engine
-from worker.engine.guests import Guests, T, Work
-from worker.engine.loader import LoadedModel, load_model
+from worker.engine.lora.slots import AdapterSlots
 from worker.engine.messages import (
     EndReason,
     EngineConfig,
@@ -35,12 +34,10 @@ from worker.engine.messages import (
     OnDeath,
     OnStep,
     RowRequest,
-    StepOutput,
 )
-from worker.engine.slots import AdapterSlots
+from worker.engine.model.batching import check_batch
+from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.warm_up import prepare
-
-__all__ = ["EngineConfig", "EngineStats", "EngineThread", "LoadedModel", "RowRequest", "StepOutput"]
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from shared.sequences import SamplingParams, SequenceSpec
 from worker.engine.engine import Engine
-from worker.engine.loader import LoadedModel, free_bytes
 from worker.engine.messages import EngineConfig, RowRequest
+from worker.engine.model.loader import LoadedModel, free_bytes
 
 log = logging.getLogger(__name__)
 

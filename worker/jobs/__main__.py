@@ -7,12 +7,13 @@ def main() -> None:
     import asyncio
     import sys
 
-    from shared import logs, tracing
     from shared.errors import ServiceUnavailableError, SetupError
-    from shared.garbage import leave_out_what_is_loaded
-    from shared.lifeline import follow_parent
-    from shared.redis.client import require
-    from shared.settings import RunnerSettings, load
+    from shared.process import logs
+    from shared.process.garbage import leave_out_what_is_loaded
+    from shared.process.lifeline import follow_parent
+    from shared.process.settings import RunnerSettings, load
+    from shared.redis.connection.client import require
+    from shared.telemetry import tracing
     from worker.jobs.runner import run
 
     try:

@@ -19,14 +19,13 @@ from shared.errors import ParallmError
 from shared.jobs import RewardSpec
 from shared.owners import working_for
 from shared.redis import keys
-from shared.redis.faults import reason
-from shared.redis.trajectory_intake import Settled, TrajectoryIntake
-from shared.redis.trajectory_queue import TrajectoryQueue
-from shared.results import trajectory_of
+from shared.redis.connection.faults import reason
+from shared.redis.training.trajectory_intake import Settled, TrajectoryIntake
+from shared.redis.training.trajectory_queue import TrajectoryQueue
 from shared.scoring.pool import RewardSample
 from shared.scoring.shares import Share
-from shared.text import TextCodec
-from shared.trajectories import LiveTrajectory, Reward
+from shared.text.codec import TextCodec
+from shared.trajectories import LiveTrajectory, Reward, trajectory_of
 from worker.jobs.context import TickContext
 from worker.jobs.outcomes import OUTCOMES
 

@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 from redis.asyncio import Redis
 
 from shared.jobs import JobSpec
-from shared.metrics import Tally
 from shared.owners import whoever_it_is_for
-from shared.redis.adapter_store import AdapterStore
-from shared.redis.affinity import Affinity
-from shared.redis.job_intake import MAX_N
-from shared.redis.job_ledger import JobLedger
-from shared.redis.sequence_queue import SequenceQueue
-from shared.redis.worker_registry import WorkerRegistry
+from shared.redis.adapters.store import AdapterStore
+from shared.redis.jobs.intake import MAX_N
+from shared.redis.jobs.ledger import JobLedger
+from shared.redis.queue.affinity import Affinity
+from shared.redis.queue.sequence_queue import SequenceQueue
+from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.scoring.pool import RewardPool
-from shared.scoring.rewards import Rewards
+from shared.scoring.score import Rewards
 from shared.scoring.served import ServedRewards
-from shared.text import CodecCache
-from worker.jobs.prompts import PromptCache
+from shared.telemetry.metrics import Tally
+from shared.text.codec import CodecCache
+from worker.jobs.expansion import PromptCache
 from worker.jobs.rewarding import Rewarding, forget_unused
 
 UNUSED_S = 60.0  # after which what a runner holds of a job that it does not advance any more is dropped

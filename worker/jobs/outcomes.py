@@ -7,18 +7,16 @@ import msgspec
 from shared.errors import ParallmError
 from shared.frames import FinishReason
 from shared.jobs import JobSpec, JobUsage
-from shared.metrics import Tally
 from shared.owners import working_for
-from shared.redis.job_ledger import Outcome, SampleRecord
-from shared.results import drawing_of
+from shared.redis.jobs.ledger import Outcome, SampleRecord
 from shared.scoring.pool import RewardSample
-from shared.scoring.rewards import Rewards
+from shared.scoring.score import Rewards
 from shared.scoring.shares import Share
 from shared.sequences import SequenceResult
-from shared.text import TextCodec
-from shared.trajectories import Reward, Trajectory
-from worker.jobs.expansion import derive_seed
-from worker.jobs.prompts import PreparedPrompt
+from shared.telemetry.metrics import Tally
+from shared.text.codec import TextCodec
+from shared.trajectories import Reward, Trajectory, drawing_of
+from worker.jobs.expansion import PreparedPrompt, derive_seed
 
 OUTCOMES: dict[FinishReason, Outcome] = {
     "stop": "succeeded",

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import msgspec
 
 from shared.jobs import JobSpec
-from shared.redis.job_ledger import SampleRecord
+from shared.redis.jobs.ledger import SampleRecord
 from shared.scoring.pool import CHUNK
-from shared.scoring.rewards import Rewards
+from shared.scoring.score import Rewards
 from shared.scoring.shares import Share
 from shared.trajectories import Trajectory
+from worker.jobs.expansion import PreparedPrompt
 from worker.jobs.outcomes import rewarded
-from worker.jobs.prompts import PreparedPrompt
 
 MOST = 512  # samples of a job that are here at a time
 

@@ -17,13 +17,13 @@ import structlog
 from arq.worker import Worker, func
 from redis.exceptions import RedisError
 
-from shared.redis.client import connect
-from shared.redis.faults import reason
-from shared.redis.job_ledger import LEASE_MS
-from shared.redis.job_queue import QUEUE, TICK, WAKE_CHANNEL, arq_redis, deserialize, enqueue_tick, serialize
-from shared.redis.metric_store import MetricWriter
+from shared.process.settings import RunnerSettings
+from shared.redis.connection.client import connect
+from shared.redis.connection.faults import reason
+from shared.redis.jobs.ledger import LEASE_MS
+from shared.redis.jobs.ticks import QUEUE, TICK, WAKE_CHANNEL, arq_redis, deserialize, enqueue_tick, serialize
+from shared.redis.ring.metric_store import MetricWriter
 from shared.scoring.pool import RewardPool
-from shared.settings import RunnerSettings
 from worker.jobs.collecting import Collecting
 from worker.jobs.context import TickContext
 from worker.jobs.scores import Scores

@@ -16,8 +16,8 @@ from redis.exceptions import RedisError
 from shared.errors import ParallmError
 from shared.jobs import RewardSpec
 from shared.redis import keys
-from shared.redis.faults import reason
-from shared.redis.orders import Orders, Received
+from shared.redis.connection.faults import reason
+from shared.redis.training.orders import Orders, Received
 from shared.scoring.pool import RewardSample
 from shared.scoring.shares import Share
 from shared.trajectories import Reward, ScoreOrder

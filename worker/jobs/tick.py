@@ -16,12 +16,12 @@ from collections.abc import AsyncIterator
 import structlog
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
-from shared import tracing
 from shared.errors import ServiceUnavailableError, UnknownAdapterError, UnknownJobError, UnknownModelError
 from shared.jobs import JobSpec
-from shared.redis.faults import is_refusal, reason
-from shared.redis.job_ledger import LEASE_MS
-from shared.redis.job_queue import enqueue_tick
+from shared.redis.connection.faults import is_refusal, reason
+from shared.redis.jobs.ledger import LEASE_MS
+from shared.redis.jobs.ticks import enqueue_tick
+from shared.telemetry import tracing
 from worker.jobs.context import TickContext
 from worker.jobs.work import JobWork
 

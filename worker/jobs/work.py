@@ -10,14 +10,23 @@ from shared.errors import QueueFullError, UnknownModelError, UnreadableMessageEr
 from shared.frames import Finish
 from shared.jobs import PIN_S, TERMINAL, JobSpec, JobState, pin_owner
 from shared.redis import keys
-from shared.redis.dead_letters import Unusable, bury
-from shared.redis.job_ledger import JobProgress
+from shared.redis.jobs.ledger import JobProgress
+from shared.redis.queue.dead_letters import Unusable, bury
 from shared.sequences import ModelCard, SequenceResult, SequenceSpec, decode_result
-from shared.text import TextCodec
-from shared.tracing import traceparent
+from shared.telemetry.tracing import traceparent
+from shared.text.codec import TextCodec
 from shared.trajectories import Trajectory
 from worker.jobs.context import TickContext
-from worker.jobs.expansion import is_sample, ordinal_of, prompts_to_expand, sequence_id, sequences
+from worker.jobs.expansion import (
+    PreparedPrompt,
+    is_sample,
+    ordinal_of,
+    prepare,
+    prompts_to_expand,
+    read_prompt,
+    sequence_id,
+    sequences,
+)
 from worker.jobs.outcomes import (
     count_rewards,
     finished_trajectory,
@@ -25,7 +34,6 @@ from worker.jobs.outcomes import (
     impossible_trajectories,
     rewarded,
 )
-from worker.jobs.prompts import PreparedPrompt, prepare, read_prompt
 from worker.jobs.rewarding import Ready, Sample
 
 log = structlog.get_logger()

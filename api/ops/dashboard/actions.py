@@ -8,10 +8,10 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Form, Request
 from starlette.responses import RedirectResponse, Response
 
-from api.openai.batches import cancel
+from api.batches.batch_routes import cancel
 from api.ops.dashboard.render import HEADERS, DashboardRoute, notice
 from api.ops.dashboard.session import may_act
-from api.ring import Ring, ring_of
+from api.ring.ring import Ring, ring_of
 
 router = APIRouter(prefix="/dashboard", route_class=DashboardRoute, dependencies=[Depends(may_act)])
 TheRing = Annotated[Ring, Depends(ring_of)]

@@ -7,15 +7,15 @@ import msgspec
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response, StreamingResponse
 
-from api.openai.batches import job_of, request_counts, status_of
+from api.batches.batch_routes import job_of, request_counts, status_of
 from api.ops.dashboard.render import HEADERS, DashboardRoute, Page, page
 from api.ops.dashboard.session import may_look
 from api.ops.snapshot import TheSnapshots
-from api.ring import Ring, ring_of
+from api.ring.ring import Ring, ring_of
 from shared.errors import UnknownFileError
 from shared.jobs import JobStatus
-from shared.redis.batch_store import ENDED, BatchRecord
-from shared.redis.file_store import StoredFile
+from shared.redis.files.batch_store import ENDED, BatchRecord
+from shared.redis.files.file_store import StoredFile
 
 router = APIRouter(prefix="/dashboard", route_class=DashboardRoute, dependencies=[Depends(may_look)])
 TheRing = Annotated[Ring, Depends(ring_of)]

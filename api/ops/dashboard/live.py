@@ -12,14 +12,14 @@ from fastapi import APIRouter, Depends
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
+from api.generation.sse import EventStream
 from api.ops.dashboard.batches import batch_looks, batch_view
 from api.ops.dashboard.curves import ring_charts, training_charts
 from api.ops.dashboard.parts import RewardsKept, adapter_view, job_view, letters, training_views
 from api.ops.dashboard.render import HEADERS, DashboardRoute, part
 from api.ops.dashboard.session import may_look
 from api.ops.snapshot import Snapshots, TheSnapshots
-from api.ring import Ring, ring_of
-from api.sse import EventStream
+from api.ring.ring import Ring, ring_of
 from shared.errors import ParallmError
 
 router = APIRouter(prefix="/dashboard/events", route_class=DashboardRoute, dependencies=[Depends(may_look)])

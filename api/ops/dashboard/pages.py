@@ -10,7 +10,7 @@ from api.ops.dashboard.render import HEADERS, DashboardRoute, Page, page, part
 from api.ops.dashboard.samples import SHOWN, SampleLine, sample_lines, sample_view
 from api.ops.dashboard.session import may_look
 from api.ops.snapshot import TheSnapshots
-from api.ring import Ring, ring_of
+from api.ring.ring import Ring, ring_of
 
 router = APIRouter(prefix="/dashboard", route_class=DashboardRoute, dependencies=[Depends(may_look)])
 TheRing = Annotated[Ring, Depends(ring_of)]

@@ -4,14 +4,14 @@ import time
 from typing import NamedTuple
 
 from api.ops.dashboard.samples import Histogram, metadata, reward_histogram
-from api.ops.views import TrainingView
-from api.ring import Ring
+from api.ops.snapshot import TrainingView
+from api.ring.ring import Ring
 from shared.adapters import AdapterManifest
 from shared.errors import UnknownAdapterError
 from shared.jobs import TERMINAL, JobSpec, JobStatus
-from shared.redis.adapter_catalog import Acknowledgement, AdapterFlip, AdapterSummary
-from shared.redis.dead_letters import DeadLetter
-from shared.redis.training_board import TrainingBoard, trained_policies
+from shared.redis.adapters.catalog import Acknowledgement, AdapterFlip, AdapterSummary
+from shared.redis.queue.dead_letters import DeadLetter
+from shared.redis.training.board import TrainingBoard, trained_policies
 from shared.training import Alert, TrainingPoint
 
 LETTERS_SHOWN = 100

@@ -17,10 +17,10 @@ from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from api.errors import translate
+from api.http.errors import translate
 from api.ops.dashboard.assets import address
 from api.ops.dashboard.parts import eta_ms
-from api.ops.figures import size
+from api.ops.snapshot import size
 from shared.errors import AuthenticationError, ParallmError
 
 POLICY = (

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from api.ring import Ring
+from api.ring.ring import Ring
 from shared.errors import NotFoundError, UnknownModelError
 from shared.jobs import JobStatus
 from shared.redis import keys
-from shared.text import TextCodec
+from shared.text.codec import TextCodec
 from shared.trajectories import Trajectory
 
 BINS = 20

@@ -16,8 +16,8 @@ from fastapi import APIRouter, Form, Request
 from starlette.datastructures import Headers
 from starlette.responses import RedirectResponse, Response
 
-from api.auth import presented
-from api.key_ring import ApiKey, KeyRing
+from api.http.api_keys import ApiKey, KeyRing
+from api.http.auth import presented
 from api.ops.dashboard.render import Page, page
 from shared.errors import AuthenticationError, ForbiddenError
 

@@ -1,0 +1,400 @@
+"""Adapters over HTTP: list, upload, roll back, delete; and the same store under the names that other servers use."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from fastapi import Path as PathParameter
+from pydantic import BaseModel, Field, FiniteFloat, Json, ValidationError
+from starlette.responses import PlainTextResponse, Response
+
+from api.adapters.intake import AdapterFiles, Offer, publish, read_folder, receive
+from api.http.errors import error_responses, from_validation, json_reply
+from api.http.fields import RequestModel
+from api.ring.ring import Ring, ring_of
+from shared.adapters import AdapterManifest, AdapterRef, GateCheck, check_name
+from shared.errors import ConflictError, InvalidRequestError, ParallmError, UnknownAdapterError
+
+router = APIRouter(tags=["adapters"])
+TheRing = Annotated[Ring, Depends(ring_of)]
+Name = Annotated[str, PathParameter(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Version = Annotated[int, PathParameter(ge=1)]
+
+_FILES: dict[str, Any] = {
+    "adapter_config.json": {"type": "string", "format": "binary", "description": "mlx-lm's or PEFT's"},
+    "adapters.safetensors": {"type": "string", "format": "binary", "description": "or adapter_model.safetensors"},
+}
+
+
+class GateField(RequestModel):
+    """A check that a version passed or failed."""
+
+    name: str = Field(max_length=64)
+    passed: bool
+    detail: str = Field(default="", max_length=2000)
+
+
+Gate = Annotated[list[GateField], Field(max_length=64)]
+
+
+class UploadFields(RequestModel):
+    """The form fields beside an upload's files."""
+
+    name: str | None = Field(default=None, description="the adapter; default: the setting default_adapter")
+    adapter_id: str | None = Field(default=None, description="the same as `name`")
+    model: str | None = Field(default=None, description="base model; may be left out when only one is served")
+    set_latest: bool = Field(default=True, description="false: a candidate, which only `name@k` reaches")
+    if_latest: int | None = Field(default=None, ge=0, description="409 unless this is the latest version; 0: none yet")
+    train_step: int = Field(default=0, ge=0)
+    metrics: Json[dict[str, FiniteFloat]] = Field(default_factory=dict, description="JSON object of figures")
+    parent: int | None = Field(default=None, ge=0, description="version it was made from; default: the latest")
+    gate: Json[Gate] = Field(default_factory=list, description="JSON list of the checks that it has passed")
+
+    def offer(self, name: str) -> Offer:
+        """What to do with the files."""
+        offer = Offer(name, self.model, self.set_latest, self.if_latest, self.train_step, self.metrics)
+        return dataclasses.replace(offer, parent=self.parent, gate=_checks(self.gate))
+
+
+class LoadBody(RequestModel):
+    """POST /load_adapter."""
+
+    adapter_path: str = Field(description="an adapter directory under one of the folders of --adapter-dirs")
+    name: str | None = Field(default=None, description="default: the setting default_adapter")
+    model: str | None = Field(default=None, description="base model; may be left out when only one is served")
+
+
+class PromoteBody(RequestModel):
+    """POST /v1/adapters/{name}/promote."""
+
+    version: int = Field(ge=1)
+    gate: Gate = Field(
+        default_factory=list, description="the checks that it has passed; none: those of its upload stay"
+    )
+    if_latest: int | None = Field(default=None, ge=0, description="409 unless this is the latest version; 0: none yet")
+
+
+class VersionBody(RequestModel):
+    """POST /v1/adapters/{name}/rollback."""
+
+    version: int | None = Field(
+        default=None, ge=1, description="default: the newest one before that has been the latest"
+    )
+    reason: str = Field(default="rollback", max_length=200)
+
+
+class RejectBody(RequestModel):
+    """POST /v1/adapters/{name}/reject."""
+
+    version: int = Field(ge=1)
+    gate: Gate = Field(default_factory=list, description="the checks, with those that failed")
+
+
+class BestBody(RequestModel):
+    """POST /v1/adapters/{name}/best."""
+
+    version: int = Field(ge=1)
+    value: FiniteFloat = Field(description="the figure that it won by")
+
+
+class SwitchBody(RequestModel):
+    """POST /model/switch-lora."""
+
+    version: int | str = Field(description="a version of the adapter, or `name@k`")
+    name: str | None = Field(default=None, description="default: the setting default_adapter")
+
+
+class LoadLoraBody(RequestModel):
+    """vLLM's POST /v1/load_lora_adapter."""
+
+    off: ClassVar[dict[str, tuple[Any, ...]]] = {"is_3d_lora_weight": (False,)}
+
+    lora_name: str
+    lora_path: str
+    model: str | None = Field(default=None, description="the base; may be left out when only one model is served")
+    base_model_name: str | None = Field(default=None, description="the same as `model` (vLLM's)")
+    load_inplace: bool = Field(default=False, description="a further version of an adapter that exists")
+
+
+class UnloadLoraBody(RequestModel):
+    """vLLM's POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+    lora_int_id: int | None = Field(default=None, description="accepted, not used")
+
+
+class Loaded(BaseModel):
+    """What has become the latest version."""
+
+    status: str = "success"
+    policy_version: int
+    message: str
+
+
+def _multipart(**fields: Any) -> dict[str, Any]:
+    properties = {**UploadFields.model_json_schema()["properties"], **_FILES, **fields}
+    schema = {"type": "object", "required": ["adapters.safetensors"], "properties": properties}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
+
+
+# -- ours
+
+
+@router.get("/v1/adapters", summary="List adapters", response_class=Response)
+async def list_adapters(ring: TheRing) -> Response:
+    """Every adapter with its versions and pointers."""
+    summaries = []
+    for name in await ring.adapters.names():
+        try:
+            summaries.append(await ring.adapters.summary(name))
+        except UnknownAdapterError:  # deleted just now
+            continue
+    return json_reply({"object": "list", "data": summaries})
+
+
+@router.post(
+    "/v1/adapters",
+    status_code=201,
+    summary="Create an adapter",
+    response_class=Response,
+    openapi_extra=_multipart(),
+    responses={201: {"description": "The first version's manifest"}, **error_responses(400, 409, 413, 503)},
+)
+async def create_adapter(request: Request, ring: TheRing) -> Response:
+    """Upload the first version of a new adapter; 409 when it exists."""
+    async with _uploaded(request, ring) as (files, fields, workdir):
+        name = _name(fields, ring)
+        await ring.adapters.next_owner(name)
+        if name in await ring.adapters.names():
+            raise ConflictError(f"adapter '{name}' exists; POST /v1/adapters/{name}/versions adds to it")
+        return _described(await publish(ring, fields.offer(name), files, workdir), 201)
+
+
+@router.get(
+    "/v1/adapters/{name}", summary="Describe an adapter", response_class=Response, responses=error_responses(404)
+)
+async def describe_adapter(name: Name, ring: TheRing) -> Response:
+    """Its versions' manifests, the moves of `latest`, and which worker has loaded what."""
+    summary = await ring.adapters.summary(name)
+    manifests = []
+    for version in summary.versions:
+        try:
+            manifests.append(_shown(await ring.adapters.manifest(name, version)))
+        except UnknownAdapterError:  # deleted just now
+            continue
+    history, acks = await ring.adapters.history(name), await ring.adapters.acks(name)
+    return json_reply({**msgspec.structs.asdict(summary), "versions": manifests, "history": history, "acks": acks})
+
+
+@router.post(
+    "/v1/adapters/{name}/versions",
+    status_code=201,
+    summary="Add a version",
+    response_class=Response,
+    openapi_extra=_multipart(),
+    responses={201: {"description": "The version's manifest"}, **error_responses(400, 409, 413, 503)},
+)
+async def add_version(name: Name, request: Request, ring: TheRing) -> Response:
+    """Upload the next version of an adapter; workers load it between two decode steps."""
+    async with _uploaded(request, ring) as (files, fields, workdir):
+        return _described(await publish(ring, fields.offer(name), files, workdir), 201)
+
+
+@router.get(
+    "/v1/adapters/{name}/versions/{version}",
+    summary="Describe a version",
+    response_class=Response,
+    responses=error_responses(404),
+)
+async def describe_version(name: Name, version: Version, ring: TheRing) -> Response:
+    """One version's manifest."""
+    return _described(await ring.adapters.manifest(name, version))
+
+
+@router.post("/v1/adapters/{name}/rollback", summary="Roll back", responses=error_responses(404, 409))
+async def roll_back(name: Name, ring: TheRing, body: VersionBody | None = None) -> Loaded:
+    """Make another version the latest, by default the one before."""
+    asked = body or VersionBody()
+    version = await ring.adapters.rollback(name, asked.version, reason=asked.reason)
+    return Loaded(policy_version=version, message=f"{name}@{version} is the latest version")
+
+
+@router.post("/v1/adapters/{name}/promote", summary="Promote a candidate", responses=error_responses(400, 404, 409))
+async def promote(name: Name, body: PromoteBody, ring: TheRing) -> Loaded:
+    """Make an uploaded candidate the latest version; 409 when a newer one has been it."""
+    await ring.adapters.promote(name, body.version, gate=_checks(body.gate), if_latest=body.if_latest)
+    return Loaded(policy_version=body.version, message=f"{name}@{body.version} is the latest version")
+
+
+@router.post("/v1/adapters/{name}/reject", summary="Reject a candidate", responses=error_responses(400, 404, 409))
+async def reject(name: Name, body: RejectBody, ring: TheRing) -> dict[str, Any]:
+    """Write down that a candidate failed its gate: it can be looked at and is never served; 409 for the latest."""
+    manifest = await ring.adapters.reject(name, body.version, _checks(body.gate))
+    return {"id": manifest.id, "object": "adapter.version", "status": manifest.status}
+
+
+@router.post("/v1/adapters/{name}/best", summary="Point at the best version", responses=error_responses(400, 404))
+async def set_best(name: Name, body: BestBody, ring: TheRing) -> dict[str, Any]:
+    """Make `best` point at a version; it is kept when older ones are pruned."""
+    await ring.adapters.set_best(name, body.version, body.value)
+    return {"id": f"{name}@{body.version}", "object": "adapter.version", "best_value": body.value}
+
+
+@router.delete("/v1/adapters/{name}", summary="Delete an adapter", responses=error_responses(404, 409))
+async def delete_adapter(name: Name, ring: TheRing) -> dict[str, Any]:
+    """Delete all versions; 409 while a worker uses one."""
+    await ring.adapters.delete(name)
+    return {"id": name, "object": "adapter", "deleted": True}
+
+
+@router.delete(
+    "/v1/adapters/{name}/versions/{version}", summary="Delete a version", responses=error_responses(404, 409)
+)
+async def delete_version(name: Name, version: Version, ring: TheRing) -> dict[str, Any]:
+    """Delete a version; 409 when it is the latest, or while a worker uses it."""
+    await ring.adapters.delete(name, version)
+    return {"id": f"{name}@{version}", "object": "adapter.version", "deleted": True}
+
+
+# -- names from training code
+
+
+@router.post("/load_adapter", summary="Load an adapter from disk", responses=error_responses(400, 404, 409, 413, 503))
+async def load_adapter(body: LoadBody, ring: TheRing) -> Loaded:
+    """Publish an adapter directory of the api's host as the next version."""
+    name = body.name or ring.settings.default_adapter
+    manifest = await _load(ring, body.adapter_path, Offer(name, body.model))
+    return Loaded(policy_version=manifest.version, message=f"Loaded {manifest.id} from {body.adapter_path}")
+
+
+@router.post(
+    "/upload_adapter",
+    summary="Upload an adapter",
+    openapi_extra=_multipart(),
+    responses=error_responses(400, 409, 413, 503),
+)
+async def upload_adapter(request: Request, ring: TheRing) -> Loaded:
+    """Publish uploaded files as the next version; without a configuration, the latest version's holds."""
+    async with _uploaded(request, ring) as (files, fields, workdir):
+        manifest = await publish(ring, fields.offer(_name(fields, ring)), files, workdir)
+    return Loaded(policy_version=manifest.version, message=f"Loaded {manifest.id} from the upload")
+
+
+@router.post(
+    "/update_adapter_weights",
+    summary="Update an adapter's weights",
+    openapi_extra=_multipart(),
+    responses=error_responses(400, 404, 409, 413, 503),
+)
+async def update_adapter_weights(request: Request, ring: TheRing) -> Loaded:
+    """Publish new tensors of an adapter that exists, with the configuration of its latest version."""
+    async with _uploaded(request, ring) as (files, fields, workdir):
+        name = _name(fields, ring)
+        await ring.adapters.manifest(name)
+        tensors = dataclasses.replace(files, config=None)
+        manifest = await publish(ring, fields.offer(name), tensors, workdir)
+    return Loaded(policy_version=manifest.version, message=f"Updated {name} to {manifest.id}")
+
+
+@router.post("/model/switch-lora", summary="Switch to a version", responses=error_responses(400, 404, 409))
+async def switch_lora(body: SwitchBody, ring: TheRing) -> Loaded:
+    """Make any published version the latest, newer or older."""
+    name, version = _switch_target(body, ring.settings.default_adapter)
+    try:
+        await ring.adapters.promote(name, version)
+    except ConflictError:  # it is older than another one has been
+        await ring.adapters.rollback(name, version, reason="switch")
+    return Loaded(policy_version=version, message=f"{name}@{version} is the latest version")
+
+
+def _switch_target(body: SwitchBody, default: str) -> tuple[str, int]:
+    text, name = str(body.version), body.name or default
+    ref = AdapterRef.parse(f"{name}@{text}" if text.isdecimal() else text)
+    if len(ref.choices) > 1 or ref.choices[0].follows:
+        raise InvalidRequestError(f"{text[:80]!r} names no version: a number or name@k", param="version")
+    if body.name and ref.choices[0].name != body.name:
+        raise InvalidRequestError("'version' and 'name' name different adapters", param="name")
+    return ref.choices[0].name, ref.choices[0].version
+
+
+# -- vLLM's names
+
+
+@router.post(
+    "/v1/load_lora_adapter",
+    summary="Load a LoRA adapter (vLLM)",
+    response_class=PlainTextResponse,
+    responses=error_responses(400, 404, 409, 413, 503),
+)
+async def load_lora_adapter(body: LoadLoraBody, ring: TheRing) -> str:
+    """Publish an adapter directory; one that exists needs `load_inplace`."""
+    if not body.load_inplace and body.lora_name in await ring.adapters.names():
+        raise InvalidRequestError(
+            f"The lora adapter '{body.lora_name}' has already been loaded. Set 'load_inplace' to load a new version.",
+            param="lora_name",
+        )
+    if body.model and body.base_model_name and body.model != body.base_model_name:
+        raise InvalidRequestError("'model' and 'base_model_name' name different models", param="base_model_name")
+    try:
+        await _load(ring, body.lora_path, Offer(body.lora_name, body.model or body.base_model_name))
+    except ParallmError as error:
+        error.param = "lora_path" if error.param == "adapter_path" else error.param
+        raise
+    return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+
+@router.post(
+    "/v1/unload_lora_adapter",
+    summary="Unload a LoRA adapter (vLLM)",
+    response_class=PlainTextResponse,
+    responses=error_responses(404, 409),
+)
+async def unload_lora_adapter(body: UnloadLoraBody, ring: TheRing) -> str:
+    """Delete an adapter with all its versions; 409 while a worker uses one."""
+    await ring.adapters.delete(body.lora_name)
+    return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+
+
+@asynccontextmanager
+async def _uploaded(request: Request, ring: Ring) -> AsyncIterator[tuple[AdapterFiles, UploadFields, Path]]:
+    """The request's files in a folder that lives as long as the block."""
+    with TemporaryDirectory(prefix="parallm-adapter-") as folder:
+        files, raw = await receive(request, ring, Path(folder))
+        try:
+            fields = UploadFields.model_validate(raw)
+        except ValidationError as error:
+            raise from_validation(error.errors()) from error
+        yield files, fields, Path(folder)
+
+
+async def _load(ring: Ring, path: str, offer: Offer) -> AdapterManifest:
+    check_name(offer.name)
+    settings = ring.settings
+    with TemporaryDirectory(prefix="parallm-adapter-") as folder:
+        workdir = Path(folder)
+        files = await asyncio.to_thread(read_folder, path, settings.adapter_dirs, workdir, settings.max_adapter_bytes)
+        return await publish(ring, offer, files, workdir)
+
+
+def _checks(gate: list[GateField]) -> tuple[GateCheck, ...]:
+    return tuple(GateCheck(each.name, each.passed, each.detail) for each in gate)
+
+
+def _name(fields: UploadFields, ring: Ring) -> str:
+    if fields.name and fields.adapter_id and fields.name != fields.adapter_id:
+        raise InvalidRequestError("'name' and 'adapter_id' name different adapters", param="name")
+    return check_name(fields.name or fields.adapter_id or ring.settings.default_adapter)
+
+
+def _shown(manifest: AdapterManifest) -> dict[str, Any]:
+    return {"id": manifest.id, **msgspec.structs.asdict(manifest)}
+
+
+def _described(manifest: AdapterManifest, status: int = 200) -> Response:
+    return json_reply(_shown(manifest), status)

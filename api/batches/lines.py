@@ -1,0 +1,361 @@
+"""The lines of a batch: from a request's line to a job's input, and from a result to the answer's line.
+
+A line goes through the same validation and planning as a request to its endpoint, and its answer is written by the
+same code. What is wrong with a line's shape fails the batch; what its endpoint would refuse fails the line.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from pydantic import ValidationError
+
+from api.generation.choice import ReplyPlan
+from api.generation.plan import encoded, with_grammar
+from api.generation.sampling_fields import SamplingFields
+from api.generation.target import Target
+from api.generation.work import Work
+from api.http.errors import error_object, from_validation
+from api.http.limits import check_shape
+from api.openai.bodies import ChatCompletionRequest, CompletionRequest
+from api.openai.chat import chat_of, grammar_param, plan_chat
+from api.openai.completions import plan_completion
+from api.openai.embeddings import EmbeddingRequest, embeddings_body, plan_embeddings
+from api.openai.replies import whole_body
+from api.openai.responses.body import ResponseRequest
+from api.openai.responses.routes import Answer as ResponseAnswer
+from api.openai.responses.routes import plan_response
+from api.ring.ring import Ring
+from shared.errors import (
+    InvalidRequestError,
+    ParallmError,
+    PayloadTooLargeError,
+    UnsupportedParameterError,
+    from_code,
+)
+from shared.frames import Finish, TokenEvent
+from shared.jobs import JobInput, LineRequest
+from shared.process.settings import ApiSettings
+from shared.redis.files.batch_store import BatchError
+from shared.text.codec import TextCodec
+from shared.trajectories import Trajectory
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+Named = tuple[Any, Any, Any]  # model, adapter, policy as a line names them
+
+_UNENDED = {
+    "cancelled": ("batch_cancelled", "the batch was cancelled before this line was answered"),
+    "expired": ("batch_expired", "the batch expired before this line was answered"),
+    "failed": ("batch_failed", "the batch failed before this line was answered"),
+}
+_CUT = frozenset({"cancelled", "abort", "deadline"})  # how a choice ends that is no answer
+_MARK = b"\xef\xbb\xbf"  # some editors write it before the first line
+_encode = msgspec.json.encode
+
+
+class BatchLine(NamedTuple):
+    """One line of an input file."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]  # empty when it is refused unread
+    refused: ParallmError | None = None
+
+
+class _Shape(msgspec.Struct):
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+# What a line needs -> how its JSON begins, in words.
+_FIELDS = {
+    "custom_id": (b'"', "a string"),
+    "method": (b'"', "a string"),
+    "url": (b'"', "a string"),
+    "body": (b"{", "an object"),
+}
+_shape_decoder = msgspec.json.Decoder(_Shape)
+_body_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+def read_line(number: int, raw: bytes, endpoint: str, settings: ApiSettings) -> BatchLine | list[BatchError]:
+    """A line, or all that is wrong with its shape. A body that no request may have is not read: its line is refused."""
+    try:
+        line = _shape_decoder.decode(raw.removeprefix(_MARK) if number == 1 else raw)
+        refused = _too_much(line.body, settings)
+        body = {} if refused else _body_decoder.decode(line.body)
+    except msgspec.ValidationError as error:
+        return _shape_errors(number, raw) or [BatchError("invalid_line", str(error), None, number)]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return [BatchError("invalid_json_line", "this line is not valid JSON", None, number)]
+    errors = []
+    if not 1 <= len(line.custom_id) <= 512:
+        errors.append(BatchError("invalid_custom_id", "'custom_id' has 1 to 512 characters", "custom_id", number))
+    if line.method != "POST":
+        errors.append(BatchError("invalid_method", "'method' must be 'POST'", "method", number))
+    if line.url != endpoint:
+        message = f"'url' is {line.url[:100]!r}, and the batch's endpoint is {endpoint!r}"
+        errors.append(BatchError("mismatched_endpoint", message, "url", number))
+    return errors or BatchLine(line.custom_id, line.url, body, refused)
+
+
+def _shape_errors(number: int, raw: bytes) -> list[BatchError]:
+    """What keeps a line of JSON from being one of a batch, field by field; [] when it is no object."""
+    try:
+        fields = msgspec.json.decode(raw.removeprefix(_MARK), type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        return []
+    errors = []
+    for name, (start, kind) in _FIELDS.items():
+        if name not in fields:
+            errors.append(BatchError("missing_required_parameter", f"'{name}' is required", name, number))
+        elif not bytes(fields[name]).lstrip().startswith(start):
+            errors.append(BatchError("invalid_line", f"'{name}' must be {kind}", name, number))
+    return errors
+
+
+def _too_much(body: msgspec.Raw, settings: ApiSettings) -> ParallmError | None:
+    """Why the endpoint would not read this body."""
+    size = len(memoryview(body))
+    if size > settings.max_request_bytes:
+        return PayloadTooLargeError(f"the body has {size} bytes, and at most {settings.max_request_bytes} are read")
+    try:
+        check_shape(bytes(body), settings.max_json_values)
+    except InvalidRequestError as error:
+        return error
+    return None
+
+
+def named_by(line: BatchLine) -> Named:
+    """Which model and adapter a line names."""
+    body = line.body
+    return body.get("model"), body.get("adapter") or body.get("lora_adapter"), body.get("adapter_policy")
+
+
+async def planned(ring: Ring, line: BatchLine, named: Named, target: Target) -> list[JobInput]:
+    """What the job does for a line: an input for each choice, of which the first one knows how to answer.
+
+    A line that its endpoint refuses becomes an input that fails with the refusal.
+    """
+    try:
+        if line.refused is not None:
+            raise line.refused
+        if named_by(line) != named:
+            raise InvalidRequestError("all lines of a batch name the same model and adapter", param="model")
+        return await _PLANNERS[line.url](ring, line, target)
+    except ValidationError as error:
+        refusal: ParallmError = from_validation(error.errors())
+    except ParallmError as error:
+        refusal = error
+    told = msgspec.json.decode(error_object(refusal))
+    reply = {"custom_id": line.custom_id, "status": refusal.status, "error": told}
+    return [JobInput(prompt=[], refused=refusal.message, reply={**reply, "parts": 1})]
+
+
+async def _plan_chat(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
+    body = ChatCompletionRequest.model_validate(line.body)
+    _check_sampled(body)
+    work, plan = plan_chat(body, await chat_of(target.served.codec, body), target, ring.settings)
+    _check_length(plan)
+    work = await with_grammar(ring, work, target, grammar_param(body))
+    return _inputs(line, work, plan=_bare(plan))
+
+
+async def _plan_completion(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
+    body = CompletionRequest.model_validate(line.body)
+    _check_sampled(body)
+    special = body.add_special_tokens is not False
+    prompts = await encoded(target.served.codec, body.prompt, special)
+    work, plan = plan_completion(body, prompts, target, ring.settings)
+    _check_length(plan)
+    work = await with_grammar(ring, work, target, "structured_outputs")
+    return _inputs(line, work, plan=_bare(plan))
+
+
+async def _plan_embedding(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
+    body = EmbeddingRequest.model_validate(line.body)
+    special = body.add_special_tokens is not False
+    prompts = await encoded(target.served.codec, body.input, special)
+    work = plan_embeddings(body, prompts, target, ring.settings)
+    return _inputs(line, work, embedding=body.model_dump(exclude_none=True, exclude={"input"}))
+
+
+async def _plan_response(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
+    body = ResponseRequest.model_validate(line.body)
+    if body.stream:
+        raise UnsupportedParameterError("a batch's answers are not streamed", param="stream")
+    _, work, plan = await plan_response(ring, body, target)
+    asked = body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
+    return _inputs(line, work, plan=_bare(plan), response=asked)
+
+
+_PLANNERS: dict[str, Callable[[Ring, BatchLine, Target], Awaitable[list[JobInput]]]] = {
+    "/v1/chat/completions": _plan_chat,
+    "/v1/completions": _plan_completion,
+    "/v1/embeddings": _plan_embedding,
+    "/v1/responses": _plan_response,
+}
+
+
+def _check_sampled(body: SamplingFields) -> None:
+    """Refuse what a line cannot have."""
+    if body.stream:
+        raise UnsupportedParameterError("a batch's answers are not streamed", param="stream")
+    if body.deadline_s is not None:
+        raise UnsupportedParameterError("a batch has its 'completion_window'", param="deadline_s")
+    if body.collect_trajectory:
+        raise UnsupportedParameterError("not in a batch: submit a rollout job", param="collect_trajectory")
+
+
+def _check_length(plan: ReplyPlan) -> None:
+    if plan.is_long:
+        raise UnsupportedParameterError("not of the whole vocabulary in a batch", param="logprobs")
+
+
+def _inputs(line: BatchLine, work: Work, **reply: Any) -> list[JobInput]:
+    specs = work.specs("")
+    first = {"custom_id": line.custom_id, "parts": len(specs), **reply}
+    return [
+        JobInput(
+            prompt=spec.prompt_ids,
+            request=LineRequest(spec.sampling, spec.kind, spec.pooling),
+            reply={} if at else first,
+        )
+        for at, spec in enumerate(specs)
+    ]
+
+
+def _bare(plan: ReplyPlan) -> Any:
+    """Without the prompts, which stand beside it."""
+    return msgspec.to_builtins(msgspec.structs.replace(plan, prompts=(), deadline_ms=0))
+
+
+class LineUsage(NamedTuple):
+    """Tokens of an answered line."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class Answer(NamedTuple):
+    """A line of the output file, or of the error file."""
+
+    kind: Literal["completed", "failed", "unended"]
+    line: bytes
+    usage: LineUsage = LineUsage()
+
+
+def answer(
+    name: str, asked: JobInput, results: Sequence[Trajectory | None], ended: str, codec: TextCodec, model: str
+) -> Answer:
+    """The answer to a line out of its choices' results; `ended`: the job's terminal state."""
+    custom_id = asked.reply["custom_id"]
+    if "error" in asked.reply:
+        return Answer("failed", _line(name, custom_id, asked.reply["status"], asked.reply["error"]))
+    found = [each for each in results if each is not None and each.finish_reason not in _CUT]
+    try:
+        for each in found:
+            if each.finish_reason == "error":
+                code, _, message = each.error.partition(": ")
+                raise from_code(code, message or "the engine failed on this sequence")
+        if len(found) == len(results):
+            body = _body(asked, found, codec, model)
+            return Answer("completed", _line(name, custom_id, 200, msgspec.Raw(body)), _usage(body, codec))
+    except ParallmError as error:
+        return Answer("failed", _line(name, custom_id, error.status, msgspec.Raw(error_object(error))))
+    late = any(each is not None and each.finish_reason == "deadline" for each in results)
+    return Answer("unended", unended(name, custom_id, "expired" if late else ended))
+
+
+def unended(name: str, custom_id: str, ended: str) -> bytes:
+    """The answer to a line that the batch's end has left without one."""
+    code, message = _UNENDED.get(ended, _UNENDED["cancelled"])
+    return _line(name, custom_id, None, None, {"code": code, "message": message})
+
+
+def _line(name: str, custom_id: str, status: int | None, body: Any, error: dict[str, str] | None = None) -> bytes:
+    response = None if status is None else {"status_code": status, "request_id": f"req_{name}", "body": body}
+    return _encode({"id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": error}) + b"\n"
+
+
+def _body(asked: JobInput, found: Sequence[Trajectory], codec: TextCodec, model: str) -> bytes:
+    assert asked.request is not None, "an answer to a refused line"
+    if "embedding" in asked.reply:
+        body = EmbeddingRequest.model_validate({**asked.reply["embedding"], "input": [0]})
+        work = Work("", model, tuple(each.prompt_ids for each in found), asked.request.sampling)
+        return embeddings_body(body, work, [each.embedding for each in found])
+    plan = msgspec.convert({**asked.reply["plan"], "prompts": ()}, ReplyPlan)
+    plan = msgspec.structs.replace(plan, prompts=tuple(each.prompt_ids for each in found[:: plan.n]))
+    events = [_event(plan.sequence(choice), each, asked.request) for choice, each in enumerate(found)]
+    if "response" in asked.reply:
+        respond = ResponseRequest.model_validate({**asked.reply["response"], "input": "-"})
+        return ResponseAnswer(respond, plan, codec).whole(events)
+    return whole_body(plan, codec, events, [each.spans for each in found] if plan.weight_versions else ())
+
+
+class _Message(msgspec.Struct):
+    reasoning_content: str = ""
+
+
+class _Choice(msgspec.Struct):
+    message: _Message = msgspec.field(default_factory=_Message)
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class _Thought(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details = msgspec.field(default_factory=_Details)
+    input_tokens: int = 0  # so a response calls them
+    output_tokens: int = 0
+    input_tokens_details: _Details = msgspec.field(default_factory=_Details)
+    output_tokens_details: _Thought = msgspec.field(default_factory=_Thought)
+
+
+class _Told(msgspec.Struct):
+    """What a reply of any endpoint tells of its tokens."""
+
+    usage: _Usage
+    choices: list[_Choice] = []
+
+
+_told_decoder = msgspec.json.Decoder(_Told)
+
+
+def _usage(body: bytes, codec: TextCodec) -> LineUsage:
+    told = _told_decoder.decode(body)
+    thoughts = [choice.message.reasoning_content for choice in told.choices]
+    reasoning = sum(len(codec.encode(thought, False)) for thought in thoughts if thought)
+    used = told.usage
+    return LineUsage(
+        used.prompt_tokens or used.input_tokens,
+        used.prompt_tokens_details.cached_tokens or used.input_tokens_details.cached_tokens,
+        used.completion_tokens or used.output_tokens,
+        reasoning or used.output_tokens_details.reasoning_tokens,
+    )
+
+
+def _event(seq: str, found: Trajectory, request: LineRequest) -> TokenEvent:
+    return TokenEvent(
+        seq=seq,
+        attempt=found.attempt,
+        position=0,
+        tokens=list(found.completion_ids),
+        logprobs=list(found.logprobs),
+        top_logprobs=[list(top) for top in found.top_logprobs] if found.top_logprobs else None,
+        text=found.text if request.sampling.stop else None,
+        finish=Finish(found.finish_reason, found.stop_match, cached_tokens=found.cached_tokens),
+        prompt_logprobs=list(found.prompt_logprobs) if found.prompt_logprobs else None,
+        prompt_top_logprobs=[list(top) for top in found.prompt_top_logprobs] if found.prompt_top_logprobs else None,
+    )

@@ -1,0 +1,322 @@
+"""What api processes do for batches: check and plan the lines before the job runs, write the files when it has ended.
+
+Every process looks once a second at the batches that have not ended, and works on those that wait for an api process
+and that no other one has leased. A process that dies in between leaves nothing behind that the next one could not do
+again from the start: the job is created once under the batch's name, and the files have ids of their own from the
+beginning, so that writing them again writes the same bytes to the same place.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import structlog
+from redis.exceptions import RedisError
+
+from api.batches.lines import BatchLine, LineUsage, Named, answer, named_by, planned, read_line, unended
+from api.generation.target import Target, find_target
+from api.http.auth import acting_for
+from api.ring.ring import Ring
+from shared.errors import InvalidRequestError, ParallmError, ServiceUnavailableError, UnknownJobError
+from shared.jobs import TERMINAL, JobInput, JobSpec, JobStatus
+from shared.redis.connection.faults import reason
+from shared.redis.files.batch_store import BatchError, BatchRecord, BatchSpec, BatchState
+from shared.redis.files.file_store import FileWriter
+from shared.redis.jobs.ledger import JobLedger
+from shared.redis.keys import BATCH_LEASE_MS
+from shared.trajectories import Trajectory
+
+log = structlog.get_logger()
+
+LOOK_S = 1.0
+AT_ONCE = 4  # batches that one process works on
+LINES_AT_ONCE = 128  # that are in memory while files are written
+MAX_LINES = 50_000  # OpenAI's
+MAX_CHOICES = 500_000  # of all lines: each is a sequence that lies in Redis with its prompt
+MAX_LINE_BYTES = 16 << 20
+MAX_ERRORS = 100  # that a batch tells of
+
+_ENDS: dict[str, BatchState] = {
+    "succeeded": "completed", "failed": "failed", "cancelled": "cancelled", "expired": "expired",
+}  # fmt: skip
+_encode = msgspec.json.Encoder().encode
+_input_decoder = msgspec.json.Decoder(JobInput)
+_result_decoder = msgspec.json.Decoder(Trajectory)
+
+
+class LinesRefusedError(Exception):
+    """The input file is no batch."""
+
+    def __init__(self, *errors: BatchError) -> None:
+        super().__init__(errors[0].message)
+        self.errors = errors
+
+
+class BatchWork:
+    """The batches in the hands of one api process."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._store = ring.batches
+        self._ledger = JobLedger(ring.redis)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Look after batches, for ever."""
+        try:
+            while True:
+                with contextlib.suppress(RedisError, OSError):
+                    await self._look()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _look(self) -> None:
+        for record in await self._store.pending():
+            batch_id = record.spec.id
+            if batch_id in self._tasks or len(self._tasks) >= AT_ONCE or not await self._waits_for_us(record):
+                continue
+            if await self._store.take(batch_id, self._ring.api_id):
+                task = self._tasks[batch_id] = asyncio.create_task(self._work(batch_id))
+                task.add_done_callback(lambda _, done=batch_id: self._tasks.pop(done, None))  # type: ignore[misc]
+
+    async def _waits_for_us(self, record: BatchRecord) -> bool:
+        if not record.job:
+            return True
+        try:
+            status = await self._ring.jobs.status(record.job)
+        except UnknownJobError:
+            return True
+        if status.status not in TERMINAL and record.cancelling_at:
+            await self._ring.jobs.cancel(record.job)  # asked for before the job was there
+        return status.status in TERMINAL
+
+    async def _work(self, batch_id: str) -> None:
+        renewing = asyncio.create_task(self._keep_lease(batch_id))
+        waits = False
+        try:
+            record = await self._store.find(batch_id)
+            with acting_for(record.spec.tenant):
+                await (self._finalize(record) if record.job else self._validate(record))
+        except (RedisError, OSError, ServiceUnavailableError) as error:
+            log.info("batch.waits", batch=batch_id, error=reason(error))
+            waits = True
+        except Exception as error:
+            log.exception("batch.failed", batch=batch_id)
+            why = reason(error) if isinstance(error, RedisError) else str(error)
+            told = BatchError("server_error", f"{type(error).__name__}: {why}")
+            with contextlib.suppress(RedisError, OSError):
+                await self._store.end(batch_id, "failed", errors=(told,))
+        finally:
+            renewing.cancel()
+            if not waits:  # else the lease runs out by itself: nobody reads the file again before that
+                with contextlib.suppress(RedisError, OSError):
+                    await self._store.release(batch_id, self._ring.api_id)
+
+    async def _keep_lease(self, batch_id: str) -> None:
+        while True:
+            await asyncio.sleep(BATCH_LEASE_MS / 4000)
+            with contextlib.suppress(RedisError, OSError):
+                await self._store.renew(batch_id, self._ring.api_id)
+
+    # -- validate
+
+    async def _validate(self, record: BatchRecord) -> None:
+        spec = record.spec
+        begun = await self._ring.jobs.submitted_under(_job_key(spec), spec.tenant)
+        if begun:  # by a process that could not say so any more
+            await self._begin(spec, begun)
+            return
+        if record.cancelling_at or time.time() >= spec.expires_at:
+            await self._end_unbegun(record, "cancelled" if record.cancelling_at else "expired")
+            return
+        try:
+            named, at, count = await self._check_shapes(record)
+            target = await self._target(record, named, at)
+            job = JobSpec(
+                id="",
+                kind="batch",
+                model=target.served.card.name,
+                total_prompts=0,
+                adapter=target.adapter,
+                adapter_policy=target.policy,
+                metadata={"batch": spec.id, "lines": count, "model": named[0] or target.served.card.name},
+                deadline_ms=1000 * spec.expires_at,
+                created_ms=time.time_ns() // 1_000_000,
+                tenant=spec.tenant,
+            )
+            lines = self._inputs(record, named, target)
+            job_id, _ = await self._ring.jobs.create(job, lines, idempotency_key=_job_key(spec))
+        except LinesRefusedError as refused:
+            await self._store.end(spec.id, "failed", errors=refused.errors)
+        except ServiceUnavailableError:
+            raise  # no worker lives now, or Redis is away: later
+        except ParallmError as error:
+            told = BatchError(error.code or error.type, error.message, error.param)
+            await self._store.end(spec.id, "failed", errors=(told,))
+        else:
+            await self._begin(spec, job_id)
+
+    async def _begin(self, spec: BatchSpec, job_id: str) -> None:
+        """The batch's job is there."""
+        told = (await self._ring.jobs.spec(job_id)).metadata
+        changes = {"job": job_id, "lines": told["lines"], "model": told["model"]}
+        await self._store.change(spec.id, state="in_progress", in_progress_at=int(time.time()), **changes)
+        log.info("batch.in_progress", batch=spec.id, job=job_id)
+
+    async def _end_unbegun(self, record: BatchRecord, state: BatchState) -> None:
+        """End a batch that has no job: all its lines go into the error file, if they can be read."""
+        spec = record.spec
+        errors = self._ring.files.writer(spec.error_file_id)
+        fields: dict[str, Any] = {}
+        try:
+            *_, fields["lines"] = await self._check_shapes(record)
+            async for number, line in self._lines(record):
+                assert isinstance(line, BatchLine), "checked before"
+                await errors.add(unended(f"{spec.id.removeprefix('batch_')}-{number}", line.custom_id, state))
+            await errors.close(f"{spec.id}_error.jsonl", "batch_output", spec.output_ttl_s, spec.tenant)
+            fields["has_errors"] = 1
+        except LinesRefusedError as refused:
+            fields = {"errors": refused.errors}
+        except ServiceUnavailableError:
+            raise
+        except ParallmError as error:  # the file was deleted
+            fields = {"errors": (BatchError(error.code or error.type, error.message, error.param),)}
+        await self._store.end(spec.id, state, **fields)
+        log.info("batch.ended", batch=spec.id, state=state)
+
+    async def _check_shapes(self, record: BatchRecord) -> tuple[Named, int, int]:
+        """Every line's shape; what the first readable one names, its number, and how many lines there are."""
+        errors: list[BatchError] = []
+        seen: set[int] = set()
+        named: Named | None = None
+        at = 1
+        count = 0
+        async for number, line in self._lines(record):
+            count += 1
+            if count > MAX_LINES:
+                many = f"a batch has at most {MAX_LINES} lines"
+                raise LinesRefusedError(BatchError("too_many_lines", many, None, number))
+            if isinstance(line, BatchLine) and hash(line.custom_id) in seen:
+                line = [BatchError("duplicate_custom_id", "this 'custom_id' was used before", "custom_id", number)]
+            if isinstance(line, list):
+                errors += line
+                if len(errors) >= MAX_ERRORS:
+                    break
+            else:
+                seen.add(hash(line.custom_id))
+                if line.refused is None and named is None:
+                    named, at = named_by(line), number
+        if errors:
+            raise LinesRefusedError(*errors[:MAX_ERRORS])
+        if not count:
+            raise LinesRefusedError(BatchError("empty_file", "the input file has no lines", "input_file_id"))
+        return named or (None, None, None), at, count
+
+    async def _target(self, record: BatchRecord, named: Named, line: int) -> Target:
+        """The model and adapter that line `line` names, for all of them."""
+        model, adapter, policy = named
+        try:
+            if not all(each is None or isinstance(each, str) for each in named) or policy not in (
+                None,
+                "pin",
+                "follow",
+            ):
+                raise InvalidRequestError("'model', 'adapter' or 'adapter_policy' is malformed", param="model")
+            return await find_target(self._ring, model, adapter or "", policy or "pin", session=record.spec.id)
+        except ServiceUnavailableError:
+            raise  # no worker lives now, or Redis is away: later
+        except ParallmError as error:
+            told = BatchError(error.code or error.type, error.message, error.param, line)
+            raise LinesRefusedError(told) from error
+
+    async def _inputs(self, record: BatchRecord, named: Named, target: Target) -> AsyncIterator[bytes]:
+        choices = size = 0
+        async for number, line in self._lines(record):
+            assert isinstance(line, BatchLine), "checked before"
+            for asked in await planned(self._ring, line, named, target):
+                encoded = _encode(asked)
+                choices, size = choices + 1, size + len(encoded)
+                if choices > MAX_CHOICES or size > 2 * self._ring.settings.max_upload_bytes:
+                    many = (
+                        f"{choices} choices with {size} bytes of prompts up to here; use a smaller 'n', or more batches"
+                    )
+                    raise LinesRefusedError(BatchError("too_many_choices", many, "n", number))
+                yield encoded
+            await asyncio.sleep(0)  # other requests' tokens go first
+
+    async def _lines(self, record: BatchRecord) -> AsyncIterator[tuple[int, BatchLine | list[BatchError]]]:
+        file = await self._ring.files.find(record.spec.input_file_id)
+        async for number, raw in self._ring.files.lines(file, MAX_LINE_BYTES):
+            yield number, read_line(number, raw, record.spec.endpoint, self._ring.settings)
+            if number % 64 == 0:
+                await asyncio.sleep(0)
+
+    # -- finalize
+
+    async def _finalize(self, record: BatchRecord) -> None:
+        """Write both files and end the batch as its job has ended."""
+        spec = record.spec
+        try:
+            status = await self._ring.jobs.status(record.job)
+        except UnknownJobError as error:
+            await self._store.end(spec.id, "failed", errors=(BatchError("job_lost", error.message),))
+            return
+        if status.status not in TERMINAL:
+            raise ServiceUnavailableError("the job goes on: Redis had to forget how it ended")
+        await self._store.change(spec.id, finalizing_at=int(time.time()))
+        output, errors = self._ring.files.writer(spec.output_file_id), self._ring.files.writer(spec.error_file_id)
+        told = await self._write(status, output, errors)
+        for writer, kind in ((output, "output"), (errors, "error")):
+            if writer.size:
+                await writer.close(f"{spec.id}_{kind}.jsonl", "batch_output", spec.output_ttl_s, spec.tenant)
+        failure = (BatchError("job_failed", status.error),) if status.status == "failed" else ()
+        counts = {name: told[name] for name in ("completed", "failed", *LineUsage._fields)}
+        fields = {**counts, "has_output": int(output.size > 0), "has_errors": int(errors.size > 0), "errors": failure}
+        await self._store.end(spec.id, _ENDS[status.status], **fields)
+        log.info("batch.ended", batch=spec.id, state=status.status)
+
+    async def _write(self, status: JobStatus, output: FileWriter, errors: FileWriter) -> "Counter[str]":
+        """Answer each line in turn; how many were completed, failed, and not ended, and their tokens."""
+        _, codec = await self._ring.known(status.model)
+        told: Counter[str] = Counter()
+        async for ordinal, asked, results in self._whole_lines(status):
+            name = f"{status.id.removeprefix('job-')}-{ordinal}"
+            answered = answer(name, asked, results, status.status, codec, status.model)
+            told[answered.kind] += 1
+            told.update(answered.usage._asdict())
+            if status.status == "succeeded" and None in results:
+                raise ServiceUnavailableError(f"Redis had to forget the answer to line {ordinal + 1}")
+            await (output if answered.kind == "completed" else errors).add(answered.line)
+            await asyncio.sleep(0)
+        return told
+
+    async def _whole_lines(self, status: JobStatus) -> AsyncIterator[tuple[int, JobInput, list[Trajectory | None]]]:
+        """(ordinal of its first choice, first input, results of all its choices) of each line."""
+        first, results = None, []
+        async for ordinal, raw, result in self._choices(status):
+            if first is None:
+                first = ordinal, _input_decoder.decode(raw)
+            results.append(None if result is None else _result_decoder.decode(result))
+            if len(results) == first[1].reply["parts"]:
+                yield *first, results
+                first, results = None, []
+
+    async def _choices(self, status: JobStatus) -> AsyncIterator[tuple[int, bytes, bytes | None]]:
+        total = status.counts.total
+        for start in range(0, total, LINES_AT_ONCE):
+            inputs = await self._ledger.inputs(status.id, start, min(LINES_AT_ONCE, total - start))
+            results = dict(await self._ring.jobs.results(status.id, start - 1, len(inputs)))
+            for ordinal, raw in enumerate(inputs, start):
+                yield ordinal, raw, results.get(ordinal)
+
+
+def _job_key(spec: BatchSpec) -> str:
+    """Under which idempotency key a batch's job is submitted."""
+    return f"batch:{spec.id}"

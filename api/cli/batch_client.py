@@ -1,0 +1,150 @@
+"""The client for files and batches (docs/batches.md): from a file of requests to a file of answers."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from typing import IO, Any
+
+import httpx
+import msgspec
+
+from api.cli.client import POLL_S, InferenceClient
+from api.cli.http import decode, reached
+
+ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
+
+
+class FileInfo(msgspec.Struct, frozen=True):
+    """A file on the server; times are Unix seconds."""
+
+    id: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int
+    expires_at: int
+
+
+class LineCounts(msgspec.Struct, frozen=True):
+    """Lines of a batch."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class LineError(msgspec.Struct, frozen=True):
+    """What is wrong with a batch's input file; `line` counts from 1."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class LineErrors(msgspec.Struct, frozen=True):
+    """Why a batch failed."""
+
+    data: list[LineError]
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch, as OpenAI shows it; times are Unix seconds."""
+
+    id: str
+    endpoint: str
+    model: str | None
+    status: str
+    errors: LineErrors | None
+    input_file_id: str
+    output_file_id: str | None
+    error_file_id: str | None
+    completion_window: str
+    created_at: int
+    in_progress_at: int | None
+    finalizing_at: int | None
+    expires_at: int
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: LineCounts
+    usage: dict[str, Any] | None  # of the answered lines, when the batch has ended
+    metadata: dict[str, str] | None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing changes any more."""
+        return self.status in ENDED
+
+
+class _Batches(msgspec.Struct):
+    data: list[Batch]
+
+
+class _Files(msgspec.Struct):
+    data: list[FileInfo]
+
+
+class BatchClient(InferenceClient):
+    """An asynchronous client for files and batches, beside everything else."""
+
+    async def upload(self, name: str, file: IO[bytes], expires_after_s: int = 0) -> FileInfo:
+        """Send a seekable file of requests; `expires_after_s` 0 leaves its time to live to the server."""
+        fields = {"purpose": "batch"}
+        if expires_after_s:
+            fields |= {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(expires_after_s)}
+
+        async def send() -> httpx.Response:
+            file.seek(0)
+            return await self._http.post("/v1/files", data=fields, files={"file": (name, file, "application/jsonl")})
+
+        return decode(await self._patiently(send), FileInfo)
+
+    async def create(
+        self, input_file_id: str, endpoint: str, window: str = "24h", metadata: dict[str, str] | None = None
+    ) -> Batch:
+        """Start a batch, once: a request whose answer was lost is repeated under the same idempotency key."""
+        body: dict[str, Any] = {"input_file_id": input_file_id, "endpoint": endpoint, "completion_window": window}
+        headers = {"Idempotency-Key": uuid.uuid4().hex}
+        body |= {"metadata": metadata} if metadata else {}
+        return decode(await self._patiently(lambda: self._http.post("/v1/batches", json=body, headers=headers)), Batch)
+
+    async def batch(self, batch_id: str) -> Batch:
+        """How far a batch is."""
+        return await self._get(f"/v1/batches/{batch_id}", Batch)
+
+    async def batches(self, limit: int = 20) -> list[Batch]:
+        """The newest batches."""
+        return (await self._get("/v1/batches", _Batches, limit=limit)).data
+
+    async def cancel_batch(self, batch_id: str) -> Batch:
+        """Ask a batch to end; what is answered stays."""
+        return await self.call("POST", f"/v1/batches/{batch_id}/cancel", Batch)
+
+    async def wait_batch(self, batch_id: str, on_progress: Callable[[Batch], None] | None = None) -> Batch:
+        """Poll until the batch has ended."""
+        pause_s, longest_s = POLL_S
+        while True:
+            found = await self.batch(batch_id)
+            if on_progress is not None:
+                on_progress(found)
+            if found.ended:
+                return found
+            await asyncio.sleep(pause_s)
+            pause_s = min(longest_s, 1.2 * pause_s)
+
+    async def content(self, file_id: str) -> AsyncGenerator[bytes, None]:
+        """A file's bytes, as they come."""
+        async with reached(self.url, self._http.stream("GET", f"/v1/files/{file_id}/content")) as response:
+            async for data in response.aiter_bytes():
+                yield data
+
+    async def files(self, limit: int = 20, purpose: str = "") -> list[FileInfo]:
+        """The newest files."""
+        return (await self._get("/v1/files", _Files, limit=limit, purpose=purpose)).data
+
+    async def delete_file(self, file_id: str) -> None:
+        """Delete a file."""
+        await self.call("DELETE", f"/v1/files/{file_id}", dict[str, Any])

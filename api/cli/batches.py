@@ -1,0 +1,302 @@
+"""`mlx_parallm batch FILE`, `batches` and `files`: requests from a file, answers into a file (docs/batches.md)."""
+
+import codecs
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from shutil import copyfileobj
+from tempfile import SpooledTemporaryFile
+from typing import IO, Annotated, Any, TypeVar, cast
+
+import msgspec
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from api.cli.batch_client import Batch, BatchClient
+from api.cli.client import DEFAULT_URL
+from api.cli.console import (
+    LOOK_PATIENCE_S,
+    ApiKey,
+    Json,
+    Url,
+    err,
+    fail,
+    open_input,
+    out,
+    output,
+    perform,
+    plain,
+    print_json,
+    print_rows,
+    segment,
+)
+from api.cli.http import RequestFailedError
+from api.ops.snapshot import size
+
+T = TypeVar("T")
+
+NOT_COMPLETED = 3
+ERRORS_SHOWN = 10
+
+app = typer.Typer(no_args_is_help=True, help="Batches: list, show, cancel, fetch their answers.")
+files_app = typer.Typer(no_args_is_help=True, help="What batches read and write.")
+
+BatchId = Annotated[str, typer.Argument(metavar="BATCH")]
+FileId = Annotated[str, typer.Argument(metavar="FILE_ID")]
+Limit = Annotated[int, typer.Option(min=1, max=100)]
+Wait = Annotated[bool, typer.Option("--wait", help="until the batch has ended")]
+Answers = Annotated[Path | None, typer.Option("--out", "-o", help="write the answers to this file")]
+Refusals = Annotated[Path | None, typer.Option("--errors", help="write the lines without an answer to this file")]
+
+
+def batch(
+    file: Annotated[str, typer.Argument(help="JSON lines in the form of OpenAI's batches; - reads stdin")],
+    endpoint: Annotated[str, typer.Option(help="default: the first line's url")] = "",
+    window: Annotated[str, typer.Option(help="after which the batch expires: 30m, 24h, 7d")] = "24h",
+    metadata: Annotated[list[str] | None, typer.Option("--metadata", metavar="KEY=VALUE")] = None,
+    wait: Wait = False,
+    answers: Answers = None,
+    errors: Refusals = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: Json = False,
+) -> None:
+    """Answer a file of requests; --out and --errors wait until it has ended."""
+    told = dict(_pair(each) for each in metadata or ())
+    for path in (answers, errors):
+        _check_writable(path)
+    with open_input(file) as given, _seekable(given) as lines:
+        endpoint = endpoint or _endpoint(file, lines)
+
+        async def run() -> Batch:
+            async with BatchClient(url, api_key=api_key) as client:
+                stored = await client.upload(Path(file).name if file != "-" else "stdin.jsonl", lines)
+                try:
+                    made = await client.create(stored.id, endpoint, window, told)
+                except RequestFailedError as error:
+                    if error.http_status == 400:  # no batch was made, and nobody else knows of the file
+                        await client.delete_file(stored.id)
+                    raise
+                if wait or answers or errors:
+                    err.print(f"submitted {made.id}")
+                    made = await _watch(client, made.id)
+                    await _write(client, made, answers, errors)
+                return made
+
+        _report(perform(run()), as_json)
+
+
+@app.command("list")
+def list_batches(limit: Limit = 20, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
+    """List batches, newest first."""
+    found = _look(url, api_key, lambda client: client.batches(limit))
+    if as_json:
+        return print_json(found)
+    return print_rows(("batch", "status", "lines", "failed", "model", "created"), map(_row, found))
+
+
+@app.command()
+def show(
+    batch_id: BatchId, wait: Wait = False, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False
+) -> None:
+    """Show how far a batch is; exit code 3 when it has ended and not every line has its answer."""
+
+    async def run() -> Batch:
+        async with BatchClient(url, api_key=api_key, patience_s=30 if wait else LOOK_PATIENCE_S) as client:
+            return await _watch(client, segment(batch_id)) if wait else await client.batch(segment(batch_id))
+
+    _report(perform(run()), as_json)
+
+
+@app.command()
+def cancel(batch_id: BatchId, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
+    """End a batch and wait until it has; what is answered stays."""
+
+    async def run() -> Batch:
+        async with BatchClient(url, api_key=api_key) as client:
+            await client.cancel_batch(segment(batch_id))
+            return await client.wait_batch(segment(batch_id))
+
+    ended = perform(run())
+    print_json(ended) if as_json else out.print(_summary(ended))
+
+
+@app.command()
+def results(
+    batch_id: BatchId, answers: Answers = None, errors: Refusals = None, url: Url = DEFAULT_URL, api_key: ApiKey = ""
+) -> None:
+    """Write the answers of a batch that has ended, to stdout unless --out or --errors names a file."""
+
+    async def run() -> None:
+        async with BatchClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
+            found = await client.batch(segment(batch_id))
+            if not found.ended:
+                fail(f"{found.id} is {found.status}: its answers come when it has ended (batches show --wait)", 1)
+            if answers or errors:
+                await _write(client, found, answers, errors)
+            elif found.output_file_id is None:
+                fail(f"{found.id} is {found.status} without an answer; --errors FILE writes why", 1)
+            else:
+                await _copy(client.content(found.output_file_id), None)
+
+    perform(run())
+
+
+@files_app.command("list")
+def list_files(
+    purpose: Annotated[str, typer.Option(help="batch or batch_output")] = "",
+    limit: Annotated[int, typer.Option(min=1, max=10_000)] = 20,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: Json = False,
+) -> None:
+    """List files, newest first."""
+    found = _look(url, api_key, lambda client: client.files(limit, purpose))
+    if as_json:
+        return print_json(found)
+    rows = [(each.id, each.purpose, size(each.bytes), _moment(each.expires_at), each.filename) for each in found]
+    return print_rows(("file", "purpose", "size", "expires", "name"), rows)
+
+
+@files_app.command()
+def get(
+    file_id: FileId,
+    to: Annotated[Path | None, typer.Option("--out", "-o", help="write to this file instead of stdout")] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+) -> None:
+    """Write a file's bytes."""
+
+    async def run() -> None:
+        async with BatchClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
+            await _copy(client.content(segment(file_id)), to)
+
+    perform(run())
+
+
+@files_app.command()
+def delete(
+    file_ids: Annotated[list[str], typer.Argument(metavar="FILE_ID...")],
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: Json = False,
+) -> None:
+    """Delete files; a batch that is in progress does not need its input any more."""
+    for file_id in file_ids:
+        _look(url, api_key, lambda client: client.delete_file(segment(file_id)))  # noqa: B023 - called at once
+        print_json({"id": file_id, "deleted": True}) if as_json else out.print(f"{plain(file_id)} deleted")
+
+
+# -- within
+
+
+def _look(url: str, api_key: str, ask: Callable[[BatchClient], Coroutine[Any, Any, T]]) -> T:
+    async def run() -> T:
+        async with BatchClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
+            return await ask(client)
+
+    return perform(run())
+
+
+async def _watch(client: BatchClient, batch_id: str) -> Batch:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        bar = progress.add_task(batch_id, total=None)
+
+        def show(found: Batch) -> None:
+            counts = found.request_counts
+            done = counts.completed + counts.failed
+            progress.update(bar, description=found.status, total=counts.total or None, completed=done)
+
+        return await client.wait_batch(batch_id, show)
+
+
+async def _write(client: BatchClient, ended: Batch, answers: Path | None, errors: Path | None) -> None:
+    """Both files; one that the batch does not have is empty here."""
+    for path, file_id in ((answers, ended.output_file_id), (errors, ended.error_file_id)):
+        if path is not None:
+            await _copy(client.content(file_id) if file_id else _nothing(), path)
+
+
+async def _nothing() -> AsyncGenerator[bytes, None]:
+    for data in list[bytes]():
+        yield data
+
+
+async def _copy(content: AsyncGenerator[bytes, None], path: Path | None) -> None:
+    with output(path) as write:
+        async with aclosing(content):
+            async for data in content:
+                write(data)
+
+
+def _check_writable(path: Path | None) -> None:
+    """Said before the batch is made, and not after it."""
+    try:
+        if path is not None:
+            path.open("ab").close()
+    except OSError as error:
+        fail(f"{path}: {error.strerror}", 2)
+
+
+@contextmanager
+def _seekable(given: IO[bytes]) -> Iterator[IO[bytes]]:
+    if given.seekable():
+        yield given
+        return
+    with SpooledTemporaryFile(max_size=8_388_608) as spool:
+        copyfileobj(given, spool)
+        yield cast(IO[bytes], spool)
+
+
+def _endpoint(file: str, lines: IO[bytes]) -> str:
+    lines.seek(0)
+    try:
+        return msgspec.json.decode(lines.readline().removeprefix(codecs.BOM_UTF8), type=_FirstLine).url
+    except msgspec.MsgspecError:
+        fail(f"{file}: its first line is no request with a 'url' (docs/batches.md); or give --endpoint", 2)
+
+
+class _FirstLine(msgspec.Struct):
+    url: str
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        fail(f"--metadata {text}: give KEY=VALUE", 2)
+    return name, value
+
+
+def _report(found: Batch, as_json: bool) -> None:
+    print_json(found) if as_json else out.print(_summary(found))
+    whole = found.status == "completed" and not found.request_counts.failed
+    if found.ended and not whole:
+        raise typer.Exit(NOT_COMPLETED)
+
+
+def _row(found: Batch) -> tuple[str, ...]:
+    counts = found.request_counts
+    done = f"{counts.completed + counts.failed}/{counts.total}"
+    return found.id, found.status, done, str(counts.failed), found.model or "", _moment(found.created_at)
+
+
+def _summary(found: Batch) -> str:
+    counts = found.request_counts
+    parts = [f"{counts.completed} of {counts.total} lines"] + ([f"{counts.failed} failed"] if counts.failed else [])
+    if found.usage and found.usage["output_tokens"]:
+        parts.append(f"{found.usage['output_tokens']} tokens")
+    ended_at = found.completed_at or found.failed_at or found.expired_at or found.cancelled_at
+    if ended_at:
+        parts.append(f"{ended_at - found.created_at} s")
+    lines = [f"{found.id} {found.status}: {', '.join(parts)}"]
+    errors = found.errors.data if found.errors else []
+    lines += [f"line {each.line}: {each.message}" if each.line else each.message for each in errors[:ERRORS_SHOWN]]
+    if len(errors) > ERRORS_SHOWN:
+        lines.append(f"and {len(errors) - ERRORS_SHOWN} more (--json)")
+    return plain("\n".join(lines))
+
+
+def _moment(at_s: int) -> str:
+    return f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%d %H:%M:%S}Z"

@@ -1,0 +1,91 @@
+"""`mlx_parallm chat`: one answer, or a conversation."""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from api.cli.client import DEFAULT_URL, InferenceClient
+from api.cli.console import LOOK_PATIENCE_S, ApiKey, Json, Model, Url, err, only_model, out, perform, print_json
+
+
+def chat(
+    prompt: Annotated[
+        str, typer.Argument(help="without one: a conversation, until Ctrl-D; Ctrl-C ends an answer")
+    ] = "",
+    model: Model = "",
+    system: Annotated[str, typer.Option(help="system message")] = "",
+    max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    temperature: Annotated[float | None, typer.Option(min=0)] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: Json = False,
+) -> None:
+    """Talk to a model; what it thinks goes to stderr. --json prints each answer whole, as the server gives it."""
+    options = {"max_tokens": max_tokens, "temperature": temperature}
+    talk = _Talk(url, api_key, model, system, {name: value for name, value in options.items() if value is not None})
+    answer = talk.answer_as_json if as_json else talk.answer
+    if prompt:
+        return perform(answer(prompt), "interrupted")
+    by_hand = _by_hand()
+    while True:
+        try:
+            text = input("> " if by_hand else "")
+        except (EOFError, KeyboardInterrupt):
+            return None
+        if not text.strip():
+            continue
+        try:
+            perform(answer(text), "interrupted")
+        except typer.Exit:  # the reason has been told
+            if not by_hand:
+                raise
+
+
+def _by_hand() -> bool:
+    return sys.stdin.isatty()
+
+
+class _Talk:
+    """The turns so far. A question without any answer is forgotten."""
+
+    def __init__(self, url: str, api_key: str, model: str, system: str, options: dict[str, Any]) -> None:
+        self._url, self._key, self._model, self._options = url, api_key, model, options
+        self._turns: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+
+    async def answer(self, text: str) -> None:
+        """Print the answer as it comes."""
+        said: list[str] = []
+        thinks = False
+        try:
+            async with InferenceClient(self._url, api_key=self._key, patience_s=LOOK_PATIENCE_S) as client:
+                async for event in client.events("/v1/chat/completions", await self._body(client, text)):
+                    for choice in event.get("choices", []):
+                        delta = choice.get("delta", {})
+                        if thought := delta.get("reasoning_content"):
+                            thinks = True
+                            err.print(thought, end="", markup=False, style="dim", soft_wrap=True)
+                        if words := delta.get("content"):
+                            if thinks and not said:
+                                err.print()
+                            said.append(words)
+                            out.print(words, end="", markup=False)
+            out.print()
+        finally:
+            self._note(text, "".join(said))
+
+    async def answer_as_json(self, text: str) -> None:
+        """Print the server's whole answer."""
+        async with InferenceClient(self._url, api_key=self._key, patience_s=LOOK_PATIENCE_S) as client:
+            body = await self._body(client, text)
+            whole = await client.call("POST", "/v1/chat/completions", dict[str, Any], body)
+        print_json(whole)
+        self._note(text, whole["choices"][0]["message"]["content"] or "")
+
+    async def _body(self, client: InferenceClient, text: str) -> dict[str, Any]:
+        turns = [*self._turns, {"role": "user", "content": text}]
+        return {"model": self._model or await only_model(client), "messages": turns, **self._options}
+
+    def _note(self, asked: str, said: str) -> None:
+        if said:
+            self._turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]

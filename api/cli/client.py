@@ -1,0 +1,337 @@
+"""A client of the HTTP API: jobs from submission to results, chat, models. Imports no FastAPI and no mlx.
+
+Requests that change nothing, and submissions (they carry an idempotency key), are repeated while the server restarts or
+says that it is busy, for about `patience_s` seconds.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import ExitStack, aclosing
+from pathlib import Path
+from tempfile import SpooledTemporaryFile
+from types import TracebackType
+from typing import IO, Any, Self, TypeVar, cast
+
+import httpx
+import msgspec
+
+from api.cli.http import RequestFailedError, byte_lines, decode, reached, refusal, unreachable
+from shared.jobs import TERMINAL, JobInput, JobKind, JobStatus, RewardSpec
+from shared.process.patience import BUSY, Patience
+from shared.sequences import AdapterPolicy
+from shared.trajectories import Trajectory
+
+T = TypeVar("T")
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+POLL_S = (0.1, 2.0)  # first and longest pause between two looks at a job
+ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors", "adapter_model.safetensors")
+
+
+class JobRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """A job to submit, without its inputs; the fields are those of `POST /v1/jobs` (docs/jobs.md)."""
+
+    kind: JobKind
+    model: str
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    top_logprobs: int | None = None
+    reward: RewardSpec | None = None
+    score_logprobs: bool | None = None
+    adapter: str = ""
+    adapter_policy: AdapterPolicy | None = None
+    deadline_s: float | None = None
+    metadata: dict[str, Any] = {}
+    idempotency_key: str = ""
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """A model that can be asked for."""
+
+    id: str
+    created: int = 0
+    owned_by: str = ""
+    parent: str | None = None  # of an adapter: its base model
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """One completion of `POST /generate`."""
+
+    request_id: str
+    policy_version: int  # adapter version of its tokens; 0: the base
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    text: str
+    finish_reason: str
+    logprobs: list[float] | None = None
+    step_id: int | str | None = None
+    metadata: dict[str, Any] = {}
+
+
+class AdapterLoaded(msgspec.Struct, frozen=True):
+    """A new adapter version."""
+
+    status: str
+    policy_version: int
+    message: str
+
+
+class _ModelList(msgspec.Struct):
+    data: list[ModelInfo]
+
+
+class _JobList(msgspec.Struct):
+    data: list[JobStatus]
+
+
+class InferenceClient:
+    """An asynchronous client; use it as a context manager, or call `aclose`."""
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        api_key: str = "",
+        timeout_s: float = 600,
+        patience_s: float = 30,
+        connections: int = 100,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/")
+        if not (api_key.isascii() and api_key.isprintable()):
+            raise RequestFailedError("an API key is of printable ASCII characters only")
+        self._patience_s = patience_s
+        try:
+            self._http = httpx.AsyncClient(
+                base_url=self.url,
+                headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+                timeout=httpx.Timeout(timeout_s, connect=5, pool=None),
+                limits=httpx.Limits(max_connections=connections),
+                transport=transport,
+            )
+        except httpx.InvalidURL as error:
+            raise RequestFailedError(f"{url!r} is no URL: {error}") from error
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    # -- jobs
+
+    async def submit(self, request: JobRequest, inputs: IO[bytes] | Iterable[JobInput | dict[str, Any]]) -> JobStatus:
+        """Upload the inputs (a file of JSON lines, or what makes such lines) and start the job."""
+        if not request.idempotency_key:
+            request = msgspec.structs.replace(request, idempotency_key=uuid.uuid4().hex)
+        with SpooledTemporaryFile(max_size=8_388_608) as file:  # a repeated upload starts over
+            for part in _lines(inputs):
+                file.write(part)
+
+            async def send() -> httpx.Response:
+                file.seek(0)
+                return await self._http.post(
+                    "/v1/jobs",
+                    files={
+                        "spec": (None, msgspec.json.encode(request), "application/json"),
+                        "file": ("inputs.jsonl", cast(IO[bytes], file), "application/jsonl"),
+                    },
+                )
+
+            return decode(await self._patiently(send), JobStatus)
+
+    async def status(self, job_id: str) -> JobStatus:
+        """How far a job is."""
+        return await self._get(f"/v1/jobs/{job_id}", JobStatus)
+
+    async def jobs(self, limit: int = 20) -> list[JobStatus]:
+        """The newest jobs."""
+        return (await self._get("/v1/jobs", _JobList, limit=limit)).data
+
+    async def cancel(self, job_id: str) -> JobStatus:
+        """Stop a job; what is done stays."""
+        return decode(await self._patiently(lambda: self._http.post(f"/v1/jobs/{job_id}/cancel")), JobStatus)
+
+    async def wait(
+        self, job_id: str, on_progress: Callable[[JobStatus], None] | None = None, timeout_s: float | None = None
+    ) -> JobStatus:
+        """Poll until the job has ended; TimeoutError when that takes longer than `timeout_s`."""
+        pause_s, longest_s = POLL_S
+        until = time.monotonic() + timeout_s if timeout_s is not None else None
+        while True:
+            status = await self.status(job_id)
+            if on_progress is not None:
+                on_progress(status)
+            if status.status in TERMINAL:
+                return status
+            if until is not None and time.monotonic() > until:
+                raise TimeoutError(f"job {job_id} is still {status.status} after {timeout_s:g} s")
+            await asyncio.sleep(pause_s)
+            pause_s = min(longest_s, 1.2 * pause_s)
+
+    async def results(self, job_id: str, after: int = -1, *, follow: bool = False) -> AsyncGenerator[Trajectory, None]:
+        """Trajectories in order of ordinal, from the one after `after`; with `follow` until the job has ended."""
+        async with aclosing(self.result_lines(job_id, after, follow=follow)) as lines:
+            async for line in lines:
+                yield msgspec.json.decode(line, type=Trajectory)
+
+    async def result_lines(self, job_id: str, after: int = -1, *, follow: bool = False) -> AsyncGenerator[bytes, None]:
+        """The JSON lines of `results`, as they were recorded.
+
+        Of a running job only what stands before the first unfinished sample is read, so nothing is skipped.
+        """
+        pause_s, longest_s = POLL_S
+        while True:
+            status = await self.status(job_id)
+            ended = status.status in TERMINAL
+            end = status.counts.total if ended else status.complete_through
+            before = after
+            async with aclosing(self._page(status, after, end)) as page:
+                async for ordinal, line in page:
+                    yield line
+                    after = ordinal
+            if after > before:
+                pause_s = POLL_S[0]
+                continue
+            if ended or not follow:
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(longest_s, 1.2 * pause_s)
+
+    async def _page(self, status: JobStatus, after: int, end: int) -> AsyncGenerator[tuple[int, bytes], None]:
+        if after + 1 >= end:
+            return
+        request = self._http.stream(
+            "GET", f"/v1/jobs/{status.id}/results", params={"after": after, "complete_only": "true"}
+        )
+        async with reached(self.url, request) as response:
+            async for line in byte_lines(response):
+                if not line:
+                    continue
+                place = msgspec.json.decode(line, type=_Place)
+                ordinal = place.prompt_index * status.n + place.sample_index
+                if ordinal >= end:
+                    return
+                yield ordinal, line
+
+    # -- everything else
+
+    async def chat(self, model: str, messages: list[dict[str, Any]], **options: Any) -> AsyncIterator[str]:
+        """Stream the answer's text."""
+        async for event in self.events("/v1/chat/completions", {"model": model, "messages": messages, **options}):
+            for choice in event.get("choices", []):
+                text = choice.get("delta", {}).get("content")
+                if text:
+                    yield text
+
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The events of a streamed request; RequestFailedError also for an error in the middle of the stream."""
+        request = self._http.stream("POST", path, json={**body, "stream": True})
+        async with reached(self.url, request) as response:
+            async for line in byte_lines(response):
+                data = line.removeprefix(b"data:").strip()
+                if not line.startswith(b"data:") or data == b"[DONE]":
+                    continue
+                event = msgspec.json.decode(data, type=dict[str, Any])
+                if "error" in event:
+                    raise RequestFailedError(str(event["error"].get("message", data)), response.status_code)
+                yield event
+
+    async def generate(self, prompt: str | list[int], **options: Any) -> Generation:
+        """One completion of a text or of token ids; options are the fields of `POST /generate`, one prompt, n 1."""
+        body = {"prompt" if isinstance(prompt, str) else "prompt_ids": prompt, "logprobs": 1, **options}
+        return decode(await self._patiently(lambda: self._http.post("/generate", json=body)), Generation)
+
+    async def load_adapter(self, adapter_path: str, name: str | None = None) -> AdapterLoaded:
+        """Make the next version of an adapter from a directory of the api's host, below its --adapter-dirs."""
+        body = {"adapter_path": adapter_path} | ({"name": name} if name else {})
+        answer = await self._patiently(lambda: self._http.post("/load_adapter", json=body), busy=frozenset())
+        return decode(answer, AdapterLoaded)
+
+    async def upload_adapter(self, folder: Path, fields: dict[str, str]) -> AdapterLoaded:
+        """Make the next version of an adapter from a directory of this machine; sent once, never repeated.
+
+        `fields` are those of `POST /upload_adapter`. OSError when a file cannot be read.
+        """
+        found = [folder / name for name in ADAPTER_FILES if (folder / name).is_file()]
+        with ExitStack() as stack:
+            files = [(path.name, (path.name, stack.enter_context(path.open("rb")))) for path in found]
+            try:
+                answer = await self._http.post("/upload_adapter", data=fields, files=files)
+            except httpx.TransportError as error:
+                raise unreachable(self.url, error) from error
+        if answer.is_error:
+            raise refusal(answer)
+        return decode(answer, AdapterLoaded)
+
+    async def only_model(self) -> str:
+        """The model that is served; RequestFailedError when that is not one."""
+        names = [model.id for model in await self.models() if not model.parent]
+        if len(names) != 1:
+            raise RequestFailedError(f"say which model: {', '.join(names) or 'none'} is served")
+        return names[0]
+
+    async def models(self) -> list[ModelInfo]:
+        """What can be asked for."""
+        return (await self._get("/v1/models", _ModelList)).data
+
+    async def health(self) -> dict[str, Any]:
+        """What the server says of itself and its workers, well or not."""
+        answer = await self._patiently(lambda: self._http.get("/health"), busy=frozenset(), told=frozenset({503}))
+        return decode(answer, dict[str, Any])
+
+    async def call(self, method: str, path: str, kind: type[T], body: Any = None, **params: Any) -> T:
+        """Any other request of the API that is safe to repeat; its answer as `kind`."""
+        return decode(await self._patiently(lambda: self._http.request(method, path, params=params, json=body)), kind)
+
+    async def _get(self, path: str, kind: type[T], **params: Any) -> T:
+        return decode(await self._patiently(lambda: self._http.get(path, params=params)), kind)
+
+    async def _patiently(
+        self,
+        send: Callable[[], Awaitable[httpx.Response]],
+        busy: frozenset[int] = BUSY,
+        told: frozenset[int] = frozenset(),
+    ) -> httpx.Response:
+        """Send, and send again while the server is away or busy and our patience lasts. `told`: errors that answer."""
+        patience = Patience(self._patience_s)
+        while True:
+            try:
+                response = await send()
+            except httpx.TransportError as error:
+                if patience.is_over:
+                    raise unreachable(self.url, error) from error
+            else:
+                if response.status_code not in busy or patience.is_over:
+                    if response.is_error and response.status_code not in told:
+                        raise refusal(response)
+                    return response
+                patience.heed(response)
+            await patience.pause()
+
+
+class _Place(msgspec.Struct):
+    prompt_index: int
+    sample_index: int
+
+
+def _lines(inputs: IO[bytes] | Iterable[JobInput | dict[str, Any]]) -> Iterator[bytes]:
+    for item in inputs:
+        yield item if isinstance(item, bytes) else msgspec.json.encode(item) + b"\n"

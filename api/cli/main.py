@@ -1,0 +1,301 @@
+"""`mlx_parallm`: the client on the command line.
+
+Exit codes: 0 done; 1 the server refused or could not be reached; 2 the command line is wrong; 3 the job or batch
+did not succeed.
+Results and JSON go to stdout, progress and errors to stderr.
+"""
+
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Annotated, Any, cast, get_args
+
+import msgspec
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from api.cli import acl, adapters, batches, bench, chat, deadletters, key, top
+from api.cli.client import DEFAULT_URL, InferenceClient, JobRequest
+from api.cli.console import (
+    LOOK_PATIENCE_S,
+    ApiKey,
+    Json,
+    JsonAnyway,
+    Model,
+    Url,
+    err,
+    fail,
+    only_model,
+    open_input,
+    out,
+    output,
+    perform,
+    plain,
+    print_json,
+    print_rows,
+    segment,
+)
+from shared.jobs import TERMINAL, JobKind, JobStatus, RewardSpec
+from shared.process.settings import version
+
+JOB_NOT_SUCCEEDED = 3
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app.add_typer(adapters.app, name="adapters")
+app.add_typer(deadletters.app, name="deadletters")
+app.add_typer(key.app, name="key")
+app.command("top")(top.top)
+app.command("bench")(bench.bench)
+app.command("chat")(chat.chat)
+app.command()(acl.acl)
+app.command("batch")(batches.batch)
+app.add_typer(batches.app, name="batches")
+app.add_typer(batches.files_app, name="files")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(version())
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    told: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print it and leave")
+    ] = False,
+) -> None:
+    """Client of a ParaLLM server."""
+
+
+@app.command()
+def submit(
+    file: Annotated[str, typer.Argument(help='JSON lines like {"prompt": ..., "reference": ...}; - reads stdin')],
+    model: Model = "",
+    kind: Annotated[str, typer.Option(help="generate, rollout or score; default: by --reward")] = "",
+    n: Annotated[int, typer.Option(min=1, help="samples a prompt")] = 1,
+    reward: Annotated[str, typer.Option(help='a name, or JSON: {"name": ..., "options": {...}}')] = "",
+    max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    temperature: Annotated[float | None, typer.Option(min=0)] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    adapter: Annotated[str, typer.Option(help="NAME follows the latest version, NAME@K pins one")] = "",
+    deadline_s: Annotated[float | None, typer.Option(min=0)] = None,
+    idempotency_key: Annotated[str, typer.Option(help="submitting again under it changes nothing")] = "",
+    wait: Annotated[bool, typer.Option("--wait", help="until the job has ended")] = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: Json = False,
+) -> None:
+    """Submit a job."""
+    wanted = _reward(reward)
+    lines = open_input(file)
+
+    async def run() -> JobStatus:
+        async with InferenceClient(url, api_key=api_key) as client:
+            request = JobRequest(
+                kind=_kind(kind, wanted),
+                model=model or await only_model(client),
+                n=n,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                reward=wanted,
+                adapter=adapter,
+                deadline_s=deadline_s,
+                idempotency_key=idempotency_key,
+            )
+            status = await client.submit(request, lines)
+            if not wait:
+                return status
+            err.print(f"submitted {status.id}")
+            return await _watch(client, status.id)
+
+    with lines:
+        _report(perform(run()), as_json)
+
+
+@app.command()
+def jobs(
+    limit: Annotated[int, typer.Option(min=1, max=1000)] = 20,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: Json = False,
+) -> None:
+    """List jobs, newest first."""
+
+    async def run() -> list[JobStatus]:
+        async with InferenceClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
+            return await client.jobs(limit)
+
+    found = perform(run())
+    if as_json:
+        return print_json(found)
+    return print_rows(("job", "kind", "model", "status", "samples", "reward"), map(_row, found))
+
+
+@app.command()
+def job(
+    job_id: str,
+    wait: Annotated[bool, typer.Option("--wait", help="until the job has ended")] = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: Json = False,
+) -> None:
+    """Show how far a job is; exit code 3 when it has ended without success."""
+
+    async def run() -> JobStatus:
+        patience_s = 30 if wait else LOOK_PATIENCE_S
+        async with InferenceClient(url, api_key=api_key, patience_s=patience_s) as client:
+            return await _watch(client, segment(job_id)) if wait else await client.status(segment(job_id))
+
+    _report(perform(run()), as_json)
+
+
+@app.command()
+def results(
+    job_id: str,
+    file: Annotated[Path | None, typer.Option("--out", "-o", help="write to this file instead of stdout")] = None,
+    after: Annotated[int, typer.Option(help="begin after this ordinal")] = -1,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="until the job has ended")] = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: JsonAnyway = False,
+) -> None:
+    """Write a job's trajectories as JSON lines, in order; of a running job those before the first unfinished one."""
+
+    async def run(write: Callable[[bytes], None]) -> int:
+        count = 0
+        patience_s = 30 if follow else LOOK_PATIENCE_S
+        async with (
+            InferenceClient(url, api_key=api_key, patience_s=patience_s) as client,
+            aclosing(client.result_lines(segment(job_id), after, follow=follow)) as lines,
+        ):
+            async for line in lines:
+                write(line + b"\n")
+                count += 1
+        return count
+
+    with output(file) as write:
+        count = perform(run(write))
+    if file is not None:
+        err.print(f"{count} trajectories in {file}")
+
+
+@app.command()
+def cancel(job_id: str, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
+    """Stop a job; what is done stays."""
+
+    async def run() -> JobStatus:
+        async with InferenceClient(url, api_key=api_key) as client:
+            await client.cancel(segment(job_id))
+            return await client.wait(segment(job_id))
+
+    status = perform(run())
+    print_json(status) if as_json else out.print(_summary(status))
+
+
+@app.command()
+def models(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
+    """List the models and adapters that can be asked for."""
+
+    async def run() -> Any:
+        async with InferenceClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
+            return await client.models()
+
+    found = perform(run())
+    if as_json:
+        return print_json(found)
+    for model in found:
+        out.print(model.id)
+    return None
+
+
+@app.command()
+def health(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: JsonAnyway = False) -> None:
+    """Print what the server says of itself and its workers (JSON); exit code 1 when it takes no requests."""
+
+    async def run() -> dict[str, Any]:
+        async with InferenceClient(url, api_key=api_key, patience_s=0) as client:
+            return await client.health()
+
+    found = perform(run())
+    print_json(found)
+    if found.get("status") in ("overloaded", "shutting_down"):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """The command."""
+    app()
+
+
+# -- within
+
+
+async def _watch(client: InferenceClient, job_id: str) -> JobStatus:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        bar = progress.add_task(job_id, total=None)
+
+        def show(status: JobStatus) -> None:
+            total = status.counts.total
+            progress.update(bar, description=status.status, total=total, completed=round(status.progress * total))
+
+        return await client.wait(job_id, show)
+
+
+def _report(status: JobStatus, as_json: bool) -> None:
+    print_json(status) if as_json else out.print(_summary(status))
+    if status.status in TERMINAL and status.status != "succeeded":
+        raise typer.Exit(JOB_NOT_SUCCEEDED)
+
+
+def _row(status: JobStatus) -> tuple[str, ...]:
+    done = f"{round(status.progress * status.counts.total)}/{status.counts.total}"
+    return status.id, status.kind, status.model, status.status, done, _number(status.mean_reward)
+
+
+def _summary(status: JobStatus) -> str:
+    counts = status.counts
+    parts = [f"{counts.succeeded} of {counts.total} samples"]
+    parts += [f"{getattr(counts, name)} {name}" for name in ("failed", "cancelled", "expired") if getattr(counts, name)]
+    if status.usage.completion_tokens:
+        parts.append(f"{status.usage.completion_tokens} tokens")
+    if status.mean_reward is not None:
+        parts.append(f"mean reward {_number(status.mean_reward)}")
+    if status.reward_errors:
+        parts.append(f"{status.reward_errors} rewards failed")
+    if status.finished_ms and status.started_ms:
+        parts.append(f"{(status.finished_ms - status.started_ms) / 1000:.1f} s")
+    error = f"\n{plain(status.error)}" if status.error else ""
+    return f"{status.id} {status.status}: {', '.join(parts)}{error}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _reward(text: str) -> RewardSpec | None:
+    if not text:
+        return None
+    if not text.startswith("{"):
+        return RewardSpec(text)
+    try:
+        return msgspec.json.decode(text, type=RewardSpec)
+    except msgspec.MsgspecError as error:
+        fail(f"--reward: {error}", 2)
+
+
+def _kind(kind: str, reward: RewardSpec | None) -> JobKind:
+    if not kind:
+        return "rollout" if reward is not None else "generate"
+    for known in get_args(JobKind):
+        if kind == known != "batch":
+            return cast(JobKind, known)
+    return fail(f"--kind {kind}: it is generate, rollout or score", 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""From token events to what one choice of a reply says next.
+
+`ReplyPlan` is plain data: all that is needed to write a reply. A resumable stream keeps it in Redis, so that another
+api process can go on writing.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from api.generation.splitter import Piece, SplitPlan, Splitter
+from shared.frames import Finish, TokenEvent, TokenLogprob, VersionSpan, spans_of
+from shared.text.codec import TextCodec, TextStream
+
+Endpoint = Literal["completions", "chat"]
+
+LONG_TOP = 128  # log-probabilities of a position
+
+
+class ReplyPlan(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Shape of a reply."""
+
+    id: str
+    endpoint: Endpoint
+    created: int
+    served: str  # the model that computes it
+    model: str  # its name in the reply
+    fingerprint: str
+    prompts: tuple[tuple[int, ...], ...]
+    n: int = 1
+    echo: tuple[str, ...] = ()  # prompt texts that come before their completions; (): no echo
+    logprobs: int | None = None  # None: none; k: with the k most likely tokens
+    prompt_logprobs: int | None = None  # likewise, as vLLM shows them
+    include_usage: bool = False
+    usage_so_far: bool = False  # in every chunk
+    event_ids: bool = False
+    token_ids: bool = False
+    weight_versions: bool = False
+    name_tokens_by_id: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    show_stop_token: bool = False  # the text of a stop token id that the request named
+    scores_only: bool = False  # the prompt is scored, nothing is generated
+    deadline_ms: int = 0
+    split: SplitPlan | None = None  # reasoning and tool calls that are told apart from content
+    show_special: bool = False  # the text has special tokens in it
+    name: str = ""  # what the request calls itself
+
+    @property
+    def shown_id(self) -> str:
+        """The reply's id as its client sees it. `id` is never used twice; a request's own name may be."""
+        return f"{self.id.partition('-')[0]}-{self.name}" if self.name else self.id
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it has log-probabilities of the whole vocabulary: a quarter of a million of them, at most."""
+        return max(self.logprobs or 0, self.prompt_logprobs or 0) > LONG_TOP
+
+    def shown_tokens(self, codec: TextCodec) -> Iterable[str]:
+        """Special tokens that the text does not hide."""
+        if self.show_special:
+            return codec.special_tokens
+        return () if self.split is None else self.split.marks
+
+    @property
+    def choices(self) -> int:
+        """Number of choices."""
+        return len(self.prompts) * self.n
+
+    def sequence(self, choice: int) -> str:
+        """Id of the sequence behind a choice."""
+        return f"{self.id}-{choice}"
+
+    def call_id(self, choice: int, call: int) -> str:
+        """Id of a tool call; the same in every process that writes the reply."""
+        return f"call_{self.id.rpartition('-')[2][:20]}{choice:02d}{call:02d}"
+
+
+class Delta(msgspec.Struct):
+    """What is new in one choice."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    top_logprobs: list[list[TokenLogprob]] | None
+    first: bool  # nothing of this choice was shown before
+    finish: Finish | None
+    seen_tokens: int = 0  # so many of `tokens` the client of a resumed stream has; of `text` only new text is here
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[list[TokenLogprob]] | None = None
+    versions: tuple[VersionSpan, ...] = ()  # of the new tokens, when the request wants them
+    piece: Piece | None = None  # new text taken apart, when the plan says so
+    calls_ended_it: bool = False
+    older_calls: bool = False  # OpenAI's older form of them
+
+    @property
+    def finish_reason(self) -> str | None:
+        """OpenAI's name of it."""
+        if self.finish is None:
+            return None
+        if not self.calls_ended_it or self.finish.reason != "stop":
+            return self.finish.reason
+        return "function_call" if self.older_calls else "tool_calls"
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How much of a choice a client has seen."""
+
+    tokens: int = 0
+    chars: int = 0
+    ended: bool = False
+    begun: bool = False
+
+
+NOTHING_SEEN = Progress()
+
+
+class Choice:
+    """One choice while its events come in. With `seen` it shows only what lies beyond."""
+
+    __slots__ = (
+        "_decoder", "_eos", "_show_stop", "_skip_chars", "_skip_tokens", "_split", "_splitter", "_versions", "begun",
+        "cached", "chars", "ended", "seen_end", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, plan: ReplyPlan, codec: TextCodec, seen: Progress = NOTHING_SEEN) -> None:
+        self._split = plan.split
+        self._splitter = None if plan.split is None else Splitter(plan.split)
+        self._decoder = TextStream(codec, plan.shown_tokens(codec))
+        self._eos = plan.eos_token_ids
+        self._show_stop = plan.show_stop_token
+        self._versions = plan.weight_versions
+        self._skip_tokens = seen.tokens
+        self._skip_chars = seen.chars
+        self.begun = seen.begun  # something of it was shown
+        self.seen_end = seen.ended
+        self.tokens = 0
+        self.chars = 0
+        self.cached = 0
+        self.ended = False
+
+    def take(self, events: list[TokenEvent]) -> Delta:
+        """All that the events add, as one delta."""
+        event = events[0] if len(events) == 1 else join(events)
+        finish = event.finish
+        text = self._text(event)
+        self.tokens += len(event.tokens)
+        self.chars += len(text)
+        if finish is not None:
+            self.ended = True
+            self.cached = finish.cached_tokens
+        delta = Delta(text, event.tokens, event.logprobs, event.top_logprobs, not self.begun, finish)
+        delta.prompt_logprobs = event.prompt_logprobs
+        delta.prompt_top_logprobs = event.prompt_top_logprobs
+        if self._splitter is not None:
+            self._take_apart(self._splitter, delta)
+        if self._skip_tokens or self._skip_chars:
+            self._skip(delta)
+        if self._versions:
+            delta.versions = spans_of(events, event.position + delta.seen_tokens)
+        return delta
+
+    def _text(self, event: TokenEvent) -> str:
+        if event.text is not None:
+            return event.text
+        finish = event.finish
+        if finish is None:
+            return self._decoder.push(event.tokens)
+        shown = event.tokens[:-1] if self._hides_last(event.tokens, finish) else event.tokens
+        return self._decoder.push(shown) + self._decoder.flush()
+
+    def _hides_last(self, tokens: list[int], finish: Finish) -> bool:
+        """Whether the last token is what ended the completion, and no part of its text."""
+        return ends_with_stop_token(tokens, finish, self._eos) and not (
+            self._show_stop and finish.stop_match is not None
+        )
+
+    def _take_apart(self, splitter: Splitter, delta: Delta) -> None:
+        text, seen = delta.text, min(self._skip_chars, len(delta.text))
+        if seen:
+            splitter.push(text[:seen])
+        piece = splitter.push(text[seen:])
+        if delta.finish is not None:
+            piece.add(splitter.flush())
+            whole = bool(splitter.calls) and not splitter.in_call  # a stop string may cut a call
+            delta.older_calls = self._split is not None and self._split.older
+            delta.calls_ended_it = whole and self._split is not None and not self._split.named
+        delta.piece = piece
+
+    def _skip(self, delta: Delta) -> None:
+        delta.seen_tokens, chars = min(self._skip_tokens, len(delta.tokens)), min(self._skip_chars, len(delta.text))
+        self._skip_tokens -= delta.seen_tokens
+        self._skip_chars -= chars
+        delta.text = delta.text[chars:]
+
+
+def ends_with_stop_token(tokens: list[int], finish: Finish, eos_token_ids: tuple[int, ...]) -> bool:
+    """Whether a stop token, rather than a stop string or a limit, ended these tokens."""
+    if finish.reason != "stop" or not tokens or isinstance(finish.stop_match, str):
+        return False
+    return tokens[-1] in eos_token_ids if finish.stop_match is None else tokens[-1] == finish.stop_match
+
+
+def join(events: list[TokenEvent]) -> TokenEvent:
+    """Consecutive events of one sequence as one."""
+    first, last = events[0], events[-1]
+    texts = [event.text for event in events]
+    tops = [event.top_logprobs for event in events if event.top_logprobs is not None]
+    return TokenEvent(
+        first.seq,
+        last.attempt,
+        first.position,
+        [token for event in events for token in event.tokens],
+        [logprob for event in events for logprob in event.logprobs],
+        [top for part in tops for top in part] if tops else None,
+        None if all(text is None for text in texts) else "".join(text or "" for text in texts),
+        last.version,
+        last.finish,
+        next((event.prompt_logprobs for event in events if event.prompt_logprobs is not None), None),
+        last.score_logprobs,
+        next((event.prompt_top_logprobs for event in events if event.prompt_top_logprobs is not None), None),
+    )
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class PromptDetails(msgspec.Struct):
+    """Prompt tokens whose KV came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+def usage(plan: ReplyPlan, choices: Sequence[Choice]) -> Usage:
+    """Counts; a prompt counts once, however many samples it has."""
+    prompt = sum(map(len, plan.prompts))
+    completion = sum(choice.tokens for choice in choices)
+    cached = sum(max(choice.cached for choice in choices[p : p + plan.n]) for p in range(0, len(choices), plan.n))
+    return Usage(prompt, completion, prompt + completion, PromptDetails(cached))
+
+
+def shown_versions(spans: Sequence[VersionSpan]) -> list[dict[str, Any]]:
+    """Version spans by field name; `version` "" is the base."""
+    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]

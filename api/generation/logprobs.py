@@ -1,0 +1,176 @@
+"""Log-probabilities in OpenAI's two forms and in vLLM's form of prompt log-probabilities."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from shared.frames import TokenLogprob
+from shared.text.codec import TextCodec, TextStream
+
+LOWEST = -9999.0  # what OpenAI shows for a probability of nothing; JSON has no infinity
+
+
+class ChatToken(msgspec.Struct, gc=False):  # there may be a million of them, and none is in a circle
+    """A token of a chat choice."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct, gc=False):
+    """A token of a chat choice with its competitors."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[ChatToken]
+
+
+class TextLogprobs(msgspec.Struct):
+    """The legacy form of /v1/completions: parallel lists."""
+
+    text_offset: list[int] = []
+    token_logprobs: list[float | None] = []
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+    def beyond(self, count: int) -> "TextLogprobs":
+        """Without the first `count` tokens."""
+        tops = self.top_logprobs
+        return TextLogprobs(
+            self.text_offset[count:],
+            self.token_logprobs[count:],
+            self.tokens[count:],
+            None if tops is None else tops[count:],
+        )
+
+    def __add__(self, other: "TextLogprobs") -> "TextLogprobs":
+        tops = None
+        if self.top_logprobs is not None or other.top_logprobs is not None:
+            tops = [
+                *(self.top_logprobs or [None] * len(self.tokens)),
+                *(other.top_logprobs or [None] * len(other.tokens)),
+            ]
+        return TextLogprobs(
+            self.text_offset + other.text_offset,
+            self.token_logprobs + other.token_logprobs,
+            self.tokens + other.tokens,
+            tops,
+        )
+
+
+class TokenNames:
+    """How a reply names tokens: by their text, or `token_id:<id>` when the request says so."""
+
+    def __init__(self, codec: TextCodec, by_id: bool) -> None:
+        self._codec = codec
+        self._by_id = by_id
+        self._bytes: dict[int, list[int]] = {}
+
+    def name(self, token: int) -> str:
+        """The token's name."""
+        return f"token_id:{token}" if self._by_id else self._codec.token_text(token)
+
+    def chat(
+        self, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[Sequence[TokenLogprob]] | None
+    ) -> list[ChatLogprob]:
+        """`choices[].logprobs.content`."""
+        return [
+            ChatLogprob(
+                self.name(token),
+                floored(logprob),
+                list(self._codec.token_bytes(token)),
+                [self._chat_token(top) for top in tops[i]] if tops else [],
+            )
+            for i, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True))
+        ]
+
+    def _chat_token(self, top: TokenLogprob) -> ChatToken:
+        data = self._bytes.get(top.token)
+        if data is None:
+            data = self._bytes[top.token] = list(self._codec.token_bytes(top.token))
+        return ChatToken(self.name(top.token), floored(top.logprob), data)
+
+    def top(self, tops: Sequence[TokenLogprob], token: int, logprob: float) -> dict[str, float]:
+        """The most likely tokens and the one that was drawn, which may make one more."""
+        named: dict[str, float] = {}
+        for top in tops:
+            named.setdefault(self.name(top.token), floored(top.logprob))
+        named.setdefault(self.name(token), floored(logprob))
+        return named
+
+    def of_prompt(
+        self,
+        prompt: Sequence[int],
+        logprobs: Sequence[float | None],
+        tops: Sequence[Sequence[TokenLogprob]] | None,
+        count: int,
+    ) -> list[dict[str, dict[str, Any]] | None]:
+        """vLLM's `prompt_logprobs`: for each prompt token a map of id -> log-probability, rank, text."""
+        return [
+            None if logprob is None else self._ranked(token, logprob, tops[i][:count] if tops else ())
+            for i, (token, logprob) in enumerate(zip(prompt, logprobs, strict=True))
+        ]
+
+    def _ranked(self, token: int, logprob: float, tops: Sequence[TokenLogprob]) -> dict[str, dict[str, Any]]:
+        ranked = {
+            str(top.token): {"logprob": floored(top.logprob), "rank": rank, "decoded_token": self.name(top.token)}
+            for rank, top in enumerate(tops, 1)
+        }
+        own = {"logprob": floored(logprob), "rank": None, "decoded_token": self.name(token)}
+        return {str(token): ranked.get(str(token), own), **ranked}
+
+
+class TextOffsets:
+    """Builds the legacy form piece by piece; an offset is where the token's text begins in the choice's text."""
+
+    def __init__(self, codec: TextCodec, names: TokenNames, top: int, shown: Iterable[str] = ()) -> None:
+        self._names = names
+        self._top = top
+        self._codec = codec
+        self._shown = shown
+        self._stream = TextStream(codec, shown)
+        self._offset = 0
+
+    def prompt(
+        self,
+        text: str,
+        prompt: Sequence[int],
+        logprobs: Sequence[float | None],
+        tops: Sequence[Sequence[TokenLogprob]] | None,
+    ) -> TextLogprobs:
+        """The echoed prompt's part; the first token has no log-probability."""
+        built = self.completion(prompt, logprobs, tops)
+        self._stream = TextStream(self._codec, self._shown)
+        self._offset = len(text)
+        return built
+
+    def completion(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float | None],
+        tops: Sequence[Sequence[TokenLogprob]] | None,
+    ) -> TextLogprobs:
+        """The next tokens."""
+        built = TextLogprobs([], [], [], [] if self._top else None)
+        for i, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            built.text_offset.append(self._offset)
+            built.tokens.append(self._names.name(token))
+            built.token_logprobs.append(None if logprob is None else floored(logprob))
+            if built.top_logprobs is not None:
+                top = tops[i][: self._top] if tops else ()
+                built.top_logprobs.append(None if logprob is None else self._names.top(top, token, logprob))
+            self._offset += len(self._stream.push([token]))
+        return built
+
+
+def in_parts(shown: Sequence[Any]) -> list[Any]:
+    """A long list as JSON, position by position: written in one piece it would hold up the other threads."""
+    return [each if each is None else msgspec.Raw(msgspec.json.encode(each)) for each in shown]
+
+
+def floored(logprob: float) -> float:
+    """JSON can carry it."""
+    return max(logprob, LOWEST)

@@ -1,0 +1,131 @@
+"""Streams that outlive their connection, and the api process that began them.
+
+A request with `stream_options.include_event_ids` leaves its `ReplyPlan` in Redis. Whoever has the last event id can
+go on reading from any api process: the sequences are routed to it, what was missed is read from their logs.
+
+Invariants. A resumable stream whose client is gone keeps running for GRACE_S; if nobody has taken it up by then, in
+this process or another, its sequences are cancelled.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+from redis.exceptions import RedisError
+
+from api.generation.choice import ReplyPlan
+from api.http.auth import asker
+from api.ring.ring import Ring
+from shared.errors import NotFoundError
+from shared.frames import TokenEvent
+from shared.redis import keys
+from shared.redis.connection.faults import reason
+from shared.redis.jobs.ledger import ask
+from shared.redis.tokens.log import read_tokens
+
+log = structlog.get_logger()
+
+GRACE_S = 15.0
+_reading: Counter[str] = Counter()  # connections of this process that read a resumable stream
+_lingering: set["asyncio.Task[None]"] = set()
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """A streamed request as Redis remembers it."""
+
+    plan: ReplyPlan
+    history: list[list[TokenEvent]]  # of each sequence, from its first token
+
+
+async def remember(ring: Ring, plan: ReplyPlan) -> None:
+    """Keep what another process needs to go on with this stream."""
+    key = keys.request(plan.id)
+    async with ring.redis.pipeline(transaction=False) as pipe:
+        stored = {"kind": plan.endpoint, "model": plan.served, "plan": msgspec.json.encode(plan)}
+        pipe.hset(key, mapping={**stored, "tenant": asker().tenant})
+        pipe.expire(key, keys.REQUEST_TTL_S)
+        await pipe.execute()
+
+
+async def take_over(ring: Ring, request_id: str) -> Resumable:
+    """Route a stream's sequences to this process and read what they have said so far."""
+    stored = await ask(ring.redis, "HGETALL", keys.request(request_id))
+    if not stored:
+        raise unknown_stream(request_id)
+    plan = msgspec.json.decode(stored[b"plan"], type=ReplyPlan)
+    seqs = [plan.sequence(choice) for choice in range(plan.choices)]
+    before = await route(ring, plan.served, seqs)
+    history = [await read_tokens(ring.redis, plan.served, seq, 0, before[seq]) for seq in seqs]
+    log.info("api.resumed", request=request_id, sequences=len(seqs), before=sorted(set(before.values())))
+    return Resumable(plan, history)
+
+
+async def stream_owner(ring: Ring, request_id: str) -> str | None:
+    """Who owns a stream; None when there is none."""
+    plan, tenant = await ask(ring.redis, "HMGET", keys.request(request_id), "plan", "tenant")
+    return None if plan is None else (tenant or b"").decode()
+
+
+def unknown_stream(request_id: str) -> NotFoundError:
+    """The error for a stream that is not there."""
+    return NotFoundError(f"no resumable stream '{request_id}'; streams are kept for an hour", param="request_id")
+
+
+async def route(ring: Ring, model: str, seqs: list[str]) -> dict[str, str]:
+    """Have the frames of these sequences sent to this process; returns which process each went to before."""
+    before = await _addressees(ring, model, seqs)
+    if any(api is None for api in before.values()):
+        raise NotFoundError("the stream's sequences are gone; they are kept for an hour after their end")
+    await ring.queue(model).route(seqs, ring.api_id)
+    return {seq: api or "" for seq, api in before.items()}
+
+
+@contextlib.contextmanager
+def reading(ring: Ring, plan: ReplyPlan, leave: Callable[[], list[str]]) -> Iterator[None]:
+    """Around the reading of a resumable stream; `leave` gives up reading and returns the unfinished sequences.
+
+    Those are cancelled after GRACE_S, unless somebody has resumed by then.
+    """
+    _reading[plan.id] += 1
+    try:
+        yield
+    finally:
+        _reading[plan.id] -= 1
+        if unfinished := leave():
+            task = asyncio.create_task(_cancel_unless_resumed(ring, plan, unfinished))
+            _lingering.add(task)
+            task.add_done_callback(_lingering.discard)
+
+
+def stop_lingering() -> None:
+    """At shutdown: leave the sequences to whoever resumes them."""
+    for task in list(_lingering):
+        task.cancel()
+
+
+async def _cancel_unless_resumed(ring: Ring, plan: ReplyPlan, unfinished: list[str]) -> None:
+    await asyncio.sleep(GRACE_S)
+    if _reading[plan.id]:
+        return
+    del _reading[plan.id]
+    try:
+        addressees = await _addressees(ring, plan.served, unfinished)
+        ours = [seq for seq, api in addressees.items() if api == ring.api_id]
+        if ours:
+            await ring.queue(plan.served).cancel(ours)
+            log.info("api.cancelled", sequences=len(ours), first=ours[0], reason="not resumed")
+    except (RedisError, OSError) as error:
+        log.warning("api.cancel_failed", error=reason(error), sequences=len(unfinished))
+
+
+async def _addressees(ring: Ring, model: str, seqs: list[str]) -> dict[str, str | None]:
+    async with ring.redis.pipeline(transaction=False) as pipe:
+        for seq in seqs:
+            pipe.hget(keys.sequence(model, seq), "api")
+        found = await pipe.execute()
+    return {seq: None if api is None else api.decode() for seq, api in zip(seqs, found, strict=True)}

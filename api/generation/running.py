@@ -1,0 +1,286 @@
+"""One request's sequences in flight: enqueued, read, and cancelled as soon as nobody waits for them.
+
+Invariants. The feed is open before anything is enqueued, so no token is missed. A sequence that has not finished when
+the request ends, however it ends, is cancelled. The adapter version that a request was admitted with cannot be deleted
+while it lasts.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any
+
+import structlog
+from fastapi import Request
+from redis.exceptions import RedisError
+
+from api.generation.collection import check_collection
+from api.generation.sse import until_disconnected
+from api.generation.tracing import WorkSpan
+from api.generation.work import Work
+from api.http.auth import asker, calling
+from api.ring.ring import Ring
+from shared.errors import (
+    DeadlineExceededError,
+    ParallmError,
+    QueueFullError,
+    RequestCancelledError,
+    ServiceUnavailableError,
+    from_code,
+)
+from shared.frames import Finish, TokenEvent
+from shared.redis.connection.faults import reason
+from shared.redis.queue.named_requests import NamedRequests
+from shared.redis.tokens.feed import LOST, TokenFeed
+from shared.sequences import (
+    SequenceClass,
+    SequenceSpec,
+)
+
+log = structlog.get_logger()
+
+PIN_S = 3600.0  # of the adapter version of a request without a deadline, at most
+DEADLINE_GRACE_S = 2.0  # the worker enforces the deadline; without a worker we do, this much later
+_TOO_LATE = "the deadline passed before the request was complete"
+_settling: set["asyncio.Task[None]"] = set()
+
+Events = list[tuple[int, TokenEvent]]  # (index of the sequence, event)
+
+
+class Generation:
+    """The sequences of one request while their tokens come in."""
+
+    def __init__(self, ring: Ring, model: str, seqs: list[str], deadline_ms: int) -> None:
+        self._ring = ring
+        self._model = model
+        self._deadline_ms = deadline_ms
+        self._first_deadline_ms = 0  # until an event has come
+        self._seqs = seqs
+        self._history: Events = []
+        self._places: list[int] = []  # of a resumed request: where the sequences of the feed stand among all
+        self.unfinished = dict.fromkeys(seqs)
+        self._feed: TokenFeed | None = None
+        self._specs: dict[str, SequenceSpec] = {}  # of a request that began here
+        self._pinned: tuple[str, str] | None = None  # adapter version and owner of the pin
+        self._span: WorkSpan | None = None  # while it is traced
+        self._named: tuple[str, str, str, str] | None = None  # owner, name, model and id, as they are noted
+
+    @classmethod
+    async def start(cls, ring: Ring, work: Work) -> "Generation":
+        """Open the feed and enqueue, in the class of the caller's key.
+
+        QueueFullError when too much is waiting, ServiceUnavailableError when no worker has memory left, PausedError.
+        """
+        structlog.contextvars.bind_contextvars(work=work.id)  # sequences, in all processes' logs, are named after it
+        await ring.check_pause()
+        await ring.check_memory(work.model)
+        if work.collect is not None:
+            await check_collection(ring, work.collect)
+        key = calling.get()
+        kind: SequenceClass = "interactive" if key is None else key.sequence_class
+        span = WorkSpan.begin(work)
+        trace = span.traceparent if span is not None else ""
+        specs = work.specs(ring.api_id, ring.settings.first_token_timeout_s, kind, trace, asker().tenant)
+        generation = cls(ring, work.model, [spec.id for spec in specs], work.deadline_ms)
+        generation._span = span
+        generation._first_deadline_ms = specs[0].first_token_deadline_ms if specs else 0
+        ring.tally.histogram("vllm:request_params_n", work.model).observe(work.n)
+        generation._feed = ring.frames.open(work.model, generation._seqs)
+        try:
+            await generation._pin(work)
+            await generation._note_name(work)
+            await ring.queue(work.model).enqueue(specs, prefer=await ring.affinity.preferred(specs))
+            generation._specs = {spec.id: spec for spec in specs}
+            generation._feed.on_lost = generation._lost
+        except BaseException as error:
+            generation._note(type(error).__name__)
+            if isinstance(error, QueueFullError):
+                error.retry_after_s = ring.load.found_full(work.model, kind, ring.queue_bound(kind))
+            if isinstance(error, ParallmError):
+                generation.unfinished = {}  # refused as a whole; any other error may have come after the enqueueing
+            generation.close()
+            raise
+        return generation
+
+    @classmethod
+    def resume(
+        cls, ring: Ring, model: str, seqs: list[str], history: list[list[TokenEvent]], deadline_ms: int
+    ) -> "Generation":
+        """Go on with sequences that run already; `history` holds what each has said so far, from its first token."""
+        generation = cls(ring, model, seqs, deadline_ms)
+        generation._history = [(index, event) for index, events in enumerate(history) for event in events]
+        places = [i for i, events in enumerate(history) if not events or events[-1].finish is None]
+        start = [history[i][-1].end if history[i] else 0 for i in places]
+        generation._places = places
+        attempts = [history[i][-1].attempt if history[i] else 0 for i in places]
+        generation._feed = ring.frames.open(model, [seqs[i] for i in places], start, attempts)
+        generation._feed.on_lost = generation._lost
+        return generation
+
+    async def batches(self) -> AsyncIterator[Events]:
+        """All events that are ready, again and again until every sequence has finished.
+
+        Raises what ended a sequence before its time: its deadline, a cancellation, an error of the engine.
+        """
+        if self._history:
+            history, self._history = self._history, []
+            yield self._checked(history)
+        while self.unfinished:
+            events = await self._next()
+            yield self._checked([(self._places[i], event) for i, event in events] if self._places else events)
+
+    def _checked(self, events: Events) -> Events:
+        span = self._span
+        for _, event in events:
+            if span is not None:
+                span.heard(event)
+            if event.finish is not None:
+                self.unfinished.pop(event.seq, None)
+                raise_failure(event.finish)
+        return events
+
+    async def _next(self) -> Events:
+        assert self._feed is not None, "read before start"
+        deadlines = [at for at in (self._deadline_ms, self._first_deadline_ms) if at]
+        if not deadlines:
+            return await self._feed.next()
+        left_s = min(deadlines) / 1000 - time.time() + DEADLINE_GRACE_S
+        try:
+            async with asyncio.timeout(left_s):
+                events = await self._feed.next()
+        except TimeoutError:
+            self._note("deadline")
+            raise DeadlineExceededError(_TOO_LATE) from None
+        self._first_deadline_ms = 0
+        return events
+
+    def leave(self) -> list[str]:
+        """Stop reading and let the sequences run on; returns those that have not finished."""
+        if self._feed is not None:
+            self._feed.close()
+        unfinished, self.unfinished = list(self.unfinished), {}
+        return unfinished
+
+    def close(self) -> None:
+        """The request is over: what has not finished is cancelled, without waiting for Redis."""
+        if unfinished := self.leave():
+            _settle(self._cancel(unfinished))
+            self._note("cancelled")
+        if self._span is not None:
+            self._span.end()
+        if self._pinned is not None:
+            _settle(self._unpin(*self._pinned))
+            self._pinned = None
+        if self._named is not None:
+            _settle(self._forget_name(*self._named))
+            self._named = None
+
+    def _note(self, failure: str) -> None:
+        """For the span, if there is one: what kind of failure it was."""
+        if self._span is not None:
+            self._span.failed(failure)
+
+    async def _pin(self, work: Work) -> None:
+        """Keep the version for as long as the request may last; UnknownAdapterError when it has gone by now."""
+        if "@" not in work.adapter:
+            return
+        left_s = work.deadline_ms / 1000 - time.time() + DEADLINE_GRACE_S if work.deadline_ms else PIN_S
+        await self._ring.adapters.pin_all(work.adapter, work.id, left_s)
+        self._pinned = work.adapter, work.id
+
+    async def _note_name(self, work: Work) -> None:
+        """Let POST /abort_requests find it."""
+        if work.name:
+            self._named = owner(), work.name, work.model, work.id
+            await NamedRequests(self._ring.redis).add(*self._named)
+
+    async def _forget_name(self, *named: str) -> None:
+        with contextlib.suppress(RedisError, OSError):  # it ends by itself
+            await NamedRequests(self._ring.redis).remove(*named)
+
+    async def _unpin(self, adapter: str, owner: str) -> None:
+        with contextlib.suppress(RedisError, OSError):  # it ends by itself
+            await self._ring.adapters.unpin_all(adapter, owner)
+
+    def _lost(self, seq: str, position: int) -> None:
+        """Redis has come back without a sequence: enqueue it again, if it will say again what its client has seen."""
+        spec = self._specs.get(seq)
+        says_the_same = spec is not None and (position == 0 or not spec.adapter or "@" in spec.adapter)
+        if spec is None or not says_the_same:
+            log.warning("api.sequence_lost", sequence=seq, position=position)
+            if self._feed is not None:
+                self._feed.fail(ServiceUnavailableError(LOST))
+            return
+        log.warning("api.enqueued_anew", sequence=seq, position=position)
+        _settle(self._enqueue_anew(spec))
+
+    async def _enqueue_anew(self, spec: SequenceSpec) -> None:
+        with contextlib.suppress(RedisError, OSError, QueueFullError):  # still lost: it will be asked for again
+            await self._ring.frames.announce()  # first: a sequence without a living reader is cancelled
+            await self._ring.queue(self._model).enqueue([spec])
+
+    async def _cancel(self, seqs: list[str]) -> None:
+        try:
+            await self._ring.queue(self._model).cancel(seqs)
+            log.info("api.cancelled", sequences=len(seqs), first=seqs[0])
+        except (RedisError, OSError) as error:
+            log.warning("api.cancel_failed", error=reason(error), sequences=len(seqs))
+
+
+def owner() -> str:
+    """Whose names those of this request are: the tenant's, else the API key's; "" where none is wanted."""
+    key = calling.get()
+    return asker().tenant or ("" if key is None else key.name)
+
+
+def _settle(work: Coroutine[Any, Any, None]) -> None:
+    """Run it while nobody waits."""
+    task = asyncio.create_task(work)
+    _settling.add(task)
+    task.add_done_callback(_settling.discard)
+
+
+async def settled() -> None:
+    """Wait for cancellations that are under way; at shutdown."""
+    if _settling:
+        await asyncio.wait(_settling, timeout=2)
+
+
+def raise_failure(finish: Finish) -> None:
+    """Raise the error of a sequence that did not end by itself."""
+    if finish.reason == "deadline":
+        raise DeadlineExceededError(_TOO_LATE)
+    if finish.reason == "cancelled":
+        raise RequestCancelledError("the request was cancelled")
+    if finish.reason == "error":
+        raise from_code(finish.error_code, finish.error_message or "the engine failed on this sequence")
+
+
+def by_choice(events: Events) -> Iterator[tuple[int, list[TokenEvent]]]:
+    """Events grouped by sequence, in the order in which the sequences first appear."""
+    if len(events) == 1:
+        yield events[0][0], [events[0][1]]
+        return
+    grouped: dict[int, list[TokenEvent]] = {}
+    for index, event in events:
+        grouped.setdefault(index, []).append(event)
+    yield from grouped.items()
+
+
+async def gather_all(ring: Ring, request: Request, work: Work) -> list[list[TokenEvent]] | None:
+    """Enqueue the work and wait for all events of each sequence; None when the client has left."""
+    generation = await Generation.start(ring, work)
+    try:
+        return await until_disconnected(gather(generation, len(work.prompts) * work.n), request.receive)
+    finally:
+        generation.close()
+
+
+async def gather(generation: Generation, count: int) -> list[list[TokenEvent]]:
+    """All events of each sequence."""
+    events: list[list[TokenEvent]] = [[] for _ in range(count)]
+    async for batch in generation.batches():
+        for index, event in batch:
+            events[index].append(event)
+    return events

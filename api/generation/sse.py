@@ -1,0 +1,69 @@
+"""Server-sent events straight over ASGI: bytes go out as they are, and a client that leaves is noticed at once."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable
+from typing import TypeVar
+
+import structlog
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from api.http.errors import error_object
+from shared.errors import ServiceUnavailableError
+
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
+_CUT_OFF = b"data: %s\n\ndata: [DONE]\n\n" % error_object(ServiceUnavailableError("the server is shutting down"))
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class EventStream(Response):
+    """Sends what `events` yields, each item in one write. The generator is closed when the client disconnects."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers=_HEADERS)
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            if await until_disconnected(self._pump(send), receive) is None:
+                log.info("api.client_left", path=scope["path"])
+        except asyncio.CancelledError:  # the server has waited long enough for us at shutdown
+            await send({"type": "http.response.body", "body": _CUT_OFF})
+            raise
+
+    async def _pump(self, send: Send) -> bool:
+        async with contextlib.aclosing(self._events) as events:
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        return True
+
+
+async def until_disconnected(work: Awaitable[T], receive: Receive) -> T | None:
+    """The result of `work`; None when the client left first, and then `work` has been cancelled and has ended."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        watching.cancel()
+        while not working.done():  # redis-py may lose a cancellation that meets its look at an idle connection
+            working.cancel()
+            await asyncio.wait({working}, timeout=0.5)
+        if not working.cancelled():
+            working.exception()  # looked at, whether or not somebody waits for it
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

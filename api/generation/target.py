@@ -1,0 +1,160 @@
+"""What a request wants to talk to: a served model, or an adapter version on top of one.
+
+`model` may be a served model (by its name, or by what its workers were given as `--model`), an adapter (`name`), a
+version (`name@k`) or a weighted split (`a@1:0.9,b@2:0.1`); `adapter` and `lora_adapter` name adapters only. The base of
+an adapter is the model with its manifest's `base_sha256`.
+
+Invariants. A split is decided here, by a hash of the session, so that a session stays with its choice. A pinned
+request leaves with `name@k`, the version of its admission; a following one leaves with the bare name.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from api.ring.ring import Ring, ServedModel
+from shared.adapters import AdapterManifest, AdapterRef, ResolvedAdapter
+from shared.errors import (
+    ConflictError,
+    InvalidRequestError,
+    ServiceUnavailableError,
+    UnknownAdapterError,
+    UnknownModelError,
+)
+from shared.redis.training.board import TrainingBoard
+from shared.sequences import AdapterPolicy, ModelCard
+
+
+@dataclass(frozen=True)
+class Target:
+    """A served model and what a sequence says of its adapter."""
+
+    served: ServedModel
+    adapter: str = ""  # for SequenceSpec: "" is the base
+    policy: AdapterPolicy = "pin"
+    admitted: ResolvedAdapter | None = None  # the version at admission
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`, with the version at admission."""
+        base = self.served.fingerprint
+        return base if self.admitted is None else f"{base}-{self.admitted.id}"
+
+
+@dataclass(frozen=True)
+class JobTarget:
+    """A known model, whether or not a worker lives, and what a job says of its adapter: a split stays one."""
+
+    card: ModelCard
+    adapter: str = ""
+
+
+async def find_target(
+    ring: Ring, model: str | None, adapter: str = "", policy: AdapterPolicy = "pin", *, session: str
+) -> Target:
+    """The target of one request; UnknownModelError, UnknownAdapterError, or InvalidRequestError for a wrong pair."""
+    if not adapter and (model is None or await ring.live_card(model) is not None):
+        return Target(await ring.served(model))
+    base, reference = await _parted(ring, model, adapter)
+    if not reference:
+        return Target(await ring.served(base))
+    resolved = await _resolve(ring, await _parsed(ring, reference, adapter), session, as_model=not adapter)
+    served = await ring.served(base or await _live_base(ring, resolved.manifest))
+    check_base(resolved.manifest, served.card)
+    follow = resolved.follows and policy == "follow"
+    return Target(served, resolved.name if follow else resolved.id, "follow" if follow else "pin", resolved)
+
+
+async def find_job_target(ring: Ring, model: str | None, adapter: str, policy: AdapterPolicy) -> JobTarget:
+    """The target of a job; pinned, each name in it becomes its latest version."""
+    base, reference = await _parted(ring, model, adapter)
+    if not reference:
+        return JobTarget((await ring.known(base))[0] if base else (await ring.served(None)).card)
+    choices = (await _parsed(ring, reference, adapter)).choices
+    found = [await _resolve(ring, AdapterRef((choice,)), "", as_model=not adapter) for choice in choices]
+    manifest = found[0].manifest
+    card = (await ring.known(base))[0] if base else await card_of_base(ring, manifest.base_sha256)
+    for each in found:
+        check_base(each.manifest, card)
+    if policy == "pin":
+        choices = tuple(
+            msgspec.structs.replace(choice, version=each.version) for choice, each in zip(choices, found, strict=True)
+        )
+    return JobTarget(card, str(AdapterRef(choices)))
+
+
+async def card_of_base(ring: Ring, base_sha256: str) -> ModelCard:
+    """The model with this base, one with a live worker first; without a hash, the only one that is served."""
+    if not base_sha256:
+        return (await ring.served(None)).card
+    cards = [*(await ring.live_models()).values(), *await ring.registry.models()]
+    for card in cards:
+        if card.base_sha256 == base_sha256:
+            return card
+    raise ConflictError(f"no model that was ever served here is the adapter's base ({base_sha256[:12]})")
+
+
+def check_base(manifest: AdapterManifest, card: ModelCard) -> None:
+    """InvalidRequestError when the version was made for another model."""
+    if manifest.base_sha256 and manifest.base_sha256 != card.base_sha256:
+        raise InvalidRequestError(
+            f"adapter {manifest.id} was made for another base model than '{card.name}'", param="adapter"
+        )
+
+
+async def _parted(ring: Ring, model: str | None, adapter: str) -> tuple[str | None, str]:
+    """(model, adapter reference): `model` may be either."""
+    if model is None or await ring.card(model) is not None:
+        return model, adapter
+    if not adapter:
+        return None, model
+    if adapter != model:
+        raise UnknownModelError(f"model '{model}' does not exist; with 'adapter', 'model' is its base", param="model")
+    return None, adapter
+
+
+async def _parsed(ring: Ring, reference: str, adapter: str) -> AdapterRef:
+    try:
+        return AdapterRef.parse(reference)
+    except InvalidRequestError as error:
+        if adapter or "@" in reference:
+            error.param = "adapter" if adapter else "model"
+            raise
+        raise await _unknown(ring, reference) from error
+
+
+async def _unknown(ring: Ring, name: object) -> UnknownModelError:
+    served = ", ".join(sorted(await ring.live_models())) or "none"
+    return UnknownModelError(
+        f"model '{name}' does not exist, nor an adapter of this name; served: {served}", param="model"
+    )
+
+
+async def _resolve(ring: Ring, ref: AdapterRef, session: str, *, as_model: bool) -> ResolvedAdapter:
+    try:
+        return await ring.adapters.resolve(ref, session)
+    except UnknownAdapterError as error:
+        if len(ref.choices) == 1 and ref.choices[0].follows:
+            await check_published(ring, ref.choices[0].name)
+        if as_model and not any(choice.version for choice in ref.choices):
+            raise await _unknown(ring, ref) from error
+        raise UnknownAdapterError(error.message, param="model" if as_model else "adapter") from error
+
+
+async def check_published(ring: Ring, name: str) -> None:
+    """503 for an adapter that is not there yet: its trainer is loading, and publishes what it begins with."""
+    if await TrainingBoard(ring.redis, name).alive() and not await ring.adapters.latest(name):
+        raise ServiceUnavailableError(
+            f"the trainer of policy '{name}' is starting and has not published its first version yet: ask again in a "
+            "few seconds (/v1/training/status has it as current_lora)",
+            retry_after_s=2,
+        )
+
+
+async def _live_base(ring: Ring, manifest: AdapterManifest) -> str | None:
+    if not manifest.base_sha256:
+        return None
+    for card in (await ring.live_models()).values():
+        if card.base_sha256 == manifest.base_sha256:
+            return card.name
+    raise ServiceUnavailableError(f"no live worker serves the base model of adapter {manifest.id} at the moment")

@@ -1,0 +1,131 @@
+"""API keys at the door, sent as `Authorization: Bearer <key>`; and where the door may stand.
+
+Without any key the server listens on this machine only, unless `--insecure` is said.
+"""
+
+import contextlib
+import ipaddress
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+
+import structlog
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from api.http.api_keys import ApiKey, KeyRing
+from api.http.errors import error_response
+from shared.errors import AuthenticationError, ForbiddenError, SetupError
+from shared.owners import ADMINS, ANYBODY, Asker
+from shared.process.settings import ApiSettings
+
+OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping", "/metrics"})
+
+
+class RequireKey:
+    """Refuses requests without a known key; probes stay open. The key found stands in `request.state.api_key`."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http" or is_open(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        key = self._keys.find(presented(Headers(scope=scope)))
+        if key is None:
+            error = AuthenticationError("wrong or missing API key: send it as `Authorization: Bearer <key>`")
+            await error_response(error)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["api_key"] = key
+        calling.set(key)
+        structlog.contextvars.bind_contextvars(key=key.name)
+        await self._app(scope, receive, send)
+
+
+def is_open(path: str) -> bool:
+    """Probes, and the dashboard, which asks for the key itself (api/ops/dashboard/session.py)."""
+    return path in OPEN_PATHS or path == "/dashboard" or path.startswith("/dashboard/")
+
+
+class OwnOrigin:
+    """For a server without keys: refuses what another site's page makes a browser send.
+
+    Browsers send uploads and plain texts anywhere without asking, and this server may stand on their machine. Where a
+    key is wanted this is not needed: a page does not have it.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
+        self._app = app
+        self._allowed = frozenset(allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            headers = Headers(scope=scope)
+            origin = headers.get("origin", "")
+            own = origin.partition("://")[2] == headers.get("host", "")
+            if origin and not own and not self._allowed & {origin, "*"}:
+                error = ForbiddenError(f"pages of {origin[:100]!r} may not call this server (--cors-origins)")
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+calling: ContextVar[ApiKey | None] = ContextVar("calling", default=None)
+"""The key of the request whose task this is."""
+
+
+def asker() -> Asker:
+    """Who sent the request whose task this is; what runs without one, or on a server without tenants, sees all."""
+    key = calling.get()
+    return ANYBODY if key is None else key.asker
+
+
+@contextlib.contextmanager
+def acting_for(tenant: str) -> Iterator[None]:
+    """Around work for a tenant's thing while no request is there: it can name only what the tenant sees."""
+    key = ApiKey(f"tenant:{tenant}", b"", "batch", tenant=tenant) if tenant not in ("", ADMINS) else None
+    before = calling.set(key)
+    try:
+        yield
+    finally:
+        calling.reset(before)
+
+
+def key_name() -> str:
+    """The name of that key; "" when the server wants none."""
+    key = calling.get()
+    return "" if key is None else key.name
+
+
+def key_of(scope: Scope) -> ApiKey | None:
+    """The key that came with a request; None when the server wants none."""
+    found: ApiKey | None = scope.get("state", {}).get("api_key")
+    return found
+
+
+def check_exposure(settings: ApiSettings) -> None:
+    """SetupError when anybody on the network could ask."""
+    if settings.uds or settings.insecure or _is_loopback(settings.host) or KeyRing.of(settings):
+        return
+    raise SetupError(
+        f"--host {settings.host} without an API key lets anybody who reaches this machine in: set --api-key or "
+        "--api-key-file (mlx_parallm key new makes a key), or say --insecure"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def presented(headers: Headers) -> str:
+    """The key that a request carries; "" without one."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""

@@ -1,0 +1,102 @@
+"""Connections that a client cannot hold for nothing: bounds on slow readers, slow senders and endless headers.
+
+A response is written into the transport's buffer, 64 KiB at most; then the writer waits, and what its stream would say
+meanwhile stays in Redis (shared/redis/tokens/feed.py). A client that leaves that buffer full for `slow_reader_s` is cut
+off, so nothing is held for it for longer. Bodies have a time limit of their own (api/http/limits.py).
+"""
+
+import asyncio
+import resource
+
+import structlog
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+log = structlog.get_logger()
+
+HEADERS_WITHIN_S = 20.0  # from the connection's first byte, or the first byte of a further request
+MAX_HEADER_BYTES = 64 << 10
+FILES = 65_536  # open files wanted; a stream is one
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol with the bounds; `bounded` makes one with other limits."""
+
+    slow_reader_s = 30.0
+
+    _cut: asyncio.TimerHandle | None = None
+    _overdue: asyncio.TimerHandle | None = None
+    _header_bytes = 0
+    _in_headers = True
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has come; it must say what it wants."""
+        super().connection_made(transport)
+        self._expect_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has gone."""
+        for timer in (self._cut, self._overdue):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a request."""
+        if self._in_headers:
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES + len(data):  # this block may end them
+                self._abort("headers without end")
+                return
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        if self._overdue is None:
+            self._expect_headers()
+
+    def on_headers_complete(self) -> None:
+        """Its headers are there."""
+        self._in_headers, self._header_bytes = False, 0
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as we write."""
+        super().pause_writing()
+        self._cut = self.loop.call_later(self.slow_reader_s, self._abort, "it does not read")
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        if self._cut is not None:
+            self._cut.cancel()
+            self._cut = None
+        super().resume_writing()
+
+    def _expect_headers(self) -> None:
+        self._in_headers = True
+        self._overdue = self.loop.call_later(HEADERS_WITHIN_S, self._abort, "it sends no request")
+
+    def _abort(self, reason: str) -> None:
+        log.info("api.connection_cut", reason=reason, client=self.client and self.client[0])
+        self.transport.abort()
+
+
+def bounded(slow_reader_s: float) -> type[BoundedProtocol]:
+    """The protocol with this bound."""
+    return type("Protocol", (BoundedProtocol,), {"slow_reader_s": slow_reader_s})
+
+
+def raise_file_limit() -> int:
+    """Allow this process as many open files as it may have, up to FILES; returns how many that is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (ValueError, OSError):  # macOS: the kernel allows fewer than it says
+        return soft
+    return wanted

@@ -1,0 +1,150 @@
+"""Bounds on what a client may send, checked before anything is parsed."""
+
+import asyncio
+import re
+import time
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.http.errors import error_response
+from api.ring.room import aside
+from shared.errors import InvalidRequestError, ParallmError, PayloadTooLargeError
+from shared.process.settings import ApiSettings
+
+MAX_JSON_DEPTH = 64
+VALUES_PER_OBJECT = 20  # an object costs more to check than a number: so many times fewer of them are taken
+VALUES_PER_LIST = 4
+FEW_OBJECTS = 1000  # or lists, are always taken
+BODY_WITHIN_S = 30.0  # of everything but uploads
+TRAJECTORIES = "/v1/training/update"  # token ids and log-probabilities: long bodies of many numbers
+BYTES_PER_NUMBER = 8
+BYTES_PER_OBJECT = 50
+LARGE_BYTES = 1 << 18  # of a body: to look at its shape takes some 10 ms from here on
+
+UPLOADS = re.compile(
+    r"/v1/files|/v1/jobs|/v1/adapters|/v1/adapters/[^/]+/versions|/upload_adapter|/update_adapter_weights"
+)
+_UNSAID = ("", "application/x-www-form-urlencoded")  # what `curl -d` says: only the dashboard takes such forms
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)  # possessive: one pass, whatever the text
+# A piece of JSON that is taken in one call, so that other threads get a turn in between; it never ends in a string.
+_PIECE = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.?)*+(?:"|\Z)){1,10000}+', re.DOTALL)
+_NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+
+
+class BodyLimit:
+    """Bounds request bodies: by Content-Length, while reading, and JSON by its depth and its number of values.
+
+    Uploads are multipart bodies, which their routes stream to disk; they have a bound of their own. To any other route
+    a multipart body is one like all others: it would be read into memory. A body of no said type is JSON.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ApiSettings) -> None:
+        self._app = app
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = MutableHeaders(scope=scope)
+        if headers.get("content-type", "") in _UNSAID and not scope["path"].startswith("/dashboard"):
+            headers["content-type"] = "application/json"
+        upload = is_multipart(headers) and UPLOADS.fullmatch(scope["path"]) is not None
+        limit, most_values, most_objects = self._bounds(scope["path"], upload)
+        detail = f"the body is larger than {limit} bytes"
+        if scope["path"] == "/v1/jobs" and not upload:
+            detail += "; upload many prompts as JSONL (multipart/form-data)"
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > limit:
+            await error_response(PayloadTooLargeError(detail))(scope, receive, send)
+            return
+        read, until = 0, time.monotonic() + BODY_WITHIN_S
+        held: list[bytes] | None = None if upload else []  # until the whole body has been looked at
+
+        async def bounded() -> Message:
+            nonlocal read, held
+            while True:
+                message = await (receive() if held is None else _in_time(receive, until))
+                if message["type"] != "http.request":
+                    return message
+                read += len(message.get("body", b""))
+                if read > limit:
+                    raise HTTPException(413, detail)
+                if held is None:
+                    return message
+                held.append(message.get("body", b""))
+                if not message.get("more_body"):
+                    body, held = b"".join(held), None
+                    try:
+                        if len(body) > LARGE_BYTES:
+                            await aside(check_shape, body, most_values, most_objects)
+                        else:
+                            check_shape(body, most_values, most_objects)
+                    except ParallmError as error:  # FastAPI lets no other error out of a body
+                        raise HTTPException(error.status, error.message) from error
+                    return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, bounded, send)
+
+    def _bounds(self, path: str, upload: bool) -> tuple[int, int, int]:
+        """Bytes of a body, and values and objects in it; 0 objects: as many as go with the values."""
+        limit, most_values = self._settings.max_request_bytes, self._settings.max_json_values
+        if upload:
+            return self._settings.max_upload_bytes, most_values, 0
+        if path == TRAJECTORIES:
+            limit = self._settings.max_training_bytes
+            most_values = max(most_values, limit // BYTES_PER_NUMBER)
+            return limit, most_values, limit // BYTES_PER_OBJECT
+        return limit, most_values, 0
+
+
+def is_multipart(headers: Headers) -> bool:
+    """Whether a body is a form with files; the name of a media type may be written in any case."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower() == "multipart/form-data"
+
+
+async def _in_time(receive: Receive, until: float) -> Message:
+    try:
+        async with asyncio.timeout(until - time.monotonic()):
+            return await receive()
+    except TimeoutError:
+        raise HTTPException(400, f"the body did not arrive within {BODY_WITHIN_S:g} s") from None
+
+
+def check_shape(body: bytes, max_values: int, max_objects: int = 0) -> None:
+    """InvalidRequestError for JSON nested too deep, or of too many values or objects; whether it is JSON is not asked.
+
+    Linear in the body's length: strings are cut out, and what is left is looked at by counting and replacing.
+    """
+    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH and body.count(b",") < max_values:
+        return
+    bare = _bare(body)
+    if bare.count(b",") >= max_values:
+        raise InvalidRequestError(f"the body has more than {max_values} values (--max-json-values)")
+    max_objects = max_objects or max(FEW_OBJECTS, max_values // VALUES_PER_OBJECT)
+    if (objects := bare.count(b"{")) > max_objects:
+        raise InvalidRequestError(f"the body has {objects} objects, and {max_objects} is the limit (--max-json-values)")
+    if (lists := bare.count(b"[")) > max(FEW_OBJECTS, max_values // VALUES_PER_LIST):
+        raise InvalidRequestError(f"the body has {lists} lists, too many for {max_values} values (--max-json-values)")
+    if _is_deep(bare):
+        raise InvalidRequestError(f"the body is nested deeper than {MAX_JSON_DEPTH} levels")
+
+
+def is_deep(text: bytes) -> bool:
+    """Whether JSON, which may be a line of an upload, is nested deeper than any of ours may be."""
+    return text.count(b"[") + text.count(b"{") > MAX_JSON_DEPTH and _is_deep(_bare(text))
+
+
+def _bare(body: bytes) -> bytes:
+    return b"".join(_STRING.sub(b"", piece[0]) for piece in _PIECE.finditer(body))
+
+
+def _is_deep(bare: bytes) -> bool:
+    brackets = bare.translate(_ONE_KIND, _NOT_BRACKETS)
+    for _ in range(MAX_JSON_DEPTH):
+        brackets = brackets.replace(b"[]", b"")  # takes the innermost level off
+    return b"[" in brackets

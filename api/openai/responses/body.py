@@ -1,0 +1,401 @@
+"""The body of POST /v1/responses, and the chat that it comes to.
+
+Nothing is kept between two requests: what would need it (`store`, `previous_response_id`, `conversation`, `background`)
+is refused by name, and the client sends the turns so far as `input`.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
+
+from api.generation.structured import Schema
+from api.http.fields import HistoryModel, RequestModel, complaint
+from api.openai.bodies import ChatCompletionRequest
+from shared.errors import InvalidRequestError
+from shared.sequences import AdapterPolicy
+
+MAX_ITEMS = 4096  # a chat has as many messages
+
+Off = dict[str, tuple[Any, ...]]
+
+
+def _known_type(*known: str) -> BeforeValidator:
+    """Refuse things of another `type` by name."""
+
+    def check(value: Any) -> Any:
+        kind = value.get("type", known[0]) if isinstance(value, dict) else known[0]
+        if kind not in known:
+            raise complaint("type", f"type '{kind}' is not supported, only {', '.join(known)}", unsupported=True)
+        return value
+
+    return BeforeValidator(check)
+
+
+class TextPart(HistoryModel):
+    """A part of a message; text alone."""
+
+    off: ClassVar[Off] = {"annotations": ([],), "logprobs": ([],)}
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+def _parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+# A text, or parts of one.
+Text = Annotated[
+    list[Annotated[TextPart, _known_type("input_text", "output_text", "text")]],
+    BeforeValidator(_parts),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
+]
+
+
+def _joined(parts: list[TextPart]) -> str:
+    return "".join(part.text for part in parts)
+
+
+class InputMessage(HistoryModel):
+    """A message of an earlier turn, or the new one."""
+
+    off: ClassVar[Off] = {"phase": ()}
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text
+    id: str | None = None
+    status: str | None = None
+
+
+class FunctionCallItem(HistoryModel):
+    """A call that the model made."""
+
+    off: ClassVar[Off] = {"namespace": (), "caller": (), "async": (False,), "async_": (False,)}
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class FunctionOutputItem(HistoryModel):
+    """What a call brought."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Text
+    id: str | None = None
+    status: str | None = None
+
+
+class _Thought(HistoryModel):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(HistoryModel):
+    """What the model thought; its template decides whether it sees that again."""
+
+    off: ClassVar[Off] = {"encrypted_content": ()}
+
+    type: Literal["reasoning"]
+    summary: list[_Thought] = Field(default_factory=list)
+    content: list[_Thought] | None = None
+    id: str | None = None
+    status: str | None = None
+
+
+def _kind(value: Any) -> Any:
+    return {"type": "message", **value} if isinstance(value, dict) and "type" not in value else value
+
+
+def _tag(value: Any) -> str:
+    """Which kind of item it is; not an identifier, so that no error takes it for a field (api/http/errors.py)."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "message")
+    return f"<{kind}>"
+
+
+Item = Annotated[
+    Annotated[
+        Annotated[InputMessage, Tag("<message>")]
+        | Annotated[FunctionCallItem, Tag("<function_call>")]
+        | Annotated[FunctionOutputItem, Tag("<function_call_output>")]
+        | Annotated[ReasoningItem, Tag("<reasoning>")],
+        Discriminator(_tag),
+    ],
+    _known_type("message", "function_call", "function_call_output", "reasoning"),
+    BeforeValidator(_kind),
+]
+
+
+def _items(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_ITEMS:
+        raise complaint("", f"{len(value)} items, and {MAX_ITEMS} is the limit")
+    return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
+
+
+Items = Annotated[
+    list[Item],
+    BeforeValidator(_items),
+    Field(min_length=1),
+    WithJsonSchema(
+        {
+            "description": "a text, or the turns so far: messages, function calls, their outputs, reasoning",
+            "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}],
+        }
+    ),
+]
+
+
+class FunctionTool(HistoryModel):
+    """A function that the model may call."""
+
+    off: ClassVar[Off] = {"allowed_callers": (), "defer_loading": (False,), "output_schema": ()}
+
+    type: Literal["function"]
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(RequestModel):
+    """The one function to call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class AllowedFunctions(RequestModel):
+    """Some of the tools, and whether one of them must be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[Annotated[FunctionChoice, _known_type("function")]] = Field(min_length=1, max_length=128)
+
+
+# Reasoning comes as text, so there is nothing to decrypt.
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+LOGPROBS = "message.output_text.logprobs"
+
+
+class TextFormat(RequestModel):
+    """What the text must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: Schema | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> "TextFormat":
+        if (self.type == "json_schema") != (self.schema_ is not None and self.name is not None):
+            raise complaint("", "'name' and 'schema' go with type 'json_schema', and with no other")
+        return self
+
+
+class TextConfig(RequestModel):
+    """How the text comes."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(default=None, description="for templates that know it")
+
+
+class Reasoning(RequestModel):
+    """How the model reasons. Its reasoning comes whole, so `auto` gets no summary besides."""
+
+    off: ClassVar[Off] = {
+        "summary": ("auto",),
+        "generate_summary": ("auto",),
+        "context": ("auto",),
+        "mode": ("standard",),
+    }
+
+    effort: str | None = None
+
+
+class ResponseRequest(RequestModel):
+    """POST /v1/responses."""
+
+    off: ClassVar[Off] = {
+        "store": (False,),
+        "previous_response_id": (),
+        "conversation": (),
+        "background": (False,),
+        "prompt": (),
+        "stream_options": ({}, {"include_obfuscation": False}),
+        "service_tier": ("auto", "default"),
+        "context_management": (),
+        "moderation": (),
+        "access_programs": (),
+        "image": (),
+    }
+
+    input: Items
+    model: str | None = None
+    instructions: str | None = Field(default=None, description="a system message before the input")
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=1.0, ge=0, le=2)
+    top_p: float | None = Field(default=1.0, ge=0, le=1)
+    stream: bool | None = False
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    tools: list[Annotated[FunctionTool, _known_type("function")]] | None = Field(default=None, max_length=128)
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"]
+        | Annotated[
+            Annotated[FunctionChoice, Tag("<function>")] | Annotated[AllowedFunctions, Tag("<allowed_tools>")],
+            Discriminator(_tag),
+        ]
+        | None,
+        _known_type("function", "allowed_tools"),
+    ] = None
+    parallel_tool_calls: bool | None = True
+    max_tool_calls: int | None = Field(
+        default=None, ge=1, description="of built-in tools, of which there are none: it comes back with the response"
+    )
+    include: list[Included] | None = Field(default=None, description="what comes besides the text")
+    top_logprobs: int | None = Field(default=None, ge=0, le=20, description="with the log-probabilities of `include`")
+    truncation: Literal["auto", "disabled"] | None = Field(
+        default=None, description="auto: of an input that does not fit the context the oldest turns go"
+    )
+    metadata: dict[str, str] | None = Field(default=None, description="comes back with the response")
+    user: str | None = Field(default=None, description="a session: it stays with its choice of an adapter split")
+    safety_identifier: str | None = Field(default=None, description="accepted, not used")
+    prompt_cache_key: str | None = Field(default=None, description="accepted, not used")
+    prompt_cache_retention: str | None = Field(default=None, description="accepted, not used")
+    prompt_cache_options: dict[str, Any] | None = Field(default=None, description="accepted, not used")
+    # ours
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    adapter: str | None = None
+    lora_adapter: str | None = None
+    adapter_policy: AdapterPolicy | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # vLLM's, as on /v1/chat/completions
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    priority: int | None = None
+    request_id: str | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> "ResponseRequest":
+        if self.top_logprobs and not self.wants_logprobs:
+            raise complaint("top_logprobs", f"'top_logprobs' needs 'include': [\"{LOGPROBS}\"]")
+        return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the text comes with log-probabilities."""
+        return LOGPROBS in (self.include or ())
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The input as messages of a chat."""
+        return _messages(self.instructions, self.input)
+
+    def chat(self, skipped: int = 0) -> ChatCompletionRequest:
+        """The same request to /v1/chat/completions; `skipped`: so many of its oldest turns are left out."""
+        body: dict[str, Any] = {
+            "messages": without_turns(self.messages(), skipped),
+            "logprobs": self.wants_logprobs,
+            "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
+            "verbosity": None if self.text is None else self.text.verbosity,
+            "max_completion_tokens": self.max_output_tokens,
+            "response_format": self._format(),
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+        }
+        for name in ("model", "temperature", "top_p", "user", "seed", "adapter", "lora_adapter", "adapter_policy",
+                     "chat_template_kwargs", "parallel_tool_calls", "top_k", "min_p", "presence_penalty",
+                     "frequency_penalty", "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
+                     "min_tokens", "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids",
+                     "bad_words", "truncate_prompt_tokens", "truncation_side", "structured_outputs", "priority",
+                     "request_id"):  # fmt: skip
+            body[name] = getattr(self, name)
+        if self.tools:
+            functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools]
+            body["tools"] = [{"type": "function", "function": each} for each in functions]
+        body["tool_choice"] = self._choice()
+        return ChatCompletionRequest.model_validate(body)
+
+    def _choice(self) -> Any:
+        choice = self.tool_choice
+        if isinstance(choice, FunctionChoice):
+            return _named(choice)
+        if isinstance(choice, AllowedFunctions):
+            allowed = {"mode": choice.mode, "tools": [_named(each) for each in choice.tools]}
+            return {"type": choice.type, "allowed_tools": allowed}
+        return choice
+
+    def _format(self) -> dict[str, Any] | None:
+        wanted = None if self.text is None else self.text.format
+        if wanted is None:
+            return None
+        if wanted.type != "json_schema":
+            return {"type": wanted.type}
+        return {"type": wanted.type, "json_schema": {"name": wanted.name, "schema": wanted.schema_}}
+
+
+def _named(choice: FunctionChoice) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def without_turns(messages: list[dict[str, Any]], skipped: int) -> list[dict[str, Any]]:
+    """Messages without the oldest turns: a turn begins with a user's message. What the system says stays."""
+    if not skipped:
+        return messages
+    starts = turn_starts(messages)
+    return [each for at, each in enumerate(messages) if at >= starts[skipped] or _is_system(each)]
+
+
+def turn_starts(messages: list[dict[str, Any]]) -> list[int]:
+    """Where each turn begins."""
+    return [0, *(at for at, each in enumerate(messages) if at and each["role"] == "user")]
+
+
+def _is_system(message: dict[str, Any]) -> bool:
+    return message["role"] in ("system", "developer")
+
+
+def _messages(instructions: str | None, given: "list[Item]") -> list[dict[str, Any]]:
+    """Items as messages: a call belongs to the assistant's message before it, reasoning to the one after."""
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    thought = ""
+    for item in given:
+        if isinstance(item, ReasoningItem):
+            thought = "".join(part.text for part in item.content or item.summary)
+        elif isinstance(item, FunctionOutputItem):
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
+        elif isinstance(item, FunctionCallItem):
+            function = {"name": item.name, "arguments": item.arguments}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(
+                {"id": item.call_id, "type": "function", "function": function}
+            )
+        else:
+            messages.append({"role": item.role, "content": _joined(item.content)})
+        if thought and messages and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"], thought = thought, ""
+    if not messages:
+        raise InvalidRequestError("'input' has no message", param="input")
+    return messages

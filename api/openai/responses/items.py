@@ -1,0 +1,131 @@
+"""The output of a response: its items, and the events that tell of them as they grow.
+
+An item is reasoning, a message or a function call; one is open at a time. The same writer makes the items of a whole
+response, whose events nobody reads.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from api.generation.logprobs import ChatLogprob
+from api.generation.splitter import CallPart, Piece
+
+Event = dict[str, Any]
+
+_TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}  # kind of item -> its part, in names of events
+
+
+class ItemWriter:
+    """Turns pieces of a completion into items and events. `base` names the items."""
+
+    def __init__(self, base: str) -> None:
+        self._base = base
+        self._logprobs: list[ChatLogprob] = []  # of tokens that no text has come of yet
+        self.items: list[dict[str, Any]] = []  # as they are now
+        self.reasoning = ""
+        self._open = ""  # kind of the last item while it grows: message, reasoning, call
+        self._calls = 0
+
+    def take(self, piece: Piece, logprobs: Sequence[ChatLogprob] = ()) -> list[Event]:
+        """The events of a piece: reasoning, then content, then calls. `logprobs`: of its tokens, for the content."""
+        events: list[Event] = []
+        self._logprobs += logprobs
+        if piece.reasoning:
+            self.reasoning += piece.reasoning
+            events += self._grow("reasoning", piece.reasoning)
+        if piece.content:
+            events += self._grow("message", piece.content)
+        elif piece.reasoning or piece.calls:
+            self._logprobs.clear()
+        for part in piece.calls:
+            events += self._call(part)
+        return events
+
+    def end(self, incomplete: bool) -> list[Event]:
+        """Close what is open. A response without any item gets an empty message."""
+        events = [] if self.items else self._begin("message")
+        return events + self._close("incomplete" if incomplete else "completed")
+
+    def _grow(self, kind: str, text: str) -> list[Event]:
+        events = [] if self._open == kind else [*self._close("completed"), *self._begin(kind)]
+        item = self.items[-1]
+        item["content"][0]["text"] += text
+        more: dict[str, Any] = {}
+        if kind == "message":
+            more = {"logprobs": [_brief(each) for each in self._logprobs]}
+            item["content"][0]["logprobs"] += self._logprobs
+            self._logprobs = []
+        return [*events, self._event(f"{_TEXTS[kind]}.delta", item, content_index=0, delta=text, **more)]
+
+    def _begin(self, kind: str) -> list[Event]:
+        self._open = kind
+        at = len(self.items)
+        if kind == "message":
+            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item: dict[str, Any] = {"id": f"msg_{self._base}{at:02d}", "type": "message", "role": "assistant"}
+        else:
+            part = {"type": "reasoning_text", "text": ""}
+            item = {"id": f"rs_{self._base}{at:02d}", "type": "reasoning", "summary": []}
+        item |= {"status": "in_progress", "content": []}
+        added = self._added(item)
+        item["content"] = [{**part, "logprobs": []} if kind == "message" else dict(part)]
+        return [added, self._event("content_part.added", item, content_index=0, part=part)]
+
+    def _close(self, status: str) -> list[Event]:
+        kind, self._open = self._open, ""
+        if not kind:
+            return []
+        item = self.items[-1]
+        item["status"] = status
+        if kind == "call":
+            said = {"name": item["name"], "arguments": item["arguments"]}
+            return [self._event("function_call_arguments.done", item, **said), self._done(item)]
+        part = item["content"][0]
+        return [
+            self._event(f"{_TEXTS[kind]}.done", item, content_index=0, text=part["text"], **_told(part)),
+            self._event("content_part.done", item, content_index=0, part=part),
+            self._done(item),
+        ]
+
+    def _call(self, part: CallPart) -> list[Event]:
+        events = self._begin_call(part.name) if part.name else []
+        item = self.items[-1]
+        if part.arguments:
+            item["arguments"] += part.arguments
+            events.append(self._event("function_call_arguments.delta", item, delta=part.arguments))
+        return events + (self._close("completed") if part.complete else [])
+
+    def _begin_call(self, name: str) -> list[Event]:
+        events = self._close("completed")
+        item = {
+            "id": f"fc_{self._base}{len(self.items):02d}",
+            "type": "function_call",
+            "call_id": f"call_{self._base}{self._calls:02d}",
+            "name": name,
+            "arguments": "",
+            "status": "in_progress",
+        }
+        self._calls += 1
+        self._open = "call"
+        return [*events, self._added(item)]
+
+    def _added(self, item: dict[str, Any]) -> Event:
+        self.items.append(item)
+        return {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)}
+
+    def _done(self, item: dict[str, Any]) -> Event:
+        return {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": dict(item)}
+
+    def _event(self, name: str, item: dict[str, Any], /, **fields: Any) -> Event:
+        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
+        return {"type": f"response.{name}", **place, **fields}
+
+
+def _told(part: dict[str, Any]) -> dict[str, Any]:
+    return {"logprobs": [_brief(each) for each in part["logprobs"]]} if "logprobs" in part else {}
+
+
+def _brief(logprob: ChatLogprob) -> dict[str, Any]:
+    """As events have it: without bytes."""
+    tops = [{"token": top.token, "logprob": top.logprob} for top in logprob.top_logprobs]
+    return {"token": logprob.token, "logprob": logprob.logprob, "top_logprobs": tops}

@@ -1,0 +1,67 @@
+"""POST /reset_prefix_cache: every worker forgets the KV of earlier prompts, as vLLM's engine does.
+
+The order goes to each live worker's control channel, again every second until it has answered; forgetting twice harms
+nobody. An answer comes when all of them have, so a request sent behind it computes its prompt anew.
+"""
+
+import asyncio
+import time
+import uuid
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Depends, Query
+from pydantic import BaseModel, Field
+
+from api.http.errors import error_responses
+from api.ring.ring import Ring, ring_of
+from shared.errors import ServiceUnavailableError
+from shared.redis import keys
+
+router = APIRouter(tags=["rl"])
+
+PATIENCE_S = 30.0
+SAY_AGAIN_S = 1.0
+LOOK_S = 0.02
+_DEAF = frozenset({"starting", "stuck"})  # states of workers that have no cache yet, or never answer
+
+
+class CacheReset(BaseModel):
+    """What was done."""
+
+    status: str = "reset"
+    workers: list[str] = Field(description="who has forgotten")
+
+
+@router.post("/reset_prefix_cache", summary="Forget cached prefixes (vLLM)", responses=error_responses(400, 503))
+async def reset_prefix_cache(
+    ring: Annotated[Ring, Depends(ring_of)],
+    reset_running_requests: Annotated[
+        bool, Query(description="rows that run compute their KV anew as well, and go on behind their last token")
+    ] = False,
+    reset_external: Annotated[bool, Query(description="vLLM's; there is no cache outside the workers")] = False,
+) -> CacheReset:
+    """All workers of the ring; one that starts later has nothing to forget."""
+    order = f"cache-{uuid.uuid4().hex}"
+    message = msgspec.msgpack.encode(("reset-cache", order, "rows" if reset_running_requests else ""))
+    until, said_at = time.monotonic() + PATIENCE_S, float("-inf")
+    while True:
+        workers = await _hearing(ring)
+        answers = await ring.redis.mget([keys.answer(f"{order}-{each}") for each in workers]) if workers else []
+        left = [each for each, answer in zip(workers, answers, strict=True) if answer is None]
+        if not left:
+            return CacheReset(workers=workers)
+        now = time.monotonic()
+        if now > until:
+            raise ServiceUnavailableError(f"these workers have not said that they have reset their cache: {left}")
+        if now - said_at > SAY_AGAIN_S:
+            said_at = now
+            for each in left:
+                await ring.redis.publish(keys.control_channel(each), message)
+        await asyncio.sleep(LOOK_S)
+
+
+async def _hearing(ring: Ring) -> list[str]:
+    """Ids of the live workers that can be told, of all models."""
+    found = [worker for model in await ring.registry.names() for worker in await ring.registry.workers(model)]
+    return [worker.id for worker in found if worker.state not in _DEAF]

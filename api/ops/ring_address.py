@@ -1,0 +1,34 @@
+"""GET /v1/ring: where this ring's Redis is, for processes that join it knowing the api alone (`--connect-to`)."""
+
+from typing import Annotated
+from urllib.parse import unquote
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, Field
+
+from api.ring.ring import Ring, ring_of
+from shared.redis.connection.address import Parts
+
+router = APIRouter(tags=["operations"])
+TheRing = Annotated[Ring, Depends(ring_of)]
+
+
+class RingAddress(BaseModel):
+    """An address without what opens it: secrets do not travel over HTTP."""
+
+    redis: str = Field(description="URL without user and password, as this api reaches it")
+    username: str = Field(description="'' for Redis' default user")
+    needs_password: bool = Field(description="whoever joins has to know it")
+
+
+@router.get("/v1/ring", summary="Where the ring is")
+async def ring_address(ring: TheRing) -> RingAddress:
+    """The Redis that joins this api, its workers and its trainer. Needs an API key where the server has keys."""
+    return address_of(ring.settings.redis)
+
+
+def address_of(url: str) -> RingAddress:
+    """What may be told of a Redis URL."""
+    parts = Parts.of(url)
+    plain = f"{parts.scheme}://{parts.hosts}{parts.path}"
+    return RingAddress(redis=plain, username=unquote(parts.username), needs_password=bool(parts.password))

@@ -1,0 +1,217 @@
+"""The api process's hands in the ring: Redis, the models that workers serve, the frames that come back."""
+
+import asyncio
+import socket
+import time
+import uuid
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from fastapi import Request
+from redis.asyncio import Redis
+
+from api.http.auth import asker
+from api.load import Load
+from api.ring.grammars import GrammarChecker
+from api.ring.ordered_scores import OrderedScores
+from shared.errors import InvalidRequestError, PausedError, ServiceUnavailableError, UnknownModelError
+from shared.process.settings import ApiSettings
+from shared.redis.adapters.store import AdapterStore
+from shared.redis.connection.client import connect
+from shared.redis.files.batch_store import BatchStore
+from shared.redis.files.file_store import FileStore
+from shared.redis.jobs.store import JobStore
+from shared.redis.queue.affinity import Affinity
+from shared.redis.queue.dead_letters import DeadLetters
+from shared.redis.queue.sequence_queue import CLASSES, SequenceQueue
+from shared.redis.ring.metric_store import MetricWriter
+from shared.redis.ring.pause import PauseSwitch
+from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.tokens.reader import FrameReader
+from shared.scoring.pool import RewardPool
+from shared.scoring.score import Rewards
+from shared.scoring.served import ServedRewards
+from shared.sequences import ModelCard, SequenceClass
+from shared.telemetry.metrics import Tally
+from shared.text.codec import CodecCache, TextCodec
+
+LOOK_AGAIN_S = 1.0  # how old the view of live models may be
+MAX_SCORE_S = 60.0  # that a job runner may take over texts to be scored at once
+SERVING = frozenset({"ready", "paused"})  # states of workers that have taken, or will take, what waits
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model with at least one live worker, and what is needed to use it."""
+
+    card: ModelCard
+    codec: TextCodec
+    queue: SequenceQueue
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: changes when weights or tokenizer do."""
+        return f"fp_{self.card.base_sha256[:10]}{self.card.tokenizer_sha256[:6]}"
+
+
+class Ring:
+    """Everything that outlives a request in this process."""
+
+    def __init__(self, settings: ApiSettings, tally: Tally | None = None) -> None:
+        self.settings = settings
+        self.tally = tally or Tally()
+        self.api_id = settings.api_id or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:8]}"
+        self.shutting_down = False
+        self.load = Load(settings.max_concurrent_requests, self.tally)
+        self.redis: Redis = connect(settings.redis)
+        self.registry = WorkerRegistry(self.redis)
+        self.affinity = Affinity(self.redis, self.registry)
+        self.codecs = CodecCache(self.registry)
+        self.grammars = GrammarChecker()
+        self.jobs = JobStore(self.redis)
+        self.files = FileStore(self.redis)
+        self.batches = BatchStore(self.redis)
+        self.dead_letters = DeadLetters(self.redis)
+        self.adapters = AdapterStore(self.redis, keep_n=settings.adapter_keep_n, who_asks=asker)
+        self.frames = FrameReader(settings.redis, self.api_id)
+        self.counts = MetricWriter(self.redis, self.tally, "api", self.api_id)
+        self.patterns = RewardPool(processes=1)  # compiles the patterns of rewards, and scores nothing
+        self.judges = ServedRewards(self.redis, f"reward-{self.api_id}", asker)
+        self.rewards = Rewards(OrderedScores(self.redis, min(MAX_SCORE_S, settings.request_timeout_s)), self.judges)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._queues: dict[str, SequenceQueue] = {}
+        self._live: dict[str, ModelCard] = {}
+        self._workers: dict[str, list[WorkerStatus]] = {}
+        self._looked = float("-inf")
+        self._looking = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Subscribe to our frames and announce this process."""
+        await self.frames.start()
+        self._tasks = [asyncio.create_task(self.counts.run()), asyncio.create_task(self.load.watch())]
+
+    async def stop(self) -> None:
+        """Let go of Redis."""
+        await self.frames.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.judges.close()
+        self.patterns.close()
+        await self.grammars.close()
+        await self.redis.aclose()
+
+    async def live_models(self) -> dict[str, ModelCard]:
+        """Cards of the models that a live worker serves, at most a second old."""
+        if time.monotonic() - self._looked > LOOK_AGAIN_S:
+            async with self._looking:  # one looks, the others wait for what it sees
+                if time.monotonic() - self._looked > LOOK_AGAIN_S:
+                    cards = await self.registry.models()
+                    self._workers = {card.name: await self.registry.workers(card.name) for card in cards}
+                    self._live = {card.name: card for card in cards if self.serving(card.name)}
+                    self._looked = time.monotonic()
+                    for card in self._live.values():
+                        self.codecs.prepare(card)
+        return self._live
+
+    @property
+    def models_seen(self) -> Collection[str]:
+        """Names of the live models, as of the last look."""
+        return self._live
+
+    def serving(self, model: str) -> list[WorkerStatus]:
+        """A model's workers that will take what is enqueued, as of the last look."""
+        return [worker for worker in self._workers.get(model, ()) if worker.state in SERVING]
+
+    def memory_pressure(self, model: str) -> float:
+        """Share of its KV memory that the worker with most room has given out, as of the last look; 0 without one."""
+        shares = (worker.kv_bytes / max(1, worker.kv_limit_bytes) for worker in self.serving(model))
+        return min(shares, default=0.0)
+
+    async def check_memory(self, model: str) -> None:
+        """ServiceUnavailableError when no worker of the model has room for another sequence."""
+        await self.live_models()
+        threshold, pressure = self.settings.memory_pressure_threshold, self.memory_pressure(model)
+        if threshold and pressure >= threshold:
+            raise ServiceUnavailableError(
+                f"every worker of model '{model}' has given out {pressure:.0%} or more of its KV memory "
+                f"(--memory-pressure-threshold {threshold}); try again shortly"
+            )
+
+    async def check_pause(self) -> None:
+        """PausedError under a pause, where this server lets no new request wait for its end."""
+        if self.settings.pause_new_requests == "wait":
+            return
+        order = await PauseSwitch(self.redis).current()
+        if order is not None:
+            raise PausedError(
+                f"the workers are paused (POST /pause, mode {order.mode}) and this server refuses new requests until "
+                "POST /resume (--pause-new-requests refuse)"
+            )
+
+    async def served(self, name: str | None) -> ServedModel:
+        """The model of a request; without a name, the only one that is served."""
+        live = await self.live_models()
+        if name is None:
+            name = _only(list(live))
+        card = await self.live_card(name)
+        if card is None:
+            known = await self.card(name)
+            if known is None:
+                raise UnknownModelError(f"model '{name}' does not exist; served: {_listed(live)}", param="model")
+            card = live.get(known.name)
+        if card is None:
+            why = f": Redis refuses writes ({self.frames.refusal})" if self.frames.refusal else ""
+            raise ServiceUnavailableError(f"no live worker serves model '{name}' at the moment{why}")
+        return ServedModel(card, await self.codecs.codec(card), self.queue(card.name))
+
+    async def known(self, name: str) -> tuple[ModelCard, TextCodec]:
+        """Card and codec of a model, whether or not a worker lives."""
+        card = await self.card(name)
+        if card is None:
+            raise UnknownModelError(f"model '{name}' does not exist", param="model")
+        return card, await self.codecs.codec(card)
+
+    async def card(self, model: str) -> ModelCard | None:
+        """The card of a model, by what a request calls it: its name, or what a worker of it was given as `--model`."""
+        found = await self.live_card(model) or await self.registry.card(model)
+        return found or (_called(model, await self.registry.models()) if "/" in model else None)
+
+    async def live_card(self, model: str) -> ModelCard | None:
+        """The same of a model that a live worker serves, without asking Redis."""
+        live = await self.live_models()
+        return live.get(model) or _called(model, live.values())
+
+    def queue_bound(self, kind: SequenceClass) -> int:
+        """How many sequences of a class may wait for one model."""
+        return self.settings.max_queue_size if kind == "interactive" else self.settings.max_batch_queue_size
+
+    def queue(self, model: str) -> SequenceQueue:
+        """The sequence queue of a model."""
+        queue = self._queues.get(model)
+        if queue is None:
+            queue = SequenceQueue(self.redis, model, max_waiting={kind: self.queue_bound(kind) for kind in CLASSES})
+            self._queues[model] = queue
+        return queue
+
+
+async def ring_of(request: Request) -> Ring:
+    """The ring of the app that serves a request; async, since FastAPI runs any other function in a thread."""
+    ring: Ring = request.app.state.ring
+    return ring
+
+
+def _called(source: str, cards: Iterable[ModelCard]) -> ModelCard | None:
+    return min((card for card in cards if source in card.sources), key=lambda card: card.name, default=None)
+
+
+def _only(names: list[str]) -> str:
+    if not names:
+        raise ServiceUnavailableError("no live worker serves any model at the moment")
+    if len(names) > 1:
+        raise InvalidRequestError(f"'model' is required: {_listed(names)} are served", param="model")
+    return names[0]
+
+
+def _listed(names: "dict[str, ModelCard] | list[str]") -> str:
+    return ", ".join(sorted(names)) or "none"

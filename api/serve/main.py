@@ -1,0 +1,292 @@
+"""`mlx_parallm_serve`: Redis, api, job runner and workers on one machine, as child processes.
+
+With `--redis URL`, or `--connect-to HOST:PORT` of an api, it joins an existing ring. Every process talks to the others
+through Redis alone, so a second machine's `mlx_parallm_worker --redis ...` is no different from the workers started
+here.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import structlog
+import yaml
+from pydantic import SecretStr
+from redis.exceptions import RedisError
+
+from api.http.api_keys import KeyRing
+from api.http.auth import check_exposure
+from api.serve.embedded_redis import EmbeddedRedis
+from api.serve.supervisor import ChildSpec, Supervisor, wait_for
+from shared.errors import ServiceUnavailableError, SetupError
+from shared.process import nested_config
+from shared.process.discovery import join
+from shared.process.lifeline import follow_parent
+from shared.process.logs import configure
+from shared.process.settings import ApiSettings, RunnerSettings, ServeSettings, WorkerSettings, load
+from shared.redis.connection.address import shown
+from shared.redis.connection.client import answers, connect, require
+from shared.redis.ring.child_troubles import ChildTroubles
+from shared.telemetry import tracing
+
+log = structlog.get_logger()
+
+TRAINER = "trainer.hosted:HostedTrainer"
+TRAINER_FLAGS = ("lora_rank", "atropos_url")  # of ours that are the hosted trainer's settings
+SECRETS = ("PARALLM_API_KEY", "PARALLM_CONNECT_KEY", "PARALLM_REDIS_PASSWORD")
+READY_TIMEOUT_S = 600.0  # a large model loads for minutes
+REDIS_LOOK_S = 0.2
+TELL_EVERY_S = 1.0
+LAST_LOOK_S = 1.0  # at the end: without Redis no child can finish anything
+REDIS_ATTEMPTS = 5
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; the process's exit code."""
+    try:
+        settings = load(ServeSettings, argv)
+        configure(settings.log_level, settings.log_json)
+        share_file(settings)
+        check_modes(settings)
+        check_exposure(settings)
+        tracing.target(settings.otlp_endpoint)  # a wrong one is told once, here
+        for secret in SECRETS:
+            os.environ.pop(secret, None)  # no child inherits it: the apis get digests of keys, the others nothing
+        asyncio.run(join(settings))
+        with _embedded(settings) as server:
+            if server is not None:
+                settings.redis = server.url
+            return asyncio.run(_serve(settings, server))
+    except (SetupError, ServiceUnavailableError) as error:
+        print(f"mlx_parallm_serve: {error}", file=sys.stderr)
+        return 2
+
+
+def share_file(settings: ServeSettings) -> None:
+    """A file with sections of training is the hosted trainer's, too, unless it has one of its own."""
+    if not settings.config or not nested_config.has_training(_given(Path(settings.config))):
+        return
+    if not settings.trains:
+        log.warning("serve.no_training", file=settings.config, hint="add --mode inference_and_training")
+    elif settings.train_config is None:
+        settings.train_config = Path(settings.config)
+
+
+def _given(file: Path) -> dict[str, Any]:
+    return yaml.safe_load(file.read_bytes()) or {}
+
+
+def check_modes(settings: ServeSettings) -> None:
+    """SetupError when the settings contradict each other."""
+    if settings.trains:
+        if not settings.workers:
+            raise SetupError("a hosted trainer needs a worker on this machine: --workers 1, or run mlx_parallm_train")
+        if settings.train_config is not None and not settings.train_config.is_file():
+            raise SetupError(f"--train-config {settings.train_config}: no such file")
+        return
+    for name in ("train_config", *TRAINER_FLAGS):
+        if getattr(settings, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise SetupError(f"{flag} is for a hosted trainer: add --mode inference_and_training")
+
+
+@contextlib.contextmanager
+def _embedded(settings: ServeSettings) -> Iterator[EmbeddedRedis | None]:
+    """Our own Redis, unless the settings name one."""
+    if settings.redis:
+        yield None
+        return
+    server = EmbeddedRedis(settings.data_dir, port=settings.redis_port or None)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+async def _serve(settings: ServeSettings, server: EmbeddedRedis | None) -> int:
+    await require(settings.redis)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    follow_parent(lambda: loop.call_soon_threadsafe(stop.set))
+    supervisor = Supervisor()
+    with contextlib.ExitStack() as stack:
+        listener = None if settings.mode == "training_only" else stack.enter_context(_listen(settings))
+        try:
+            await _start_children(supervisor, settings, listener)
+            code = await _until_stopped(supervisor, settings, listener, stop, server)
+        finally:
+            await supervisor.stop(at_once=not await answers(settings.redis, LAST_LOOK_S))
+    return code
+
+
+def _listen(settings: ServeSettings) -> socket.socket:
+    """The one listening socket, which all api processes inherit."""
+    if settings.uds:
+        return _listen_unix(settings.uds)
+    try:
+        listener = socket.create_server((settings.host, settings.port), backlog=2048)
+    except OSError as error:
+        raise SetupError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port"
+        ) from error
+    listener.set_inheritable(True)
+    return listener
+
+
+def _listen_unix(path: str) -> socket.socket:
+    Path(path).unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        raise SetupError(f"cannot listen on --uds {path}: {error.strerror or error}") from error
+    listener.listen(2048)
+    listener.set_inheritable(True)
+    return listener
+
+
+async def _start_children(supervisor: Supervisor, settings: ServeSettings, listener: socket.socket | None) -> None:
+    # Stopped in the reverse order: first no new requests, then jobs, then the workers drain.
+    for i in range(settings.workers):
+        await supervisor.start(worker_spec(settings, i))
+    if listener is None:
+        return
+    await supervisor.start(ChildSpec("job runner", "worker.jobs", settings.of(RunnerSettings).environment()))
+    fd = listener.fileno()
+    part_of_api = settings.of(ApiSettings)
+    part_of_api.api_key = SecretStr(KeyRing.plain(settings).hashed())  # the children know the hashes alone
+    for i in range(settings.api_processes):
+        environment = part_of_api.environment()
+        await supervisor.start(ChildSpec(f"api {i}", "api", environment, arguments=("--fd", str(fd)), pass_fds=(fd,)))
+
+
+def worker_spec(settings: ServeSettings, index: int) -> ChildSpec:
+    """One worker; the first one hosts the trainer, of which there is one a policy."""
+    part = settings.of(WorkerSettings)
+    part.worker_id = f"{settings.worker_id}-{index}" if settings.worker_id else ""
+    hosts = settings.trains and index == 0
+    part.guest = TRAINER if hosts else part.guest
+    part.end_with_guest = hosts and settings.mode == "training_only"
+    environment = part.environment()
+    if hosts:
+        environment["PARALLM_MODE"] = "rl"  # the trainer's setting of that name
+        given = {name: str(getattr(settings, name)) for name in TRAINER_FLAGS if getattr(settings, name)}
+        environment |= {f"PARALLM_{name.upper()}": value for name, value in given.items()}
+        if not _names_run_dir(settings):  # a run belongs to its ring: another --data-dir is another ring
+            environment["PARALLM_RUN_DIR"] = str(settings.data_dir / "train")
+    return ChildSpec(
+        f"worker {index}",
+        "worker",
+        environment,
+        stop_timeout_s=settings.drain_grace_s + (20 if hosts else 10),
+        ends=part.end_with_guest,
+    )
+
+
+def _names_run_dir(settings: ServeSettings) -> bool:
+    """Whether somebody has said where the hosted trainer's runs lie."""
+    if "PARALLM_RUN_DIR" in os.environ:
+        return True
+    return settings.train_config is not None and "run_dir" in nested_config.names_in(_given(settings.train_config))
+
+
+async def _until_stopped(
+    supervisor: Supervisor,
+    settings: ServeSettings,
+    listener: socket.socket | None,
+    stop: asyncio.Event,
+    server: EmbeddedRedis | None,
+) -> int:
+    ready = asyncio.create_task(_announce(settings, listener))
+    stopped = asyncio.create_task(stop.wait())
+    tended = asyncio.create_task(_tend(server))
+    telling = asyncio.create_task(_tell_troubles(supervisor, settings.redis))
+    waits: list[asyncio.Future[Any]] = [stopped, supervisor.failed, supervisor.ended, tended]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    if tended.done():
+        tended.result()
+    for task in (ready, stopped, tended, telling):
+        task.cancel()
+    if supervisor.failed.done():
+        log.error("serve.child_gave_up", child=supervisor.failed.result().name)
+        return 2
+    return 0
+
+
+async def _tell_troubles(supervisor: Supervisor, url: str) -> None:
+    """Let `/health` say which child ends again and again."""
+    redis = connect(url)
+    told, teller = False, f"{socket.gethostname()}:{os.getpid()}"
+    try:
+        while True:
+            await asyncio.sleep(TELL_EVERY_S)
+            troubles = supervisor.troubles()
+            if troubles or told:
+                with contextlib.suppress(RedisError, OSError):
+                    await ChildTroubles(redis).tell(teller, troubles)
+                    told = bool(troubles)
+    finally:
+        await redis.aclose()
+
+
+async def _tend(server: EmbeddedRedis | None) -> None:
+    """Bring our Redis back when it dies: on its port and its data, so that everybody goes on.
+
+    Ends, with SetupError, only when it cannot be started any more.
+    """
+    while True:
+        await asyncio.sleep(REDIS_LOOK_S)
+        if server is None or server.alive:
+            continue
+        log.error("serve.redis_died", port=server.port)
+        for attempt in range(REDIS_ATTEMPTS):
+            try:
+                await asyncio.to_thread(server.restart)
+                log.warning("serve.redis_restarted", port=server.port)
+                break
+            except SetupError:
+                if attempt == REDIS_ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(1.0)
+
+
+async def _announce(settings: ServeSettings, listener: socket.socket | None) -> None:
+    if listener is None:
+        print(f"ParaLLM trains {settings.model}, without HTTP", flush=True)
+    else:
+        url = f"unix:{settings.uds}" if settings.uds else "http://{}:{}".format(*listener.getsockname()[:2])
+        if not await _ready(url, settings):
+            log.error("serve.not_ready", after_s=READY_TIMEOUT_S)
+            return
+        print(f"ParaLLM is ready: {url}" + ("" if settings.uds else "/v1"), flush=True)
+    joining = f"mlx_parallm_worker --redis {shown(settings.redis)} --model {settings.model}"
+    print(f"join with another worker: {joining}", flush=True)
+
+
+async def _ready(url: str, settings: ServeSettings) -> bool:
+    transport = httpx.AsyncHTTPTransport(uds=settings.uds) if settings.uds else None
+    base_url = "http://localhost" if settings.uds else url
+    async with httpx.AsyncClient(base_url=base_url, transport=transport, timeout=5, trust_env=False) as client:
+
+        async def ready() -> bool:
+            with contextlib.suppress(httpx.HTTPError):
+                path = "/readyz" if settings.workers else "/livez"
+                return (await client.get(path)).status_code == 200
+            return False
+
+        return await wait_for(ready, READY_TIMEOUT_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

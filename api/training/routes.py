@@ -1,0 +1,307 @@
+"""Training from outside: post trajectories, look at a trainer, save a checkpoint.
+
+The trainer is another process. What it is asked goes through a stream of orders in Redis and is answered there; what it
+tells of itself stands on its board. Without a live trainer an order is refused (503), and looking still works.
+"""
+
+import datetime
+import hashlib
+import time
+import uuid
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Header, Query, Request
+from starlette.responses import Response
+
+from api.generation.target import card_of_base, check_published
+from api.http.auth import asker
+from api.http.errors import error_responses, json_reply
+from api.ring.ring import Ring, ring_of
+from api.ring.room import aside
+from api.tenants import Right, check
+from api.training.body import (
+    CheckpointBody,
+    ResumeBody,
+    UpdateBody,
+    checked,
+    parsed,
+    parsed_version,
+    unknown,
+    versions_named,
+)
+from shared.adapters import check_name, version_id
+from shared.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    ParallmError,
+    ServiceUnavailableError,
+    UnknownAdapterError,
+    from_code,
+)
+from shared.redis import keys
+from shared.redis.training.board import TrainingBoard
+from shared.redis.training.orders import Orders
+from shared.redis.training.trajectory_queue import TrajectoryQueue
+from shared.sequences import ModelCard
+from shared.training import (
+    Answer,
+    CheckpointAnswer,
+    CheckpointOrder,
+    Order,
+    Refusal,
+    ResumeAnswer,
+    ResumeOrder,
+    UpdateAnswer,
+    UpdateOrder,
+    check_checkpoint_name,
+)
+
+router = APIRouter(tags=["training"])
+TheRing = Annotated[Ring, Depends(ring_of)]
+PolicyName = Annotated[str, Query(description="default: the setting `default_adapter`")]
+IdempotencyKey = Annotated[str, Header(max_length=256, description="the same key gives the same answer")]
+
+_LOOK_S = 2.0  # how often a waiting request looks whether the trainer lives
+_answer = msgspec.json.Decoder(Answer)
+
+
+@router.post(
+    "/v1/training/update",
+    summary="Train on trajectories",
+    openapi_extra={
+        "requestBody": {"required": True, "content": {"application/json": {"schema": UpdateBody.model_json_schema()}}}
+    },
+    response_class=Response,
+    responses={200: {"description": "What became of the update"}, **error_responses(400, 404, 409, 413, 429, 503, 504)},
+)
+async def update(request: Request, ring: TheRing, idempotency_key: IdempotencyKey = "") -> Response:
+    """One train step on the given trajectories, through the gate, served unless `update_inference` is false.
+
+    `status` is `updated`, `rejected` (the gate's checks stand in `gate`; nothing has changed) or `no_signal` (no group
+    had samples of different worth).
+    """
+    body = await aside(parsed, await request.body())
+    policy = await _policy(ring, body.policy, "change")
+    check_checkpoint_name(body.checkpoint_name)
+    trajectories = await aside(checked, body, await _card(ring, policy), policy)
+    await _check_versions(ring, body)
+    order = UpdateOrder(trajectories, body.update_inference, body.checkpoint_name)
+    answer = await _ordered(ring, policy, order, idempotency_key)
+    assert isinstance(answer, UpdateAnswer)
+    lora = version_id(policy, answer.version) if answer.version else None
+    return json_reply(_shown(answer, "training.update", policy) | {"lora": lora})
+
+
+@router.post(
+    "/training/checkpoint",
+    summary="Save a checkpoint",
+    response_class=Response,
+    responses={200: {"description": "The checkpoint's name"}, **error_responses(400, 429, 503, 504)},
+)
+async def checkpoint(
+    ring: TheRing, body: CheckpointBody | None = None, idempotency_key: IdempotencyKey = ""
+) -> Response:
+    """Save what is needed to resume: adapter, optimizer, progress; after the train step that runs now."""
+    body = body or CheckpointBody()
+    if body.name and body.checkpoint_name and body.name != body.checkpoint_name:
+        raise InvalidRequestError("'name' and 'checkpoint_name' differ", param="checkpoint_name")
+    policy = await _policy(ring, body.policy, "change")
+    name = check_checkpoint_name(body.name or body.checkpoint_name)
+    answer = await _ordered(ring, policy, CheckpointOrder(name), idempotency_key)
+    assert isinstance(answer, CheckpointAnswer)
+    return json_reply(_shown(answer, "training.checkpoint", policy))
+
+
+@router.post(
+    "/v1/training/resume",
+    summary="Go on with a paused run",
+    response_class=Response,
+    responses={200: {"description": "What is served and trained from now on"}, **error_responses(400, 409, 429, 503)},
+)
+async def resume(body: ResumeBody, ring: TheRing, idempotency_key: IdempotencyKey = "") -> Response:
+    """For a run that is paused because somebody else has moved `latest` of its policy; 409 when it is not.
+
+    `adopt`: train on from their version; `override`: serve the run's own version again.
+    """
+    policy = await _policy(ring, body.policy, "change")
+    answer = await _ordered(ring, policy, ResumeOrder(body.action), idempotency_key)
+    assert isinstance(answer, ResumeAnswer)
+    shown = _shown(answer, "training.resume", policy)
+    return json_reply(shown | {"lora": version_id(policy, answer.version)})
+
+
+@router.get(
+    "/v1/training/status",
+    summary="How training goes",
+    response_class=Response,
+    responses={200: {"description": "The trainer's state, its policy and its checkpoints"}, **error_responses(404)},
+)
+async def status(ring: TheRing, policy: PolicyName = "") -> Response:
+    """The trainer of a policy, alive or not, and what is served of it."""
+    name = await _policy(ring, policy)
+    board = TrainingBoard(ring.redis, name)
+    alive, told, stats = await board.alive(), await board.status(), await board.trajectories()
+    try:
+        summary = await ring.adapters.summary(name)
+    except UnknownAdapterError:
+        if policy and told is None:
+            raise
+        summary = None
+    latest = version_id(name, summary.latest) if summary and summary.latest else None
+    shown = {
+        "training_enabled": bool(alive),
+        "current_lora": latest,
+        "trajectories_collected": stats.collected,
+        "last_update": _moment(told.last_update_ms) if told else None,
+        "loss": told.loss if told else None,
+        "available_checkpoints": list(told.checkpoints) if told else [],
+        "policy": name,
+        "best_lora": version_id(name, summary.best) if summary and summary.best else None,
+        "trajectories": msgspec.to_builtins(stats),
+        "alerts": await board.alert_counts(),
+        "trainer": None if told is None else {**msgspec.to_builtins(told), "owner": alive or told.owner},
+    }
+    return json_reply(shown)
+
+
+@router.get(
+    "/debug/training",
+    summary="Everything about training",
+    response_class=Response,
+    responses={200: {"description": "Board, curves, alerts, queues, versions"}},
+)
+async def debug(ring: TheRing, policy: PolicyName = "", points: Annotated[int, Query(ge=0, le=4096)] = 50) -> Response:
+    """What Redis knows of a policy's training, for a person who looks for a fault."""
+    name = await _policy(ring, policy)
+    board = TrainingBoard(ring.redis, name)
+    try:
+        adapter: Any = await ring.adapters.summary(name)
+        rejected = [m for m in [await ring.adapters.manifest(name, v) for v in adapter.versions[-20:]] if _refused(m)]
+    except UnknownAdapterError:
+        adapter, rejected = None, []
+    return json_reply(
+        {
+            "policy": name,
+            "alive": await board.alive() or None,
+            "trainer": await board.status(),
+            "points": await board.points(points) if points else [],
+            "alert_counts": await board.alert_counts(),
+            "alerts": await board.alerts(20),
+            "trajectories": await board.trajectories(),
+            "orders_waiting": await Orders(ring.redis, keys.training_orders(name)).waiting(),
+            "adapter": adapter,
+            "rejected": [{"version": m.version, "gate": m.gate} for m in rejected],
+            "history": await ring.adapters.history(name, 20),
+            "loaded_by": await ring.adapters.acks(name),
+        }
+    )
+
+
+@router.get(
+    "/v1/training/trajectories",
+    summary="Look at collected trajectories",
+    response_class=Response,
+    responses={200: {"description": "Trajectories that wait for the trainer, oldest first"}},
+)
+async def waiting_trajectories(
+    ring: TheRing,
+    policy: PolicyName = "",
+    after: Annotated[str, Query(pattern=r"^([0-9]{1,19}-[0-9]{1,19})?$", description="`last` of the page before")] = "",
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> Response:
+    """Takes nothing: the trainer still gets them. Each can be posted to /v1/training/update as it is."""
+    name = await _policy(ring, policy)
+    found = await TrajectoryQueue(ring.redis, name).peek(after, limit)
+    data = []
+    for each in found:
+        if not asker().sees(each.live.tenant):
+            continue
+        outer = msgspec.to_builtins(each.live)
+        data.append({**outer.pop("trajectory"), **outer})
+    last = found[-1].entry if found else after
+    return json_reply({"object": "list", "data": data, "last": last, "has_more": len(found) == limit})
+
+
+async def _policy(ring: Ring, given: str, right: Right = "see") -> str:
+    try:
+        name = check_name(given or ring.settings.default_adapter)
+    except InvalidRequestError as error:
+        error.param = "policy"
+        raise
+    await check(ring, "policy", name, right, param="policy")
+    return name
+
+
+async def _card(ring: Ring, policy: str) -> ModelCard:
+    """The model that the policy is trained on."""
+    try:
+        summary = await ring.adapters.summary(policy)
+    except UnknownAdapterError:
+        await check_published(ring, policy)
+        raise _nobody(policy) from None
+    return await card_of_base(ring, summary.base_sha256)
+
+
+async def _check_versions(ring: Ring, body: UpdateBody) -> None:
+    named = versions_named(body)
+    missing = set()
+    for version, (index, field) in named.items():
+        try:
+            await ring.adapters.manifest(*parsed_version(version, index, field))
+        except UnknownAdapterError:
+            missing.add(version)
+    if missing:
+        raise unknown(missing, named)
+
+
+async def _ordered(ring: Ring, policy: str, order: Order, idempotency_key: str) -> Answer:
+    """Place an order and wait for its answer; raises what the trainer refuses it with."""
+    orders, board = Orders(ring.redis, keys.training_orders(policy)), TrainingBoard(ring.redis, policy)
+    order_id = f"order-{uuid.uuid4().hex}"
+    if idempotency_key:
+        order_id = f"order-{hashlib.sha256(f'{policy}/{idempotency_key}'.encode()).hexdigest()[:32]}"
+    until = time.monotonic() + ring.settings.request_timeout_s
+    found = await orders.answer(order_id, 0)
+    if found is None:
+        if not await board.alive():
+            raise _nobody(policy)
+        await orders.place(order_id, await aside(msgspec.json.encode, order), ring.settings.request_timeout_s)
+    while found is None and time.monotonic() < until:
+        found = await orders.answer(order_id, min(_LOOK_S, until - time.monotonic()))
+        if found is None and not await board.alive():
+            raise ServiceUnavailableError(
+                f"the trainer of policy '{policy}' ended before it answered; if it comes back, it carries out what it "
+                "had begun"
+            )
+    if found is None:
+        raise DeadlineExceededError(f"the trainer of policy '{policy}' has not answered in time (order {order_id})")
+    answer: Answer = _answer.decode(found)
+    if isinstance(answer, Refusal):
+        raise from_code(answer.code, answer.message) if answer.code else ParallmError(answer.message)
+    return answer
+
+
+def _nobody(policy: str) -> ServiceUnavailableError:
+    start = f"start one with mlx_parallm_train --adapter {policy}"
+    return ServiceUnavailableError(f"no trainer of policy '{policy}' is alive: {start}", retry_after_s=10)
+
+
+def _shown(answer: Answer, kind: str, policy: str) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(answer)
+    return {"object": kind, "policy": policy} | {name: value for name, value in fields.items() if name != "type"}
+
+
+def _refused(manifest: Any) -> bool:
+    return bool(manifest.status == "rejected")
+
+
+def _moment(unix_ms: int) -> str | None:
+    """ISO 8601, UTC; None for never."""
+    if not unix_ms:
+        return None
+    return (
+        datetime.datetime.fromtimestamp(unix_ms / 1000, datetime.UTC)
+        .isoformat(timespec="seconds")
+        .replace("+00:00", "Z")
+    )

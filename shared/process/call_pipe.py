@@ -1,0 +1,50 @@
+"""The inner end of the pipes between us and a process of ours (the outer one: shared/process/call_process.py).
+
+A message is its length in four bytes and its bytes. Our standard output is the pipe, so whatever else writes there
+(a `print` of somebody's code) goes to standard error.
+"""
+
+import os
+import signal
+import struct
+
+_LENGTH = struct.Struct("!I")
+HEAD_BYTES = _LENGTH.size
+
+
+class CallPipe:
+    """Messages from and to whoever has started us."""
+
+    def __init__(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who has started us
+        self._read = os.fdopen(os.dup(0), "rb")
+        self._write = os.fdopen(os.dup(1), "wb")
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(2, 1)
+        os.close(null)
+
+    def read(self) -> bytes | None:
+        """The next message; None when nobody is there any more."""
+        head = self._read.read(_LENGTH.size)
+        if len(head) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack(head)
+        body = self._read.read(length)
+        return body if len(body) == length else None
+
+    def write(self, message: bytes) -> None:
+        """Send a message; OSError when nobody is there any more."""
+        self._write.write(packed(message))
+        self._write.flush()
+
+
+def packed(message: bytes) -> bytes:
+    """A message as it travels."""
+    return _LENGTH.pack(len(message)) + message
+
+
+def length_of(head: bytes) -> int:
+    """How long the message behind a head is."""
+    length: int = _LENGTH.unpack(head)[0]
+    return length

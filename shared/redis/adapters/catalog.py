@@ -1,0 +1,159 @@
+"""What there is in the adapter store: pointers, versions, manifests, bytes. Reading changes nothing.
+
+A version that nobody used for ADAPTER_TTL_S has expired even where a pointer still names it; reading it says so.
+"""
+
+from collections.abc import AsyncIterator
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.adapters import AdapterManifest, AdapterRef, ResolvedAdapter, unknown_adapter, version_id
+from shared.errors import ConflictError, UnknownAdapterError
+from shared.owners import WhoAsks, anybody
+from shared.redis import keys
+from shared.redis.adapters import bytes as adapter_bytes
+
+
+class AdapterSummary(msgspec.Struct, frozen=True):
+    """An adapter's pointers and versions."""
+
+    name: str
+    latest: int  # 0: none yet
+    versions: tuple[int, ...]
+    base_sha256: str
+    best: int = 0
+    best_value: float = 0.0
+    tenant: str = ""  # who owns it; "": it is there for all
+
+
+class AdapterFlip(msgspec.Struct, frozen=True):
+    """One move of `latest`."""
+
+    version: int
+    previous: int
+    reason: str
+    at_ms: int
+
+
+class Acknowledgement(msgspec.Struct, frozen=True):
+    """What a worker has loaded, and when it said so."""
+
+    version: int
+    at_ms: int
+
+
+class AdapterCatalog:
+    """The reading side of the store: what `who_asks` may not see is not there."""
+
+    def __init__(self, redis: Redis, who_asks: WhoAsks = anybody) -> None:
+        self._redis = redis
+        self._who_asks = who_asks
+
+    async def pointers(self) -> dict[str, int]:
+        """The latest version of every adapter; 0 where none is published yet."""
+        names = [name.decode() for name in await self._redis.zrange(keys.adapters(), 0, -1)]
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.hmget(keys.adapter(name), ["latest", "base", "tenant"])
+            heads = await pipe.execute() if names else []
+        asker = self._who_asks()
+        return {
+            name: int(latest or 0)
+            for name, (latest, base, tenant) in zip(names, heads, strict=True)
+            if base is not None and asker.sees((tenant or b"").decode())
+        }
+
+    async def names(self) -> list[str]:
+        """All adapters, by their last publish."""
+        return list(await self.pointers())
+
+    async def owner(self, name: str) -> str | None:
+        """Who owns a policy, whoever asks: its adapter, or what its trainer tells; None when there is neither."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for key in (keys.adapter(name), keys.training(name)):
+                pipe.exists(key)
+                pipe.hget(key, "tenant")
+            adapter, adapters, board, boards = await pipe.execute()
+        return (adapters or b"").decode() if adapter else (boards or b"").decode() if board else None
+
+    async def latest(self, name: str) -> int:
+        """The latest version; 0 when there is none."""
+        return int((await self._head(name)).get(b"latest", 0))
+
+    async def versions(self, name: str) -> list[int]:
+        """The versions that exist, ascending, candidates and rejected ones among them."""
+        members = [int(member) for member in await self._redis.zrange(keys.adapter_versions(name), 0, -1)]
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for version in members:
+                pipe.exists(keys.adapter_manifest(name, version))
+            alive = await pipe.execute() if members else []
+        return [version for version, here in zip(members, alive, strict=True) if here]
+
+    async def summary(self, name: str) -> AdapterSummary:
+        """Pointers and versions; UnknownAdapterError."""
+        head = await self._head(name)
+        if not head:
+            raise unknown_adapter(name)
+        return AdapterSummary(
+            name=name,
+            latest=int(head.get(b"latest", 0)),
+            versions=tuple(await self.versions(name)),
+            base_sha256=head.get(b"base", b"").decode(),
+            best=int(head.get(b"best", 0)),
+            best_value=float(head.get(b"best_value", 0)),
+            tenant=head.get(b"tenant", b"").decode(),
+        )
+
+    async def manifest(self, name: str, version: int = 0) -> AdapterManifest:
+        """The manifest of a version, 0: of the latest; UnknownAdapterError."""
+        number = version or await self.latest(name)
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.get(keys.adapter_manifest(name, number))
+            (raw,) = await pipe.execute()
+        manifest = None if raw is None else msgspec.json.decode(raw, type=AdapterManifest)
+        if manifest is None or not self._who_asks().sees(manifest.tenant):
+            shown = version_id(name, version) if version else repr(name)
+            raise UnknownAdapterError(f"there is no adapter {shown}")
+        return manifest
+
+    async def resolve(self, ref: str | AdapterRef, session: str = "") -> ResolvedAdapter:
+        """What a reference means now; UnknownAdapterError, or ConflictError for a version that its gate rejected."""
+        parsed = AdapterRef.parse(ref) if isinstance(ref, str) else ref
+        choice = parsed.choose(session)
+        manifest = await self.manifest(choice.name, choice.version)
+        if manifest.status == "rejected":
+            raise ConflictError(f"adapter {manifest.id} did not pass its gate")
+        return ResolvedAdapter(manifest.name, manifest.version, choice.follows, manifest)
+
+    def fetch(self, manifest: AdapterManifest) -> AsyncIterator[bytes]:
+        """The bytes of a version, checked on the way: adapter_bytes.fetch."""
+        return adapter_bytes.fetch(self._redis, manifest)
+
+    async def history(self, name: str, limit: int = 100) -> list[AdapterFlip]:
+        """The moves of `latest`, newest first."""
+        entries = await self._redis.xrevrange(keys.adapter_log(name), count=limit)
+        return [
+            AdapterFlip(
+                int(fields[b"version"]),
+                int(fields[b"previous"]),
+                fields[b"reason"].decode(),
+                int(fields[b"at_ms"]),
+            )
+            for _, fields in entries
+        ]
+
+    async def acks(self, name: str) -> dict[str, Acknowledgement]:
+        """What each worker said last, by worker id; dead workers stay for a day."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hgetall(keys.adapter_acks(name))
+            (raw,) = await pipe.execute()
+        return {
+            worker.decode(): Acknowledgement(*(int(part) for part in value.split())) for worker, value in raw.items()
+        }
+
+    async def _head(self, name: str) -> dict[bytes, bytes]:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hgetall(keys.adapter(name))
+            (head,) = await pipe.execute()
+        return dict(head) if self._who_asks().sees(head.get(b"tenant", b"").decode()) else {}

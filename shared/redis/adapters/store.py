@@ -1,0 +1,408 @@
+"""Adapter versions in Redis: publish, read, flip, pin, delete.
+
+Invariants.
+- A version is immutable, and its number is given out once, even across deletion of the whole adapter.
+- Bytes first, then manifest and `latest` in one step (adapter_publish.lua): what is torn is invisible, and gone after
+  ADAPTER_UPLOAD_TTL_S.
+- `latest` moves forward only, but for `rollback`; every move is in the log.
+- A version that is the latest, or that anybody has pinned, is not deleted.
+- Events are hints, sent with the change; the pointers are the truth (adapter_watch.py).
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.adapters import (
+    AdapterEvent,
+    AdapterManifest,
+    AdapterRef,
+    AdapterStatus,
+    GateCheck,
+    PreparedAdapter,
+    check_name,
+    unknown_adapter,
+    version_id,
+)
+from shared.errors import AdapterRejectedError, ConflictError, ForbiddenError, UnknownAdapterError
+from shared.owners import WhoAsks, anybody
+from shared.redis import keys
+from shared.redis.adapters import bytes as adapter_bytes
+from shared.redis.adapters.catalog import AdapterCatalog
+from shared.redis.connection.client import Script
+
+ACK_AGE_MS = keys.DAY_S * 1000
+LOG_LENGTH = 2000  # entries that are looked at; the log holds about 1,000
+
+_publish = Script("adapter_publish")
+_flip = Script("adapter_flip")
+_reject = Script("adapter_reject")
+_pin = Script("adapter_pin")
+_ack = Script("adapter_ack")
+_delete = Script("adapter_delete")
+_forget = Script("adapter_forget")
+
+
+class AdapterStore(AdapterCatalog):
+    """All adapters of a ring. `keep_n` above 0: publishing prunes older versions."""
+
+    def __init__(self, redis: Redis, *, keep_n: int = 0, who_asks: WhoAsks = anybody) -> None:
+        super().__init__(redis, who_asks)
+        self._keep_n = keep_n
+
+    # -- publishing
+
+    async def publish(
+        self,
+        name: str,
+        adapter: PreparedAdapter,
+        *,
+        base_sha256: str,
+        parent: int | None = None,
+        train_step: int = 0,
+        metrics: Mapping[str, float] | None = None,
+        status: AdapterStatus = "published",
+        gate: Sequence[GateCheck] = (),
+        source: str = "",
+        set_latest: bool = True,
+        if_latest: int | None = None,
+    ) -> AdapterManifest:
+        """Store a checked adapter (adapter_format.py) as the next version of `name`.
+
+        `parent` None: the present latest. `set_latest` False leaves a candidate for `promote`. With `if_latest`, a
+        ConflictError and no new version when the latest is another one by the time the bytes are up.
+        AdapterRejectedError when the name's other versions belong to another base model.
+        """
+        tenant = await self.next_owner(name)
+        manifest = AdapterManifest(
+            name=name,
+            version=await self._reserve(name),
+            kind=adapter.kind,
+            rank=adapter.rank,
+            scale=adapter.scale,
+            modules=adapter.modules,
+            base_sha256=base_sha256,
+            parent=await self.latest(name) if parent is None else parent,
+            sha256=adapter.sha256,
+            size=adapter.size,
+            chunk_size=adapter_bytes.CHUNK_BYTES,
+            created_ms=time.time_ns() // 1_000_000,
+            train_step=train_step,
+            metrics={k: v for k, v in (metrics or {}).items() if math.isfinite(v)},  # JSON has no other numbers
+            status=status,
+            gate=tuple(gate),
+            source=source,
+            tenant=tenant,
+        )
+        await self._commit(manifest, adapter.path, set_latest and status == "published", if_latest)
+        if self._keep_n:
+            await self.prune(name, self._keep_n)
+        return manifest
+
+    async def next_owner(self, name: str) -> str:
+        """Who will own the next version; ConflictError, or ForbiddenError, when the name is not the asker's to use."""
+        asker, owner = self._who_asks(), await self.owner(check_name(name))
+        if owner is None:
+            return asker.publishes_for
+        if not asker.sees(owner):
+            raise _taken(name)
+        if not asker.owns(owner):
+            raise _for_all(name)
+        return owner
+
+    async def check_change(self, name: str) -> None:
+        """UnknownAdapterError, or ForbiddenError, when the adapter is not the asker's to change."""
+        asker = self._who_asks()
+        if not asker.limited:
+            return
+        owner = await self.owner(name)
+        if owner is None or not asker.sees(owner):
+            raise unknown_adapter(name)
+        if not asker.owns(owner):
+            raise _for_all(name)
+
+    async def _reserve(self, name: str) -> int:
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.incr(keys.adapter_counter(name))
+            pipe.expire(keys.adapter_counter(name), keys.ADAPTER_COUNTER_TTL_S)
+            version, _ = await pipe.execute()
+        return int(version)
+
+    async def _commit(self, manifest: AdapterManifest, path: Path, flip: bool, if_latest: int | None) -> None:
+        name, version = manifest.name, manifest.version
+        data = keys.adapter_bytes(name, version)
+        try:
+            chunks = await adapter_bytes.upload(self._redis, data, path, manifest.sha256, manifest.chunk_size)
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.zadd(keys.adapters(), {name: manifest.created_ms})
+                pipe.expire(keys.adapters(), keys.ADAPTER_TTL_S)
+                await pipe.execute()
+            status, latest = await _publish(
+                self._redis,
+                [
+                    keys.adapter(name),
+                    keys.adapter_versions(name),
+                    keys.adapter_manifest(name, version),
+                    data,
+                    keys.adapter_log(name),
+                    keys.training(name),
+                ],
+                [
+                    name,
+                    str(version),
+                    msgspec.json.encode(manifest),
+                    str(chunks),
+                    manifest.base_sha256,
+                    "1" if flip else "0",
+                    "" if if_latest is None else str(if_latest),
+                    str(keys.ADAPTER_TTL_S),
+                    keys.adapter_channel(),
+                    manifest.tenant,
+                ],
+            )
+            if status != b"ok":
+                _refuse(status.decode(), manifest, int(latest))
+        except (AdapterRejectedError, ConflictError, asyncio.CancelledError):
+            await asyncio.shield(self._unlink(data))
+            raise
+
+    async def _unlink(self, key: str) -> None:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.unlink(key)
+            await pipe.execute()
+
+    # -- flipping
+
+    async def promote(
+        self, name: str, version: int, *, gate: Sequence[GateCheck] = (), if_latest: int | None = None
+    ) -> None:
+        """Make a candidate the latest; ConflictError when a newer version has been it, or its gate rejected it.
+
+        `gate`: the checks that it has passed, for its manifest; without any, those of its publication stay.
+        """
+        await self.check_change(name)
+        if gate:
+            manifest = msgspec.structs.replace(await self.manifest(name, version), gate=tuple(gate))
+            key = keys.adapter_manifest(name, version)
+            await self._redis.set(key, msgspec.json.encode(manifest), xx=True, keepttl=True)
+        await self._move(name, version, "promoted", "promoted", if_latest)
+        if self._keep_n:
+            await self.prune(name, self._keep_n)
+
+    async def rollback(
+        self, name: str, to_version: int | None = None, *, reason: str = "rollback", if_latest: int | None = None
+    ) -> int:
+        """Make another version the latest, by default the one before; returns it. Logged with the reason."""
+        await self.check_change(name)
+        return await self._move(name, to_version, "rolled_back", reason, if_latest)
+
+    async def _move(self, name: str, version: int | None, change: str, reason: str, if_latest: int | None) -> int:
+        status, latest = await _flip(
+            self._redis,
+            [
+                keys.adapter(name),
+                keys.adapter_versions(name),
+                keys.adapter_log(name),
+                keys.adapter_manifest(name, ""),
+            ],
+            [
+                name,
+                "" if version is None else str(version),
+                change,
+                "" if if_latest is None else str(if_latest),
+                reason[:200],
+                str(keys.ADAPTER_TTL_S),
+                keys.adapter_channel(),
+            ],
+        )
+        target = name if version is None else version_id(name, version)
+        match status.decode():
+            case "unknown":
+                raise UnknownAdapterError(f"there is no adapter {target}")
+            case "none":
+                raise ConflictError(f"adapter {name!r} has no published version before {latest}")
+            case "rejected":
+                raise ConflictError(f"adapter {target} did not pass its gate")
+            case "stale":
+                raise ConflictError(f"a newer version than {target} has been the latest; roll back to it instead")
+            case "moved":
+                raise ConflictError(f"the latest version of {name!r} is {latest}, not {if_latest}")
+        return int(latest)
+
+    async def reject(self, name: str, version: int, gate: Sequence[GateCheck]) -> AdapterManifest:
+        """Write down that a candidate failed its gate; ConflictError when it is the latest."""
+        await self.check_change(name)
+        manifest = msgspec.structs.replace(await self.manifest(name, version), status="rejected", gate=tuple(gate))
+        event = AdapterEvent(name, "rejected", version, await self.latest(name), time.time_ns() // 1_000_000)
+        status = await _reject(
+            self._redis,
+            [keys.adapter(name), keys.adapter_manifest(name, version)],
+            [str(version), msgspec.json.encode(manifest), keys.adapter_channel(), msgspec.json.encode(event)],
+        )
+        if status == b"latest":
+            raise ConflictError(f"adapter {manifest.id} is the latest version; roll back first")
+        if status == b"unknown":
+            raise UnknownAdapterError(f"there is no adapter {manifest.id}")
+        return manifest
+
+    async def set_best(self, name: str, version: int, value: float) -> None:
+        """Point `best` at a version, with the figure that it won by."""
+        await self.check_change(name)
+        await self.manifest(name, version)
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hset(keys.adapter(name), mapping={"best": str(version), "best_value": repr(value)})
+            pipe.expire(keys.adapter(name), keys.ADAPTER_TTL_S)
+            await pipe.execute()
+
+    # -- holding and deleting
+
+    async def pin(self, name: str, version: int, owner: str, ttl_s: float) -> None:
+        """Keep a version from being deleted for a while; again with the same owner renews. UnknownAdapterError."""
+        done = await _pin(
+            self._redis,
+            [keys.adapter_pins(name), *_used(name, version)],
+            [str(version), owner, str(max(1, int(ttl_s * 1000))), str(keys.ADAPTER_TTL_S)],
+        )
+        if not done:
+            raise UnknownAdapterError(f"there is no adapter {version_id(name, version)}")
+
+    async def unpin(self, name: str, version: int, owner: str) -> None:
+        """End a pin."""
+        await self._redis.zrem(keys.adapter_pins(name), f"{version}:{owner}")
+
+    async def pin_all(self, reference: str, owner: str, ttl_s: float) -> None:
+        """Pin every version that a reference names; a bare name pins nothing. UnknownAdapterError when one has gone."""
+        for name, version in _named_versions(reference):
+            await self.pin(name, version, owner, ttl_s)
+
+    async def unpin_all(self, reference: str, owner: str) -> None:
+        """End what `pin_all` began."""
+        for name, version in _named_versions(reference):
+            await self.unpin(name, version, owner)
+
+    async def acknowledge(self, worker: str, name: str, version: int) -> None:
+        """A worker says which version it has loaded; again at times, so that the version does not expire."""
+        await _ack(
+            self._redis,
+            [keys.adapter_acks(name), *_used(name, version)],
+            [worker, str(version), str(keys.ADAPTER_TTL_S), str(ACK_AGE_MS)],
+        )
+
+    async def delete(self, name: str, version: int | None = None) -> None:
+        """Delete a version, or the adapter; ConflictError when it is pinned, or the version is the latest."""
+        await self.check_change(name)
+        if version is None:
+            await self._forget(name)
+            return
+        status, owner = await _delete(
+            self._redis,
+            [
+                keys.adapter(name),
+                keys.adapter_versions(name),
+                keys.adapter_pins(name),
+                keys.adapter_manifest(name, version),
+                keys.adapter_bytes(name, version),
+            ],
+            [name, str(version), keys.adapter_channel()],
+        )
+        match status.decode():
+            case "unknown":
+                raise UnknownAdapterError(f"there is no adapter {version_id(name, version)}")
+            case "latest":
+                raise ConflictError(f"adapter {version_id(name, version)} is the latest version; roll back first")
+            case "pinned":
+                raise ConflictError(f"adapter {version_id(name, version)} is in use by {owner.decode()}")
+
+    async def _forget(self, name: str) -> None:
+        status, detail = await _forget(
+            self._redis,
+            [
+                keys.adapter(name),
+                keys.adapter_versions(name),
+                keys.adapter_pins(name),
+                keys.adapter_acks(name),
+                keys.adapter_log(name),
+                keys.adapter_manifest(name, ""),
+                keys.adapter_bytes(name, ""),
+            ],
+            [name, keys.adapter_channel()],
+        )
+        if status == b"pinned":
+            version, _, owner = detail.decode().partition(":")
+            raise ConflictError(f"adapter {name}@{version} is in use by {owner}")
+        await self._redis.zrem(keys.adapters(), name)
+        if status == b"unknown":
+            raise unknown_adapter(name)
+
+    async def prune(self, name: str, keep_n: int) -> list[int]:
+        """Delete what is older than the newest `keep_n` that were ever served; returns the deleted.
+
+        Rejected versions and candidates take no place of those: of them the newest `keep_n` stay, too. Latest, best and
+        pinned ones stay whatever their age.
+        """
+        if keep_n <= 0:
+            return []
+        summary = await self.summary(name)
+        rejected, served = await self._rejected(name, summary.versions), await self._ever_served(name)
+        good = [version for version in summary.versions if version in served and version not in rejected]
+        others = [version for version in summary.versions if version not in good]
+        kept = {*good[-keep_n:], *others[-keep_n:], summary.latest, summary.best}
+        deleted: list[int] = []
+        for version in (version for version in summary.versions if version not in kept):
+            try:
+                await self.delete(name, version)
+            except (ConflictError, UnknownAdapterError):
+                continue
+            deleted.append(version)
+        return deleted
+
+    async def _rejected(self, name: str, versions: Sequence[int]) -> set[int]:
+        raw = await self._redis.mget([keys.adapter_manifest(name, version) for version in versions]) if versions else []
+        manifests = (msgspec.json.decode(each, type=AdapterManifest) for each in raw if each is not None)
+        return {manifest.version for manifest in manifests if manifest.status == "rejected"}
+
+    async def _ever_served(self, name: str) -> set[int]:
+        """The versions that `latest` has pointed at; of those long gone the log knows no more."""
+        return {flip.version for flip in await self.history(name, LOG_LENGTH)}
+
+
+def _named_versions(reference: str) -> list[tuple[str, int]]:
+    choices = AdapterRef.parse(reference).choices if "@" in reference else ()
+    return [(choice.name, choice.version) for choice in choices if choice.version]
+
+
+def _used(name: str, version: int) -> list[str]:
+    """The keys that live on when a version is used; the manifest stands first."""
+    return [
+        keys.adapter_manifest(name, version),
+        keys.adapter_bytes(name, version),
+        keys.adapter(name),
+        keys.adapter_versions(name),
+        keys.adapter_log(name),
+    ]
+
+
+def _taken(name: str) -> ConflictError:
+    return ConflictError(f"the name {name!r} is not free: give the adapter another one", param="name")
+
+
+def _for_all(name: str) -> ForbiddenError:
+    return ForbiddenError(f"adapter {name!r} is there for all to use; an admin's key may change it")
+
+
+def _refuse(status: str, manifest: AdapterManifest, latest: int) -> NoReturn:
+    if status == "base":
+        raise AdapterRejectedError(
+            f"adapter {manifest.name!r} belongs to another base model than {manifest.base_sha256[:12]}"
+        )
+    if status == "taken":
+        raise _taken(manifest.name)
+    if status == "moved":
+        raise ConflictError(f"the latest version of {manifest.name!r} is {latest} by now")
+    raise ConflictError(f"the bytes of {manifest.id} were gone before it was published: the upload took too long")

@@ -1,0 +1,156 @@
+"""Connections to Redis with the settings that survive a restart of the server, and Lua scripts by name.
+
+Without OSError among the retried errors a restart of 1.5 s ends the process; with it and 20 retries with
+exponential back-off (at most 1 s each) a command waits out about 15 s of absence. A URL of Sentinels
+(shared/redis/connection/address.py) gives a client that follows the primary.
+"""
+
+import asyncio
+import hashlib
+import re
+import socket
+import time
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from shared.errors import ServiceUnavailableError, SetupError
+from shared.redis.connection.address import SentinelAddress, is_sentinel, shown
+from shared.redis.connection.cancelling import make_cancellable
+from shared.redis.connection.faults import DiscreetRedis, code_of, make_discreet, reason
+from shared.redis.connection.sentinel import UnknownServiceError, follow
+
+ANSWER_WITHIN_S = 5.0
+ANSWER_S = 30  # of a Redis that is there and says nothing, before its connection is given up
+ANSWER_UNDER_SENTINEL_S = 10  # a primary that froze has a successor by then
+
+# A subscription never writes, so nothing else finds that the other machine has gone: after 15 + 3 * 5 s it breaks.
+_KEEPALIVE_S = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+_KEEPALIVE = {getattr(socket, name): value for name, value in _KEEPALIVE_S.items() if hasattr(socket, name)}
+
+Argument = str | bytes | int | float
+_USES = re.compile(r"^-- uses: ([\w ]+)$", re.MULTILINE)
+
+
+def connect(url: str, *, blocking: bool = False) -> "Redis":
+    """A client for a redis://, rediss://, unix:// or Sentinel URL; `blocking` for commands that wait on the server.
+
+    Responses stay bytes. Close it with `aclose()`.
+    """
+    patience = ANSWER_UNDER_SENTINEL_S if is_sentinel(url) else ANSWER_S
+    client = _client(
+        url,
+        retry=Retry(ExponentialBackoff(cap=1, base=0.05), 20),
+        retry_on_error=[RedisConnectionError, RedisTimeoutError, OSError],
+        socket_timeout=None if blocking else patience,
+        socket_connect_timeout=2 if is_sentinel(url) else 5,
+        health_check_interval=0 if blocking else 15,
+        **({} if url.startswith("unix") else {"socket_keepalive": True, "socket_keepalive_options": _KEEPALIVE}),
+    )
+    make_cancellable(client.connection_pool)
+    return client
+
+
+def _client(url: str, **options: Any) -> "Redis":
+    if is_sentinel(url):
+        client = follow(SentinelAddress.parse(url), **options)
+    else:
+        client = DiscreetRedis.from_url(url, **options)
+    make_discreet(client.connection_pool)
+    return client
+
+
+async def require(url: str, within_s: float = ANSWER_WITHIN_S) -> None:
+    """Return once a Redis answers at this URL; before a start, where `connect`'s patience would hide a mistake.
+
+    Raises SetupError for a malformed URL or a service that no Sentinel knows, ServiceUnavailableError when nobody
+    answers in time.
+    """
+    try:
+        client = _client(url, socket_connect_timeout=within_s, socket_timeout=within_s)
+    except ValueError as error:
+        raise SetupError(f"--redis {shown(url)}: {error}") from error
+    deadline = time.monotonic() + within_s
+    try:
+        while True:
+            try:
+                await client.ping()
+                return
+            except (RedisError, OSError) as error:
+                if isinstance(error.__cause__, UnknownServiceError):
+                    raise SetupError(f"--redis {shown(url)}: {reason(error.__cause__)}") from error
+                if time.monotonic() > deadline:
+                    raise ServiceUnavailableError(f"no Redis answers at {shown(url)}: {reason(error)}") from error
+            await asyncio.sleep(0.1)
+    finally:
+        await client.aclose()
+
+
+async def answers(url: str, within_s: float = ANSWER_WITHIN_S) -> bool:
+    """Whether a Redis answers at this URL right now."""
+    try:
+        await require(url, within_s)
+    except (ServiceUnavailableError, SetupError):
+        return False
+    return True
+
+
+async def server_time_ms(redis: "Redis") -> int:
+    """Unix time by Redis' clock, the only one that leases and deadlines are measured with."""
+    seconds, microseconds = await redis.time()
+    return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+class Script:
+    """A file of one of the folders shared/redis/*/lua, run by its hash; loaded again after a restart of the server.
+
+    A line `-- uses: names` in its head puts name.lua, which holds only functions, in front of it, one by one.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        text = _lua(name)
+        self.text = "\n".join([*(_lua(used) for line in _USES.findall(text) for used in line.split()), text])
+        self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+    async def __call__(self, redis: "Redis", keys: Sequence[str | bytes], args: Sequence[Argument]) -> Any:
+        """Run it; raises what the script raises."""
+        try:
+            return await redis.execute_command("EVALSHA", self.sha, len(keys), *keys, *args)  # type: ignore[no-untyped-call]
+        except ResponseError as error:
+            if not is_no_script(error):
+                raise
+        async with redis.pipeline(transaction=True) as pipe:  # nobody can make the server forget it in between
+            pipe.execute_command("SCRIPT LOAD", self.text)
+            self.add(pipe, keys, args)
+            _, answer = await pipe.execute(raise_on_error=False)  # raised by redis-py it would tell the arguments
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def add(self, pipe: "Pipeline", keys: Sequence[str | bytes], args: Sequence[Argument]) -> None:
+        """Queue it in a pipeline; the caller loads and repeats on a NOSCRIPT answer."""
+        pipe.execute_command("EVALSHA", self.sha, len(keys), *keys, *args)
+
+    async def load(self, redis: "Redis") -> None:
+        """Make the server know it."""
+        await redis.script_load(self.text)
+
+
+def _lua(name: str) -> str:
+    """The text of a script; names are unique over all rooms."""
+    files = (room.joinpath("lua", f"{name}.lua") for room in resources.files("shared.redis").iterdir())
+    return next(file for file in files if file.is_file()).read_text()
+
+
+def is_no_script(error: object) -> bool:
+    """Whether an answer means that the server does not know a script."""
+    return isinstance(error, ResponseError) and code_of(error) == "NOSCRIPT"

@@ -1,0 +1,183 @@
+"""Batches in Redis: what was asked for, how far it is, and which api process works on it.
+
+A batch's life: validating -> in_progress (its job runs) -> finalizing -> completed, failed, expired or cancelled. The
+job's own state says which of the middle states it is; what is stored here is what the job does not know.
+
+Invariants. A batch has at most one job. A terminal state is entered once and never left. Whatever api processes do is
+done under a lease and may be done again from the start by another one.
+"""
+
+import hashlib
+import secrets
+import time
+from typing import Any, Literal
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.errors import UnknownBatchError
+from shared.owners import ANYBODY, Asker
+from shared.redis import keys
+from shared.redis.connection.client import Script
+
+BatchState = Literal["validating", "in_progress", "completed", "failed", "expired", "cancelled"]
+ENDED: frozenset[str] = frozenset({"completed", "failed", "expired", "cancelled"})
+
+_lease = Script("job_lease")
+_change = Script("batch_change")
+
+
+class BatchSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was asked for."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int  # Unix seconds
+    expires_at: int
+    output_file_id: str  # given out when the batch has ended and the file has lines
+    error_file_id: str
+    output_ttl_s: int
+    metadata: dict[str, str] = {}
+    tenant: str = ""  # who owns it, its job and its files (shared/owners.py)
+
+
+class BatchError(msgspec.Struct, frozen=True):
+    """Why a batch as a whole failed; `line` counts from 1."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class BatchRecord(msgspec.Struct, frozen=True):
+    """A batch as it is stored."""
+
+    spec: BatchSpec
+    state: BatchState
+    job: str = ""
+    model: str = ""
+    errors: tuple[BatchError, ...] = ()
+    cancelling_at: int = 0
+    in_progress_at: int = 0
+    finalizing_at: int = 0
+    ended_at: int = 0
+    lines: int = 0
+    completed: int = 0  # lines, when the batch has ended
+    failed: int = 0
+    has_output: int = 0
+    has_errors: int = 0
+    input_tokens: int = 0  # of the answered lines, as their answers say
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+def new_batch_id(idempotency_key: str = "", tenant: str = "") -> str:
+    """A fresh id; with a key, the one that belongs to this key of the tenant."""
+    if idempotency_key:
+        named = f"{tenant}\0{idempotency_key}" if tenant else idempotency_key
+        return f"batch_{hashlib.sha256(named.encode()).hexdigest()[:48]}"
+    return f"batch_{secrets.token_hex(24)}"
+
+
+class BatchStore:
+    """Batches by id."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    async def create(self, spec: BatchSpec) -> None:
+        """Store a batch, to be validated; one with this id that is there already stays as it is."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hsetnx(keys.batch(spec.id), "spec", msgspec.json.encode(spec).decode())
+            pipe.hsetnx(keys.batch(spec.id), "state", "validating")
+            pipe.expire(keys.batch(spec.id), keys.BATCH_TTL_S)
+            await pipe.execute()
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for key in (keys.batches(), keys.pending_batches()):
+                pipe.zadd(key, {spec.id: time.time()}, nx=True)
+                pipe.expire(key, keys.BATCH_TTL_S)
+            pipe.zremrangebyscore(keys.batches(), "-inf", spec.created_at - 2 * keys.BATCH_TTL_S)
+            await pipe.execute()
+
+    async def find(self, batch_id: str) -> BatchRecord:
+        """UnknownBatchError when there is none."""
+        found = (await self._find([batch_id]))[0]
+        if found is None:
+            raise unknown_batch(batch_id)
+        return found
+
+    async def page(self, limit: int, after: str, asker: Asker = ANYBODY) -> tuple[list[BatchRecord], bool]:
+        """The asker's newest batches, or those older than `after`, and whether there are more."""
+        start = 0
+        if after:
+            rank = await self._redis.zrevrank(keys.batches(), after)
+            if rank is None or (asker.limited and not asker.owns((await self.find(after)).spec.tenant)):
+                raise unknown_batch(after, "after")
+            start = int(rank) + 1
+        seen: list[BatchRecord] = []
+        while len(seen) <= limit and (raws := await self._redis.zrevrange(keys.batches(), start, start + limit)):
+            found = await self._find([raw.decode() for raw in raws])
+            seen += [record for record in found if record is not None and asker.owns(record.spec.tenant)]
+            start += len(raws)
+        return seen[:limit], len(seen) > limit
+
+    async def pending(self) -> list[BatchRecord]:
+        """The batches that have not ended; forgets those that have, or are gone."""
+        ids = [raw.decode() for raw in await self._redis.zrange(keys.pending_batches(), 0, -1)]
+        found = await self._find(ids)
+        gone = [i for i, record in zip(ids, found, strict=True) if record is None or record.state in ENDED]
+        if gone:
+            await self._redis.zrem(keys.pending_batches(), *gone)
+        return [record for record in found if record is not None and record.state not in ENDED]
+
+    async def change(self, batch_id: str, **fields: Any) -> bool:
+        """Set fields of a batch that has not ended; False when it has."""
+        argv: list[str | bytes] = [str(keys.BATCH_TTL_S)]
+        for name, value in fields.items():
+            argv += [name, msgspec.json.encode(value) if isinstance(value, tuple) else str(value)]
+        return bool(await _change(self._redis, [keys.batch(batch_id)], argv))
+
+    async def end(self, batch_id: str, state: BatchState, **fields: Any) -> bool:
+        """Enter a terminal state; False when the batch was in one."""
+        ended = await self.change(batch_id, **fields, ended_at=int(time.time()), state=state)
+        await self._redis.zrem(keys.pending_batches(), batch_id)
+        return ended
+
+    async def take(self, batch_id: str, owner: str) -> bool:
+        """Take the batch's lease; False when another api process has it."""
+        return bool(await self._redis.set(keys.batch_lease(batch_id), owner, nx=True, px=keys.BATCH_LEASE_MS))
+
+    async def renew(self, batch_id: str, owner: str) -> bool:
+        """Hold the lease; False when it is no longer ours."""
+        return bool(await _lease(self._redis, [keys.batch_lease(batch_id)], [owner, str(keys.BATCH_LEASE_MS)]))
+
+    async def release(self, batch_id: str, owner: str) -> None:
+        """Give the lease back."""
+        await _lease(self._redis, [keys.batch_lease(batch_id)], [owner, "0"])
+
+    async def _find(self, ids: list[str]) -> "list[BatchRecord | None]":
+        if not ids:
+            return []
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for batch_id in ids:
+                pipe.hgetall(keys.batch(batch_id))
+            return [_record(row) for row in await pipe.execute()]
+
+
+def unknown_batch(batch_id: str, param: str | None = None) -> UnknownBatchError:
+    """The error for a batch that is not there."""
+    return UnknownBatchError(f"no batch {batch_id!r}, or its time to live is over", param=param)
+
+
+def _record(row: dict[bytes, bytes]) -> BatchRecord | None:
+    if b"spec" not in row:
+        return None
+    fields: dict[str, Any] = {name.decode(): value.decode() for name, value in row.items()}
+    for name in ("spec", "errors"):
+        if name in fields:
+            fields[name] = msgspec.json.decode(fields[name])
+    return msgspec.convert(fields, BatchRecord, strict=False)

@@ -1,0 +1,194 @@
+"""Taking in a job: inputs streamed into Redis, made visible when complete, once per idempotency key.
+
+The inputs go under the new job's own id first, with a time to live of an hour. Then the idempotency key is set to that
+id if it is free, and last the job becomes visible. So two submitters never write into one job; the one that comes
+second deletes what it wrote; and a submitter that died in between leaves either nothing that lasts, or a complete job
+which the next call with the same key makes visible.
+"""
+
+import contextlib
+import hashlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.errors import ConflictError, InvalidRequestError, ServiceUnavailableError
+from shared.jobs import JobInput, JobSpec
+from shared.redis import keys
+from shared.redis.connection.client import Script
+from shared.redis.jobs.ledger import ask
+from shared.rewards import kinds as rewards
+
+INTAKE_TTL_S = 3_600
+MAX_N = 4_096  # a group is enqueued as one
+CHUNK_LINES = 256
+CHUNK_BYTES = 1_048_576
+LISTED_S = 14 * keys.DAY_S  # a job that is listed longer than this has long expired
+
+_publish = Script("job_publish")
+_forget_key = Script("job_forget_key")
+_input_decoder = msgspec.json.Decoder(JobInput)
+
+
+async def submit(
+    redis: Redis, spec: JobSpec, inputs: AsyncIterator[bytes] | Iterable[bytes], idempotency_key: str
+) -> tuple[str, bool]:
+    """Write the job and make it visible; its id, and whether this call created it (see JobStore.create)."""
+    _check(spec)
+    request = _fingerprint(spec)
+    known = await known_job(redis, idempotency_key, spec.tenant, request)
+    if known:
+        return known, False
+    await _write(redis, spec, inputs, request)
+    while idempotency_key and not await redis.set(
+        keys.job_idempotency(idempotency_key, spec.tenant), spec.id, nx=True, ex=keys.IDEMPOTENCY_TTL_S
+    ):
+        known = await known_job(redis, idempotency_key, spec.tenant, request)
+        if known:
+            await _discard(redis, spec.id)
+            return known, False
+    if not await _make_visible(redis, spec.id):
+        raise InvalidRequestError("the inputs took more than an hour to arrive")
+    return spec.id, True
+
+
+async def known_job(redis: Redis, idempotency_key: str, tenant: str = "", request: str = "") -> str:
+    """The id of the tenant's visible job under this key, or ""; ConflictError when it is not that of this `request`."""
+    if not idempotency_key:
+        return ""
+    name = keys.job_idempotency(idempotency_key, tenant)
+    raw = await redis.get(name)
+    if raw is None:
+        return ""
+    job_id: str = raw.decode()
+    if not await _make_visible(redis, job_id):
+        await _forget_key(redis, [name], [job_id])
+        return ""
+    stored = await ask(redis, "HGET", keys.job(job_id), "request")
+    if request and stored is not None and stored.decode() != request:
+        raise ConflictError(f"idempotency key {idempotency_key!r} belongs to another request, {job_id}")
+    return job_id
+
+
+def _check(spec: JobSpec) -> None:
+    if not 1 <= spec.n <= MAX_N:
+        raise InvalidRequestError(f"n must be between 1 and {MAX_N}", param="n")
+    if spec.kind == "batch" and spec.n != 1:
+        raise InvalidRequestError("a batch's lines are sequences of their own: n is 1", param="n")
+    if spec.kind == "score":
+        if spec.n != 1:
+            raise InvalidRequestError("a score job takes n=1: there is nothing to sample", param="n")
+        if not spec.score_logprobs and spec.reward is None:
+            raise InvalidRequestError("a score job wants score_logprobs, a reward, or both", param="reward")
+    if spec.kind == "rollout" and spec.reward is None:
+        raise InvalidRequestError("a rollout needs a reward; use kind 'generate' without one", param="reward")
+    if spec.reward is not None:
+        rewards.check(spec.reward)
+
+
+def _fingerprint(spec: JobSpec) -> str:
+    """What two submissions under one idempotency key must have in common."""
+    bare = msgspec.structs.replace(spec, id="", created_ms=0, deadline_ms=0, total_prompts=0, trace="", key="")
+    return hashlib.sha256(msgspec.json.encode(bare, order="sorted")).hexdigest()[:32]
+
+
+async def _make_visible(redis: Redis, job_id: str) -> bool:
+    """False when there is no complete job with this id."""
+    found = await ask(redis, "HMGET", keys.job(job_id), "state", "written", "tenant")
+    if found[0] is not None:
+        return True
+    if found[1] is None:
+        return False
+    now = time.time()
+    async with redis.pipeline(transaction=False) as pipe:
+        listed = {keys.jobs(), keys.jobs((found[2] or b"").decode())}
+        for key in (*listed, keys.active_jobs()):
+            pipe.zadd(key, {job_id: now})
+            pipe.expire(key, keys.JOB_TTL_S)
+        for key in listed:
+            pipe.zremrangebyscore(key, "-inf", now - LISTED_S)
+        await pipe.execute()
+    return bool(await _publish(redis, [keys.job(job_id), keys.job_inputs(job_id)], [str(keys.JOB_TTL_S)]))
+
+
+async def _write(redis: Redis, spec: JobSpec, inputs: AsyncIterator[bytes] | Iterable[bytes], request: str) -> None:
+    try:
+        total = await _write_inputs(redis, spec, inputs)
+        if not total:
+            raise InvalidRequestError("a job needs at least one prompt", param="prompts")
+        if spec.total_prompts not in (0, total):
+            raise InvalidRequestError(f"{spec.total_prompts} prompts were announced, {total} came", param="prompts")
+        seed = spec.sampling.seed if spec.sampling.seed is not None else secrets.randbits(53)
+        spec = msgspec.structs.replace(
+            spec, total_prompts=total, sampling=msgspec.structs.replace(spec.sampling, seed=seed)
+        )
+        async with redis.pipeline(transaction=True) as pipe:
+            fields: dict[str, Any] = {"spec": msgspec.json.encode(spec), "total": spec.total}
+            fields |= {"request": request, "written": 1, "tenant": spec.tenant}
+            pipe.hset(keys.job(spec.id), mapping=fields)
+            pipe.expire(keys.job(spec.id), INTAKE_TTL_S)
+            await pipe.execute()
+    except Exception:
+        with contextlib.suppress(Exception):  # else its time to live deletes it
+            await _discard(redis, spec.id)
+        raise
+
+
+async def _write_inputs(redis: Redis, spec: JobSpec, inputs: AsyncIterator[bytes] | Iterable[bytes]) -> int:
+    key = keys.job_inputs(spec.id)
+    total = 0
+    chunk: list[bytes] = []
+    size = 0
+
+    async def flush() -> None:
+        async with redis.pipeline(transaction=True) as pipe:
+            pipe.rpush(key, *chunk)
+            pipe.expire(key, INTAKE_TTL_S)
+            length = (await pipe.execute())[0]
+        if length != total:
+            raise ServiceUnavailableError("the submission was interrupted: submit it again")
+
+    number = 0
+    async for raw in _lines(inputs):
+        number += 1
+        line = raw.strip()
+        if not line:
+            continue
+        _check_line(spec, number, line)
+        chunk.append(line)
+        total += 1
+        size += len(line)
+        if len(chunk) >= CHUNK_LINES or size >= CHUNK_BYTES:
+            await flush()
+            chunk, size = [], 0
+    if chunk:
+        await flush()
+    return total
+
+
+async def _lines(inputs: AsyncIterator[bytes] | Iterable[bytes]) -> AsyncIterator[bytes]:
+    if isinstance(inputs, AsyncIterator):
+        async for line in inputs:
+            yield line
+    else:
+        for line in inputs:
+            yield line
+
+
+def _check_line(spec: JobSpec, number: int, line: bytes) -> None:
+    try:
+        parsed = _input_decoder.decode(line)
+    except msgspec.MsgspecError as error:  # not JSON, or not an input
+        raise InvalidRequestError(f"input line {number}: {error}", param="prompts") from error
+    if spec.kind == "score" and parsed.completion is None:
+        raise InvalidRequestError(f"input line {number}: a score job needs `completion`", param="prompts")
+    if spec.kind == "batch" and parsed.request is None and not parsed.refused:
+        raise InvalidRequestError(f"input line {number}: a batch needs `request`", param="prompts")
+
+
+async def _discard(redis: Redis, job_id: str) -> None:
+    await redis.delete(keys.job(job_id), keys.job_inputs(job_id))

@@ -1,0 +1,229 @@
+"""What runners keep of a job's progress: its lease, its cursor, its results, its end (invariants: job_store.py)."""
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.errors import UnknownJobError
+from shared.jobs import TERMINAL, JobSpec, JobState, JobUsage
+from shared.redis import keys
+from shared.redis.connection.client import Script
+from shared.trajectories import Reward
+
+Outcome = Literal["succeeded", "failed", "cancelled", "expired"]
+
+LEASE_MS = 4_000
+_WALK = 4_096  # ordinals that one call may advance complete_through over
+_RECORD_BATCH = 64
+
+_begin = Script("job_begin")
+_lease = Script("job_lease")
+_expand = Script("job_expand")
+_record = Script("job_record")
+_finish = Script("job_finish")
+
+decode_job_spec = msgspec.json.Decoder(JobSpec).decode
+
+
+class SampleRecord(NamedTuple):
+    """A finished sample: its result line, and what it adds to the job's counts."""
+
+    ordinal: int
+    line: bytes  # a trajectory, JSON
+    outcome: Outcome
+    usage: JobUsage = JobUsage()
+    reward: Reward | None = None
+
+
+class JobProgress(NamedTuple):
+    """Where a job stands, as a tick reads it."""
+
+    state: JobState
+    expanded: int  # prompts whose sequences have been enqueued or recorded
+    recorded: int  # samples
+    complete_through: int
+    cancelled: bool  # somebody asked for its end
+    progress_ms: int  # when something last moved
+    now_ms: int  # Redis's clock
+
+
+class ActiveJob(NamedTuple):
+    """A job that is not terminal, as the sweeper reads it."""
+
+    id: str
+    tick: int
+    leased: bool
+
+
+class JobLedger:
+    """A job's progress, written by whichever runner holds its lease."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    async def spec(self, job_id: str) -> JobSpec:
+        """What was asked for."""
+        raw = await ask(self._redis, "HGET", keys.job(job_id), "spec")
+        if raw is None:
+            raise unknown_job(job_id)
+        return decode_job_spec(raw)
+
+    async def begin(self, job_id: str, runner: str, number: int) -> int | None:
+        """Take the job's lease for tick `number`; the next tick's number, or None when this tick is not to run."""
+        following = await _begin(
+            self._redis, [keys.job(job_id), keys.job_lease(job_id)], [runner, str(number), str(LEASE_MS)]
+        )
+        return int(following) if following >= 0 else None
+
+    async def renew(self, job_id: str, runner: str) -> bool:
+        """Hold the lease for another while; False when it is no longer ours."""
+        return bool(await _lease(self._redis, [keys.job_lease(job_id)], [runner, str(LEASE_MS)]))
+
+    async def release(self, job_id: str, runner: str) -> None:
+        """Give the lease back."""
+        await _lease(self._redis, [keys.job_lease(job_id)], [runner, "0"])
+
+    async def progress(self, job_id: str) -> JobProgress:
+        """Where the job stands now."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            fields = ["state", "expanded", "recorded", "complete_through", "cancel", "progress_ms"]
+            pipe.hmget(keys.job(job_id), fields)
+            pipe.time()
+            values, (seconds, micros) = await pipe.execute()
+        if values[0] is None:
+            raise unknown_job(job_id)
+        state, expanded, recorded, through, cancel, progress_ms = values
+        return JobProgress(
+            state=state.decode(),
+            expanded=int(expanded or 0),
+            recorded=int(recorded or 0),
+            complete_through=int(through or 0),
+            cancelled=cancel is not None,
+            progress_ms=int(progress_ms or 0),
+            now_ms=seconds * 1000 + micros // 1000,
+        )
+
+    async def inputs(self, job_id: str, start: int, count: int) -> list[bytes]:
+        """Input lines of prompts [start, start + count)."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.lrange(keys.job_inputs(job_id), start, start + count - 1)
+            pipe.expire(keys.job_inputs(job_id), keys.JOB_TTL_S)
+            lines: list[bytes] = (await pipe.execute())[0]
+        return lines
+
+    async def inputs_at(self, job_id: str, prompts: Sequence[int]) -> list[bytes]:
+        """Input lines of these prompts."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for prompt in prompts:
+                pipe.lindex(keys.job_inputs(job_id), prompt)
+            lines: list[bytes] = await pipe.execute()
+        return lines
+
+    async def expanded(self, job_id: str, prompts: int) -> None:
+        """Move the cursor forward: the sequences of so many prompts are enqueued."""
+        await _expand(self._redis, [keys.job(job_id)], [str(prompts)])
+
+    async def record(self, job_id: str, samples: Sequence[SampleRecord]) -> int:
+        """Store finished samples; those recorded before change nothing. Returns how many were new."""
+        new = 0
+        for at in range(0, max(len(samples), 1), _RECORD_BATCH):
+            argv: list[str | bytes] = [str(keys.JOB_TTL_S), str(keys.RESULTS_PER_CHUNK), str(_WALK)]
+            for sample in samples[at : at + _RECORD_BATCH]:
+                argv += _record_arguments(sample)
+            added, _ = await _record(self._redis, [keys.job(job_id), keys.job_results_prefix(job_id)], argv)
+            if added < 0:
+                break
+            new += added
+        return new
+
+    async def unrecorded(self, job_id: str, start: int, stop: int) -> list[int]:
+        """The ordinals in [start, stop) that have no result yet."""
+        missing: list[int] = []
+        for chunk in range(start // keys.RESULTS_PER_CHUNK, -(-stop // keys.RESULTS_PER_CHUNK)):
+            done = {int(o) for o in await ask(self._redis, "HKEYS", keys.job_results(job_id, chunk))}
+            first = chunk * keys.RESULTS_PER_CHUNK
+            ordinals = range(max(start, first), min(stop, first + keys.RESULTS_PER_CHUNK))
+            missing += [ordinal for ordinal in ordinals if ordinal not in done]
+        return missing
+
+    async def finish(self, job_id: str, state: JobState, error: str = "", *, only_queued: bool = False) -> bool:
+        """End the job; False when it has ended, when success lacks samples, or when it has started (`only_queued`)."""
+        rest = "failed" if state == "failed" else "expired" if state == "expired" else "cancelled"
+        argv = [state, error, rest, str(keys.JOB_TTL_S), "1" if only_queued else "0"]
+        ended: bool = await _finish(self._redis, [keys.job(job_id), keys.job_inputs(job_id)], argv) == 1
+        if ended:
+            with contextlib.suppress(UnknownJobError):  # whoever saw its end has deleted it
+                await self._keep_results(job_id)
+            await self._redis.zrem(keys.active_jobs(), job_id)
+        return ended
+
+    async def count_fault(self, job_id: str) -> int:
+        """Note that a tick failed; how often in a row."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hincrby(keys.job(job_id), "faults", 1)
+            pipe.expire(keys.job(job_id), keys.JOB_TTL_S)
+            return int((await pipe.execute())[0])
+
+    async def clear_faults(self, job_id: str) -> None:
+        """Note that a tick went well."""
+        await ask(self._redis, "HDEL", keys.job(job_id), "faults")
+
+    async def active(self) -> list[ActiveJob]:
+        """The jobs that are not terminal; forgets those that have ended or never became visible."""
+        ids = [i.decode() for i in await self._redis.zrange(keys.active_jobs(), 0, -1)]
+        if not ids:
+            return []
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.expire(keys.active_jobs(), keys.JOB_TTL_S)
+            pipe.expire(keys.jobs(), keys.JOB_TTL_S)
+            for job_id in ids:
+                pipe.hmget(keys.job(job_id), ["state", "tick", "written"])
+                pipe.exists(keys.job_lease(job_id))
+            answers = (await pipe.execute())[2:]
+        jobs: list[ActiveJob] = []
+        gone: list[str] = []
+        for job_id, (state, tick, written), leased in zip(ids, answers[::2], answers[1::2], strict=True):
+            if state is None and written is not None:
+                continue  # being submitted
+            if state is None or state.decode() in TERMINAL:
+                gone.append(job_id)
+            else:
+                jobs.append(ActiveJob(job_id, int(tick or 0), bool(leased)))
+        if gone:
+            await self._redis.zrem(keys.active_jobs(), *gone)
+        return jobs
+
+    async def _keep_results(self, job_id: str) -> None:
+        """All results live as long as the job that has just ended."""
+        total = (await self.spec(job_id)).total
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for chunk in range(math.ceil(total / keys.RESULTS_PER_CHUNK)):
+                pipe.expire(keys.job_results(job_id, chunk), keys.JOB_TTL_S)
+            await pipe.execute()
+
+
+async def ask(redis: Redis, *command: str | int) -> Any:
+    """One command; redis-py types its methods for both of its clients at once, so that few can be awaited."""
+    return await redis.execute_command(*command)  # type: ignore[no-untyped-call]
+
+
+def unknown_job(job_id: str) -> UnknownJobError:
+    """No such job, said the same way everywhere."""
+    return UnknownJobError(f"no job {job_id!r}, or its time to live is over")
+
+
+def _record_arguments(sample: SampleRecord) -> tuple[str | bytes, ...]:
+    reward = sample.reward
+    return (
+        str(sample.ordinal),
+        sample.line,
+        sample.outcome,
+        str(sample.usage.prompt_tokens),
+        str(sample.usage.completion_tokens),
+        "" if reward is None or reward.value is None else repr(float(reward.value)),
+        "1" if reward is not None and reward.error else "0",
+    )

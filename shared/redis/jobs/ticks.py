@@ -1,0 +1,62 @@
+"""Ticks of jobs on arq, behind this one module: who enqueues needs nothing else of arq.
+
+A tick advances one job for about two seconds and names the next (worker/jobs/tick.py). It is named after the job and
+a counter in the job's hash, which starting the tick increments. So at most one tick of a job waits, however often it is
+enqueued; a tick that was started never starts again; and a tick lost with its runner is enqueued again under the next
+number as soon as the job's lease has run out.
+
+Messages are msgpack, never pickle: what arrives from Redis is data, not code.
+"""
+
+from typing import Any
+
+import msgspec
+from arq.connections import ArqRedis
+from redis.asyncio import Redis
+
+from shared.redis.connection.faults import DiscreetRedis
+
+QUEUE = "arq:parallm"
+TICK = "tick"  # arq's name of the one function
+WAKE_CHANNEL = f"{QUEUE}:wake"
+EXPIRES_MS = 86_400_000  # of an enqueued tick that nobody runs; the sweeper enqueues it again
+
+
+def serialize(message: dict[str, Any]) -> bytes:
+    """msgpack bytes of arq's own record of a job; what msgpack does not know becomes its repr."""
+    return msgspec.msgpack.encode(message, enc_hook=repr)
+
+
+def deserialize(data: bytes) -> dict[str, Any]:
+    """Read arq's own record of a job."""
+    return msgspec.msgpack.decode(data, type=dict[str, Any])
+
+
+class _DiscreetArq(ArqRedis):  # type: ignore[misc]  # arq has no types
+    pipeline = DiscreetRedis.pipeline
+
+
+def arq_redis(redis: Redis) -> ArqRedis:
+    """arq's client over the connections of ours."""
+    return _DiscreetArq(
+        pool_or_conn=redis.connection_pool,
+        job_serializer=serialize,
+        job_deserializer=deserialize,
+        default_queue_name=QUEUE,
+        expires_extra_ms=EXPIRES_MS,
+    )
+
+
+async def enqueue_tick(redis: Redis, job_id: str, number: int, *, delay_s: float = 0) -> bool:
+    """Let a runner run this tick of the job; False when it waits already.
+
+    Runners sleep until they are woken, so a tick without a delay starts at once.
+    """
+    queued = await arq_redis(redis).enqueue_job(
+        TICK, job_id, number, _job_id=f"{job_id}:{number}", _defer_by=delay_s or None
+    )
+    if queued is None:
+        return False
+    if not delay_s:
+        await redis.publish(WAKE_CHANNEL, b"1")
+    return True

@@ -1,0 +1,66 @@
+"""The switch that stops all workers: POST /pause sets it, /resume takes it back.
+
+Invariants. The key is the truth: workers read it before they claim anything, with every heartbeat and after every
+(re)connection; the message to their control channels only makes it quick. A worker that starts later obeys, too. A
+worker tells in its heartbeat under which pause it has come to rest.
+"""
+
+import time
+import uuid
+from typing import Literal, get_args
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.redis import keys
+from shared.redis.ring.worker_registry import WorkerRegistry
+
+PauseMode = Literal["abort", "wait", "keep"]
+MODES: tuple[PauseMode, ...] = get_args(PauseMode)
+
+
+class PauseOrder(msgspec.Struct, frozen=True):
+    """One pause. abort: rows end; wait: rows finish first; keep: rows stand still and go on later."""
+
+    id: str
+    mode: PauseMode
+    clear_cache: bool  # no KV from before the pause is used after it
+    at_ms: int = 0
+
+
+class PauseSwitch:
+    """Of one ring, all models."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._registry = WorkerRegistry(redis)
+
+    async def current(self) -> PauseOrder | None:
+        """The pause in force; looking at it keeps it."""
+        found = await self._redis.getex(keys.pause(), ex=keys.PAUSE_TTL_S)
+        return None if found is None else msgspec.json.decode(found, type=PauseOrder)
+
+    async def set(self, mode: PauseMode, *, clear_cache: bool) -> PauseOrder:
+        """Put a pause in force, in the place of an earlier one."""
+        order = PauseOrder(uuid.uuid4().hex[:12], mode, clear_cache, time.time_ns() // 1_000_000)
+        await self._redis.set(keys.pause(), msgspec.json.encode(order), ex=keys.PAUSE_TTL_S)
+        await self._tell()
+        return order
+
+    async def clear(self) -> None:
+        """Let the workers go on."""
+        await self._redis.delete(keys.pause())
+        await self._tell()
+
+    async def restless(self, order: PauseOrder | None) -> list[str]:
+        """Ids of live workers that have not yet come to rest under `order`; None: that still rest."""
+        wanted = "" if order is None else order.id
+        models = [name.decode() for name in await self._redis.zrange(keys.models(), 0, -1)]
+        workers = [worker for model in models for worker in await self._registry.workers(model)]
+        return [worker.id for worker in workers if worker.pause != wanted and worker.state not in ("draining", "stuck")]
+
+    async def _tell(self) -> None:
+        message = msgspec.msgpack.encode(("pause",))
+        for name in await self._redis.zrange(keys.models(), 0, -1):
+            for worker in await self._redis.zrange(keys.workers(name.decode()), 0, -1):
+                await self._redis.publish(keys.control_channel(worker.decode()), message)

@@ -1,0 +1,217 @@
+"""Who serves what: model cards and tokenizers, and the workers' heartbeats.
+
+A worker is live while its heartbeat hash exists (10 s). Cards and tokenizers stay for a week after the last worker, so
+that jobs can be planned while no worker is up.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+import structlog
+from redis.asyncio import Redis
+
+from shared.errors import NotFoundError, SetupError
+from shared.redis import keys
+from shared.redis.connection.client import server_time_ms
+from shared.sequences import ModelCard
+from shared.text.codec import TokenizerBundle
+
+log = structlog.get_logger()
+
+SOURCES_KEPT = 8
+PATIENCE_S = keys.WORKER_TTL_S + 2.0  # with workers of other weights: dead ones are gone by then
+LOOK_AGAIN_S = 1.0
+
+WorkerState = Literal["starting", "ready", "paused", "draining", "stuck"]
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One heartbeat."""
+
+    id: str
+    model: str
+    host: str
+    pid: int
+    state: WorkerState
+    rows: int
+    max_rows: int
+    waiting: int  # claimed, not yet in a row
+    kv_bytes: int
+    kv_limit_bytes: int
+    tokens_per_s: float
+    steps: int
+    started_ms: int
+    heartbeat_ms: int
+    adapters: dict[str, int] = {}  # name -> version that is loaded
+    extra: dict[str, float] = {}
+    engine_silent_s: float = 0.0  # since the engine's turn under way began
+    pause: str = ""  # id of the pause that it has come to rest under
+    weights: str = ""  # what it computes with: `weights_of` its card
+    versions: tuple[str, ...] = ()  # every adapter version that is loaded, as name@k
+
+
+def weights_of(card: ModelCard) -> str:
+    """What a worker's tokens depend on besides the request, by content."""
+    return f"weights {card.base_sha256[:12]}, dtype {card.dtype}, tokenizer {card.tokenizer_sha256[:12]}"
+
+
+class WorkerRegistry:
+    """The registry in Redis."""
+
+    def __init__(self, redis: "Redis") -> None:
+        self._redis = redis
+        self._registered: dict[str, tuple[ModelCard, TokenizerBundle]] = {}
+
+    async def register_model(self, card: ModelCard, tokenizer: TokenizerBundle) -> None:
+        """Publish what a worker serves; its heartbeats keep it, and bring it back should Redis lose it.
+
+        Workers of one model may have got it from different places: the card keeps them all.
+        """
+        known = await self.card(card.name)
+        if known is not None and known.base_sha256 == card.base_sha256:
+            sources = tuple(dict.fromkeys((*card.sources, *known.sources)))[:SOURCES_KEPT]
+            card = msgspec.structs.replace(card, sources=sources)
+        bundle = msgspec.json.encode(tokenizer)
+        async with self._redis.pipeline() as pipe:
+            pipe.set(keys.tokenizer(card.tokenizer_sha256), bundle, ex=keys.REGISTRY_TTL_S)
+            pipe.set(keys.model_card(card.name), msgspec.json.encode(card), ex=keys.REGISTRY_TTL_S)
+            await pipe.execute()
+        self._registered[card.name] = (card, tokenizer)
+
+    async def admit(self, card: ModelCard, status: Callable[[], WorkerStatus]) -> None:
+        """Begin the heartbeats of a worker, before it registers its model.
+
+        SetupError while workers of the same name compute with something else. Those that have died without a word are
+        waited for; of two that start at once the first one may stay.
+        """
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            ours = status()
+            await self.heartbeat(ours)
+            others = [other for other in await self.workers(card.name) if _contradicts(other, ours)]
+            if not others:
+                return
+            if time.monotonic() > until:
+                await self.remove(card.name, ours.id)
+                raise SetupError(_differs(ours, others))
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def heartbeat(self, status: WorkerStatus) -> None:
+        """Say that a worker lives."""
+        key = keys.worker(status.model, status.id)
+        fields = msgspec.structs.asdict(status)  # defaults, too: they replace what an earlier heartbeat said
+        fields["adapters"] = msgspec.json.encode(status.adapters)
+        fields["extra"] = msgspec.json.encode(status.extra)
+        fields["engine_silent_s"] = status.engine_silent_s  # also 0, over what stood there
+        fields["weights"] = status.weights
+        fields["versions"] = msgspec.json.encode(status.versions)
+        async with self._redis.pipeline() as pipe:
+            pipe.hset(key, mapping=fields)
+            pipe.expire(key, keys.WORKER_TTL_S)
+            for index, member in ((keys.workers(status.model), status.id), (keys.models(), status.model)):
+                pipe.zadd(index, {member: status.heartbeat_ms})
+                pipe.expire(index, keys.REGISTRY_TTL_S)
+            ours = self._registered.get(status.model)
+            kept = [keys.model_card(status.model)]
+            kept += [keys.tokenizer(ours[0].tokenizer_sha256)] if ours else []
+            for name in kept:
+                pipe.expire(name, keys.REGISTRY_TTL_S)
+            answers = await pipe.execute()
+        if ours and not all(answers[-len(kept) :]):
+            await self.register_model(*ours)
+
+    async def remove(self, model: str, worker_id: str) -> None:
+        """Forget a worker that leaves in order."""
+        async with self._redis.pipeline() as pipe:
+            pipe.delete(keys.worker(model, worker_id))
+            pipe.zrem(keys.workers(model), worker_id)
+            await pipe.execute()
+
+    async def models(self) -> list[ModelCard]:
+        """Every model that is known, served right now or not."""
+        names = await self._redis.zrange(keys.models(), 0, -1)
+        cards = [await self.card(name.decode(errors="replace")) for name in names]
+        return [card for card in cards if card is not None]
+
+    async def card(self, model: str) -> ModelCard | None:
+        """A model's card; None when no worker has registered it."""
+        data = await self._redis.get(keys.model_card(model))
+        try:
+            return None if data is None else msgspec.json.decode(data, type=ModelCard)
+        except (msgspec.DecodeError, ValueError) as error:
+            log.warning("registry.unreadable_card", model=model, error=str(error))
+            return None
+
+    async def names(self) -> list[str]:
+        """Every model that is known, by name."""
+        return sorted(name.decode() for name in await self._redis.zrange(keys.models(), 0, -1))
+
+    async def live_models(self) -> set[str]:
+        """Models that at least one live worker serves."""
+        names = [name.decode(errors="replace") for name in await self._redis.zrange(keys.models(), 0, -1)]
+        return {name for name in names if await self.workers(name)}
+
+    async def known(self, model: str) -> list[str]:
+        """Ids of a model's workers that live, or went within the hour without leaving in order."""
+        return [name.decode(errors="replace") for name in await self._redis.zrange(keys.workers(model), 0, -1)]
+
+    async def live(self, model: str) -> list[str]:
+        """Ids of a model's live workers: what a worker asks with every heartbeat, so without their statuses."""
+        ids = await self.known(model)
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for worker_id in ids:
+                pipe.exists(keys.worker(model, worker_id))
+            found = await pipe.execute()
+        return sorted(worker_id for worker_id, lives in zip(ids, found, strict=True) if lives)
+
+    async def workers(self, model: str) -> list[WorkerStatus]:
+        """A model's live workers, by id; prunes those gone for more than an hour."""
+        ids = await self.known(model)
+        if not ids:
+            return []
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for worker_id in ids:
+                pipe.hgetall(keys.worker(model, worker_id))
+            found = await pipe.execute()
+        if not all(found):
+            await self._redis.zremrangebyscore(keys.workers(model), 0, await server_time_ms(self._redis) - 3_600_000)
+        statuses = [_status(fields) for fields in found if fields]
+        return sorted((status for status in statuses if status is not None), key=lambda status: status.id)
+
+    async def tokenizer(self, sha256: str) -> TokenizerBundle:
+        """A tokenizer by its hash; NotFoundError when it has expired."""
+        data = await self._redis.get(keys.tokenizer(sha256))
+        if data is None:
+            raise NotFoundError(f"tokenizer {sha256[:12]} is not in the registry; start a worker that serves its model")
+        return msgspec.json.decode(data, type=TokenizerBundle)
+
+
+def _contradicts(other: WorkerStatus, ours: WorkerStatus) -> bool:
+    """Whether another worker serves something else under our name, and was first."""
+    if other.id == ours.id or not other.weights or other.weights == ours.weights:
+        return False
+    return other.state != "starting" or (other.started_ms, other.id) < (ours.started_ms, ours.id)
+
+
+def _differs(ours: WorkerStatus, others: list[WorkerStatus]) -> str:
+    named = "; ".join(f"worker {other.id!r} on {other.host} has {other.weights}" for other in others[:3])
+    return (
+        f"model {ours.model!r} is being served with something else: {named}; this worker has {ours.weights}. "
+        "Requests move between the workers of a model, so their answers would differ. Load the same (--model, "
+        "--dtype), serve this one as another (--served-model-name NAME), or say that you mean it: --allow-other-weights"
+    )
+
+
+def _status(fields: dict[bytes, bytes]) -> WorkerStatus | None:
+    """A heartbeat; None, and a line in our log, when it cannot be read."""
+    try:
+        plain: dict[str, object] = {name.decode(): value.decode() for name, value in fields.items()}
+        for name, empty in (("adapters", "{}"), ("extra", "{}"), ("versions", "[]")):
+            plain[name] = msgspec.json.decode(str(plain.get(name, empty)))
+        return msgspec.convert(plain, WorkerStatus, strict=False)
+    except (msgspec.DecodeError, ValueError) as error:
+        log.warning("registry.unreadable_heartbeat", worker=fields.get(b"id"), error=str(error))
+        return None

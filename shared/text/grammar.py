@@ -1,0 +1,181 @@
+"""Grammars that a completion must follow, as llguidance writes them: text that travels in `SamplingParams.grammar`.
+
+The api builds and checks one at admission, with the tokenizer of the served model; the worker's engine compiles it and
+masks the logits with it. Nothing here touches MLX.
+
+Invariants. A grammar that `check` lets pass compiles in the worker. The end-of-sequence tokens are allowed exactly
+where the text may end.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from shared.errors import InvalidGrammarError
+from shared.text.codec import TextCodec, TokenizerBundle
+
+# Between JSON's tokens: what pretty printers write, and no more, or a weak model writes blanks until max_tokens.
+WHITESPACE = r"(\x20|\r?\n(\x20{0,32}|\t{0,8}))?"
+
+MAX_CHARS = 1 << 18  # of a grammar, which travels with every choice of a request
+MAX_DEPTH = 128  # of a schema
+MAX_PATTERNS = 64  # `patternProperties` in a schema
+
+
+def of_schema(schema: dict[str, Any] | bool, *, whitespace: str = WHITESPACE, any_whitespace: bool = True) -> str:
+    """JSON that a JSON schema describes; keywords that cannot be enforced are refused by `check`."""
+    if schema is False:
+        raise InvalidGrammarError("the schema `false` allows nothing")
+    check_size(schema)
+    text = json.dumps({} if schema is True else schema)
+    if not any_whitespace:
+        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
+    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": whitespace})
+
+
+def schema_of(value: "dict[str, Any] | bool | str") -> dict[str, Any] | bool:
+    """A schema that may have come as JSON text; InvalidGrammarError when that is no schema."""
+    if not isinstance(value, str):
+        return value
+    try:
+        schema = json.loads(value)
+    except ValueError as error:
+        raise InvalidGrammarError(f"the schema is not JSON: {error}") from error
+    except RecursionError:
+        raise InvalidGrammarError("the schema is nested too deep") from None
+    if not isinstance(schema, dict | bool):
+        raise InvalidGrammarError("a JSON schema is an object")
+    return schema
+
+
+def check_size(schema: dict[str, Any] | bool) -> None:
+    """InvalidGrammarError for a schema that is too deep, or has more patterns of names than can be told apart in
+    reasonable time: all pairs of them are tried.
+    """
+    found = 0
+    left: list[tuple[Any, int]] = [(schema, 1)]
+    while left:
+        part, depth = left.pop()
+        if depth > MAX_DEPTH:
+            raise InvalidGrammarError(f"the schema is nested deeper than {MAX_DEPTH} levels")
+        if isinstance(part, dict):
+            named = part.get("patternProperties")
+            found += len(named) if isinstance(named, dict) else 0
+        parts = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        left += [(each, depth + 1) for each in parts]
+    if found > MAX_PATTERNS:
+        raise InvalidGrammarError(f"the schema has {found} 'patternProperties', and {MAX_PATTERNS} is the limit")
+
+
+def of_object() -> str:
+    """Any JSON object."""
+    return of_schema({"type": "object"})
+
+
+def of_regex(regex: str) -> str:
+    """Text that the whole of a regular expression (Rust's syntax, without look-around) matches."""
+    return LLMatcher.grammar_from_regex(regex)
+
+
+def of_choice(choices: Sequence[str]) -> str:
+    """One of these texts."""
+    return of_lark("start: " + " | ".join(map(literal, choices)))
+
+
+def of_lark(lark: str) -> str:
+    """A grammar in llguidance's dialect of Lark."""
+    return json.dumps({"grammars": [{"lark_grammar": lark}]})
+
+
+def compose(lark: str, parts: dict[str, str]) -> str:
+    """A Lark grammar that refers to other grammars as `@name`."""
+    named = [{**json.loads(text)["grammars"][0], "name": name} for name, text in parts.items()]
+    return json.dumps({"grammars": [{"name": "whole", "lark_grammar": lark}, *named]})
+
+
+def inline_schema(schema: dict[str, Any]) -> str:
+    """A JSON schema inside a Lark grammar."""
+    check_size(schema)
+    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+
+
+def mark(text: str, codec: TextCodec) -> str:
+    """Lark for a mark such as `<tool_call>`: its token if the vocabulary has one, else its letters."""
+    token = codec.added_token(text)
+    return literal(text) if token is None else f"<[{token}]>"
+
+
+def until(name: str, text: str, codec: TextCodec) -> str:
+    """A rule of Lark: anything up to and with a mark. The next thing in the grammar begins right behind it."""
+    token = codec.added_token(text)
+    if token is None:
+        return f"{name}[lazy]: /(.|\\n)*{re.escape(text).replace('/', chr(92) + '/')}/"
+    return f"{name}: {name.upper()}_TEXT <[{token}]>\n{name.upper()}_TEXT: /(.|\\n)*/"
+
+
+def unconverted(text: str) -> str:
+    """A grammar in GBNF or Lark that `converted` will make one of ours: that may take minutes, so it is done apart."""
+    return json.dumps({"grammars": [{"ebnf": text}]})
+
+
+def converted(grammar: str) -> str:
+    """The same grammar with its unconverted parts converted."""
+    if '"ebnf"' not in grammar:
+        return grammar
+    document = json.loads(grammar)
+    for part in document["grammars"]:
+        if (text := part.pop("ebnf", None)) is not None:
+            part |= json.loads(of_ebnf(text))["grammars"][0]
+    return json.dumps(document)
+
+
+def of_ebnf(text: str) -> str:
+    """A grammar in GBNF (llama.cpp's and xgrammar's EBNF) or in Lark's syntax; InvalidGrammarError when in neither."""
+    try:
+        return of_lark(any_to_lark(text))
+    except Exception as error:  # whatever the converter trips over is the text's fault
+        raise InvalidGrammarError(f"neither GBNF nor Lark: {error}") from error
+
+
+def literal(text: str) -> str:
+    """A string of Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def tokenizer_of(bundle: TokenizerBundle, vocab_size: int) -> LLTokenizer:
+    """llguidance's view of a tokenizer; takes a second for a large vocabulary. `vocab_size`: ids of the model."""
+    document = msgspec.json.decode(bundle.tokenizer_json)
+    document["truncation"] = document["padding"] = None
+    text = json.dumps(document, ensure_ascii=False)
+    return LLTokenizer(text, n_vocab=max(vocab_size, _size(document)), eos_token=list(bundle.eos_token_ids) or None)
+
+
+def check(grammar: str, tokenizer: LLTokenizer) -> None:
+    """InvalidGrammarError, in llguidance's words, when a grammar cannot be compiled."""
+    if complaint := LLMatcher.validate_grammar(grammar, tokenizer):
+        raise InvalidGrammarError(complaint.strip())
+
+
+def matcher_of(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """A compiled grammar, at its beginning; InvalidGrammarError when it is none."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    if matcher.is_error():
+        raise InvalidGrammarError(first_line(matcher.get_error()))
+    return matcher
+
+
+def first_line(text: str) -> str:
+    """An error without the state of the parser."""
+    return text.strip().split("\n", 1)[0]
+
+
+def _size(document: dict[str, Any]) -> int:
+    """One more than the largest id in tokenizer.json."""
+    vocabulary = document["model"].get("vocab") or {}
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return 1 + max([*ids, *(token["id"] for token in document.get("added_tokens") or ())], default=0)

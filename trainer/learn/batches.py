@@ -1,0 +1,258 @@
+"""From scored groups to padded arrays of numpy.
+
+Shape suffixes: P prompts, S prompt positions (padded left), B rows, T completion positions (padded right).
+
+Invariants.
+- A row is one sample: everything after the prompt that its group shares. In a multi-turn sample that includes tool
+  results; `mask_BT` is true only where the model itself wrote the token.
+- Prompts are never in the loss.
+- A group whose rewards are all equal is dropped: its advantages are 0. A single sample is compared with its pool.
+- A truncated sample counts in its group's baseline, and with `mask_overlong` stays out of the loss (DAPO, arXiv
+  2503.14476 section 3.4: the length limit says nothing about the answer).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.trajectories import Drawing, Trajectory
+from trainer.learn.advantages import AdvantageScale, group_advantages, has_signal
+from trainer.learn.drawing import DrawnRows, corrected, rows_of
+from trainer.rollouts.groups import RolloutGroup, problem, usable
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion, ready for a loss."""
+
+    completion_ids: tuple[int, ...]
+    sampler_logprobs: tuple[float, ...]  # log mu
+    mask: tuple[bool, ...]  # in the loss
+    policy_steps: tuple[int, ...]  # of each token: the policy step whose weights sampled it
+    advantage: float
+    drawn: Drawing | None = None  # what the policy's log-probabilities are computed with; None: temperature 1
+
+
+@dataclass(frozen=True)
+class SampleGroup:
+    """Samples that share a prompt."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    samples: tuple[Sample, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Positions that a forward pass over this group computes when the prompt is shared."""
+        return len(self.prompt_ids) + sum(len(sample.completion_ids) for sample in self.samples)
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Why groups and samples taught nothing."""
+
+    zero_variance: int = 0  # groups
+    too_few: int = 0  # groups with fewer than two usable samples
+    failed: int = 0  # samples without a completion or a reward
+    overlong: int = 0  # samples that hit the length limit
+    cut_off: int = 0  # groups whose samples all did, and stay out of the loss
+    problem: str = field(default="", compare=False)  # of the first sample that failed
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one forward and backward pass takes."""
+
+    prompt_PS: npt.NDArray[np.int32]  # left-padded
+    padding_P: npt.NDArray[np.int32]  # how many pads stand before each prompt
+    prompt_of_B: npt.NDArray[np.int32]  # the row's prompt
+    completion_BT: npt.NDArray[np.int32]  # right-padded
+    mask_BT: npt.NDArray[np.bool_]
+    sampler_BT: npt.NDArray[np.float32]
+    policy_step_BT: npt.NDArray[np.int32]  # -1 where masked
+    advantage_B: npt.NDArray[np.float32]
+    positions: int  # padding left out
+    tokens: int  # of completions
+    drawn: DrawnRows | None = None  # None: all at temperature 1, unfiltered
+
+
+def sample_groups(
+    groups: Iterable[RolloutGroup],
+    policy_steps: dict[str, int],
+    *,
+    scale: AdvantageScale = "mean",
+    mask_overlong: bool = True,
+) -> tuple[list[SampleGroup], Dropped]:
+    """Advantages and masks of each group; groups without signal are left out.
+
+    `policy_steps` says which policy step made each adapter version (`name@k`); "" and unknown ones are step 0.
+    """
+    kept: list[SampleGroup] = []
+    zero = few = failed = overlong = cut_off = 0
+    first_problem = ""
+    given = list(groups)
+    baselines = _pooled(given, scale)
+    for group in given:
+        problems = [problem(t) for t in group.trajectories]
+        members = [i for i, found in enumerate(problems) if not found]
+        failed += len(problems) - len(members)
+        first_problem = first_problem or next(filter(None, problems), "")
+        advantages = _advantages(group, members, baselines.get(group.id), scale)
+        if advantages is None:
+            few += 1
+            continue
+        chosen = [group.trajectories[i] for i in members]
+        overlong += sum(t.finish_reason == "length" for t in chosen)
+        if not any(advantages):
+            zero += 1
+            continue
+        samples = [_sample(t, a, policy_steps, mask_overlong) for t, a in zip(chosen, advantages, strict=True)]
+        taught = tuple(sample for sample in samples if any(sample.mask))
+        if taught:
+            kept.append(SampleGroup(group.id, chosen[0].prompt_ids, taught))
+        else:
+            cut_off += 1
+    return kept, Dropped(zero, few, failed, overlong, cut_off, first_problem)
+
+
+def _pooled(groups: Sequence[RolloutGroup], scale: AdvantageScale) -> dict[str, float]:
+    """Advantages of single samples, by group id: against the mean of their pool."""
+    pools: dict[str, list[RolloutGroup]] = {}
+    for group in groups:
+        if group.pool and not group.advantages and usable(group.trajectories[0]):
+            pools.setdefault(group.pool, []).append(group)
+    found: dict[str, float] = {}
+    for members in pools.values():
+        rewards = [_reward(group.trajectories[0]) for group in members]
+        if len(members) > 1:
+            even = not has_signal(rewards)
+            advantages = [0.0] * len(members) if even else group_advantages(rewards, scale).tolist()
+            found |= {group.id: float(a) for group, a in zip(members, advantages, strict=True)}
+    return found
+
+
+def _advantages(
+    group: RolloutGroup, members: Sequence[int], pooled: float | None, scale: AdvantageScale
+) -> list[float] | None:
+    """Advantages of the usable samples; None when there is nothing to compare them with."""
+    if group.advantages and members:
+        return [float(group.advantages[i] or 0.0) for i in members]
+    if group.pool:
+        return None if pooled is None or not members else [pooled]
+    if len(members) < 2:
+        return None
+    rewards = [_reward(group.trajectories[i]) for i in members]
+    if not has_signal(rewards):
+        return [0.0] * len(members)
+    return [float(a) for a in group_advantages(rewards, scale)]
+
+
+def microbatches(groups: Sequence[SampleGroup], size: Callable[[], int]) -> Iterator[list[SampleGroup]]:
+    """Cut groups into microbatches of at most so many positions; a sample is never cut.
+
+    `size` is asked anew for each microbatch, right before it is cut. Groups of similar prompt length go together, so
+    that little is padding. A group that is too large for one microbatch is divided, and its prompt is computed once in
+    each part.
+    """
+    waiting = deque(sorted(groups, key=lambda group: (len(group.prompt_ids), group.id)))
+    while waiting:
+        left = size()
+        batch: list[SampleGroup] = []
+        while waiting and waiting[0].tokens <= left:
+            batch.append(waiting.popleft())
+            left -= batch[-1].tokens
+        if not batch:
+            part, rest = _divide(waiting.popleft(), left)
+            batch.append(part)
+            if rest.samples:
+                waiting.appendleft(rest)
+        yield batch
+
+
+def pad(groups: Sequence[SampleGroup], pad_id: int = 0, multiples: tuple[int, int] = (8, 4)) -> Microbatch:
+    """Arrays of one microbatch. The widths of prompts and completions are multiples, so that few shapes occur."""
+    rows = [(index, sample) for index, group in enumerate(groups) for sample in group.samples]
+    prompt_width = _round_up(max(len(group.prompt_ids) for group in groups), multiples[0])
+    width = _round_up(max(len(sample.completion_ids) for _, sample in rows), multiples[1])
+    shape = (len(rows), width)
+    prompt_PS = np.full((len(groups), prompt_width), pad_id, np.int32)
+    completion_BT = np.full(shape, pad_id, np.int32)
+    mask_BT = np.zeros(shape, np.bool_)
+    sampler_BT = np.zeros(shape, np.float32)
+    policy_step_BT = np.full(shape, -1, np.int32)
+    for index, group in enumerate(groups):
+        prompt_PS[index, prompt_width - len(group.prompt_ids) :] = group.prompt_ids
+    for row, (_, sample) in enumerate(rows):
+        end = len(sample.completion_ids)
+        completion_BT[row, :end] = sample.completion_ids
+        mask_BT[row, :end] = sample.mask
+        sampler_BT[row, :end] = sample.sampler_logprobs
+        policy_step_BT[row, :end] = np.where(sample.mask, sample.policy_steps, -1)
+    return Microbatch(
+        prompt_PS=prompt_PS,
+        padding_P=np.array([prompt_width - len(group.prompt_ids) for group in groups], np.int32),
+        prompt_of_B=np.array([index for index, _ in rows], np.int32),
+        completion_BT=completion_BT,
+        mask_BT=mask_BT,
+        sampler_BT=np.where(mask_BT, sampler_BT, 0.0).astype(np.float32),
+        policy_step_BT=policy_step_BT,
+        advantage_B=np.array([sample.advantage for _, sample in rows], np.float32),
+        positions=sum(group.tokens for group in groups),
+        tokens=sum(len(sample.completion_ids) for _, sample in rows),
+        drawn=rows_of([sample.drawn for _, sample in rows]),
+    )
+
+
+def loss_mask(trajectory: Trajectory) -> tuple[bool, ...]:
+    """Which completion tokens the model wrote; all of them unless the trajectory says otherwise.
+
+    Raises ValueError when lengths disagree.
+    """
+    length = len(trajectory.completion_ids)
+    mask = trajectory.loss_mask or (1,) * length
+    if len(mask) != length or len(trajectory.logprobs) != length:
+        raise ValueError(
+            f"prompt {trajectory.prompt_index}, sample {trajectory.sample_index}: {length} completion tokens, "
+            f"{len(trajectory.logprobs)} logprobs, {len(mask)} mask values"
+        )
+    return tuple(bool(value) for value in mask)
+
+
+def _reward(trajectory: Trajectory) -> float:
+    assert trajectory.reward is not None and trajectory.reward.value is not None
+    return trajectory.reward.value
+
+
+def _sample(trajectory: Trajectory, advantage: float, policy_steps: dict[str, int], mask_overlong: bool) -> Sample:
+    mask = loss_mask(trajectory)
+    if mask_overlong and trajectory.finish_reason == "length":
+        mask = (False,) * len(mask)
+    steps = [0] * len(mask)
+    for span in trajectory.spans:
+        steps[span.start : span.end] = [policy_steps.get(span.version, 0)] * (span.end - span.start)
+    return Sample(
+        trajectory.completion_ids,
+        trajectory.logprobs,
+        mask,
+        tuple(steps[: len(mask)]),
+        advantage,
+        corrected(trajectory),
+    )
+
+
+def _divide(group: SampleGroup, max_tokens: int) -> tuple[SampleGroup, SampleGroup]:
+    """As many samples as fit, at least one, and the rest."""
+    used, count = len(group.prompt_ids), 0
+    for sample in group.samples:
+        used += len(sample.completion_ids)
+        if count and used > max_tokens:
+            break
+        count += 1
+    return replace(group, samples=group.samples[:count]), replace(group, samples=group.samples[count:])
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

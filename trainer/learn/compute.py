@@ -1,0 +1,91 @@
+"""Where the trainer's MLX work runs. All of it runs in one thread, because MLX arrays and its RNG belong to a thread.
+
+Work is a generator: it yields when everything is evaluated and something else may run. *Separate*: `ThreadHost`, a
+thread of its own. *Hosted*: the worker's engine thread takes the same generators and advances them between decode
+steps, by share (worker.engine owns that side; it only needs this protocol).
+"""
+
+import asyncio
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Protocol, TypeVar
+
+import mlx.core as mx
+
+T = TypeVar("T")
+Work = Generator[None, None, T]
+
+
+class ComputeHost(Protocol):
+    """Runs MLX work in its thread."""
+
+    async def run(self, start: Callable[[], Work[T]]) -> T:
+        """Call `start` in the thread, advance what it gives to its end, and return its value or raise its error."""
+
+
+class EngineThread(Protocol):
+    """What a worker's engine thread offers (worker/engine/between_steps.py)."""
+
+    def run_between_steps(self, start: Callable[[], Work[T]]) -> Future[T]:
+        """Run work there by its share; cancelling the future ends it."""
+
+
+class EngineHost:
+    """Runs in a worker's engine thread, between decode steps."""
+
+    def __init__(self, engine: EngineThread) -> None:
+        self._engine = engine
+
+    async def run(self, start: Callable[[], Work[T]]) -> T:
+        """Run to the end, with decode steps in between."""
+        return await asyncio.wrap_future(self._engine.run_between_steps(start))
+
+
+class ThreadHost:
+    """A thread of our own; nothing runs between the parts of a piece of work."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+
+    async def run(self, start: Callable[[], Work[T]]) -> T:
+        """Run to the end without a pause."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, _exhaust, start)
+
+    async def close(self) -> None:
+        """End the thread; without this, MLX's streams may abort the process at exit."""
+        await asyncio.get_running_loop().run_in_executor(self._executor, _release)
+        self._executor.shutdown(wait=True)
+
+    async def __aenter__(self) -> "ThreadHost":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def at_once(function: Callable[[], T]) -> Callable[[], Work[T]]:
+    """Work that is too short to be divided."""
+
+    def start() -> Work[T]:
+        return function()
+        yield
+
+    return start
+
+
+def _exhaust(start: Callable[[], Work[T]]) -> T:
+    work = start()
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+
+
+def _release() -> None:
+    mx.synchronize()
+    mx.clear_streams()

@@ -1,0 +1,135 @@
+"""The part of the trainer that lives in the MLX thread: policy, optimizer, and the weights to fall back to.
+
+Everything that goes in or out is plain data, so that the loop (another thread, an event loop) may hold it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shared.adapters import GateCheck
+from shared.trajectories import Trajectory
+from trainer import gate
+from trainer.gate import GateLimits
+from trainer.learn.batches import SampleGroup
+from trainer.learn.compute import Work
+from trainer.learn.measures import measure_gaps, measure_parity, measure_probe_kl
+from trainer.learn.optimize import Optimizer
+from trainer.learn.options import AdapterShape, OptimizeOptions
+from trainer.learn.policy import Policy
+from trainer.learn.reports import StepReport
+from trainer.state import Arrays, Moments
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All of the learner's state. No random state: every draw follows from the run's seed and a counter."""
+
+    adapter: Arrays
+    optimizer: Moments
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A train step's report, the weights after it, and the gate's checks that need the model."""
+
+    report: StepReport
+    weights: Arrays
+    checks: tuple[GateCheck, ...]
+
+
+class Learner:
+    """Belongs to the thread that built it."""
+
+    def __init__(
+        self,
+        model: Any,
+        shape: AdapterShape,
+        options: OptimizeOptions,
+        limits: GateLimits,
+        *,
+        seed: int = 0,
+        checkpoint_layers: bool = False,
+        remembered: int = 2,
+    ) -> None:
+        self._policy = Policy(model, shape, seed=seed, checkpoint_layers=checkpoint_layers)
+        self._optimizer = Optimizer(self._policy, options)
+        self._limits = limits
+        self._remembered = remembered
+        self._older: OrderedDict[int, Arrays] = OrderedDict()  # policy step -> weights
+        self._good = self._policy.weights()
+        self._best: Arrays | None = None  # of the best version that was judged
+        self._before = self._optimizer.kept()
+        self._shapes = {name: tuple(value.shape) for name, value in self._good.items()}
+
+    def train(
+        self, groups: Sequence[SampleGroup], step: int, policy_step: int, probes: Sequence[tuple[int, ...]]
+    ) -> Work[Trained]:
+        """One train step and its checks; the result is not good until `accept`."""
+        self._before = self._optimizer.kept()
+        self._older[policy_step] = self._good
+        while len(self._older) > self._remembered:
+            self._older.popitem(last=False)
+        report = yield from self._optimizer.train_step(groups, step, policy_step=policy_step, older=self._older)
+        weights = self._policy.weights()
+        if not report.updated and not report.nonfinite_gradients:
+            return Trained(report, weights, ())
+        anchors = (self._good, None) if self._best is None else (self._good, None, self._best)
+        kls = yield from measure_probe_kl(self._policy, anchors, probes)
+        checks = (
+            gate.finite_gradients(report.nonfinite_gradients),
+            gate.finite_weights(weights),
+            gate.fits(weights, self._shapes),
+            gate.update_norm(report.update_rms, self._limits.max_update_rms),
+            gate.probe_kl(kls[0], self._limits.max_probe_kl),
+            gate.base_kl(kls[1], self._limits.max_base_kl),
+            *(gate.best_kl(kl, self._limits.max_best_kl) for kl in kls[2:]),
+        )
+        return Trained(report, weights, checks)
+
+    def parity(self, trajectories: Sequence[Trajectory]) -> Work[float]:
+        """Mean difference to a worker's log-probabilities."""
+        return (yield from measure_parity(self._policy, trajectories))
+
+    def gaps(self, samples: Sequence[SampleGroup], weights: Arrays | None) -> Work[list[float]]:
+        """Mean difference of each sample's log-probabilities to those of these weights; None is the base."""
+        scores, positions = self._optimizer.scores, self._optimizer.options.microbatch_tokens
+        return (yield from measure_gaps(self._policy, weights, samples, scores, positions))
+
+    def anchor(self, best: Arrays | None) -> None:
+        """The weights of the best version: later ones stay in its reach."""
+        self._best = best
+
+    def accept(self) -> None:
+        """The present weights are the last good ones."""
+        self._good = self._policy.weights()
+
+    def revert(self) -> None:
+        """Back to the last good weights and to the moments that made them, as if the train step had not been."""
+        self._policy.load(self._good)
+        self._optimizer.put_back(self._before)
+
+    def load(self, weights: Arrays) -> None:
+        """Go on from older weights after a rollback, without momentum: it points to where rewards collapsed."""
+        self._policy.load(weights)
+        self._good = self._policy.weights()
+        self._optimizer.reset()
+
+    def weights(self) -> Arrays:
+        """The present adapter."""
+        return self._policy.weights()
+
+    def config(self) -> bytes:
+        """Its `adapter_config.json`."""
+        return self._policy.config()
+
+    def snapshot(self) -> Snapshot:
+        """For a checkpoint."""
+        return Snapshot(self._policy.weights(), self._optimizer.moments())
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go on exactly where a checkpoint was taken."""
+        self._policy.load(snapshot.adapter)
+        self._optimizer.load_moments(snapshot.optimizer)
+        self._good = self._policy.weights()

@@ -1,0 +1,247 @@
+"""Log-probabilities of completions under a model, with gradients.
+
+Two ways, same numbers. *Shared*: each prompt runs once, and the keys and values of its layers, gradient included, are
+handed to all samples of its group. With G samples of T tokens after a prompt of S tokens that is S + G T positions
+where rows of their own need G (S + T); logits exist for completion positions only. *Rows*: prompt and completion as
+one row, for models whose cache is more than keys and values, and under gradient checkpointing.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from trainer.learn.batches import Microbatch
+from trainer.learn.drawing import DrawnPositions, DrawnRows, as_drawn, positions_of
+
+CHUNK_LOGITS = 1 << 26  # at most as many logits at once: 256 MB in fp32
+
+
+class TokenScores(NamedTuple):
+    """Per completion position, fp32."""
+
+    logp_BT: mx.array
+    entropy_BT: mx.array  # of the whole next-token distribution, tempered and filtered where the target was
+
+
+class Halves(NamedTuple):
+    """A model in two: `head(body(tokens, cache=...))` are its logits."""
+
+    body: Callable[..., mx.array]
+    head: Callable[[mx.array], mx.array]
+
+
+def head_chunk(model: Any) -> int:
+    """Positions that the head may take at once; 0 when this model cannot be cut in two, and its logits come whole."""
+    halves = cut(model)
+    if halves is None:
+        return 0
+    tokens_BL = mx.array([[1, 0, 1]])
+    try:
+        whole_BLV, again_BLV = model(tokens_BL), halves.head(halves.body(tokens_BL))
+        same = whole_BLV.shape == again_BLV.shape and bool(mx.allclose(whole_BLV, again_BLV, rtol=1e-2, atol=1e-2))
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        return 0
+    return max(1, CHUNK_LOGITS // whole_BLV.shape[-1]) if same else 0
+
+
+def cut(model: Any) -> Halves | None:
+    """Body and head of an mlx-lm model, as it stands now; None when it has no body that can be called.
+
+    The head is the model's own forward pass around a body that hands through what it is given: scales and soft caps
+    that stand there are part of it.
+    """
+    whole = getattr(model, "language_model", model)
+    body = getattr(whole, "model", None)
+    if not callable(body):
+        return None
+    head = copy.copy(whole)
+    head.model = _HandingThrough(body)
+    return Halves(body, head)
+
+
+def token_scores(
+    head: Callable[[mx.array], mx.array],
+    hidden_BTH: mx.array,
+    targets_BT: mx.array,
+    chunk: int,
+    *,
+    entropy: bool = True,
+    drawn: DrawnPositions | None = None,
+) -> TokenScores:
+    """Log-probability of each target and the entropy there; `chunk` positions at a time, 0: all at once.
+
+    With `drawn` they are of the distribution that a sampler draws from.
+    """
+
+    if not chunk or targets_BT.size <= chunk:
+        return TokenScores(*from_logits(head(hidden_BTH), targets_BT, entropy=entropy, drawn=drawn))
+    hidden_NH, targets_N = hidden_BTH.reshape(-1, hidden_BTH.shape[-1]), targets_BT.reshape(-1)
+    drawn_N = None if drawn is None else drawn.flat()
+    count = len(targets_N)
+    each = math.ceil(count / math.ceil(count / chunk))
+
+    def scores_from(at: int) -> tuple[mx.array, mx.array]:
+        # Targets come by the closure: a checkpoint differentiates all of its inputs.
+        def scores(part_NH: mx.array) -> tuple[mx.array, mx.array]:
+            part = None if drawn_N is None else drawn_N.part(at, at + each)
+            return from_logits(head(part_NH[None])[0], targets_N[at : at + each], entropy=entropy, drawn=part)
+
+        again: Callable[[mx.array], tuple[mx.array, mx.array]] = mx.checkpoint(scores)
+        return again(hidden_NH[at : at + each])
+
+    parts = [scores_from(at) for at in range(0, count, each)]
+    logp_BT, entropy_BT = (
+        mx.concatenate(list(values)).reshape(targets_BT.shape) for values in zip(*parts, strict=True)
+    )
+    return TokenScores(logp_BT, entropy_BT)
+
+
+def from_logits(
+    logits: mx.array, targets: mx.array, *, entropy: bool = True, drawn: DrawnPositions | None = None
+) -> tuple[mx.array, mx.array]:
+    """Log-probabilities of targets [...] and entropies (zeros unless asked for) out of logits [..., V], in fp32."""
+    logits = logits.astype(mx.float32)
+    if drawn is not None:
+        logits = as_drawn(logits, targets, drawn)
+    total = mx.logsumexp(logits, axis=-1)
+    chosen = mx.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    if not entropy:
+        return chosen - total, mx.zeros_like(total)
+    p = mx.exp(logits - total[..., None])
+    return chosen - total, total - (p * logits).sum(axis=-1)
+
+
+class _HandingThrough:
+    """Stands for a model's body: gives back its input, and is the body in everything else."""
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+
+    def __call__(self, hidden: mx.array, *_: Any, **__: Any) -> mx.array:
+        return hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._body, name)
+
+
+@dataclass(frozen=True)
+class BatchArrays:
+    """A microbatch as MLX arrays."""
+
+    prompt_PS: mx.array
+    padding_P: mx.array
+    prompt_of_B: mx.array
+    completion_BT: mx.array
+    mask_BT: mx.array
+    sampler_BT: mx.array
+    advantage_B: mx.array
+    rows_BL: mx.array  # prompt and completion as one right-padded row
+    start_B: mx.array  # position of the first completion token in rows_BL
+    drawn: DrawnRows | None = None  # what the rows were drawn with
+
+
+def to_arrays(batch: Microbatch) -> BatchArrays:
+    """Arrays for the thread that calls."""
+    rows_BL, start_B = _rows(batch)
+    return BatchArrays(
+        mx.array(batch.prompt_PS),
+        mx.array(batch.padding_P),
+        mx.array(batch.prompt_of_B),
+        mx.array(batch.completion_BT),
+        mx.array(batch.mask_BT),
+        mx.array(batch.sampler_BT),
+        mx.array(batch.advantage_B),
+        mx.array(rows_BL),
+        mx.array(start_B),
+        batch.drawn,
+    )
+
+
+def can_share_prompts(model: Any) -> bool:
+    """Whether all of the model's state is keys and values of full attention."""
+    return all(type(cache) is KVCache for cache in make_prompt_cache(model))
+
+
+def shared_scores(model: Any, x: BatchArrays, *, entropy: bool = True, chunk: int = 0) -> TokenScores:
+    """Each prompt once, then all completions after it; the head takes `chunk` positions at a time, 0: all at once."""
+    body, head = _halves(model, chunk)
+    caches = [PromptKeys(x.padding_P) for _ in model.layers]
+    first_PH = body(x.prompt_PS, cache=caches)[:, -1]
+    branches = [cache.branch(x.prompt_of_B) for cache in caches]
+    hidden_BTH = first_PH[x.prompt_of_B][:, None]
+    if x.completion_BT.shape[1] > 1:
+        rest_BTH = body(x.completion_BT[:, :-1], cache=branches)
+        hidden_BTH = mx.concatenate([hidden_BTH, rest_BTH], axis=1)
+    drawn = positions_of(x.drawn, x.completion_BT.shape)
+    return token_scores(head, hidden_BTH, x.completion_BT, chunk, entropy=entropy, drawn=drawn)
+
+
+def row_scores(model: Any, x: BatchArrays, *, entropy: bool = True, chunk: int = 0) -> TokenScores:
+    """Prompt and completion in one forward pass a row; the head takes `chunk` positions at a time, 0: all at once."""
+    body, head = _halves(model, chunk)
+    hidden_BLH = body(x.rows_BL[:, :-1])
+    targets_BL = x.rows_BL[:, 1:]
+    drawn = positions_of(x.drawn, targets_BL.shape)
+    scores = token_scores(head, hidden_BLH, targets_BL, chunk, entropy=entropy, drawn=drawn)
+    at_BT = x.start_B[:, None] - 1 + mx.arange(x.completion_BT.shape[1])[None]
+    at_BT = mx.minimum(at_BT, hidden_BLH.shape[1] - 1)
+    return TokenScores(*(mx.take_along_axis(values_BL, at_BT, axis=1) for values_BL in scores))
+
+
+def _halves(model: Any, chunk: int) -> Halves:
+    """Where the model is not cut in two, logits take the place of hidden states."""
+    halves = cut(model) if chunk else None
+    return halves or Halves(model, lambda logits: logits)
+
+
+class PromptKeys:
+    """Keys and values of left-padded prompts in one layer, growing by concatenation so that gradients pass through.
+
+    It has the part of mlx-lm's cache protocol that a model's forward pass uses; `offset` is a number per row.
+    """
+
+    def __init__(self, padding_P: mx.array) -> None:
+        self.padding_P = padding_P
+        self.offset = -padding_P
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append, and return everything so far."""
+        self.offset = self.offset + keys.shape[2]
+        if self.keys is not None and self.values is not None:
+            keys = mx.concatenate([self.keys, keys], axis=2)
+            values = mx.concatenate([self.values, values], axis=2)
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        """Causal, and blind to the padding."""
+        seen = 0 if self.keys is None else self.keys.shape[2]
+        mask: mx.array = create_causal_mask(N, seen, window_size=window_size, left_padding=self.padding_P)
+        return mask
+
+    def branch(self, prompt_of_B: mx.array) -> "PromptKeys":
+        """The cache of rows that continue these prompts."""
+        assert self.keys is not None and self.values is not None
+        twin = PromptKeys(self.padding_P[prompt_of_B])
+        twin.offset = self.offset[prompt_of_B]
+        twin.keys, twin.values = self.keys[prompt_of_B], self.values[prompt_of_B]
+        return twin
+
+
+def _rows(batch: Microbatch) -> tuple[np.ndarray, np.ndarray]:
+    prompt_width = batch.prompt_PS.shape[1]
+    start_B = prompt_width - batch.padding_P[batch.prompt_of_B]
+    rows_BL = np.zeros((len(start_B), prompt_width + batch.completion_BT.shape[1]), np.int32)
+    for row, (prompt, start) in enumerate(zip(batch.prompt_of_B, start_B, strict=True)):
+        rows_BL[row, :start] = batch.prompt_PS[prompt, prompt_width - start :]
+        rows_BL[row, start : start + batch.completion_BT.shape[1]] = batch.completion_BT[row]
+    return rows_BL, start_B.astype(np.int32)

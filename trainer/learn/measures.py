@@ -1,0 +1,173 @@
+"""How far the learning policy is from the one that sampled, and the sampler from itself.
+
+For a token that policy step s sampled, logpi_theta - logmu = (logpi_theta - logpi_v) + (logpi_v - logmu), with v the
+weights of step s. The first part is *staleness*: what training has changed since. The second is *mismatch*: the same
+weights through another kernel, another batch, or keys and values from before a swap. Only weights that are still at
+hand can be told apart, so tokens of older steps are left out.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_unflatten
+
+from shared.trajectories import Trajectory
+from trainer.learn.batches import Microbatch, Sample, SampleGroup, microbatches, pad
+from trainer.learn.drawing import corrected
+from trainer.learn.logprobs import BatchArrays, TokenScores, row_scores, to_arrays
+from trainer.learn.policy import Policy
+from trainer.learn.reports import Distances
+from trainer.state import Arrays
+
+Scores = Callable[..., TokenScores]  # (model, arrays, entropy=...)
+
+
+def measure(
+    policy: Policy,
+    scores: Scores,
+    batches: Sequence[Microbatch],
+    policy_step: int,
+    older: dict[int, Arrays],
+) -> Generator[None, None, Distances]:
+    """Measure both over a train step's microbatches, before its first update; leaves the policy as it was."""
+    mismatch: list[np.ndarray[Any, Any]] = []
+    staleness: list[np.ndarray[Any, Any]] = []
+    for batch in batches:
+        arrays = to_arrays(batch)
+        theta_BT = _logp(policy, scores, arrays)
+        yield
+        for step in sorted(set(batch.policy_step_BT[batch.mask_BT].tolist())):
+            at_BT = batch.mask_BT & (batch.policy_step_BT == step)
+            if step == policy_step:
+                v_BT = theta_BT
+            elif step in older:
+                v_BT = _logp_with(policy, scores, arrays, older[step])
+                yield
+            else:
+                continue
+            mismatch.append((v_BT - batch.sampler_BT)[at_BT])
+            staleness.append((theta_BT - v_BT)[at_BT])
+    return _summary(mismatch, staleness)
+
+
+def _logp(policy: Policy, scores: Scores, arrays: BatchArrays) -> np.ndarray[Any, Any]:
+    logp_BT = scores(policy.model, arrays, entropy=False).logp_BT
+    mx.eval(logp_BT)
+    return np.array(logp_BT)
+
+
+def _logp_with(policy: Policy, scores: Scores, arrays: BatchArrays, weights: Arrays) -> np.ndarray[Any, Any]:
+    present = policy.weights()
+    policy.load(weights)
+    try:
+        return _logp(policy, scores, arrays)
+    finally:
+        policy.load(present)
+
+
+def _summary(mismatch: list[np.ndarray[Any, Any]], staleness: list[np.ndarray[Any, Any]]) -> Distances:
+    if not mismatch:
+        return Distances(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    m, s = np.concatenate(mismatch), np.concatenate(staleness)
+    with np.errstate(over="ignore"):  # log-probabilities that somebody has posted: infinite, and the gate refuses them
+        kl_m, kl_s = (float(np.mean(np.exp(x) - x - 1)) for x in (m, s))
+    return Distances(
+        tokens=m.size,
+        mismatch_mean=float(np.abs(m).mean()),
+        mismatch_max=float(np.abs(m).max()),
+        mismatch_kl=kl_m,
+        staleness_mean=float(np.abs(s).mean()),
+        staleness_max=float(np.abs(s).max()),
+        staleness_kl=kl_s,
+    )
+
+
+_LONGEST = 64  # prompt positions that count; logits of long prompts would take gigabytes
+
+
+def measure_probe_kl(
+    policy: Policy, anchors: Sequence[Arrays | None], prompts: Sequence[Sequence[int]]
+) -> Generator[None, None, list[float]]:
+    """Mean KL(anchor || present) of the next-token distributions at the last positions of fixed prompts, in nats.
+
+    One figure an anchor; None is the base. Leaves the policy with its present weights. Infinite when either side is not
+    finite.
+    """
+    divergences: list[list[float]] = [[] for _ in anchors]
+    for prompt in prompts:
+        tokens_1S = mx.array([list(prompt)[-_LONGEST:]])
+        present_SV = _logprobs(policy.model, tokens_1S)
+        for anchor, found in zip(anchors, divergences, strict=True):
+            with _weights(policy, anchor) as model:
+                anchor_SV = _logprobs(model, tokens_1S)
+            kl_S = (mx.exp(anchor_SV) * (anchor_SV - present_SV)).sum(axis=-1)
+            found.append(float(kl_S.mean()))
+            yield
+    means = [float(np.mean(found)) if found else 0.0 for found in divergences]
+    return [mean if np.isfinite(mean) else float("inf") for mean in means]
+
+
+def measure_gaps(
+    policy: Policy,
+    weights: Arrays | None,
+    samples: Sequence[SampleGroup],
+    scores: Callable[..., TokenScores],
+    positions: int,
+) -> Generator[None, None, list[float]]:
+    """Mean |difference| over each sample's masked tokens between its log-probabilities and those of `weights`.
+
+    None is the base. In the order of the samples; leaves the policy with its present weights.
+    """
+    found: dict[int, float] = {}
+    for part in microbatches(samples, lambda: positions):
+        batch = pad(part)
+        arrays = to_arrays(batch)
+        with _weights(policy, weights) as model:
+            logp_BT = scores(model, arrays, entropy=False).logp_BT
+            mx.eval(logp_BT)
+        gap_BT = np.abs(np.array(logp_BT, np.float64) - batch.sampler_BT)
+        rows = (sample for group in part for sample in group.samples)
+        for row, sample in enumerate(rows):
+            found[id(sample)] = float(np.nan_to_num(gap_BT[row][batch.mask_BT[row]].mean(), nan=np.inf))
+        yield
+    return [found[id(sample)] for group in samples for sample in group.samples]
+
+
+@contextmanager
+def _weights(policy: Policy, weights: Arrays | None) -> Iterator[Any]:
+    """The model with these weights, None: the base; afterwards the policy has its own again."""
+    if weights is None:
+        yield policy.base
+        return
+    present = policy.arrays()
+    policy.load(weights)
+    try:
+        yield policy.model
+    finally:
+        policy.model.update(tree_unflatten(list(present.items())))
+
+
+def measure_parity(policy: Policy, trajectories: Sequence[Trajectory]) -> Generator[None, None, float]:
+    """Mean |difference| between a worker's log-probabilities of its samples and ours, over all their tokens."""
+    differences: list[float] = []
+    for trajectory in trajectories:
+        length = len(trajectory.completion_ids)
+        mask, steps, drawn = (True,) * length, (0,) * length, corrected(trajectory)
+        sample = Sample(trajectory.completion_ids, trajectory.logprobs, mask, steps, 0.0, drawn)
+        arrays = to_arrays(pad([SampleGroup("", trajectory.prompt_ids, (sample,))]))
+        logp_BT = row_scores(policy.model, arrays, entropy=False).logp_BT
+        difference_BT = mx.where(arrays.mask_BT, mx.abs(logp_BT - arrays.sampler_BT), 0.0)
+        mx.eval(difference_BT)
+        differences += np.array(difference_BT)[0, :length].tolist()
+        yield
+    return float(np.mean(differences)) if differences else float("inf")
+
+
+def _logprobs(model: Any, tokens_1S: mx.array) -> mx.array:
+    logits_SV = model(tokens_1S)[0].astype(mx.float32)
+    logp_SV: mx.array = logits_SV - mx.logsumexp(logits_SV, axis=-1, keepdims=True)
+    mx.eval(logp_SV)
+    return logp_SV

@@ -1,0 +1,297 @@
+"""One train step: gradients over microbatches, clipped, one AdamW update per minibatch.
+
+Invariants.
+- A train step is a generator that yields after every microbatch, with everything evaluated. Whoever runs it decides
+  what happens in between: nothing (a process of its own), or decode steps (hosted in a worker).
+- With one minibatch the ratio is taken against mu, the sampler's log-probabilities. With several, against logpi_v from
+  a pass before the first update, and the truncated weight of v against mu corrects the rest: never both on one ratio.
+- With `ratio` "trainer" it is always against such a pass, and what the present policy sampled weighs 1: mu, whose last
+  bits depend on the batch that a token was decoded in, is left out, and an on-policy run repeats to the byte.
+- A gradient that is not finite changes nothing: the update is left out and the report says so.
+- Two distances are reported apart. *Mismatch* is logpi_v - logmu with the weights v that sampled the token: other
+  kernels, other batches. *Staleness* is logpi_theta - logpi_v: what training has changed since.
+"""
+
+import math
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import structlog
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from trainer.learn.batches import Microbatch, SampleGroup, microbatches, pad
+from trainer.learn.logprobs import (
+    BatchArrays,
+    TokenScores,
+    can_share_prompts,
+    head_chunk,
+    row_scores,
+    shared_scores,
+    to_arrays,
+)
+from trainer.learn.losses import LOSSES, LossInputs, StepTotals, k3, token_average, truncated_weights
+from trainer.learn.measures import measure
+from trainer.learn.microbatch_size import MicrobatchSize
+from trainer.learn.options import OptimizeOptions
+from trainer.learn.policy import Policy
+from trainer.learn.reports import Distances, StepReport
+from trainer.state import Arrays, Moments
+
+log = structlog.get_logger()
+
+WIDTHS = (8, 4)  # widths of prompts and completions are multiples of these
+BYTES_PER_WIDTH = 12  # per position, and input or output of a linear layer; seen: 6 to 13, before one was measured
+CUDA_WIDTHS = (32, 32)  # there a new shape takes several times as long as a known one, and padding costs little
+
+
+@dataclass
+class _Sums:
+    """Running sums over a train step's microbatches."""
+
+    loss: float = 0.0
+    entropy: float = 0.0
+    clipped: float = 0.0
+    kl: float = 0.0
+    grad_norm: float = 0.0
+    nonfinite: int = 0
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A microbatch with what stays constant over the train step."""
+
+    asked: int  # positions that it was cut to
+    batch: Microbatch
+    arrays: BatchArrays
+    old_BT: mx.array
+    weight_BT: mx.array | None
+    reference_BT: mx.array | None
+
+
+class Optimizer:
+    """AdamW over a policy's adapter. Belongs to the policy's thread."""
+
+    def __init__(self, policy: Policy, options: OptimizeOptions) -> None:
+        self.policy = policy
+        self.options = options
+        shared = not policy.checkpoint_layers and can_share_prompts(policy.base)
+        self.scores = partial(shared_scores if shared else row_scores, chunk=head_chunk(policy.base))
+        self._widths = CUDA_WIDTHS if mx.cuda.is_available() else WIDTHS
+        self._gradient = nn.value_and_grad(policy.model, self._loss)
+        widths = [value.shape[-2 if name.endswith("lora_a") else -1] for name, value in policy.arrays().items()]
+        self._size = MicrobatchSize(
+            options.microbatch_tokens, options.microbatch_s, options.microbatch_bytes, BYTES_PER_WIDTH * sum(widths)
+        )
+        self._told_of_memory = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the moments, as after a rollback to older weights."""
+        beta1, beta2 = self.options.adam_betas
+        self._adam = optim.AdamW(
+            learning_rate=0.0,
+            betas=[beta1, beta2],
+            weight_decay=self.options.weight_decay,
+            bias_correction=True,
+        )
+        self._adam.init(self.policy.model.trainable_parameters())
+
+    def kept(self) -> Any:
+        """The present state, to be put back by `put_back`; arrays are shared, since an update replaces them."""
+        return tree_map(lambda value: value, self._adam.state)
+
+    def put_back(self, kept: Any) -> None:
+        """As if what came after `kept` had not been: the moments of before, not of a step that was refused."""
+        self._adam.state = kept
+
+    def moments(self) -> Moments:
+        """Adam's state as plain data."""
+        return {name: np.array(value) for name, value in tree_flatten(self._adam.state)}
+
+    def load_moments(self, moments: Moments) -> None:
+        """Continue with the moments of a checkpoint; ValueError when they are of another adapter."""
+        mine = {name: tuple(value.shape) for name, value in tree_flatten(self._adam.state)}
+        if mine != {name: tuple(value.shape) for name, value in moments.items()}:
+            raise ValueError("the optimizer's moments do not fit this adapter")
+        self._adam.state = tree_unflatten([(name, mx.array(value)) for name, value in moments.items()])
+
+    def train_step(
+        self,
+        groups: Sequence[SampleGroup],
+        step: int,
+        *,
+        policy_step: int = 0,
+        older: dict[int, Arrays] | None = None,
+    ) -> Generator[None, None, StepReport]:
+        """Learn from `groups`; `step` sets the learning rate and the order of minibatches.
+
+        `policy_step` is the present policy's; `older` holds the weights of earlier policy steps, for the distances.
+        """
+        started = time.perf_counter()
+        before = self.policy.weights()
+        yield
+        minis = self._minibatches(groups, step)
+        totals = self._totals(groups)
+        if totals.tokens == 0:
+            return StepReport(updated=False)
+        distances = None
+        if self.options.distances_every and step % self.options.distances_every == 0:
+            batches = [batch for mini in minis for _, batch in self._cut(mini)]
+            distances = yield from measure(self.policy, self.scores, batches, policy_step, older or {})
+        several = len(minis) > 1
+        ahead: list[list[_Prepared]] = []
+        if several or self.options.ratio == "trainer" or self.options.loss.kl_coefficient:
+            for mini in minis:
+                ahead.append([])
+                for asked, batch in self._cut(mini):
+                    ahead[-1].append(self._prepare(asked, batch, policy_step, several=several))
+                    yield
+        sums = _Sums()
+        rate = self.options.schedule.rate(step)
+        for at, mini in enumerate(minis):
+            # What needs no pass ahead is cut one by one, to sizes that follow what the ones before have taken.
+            prepared = ahead[at] if ahead else (self._prepare(*cut, policy_step) for cut in self._cut(mini))
+            yield from self._update(prepared, self._totals(mini), rate, sums)
+        return self._report(sums, totals, len(minis), rate, before, time.perf_counter() - started, distances)
+
+    def _cut(self, groups: Sequence[SampleGroup]) -> Iterator[tuple[int, Microbatch]]:
+        """Microbatches, each with the size it was cut to."""
+        asked = 0
+
+        def size() -> int:
+            nonlocal asked
+            asked = self._size.positions
+            return asked
+
+        for part in microbatches(groups, size):
+            yield asked, pad(part, multiples=self._widths)
+
+    def _minibatches(self, groups: Sequence[SampleGroup], step: int) -> list[list[SampleGroup]]:
+        """Groups in an order drawn from (seed, step), in equal parts; a group is never split between two updates."""
+        count = min(self.options.minibatches, len(groups))
+        if count <= 1:
+            return [list(groups)] if groups else []
+        order = np.random.default_rng((self.options.seed, step)).permutation(len(groups))
+        return [[groups[i] for i in part] for part in np.array_split(order, count)]
+
+    def _totals(self, groups: Sequence[SampleGroup]) -> StepTotals:
+        masks = [sample.mask for group in groups for sample in group.samples]
+        return StepTotals(
+            sequences=sum(any(mask) for mask in masks),
+            tokens=sum(sum(mask) for mask in masks),
+            max_tokens=self.options.max_completion,
+        )
+
+    def _prepare(self, asked: int, batch: Microbatch, policy_step: int, several: bool = False) -> _Prepared:
+        arrays = to_arrays(batch)
+        old_BT, weight_BT, reference_BT = arrays.sampler_BT, None, None
+        own = self.options.ratio == "trainer"
+        if several or own:
+            old_BT = self.scores(self.policy.model, arrays, entropy=False).logp_BT
+            bound = self.options.loss.truncation
+            corrected_BT = arrays.mask_BT
+            if own:
+                corrected_BT = corrected_BT & mx.array(batch.policy_step_BT != policy_step)
+            weight_BT = truncated_weights(old_BT, arrays.sampler_BT, corrected_BT, bound)
+            mx.eval(old_BT, weight_BT)
+        if self.options.loss.kl_coefficient:
+            reference_BT = self.scores(self.policy.base, arrays, entropy=False).logp_BT
+            mx.eval(reference_BT)
+        return _Prepared(asked, batch, arrays, old_BT, weight_BT, reference_BT)
+
+    def _update(
+        self, batches: Iterable[_Prepared], totals: StepTotals, rate: float, sums: _Sums
+    ) -> Generator[None, None, None]:
+        """Accumulate over microbatches, then one clipped AdamW update."""
+        if totals.tokens == 0:
+            return
+        gradient: Any = None
+        for prepared in batches:
+            started, held = time.perf_counter(), mx.get_active_memory()
+            mx.reset_peak_memory()
+            (loss, entropy, clipped, kl), part = self._gradient(self.policy.model, prepared, totals)
+            gradient = part if gradient is None else tree_map(mx.add, gradient, part)
+            mx.eval(loss, entropy, clipped, kl, gradient)
+            sums.loss += loss.item()
+            sums.entropy += entropy.item()
+            sums.clipped += clipped.item()
+            sums.kl += kl.item()
+            self._measured(prepared, time.perf_counter() - started, mx.get_peak_memory() - held)
+            yield
+        gradient, norm = optim.clip_grad_norm(gradient, self.options.max_grad_norm)
+        if not math.isfinite(norm.item()):
+            sums.nonfinite += 1
+            return
+        sums.grad_norm = max(sums.grad_norm, norm.item())
+        self._adam.learning_rate = rate
+        self._adam.update(self.policy.model, gradient)
+        mx.eval(self.policy.model.trainable_parameters(), self._adam.state)
+        yield
+
+    def _measured(self, prepared: _Prepared, seconds: float, nbytes: int) -> None:
+        batch, bound = prepared.batch, self._size.bound_bytes
+        self._size.took(prepared.asked, batch.positions, batch.tokens, seconds, nbytes)
+        if bound and nbytes > bound and len(batch.completion_BT) == 1 and not self._told_of_memory:
+            self._told_of_memory = True
+            advice = "a sample is never cut: gradient_checkpointing takes less, microbatch_gb allows more"
+            log.warning("training.sample_takes_memory", positions=batch.positions, bytes=nbytes, bound=bound, do=advice)
+
+    def _loss(
+        self, model: Any, prepared: _Prepared, totals: StepTotals
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """Loss, and for the report: entropy, clipped tokens, KL to the base."""
+        options, x = self.options.loss, prepared.arrays
+        scores: TokenScores = self.scores(model, x)
+        inputs = LossInputs(scores.logp_BT, prepared.old_BT, x.mask_BT, x.advantage_B, prepared.weight_BT)
+        parts = LOSSES[options.name](inputs, options, totals)
+        loss = parts.loss
+        kl = mx.array(0.0)
+        if prepared.reference_BT is not None:
+            kl_BT = k3(scores.logp_BT, prepared.reference_BT, x.mask_BT)
+            loss = loss + options.kl_coefficient * token_average(kl_BT, x.mask_BT, options.name, totals)
+            kl = mx.where(x.mask_BT, kl_BT, 0.0).sum()
+        if options.entropy_bonus:
+            bonus = token_average(scores.entropy_BT, x.mask_BT, options.name, totals)
+            loss = loss - options.entropy_bonus * bonus
+        entropy = mx.where(x.mask_BT, mx.stop_gradient(scores.entropy_BT), 0.0).sum()
+        return loss, entropy, parts.clipped_BT.sum(), mx.stop_gradient(kl)
+
+    def _report(
+        self,
+        sums: _Sums,
+        totals: StepTotals,
+        minibatches: int,
+        rate: float,
+        before: Arrays,
+        seconds: float,
+        distances: Distances | None,
+    ) -> StepReport:
+        return StepReport(
+            updated=sums.nonfinite < minibatches,
+            loss=sums.loss / minibatches,
+            learning_rate=rate,
+            grad_norm=sums.grad_norm,
+            update_rms=rms_change(before, self.policy.weights()),
+            entropy=sums.entropy / totals.tokens,
+            clip_fraction=sums.clipped / totals.tokens,
+            kl=sums.kl / totals.tokens,
+            tokens=totals.tokens,
+            sequences=totals.sequences,
+            seconds=seconds,
+            distances=distances,
+            nonfinite_gradients=sums.nonfinite,
+        )
+
+
+def rms_change(before: Arrays, after: Arrays) -> float:
+    """Root mean square over all parameters of the difference of two adapters."""
+    squares = sum(float(np.square(after[name] - before[name], dtype=np.float64).sum()) for name in before)
+    count = sum(value.size for value in before.values())
+    return math.sqrt(squares / count)

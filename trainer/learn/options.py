@@ -1,0 +1,87 @@
+"""Learning-rate schedules: pure functions of the train step, so that a resumed run needs only its step number."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+ScheduleName = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Warm-up from 0 to `peak`, then `name` down to `peak * final_fraction` at `total_steps`, and constant after."""
+
+    name: ScheduleName = "constant"
+    peak: float = 1e-5
+    warmup_steps: int = 0
+    total_steps: int = 0  # 0 with `constant` only
+    final_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.name != "constant" and self.total_steps <= self.warmup_steps:
+            steps = f"{self.total_steps} total, {self.warmup_steps} warm-up"
+            raise ValueError(f"schedule {self.name!r} needs more total steps than warm-up steps: {steps}")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of train step `step`, counted from 0; the first one already learns."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        if self.name == "constant":
+            return self.peak
+        progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        remaining = 1 - progress if self.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.peak * (self.final_fraction + (1 - self.final_fraction) * remaining)
+
+
+LossName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Which loss, and its constants."""
+
+    name: LossName = "dapo"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    kl_coefficient: float = 0.0  # beta; 0 skips the reference pass
+    entropy_bonus: float = 0.0
+    truncation: float = 2.0  # C of truncated importance sampling
+    dual_clip: float = 3.0  # c: bound on the ratio where A < 0; 0: none
+
+
+CLIP_RANGES: Mapping[LossName, tuple[float, float]] = {"gspo": (3e-4, 4e-4)}  # where the usual one is far too wide
+
+AdapterKind = Literal["lora", "dora"]
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """What kind of adapter, and on which linear layers."""
+
+    kind: AdapterKind = "lora"
+    rank: int = 16
+    scale: float = 2.0  # the factor on B A x: mlx-lm's `scale`, PEFT's alpha / r
+    targets: tuple[str, ...] = ()  # ends of module paths such as "q_proj"; (): every linear inside a layer
+
+
+RatioBase = Literal["sampler", "trainer"]
+
+
+@dataclass(frozen=True)
+class OptimizeOptions:
+    """Constants of every train step."""
+
+    loss: LossOptions = field(default_factory=LossOptions)
+    schedule: Schedule = field(default_factory=Schedule)
+    ratio: RatioBase = "sampler"
+    minibatches: int = 1
+    microbatch_tokens: int = 8192
+    microbatch_s: float = 0.0  # bound on the time of one; 0: none
+    microbatch_bytes: int = 0  # and then on the memory that it takes; 0: none
+    max_grad_norm: float = 1.0
+    weight_decay: float = 0.0
+    adam_betas: tuple[float, float] = (0.9, 0.99)
+    max_completion: int = 256  # L_max of Dr.GRPO
+    distances_every: int = 10  # train steps between two measurements of mismatch and staleness; 0: never
+    seed: int = 0

@@ -1,0 +1,165 @@
+"""The policy that learns: LoRA or DoRA layers on a second module tree over the base model's arrays.
+
+Invariants.
+- The base arrays are shared, never copied and never written: `Policy.base` and `Policy.model` hold the same buffers.
+- Adapter parameters are fp32 whatever the base's dtype (bf16, 4 bits); mlx-lm's layers then compute the adapter's
+  part in fp32 and cast its sum with the base's output.
+- The reference policy is the base tree: the same weights with the adapter off.
+- Gradient checkpointing changes the class of *our* layer instances only; the generator's layers stay as they are.
+"""
+
+import copy
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.tuner.dora import DoRALinear
+from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
+
+from shared.adapter_files.config import mlx_config
+from trainer.learn.options import AdapterShape
+from trainer.state import Arrays
+
+_LINEARS = (nn.Linear, nn.QuantizedLinear)
+_SWITCHES = (SwitchLinear, QuantizedSwitchLinear)
+_EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+
+
+class Policy:
+    """The learning model, and the frozen base beside it. Belongs to one thread."""
+
+    def __init__(self, model: Any, shape: AdapterShape, *, seed: int = 0, checkpoint_layers: bool = False) -> None:
+        self.shape = shape
+        self.checkpoint_layers = checkpoint_layers
+        self.base: Any = share_tree(model)
+        self.base.freeze()
+        self.base.eval()
+        self.model: Any = share_tree(model)
+        self.model.freeze()
+        self.modules = _attach(self.model, shape)
+        if checkpoint_layers:
+            for layer in self.model.layers:
+                checkpoint_instance(layer)
+        self.model.train()
+        self.load(_fresh(self.arrays(), seed))
+
+    def arrays(self) -> dict[str, mx.array]:
+        """The adapter's parameters under mlx-lm's names."""
+        return dict(tree_flatten(self.model.trainable_parameters()))
+
+    def weights(self) -> Arrays:
+        """A copy of the adapter as plain data, for other threads and for disk."""
+        return {name: np.array(value) for name, value in self.arrays().items()}
+
+    def load(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Replace the adapter; ValueError when names or shapes differ."""
+        mine = {name: value.shape for name, value in self.arrays().items()}
+        given = {name: value.shape for name, value in weights.items()}
+        if mine != given:
+            wrong = sorted(name for name in mine.keys() | given.keys() if mine.get(name) != given.get(name))
+            raise ValueError(f"the adapter does not fit this policy: {', '.join(wrong[:3])}")
+        self.model.update(tree_unflatten([(name, mx.array(value)) for name, value in weights.items()]))
+        mx.eval(self.model.trainable_parameters())
+
+    def config(self) -> bytes:
+        """`adapter_config.json` of this adapter, as mlx-lm reads it."""
+        return mlx_config(self.shape.kind, self.shape.rank, self.shape.scale, tuple(self.modules))
+
+
+def share_tree(module: Any) -> Any:
+    """A second module tree over the same arrays: modules are new, arrays are not.
+
+    An adapter layer that wraps a linear or an embedding (the engine's, when the trainer is hosted in a worker) is left
+    out: what it wraps takes its place.
+    """
+    return _share(module, {})
+
+
+def checkpoint_instance(layer: Any) -> None:
+    """Recompute this layer's activations in the backward pass, to save memory.
+
+    mlx-lm's `grad_checkpoint` patches the layer's class, and with it the generator's layers; this one gives the
+    instance a class of its own.
+    """
+    cls = type(layer)
+    forward: Callable[..., Any] = cls.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def inner(parameters: Any, *inputs: Any) -> Any:
+            self.update(parameters)
+            return forward(self, *inputs, **kwargs)
+
+        return mx.checkpoint(inner)(self.trainable_parameters(), *args)
+
+    layer.__class__ = type(f"Checkpointed{cls.__name__}", (cls,), {"__call__": call})
+
+
+def _share(value: Any, seen: dict[int, Any]) -> Any:
+    if isinstance(value, nn.Module):
+        if id(value) not in seen:
+            seen[id(value)] = _share_module(value, seen)
+        return seen[id(value)]
+    if isinstance(value, dict):
+        return {key: _share(item, seen) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_share(item, seen) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_share(item, seen) for item in value)
+    return value
+
+
+def _share_module(module: Any, seen: dict[int, Any]) -> Any:
+    for key in ("linear", "embedding"):
+        if isinstance(module.get(key), _LINEARS + _SWITCHES + _EMBEDDINGS):
+            return _share(module[key], seen)
+    twin = copy.copy(module)
+    twin._no_grad = set(module._no_grad)  # copy.copy shares it, and freezing one would freeze both
+    for key, child in module.items():
+        twin[key] = _share(child, seen)
+    return twin
+
+
+def _attach(model: Any, shape: AdapterShape) -> list[str]:
+    """Put adapter layers in place of the targeted linears; their paths."""
+    chosen = [
+        (path, module)
+        for path, module in model.named_modules()
+        if "layers." in path and isinstance(module, _LINEARS + _SWITCHES) and _targeted(path, shape.targets)
+    ]
+    if not chosen:
+        raise ValueError(f"no linear layer matches {shape.targets or 'the model'}")
+    chosen.sort(key=lambda item: item[0])
+    adapted = [(path, _adapter_layer(path, module, shape)) for path, module in chosen]
+    model.update_modules(tree_unflatten(adapted))
+    return [path for path, _ in adapted]
+
+
+def _fresh(arrays: Mapping[str, mx.array], seed: int) -> Arrays:
+    """mlx-lm's starting values, drawn from the seed and the name alone: A uniform within 1 / sqrt(in), B zero."""
+    weights = {name: np.array(value) for name, value in arrays.items()}
+    for name, value in weights.items():
+        if name.endswith(".lora_a"):
+            rng = np.random.default_rng((seed, zlib.crc32(name.encode())))
+            inputs = value.shape[-1] if value.ndim == 3 else value.shape[0]
+            weights[name] = (rng.uniform(-1, 1, value.shape) / math.sqrt(inputs)).astype(np.float32)
+    return weights
+
+
+def _targeted(path: str, targets: tuple[str, ...]) -> bool:
+    return not targets or any(path == target or path.endswith(f".{target}") for target in targets)
+
+
+def _adapter_layer(path: str, module: Any, shape: AdapterShape) -> Any:
+    if isinstance(module, _SWITCHES):
+        if shape.kind == "dora":
+            raise ValueError(f"{path}: DoRA on a mixture of experts is not supported; use lora")
+        return LoRASwitchLinear.from_base(module, r=shape.rank, scale=shape.scale)
+    layer: Any = DoRALinear if shape.kind == "dora" else LoRALinear
+    return layer.from_base(module, r=shape.rank, scale=shape.scale)

@@ -1,0 +1,46 @@
+"""Train steps on made-up samples before a hosted trainer's worker is ready, and so before any row can wait for them.
+
+On a GPU the first backward pass compiles its kernels: 15.7 s in which no row would get a token (Qwen3-0.6B's shape, one
+NVIDIA H100). What is learned here is thrown away.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from trainer.learn.batches import Sample, SampleGroup
+from trainer.learn.compute import Work
+from trainer.learn.learner import Learner
+from trainer.settings import TrainSettings
+
+GROUPS, SAMPLES = 8, 4
+PROMPT, COMPLETION = 128, 256  # tokens, the second one at most
+STEPS = 2  # the first one finds out how large a microbatch may be
+
+
+def rehearse(model: Any, settings: TrainSettings, vocab_size: int) -> Work[None]:
+    """Run in the engine's thread."""
+    learner = Learner(
+        model,
+        settings.adapter_shape(),
+        settings.optimize_options(),
+        settings.limits(),
+        seed=settings.seed,
+        checkpoint_layers=settings.gradient_checkpointing,
+    )
+    groups = _groups(vocab_size, min(COMPLETION, settings.max_tokens))
+    for step in range(STEPS):
+        yield from learner.train(groups, step, step, [groups[0].prompt_ids])
+
+
+def _groups(vocab_size: int, completion: int) -> list[SampleGroup]:
+    draw = np.random.default_rng(0)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(int(token) for token in draw.integers(0, vocab_size, count))
+
+    def sample(at: int) -> Sample:
+        logprobs = (-float(np.log(vocab_size)),) * completion
+        return Sample(ids(completion), logprobs, (True,) * completion, (0,) * completion, 1.0 if at % 2 else -1.0)
+
+    return [SampleGroup(str(at), ids(PROMPT), tuple(map(sample, range(SAMPLES)))) for at in range(GROUPS)]

@@ -1,0 +1,156 @@
+"""The trainer's two seams over Redis: samples come from the queue, versions go to the adapter store.
+
+Rollouts are sequences of the batch class, gathered under the run's own id in `finished:<run>`, exactly as a job's are.
+Ids follow from the request, so asking again after a lost answer changes nothing.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import structlog
+from redis.asyncio import Redis
+
+from shared.adapter_files.config import mlx_config
+from shared.adapter_files.formats import prepared
+from shared.adapter_files.tensors import read_tensors
+from shared.adapters import GateCheck
+from shared.owners import ADMINS
+from shared.redis.adapters.store import AdapterStore
+from shared.redis.queue.sequence_calls import SequenceCalls
+from shared.redis.ring.worker_registry import WorkerRegistry
+from shared.redis.training.board import TrainingBoard
+from shared.sequences import ModelCard, SamplingParams, SequenceResult, SequenceSpec
+from shared.text.codec import TextCodec
+from shared.training import AlertKind
+from shared.trajectories import Trajectory, trajectory_of
+from trainer.rollouts.groups import RolloutRequest, derived_seed
+from trainer.seams import Candidate, Stored
+from trainer.versions.checkpoint import ADAPTER_FILE
+
+log = structlog.get_logger()
+
+
+class RingSource:
+    """Generates through the sequence queue."""
+
+    def __init__(self, redis: Redis, card: ModelCard, codec: TextCodec, calls: SequenceCalls) -> None:
+        self._card = card
+        self._codec = codec
+        self._calls = calls
+        self._store = AdapterStore(redis)
+
+    async def generate(self, request: RolloutRequest) -> list[Trajectory]:
+        """All samples of one prompt, in order; cancelling it cancels the sequences."""
+        specs = await self._specs(request)
+        results = await self._calls.call(specs)
+        return [self._trajectory(request, specs[i], i, result) for i, result in enumerate(results)]
+
+    async def _specs(self, request: RolloutRequest) -> list[SequenceSpec]:
+        adapter = request.adapter
+        if adapter and "@" not in adapter and not await self._store.latest(adapter):
+            adapter = ""  # nothing is published yet: the policy is the base
+        s = request.sampling
+        now = time.time_ns() // 1_000_000
+        fields = {name: getattr(s, name) for name in _SHARED_FIELDS}
+        return [
+            SequenceSpec(
+                id=f"{self._calls.owner}-{request.id}-{sample}",
+                model=self._card.name,
+                prompt_ids=request.prompt_ids,
+                sampling=SamplingParams(seed=derived_seed(s.seed or 0, sample), **fields),
+                sequence_class="batch",
+                group=f"{self._calls.owner}-{request.id}",
+                job=self._calls.owner,
+                adapter=adapter,
+                adapter_policy="pin" if "@" in adapter else "follow",
+                enqueued_ms=now,
+                tenant=ADMINS,
+            )
+            for sample in range(request.n)
+        ]
+
+    def _trajectory(
+        self, request: RolloutRequest, spec: SequenceSpec, sample: int, result: SequenceResult
+    ) -> Trajectory:
+        text = self._codec.decode(result.completion_ids) if result.text is None else result.text
+        return trajectory_of(spec, result, text, sample, request.metadata)
+
+
+_SHARED_FIELDS = (
+    "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "top_logprobs",
+    "logprobs_mode",
+)  # fmt: skip
+
+
+class StoreSink:
+    """Publishes to the adapter store; with `keep_n`, older versions go, or a long run would fill Redis."""
+
+    def __init__(self, redis: Redis, name: str, card: ModelCard, keep_n: int = 0) -> None:
+        self._name = name
+        self._card = card
+        self._board = TrainingBoard(redis, name)
+        self._store = AdapterStore(redis, keep_n=keep_n)
+        self._registry = WorkerRegistry(redis)
+
+    async def stage(self, candidate: Candidate) -> int:
+        """Store the candidate as the next version; the latest stays what it was."""
+        with prepared(candidate.directory, shapes=self._card.modules) as adapter:
+            manifest = await self._store.publish(
+                self._name,
+                adapter,
+                base_sha256=candidate.base_sha256,
+                parent=candidate.parent,
+                train_step=candidate.train_step,
+                metrics=candidate.metrics,
+                gate=candidate.gate,
+                source="trainer",
+                set_latest=False,
+            )
+        return manifest.version
+
+    async def promote(self, version: int, gate: Sequence[GateCheck], if_latest: int | None = None) -> None:
+        """Write the checks down and flip `latest`."""
+        await self._store.promote(self._name, version, gate=gate, if_latest=if_latest)
+
+    async def latest_version(self) -> int:
+        """See `AdapterSink`."""
+        return await self._store.latest(self._name)
+
+    async def fetch(self, version: int) -> Stored:
+        """See `AdapterSink`."""
+        manifest = await self._store.manifest(self._name, version)
+        with TemporaryDirectory(prefix="parallm-adapter-") as folder:
+            file = Path(folder, ADAPTER_FILE)
+            chunks = [chunk async for chunk in self._store.fetch(manifest)]
+            await asyncio.to_thread(file.write_bytes, b"".join(chunks))
+            tensors = await asyncio.to_thread(read_tensors, file, max_bytes=manifest.size)
+            weights = {name: np.array(tensor.floats()) for name, tensor in tensors.items()}
+        config = mlx_config(manifest.kind, manifest.rank, manifest.scale, tuple(sorted(manifest.modules)))
+        return Stored(weights, config, manifest.base_sha256)
+
+    async def served_base(self) -> str:
+        """See `AdapterSink`: of the model under the name that this run's samples ask for."""
+        card = await self._registry.card(self._card.name)
+        return card.base_sha256 if card is not None else ""
+
+    async def reject(self, version: int, gate: Sequence[GateCheck]) -> None:
+        """Write down which checks failed."""
+        await self._store.reject(self._name, version, gate)
+
+    async def roll_back(self, version: int, reason: str) -> None:
+        """Make an older version the latest again."""
+        await self._store.rollback(self._name, version, reason=reason)
+
+    async def set_best(self, version: int, value: float) -> None:
+        """Point `best` at a version."""
+        await self._store.set_best(self._name, version, value)
+
+    async def alert(self, kind: AlertKind, message: str) -> None:
+        """Log it and tell whoever listens."""
+        log.warning("train.alert", adapter=self._name, kind=kind, message=message)
+        await self._board.alert(kind, message)

@@ -1,0 +1,187 @@
+"""Keeps groups coming: starts as many as the pace allows, and hands out batches that are fresh enough.
+
+Invariants.
+- Every index below the cursor is in exactly one place: running, waiting, consumed or dropped. `pending()` names the
+  first two, so that a resumed run plays them again and consumes each exactly once.
+- A group is played again under the same id and seed when the ring fails it, and dropped when it misses its deadline or
+  its oldest token is too old. So is one whose version somebody has deleted: from what is sampled then is asked anew.
+- A batch is ordered by index, not by arrival: with K = 0 the same run gives the same batches.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Protocol
+
+import structlog
+
+from shared.errors import ParallmError, SetupError, UnknownAdapterError
+from trainer.rollouts.groups import RolloutGroup
+from trainer.rollouts.own_code import BlockedError
+from trainer.rollouts.pacing import Pace
+from trainer.rollouts.staleness import StaleWatch
+
+log = structlog.get_logger()
+
+_RETRIES = 8
+_BACKOFF_S = (0.2, 5.0)  # first pause, longest pause
+
+
+class Player(Protocol):
+    """Plays one group (`trainer.rollouts.episodes.Episodes`)."""
+
+    async def play(self, index: int, adapter: str) -> RolloutGroup:
+        """The finished group of task `index`."""
+
+
+class Collector:
+    """Runs groups in the background of an event loop; `adapter` says, at each start of one, what to sample from."""
+
+    def __init__(
+        self,
+        player: Player,
+        pace: Pace,
+        adapter: Callable[[], str],
+        *,
+        cursor: int = 0,
+        pending: Sequence[int] = (),
+        consumed: int = 0,
+        watch: StaleWatch | None = None,
+    ) -> None:
+        self._player = player
+        self._watch = watch or StaleWatch()
+        self._pace = pace
+        self._adapter = adapter
+        self.cursor = cursor
+        self.consumed = consumed  # groups
+        self.dropped: list[int] = []  # indices, since `take_dropped`
+        self._again = sorted(pending)
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._waiting: list[RolloutGroup] = []
+        self._steps_done = 0
+        self._changed = asyncio.Event()
+        self._failure: BaseException | None = None
+
+    async def __aenter__(self) -> "Collector":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def next_batch(self, steps_done: int, lag: Callable[[RolloutGroup], int]) -> list[RolloutGroup]:
+        """B groups, each fresh enough by `lag`; waits for them. Raises what made generation impossible."""
+        self._steps_done = steps_done
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            self._drop_stale(lag)
+            self._fill()
+            if len(self._waiting) >= self._pace.batch_groups:
+                break
+            self._changed.clear()
+            await self._changed.wait()
+        self._waiting.sort(key=lambda group: group.index)
+        batch = self._waiting[: self._pace.batch_groups]
+        del self._waiting[: len(batch)]
+        self.consumed += len(batch)
+        self._watch.used()
+        return batch
+
+    def give_back(self, batch: Sequence[RolloutGroup]) -> None:
+        """Take back a batch that was handed out and not used; it will be handed out again."""
+        self.consumed -= len(batch)
+        self._waiting += batch
+
+    def discard(self, batch: Sequence[RolloutGroup]) -> None:
+        """Take back a batch that was handed out and taught nothing, because its policy is no more."""
+        self.consumed -= len(batch)
+        self.dropped += [group.index for group in batch]
+
+    def pace_on(self, steps_done: int) -> None:
+        """A train step is done: more groups may start."""
+        self._steps_done = steps_done
+        self._fill()
+
+    def pending(self) -> list[int]:
+        """Indices that are started and neither consumed nor dropped."""
+        waiting = [group.index for group in self._waiting]
+        return sorted([*self._again, *self._running, *waiting])
+
+    def take_dropped(self) -> list[int]:
+        """Indices dropped since the last call."""
+        dropped, self.dropped = self.dropped, []
+        return dropped
+
+    @property
+    def running(self) -> int:
+        """Groups that are being generated."""
+        return len(self._running)
+
+    def _fill(self) -> None:
+        accepted = self.consumed + len(self._waiting)
+        for _ in range(self._pace.capacity(self._steps_done, accepted, len(self._running))):
+            index = self._next_index()
+            self._running[index] = asyncio.create_task(self._play(index), name=f"group {index}")
+
+    def _next_index(self) -> int:
+        if self._again:
+            return self._again.pop(0)
+        self.cursor += 1
+        return self.cursor - 1
+
+    async def _play(self, index: int) -> None:
+        """One group, to its end; its place in the books changes without an await in between."""
+        try:
+            async with asyncio.timeout(self._pace.group_deadline_s):
+                group = await self._play_until_done(index)
+        except TimeoutError:
+            log.warning("group.deadline", index=index, seconds=self._pace.group_deadline_s)
+            del self._running[index]
+            self.dropped.append(index)
+        except BlockedError as error:
+            log.warning("group.blocked", index=index, reason=str(error))
+            del self._running[index]
+            self.dropped.append(index)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            # Whatever an environment or the ring raises ends the run; the caller of next_batch gets it.
+            del self._running[index]
+            self._again.append(index)
+            self._failure = error
+        else:
+            del self._running[index]
+            self._waiting.append(group)
+        if self._failure is None:
+            self._fill()
+        self._changed.set()
+
+    async def _play_until_done(self, index: int) -> RolloutGroup:
+        pause, longest = _BACKOFF_S
+        for attempt in itertools.count(1):
+            try:
+                return await self._player.play(index, self._adapter())
+            except UnknownAdapterError as error:  # whoever deleted it is waited for: `trainer.versions.foreign` says so
+                reason = str(error)
+            except ParallmError as error:
+                if attempt >= _RETRIES or error.status < 429 or isinstance(error, SetupError):
+                    raise
+                reason = str(error)
+            log.warning("group.again", index=index, attempt=attempt, reason=reason)
+            await asyncio.sleep(min(longest, pause * 2**attempt))
+        raise AssertionError("unreachable")
+
+    def _drop_stale(self, lag: Callable[[RolloutGroup], int]) -> None:
+        ages = {group.index: lag(group) for group in self._waiting}
+        old = [group for group in self._waiting if self._pace.too_old(ages[group.index])]
+        if old:
+            stale = [group.index for group in old]
+            log.info("groups.stale", groups=len(stale), bound=self._pace.max_lag)
+            self._watch.dropped(old, ages[stale[-1]])
+            self.dropped += stale
+            self._waiting = [group for group in self._waiting if group.index not in stale]

@@ -1,0 +1,90 @@
+"""Token ids of conversations, turn by turn, without ever tokenizing again what the model wrote.
+
+Invariant. The ids that the next turn sees are the ids that were sampled, followed by what the chat template puts
+between them and the next reply. Rendering the whole conversation anew would merge other tokens, and the log-
+probabilities of the sampler would belong to ids that nobody trained on.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from shared.errors import SetupError
+from shared.frames import VersionSpan
+from shared.jobs import Message
+from shared.text.codec import TextCodec
+from shared.trajectories import Trajectory
+from trainer.rollouts.environments import Observation, Outcome
+
+_MARK = "\u2063reply\u2063"  # invisible separators: no template alters them
+
+
+class Conversation:
+    """Turns messages into ids with one model's tokenizer and chat template, and the template's `variables`."""
+
+    def __init__(self, codec: TextCodec, variables: Mapping[str, Any] | None = None) -> None:
+        self._codec = codec
+        self._variables = dict(variables or {})
+
+    def prompt_ids(self, observation: Observation) -> tuple[int, ...]:
+        """The ids that the first reply follows."""
+        if isinstance(observation.prompt, str):
+            return tuple(self._codec.encode(observation.prompt))
+        return tuple(self._codec.encode_chat(list(observation.prompt), **self._variables))
+
+    def text(self, completion_ids: Sequence[int]) -> str:
+        """What the environment reads: the reply without special tokens."""
+        return self._codec.decode(completion_ids)
+
+    def following(self, observation: Observation, reply_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """Ids between a reply and the next one: end of turn, the new messages, the opening of the next reply."""
+        if isinstance(observation.prompt, str):
+            raise SetupError("an environment with text prompts has one turn; give chat messages instead")
+        reply: Message = {"role": "assistant", "content": _MARK}
+        text = self._codec.render_chat([*observation.prompt, reply, *messages], **self._variables)
+        _, found, rest = text.rpartition(_MARK)
+        if not found:
+            raise SetupError("the chat template leaves out earlier replies: no multi-turn training with it")
+        ids = self._codec.encode(rest, add_special_tokens=False)
+        ended = bool(reply_ids) and reply_ids[-1] in self._codec.bundle.eos_token_ids
+        return ids[1:] if ended and ids and ids[0] == reply_ids[-1] else ids
+
+    def advance(self, observation: Observation, action: str, outcome: Outcome) -> Observation:
+        """The observation of the next turn."""
+        assert not isinstance(observation.prompt, str)
+        reply: Message = {"role": "assistant", "content": action}
+        info = observation.info if outcome.info is None else outcome.info
+        return Observation((*observation.prompt, reply, *outcome.messages), info)
+
+
+def joined(first: Trajectory, between: Sequence[int], second: Trajectory) -> Trajectory:
+    """One trajectory of two turns; the ids between them are not the model's and stay out of the loss.
+
+    `second.prompt_ids` must be everything before it.
+    """
+    assert second.prompt_ids == (*first.prompt_ids, *first.completion_ids, *between)
+    shift = len(first.completion_ids) + len(between)
+    spans = [
+        *first.spans,
+        *(VersionSpan(span.version, span.start + shift, span.end + shift) for span in second.spans),
+    ]
+    if between and second.spans:
+        spans.insert(len(first.spans), VersionSpan(second.spans[0].version, len(first.completion_ids), shift))
+    return msgspec.structs.replace(
+        second,
+        sample_index=first.sample_index,
+        prompt_index=first.prompt_index,
+        prompt_ids=first.prompt_ids,
+        completion_ids=(*first.completion_ids, *between, *second.completion_ids),
+        logprobs=(*first.logprobs, *(0.0 for _ in between), *second.logprobs),
+        loss_mask=(*_own(first), *(0 for _ in between), *_own(second)),
+        spans=tuple(spans),
+        top_logprobs=(),
+        seed=first.seed,
+        metadata=first.metadata,
+    )
+
+
+def _own(trajectory: Trajectory) -> tuple[int, ...]:
+    return trajectory.loss_mask or (1,) * len(trajectory.completion_ids)

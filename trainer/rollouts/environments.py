@@ -1,0 +1,206 @@
+"""Tasks to learn from: where prompts come from and what an answer is worth.
+
+An environment is stateless: `reset(index)` gives the task with that number, always the same one, and `step` gets the
+observation back together with what the model wrote. All samples of a group start from one observation and part ways
+from there. Multi-turn: `step` answers with further messages (a tool's result, a user's turn) and `done=False`; the
+collector appends them, masks them out of the loss, and lets the model write again.
+"""
+
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
+
+from shared.errors import SetupError
+from shared.jobs import Message
+from trainer.rollouts.groups import derived_seed
+from trainer.tiny.data import Split, arithmetic_prompts
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the model sees: chat messages, or a text without a chat template. `info` is the environment's own."""
+
+    prompt: str | tuple[Message, ...]
+    info: Any = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an action led to."""
+
+    reward: float | None  # of this step; an episode's reward is the sum. None: whoever generated has scored it
+    done: bool = True
+    messages: tuple[Message, ...] = ()  # that follow the action when not done
+    info: Any = None  # replaces the observation's
+    components: dict[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """What a user's own environment implements."""
+
+    name: str
+
+    async def reset(self, index: int) -> Observation:
+        """Task number `index`, from 0 without end."""
+
+    async def step(self, observation: Observation, action: str) -> Outcome:
+        """Judge what the model wrote, and go on if there is more to do."""
+
+
+class Scorer(Protocol):
+    """Scores a completion against a reference; the ring's rewards, or a function of one's own."""
+
+    async def __call__(
+        self, completion: str, reference: Any, prompt: str | Sequence[Message]
+    ) -> tuple[float, dict[str, float]]:
+        """The reward and its named components."""
+
+
+class ArithmeticEnvironment:
+    """Two-digit additions of `trainer.tiny.data`: 1 for exactly the right number, else 0.
+
+    `count` above 0 repeats the same `count` tasks.
+    """
+
+    name = "arithmetic"
+
+    def __init__(self, seed: int = 0, split: Split = "train", count: int = 0) -> None:
+        self._seed, self._split, self._count = seed, split, count
+
+    async def reset(self, index: int) -> Observation:
+        """An addition as a user asks it."""
+        if self._count:
+            index %= self._count
+        (task,) = arithmetic_prompts(1, derived_seed(self._seed, self._split, index), self._split)
+        return Observation(({"role": "user", "content": task.question},), info=task.answer)
+
+    async def step(self, observation: Observation, action: str) -> Outcome:
+        """Whether the whole reply is the number."""
+        return Outcome(float(action == observation.info))
+
+
+@dataclass(frozen=True)
+class Task:
+    """One line of a data set."""
+
+    prompt: str | tuple[Message, ...]
+    reference: Any
+
+
+class DatasetEnvironment:
+    """A data set in a drawn order, another one each epoch; single-turn, scored by `scorer`."""
+
+    def __init__(self, name: str, tasks: list[Task], scorer: Scorer, seed: int = 0, system_prompt: str = "") -> None:
+        if not tasks:
+            raise SetupError(f"{name}: the data set is empty")
+        self.name = name
+        self._tasks, self._scorer, self._seed = tasks, scorer, seed
+        self._system = (_message("system", system_prompt),) if system_prompt else ()
+        self._orders: dict[int, list[int]] = {}
+
+    async def reset(self, index: int) -> Observation:
+        """The next task of the epoch that `index` falls into."""
+        epoch, place = divmod(index, len(self._tasks))
+        if epoch not in self._orders:
+            order = sorted(range(len(self._tasks)), key=lambda i: derived_seed(self._seed, epoch, i))
+            self._orders = {epoch: order}
+        task = self._tasks[self._orders[epoch][place]]
+        if self._system and not isinstance(task.prompt, str):
+            return Observation((*self._system, *task.prompt), info=task.reference)
+        return Observation(task.prompt, info=task.reference)
+
+    async def step(self, observation: Observation, action: str) -> Outcome:
+        """The scorer's word."""
+        value, components = await self._scorer(action, observation.info, observation.prompt)
+        return Outcome(value, components=components)
+
+
+def read_jsonl(path: Path, limit: int = 0) -> list[Task]:
+    """Tasks from JSON lines: `prompt` (text or messages), or `question` as in GSM8K; `reference`, or `answer`."""
+    if not path.is_file():
+        raise SetupError(f"no data set {path}")
+    tasks: list[Task] = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                tasks.append(_task(json.loads(line.decode())))
+            except ValueError as error:
+                raise SetupError(f"{path}, line {number}: {error}") from error
+            if limit and len(tasks) == limit:
+                break
+    return tasks
+
+
+def load_class(path: str, options: Mapping[str, Any]) -> Environment:
+    """An environment class of the user's own, named `module:Class`, built with `options`."""
+    try:
+        environment = load_object(path, "environment")(**options)
+    except TypeError as error:
+        raise SetupError(f"environment {path!r}: {error}; its options stand in task_options") from error
+    missing = [name for name in ("reset", "step") if not inspect.iscoroutinefunction(getattr(environment, name, None))]
+    if missing:
+        raise SetupError(f"environment {path!r} needs `async def {missing[0]}`: see trainer/rollouts/environments.py")
+    if not isinstance(getattr(environment, "name", None), str):
+        raise SetupError(f"environment {path!r} needs a `name`")
+    return cast(Environment, environment)
+
+
+def load_object(path: str, what: str) -> Callable[..., Any]:
+    """What `package.module:name` names, looked for in the working directory too; SetupError when it is not there."""
+    module, _, attribute = path.partition(":")
+    if "" not in sys.path:  # a console script does not look there by itself
+        sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SetupError(f"{what} {path!r}: {error}; write it as package.module:Name") from error
+    if not callable(found):
+        raise SetupError(f"{what} {path!r} is not callable")
+    return cast(Callable[..., Any], found)
+
+
+def is_observation(name: str, given: object) -> Observation:
+    """What `reset` gave; SetupError when it is something else."""
+    if not isinstance(given, Observation):
+        said = f"`reset` gave {given!r:.80}, not a trainer.rollouts.environments.Observation"
+        raise SetupError(f"environment {name!r}: {said}")
+    return given
+
+
+def is_outcome(name: str, given: object) -> Outcome:
+    """What `step` gave; SetupError when it is something else."""
+    if not isinstance(given, Outcome):
+        said = f"`step` gave {given!r:.80}, not a trainer.rollouts.environments.Outcome"
+        raise SetupError(f"environment {name!r}: {said}")
+    return given
+
+
+def _task(line: Any) -> Task:
+    """ValueError that names the field."""
+    if not isinstance(line, dict):
+        raise ValueError(f'a task is an object such as {{"prompt": ..., "reference": ...}}, not {line!r:.80}')
+    field = next((name for name in ("prompt", "messages", "question") if line.get(name) is not None), "")
+    if not field:
+        has = f"only {', '.join(map(repr, line))[:200]}" if line else "nothing"
+        raise ValueError(f"there is no `prompt` (nor `messages`, nor `question` as in GSM8K), {has}")
+    prompt, reference = line[field], line.get("reference", line.get("answer"))
+    if field == "question":
+        if not isinstance(prompt, str):
+            raise ValueError("`question` is not a text")
+        prompt = [_message("user", prompt)]
+    if isinstance(prompt, str):
+        return Task(prompt, reference)
+    if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) and "role" in m for m in prompt):
+        raise ValueError(f"`{field}` is neither a text nor a list of messages")
+    return Task(tuple(prompt), reference)
+
+
+def _message(role: Literal["user", "assistant", "tool", "system"], content: str) -> Message:
+    return {"role": role, "content": content}

@@ -1,0 +1,92 @@
+"""What the trainer asks of whoever generates, and what it gets back: the seam between training and the ring.
+
+**request** n samples of one prompt · **group** the finished samples of one request, scored · **policy step** number of
+train steps whose result is the current policy.
+
+Invariant: within one start of a run, a request's id and seed follow from the group's index; asking again is asking the
+same thing, and a source may answer with what it already has. After a restart the ids are new and the seeds the same.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shared.jobs import SamplingOverrides
+from shared.trajectories import Trajectory
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """n samples of one prompt, from the newest policy."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    n: int
+    sampling: SamplingOverrides  # with a seed: sample s draws with a seed derived from it and s
+    adapter: str  # a name (follows the latest version) or name@k (pinned)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+class RolloutSource(Protocol):
+    """Generates. In the product every token of it comes through the queue; tests have a source of their own."""
+
+    async def generate(self, request: RolloutRequest) -> list[Trajectory]:
+        """All n samples, in order of `sample_index`; a sample that failed has `error` set.
+
+        Cancelling the call cancels the sequences. Raises ParallmError when nothing can be generated at all.
+        """
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """The scored samples of one prompt. Exactly one train step consumes it, or it is dropped and counted."""
+
+    id: str
+    index: int  # position in the run's order of prompts; -1: not one of ours
+    trajectories: tuple[Trajectory, ...]
+    pool: str = ""  # single samples of one pool share a baseline: the mean of their rewards in the train step
+    advantages: tuple[float | None, ...] = ()  # one a trajectory, where the user has given them
+
+    @property
+    def trajectory_ids(self) -> tuple[str, ...]:
+        """One id a sample: `<group>/<sample>`."""
+        return tuple(f"{self.id}/{t.sample_index}" for t in self.trajectories)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards of the samples that have one."""
+        return [t.reward.value for t in self.trajectories if t.reward is not None and t.reward.value is not None]
+
+
+def derived_seed(*parts: int | str) -> int:
+    """A 63-bit seed that depends on all parts and on nothing else."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+
+
+def mean_reward(groups: Iterable[RolloutGroup]) -> float:
+    """Mean over all samples that have a reward; 0 without any."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    return sum(rewards) / len(rewards) if rewards else 0.0
+
+
+_FAILED = frozenset({"cancelled", "abort", "deadline", "error"})
+
+
+def usable(trajectory: Trajectory) -> bool:
+    """Whether it came to its end and has a finite reward."""
+    return not problem(trajectory)
+
+
+def problem(trajectory: Trajectory) -> str:
+    """Why nothing can be learned from it; "" when it came to its end and has a finite reward."""
+    reward = trajectory.reward
+    if trajectory.error:
+        return trajectory.error
+    if trajectory.finish_reason in _FAILED or not trajectory.completion_ids:
+        return f"it ended with {trajectory.finish_reason!r} after {len(trajectory.completion_ids)} tokens"
+    if reward is None or reward.value is None:
+        return reward.error if reward is not None and reward.error else "it has no reward"
+    return "" if math.isfinite(reward.value) else f"its reward is {reward.value}"

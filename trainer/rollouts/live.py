@@ -1,0 +1,209 @@
+"""Live traffic as a source of batches: complete groups, or single samples that share a baseline.
+
+**group** the samples that one request asked for with `n` above 1: they share a prompt, and its mean reward is their
+baseline, as with groups of our own · **pool** single samples of one reward and one `metadata.environment`: each has a
+prompt of its own, so the mean reward of all of them in the train step is the baseline (REINFORCE with a batch baseline,
+as REINFORCE++, arXiv 2501.03262). It is unbiased for what the sample itself adds but 1/N, and noisier than a group's:
+easy prompts look good and hard ones bad. Ask for `n` samples where that matters.
+
+Invariants. Every delivered trajectory is taken exactly once: into a batch, or dropped and counted. `taken` names those
+that the weights have seen since the last acknowledgement; a checkpoint keeps it, so that what comes again after a kill
+is recognised.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import structlog
+
+from shared.redis.connection.background_reader import BackgroundReader
+from shared.redis.training.trajectory_queue import Delivered
+from shared.trajectories import LiveTrajectory
+from trainer.rollouts.groups import RolloutGroup, usable
+from trainer.rollouts.staleness import StaleWatch
+
+log = structlog.get_logger()
+
+READ_AT_ONCE = 64
+READ_AHEAD = 4  # batches
+WAIT_S = 1.0
+
+Lag = Callable[[RolloutGroup], int]
+
+
+class LiveQueue(Protocol):
+    """Where live trajectories come from (`shared.redis.training.trajectory_queue.TrajectoryQueue`)."""
+
+    async def read(self, count: int) -> list[Delivered]:
+        """The next ones, at once; after a restart first those that were not acknowledged."""
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until there may be more."""
+
+    async def done(self, entries: list[str]) -> None:
+        """They need not come again."""
+
+
+@dataclass
+class _Open:
+    """A group whose samples are not all here."""
+
+    since: float
+    members: list[Delivered] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    group: RolloutGroup
+    entries: tuple[str, ...]
+
+
+class LiveCollector(BackgroundReader):
+    """Makes batches of at least `per_step` trajectories."""
+
+    def __init__(
+        self,
+        queue: LiveQueue,
+        per_step: int,
+        max_lag: int,
+        deadline_s: float,
+        taken: Collection[str] = (),
+        watch: StaleWatch | None = None,
+    ) -> None:
+        self._queue = queue
+        self._watch = watch or StaleWatch()
+        self._per_step = per_step
+        self._max_lag = max_lag
+        self._deadline_s = deadline_s
+        self._known = set(taken)  # in the checkpoint's weights already
+        self._open: dict[str, _Open] = {}
+        self._ready: list[_Ready] = []
+        self._out: list[_Ready] = []  # the last batch
+        self._changed = asyncio.Event()
+        self.taken: list[str] = list(taken)
+        self.dropped: Counter[str] = Counter()
+
+    async def next_batch(self, lag: Lag) -> list[RolloutGroup]:
+        """Wait for a batch; what is too old or has no reward is dropped on the way. May be cancelled without loss."""
+        while True:
+            self._close_late()
+            self._drop_stale(lag)
+            if self._waiting >= self._per_step:
+                return self._batch()
+            self._changed.clear()
+            await self._changed.wait()
+
+    @property
+    def _waiting(self) -> int:
+        return sum(len(ready.group.trajectories) for ready in self._ready)
+
+    async def _read_round(self) -> None:
+        """Read ahead, a few batches at most; what is not read survives us in Redis."""
+        try:
+            found = await self._queue.read(READ_AT_ONCE) if self._waiting < READ_AHEAD * self._per_step else []
+            for delivered in found:
+                await self._take(delivered)
+            if not found:
+                await self._queue.wait(WAIT_S)
+        finally:
+            self._changed.set()
+
+    def give_back(self, batch: Sequence[RolloutGroup]) -> None:
+        """A batch that was handed out and not used comes first again."""
+        entries = {group.id: group for group in batch}
+        back = [ready for ready in self._out if ready.group.id in entries]
+        for ready in back:
+            for entry in ready.entries:
+                self.taken.remove(entry)
+        self._ready = [*back, *self._ready]
+
+    async def saved(self) -> None:
+        """A checkpoint with `taken` is on disk."""
+        entries, self.taken = self.taken, []
+        await self._queue.done(entries)
+
+    def _batch(self) -> list[RolloutGroup]:
+        count = 0
+        chosen: list[_Ready] = []
+        while count < self._per_step:
+            chosen.append(self._ready.pop(0))
+            count += len(chosen[-1].group.trajectories)
+        self._out = chosen
+        self._watch.used()
+        for ready in chosen:
+            self.taken += ready.entries
+        return [ready.group for ready in chosen]
+
+    async def _take(self, delivered: Delivered) -> None:
+        live = delivered.live
+        if delivered.entry in self._known:
+            await self._queue.done([delivered.entry])
+        elif live.group and live.group_size > 1:
+            group = self._open.setdefault(live.group, _Open(time.monotonic()))
+            group.members.append(delivered)
+            if len(group.members) >= live.group_size:
+                self._close(live.group)
+        elif usable(live.trajectory):
+            self._ready.append(_Ready(group_of([live]), (delivered.entry,)))
+        else:
+            self._drop("unscored", [delivered.entry])
+
+    def _close(self, name: str) -> None:
+        """What is here of a group is all that there will be."""
+        members = self._open.pop(name).members
+        good = [each for each in members if usable(each.live.trajectory)]
+        self._drop("unscored", [each.entry for each in members if each not in good])
+        if good:
+            self._ready.append(_Ready(group_of([m.live for m in good]), tuple(m.entry for m in good)))
+
+    def _close_late(self) -> None:
+        now = time.monotonic()
+        for name in [name for name, group in self._open.items() if now - group.since > self._deadline_s]:
+            self._close(name)
+
+    def _drop_stale(self, lag: Lag) -> None:
+        fresh: list[_Ready] = []
+        for ready in self._ready:
+            age = lag(ready.group)
+            if age > self._max_lag:
+                self._drop("stale", ready.entries)
+                self._watch.dropped([ready.group], age)
+            else:
+                fresh.append(ready)
+        self._ready = fresh
+
+    def _drop(self, reason: str, entries: Sequence[str]) -> None:
+        if entries:
+            log.info("live.dropped", reason=reason, trajectories=len(entries))
+            self.dropped[reason] += len(entries)
+            self.taken += entries
+
+
+def group_of(members: Sequence[LiveTrajectory]) -> RolloutGroup:
+    """Samples of one prompt, or a single one that shares its pool's baseline."""
+    first = members[0]
+    pool = ""
+    if len(members) == 1:
+        reward = first.trajectory.reward
+        pool = f"{reward.name if reward else ''}/{first.trajectory.metadata.get('environment', '')}"
+    advantages = tuple(member.advantage for member in members)
+    return RolloutGroup(
+        id=f"live-{first.group or first.id}",
+        index=-1,
+        trajectories=tuple(member.trajectory for member in members),
+        pool=pool,
+        advantages=advantages if any(a is not None for a in advantages) else (),
+    )
+
+
+def posted_groups(trajectories: Sequence[LiveTrajectory]) -> list[RolloutGroup]:
+    """Groups of posted trajectories: by their group, else by equal prompts."""
+    groups: dict[object, list[LiveTrajectory]] = {}
+    for live in trajectories:
+        groups.setdefault(live.group or live.trajectory.prompt_ids, []).append(live)
+    # Numbered, since the ids that users give need not differ.
+    return [replace(group_of(members), id=f"posted-{number}") for number, members in enumerate(groups.values())]

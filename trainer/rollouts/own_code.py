@@ -1,0 +1,251 @@
+"""A reward or an environment of the user's own, in a process where it can be timed out and killed.
+
+It cannot stop the trainer: not its signals, its status, its checkpoints. A call that takes longer than its time costs
+its sample. Where it blocks the whole process, the process is ended and started again; the log names the code and the
+line at which it hung, and what other calls had under way there is asked again. So `reset` and `step` may be called
+twice for the same task: an environment is stateless (trainer/rollouts/environments.py).
+"""
+
+import asyncio
+import contextlib
+import itertools
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import structlog
+
+from shared.errors import SetupError
+from shared.jobs import Message
+from shared.process.call_process import CallProcess, LostProcessError
+from trainer.rollouts.environments import Observation, Outcome
+from trainer.rollouts.own_messages import (
+    Answer,
+    Call,
+    Failed,
+    Judged,
+    Load,
+    Loaded,
+    Observed,
+    Reset,
+    Score,
+    Seen,
+    Step,
+    decode_answer,
+    encode,
+    packed,
+)
+from trainer.rollouts.own_process import NOTE, Told
+
+log = structlog.get_logger()
+
+START_S = 900.0  # for imports, and for what an environment loads when it is built
+LATE_S = 5.0  # that a process may be silent beyond the time of a call
+TRIES = 3  # of a call whose process ended, nobody knows by whose fault
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (\S+)$', re.MULTILINE)
+_LIBRARY = re.compile(r"[/\\](?:lib|Lib)[/\\]python|<frozen")
+
+
+class OwnCodeError(Exception):
+    """The user's code raised; the message names the error and the line."""
+
+
+class BlockedError(OwnCodeError):
+    """The user's code did not come to an end in its time, or ended its process."""
+
+
+class OwnCode:
+    """One object of the user's, and the process that it lives in."""
+
+    def __init__(
+        self, kind: Literal["environment", "reward"], path: str, options: Mapping[str, Any], timeout_s: float
+    ) -> None:
+        self.title = f"{kind} {path!r}"
+        self._load = Load(kind, path, packed(dict(options)), timeout_s)
+        self._process: _OwnProcess | None = None
+        self._starting = asyncio.Lock()
+        self.name = ""
+
+    async def __aenter__(self) -> Self:
+        """Start it; SetupError when there is no such object, or when it is not what it has to be."""
+        await self._running()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            await self._process.close()
+
+    async def ask(self, what: Reset | Step | Score) -> Judged | Observed:
+        """Carry a call out; OwnCodeError, or SetupError for what is wrong with the code as a whole."""
+        named = type(what).__name__.lower()
+        tries = 0
+        while tries < TRIES:
+            process = await self._running()
+            try:
+                result = await process.ask(what)
+            except _LostError as lost:
+                if lost.at_fault:
+                    raise BlockedError(f"{self.title}: `{named}` {lost.reason}") from lost
+                tries += lost.nobody
+                continue
+            if isinstance(result, Failed):
+                raise _error(result, f"{self.title}: `{named}`")
+            return result
+        raise BlockedError(f"{self.title}: its process ended {TRIES} times during `{named}`")
+
+    async def _running(self) -> "_OwnProcess":
+        async with self._starting:
+            if self._process is None or self._process.ended:
+                if self._process is not None:
+                    await self._process.close()
+                self._process = await _OwnProcess.start(self._load, self.title)
+                self.name = self._process.name
+            return self._process
+
+
+class _LostError(Exception):
+    """The process has ended with calls in it."""
+
+    def __init__(self, reason: str, at_fault: bool, nobody: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.at_fault, self.nobody = reason, at_fault, nobody
+
+
+class _OwnProcess:
+    """One life of the process."""
+
+    def __init__(self, process: CallProcess, stack: Any, load: Load, title: str) -> None:
+        self._process, self._stack, self._load, self._title = process, stack, load, title
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[Told]] = {}
+        self._reading: asyncio.Task[None] | None = None
+        self.ended = False
+        self.name = ""
+
+    @classmethod
+    async def start(cls, load: Load, title: str) -> "_OwnProcess":
+        stack = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        stack.write(NOTE.pack(0))
+        stack.flush()
+        process = await CallProcess.start("trainer.rollouts.own_process", [str(stack.fileno())], [stack.fileno()])
+        started = cls(process, stack, load, title)
+        try:
+            await process.send(encode(load))
+            async with asyncio.timeout(START_S):
+                loaded = decode_answer(await process.receive()).result
+        except (LostProcessError, TimeoutError) as error:
+            await started.close()
+            ended = "its process ended" if isinstance(error, LostProcessError) else f"not loaded within {START_S:g} s"
+            raise SetupError(f"{title}: {ended} while it was loaded") from error
+        except BaseException:
+            await started.close()
+            raise
+        if not isinstance(loaded, Loaded):
+            await started.close()
+            raise SetupError(loaded.error if isinstance(loaded, Failed) else f"{title}: no answer")
+        started.name = loaded.name
+        started._reading = asyncio.create_task(started._read())
+        return started
+
+    async def ask(self, what: Reset | Step | Score) -> Told:
+        number = next(self._numbers)
+        future: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
+        self._calls[number] = future
+        try:
+            if self.ended:
+                raise _LostError("its process has ended", at_fault=False)
+            with contextlib.suppress(LostProcessError):  # the reader tells
+                await self._process.send(encode(Call(number, what)))
+            return await future
+        finally:
+            self._calls.pop(number, None)
+
+    async def close(self) -> None:
+        self.ended = True
+        self._process.kill()
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        self._stack.close()
+
+    async def _read(self) -> None:
+        """Hand answers out until the process ends or falls silent."""
+        silent_s = self._load.timeout_s + LATE_S
+        try:
+            while True:
+                async with asyncio.timeout(silent_s):
+                    self._tell(decode_answer(await self._process.receive()))
+        except (LostProcessError, TimeoutError):
+            self._lost()
+
+    def _tell(self, answer: Answer) -> None:
+        call = self._calls.get(answer.number)
+        if call is not None and not call.done() and isinstance(answer.result, Judged | Observed | Failed):
+            call.set_result(answer.result)
+
+    def _lost(self) -> None:
+        self.ended = True
+        self._process.kill()
+        self._stack.seek(0)
+        note = self._stack.read(NOTE.size)
+        (culprit,) = NOTE.unpack(note)
+        where = place(self._stack.read().decode(errors="replace"))
+        reason = f"blocked for more than {self._load.timeout_s:g} s{where}" if where else "ended its process"
+        log.error("own_code.lost", code=self._title, reason=reason, calls=len(self._calls))
+        for number, call in self._calls.items():
+            if not call.done():
+                call.set_exception(_LostError(reason, at_fault=number == culprit, nobody=not culprit))
+
+
+class OwnEnvironment(OwnCode):
+    """An environment of the user's (trainer.rollouts.environments.Environment)."""
+
+    def __init__(self, path: str, options: Mapping[str, Any], timeout_s: float) -> None:
+        super().__init__("environment", path, options, timeout_s)
+
+    async def reset(self, index: int) -> Observation:
+        """Task number `index`."""
+        result = await self.ask(Reset(index))
+        assert isinstance(result, Observed)
+        return Observation(result.seen.prompt, result.seen.info)
+
+    async def step(self, observation: Observation, action: str) -> Outcome:
+        """Judge what the model wrote."""
+        result = await self.ask(Step(Seen(observation.prompt, observation.info), action))
+        assert isinstance(result, Judged)
+        return Outcome(result.reward, result.done, result.messages, result.info, result.components)
+
+
+class OwnFunction(OwnCode):
+    """A reward function of the user's (trainer.rollouts.environments.Scorer)."""
+
+    def __init__(self, path: str, options: Mapping[str, Any], timeout_s: float) -> None:
+        super().__init__("reward", path, options, timeout_s)
+
+    async def __call__(
+        self, completion: str, reference: Any, prompt: str | Sequence[Message] = ""
+    ) -> tuple[float, dict[str, float]]:
+        """What it says of a completion."""
+        result = await self.ask(Score(completion, packed(reference)))
+        assert isinstance(result, Judged) and result.reward is not None
+        return result.reward, dict(result.components)
+
+
+def place(stack: str) -> str:
+    """Where the event loop's thread stood, by what faulthandler wrote; "" when it wrote nothing."""
+    frames = _FRAME.findall(stack.rpartition("Thread ")[2])
+    own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
+    if not frames:
+        return ""
+    file, line, function = (own or frames)[0]
+    return f" in {function} ({file}:{line})"
+
+
+def _error(failed: Failed, said: str) -> Exception:
+    if failed.kind == "setup":
+        return SetupError(failed.error)
+    return BlockedError(f"{said} came to {failed.error}") if failed.kind == "late" else OwnCodeError(failed.error)

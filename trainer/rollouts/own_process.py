@@ -1,0 +1,250 @@
+"""`python -m trainer.rollouts.own_process`: runs a reward or an environment of the user's own (own_code.py starts it).
+
+Calls run beside one another in an event loop, as they would in the trainer's. While one blocks the loop, no sign of
+life is given: after the time of a call, a timer that needs neither the loop nor the interpreter writes down where it
+hangs and ends the process. What runs is noted by the number of its call, so that the trainer knows whose fault it was.
+"""
+
+import asyncio
+import faulthandler
+import inspect
+import math
+import os
+import struct
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Coroutine, Generator
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+from shared.errors import SetupError
+from shared.process.call_pipe import CallPipe
+from trainer.rollouts.environments import (
+    Environment,
+    Observation,
+    Outcome,
+    is_observation,
+    is_outcome,
+    load_class,
+    load_object,
+)
+from trainer.rollouts.own_messages import (
+    Answer,
+    Call,
+    Failed,
+    Judged,
+    Load,
+    Loaded,
+    Observed,
+    Reset,
+    Score,
+    Seen,
+    Step,
+    decode_call,
+    decode_load,
+    encode,
+)
+
+BEAT_S = 0.5
+NOTE = struct.Struct("=Q")  # in front of the file that a blocked process writes its stack to
+Told = Judged | Observed | Failed
+
+
+def main() -> None:
+    """Load what we are told and answer calls until nobody asks any more."""
+    pipe, stack = CallPipe(), int(sys.argv[1])
+    message = pipe.read()
+    if message is None:
+        return
+    load = decode_load(message)
+    try:
+        code = OwnObject(load)
+    except SetupError as error:
+        pipe.write(encode(Answer(0, Failed(error.message, "setup"))))
+        return
+    except Exception as error:
+        pipe.write(encode(Answer(0, Failed(f"{load.kind} {load.path!r}: {blamed(error)}", "setup"))))
+        return
+    pipe.write(encode(Answer(0, Loaded(code.name))))
+    asyncio.run(_Server(pipe, code, load.timeout_s, stack).run())
+
+
+class OwnObject:
+    """The function or the environment."""
+
+    def __init__(self, load: Load) -> None:
+        self._options = _unpacked(load.options)
+        if load.kind == "reward":
+            self.name = load.path
+            self._function = load_object(load.path, "reward")
+        else:
+            self._environment: Environment = load_class(load.path, self._options)
+            self.name = self._environment.name
+
+    async def do(self, what: Reset | Step | Score) -> Judged | Observed:
+        """Carry a call out."""
+        if isinstance(what, Reset):
+            observation = is_observation(self.name, await self._environment.reset(what.index))
+            return Observed(Seen(observation.prompt, self._packed(observation.info)))
+        if isinstance(what, Score):
+            return await self._score(what)
+        info = None if what.seen.info is None else _unpacked(what.seen.info)
+        outcome = is_outcome(self.name, await self._environment.step(Observation(what.seen.prompt, info), what.action))
+        return self._judged(outcome)
+
+    async def _score(self, what: Score) -> Judged:
+        result = self._function(what.completion, _unpacked(what.reference), **self._options)
+        if inspect.isawaitable(result):
+            result = await result
+        value, components = result if isinstance(result, tuple) else (result, {})
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"the reward function gave {value!r}, not a finite number")
+        return Judged(float(value), _numbers(components))
+
+    def _judged(self, outcome: Outcome) -> Judged:
+        reward = None if outcome.reward is None else float(outcome.reward)
+        info = self._packed(outcome.info)
+        return Judged(reward, _numbers(outcome.components), bool(outcome.done), tuple(outcome.messages), info)
+
+    def _packed(self, info: Any) -> bytes | None:
+        try:
+            return None if info is None else bytes(ForkingPickler.dumps(info))
+        except Exception as error:
+            said = f"`info` has to travel between processes, and cannot be packed: {error}"
+            raise SetupError(f"environment {self.name!r}: {said}") from error
+
+
+class _Clock:
+    """What a call has had of its time: not counted is the time in which others had the event loop."""
+
+    def __init__(self, busy_s: float) -> None:
+        self.limit: asyncio.Timeout | None = None
+        self._began_s = time.monotonic() - busy_s
+        self.own_s = 0.0
+
+    def had_s(self, busy_s: float) -> float:
+        """So far; `busy_s`: how long anybody has had the loop."""
+        return time.monotonic() - busy_s - self._began_s + self.own_s
+
+
+class _Server:
+    """Calls, beside one another."""
+
+    def __init__(self, pipe: CallPipe, code: OwnObject, timeout_s: float, stack: int) -> None:
+        self._pipe, self._code, self._timeout_s, self._stack = pipe, code, timeout_s, stack
+        self._calls: asyncio.Queue[Call] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._clocks: set[_Clock] = set()
+        self._busy_s = 0.0
+        self._said = 0.0
+
+    async def run(self) -> None:
+        threading.Thread(target=self._read, args=(asyncio.get_running_loop(),), daemon=True).start()
+        beating = asyncio.create_task(self._beat())
+        while not beating.done():
+            call = await self._calls.get()
+            task = asyncio.create_task(self._answer(call))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        while (message := self._pipe.read()) is not None:
+            loop.call_soon_threadsafe(self._calls.put_nowait, decode_call(message))
+        os._exit(0)  # nobody is there any more
+
+    async def _beat(self) -> None:
+        while True:
+            self._alive()
+            for clock in self._clocks:
+                if clock.limit is not None and clock.had_s(self._busy_s) > self._timeout_s:
+                    clock.limit.reschedule(0)
+            await asyncio.sleep(min(BEAT_S, self._timeout_s / 2))
+
+    def _alive(self) -> None:
+        """Somebody's turn in the loop begins, and has the time of a call from now on."""
+        faulthandler.dump_traceback_later(self._timeout_s, exit=True, file=self._stack)
+        if time.monotonic() - self._said >= BEAT_S / 2:
+            self._say(Answer())
+
+    def _say(self, answer: Answer) -> None:
+        self._said = time.monotonic()
+        try:
+            self._pipe.write(encode(answer))
+        except OSError:
+            os._exit(0)
+
+    async def _answer(self, call: Call) -> None:
+        clock, since = _Clock(self._busy_s), 0.0
+
+        def note(running: bool) -> None:
+            nonlocal since
+            os.pwrite(self._stack, NOTE.pack(call.number if running else 0), 0)
+            self._alive()
+            if running:
+                since = time.monotonic()
+            else:
+                clock.own_s += time.monotonic() - since
+                self._busy_s += time.monotonic() - since
+
+        self._clocks.add(clock)
+        result = await noted(self._result(call, clock), note)
+        self._clocks.discard(clock)
+        try:
+            self._say(Answer(call.number, result))
+        except (TypeError, ValueError, OverflowError) as error:  # messages that are none
+            said = f"{self._code.name!r}: what it gave cannot travel between processes: {error}"
+            self._say(Answer(call.number, Failed(said, "setup")))
+
+    async def _result(self, call: Call, clock: _Clock) -> Told:
+        try:
+            async with asyncio.timeout(None) as clock.limit:
+                return await self._code.do(call.what)
+        except SetupError as error:
+            return Failed(error.message, "setup")
+        except Exception as error:  # whatever somebody else's code raises
+            if clock.limit is not None and clock.limit.expired():
+                return Failed(f"no end after {self._timeout_s:g} s", "late")
+            return Failed(blamed(error), "raised")
+
+
+@types.coroutine
+def noted(work: Coroutine[Any, Any, Told], note: Callable[[bool], None]) -> Generator[Any, Any, Told]:
+    """`work`, with a note of when it has the event loop and when it has not."""
+    resume: Callable[[Any], Any] = work.send
+    given: Any = None
+    while True:
+        note(True)
+        try:
+            awaited = resume(given)
+        except StopIteration as stop:
+            result: Told = stop.value
+            return result
+        finally:
+            note(False)
+        try:
+            given, resume = (yield awaited), work.send
+        except BaseException as error:
+            given, resume = error, work.throw
+
+
+def blamed(error: BaseException) -> str:
+    """The error, and the line of the user's own code that raised it."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    ours = Path(place.filename).parent == Path(__file__).parent
+    return f"{type(error).__name__}: {error}" + ("" if ours else f" ({Path(place.filename).name}:{place.lineno})")
+
+
+def _numbers(components: Any) -> dict[str, float]:
+    return {str(name): float(part) for name, part in components.items()}
+
+
+def _unpacked(value: bytes) -> Any:
+    return ForkingPickler.loads(value)
+
+
+if __name__ == "__main__":
+    main()

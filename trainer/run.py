@@ -1,0 +1,125 @@
+"""One run on a ring, from its settings to its end: the same for a process of its own and for a trainer in a worker."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import structlog
+
+from shared.errors import SetupError
+from trainer.learn.compute import ComputeHost
+from trainer.loop import TrainLoop
+from trainer.ring.join import way_to_ring
+from trainer.rollouts.conversation import Conversation
+from trainer.rollouts.environments import ArithmeticEnvironment, DatasetEnvironment, Environment, Scorer, read_jsonl
+from trainer.rollouts.own_code import OwnEnvironment
+from trainer.rollouts.scorers import Judges, check_judges, open_scorer
+from trainer.seams import Parts
+from trainer.settings import TrainSettings
+from trainer.state import RunState
+from trainer.versions.run_lock import run_lock
+from worker.engine.model.loader import LoadedModel
+
+_HELD_OUT_SEED = 7
+
+
+def training_tasks(settings: TrainSettings, scorer: Scorer | None) -> Environment:
+    """What the run learns from; `scorer` is needed for data sets."""
+    if settings.task == "arithmetic":
+        return ArithmeticEnvironment(settings.seed, "train", settings.task_count)
+    if settings.task in ("jsonl", "gsm8k"):
+        if settings.dataset is None:
+            raise SetupError(f"task {settings.task!r} needs a dataset")
+        tasks = read_jsonl(settings.dataset, settings.task_count)
+        return DatasetEnvironment(settings.task, tasks, _needed(scorer), settings.seed, settings.system_prompt)
+    return _own(settings, settings.task_options)
+
+
+def held_out_tasks(settings: TrainSettings, scorer: Scorer | None) -> Environment | None:
+    """What the run is measured on; the training tasks when there are a few fixed ones; None when there is nothing."""
+    if settings.task == "arithmetic":
+        if settings.task_count:
+            return ArithmeticEnvironment(settings.seed, "train", settings.task_count)
+        return ArithmeticEnvironment(_HELD_OUT_SEED, "held_out")
+    if settings.held_out_dataset is not None:
+        tasks = read_jsonl(settings.held_out_dataset)
+        return DatasetEnvironment("held-out", tasks, _needed(scorer), system_prompt=settings.system_prompt)
+    if settings.held_out_options:
+        return _own(settings, settings.held_out_options)
+    return None
+
+
+def scored_tasks(settings: TrainSettings) -> bool:
+    """Whether the tasks need a scorer: data sets do, environments judge by themselves."""
+    return settings.task in ("jsonl", "gsm8k") or settings.held_out_dataset is not None
+
+
+def _own(settings: TrainSettings, options: Mapping[str, Any]) -> Environment:
+    """To be entered before it is asked anything: then it is loaded."""
+    if ":" not in settings.task:
+        raise SetupError(f"no task {settings.task!r}: arithmetic, jsonl, gsm8k, or package.module:Class")
+    return OwnEnvironment(settings.task, options, settings.own_code_timeout_s)
+
+
+def _needed(scorer: Scorer | None) -> Scorer:
+    if scorer is None:
+        raise SetupError("a data set needs a reward")
+    return scorer
+
+
+log = structlog.get_logger()
+
+
+async def train(
+    settings: TrainSettings,
+    host: ComputeHost,
+    load: Callable[[], Awaitable[LoadedModel]],
+    begun: Callable[[TrainLoop], None],
+) -> RunState:
+    """Train until all steps are done or the loop is stopped; `begun` gets the loop before its first step."""
+    for caution in settings.cautions():
+        log.warning("train.caution", about=caution)
+    async with AsyncExitStack() as stack:
+        way = await stack.enter_async_context(way_to_ring(settings))
+        environment, held_out = await stack.enter_async_context(tasks(settings, way.judges))
+        loaded = await load()
+        ring = await stack.enter_async_context(way.join(loaded))
+        if scored_tasks(settings):
+            await check_judges(settings.reward_name, settings.reward_options, way.judges)
+        parts = Parts(
+            host=host,
+            load_model=lambda: loaded.model,
+            base_sha256=ring.base_sha256,
+            conversation=Conversation(ring.codec, settings.chat_template_kwargs),
+            source=ring.source,
+            sink=ring.sink,
+            environment=environment,
+            held_out=held_out,
+            board=ring.board,
+            live=ring.live,
+            mailbox=ring.mailbox,
+            ring=ring.id,
+        )
+        await stack.enter_async_context(run_lock(settings.folder))
+        training = TrainLoop(settings, parts)
+        begun(training)
+        state = await training.run()
+    log.info("train.ended", steps=state.train_step, version=state.version, held_out=state.held_out)
+    return state
+
+
+@asynccontextmanager
+async def tasks(settings: TrainSettings, judges: Judges) -> AsyncIterator[tuple[Environment, Environment | None]]:
+    """What the run learns from and what it is measured on; SetupError when something is missing."""
+    settings.check()
+    async with AsyncExitStack() as stack:
+        scorer: Scorer | None = None
+        if scored_tasks(settings):
+            scorer = await stack.enter_async_context(
+                open_scorer(settings.reward_name, settings.reward_options, judges, settings.own_code_timeout_s)
+            )
+        found = training_tasks(settings, scorer), held_out_tasks(settings, scorer)
+        for environment in found:
+            if isinstance(environment, OwnEnvironment):
+                await stack.enter_async_context(environment)
+        yield found

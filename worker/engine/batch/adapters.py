@@ -1,0 +1,109 @@
+"""The seam for adapters: who computes with which adapter, and which version a token carries.
+
+The engine asks an `Adapters` object and knows nothing of slots or LoRA. `NoAdapters` serves the base model only;
+`AdapterSlots` (slots.py) serves versions from the store.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shared.errors import UnknownAdapterError
+from worker.engine.batch.row import Row
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Room for adapters on this worker."""
+
+    slots: int = 8  # versions that rows of one batch may use at the same time
+    max_rank: int = 64
+    dtype: str = ""  # of the stacked weights; "": the model's activations
+
+
+@dataclass(frozen=True)
+class AdapterStats:
+    """What the engine knows of adapters: plain data for other threads."""
+
+    loaded: dict[str, int] = field(default_factory=dict)  # version -> rows that use it
+    serving: dict[str, str] = field(default_factory=dict)  # name -> version that following rows use
+    waited_for: frozenset[str] = frozenset()  # versions that rows wait for
+    failed: dict[str, str] = field(default_factory=dict)  # version -> why this worker cannot use it
+    bytes: int = 0  # of all stacks
+    swaps: int = 0  # versions loaded into a slot since start
+    swap_s: float = 0.0  # that took in all, each from the first slice written to the remap
+
+
+class Adapters(Protocol):
+    """Slots of the adapters on this worker. Called in the engine's thread."""
+
+    def admit(self, row: Row) -> None:
+        """Resolve the row's adapter; `UnknownAdapterError` when it is not known here."""
+
+    def ready(self, row: Row) -> bool:
+        """Hold the row's slot, or have its adapter loaded meanwhile; an error of ours when that has failed."""
+
+    def prefill_key(self, row: Row) -> str:
+        """Rows of equal keys compute the same KV from the same ids."""
+
+    def version(self, row: Row) -> str:
+        """The version that a forward would compute the row with now."""
+
+    def release(self, row: Row) -> None:
+        """The row has left: its slot may be reused."""
+
+    def select(self, rows: tuple[Row, ...]) -> tuple[str, ...]:
+        """Called at the dispatch of every forward: set the rows' slots; the version that each row computes with."""
+
+    def work(self, budget_s: float) -> bool:
+        """Load what is waiting, between two decode steps; True when the engine should take another turn."""
+
+    def take_moved(self) -> list[Row]:
+        """Rows that have changed their version since the last call and want their KV computed again."""
+
+    def close(self) -> None:
+        """End what runs beside the engine."""
+
+
+class NoAdapters:
+    """Every row computes with the base model, version ""."""
+
+    def __init__(self) -> None:
+        self._rows: tuple[Row, ...] = ()
+        self._versions: tuple[str, ...] = ()
+
+    def admit(self, row: Row) -> None:
+        """Only the base is here."""
+        if row.spec.adapter:
+            raise UnknownAdapterError(f"adapter {row.spec.adapter!r} is not loaded on this worker")
+
+    def ready(self, row: Row) -> bool:
+        """The base is always here."""
+        return True
+
+    def prefill_key(self, row: Row) -> str:
+        """The base's."""
+        return ""
+
+    def version(self, row: Row) -> str:
+        """The base."""
+        return ""
+
+    def release(self, row: Row) -> None:
+        """Nothing is held."""
+
+    def select(self, rows: tuple[Row, ...]) -> tuple[str, ...]:
+        """The base for everyone."""
+        if rows is not self._rows:
+            self._rows, self._versions = rows, ("",) * len(rows)
+        return self._versions
+
+    def work(self, budget_s: float) -> bool:
+        """Nothing to load."""
+        return False
+
+    def take_moved(self) -> list[Row]:
+        """Nobody moves."""
+        return []
+
+    def close(self) -> None:
+        """Nothing runs."""

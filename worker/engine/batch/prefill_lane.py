@@ -1,0 +1,235 @@
+"""Our prefill lane, beside the batch's: prompts that are scored or embedded, and those that rows share.
+
+A task runs in chunks between decode steps. Logits of a chunk are reduced to log-probabilities at once: [L, V] of a
+long prompt never exists in one piece. What a task leaves is its KV, for the rows that fork from it, and the
+log-probabilities of the ids that it was asked about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import mlx.core as mx
+
+from shared.frames import Finish, TokenEvent, TokenLogprob
+from shared.sequences import SequenceClass
+from worker.engine.batch.adapters import Adapters
+from worker.engine.batch.prompts_in_flight import Pieces
+from worker.engine.batch.row import Row, RowTag
+from worker.engine.batch.row_model import RowModel
+from worker.engine.kv.prefix_cache import PrefixCache
+from worker.engine.model.pooling import Pool
+from worker.engine.sampling.draw import most_likely, top_lists
+from worker.engine.scheduler import widest
+
+
+@dataclass
+class PrefillTask:
+    """One prompt. `ids[1 + n]`, n >= `score_from`, get a log-probability; the KV covers all but the last id."""
+
+    rows: list[Row]
+    ids: list[int]
+    score_from: int  # len(ids) - 1: score nothing
+    adapter: str = ""  # rows of equal adapters compute the same KV
+    top_count: int = 0
+    done: int = 0  # ids that are in the KV
+    cached: int = 0  # of them, ids whose KV came from the prefix cache
+    kv: list[Any] = field(default_factory=list)
+    kv_versions: set[str] = field(default_factory=set)  # that the KV has been computed with
+    logprobs: list[float] = field(default_factory=list)  # of ids[1 + score_from :]
+    top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
+    pool: Pool | None = None  # of an embedding: then all ids are fed, and nothing is scored
+
+    def __post_init__(self) -> None:
+        embeds = self.rows[0].spec.pooling if self.pool is not None else ""
+        self.key = (tuple(self.ids), self.adapter, embeds)  # tasks of equal keys have the same KV
+        self.reports = any(row.spec.kind != "generate" or wants_prompt_logprobs(row) for row in self.rows)
+
+    @property
+    def sequence_class(self) -> SequenceClass:
+        """Interactive as soon as one row is."""
+        return "batch" if all(row.spec.sequence_class == "batch" for row in self.rows) else "interactive"
+
+    @property
+    def left(self) -> int:
+        """Ids that still have to be fed."""
+        return len(self.ids) - (self.pool is None) - self.done
+
+
+def task_for(row: Row, adapter: str = "") -> PrefillTask:
+    """The task that a row needs: a score, its prompt's log-probabilities, or only KV to fork from."""
+    ids = row.context
+    if row.spec.kind == "embed":
+        return PrefillTask([row], ids, 0, adapter, pool=Pool(row.spec.pooling))
+    if wants_prompt_logprobs(row):
+        return PrefillTask([row], ids, 0, adapter, row.sampling.prompt_logprobs or 0)
+    score_from = len(row.spec.prompt_ids) - 1 if row.spec.kind == "score" else len(ids) - 1
+    return PrefillTask([row], ids, score_from, adapter)
+
+
+def wants_prompt_logprobs(row: Row) -> bool:
+    """Asked for, and not already sent by an earlier attempt."""
+    return row.sampling.prompt_logprobs is not None and all(event.prompt_logprobs is None for event in row.prior)
+
+
+def report_of(task: PrefillTask, row: Row) -> TokenEvent:
+    """What a complete task tells of a row: its prompt's log-probabilities, its score or its embedding; or nothing."""
+    prompt = len(row.spec.prompt_ids)
+    event = TokenEvent(row.spec.id, row.attempt, row.start, [], [])
+    if wants_prompt_logprobs(row):
+        event.prompt_logprobs = [None, *task.logprobs[: prompt - 1]]
+        if count := row.sampling.prompt_logprobs:
+            event.prompt_top_logprobs = [[], *(top[:count] for top in task.top_logprobs[: prompt - 1])]
+    if row.spec.kind == "score":
+        event.score_logprobs = task.logprobs[prompt - 1 - task.score_from :]
+        event.finish = Finish("stop", cached_tokens=row.cached_tokens)
+    elif task.pool is not None:
+        event.embedding, event.finish = task.pool.result(), Finish("stop")
+    return event
+
+
+class PrefillLane:
+    """Tasks in order of arrival; the first one of each class runs."""
+
+    def __init__(
+        self, model: RowModel, prefixes: PrefixCache, score_positions: int, pieces: Pieces, area: int | None = None
+    ) -> None:
+        self._model = model
+        self._prefixes = prefixes
+        self._score_positions = score_positions  # positions whose logits may exist at one time
+        self._pieces = pieces
+        self._area = area  # bounds the width of a piece (scheduler.widest)
+        self._tasks: list[PrefillTask] = []
+
+    @property
+    def waiting(self) -> set[SequenceClass]:
+        """The classes of the tasks."""
+        return {task.sequence_class for task in self._tasks}
+
+    def first(self, of: SequenceClass) -> PrefillTask | None:
+        """The running task of a class."""
+        return next((task for task in self._tasks if task.sequence_class == of), None)
+
+    def add(self, task: PrefillTask) -> None:
+        """Queue a task, or join an equal one."""
+        if other := self._joinable(task):
+            other.rows += task.rows
+            other.score_from = min(other.score_from, task.score_from)
+            other.top_count = max(other.top_count, task.top_count)
+            return
+        self._tasks.append(task)
+
+    def has_equal(self, task: PrefillTask) -> bool:
+        """Whether `task` would join another."""
+        return self._joinable(task) is not None
+
+    def _joinable(self, task: PrefillTask) -> PrefillTask | None:
+        """An equal task; what it has fed already cannot be scored any more."""
+        for other in self._tasks:
+            if other.key == task.key and (other.done == 0 or not task.reports):
+                return other
+        return None
+
+    def remove(self, row: Row) -> None:
+        """Forget a row, and its task when nobody else waits for it."""
+        for task in self._tasks:
+            if row in task.rows:
+                task.rows.remove(row)
+                if not task.rows:
+                    self._tasks.remove(task)
+                return
+
+    def give_up(self) -> list[Row]:
+        """The rows of tasks that have begun, which are forgotten: what they wait for cannot be computed."""
+        begun = [task for task in self._tasks if task.kv]
+        self._tasks = [task for task in self._tasks if not task.kv]
+        return [row for task in begun for row in task.rows]
+
+    def take_out(self, task: PrefillTask) -> None:
+        """It is complete, or failed."""
+        self._tasks.remove(task)
+
+    def feed(self, task: PrefillTask, budget: int) -> int:
+        """Run one chunk of a task, at most `budget` ids; its length."""
+        if not task.kv:
+            self._begin(task)
+        length = int(min(budget, task.left, widest(task.done, self._area)))
+        if length == 0:
+            return 0
+        if task.pool is not None:
+            self._embed(task, task.pool, length)
+            return length
+        scores = task.done >= task.score_from
+        if scores:
+            length = min(length, self._score_positions)
+        else:
+            length = min(length, task.score_from - task.done)
+        ids_1L = mx.array(task.ids[task.done : task.done + length])[None]
+        logits_1LV = self._model(ids_1L, cache=[*task.kv, RowTag((task.rows[0],))])
+        task.kv_versions.update(self._model.versions)
+        if scores:
+            _collect(task, logits_1LV[0], task.ids[task.done + 1 : task.done + length + 1])
+        self._fed(task, length)
+        return length
+
+    def _embed(self, task: PrefillTask, pool: Pool, length: int) -> None:
+        ids_1L = mx.array(task.ids[task.done : task.done + length])[None]
+        pool.take(self._model.hidden(ids_1L, cache=[*task.kv, RowTag((task.rows[0],))])[0])
+        self._fed(task, length)
+
+    def _fed(self, task: PrefillTask, length: int) -> None:
+        self._pieces.begin([cache.state for cache in task.kv], length)
+        task.done += length
+
+    def _begin(self, task: PrefillTask) -> None:
+        """Start from what is cached; ids that are to be scored are fed in any case."""
+        version = self._model.adapters.version(task.rows[0])
+        prefix = self._prefixes.longest(task.ids, version, task.score_from)
+        task.kv, task.done = prefix.kv or self._model.new_kv(), prefix.length
+        task.cached, task.kv_versions = prefix.length, {version} if prefix.length else set()
+
+
+def _collect(task: PrefillTask, logits_LV: mx.array, targets: list[int]) -> None:
+    """Reduce a chunk's logits to the log-probabilities of the ids that follow."""
+    logprobs_LV = logits_LV - mx.logsumexp(logits_LV, axis=-1, keepdims=True)
+    chosen_L = mx.take_along_axis(logprobs_LV, mx.array(targets)[:, None], axis=-1)[:, 0]
+    if task.top_count:
+        count = min(task.top_count, logprobs_LV.shape[-1])
+        task.top_logprobs += top_lists(*most_likely(logprobs_LV, count))
+    task.logprobs += cast(list[float], chosen_L.tolist())
+
+
+class Followers:
+    """Of one engine."""
+
+    def __init__(self, prefixes: PrefixCache, adapters: Adapters) -> None:
+        self._prefixes = prefixes
+        self._adapters = adapters
+        self._leaders: dict[Row, Row] = {}
+
+    def add(self, task: PrefillTask, prefilling: Collection[Row]) -> bool:
+        """Let a task's row wait if one of these rows computes what it needs; False when it should start."""
+        (row,) = task.rows
+        version = self._adapters.version(row)
+        shared = self._prefixes.worth_sharing(task.ids, version)
+        if not shared:
+            return False
+        beginning = tuple(task.ids[:shared])
+        for leader in prefilling:
+            if leader.spec.prompt_ids[:shared] == beginning and self._adapters.version(leader) == version:
+                self._leaders[row] = leader
+                return True
+        return False
+
+    def ready(self, prefilling: Collection[Row]) -> list[Row]:
+        """The rows whose leader is done; they wait no longer."""
+        rows = [row for row, leader in self._leaders.items() if leader not in prefilling]
+        for row in rows:
+            del self._leaders[row]
+        return rows
+
+    def remove(self, row: Row) -> None:
+        """Forget a row."""
+        self._leaders.pop(row, None)

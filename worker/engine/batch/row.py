@@ -1,0 +1,180 @@
+"""A row: one sequence's place in the running batch, and the tag that moves with a batch's KV.
+
+Invariants. `tokens` holds what the outside has been told, prior attempts included; `position` is the next
+completion position to be drawn, at most one ahead of `tokens` (the batch looks one step ahead); `draws` holds
+the draws in flight, oldest first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+
+from shared.frames import Finish, TokenEvent, TokenLogprob
+from worker.engine.messages import RowRequest
+from worker.engine.sampling.stop_text import RowText
+
+if TYPE_CHECKING:
+    from worker.engine.sampling.draw import Draw
+    from worker.engine.sampling.grammars import Place
+
+
+NO_DEADLINE = 1 << 62
+
+
+class Row:
+    """State of one sequence in the engine."""
+
+    __slots__ = (
+        "admitted",
+        "attempt",
+        "cached_tokens",
+        "draws",
+        "eos_ids",
+        "kv_versions",
+        "place",
+        "position",
+        "prior",
+        "reserved_tokens",
+        "sampling",
+        "spec",
+        "start",
+        "stop_ids",
+        "text",
+        "tokens",
+    )
+
+    def __init__(self, request: RowRequest, eos_ids: frozenset[int], text: RowText | None) -> None:
+        self.spec = request.spec
+        self.sampling = request.spec.sampling
+        self.attempt = request.attempt
+        self.prior = request.prior
+        self.tokens = [token for event in request.prior for token in event.tokens]
+        self.start = self.position = len(self.tokens)
+        self.eos_ids = frozenset() if self.sampling.ignore_eos else eos_ids
+        self.stop_ids = self.eos_ids | frozenset(self.sampling.stop_token_ids)
+        self.text = text
+        self.draws: deque[tuple[Draw, int]] = deque()
+        self.place: Place | None = None  # in its grammar, if it has one
+        self.reserved_tokens = self.spec.kv_tokens
+        self.admitted = False  # holds a place and KV; until then it waits
+        self.cached_tokens = 0  # of the prompt, from the prefix cache
+        self.kv_versions: set[str] = set()  # that its KV has been computed with
+
+    @property
+    def deadline_ms(self) -> int:
+        """When it is given up, Unix milliseconds: its first token, then its end, has a deadline."""
+        spec = self.spec
+        first = 0 if self.tokens or spec.kind != "generate" else spec.first_token_deadline_ms
+        return min(spec.deadline_ms or NO_DEADLINE, first or NO_DEADLINE)
+
+    @property
+    def context(self) -> list[int]:
+        """The ids to prefill: prompt, then tokens of earlier attempts (or the text to score)."""
+        if self.spec.kind == "score":
+            return [*self.spec.prompt_ids, *self.spec.score_ids]
+        return [*self.spec.prompt_ids, *self.tokens]
+
+    def resume(self) -> Finish | None:
+        """Replay earlier attempts; a finish when they already end the sequence."""
+        if self.prior and self.prior[-1].finish is not None:
+            return self.prior[-1].finish
+        match = None
+        if self.text is not None and self.tokens:
+            seen = sum(len(event.text or "") for event in self.prior)
+            match = self.text.replay(self.tokens, self.sampling.min_tokens, seen)
+        if match is not None:
+            return Finish("stop", match)
+        if self.tokens and len(self.tokens) > self.sampling.min_tokens and self.tokens[-1] in self.stop_ids:
+            return self._stopped_by(self.tokens[-1])
+        return Finish("length") if len(self.tokens) >= self.sampling.max_tokens else None
+
+    def rewind(self) -> None:
+        """Forget the draws in flight: the row computes its context anew."""
+        self.draws.clear()
+        self.cached_tokens = 0
+        self.kv_versions.clear()
+        self.start = self.position = len(self.tokens)
+        if self.place is not None:
+            self.place.restart(self.tokens)
+
+    def accept(self, token: int) -> tuple[Finish | None, str | None]:
+        """Take the next token: the finish it causes, and the visible text it adds (rows with stop strings)."""
+        tokens = self.tokens
+        may_stop = len(tokens) >= self.sampling.min_tokens
+        tokens.append(token)
+        finish: Finish | None = None
+        if may_stop and token in self.stop_ids:
+            finish = self._stopped_by(token)
+        elif len(tokens) >= self.sampling.max_tokens:
+            finish = Finish("length")
+        if self.text is None:
+            return finish, None
+        if finish is not None and finish.reason == "stop":
+            return finish, self.text.flush()
+        delta, match = self.text.push(token, may_stop)
+        if match is not None:
+            return Finish("stop", match), delta
+        return finish, delta if finish is None else delta + self.text.flush()
+
+    def _stopped_by(self, token: int) -> Finish:
+        return Finish("stop", None if token in self.eos_ids else token)
+
+    def event(
+        self,
+        token: int,
+        logprob: float,
+        top: list[TokenLogprob] | None,
+        version: str,
+    ) -> TokenEvent:
+        """Take the next token and make the event that tells of it."""
+        position = len(self.tokens)
+        finish, text = self.accept(token)
+        finish = None if finish is None else self._with_cached(finish)
+        tops = None if top is None else [top]
+        return TokenEvent(self.spec.id, self.attempt, position, [token], [logprob], tops, text, version, finish)
+
+    def last_event(self, finish: Finish) -> TokenEvent:
+        """An event without tokens that ends the sequence; it carries the text that was held back."""
+        text = None if self.text is None else self.text.flush()
+        finish = self._with_cached(finish)
+        return TokenEvent(self.spec.id, self.attempt, len(self.tokens), [], [], text=text, finish=finish)
+
+    def take_kv(self, cached: int, versions: set[str]) -> None:
+        """It starts with KV of these versions, the first `cached` ids of it from the prefix cache."""
+        self.cached_tokens = min(cached, len(self.spec.prompt_ids))
+        self.kv_versions |= versions
+
+    def _with_cached(self, finish: Finish) -> Finish:
+        return structs.replace(finish, cached_tokens=self.cached_tokens) if self.cached_tokens else finish
+
+
+class RowTag:
+    """Last element of a batch's caches: names its rows in the order of their KV.
+
+    It has so much of an mlx-lm cache's interface (mlx_lm/models/cache.py) that it is padded, extended and filtered
+    together with the KV. `rows` is a tuple that is replaced, never changed: identity tells whether the batch has
+    changed.
+    """
+
+    state: Sequence[Any] = ()
+
+    def __init__(self, rows: tuple[Row, ...]) -> None:
+        self.rows = rows
+
+    def extend(self, other: RowTag) -> None:
+        """Append the rows of `other`."""
+        self.rows = self.rows + other.rows
+
+    def filter(self, keep: Sequence[int]) -> None:
+        """Keep the rows at these indices."""
+        self.rows = tuple(self.rows[index] for index in keep)
+
+    def prepare(self, **_: Any) -> None:
+        """Padding does not concern a tag."""
+
+    def finalize(self) -> None:
+        """Padding does not concern a tag."""

@@ -1,0 +1,68 @@
+"""The model as the running batch sees it: knows the rows of every forward and returns fp32 logits.
+
+The last element of `cache` is the batch's `RowTag`; the model itself gets the rest. What the sampler needs of the
+latest one-token forward is left here: rows, the versions they computed with, input ids and raw logits.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from worker.engine.batch.adapters import Adapters, NoAdapters
+from worker.engine.batch.row import Row, RowTag
+from worker.engine.model.batching import takes_padding
+from worker.engine.model.pooling import hidden_states
+
+
+class RowModel:
+    """Wraps a loaded mlx-lm model."""
+
+    def __init__(self, model: Any, adapters: Adapters | None = None) -> None:
+        self.model = model
+        self.adapters: Adapters = adapters or NoAdapters()
+        self.takes_padding = takes_padding(model)
+        self.rows: tuple[Row, ...] = ()
+        self.versions: tuple[str, ...] = ()
+        self.tokens_B1: mx.array | None = None
+        self.logits_B1V: mx.array | None = None
+
+    def new_kv(self) -> list[Any]:
+        """Empty KV of one row, one cache per layer."""
+        kv: list[Any] = make_prompt_cache(self.model)
+        return kv
+
+    def hidden(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
+        """Hidden states [B, L, H] behind the last norm; only of models that `embeds` says have them."""
+        assert self._hidden is not None, "a model without hidden states"
+        self._enter(cache[-1])
+        hidden_BLH: mx.array = self._hidden(tokens_BL, cache=cache[:-1])
+        return hidden_BLH
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the model shows its hidden states."""
+        return self._hidden is not None
+
+    @property
+    def _hidden(self) -> Callable[..., mx.array] | None:
+        return hidden_states(self.model)
+
+    def __call__(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
+        """Logits [B, L, V] in fp32; with bf16 logits a trainer's log-probabilities differ by up to 6e-2."""
+        self._enter(cache[-1])
+        logits_BLV: mx.array = self.model(tokens_BL, cache=cache[:-1]).astype(mx.float32)
+        # A prefill's logits are never computed, and must not be kept: they hold its whole graph.
+        is_decode_step = tokens_BL.shape[1] == 1
+        self.tokens_B1 = tokens_BL if is_decode_step else None
+        self.logits_B1V = logits_BLV if is_decode_step else None
+        return logits_BLV
+
+    def _enter(self, tag: RowTag) -> None:
+        """Compute with the adapters of these rows from now on."""
+        versions = self.adapters.select(tag.rows)
+        if tag.rows is not self.rows or versions is not self.versions:
+            for row, version in zip(tag.rows, versions, strict=True):
+                row.kv_versions.add(version)
+        self.rows, self.versions = tag.rows, versions

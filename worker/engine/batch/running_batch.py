@@ -1,0 +1,245 @@
+"""The running batch: rows that decode together, and the prompts that are on their way into it.
+
+It stands on mlx-lm's models and batched caches (mlx_lm/models/cache.py) and does what its `BatchGenerator` does, so
+tokens are equal; but prompts join in groups (prompt_group.py), interactive ones first, and log-probabilities over the
+whole vocabulary are not kept. The look-ahead is the same: when a token comes out, the forward after it is already under
+way.
+
+One step: the next prompts' forward, first tokens of those that are through, the decode step; then the tokens of the
+step before are told. Where interactive prompts wait beside batch rows, or nothing decodes, first tokens have a forward
+of their own before the decode step (on a CPU instead of it, at most three times in a row); else the last token of a
+prompt is fed in the next decode step, which saves one.
+
+Invariants. Limits, stop tokens and finish reasons are the caller's. From insert to remove a row is in exactly one of
+`_unfed`, a group and the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+from shared.sequences import SequenceClass
+from worker.engine.batch.prompt_group import Entry, PromptGroup, end_of, keep_rows
+from worker.engine.batch.prompts_in_flight import Pieces
+from worker.engine.batch.row import Row, RowTag
+from worker.engine.batch.row_model import RowModel
+from worker.engine.batch.sampler import RowSampler
+from worker.engine.kv.slabs import KvRows
+from worker.engine.messages import EngineConfig
+from worker.engine.scheduler import PASSES, Unfed, feed_next
+
+
+class RunningBatch:
+    """The rows that prefill and decode together."""
+
+    def __init__(self, model: RowModel, config: EngineConfig, pieces: Pieces) -> None:
+        self._model = model
+        self._pieces = pieces
+        self._sampler = RowSampler(model, config.top_candidates)
+        self._most = config.prefill_rows
+        self._area = config.prefill_area
+        self._unfed: list[Entry] = []  # in order of arrival
+        self._groups: list[PromptGroup] = []  # that have begun and are not through
+        self._after_short: dict[SequenceClass, bool] = {}
+        self._cache: list[Any] = []  # of the rows that decode; the tag is the last one
+        self._padding: list[int] = []  # positions before the first one of each row
+        self._next_B = mx.array([], mx.uint32)  # what the next decode step feeds
+        self._untold: set[Row] = set()  # rows whose next input is not news: it ends their prompt, or has been told
+        self._prefilling: dict[Row, None] = {}  # have no first token yet, in order of arrival
+        self._inserted: set[Row] = set()
+        self._turn = 0
+        self._passed = 0  # steps in a row that have told first tokens and decoded nothing
+        self.started: list[Row] = []  # got their first token in the latest step
+        # On a CPU, MLX computes while it dispatches: there a first token would wait for all of the next decode step.
+        self._tells_at_once = mx.default_device() == mx.Device(mx.cpu)
+        maybe_set_recommended_wired_limit()
+
+    def __len__(self) -> int:
+        return len(self._inserted)
+
+    def give_up(self) -> list[Row]:
+        """After a failed forward: the rows, which hold nothing here any more. The batch is not to be used again."""
+        rows = list(self._inserted)
+        self._inserted.clear()
+        return rows
+
+    @property
+    def prefilling_rows(self) -> Collection[Row]:
+        """Rows that have no first token yet."""
+        return self._prefilling.keys()
+
+    @property
+    def waiting(self) -> set[SequenceClass]:
+        """Classes of the prompts that are not through."""
+        rows = [entry.rows[0] for entry in self._unfed if len(entry.ids) > 1]
+        rows += [group.rows[0] for group in self._groups]
+        return {row.spec.sequence_class for row in rows}
+
+    @property
+    def decoding(self) -> int:
+        """Rows that get a token in every step."""
+        return len(self._inserted) - len(self._prefilling)
+
+    @property
+    def stream(self) -> Any:
+        """The stream that the batch computes on."""
+        return generation_stream
+
+    def insert(self, rows: list[Row], tokens: list[int], kv: list[Any] | None = None) -> None:
+        """Add rows that all feed `tokens` next; after `kv`, which is copied for each of them."""
+        self._unfed.append(Entry(list(rows), list(tokens), kv))
+        self._inserted.update(rows)
+        self._prefilling.update(dict.fromkeys(rows))
+
+    def remove(self, rows: Iterable[Row]) -> None:
+        """Free these rows' places and KV."""
+        gone = self._inserted.intersection(rows)
+        if not gone:
+            return
+        self._inserted -= gone
+        self._untold -= gone
+        for row in gone:
+            self._prefilling.pop(row, None)
+        for entry in self._unfed:
+            entry.rows = [row for row in entry.rows if row not in gone]
+        self._unfed = [entry for entry in self._unfed if entry.rows]
+        with mx.stream(self.stream):
+            self._groups = [group for group in self._groups if not gone.issuperset(group.rows)]
+            for group in self._groups:
+                if not gone.isdisjoint(group.rows):
+                    group.remove(gone)
+            if not gone.isdisjoint(self._decoding_rows):
+                self._filter(gone)
+
+    def _filter(self, gone: set[Row]) -> None:
+        keep = [at for at, row in enumerate(self._decoding_rows) if row not in gone]
+        if not keep:
+            self._cache, self._padding = [], []
+            return
+        self._padding = keep_rows(self._cache, keep, self._padding)
+        self._next_B = self._next_B[mx.array(keep)]
+
+    def step(self, prefill_tokens: int, of: SequenceClass = "interactive") -> list[tuple[Row, int]]:
+        """One decode step, and about `prefill_tokens` of prompts of one class; each row's new token."""
+        self._turn += 1
+        with mx.stream(self.stream):
+            early = False
+            for group in [*self._through(), *self._feed(prefill_tokens, of)]:
+                early |= self._join(group)
+            if early and self._tells_at_once and self._passed < PASSES:
+                self._passed += 1
+                return self._tell()
+            self._passed = 0
+            return self._decode()
+
+    # -- prompts
+
+    def _through(self) -> list[PromptGroup]:
+        """Forks, and prompts of one token: nothing is to be fed of them."""
+        through = [entry for entry in self._unfed if len(entry.ids) == 1]
+        if not through:
+            return []
+        self._unfed = [entry for entry in self._unfed if len(entry.ids) > 1]
+        return [PromptGroup(self._model, through)]
+
+    def _feed(self, budget: int, of: SequenceClass) -> list[PromptGroup]:
+        """Feed the next prompts of a class; those that are through by it."""
+        groups = [group for group in self._groups if group.rows[0].spec.sequence_class == of]
+        entries = [entry for entry in self._unfed if entry.rows[0].spec.sequence_class == of]
+        if budget <= 0 or not (groups or entries):
+            return []
+        unfed = [Unfed(group.left, group.fed_at, end_of(group.cache)) for group in groups]
+        unfed += [Unfed(len(entry.ids) - 1, past=end_of(entry.kv or ())) for entry in entries]
+        after_short, equal = self._after_short.get(of, False), not self._model.takes_padding
+        feed = feed_next(unfed, budget, self._most, after_short=after_short, equal=equal, area=self._area)
+        if feed.prompts[0] < len(groups):
+            group = groups[feed.prompts[0]]
+        else:
+            chosen = [entries[at - len(groups)] for at in feed.prompts]
+            self._unfed = [entry for entry in self._unfed if entry not in chosen]
+            group = PromptGroup(self._model, chosen)
+            self._groups.append(group)
+        is_short = not group.fed_at and group.left <= feed.chunk
+        self._after_short[of] = is_short
+        group.fed_at = self._turn
+        positions = group.feed(feed.chunk)
+        self._pieces.begin(group.state, positions)
+        if group.left:
+            return []
+        self._groups.remove(group)
+        return [group]
+
+    def _join(self, group: PromptGroup) -> bool:
+        """Let the rows of a group decode from the next step on; whether their first tokens are under way already."""
+        early = self._is_early(group)
+        if early:
+            next_B = self._draw(group.last_ids, group.cache)
+            self._pieces.drop()  # their end is waited for with the first tokens
+        else:
+            next_B = group.last_ids
+            self._untold.update(group.rows)
+        if not self._cache:
+            self._cache, self._next_B, self._padding = list(group.cache), next_B, group.padding
+            return early
+        ends = end_of(self._cache), end_of(group.cache)
+        both = zip((self._padding, group.padding), ends, strict=True)
+        self._padding = [before + max(ends) - end for padding, end in both for before in padding]
+        for cache, other in zip(self._cache, group.cache, strict=True):
+            cache.extend(other)
+        self._next_B = mx.concatenate([self._next_B, next_B.astype(self._next_B.dtype)])
+        return early
+
+    def _is_early(self, group: PromptGroup) -> bool:
+        """Whether first tokens come before the decode step, for a forward of their own."""
+        beside = self._decoding_rows
+        if not beside:
+            return True
+        is_urgent = any(row.spec.sequence_class == "interactive" for row in group.rows)
+        return is_urgent and 2 * sum(row.spec.sequence_class == "batch" for row in beside) > len(beside)
+
+    # -- decoding
+
+    @property
+    def _decoding_rows(self) -> tuple[Row, ...]:
+        return cast(RowTag, self._cache[-1]).rows if self._cache else ()
+
+    def _draw(self, inputs_B: mx.array, cache: Sequence[Any]) -> mx.array:
+        """Feed one token of each row and begin to compute the next one [B]."""
+        logits_BV = self._model(inputs_B[:, None], cache=list(cache))[:, -1, :]
+        return self._sampler(logits_BV - mx.logsumexp(logits_BV, axis=-1, keepdims=True))
+
+    def _decode(self) -> list[tuple[Row, int]]:
+        """Begin the next decode step, and tell what it is fed."""
+        self.started = []
+        if not self._cache:
+            return []
+        inputs_B, rows = self._next_B, self._decoding_rows
+        self._next_B = self._draw(inputs_B, self._cache)
+        untold, self._untold = self._untold, set()
+        return self._told(rows, inputs_B, untold)
+
+    def _tell(self) -> list[tuple[Row, int]]:
+        """Tell what the next decode step is fed, before it begins."""
+        rows, untold = self._decoding_rows, self._untold
+        self._untold = set(rows)
+        return self._told(rows, self._next_B, untold)
+
+    def _told(self, rows: Sequence[Row], inputs_B: mx.array, untold: set[Row]) -> list[tuple[Row, int]]:
+        fed = cast(list[int], inputs_B.tolist())
+        tokens = [(row, token) for row, token in zip(rows, fed, strict=True) if row not in untold]
+        self.started = [row for row, _ in tokens if row in self._prefilling] if self._prefilling else []
+        for row in self.started:
+            del self._prefilling[row]
+        return tokens
+
+    def kv_of(self, rows: list[Row]) -> KvRows:
+        """The KV of rows that decode, as it lies in the batch."""
+        places = {row: place for place, row in enumerate(self._decoding_rows)}
+        index = [places[row] for row in rows]
+        *caches, _ = self._cache
+        return KvRows([(cache.keys, cache.values) for cache in caches], index, [self._padding[at] for at in index])

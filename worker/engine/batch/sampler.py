@@ -1,0 +1,222 @@
+"""One sampler for all rows of a batch: called once per decode step with the whole [B, V].
+
+Every row draws with its own parameters, in the order that `SamplingParams` documents: logit bias, min_tokens and
+penalties on the raw logits, allowed and bad tokens, the grammar's mask, temperature, then top_k, top_p and min_p.
+Log-probabilities that are reported are fp32 log-softmax of the raw logits, before all of that (what a trainer calls mu
+at temperature 1); of rows that ask for processed ones, of the logits after it, where what was filtered out has none.
+
+Invariants. Whatever depends on the rows only is prepared when the batch changes (`_Plan`), so a step costs few
+operations. Each call leaves one `Draw` and appends it to every row's `draws`; its numbers are pulled to the host once,
+when the step after it is already under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from shared.sequences import SamplingParams
+from worker.engine.batch.asked_tokens import Asked, AskedTokens
+from worker.engine.batch.grammar_masks import GrammarMasks
+from worker.engine.batch.penalties import LogitEdits, Penalties
+from worker.engine.batch.row import Row
+from worker.engine.batch.row_model import RowModel
+from worker.engine.batch.token_masks import TokenMasks
+from worker.engine.sampling.draw import Draw, draw_by_chance, mix_seeds, most_likely, nucleus_threshold, uniforms
+
+LOWEST = -9999.0  # reported of what cannot be drawn: JSON has no infinity (OpenAI's number)
+SMALLEST = 1e-37  # a chance below this counts as none
+SORT_ALL_BELOW = 1024  # a vocabulary this small is sorted whole: cheaper than asking whether candidates suffice
+
+
+class RowSampler:
+    """Draws the next token of every row of the batch that `model` has just computed."""
+
+    def __init__(self, model: RowModel, candidates: int = 256) -> None:
+        self._model = model
+        self._candidates = candidates
+        self._rows: tuple[Row, ...] = ()
+        self._plan: _Plan | None = None
+
+    def __call__(self, logprobs_BV: mx.array) -> mx.array:
+        """Token ids [B] uint32; `logprobs_BV` is the fp32 log-softmax of the raw logits."""
+        rows = self._model.rows
+        plan = self._plan
+        if plan is None or rows is not self._rows or plan.expired:
+            self._rows, self._plan = rows, (plan := _Plan(rows, logprobs_BV.shape[-1], self._candidates))
+        logits_B1V, tokens_B1 = self._model.logits_B1V, self._model.tokens_B1
+        assert logits_B1V is not None and tokens_B1 is not None, "the sampler runs after a one-token forward"
+        tokens_B = plan.draw(logits_B1V[:, -1, :], tokens_B1)
+        logprobs_BV = plan.reported.of(logprobs_BV)
+        self._model.logits_B1V = None
+        logprobs_B = mx.take_along_axis(logprobs_BV, tokens_B[:, None], axis=-1)[:, 0]
+        top_TK = plan.most_likely(logprobs_BV)
+        asked_N = plan.asked.of(logprobs_BV)
+        # Now, or reading them a step later would queue behind the next forward.
+        mx.async_eval(tokens_B, logprobs_B, *(top_TK or ()), *(() if asked_N is None else (asked_N,)))  # type: ignore[no-untyped-call]
+        draw = Draw(self._model.versions, logprobs_B, top_TK, plan.top_index, Asked(plan.asked, asked_N))
+        for index, row in enumerate(rows):
+            row.draws.append((draw, index))
+            row.position += 1
+        return tokens_B
+
+
+class _Plan:
+    """Tensors of one set of rows. F: rows with top_k or top_p. S: rows that are not greedy. T: top_logprobs."""
+
+    def __init__(self, rows: tuple[Row, ...], vocab: int, candidates: int) -> None:
+        self._edits = LogitEdits(rows, vocab)
+        self._penalties = Penalties(rows, vocab)
+        self._tokens = TokenMasks(rows, vocab)
+        self._masks = GrammarMasks(rows, vocab)
+        self.asked = AskedTokens(rows)
+        self._steps_left = self._edits.steps_valid or -1
+        drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
+        self._drawn = _Subset(drawn, len(rows))
+        if drawn:
+            self._prepare_draw([rows[index] for index in drawn], vocab, candidates)
+        wanted = [index for index, row in enumerate(rows) if row.sampling.top_logprobs]
+        self._top = _Subset(wanted, len(rows))
+        self.top_index = {index: at for at, index in enumerate(wanted)}
+        self.reported = _Reported(rows, drawn)
+        self._top_count = min(max((rows[index].sampling.top_logprobs or 0 for index in wanted), default=0), vocab)
+
+    @property
+    def expired(self) -> bool:
+        """Whether a row has reached its min_tokens since, so that the edits must be built again."""
+        return self._steps_left == 0
+
+    def _prepare_draw(self, rows: Sequence[Row], vocab: int, candidates: int) -> None:
+        sampling = [row.sampling for row in rows]
+        self._seeds_S = mix_seeds([s.seed for s in sampling])
+        self._positions_S = np.array([row.position for row in rows], np.int64)
+        tempered = any(s.temperature != 1 for s in sampling)
+        self._inverse_temperature_S1 = _column([1 / s.temperature for s in sampling]) if tempered else None
+        self._smallest_S1 = mx.full((len(rows), 1), SMALLEST)
+        min_p = [s.min_p for s in sampling]
+        self._min_p_S1 = _column(min_p) if any(each > 0 for each in min_p) else None
+        filtered = [at for at, s in enumerate(sampling) if 0 < s.top_k < vocab or s.top_p < 1]
+        self._filtered = _Subset(filtered, len(rows))
+        if filtered:
+            self._prepare_filters([sampling[at] for at in filtered], vocab, candidates)
+
+    def _prepare_filters(self, sampling: Sequence[SamplingParams], vocab: int, candidates: int) -> None:
+        top_k = [s.top_k if 0 < s.top_k < vocab else vocab for s in sampling]
+        top_p = [max(s.top_p, 1e-9) if s.top_p < 1 else 2.0 for s in sampling]
+        self._top_k_F1 = mx.array(top_k)[:, None] if min(top_k) < vocab else None
+        self._top_p_F1 = _column(top_p) if min(top_p) < 1 else None
+        # On a GPU a partition is a full sort, so nothing is gained by taking fewer candidates.
+        sort_all = vocab <= SORT_ALL_BELOW or mx.default_device() != mx.Device(mx.cpu)
+        sort_all = sort_all or any(candidates < each < vocab for each in top_k)
+        self._vocab = vocab
+        self._candidates = vocab if sort_all else candidates
+        self._may_overflow = not sort_all and max(top_k) == vocab
+
+    def draw(self, logits_BV: mx.array, inputs_B1: mx.array) -> mx.array:
+        """Token ids [B] uint32; `inputs_B1` are the ids that were fed."""
+        self._steps_left -= 1
+        if not self._edits.is_empty:
+            logits_BV = self._edits.apply(logits_BV)
+        if not self._penalties.is_empty:
+            logits_BV = self._penalties.apply(logits_BV, inputs_B1[:, 0])
+        if not self._tokens.is_empty:
+            logits_BV = self._tokens.apply(logits_BV, inputs_B1[:, 0])
+        if not self._masks.is_empty:
+            logits_BV = self._masks.apply(logits_BV, inputs_B1)
+        self.reported.keep_edited(logits_BV)
+        if self._drawn.is_empty:
+            return mx.argmax(logits_BV, axis=-1)
+        tokens_S = self._draw(self._drawn.of(logits_BV))
+        if self._drawn.is_all:
+            return tokens_S
+        return self._drawn.put(mx.argmax(logits_BV, axis=-1), tokens_S)
+
+    def _draw(self, logits_SV: mx.array) -> mx.array:
+        if self._inverse_temperature_S1 is not None:
+            logits_SV = logits_SV * self._inverse_temperature_S1
+        chances_SV = mx.softmax(logits_SV, axis=-1)
+        smallest_S1 = self._smallest_S1
+        if not self._filtered.is_empty:
+            smallest_S1 = self._filtered.put(smallest_S1, self._nucleus(self._filtered.of(chances_SV)))
+        if self._min_p_S1 is not None:
+            limit_S1 = self._min_p_S1 * mx.max(chances_SV, axis=-1, keepdims=True)
+            smallest_S1 = mx.maximum(smallest_S1, limit_S1)
+        self.reported.keep_drawn(logits_SV, chances_SV, smallest_S1)
+        uniforms_S1 = uniforms(self._seeds_S, self._positions_S)
+        self._positions_S += 1
+        return draw_by_chance(chances_SV, smallest_S1, uniforms_S1)
+
+    def _nucleus(self, chances_FV: mx.array) -> mx.array:
+        k_F1, p_F1 = self._top_k_F1, self._top_p_F1
+        threshold_F1, enough_F1 = nucleus_threshold(chances_FV, k_F1, p_F1, self._candidates)
+        if self._may_overflow and enough_F1 is not None and not mx.all(enough_F1).item():
+            threshold_F1, _ = nucleus_threshold(chances_FV, k_F1, p_F1, self._vocab)
+        return mx.maximum(threshold_F1, SMALLEST)
+
+    def most_likely(self, logprobs_BV: mx.array) -> tuple[mx.array, mx.array] | None:
+        """Ids and log-probabilities [T, K] of the rows that asked for them."""
+        if self._top_count == 0:
+            return None
+        return most_likely(self._top.of(logprobs_BV), self._top_count)
+
+
+class _Reported:
+    """The rows whose log-probabilities are those of what they draw from; a batch without such rows pays nothing.
+
+    A greedy row draws from nothing: of it, those after the edits of its logits are meant (vLLM's choice).
+    """
+
+    def __init__(self, rows: tuple[Row, ...], drawn: list[int]) -> None:
+        asked = [index for index, row in enumerate(rows) if row.sampling.logprobs_mode == "processed_logprobs"]
+        place = {index: at for at, index in enumerate(drawn)}
+        self._greedy = _Subset([index for index in asked if index not in place], len(rows))
+        self._drawn = _Subset([index for index in asked if index in place], len(rows))
+        self._among_drawn = _Subset([place[index] for index in asked if index in place], len(drawn))
+        self._parts: list[tuple[_Subset, mx.array]] = []
+
+    def keep_edited(self, logits_BV: mx.array) -> None:
+        """The logits after all edits."""
+        if not self._greedy.is_empty:
+            self._parts.append((self._greedy, self._greedy.of(logits_BV)))
+
+    def keep_drawn(self, logits_SV: mx.array, chances_SV: mx.array, smallest_S1: mx.array) -> None:
+        """Of the rows that are not greedy: tempered logits, their softmax, and the smallest chance that is kept."""
+        if not self._drawn.is_empty:
+            kept_PV = self._among_drawn.of(chances_SV) >= self._among_drawn.of(smallest_S1)
+            self._parts.append((self._drawn, mx.where(kept_PV, self._among_drawn.of(logits_SV), -mx.inf)))
+
+    def of(self, logprobs_BV: mx.array) -> mx.array:
+        """What is reported, [B, V]: these log-probabilities, and for the rows that ask those of the last draw."""
+        parts, self._parts = self._parts, []
+        for rows, logits_PV in parts:
+            logprobs_PV = logits_PV - mx.logsumexp(logits_PV, axis=-1, keepdims=True)
+            logprobs_BV = rows.put(logprobs_BV, mx.maximum(logprobs_PV, LOWEST))
+        return logprobs_BV
+
+
+class _Subset:
+    """Some rows of a batch; costs nothing when it is all of them."""
+
+    def __init__(self, indices: list[int], size: int) -> None:
+        self.is_empty = not indices
+        self.is_all = len(indices) == size
+        if indices and not self.is_all:
+            self._indices = mx.array(indices)
+
+    def of(self, values: mx.array) -> mx.array:
+        """The subset's rows of `values`."""
+        return values if self.is_all else values[self._indices]
+
+    def put(self, values: mx.array, part: mx.array) -> mx.array:
+        """`values` with the subset's rows replaced by `part`."""
+        if self.is_all:
+            return part
+        out = mx.array(values)
+        out[self._indices] = part
+        return out
+
+
+def _column(values: Sequence[float]) -> mx.array:
+    return mx.array(np.array(values, np.float32)[:, None])

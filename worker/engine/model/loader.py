@@ -1,0 +1,187 @@
+"""Loads a model and tells what it is: card, tokenizer, KV size. Also used by the trainer.
+
+`base_sha256` names config and weights by content, so that an adapter made for another base is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.utils
+from mlx_lm.models.cache import make_prompt_cache
+
+from shared.errors import SetupError
+from shared.sequences import ModelCard
+from shared.text.codec import TokenizerBundle
+from worker.engine.messages import EngineConfig
+from worker.engine.model import cuda_graphs
+from worker.engine.model.sites import module_shapes
+
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+_DEFAULT_CONTEXT = 4096
+_SMALLEST_CACHE = 256 << 20  # bytes of freed memory that MLX may keep in any case
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory and what others need to know of it."""
+
+    card: ModelCard
+    tokenizer: TokenizerBundle
+    model: Any  # the mlx-lm module; belongs to the thread that loaded it
+    config: dict[str, Any]  # the model's config.json
+    path: Path
+    kv_limit_bytes: int
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Load by folder or hub name; `SetupError` says what is wrong."""
+    cuda_graphs.prepare()
+    path = _find(config.model)
+    try:
+        model, tokenizer, model_config = mlx_lm.utils.load(
+            str(path), return_config=True, trust_remote_code=config.trust_remote_code
+        )
+    except Exception as error:
+        raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
+    _set_dtype(model, config.dtype)
+    mx.eval(model.parameters())
+    bundle = export_tokenizer(tokenizer)
+    kv_bytes, vocab, dtype = _measure(model)
+    card = ModelCard(
+        name=config.served_name or config.model.rstrip("/").rsplit("/", 1)[-1],
+        context_length=_context_length(model_config, config.max_context),
+        vocab_size=vocab,
+        eos_token_ids=bundle.eos_token_ids,
+        tokenizer_sha256=bundle.sha256,
+        base_sha256=base_sha256(path),
+        kv_bytes_per_token=kv_bytes,
+        dtype=dtype,
+        quantization=_quantization(model_config),
+        created=int(time.time()),
+        modules=module_shapes(model),
+        sources=(config.model,),
+    )
+    limit = config.kv_limit_bytes or free_bytes() // 2
+    return LoadedModel(card, bundle, model, model_config, path, limit)
+
+
+def _find(name: str) -> Path:
+    """The model's folder; a hub name is downloaded or found in the hub's cache."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if name.count("/") != 1 or name.startswith((".", "~", "/")):
+        raise SetupError(f"no model folder {name!r}; give a folder or a hub name such as mlx-community/<model>")
+    try:
+        return Path(mlx_lm.utils._download(name))
+    except Exception as error:
+        raise SetupError(f"cannot get {name!r} from the hub: {type(error).__name__}: {error}") from error
+
+
+def _set_dtype(model: Any, dtype: str | None) -> None:
+    """Cast the floating weights; on a CPU to fp32 by default: 16-bit arithmetic is emulated there, 8-40x slower."""
+    if dtype is None and mx.default_device() == mx.Device(mx.cpu):
+        dtype = "float32"
+    if dtype is None:
+        return
+    if dtype not in _DTYPES:
+        raise SetupError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
+    model.set_dtype(_DTYPES[dtype])
+
+
+def _measure(model: Any) -> tuple[int, int, str]:
+    """KV bytes per position, vocabulary size and activation dtype, by a forward of one token."""
+    caches = make_prompt_cache(model)
+    logits_1LV = model(mx.zeros((1, 1), mx.int32), cache=caches)
+    mx.eval(logits_1LV, [cache.state for cache in caches])
+    per_token = sum(map(_bytes_per_position, caches))
+    return max(1, per_token), logits_1LV.shape[-1], str(logits_1LV.dtype).removeprefix("mlx.core.")
+
+
+def _bytes_per_position(cache: Any) -> int:
+    if hasattr(cache, "caches"):
+        return sum(map(_bytes_per_position, cache.caches))
+    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+    if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
+        return 0  # state of fixed size
+    return int((keys.nbytes + values.nbytes) // keys.shape[-2])
+
+
+def _context_length(model_config: dict[str, Any], limit: int | None) -> int:
+    text_config = model_config.get("text_config") or {}
+    known = [section[key] for section in (model_config, text_config) for key in _CONTEXT_KEYS if section.get(key)]
+    context = int(known[0]) if known else _DEFAULT_CONTEXT
+    return min(context, limit) if limit else context
+
+
+def _quantization(model_config: dict[str, Any]) -> str:
+    quantization = model_config.get("quantization") or {}
+    if not quantization.get("bits"):
+        return ""
+    return f"{quantization['bits']} bits, groups of {quantization.get('group_size', 64)}"
+
+
+def export_tokenizer(tokenizer: Any) -> TokenizerBundle:
+    """All that api and job runner need to tokenize; `tokenizer` is mlx-lm's wrapper of a fast tokenizer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise SetupError("the model's tokenizer has no tokenizer.json (a fast tokenizer); convert it first")
+    template = tokenizer.chat_template or ""
+    if not isinstance(template, str):  # several templates by name
+        template = template.get("default", "")
+    special = {name: str(text) for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
+    return TokenizerBundle(
+        tokenizer_json=backend.to_str(),
+        chat_template=template,
+        eos_token_ids=tuple(sorted(int(token) for token in tokenizer.eos_token_ids)),
+        special_tokens=special,
+    )
+
+
+def base_sha256(path: Path) -> str:
+    """sha256 over the names and contents of config.json and the weight files."""
+    digest = hashlib.sha256()
+    files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
+    for file in files:
+        if file.exists():
+            digest.update(f"{file.name} {_file_sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def _file_sha256(file: Path) -> str:
+    """Content hash; the hub's cache stores large files under theirs."""
+    stored = file.resolve().name
+    if file.is_symlink() and _SHA256.fullmatch(stored):
+        return stored
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def bound_freed_memory(kv_limit_bytes: int) -> None:
+    """Say how much freed memory MLX may keep: all that it may is kept, for prompts come in ever other lengths.
+
+    On a GPU what is not found there takes long to get; a CPU gets memory about as fast as it finds it.
+    """
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    mx.set_cache_limit(_SMALLEST_CACHE if on_cpu else max(_SMALLEST_CACHE, kv_limit_bytes // 4))
+
+
+def free_bytes() -> int:
+    """Memory that KV could use: what the GPU may hold and does not, else the machine's free memory."""
+    if mx.default_device() != mx.Device(mx.cpu):
+        info = mx.device_info()
+        size = info.get("max_recommended_working_set_size") or info.get("memory_size")
+        if size:
+            return max(0, int(size) - int(mx.get_active_memory()))
+    pages = os.sysconf("SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES")
+    return pages * os.sysconf("SC_PAGE_SIZE")
