@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -40,13 +39,11 @@ async def test_rewards_come_in_order_across_chunks(pool: RewardPool) -> None:
 
 async def test_catastrophic_regex_times_out_and_the_pool_survives(pool: RewardPool) -> None:
     samples = [RewardSample("aaa", None), RewardSample(HANGS, None), RewardSample("b", None)]
-    started = time.monotonic()
     good, hung, bad = await pool.score(CATASTROPHIC, samples)
     assert (good.value, bad.value) == (1.0, 0.0)
     assert hung.value is None and "timed out" in hung.error
     again = await pool.score(RewardSpec("exact"), [RewardSample("x", "x")])
     assert again[0].value == 1.0
-    assert time.monotonic() - started < 30
 
 
 async def test_a_reward_that_raises_marks_its_sample_only(pool: RewardPool) -> None:
