@@ -141,10 +141,11 @@ def test_a_folder_without_a_model_says_so(tmp_path: Path, outbox: Outbox) -> Non
 
 PROGRAM = """
 import sys, threading
-from worker.engine import fast_blas
+from worker.engine.model import fast_blas
 fast_blas.install()
 from shared.sequences import SamplingParams, SequenceSpec
-from worker.engine.thread import EngineConfig, EngineThread, RowRequest
+from worker.engine.messages import EngineConfig, RowRequest
+from worker.engine.thread import EngineThread
 some = threading.Event()
 engine = EngineThread(EngineConfig(sys.argv[1]), lambda output: some.set(), lambda error: print("death", error))
 engine.start()
