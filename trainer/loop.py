@@ -35,7 +35,6 @@ from trainer.learn.learner import Learner, Snapshot, Trained
 from trainer.learn.reports import StepReport
 from trainer.metrics import StepMetrics, Timing, figures, point_of, progress, status_of, step_metrics
 from trainer.orders import Stepped, carry_out
-from trainer.ring.mailbox import refusal
 from trainer.rollouts.atropos import AtroposApi, AtroposCollector
 from trainer.rollouts.collector import Collector
 from trainer.rollouts.episodes import EpisodeOptions, Episodes
@@ -43,7 +42,7 @@ from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.live import LiveCollector
 from trainer.rollouts.pacing import lag_of, oldest_version
 from trainer.rollouts.staleness import StaleWatch
-from trainer.seams import Letter, Parts
+from trainer.seams import Letter, Parts, refusal
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.tensorboard import open_logs

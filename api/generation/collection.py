@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from api.generation.target import Target
-from api.http.auth import asker, key_name
+from api.ring.caller import asker, key_name
 from api.ring.ring import Ring
 from shared.adapters import AdapterRef, unknown_adapter
 from shared.errors import InvalidRequestError, ParallmError

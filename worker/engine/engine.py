@@ -27,9 +27,9 @@ from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import NO_DEADLINE, Row
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.running_batch import RunningBatch
+from worker.engine.batch.unkept import Unkept
 from worker.engine.kv.prefix_cache import PrefixCache, Prompt
 from worker.engine.kv.slabs import KvRows
-from worker.engine.kv.unkept import Unkept
 from worker.engine.messages import EndReason, EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
 from worker.engine.model.loader import LoadedModel, bound_freed_memory
 from worker.engine.sampling.grammars import Grammars
