@@ -21,8 +21,9 @@ from api.http.sse import EventStream
 from api.openai.bodies import ChatCompletionRequest
 from api.openai.chat import chat_of, grammar_param, plan_chat, unused_hints, with_unused
 from api.openai.conversations import Conversation
-from api.openai.responses.body import ResponseRequest, turn_starts
+from api.openai.responses.body import ResponseRequest
 from api.openai.responses.items import Event, ItemWriter
+from api.openai.responses.turns import turn_starts
 from api.ring.ring import Ring, ring_of
 from shared.errors import InvalidRequestError
 from shared.frames import Finish, TokenEvent
