@@ -48,8 +48,7 @@ class Workplace(Protocol):
         """Where MLX work runs."""
 
     @property
-    def loaded(self) -> LoadedModel:
-        """The served model."""
+    def loaded(self) -> LoadedModel: ...
 
 
 class HostedTrainer:

@@ -49,8 +49,7 @@ class BoardStore(Protocol):
     async def let_go(self, owner: str) -> None:
         """Give the policy up, if it is `owner`'s."""
 
-    async def write(self, status: TrainerStatus) -> None:
-        """Replace the status."""
+    async def write(self, status: TrainerStatus) -> None: ...
 
     async def add(self, point: TrainingPoint) -> None:
         """One more train step on the curves."""

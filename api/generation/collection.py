@@ -30,8 +30,7 @@ class CollectFields(Protocol):
         """Whether a trajectory is wanted."""
 
     @property
-    def scoring_function(self) -> str | dict[str, Any] | None:
-        """What scores it."""
+    def scoring_function(self) -> str | dict[str, Any] | None: ...
 
     @property
     def metadata(self) -> dict[str, Any] | None:
