@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from fastapi import Request
 
 from api.generation.resume import stream_owner, unknown_stream
-from api.http.auth import asker
+from api.ring.caller import asker
 from api.ring.ring import Ring
 from shared.adapters import not_yours, unknown_adapter
 from shared.errors import ForbiddenError, ParallmError, UnknownBatchError, UnknownDeadLetterError, UnknownFileError

@@ -24,11 +24,11 @@ from shared.errors import EngineError, ParallmError, QueueFullError, ServiceUnav
 from shared.process.nested_config import is_nested
 from shared.process.settings import WorkerSettings, load
 from trainer.learn.compute import EngineHost, EngineThread
-from trainer.learn.warm_up import rehearse
 from trainer.loop import TrainLoop
 from trainer.rollouts.scorers import ring_judges
 from trainer.run import tasks, train
 from trainer.settings import TrainSettings
+from trainer.warm_up import rehearse
 from worker.engine.model.loader import LoadedModel, free_bytes
 
 log = structlog.get_logger()
@@ -48,8 +48,7 @@ class Workplace(Protocol):
         """Where MLX work runs."""
 
     @property
-    def loaded(self) -> LoadedModel:
-        """The served model."""
+    def loaded(self) -> LoadedModel: ...
 
 
 class HostedTrainer:

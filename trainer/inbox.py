@@ -54,8 +54,7 @@ class OwnSource(Protocol):
     cursor: int
     consumed: int
 
-    async def __aenter__(self) -> Any:
-        """Begin."""
+    async def __aenter__(self) -> Any: ...
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -71,8 +70,7 @@ class OwnSource(Protocol):
     def discard(self, batch: Sequence[RolloutGroup]) -> None:
         """It taught nothing."""
 
-    def pace_on(self, steps_done: int) -> None:
-        """More may start."""
+    def pace_on(self, steps_done: int) -> None: ...
 
     def pending(self) -> list[int]:
         """Indices started and neither consumed nor dropped."""

@@ -27,7 +27,7 @@ from shared.telemetry import tracing
 from shared.telemetry.spans import Past
 from shared.training import TrainerState, TrainerStatus
 from shared.trajectories import LiveTrajectory
-from trainer.inbox import AllStale, Batch, Inbox, Moved, OwnSource
+from trainer.inbox import AllStale, Batch, Moved
 from trainer.learn.batches import SampleGroup, sample_groups
 from trainer.learn.compute import at_once
 from trainer.learn.drawing import uncorrected
@@ -35,16 +35,11 @@ from trainer.learn.learner import Learner, Snapshot, Trained
 from trainer.learn.reports import StepReport
 from trainer.metrics import StepMetrics, Timing, figures, point_of, progress, status_of, step_metrics
 from trainer.orders import Stepped, carry_out
-from trainer.ring.mailbox import refusal
-from trainer.rollouts.atropos import AtroposApi, AtroposCollector
-from trainer.rollouts.collector import Collector
-from trainer.rollouts.episodes import EpisodeOptions, Episodes
 from trainer.rollouts.groups import RolloutGroup
-from trainer.rollouts.live import LiveCollector
 from trainer.rollouts.pacing import lag_of, oldest_version
-from trainer.rollouts.staleness import StaleWatch
-from trainer.seams import Letter, Parts
+from trainer.seams import Letter, Parts, refusal
 from trainer.settings import TrainSettings
+from trainer.sources import Sources
 from trainer.state import RunState
 from trainer.tensorboard import open_logs
 from trainer.versions.checkpoint import Checkpoint, CheckpointStore, differences
@@ -79,7 +74,8 @@ class TrainLoop:
         try:
             if await self._begin():
                 await self.parts.board.show("waiting")
-                async with self._sources() as inbox:
+                sources = Sources(self.settings, self.parts, self.state, self._start_id)
+                async with sources.inbox(self._sampled_from, self._foreign.wait) as inbox:
                     self._inbox = inbox
                     self.parts.mailbox.known(self.state.orders)
                     await self._train()
@@ -110,44 +106,6 @@ class TrainLoop:
     def held(self) -> str:
         """Why nothing may be learned now; "" when something may."""
         return self._foreign.held
-
-    def _sources(self) -> Inbox:
-        settings, books = self.settings, self.state
-        own_watch = StaleWatch("samples", 2 * settings.prompts_per_step * settings.group_size, settings.max_lag)
-        live_watch = StaleWatch("live trajectories", 2 * settings.live_trajectories, settings.live_max_lag)
-        own: OwnSource | None = None
-        live: LiveCollector | None = None
-        if settings.atropos_url:
-            own = AtroposCollector(
-                AtroposApi(settings.atropos_url),
-                settings.registration(books.train_step),
-                cursor=books.cursor,
-                pending=books.pending,
-                consumed=books.consumed,
-            )
-        elif settings.source in ("prompts", "both"):
-            episodes = Episodes(self.parts.source, self.parts.environment, self.parts.conversation, self._options())
-            own = Collector(
-                episodes,
-                settings.pace(),
-                self._sampled_from,
-                cursor=books.cursor,
-                pending=books.pending,
-                consumed=books.consumed,
-                watch=own_watch,
-            )
-        if settings.source in ("live", "both"):
-            if self.parts.live is None:
-                raise SetupError(f"source {settings.source!r} needs a ring with live traffic")
-            live = LiveCollector(
-                self.parts.live,
-                settings.live_trajectories,
-                settings.live_max_lag,
-                settings.group_deadline_s,
-                books.taken,
-                live_watch,
-            )
-        return Inbox(own, live, self.parts.mailbox, self._foreign.wait, (own_watch, live_watch))
 
     async def _train(self) -> None:
         """Train steps until the end, each followed by what is due."""
@@ -290,17 +248,6 @@ class TrainLoop:
         environment = self.parts.held_out or self.parts.environment
         observations = [await environment.reset(index) for index in range(self.settings.probe_prompts)]
         return [self.parts.conversation.prompt_ids(observation) for observation in observations]
-
-    def _options(self) -> EpisodeOptions:
-        settings = self.settings
-        # Ids are new at each start: what a ring still holds of the last one may come from versions that are no more.
-        return EpisodeOptions(
-            f"{self.state.run}-{self._start_id}",
-            settings.group_size,
-            settings.sampling(),
-            settings.max_turns,
-            settings.seed,
-        )
 
     # -- one train step
 

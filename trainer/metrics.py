@@ -147,11 +147,9 @@ def step_metrics(
 class MetricsWriter(Protocol):
     """Another place for the same figures."""
 
-    def write(self, metrics: StepMetrics) -> None:
-        """One train step."""
+    def write(self, metrics: StepMetrics) -> None: ...
 
-    def close(self) -> None:
-        """No more will come."""
+    def close(self) -> None: ...
 
 
 class MetricsLog:

@@ -12,9 +12,8 @@ from shared.trajectories import LiveTrajectory
 from trainer.inbox import Batch
 from trainer.learn.batches import Dropped
 from trainer.metrics import StepMetrics, Timing
-from trainer.ring.mailbox import refusal
 from trainer.rollouts.live import posted_groups
-from trainer.seams import Letter, Mailbox
+from trainer.seams import Letter, Mailbox, refusal
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shared.adapters import GateCheck
+from shared.errors import ParallmError
 from shared.redis.training.orders import Received
-from shared.training import AlertKind, Answer, Order, TrainerState, TrainerStatus, TrainingPoint
+from shared.training import AlertKind, Answer, Order, Refusal, TrainerState, TrainerStatus, TrainingPoint
 from trainer.learn.compute import ComputeHost
 from trainer.rollouts.conversation import Conversation
 from trainer.rollouts.environments import Environment
@@ -48,8 +49,7 @@ class BoardStore(Protocol):
     async def let_go(self, owner: str) -> None:
         """Give the policy up, if it is `owner`'s."""
 
-    async def write(self, status: TrainerStatus) -> None:
-        """Replace the status."""
+    async def write(self, status: TrainerStatus) -> None: ...
 
     async def add(self, point: TrainingPoint) -> None:
         """One more train step on the curves."""
@@ -61,6 +61,11 @@ class Letter:
 
     received: Received
     order: Order
+
+
+def refusal(error: ParallmError) -> Refusal:
+    """The answer when an order could not be carried out."""
+    return Refusal(error.code or "", error.message)
 
 
 class Mailbox(Protocol):

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
 
 import structlog
 
@@ -22,9 +21,6 @@ from shared.redis.connection.client import require
 from shared.telemetry import tracing
 from worker.engine.model import fast_blas
 from worker.engine_watch import guard_loop
-
-if TYPE_CHECKING:
-    from worker.guest import Guest
 
 log = structlog.get_logger()
 
@@ -45,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         tracing.start(settings.otlp_endpoint, "worker")
         fast_blas.install()
-        code = asyncio.run(_run(settings, _invite(settings)))
+        code = _work(settings)
     except SetupError as error:
         print(f"mlx_parallm_worker: {error}", file=sys.stderr)
         return 2
@@ -69,29 +65,30 @@ def _begin_anew() -> None:
     os.execv(sys.executable, sys.orig_argv)
 
 
-def _invite(settings: WorkerSettings) -> "Guest | None":
-    from worker.guest import invited  # imports mlx, so only after fast_blas.install
-
-    return invited(settings)
-
-
-async def _run(settings: WorkerSettings, guest: "Guest | None") -> int:
-    await require(settings.redis)
+def _work(settings: WorkerSettings) -> int:
+    # Both import mlx, so only after fast_blas.install.
+    from worker.guest import invited
     from worker.process import WorkerProcess
 
-    worker = WorkerProcess(settings, guest)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, worker.stop)
-    follow_parent()
-    guard = asyncio.create_task(guard_loop(settings.engine_stall_s))
-    try:
-        code = await worker.run()
-    finally:
-        guard.cancel()
-    if worker.stalled and os.environ.get(VARIABLE) == "1":
-        os._exit(code)  # a thread that is stuck in native code lets no interpreter end in order
-    return code
+    guest = invited(settings)  # before the event loop: a guest may need one of its own
+
+    async def run() -> int:
+        await require(settings.redis)
+        worker = WorkerProcess(settings, guest)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, worker.stop)
+        follow_parent()
+        guard = asyncio.create_task(guard_loop(settings.engine_stall_s))
+        try:
+            code = await worker.run()
+        finally:
+            guard.cancel()
+        if worker.stalled and os.environ.get(VARIABLE) == "1":
+            os._exit(code)  # a thread that is stuck in native code lets no interpreter end in order
+        return code
+
+    return asyncio.run(run())
 
 
 if __name__ == "__main__":

@@ -50,8 +50,7 @@ class AdapterEngine(Protocol):
     def point_adapter(self, name: str, version: int) -> None:
         """The latest version; 0: none."""
 
-    def adapter_stats(self) -> AdapterStats:
-        """What is loaded."""
+    def adapter_stats(self) -> AdapterStats: ...
 
 
 @dataclass

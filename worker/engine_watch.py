@@ -20,8 +20,7 @@ class Watched(Protocol):
     """What we need of the engine thread."""
 
     @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
+    def alive(self) -> bool: ...
 
     def silent_s(self) -> float:
         """Seconds since the turn that is under way began; 0 when there is nothing to do."""

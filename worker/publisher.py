@@ -116,7 +116,6 @@ class Publisher:
         return write
 
     def _take_in(self, at: float, events: list[TokenEvent], write: _Write, ended: list[Running]) -> None:
-        """One decode step's events."""
         count = self._counts.token
         for event in events:
             row = self._running.get(event.seq)

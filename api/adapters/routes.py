@@ -6,19 +6,31 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi import Path as PathParameter
-from pydantic import BaseModel, Field, FiniteFloat, Json, ValidationError
+from pydantic import ValidationError
 from starlette.responses import PlainTextResponse, Response
 
+from api.adapters.bodies import (
+    BestBody,
+    LoadBody,
+    Loaded,
+    LoadLoraBody,
+    PromoteBody,
+    RejectBody,
+    SwitchBody,
+    UnloadLoraBody,
+    UploadFields,
+    VersionBody,
+    checks_of,
+)
 from api.adapters.intake import AdapterFiles, Offer, publish, read_folder, receive
 from api.http.errors import error_responses, from_validation, json_reply
-from api.http.fields import RequestModel
 from api.ring.ring import Ring, ring_of
-from shared.adapters import AdapterManifest, AdapterRef, GateCheck, check_name
+from shared.adapters import AdapterManifest, AdapterRef, check_name
 from shared.errors import ConflictError, InvalidRequestError, ParallmError, UnknownAdapterError
 
 router = APIRouter(tags=["adapters"])
@@ -30,111 +42,6 @@ _FILES: dict[str, Any] = {
     "adapter_config.json": {"type": "string", "format": "binary", "description": "mlx-lm's or PEFT's"},
     "adapters.safetensors": {"type": "string", "format": "binary", "description": "or adapter_model.safetensors"},
 }
-
-
-class GateField(RequestModel):
-    """A check that a version passed or failed."""
-
-    name: str = Field(max_length=64)
-    passed: bool
-    detail: str = Field(default="", max_length=2000)
-
-
-Gate = Annotated[list[GateField], Field(max_length=64)]
-
-
-class UploadFields(RequestModel):
-    """The form fields beside an upload's files."""
-
-    name: str | None = Field(default=None, description="the adapter; default: the setting default_adapter")
-    adapter_id: str | None = Field(default=None, description="the same as `name`")
-    model: str | None = Field(default=None, description="base model; may be left out when only one is served")
-    set_latest: bool = Field(default=True, description="false: a candidate, which only `name@k` reaches")
-    if_latest: int | None = Field(default=None, ge=0, description="409 unless this is the latest version; 0: none yet")
-    train_step: int = Field(default=0, ge=0)
-    metrics: Json[dict[str, FiniteFloat]] = Field(default_factory=dict, description="JSON object of figures")
-    parent: int | None = Field(default=None, ge=0, description="version it was made from; default: the latest")
-    gate: Json[Gate] = Field(default_factory=list, description="JSON list of the checks that it has passed")
-
-    def offer(self, name: str) -> Offer:
-        """What to do with the files."""
-        offer = Offer(name, self.model, self.set_latest, self.if_latest, self.train_step, self.metrics)
-        return dataclasses.replace(offer, parent=self.parent, gate=_checks(self.gate))
-
-
-class LoadBody(RequestModel):
-    """POST /load_adapter."""
-
-    adapter_path: str = Field(description="an adapter directory under one of the folders of --adapter-dirs")
-    name: str | None = Field(default=None, description="default: the setting default_adapter")
-    model: str | None = Field(default=None, description="base model; may be left out when only one is served")
-
-
-class PromoteBody(RequestModel):
-    """POST /v1/adapters/{name}/promote."""
-
-    version: int = Field(ge=1)
-    gate: Gate = Field(
-        default_factory=list, description="the checks that it has passed; none: those of its upload stay"
-    )
-    if_latest: int | None = Field(default=None, ge=0, description="409 unless this is the latest version; 0: none yet")
-
-
-class VersionBody(RequestModel):
-    """POST /v1/adapters/{name}/rollback."""
-
-    version: int | None = Field(
-        default=None, ge=1, description="default: the newest one before that has been the latest"
-    )
-    reason: str = Field(default="rollback", max_length=200)
-
-
-class RejectBody(RequestModel):
-    """POST /v1/adapters/{name}/reject."""
-
-    version: int = Field(ge=1)
-    gate: Gate = Field(default_factory=list, description="the checks, with those that failed")
-
-
-class BestBody(RequestModel):
-    """POST /v1/adapters/{name}/best."""
-
-    version: int = Field(ge=1)
-    value: FiniteFloat = Field(description="the figure that it won by")
-
-
-class SwitchBody(RequestModel):
-    """POST /model/switch-lora."""
-
-    version: int | str = Field(description="a version of the adapter, or `name@k`")
-    name: str | None = Field(default=None, description="default: the setting default_adapter")
-
-
-class LoadLoraBody(RequestModel):
-    """vLLM's POST /v1/load_lora_adapter."""
-
-    off: ClassVar[dict[str, tuple[Any, ...]]] = {"is_3d_lora_weight": (False,)}
-
-    lora_name: str
-    lora_path: str
-    model: str | None = Field(default=None, description="the base; may be left out when only one model is served")
-    base_model_name: str | None = Field(default=None, description="the same as `model` (vLLM's)")
-    load_inplace: bool = Field(default=False, description="a further version of an adapter that exists")
-
-
-class UnloadLoraBody(RequestModel):
-    """vLLM's POST /v1/unload_lora_adapter."""
-
-    lora_name: str
-    lora_int_id: int | None = Field(default=None, description="accepted, not used")
-
-
-class Loaded(BaseModel):
-    """What has become the latest version."""
-
-    status: str = "success"
-    policy_version: int
-    message: str
 
 
 def _multipart(**fields: Any) -> dict[str, Any]:
@@ -228,14 +135,14 @@ async def roll_back(name: Name, ring: TheRing, body: VersionBody | None = None) 
 @router.post("/v1/adapters/{name}/promote", summary="Promote a candidate", responses=error_responses(400, 404, 409))
 async def promote(name: Name, body: PromoteBody, ring: TheRing) -> Loaded:
     """Make an uploaded candidate the latest version; 409 when a newer one has been it."""
-    await ring.adapters.promote(name, body.version, gate=_checks(body.gate), if_latest=body.if_latest)
+    await ring.adapters.promote(name, body.version, gate=checks_of(body.gate), if_latest=body.if_latest)
     return Loaded(policy_version=body.version, message=f"{name}@{body.version} is the latest version")
 
 
 @router.post("/v1/adapters/{name}/reject", summary="Reject a candidate", responses=error_responses(400, 404, 409))
 async def reject(name: Name, body: RejectBody, ring: TheRing) -> dict[str, Any]:
     """Write down that a candidate failed its gate: it can be looked at and is never served; 409 for the latest."""
-    manifest = await ring.adapters.reject(name, body.version, _checks(body.gate))
+    manifest = await ring.adapters.reject(name, body.version, checks_of(body.gate))
     return {"id": manifest.id, "object": "adapter.version", "status": manifest.status}
 
 
@@ -380,10 +287,6 @@ async def _load(ring: Ring, path: str, offer: Offer) -> AdapterManifest:
         workdir = Path(folder)
         files = await asyncio.to_thread(read_folder, path, settings.adapter_dirs, workdir, settings.max_adapter_bytes)
         return await publish(ring, offer, files, workdir)
-
-
-def _checks(gate: list[GateField]) -> tuple[GateCheck, ...]:
-    return tuple(GateCheck(each.name, each.passed, each.detail) for each in gate)
 
 
 def _name(fields: UploadFields, ring: Ring) -> str:

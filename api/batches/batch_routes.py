@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from api.batches.file_routes import MAX_TTL_S, MIN_TTL_S, TTL_S, page
 from api.batches.lines import Endpoint
-from api.http.auth import asker
 from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel
+from api.ring.caller import asker
 from api.ring.ring import Ring, ring_of
 from api.tenants import check
 from shared.errors import ConflictError, InvalidRequestError, UnknownBatchError, UnknownJobError

@@ -10,9 +10,9 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import Response, StreamingResponse
 
-from api.http.auth import asker
 from api.http.errors import error_responses, json_reply
 from api.http.limits import is_multipart
+from api.ring.caller import asker
 from api.ring.ring import Ring, ring_of
 from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.redis.files.file_store import CHUNK_BYTES, StoredFile

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from api.batches.lines import BatchLine, LineUsage, Named, answer, named_by, planned, read_line, unended
 from api.generation.target import Target, find_target
-from api.http.auth import acting_for
+from api.ring.caller import acting_for
 from api.ring.ring import Ring
 from shared.errors import InvalidRequestError, ParallmError, ServiceUnavailableError, UnknownJobError
 from shared.jobs import TERMINAL, JobInput, JobSpec, JobStatus

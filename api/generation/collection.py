@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from api.generation.target import Target
-from api.http.auth import asker, key_name
+from api.ring.caller import asker, key_name
 from api.ring.ring import Ring
 from shared.adapters import AdapterRef, unknown_adapter
 from shared.errors import InvalidRequestError, ParallmError
@@ -30,8 +30,7 @@ class CollectFields(Protocol):
         """Whether a trajectory is wanted."""
 
     @property
-    def scoring_function(self) -> str | dict[str, Any] | None:
-        """What scores it."""
+    def scoring_function(self) -> str | dict[str, Any] | None: ...
 
     @property
     def metadata(self) -> dict[str, Any] | None:

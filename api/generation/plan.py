@@ -35,8 +35,7 @@ class TargetFields(Protocol):
         """A model or an adapter."""
 
     @property
-    def adapter(self) -> str | None:
-        """An adapter."""
+    def adapter(self) -> str | None: ...
 
     @property
     def lora_adapter(self) -> str | None:
@@ -47,8 +46,7 @@ class TargetFields(Protocol):
         """Whether it stays with its version."""
 
     @property
-    def user(self) -> str | None:
-        """The session."""
+    def user(self) -> str | None: ...
 
 
 async def target_of(body: TargetFields, request: Request, ring: Ring) -> Target:

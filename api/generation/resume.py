@@ -18,7 +18,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from api.generation.choice import ReplyPlan
-from api.http.auth import asker
+from api.ring.caller import asker
 from api.ring.ring import Ring
 from shared.errors import NotFoundError
 from shared.frames import TokenEvent

@@ -16,10 +16,9 @@ from fastapi import Request
 from redis.exceptions import RedisError
 
 from api.generation.collection import check_collection
-from api.generation.sse import until_disconnected
 from api.generation.tracing import WorkSpan
 from api.generation.work import Work
-from api.http.auth import asker, calling
+from api.ring.caller import asker, calling, until_disconnected
 from api.ring.ring import Ring
 from shared.errors import (
     DeadlineExceededError,

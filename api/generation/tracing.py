@@ -26,12 +26,10 @@ class WorkFields(Protocol):
         """Sequences are named after it."""
 
     @property
-    def model(self) -> str:
-        """The served model."""
+    def model(self) -> str: ...
 
     @property
-    def adapter(self) -> str:
-        """The adapter, if any."""
+    def adapter(self) -> str: ...
 
     @property
     def prompts(self) -> Sequence[Sequence[int]]:
@@ -42,16 +40,14 @@ class WorkFields(Protocol):
         """Completions a prompt."""
 
     @property
-    def kind(self) -> SequenceKind:
-        """What is wanted."""
+    def kind(self) -> SequenceKind: ...
 
     @property
     def chat(self) -> bool:
         """Whether the prompt is a chat."""
 
     @property
-    def sampling(self) -> SamplingParams:
-        """How tokens are drawn."""
+    def sampling(self) -> SamplingParams: ...
 
 
 def telemetry() -> TelemetryConfig:

@@ -16,15 +16,14 @@ import hmac
 import re
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 import structlog
 from limits import RateLimitItem, parse
 
+from api.ring.caller import ApiKey
 from shared.errors import SetupError
-from shared.owners import ADMINS, Asker
 from shared.process.settings import ApiSettings
 from shared.sequences import SequenceClass
 
@@ -35,29 +34,6 @@ SHORTEST = 16  # characters of a plain key, below which we warn
 _DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}")
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _FIELDS = frozenset({"name", "class", "rate", "concurrent", "tenant", "role"})
-
-
-@dataclass(frozen=True)
-class ApiKey:
-    """One key's digest, and what its owner may do."""
-
-    name: str
-    digest: bytes
-    sequence_class: SequenceClass = "interactive"
-    rate: RateLimitItem | None = None  # of requests that begin work; None: the server's own
-    concurrent: int = 0  # such requests at a time in one api process; 0: the server's own
-    tenant: str = ""  # who owns what it makes; "": there are no tenants, or it is an admin's
-    admin: bool = False
-
-    @property
-    def apart(self) -> bool:
-        """Whether it is a key of a server with tenants."""
-        return bool(self.tenant) or self.admin
-
-    @property
-    def asker(self) -> Asker:
-        """Who asks with it."""
-        return Asker(ADMINS if self.admin else self.tenant, limited=bool(self.tenant))
 
 
 class KeyRing:

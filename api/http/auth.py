@@ -3,19 +3,17 @@
 Without any key the server listens on this machine only, unless `--insecure` is said.
 """
 
-import contextlib
 import ipaddress
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 
 import structlog
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.http.api_keys import ApiKey, KeyRing
+from api.http.api_keys import KeyRing
 from api.http.errors import error_response
+from api.ring.caller import ApiKey, calling
 from shared.errors import AuthenticationError, ForbiddenError, SetupError
-from shared.owners import ADMINS, ANYBODY, Asker
 from shared.process.settings import ApiSettings
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping", "/metrics"})
@@ -71,33 +69,6 @@ class OwnOrigin:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-calling: ContextVar[ApiKey | None] = ContextVar("calling", default=None)
-"""The key of the request whose task this is."""
-
-
-def asker() -> Asker:
-    """Who sent the request whose task this is; what runs without one, or on a server without tenants, sees all."""
-    key = calling.get()
-    return ANYBODY if key is None else key.asker
-
-
-@contextlib.contextmanager
-def acting_for(tenant: str) -> Iterator[None]:
-    """Around work for a tenant's thing while no request is there: it can name only what the tenant sees."""
-    key = ApiKey(f"tenant:{tenant}", b"", "batch", tenant=tenant) if tenant not in ("", ADMINS) else None
-    before = calling.set(key)
-    try:
-        yield
-    finally:
-        calling.reset(before)
-
-
-def key_name() -> str:
-    """The name of that key; "" when the server wants none."""
-    key = calling.get()
-    return "" if key is None else key.name
 
 
 def key_of(scope: Scope) -> ApiKey | None:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.http.auth import OPEN_PATHS
 from api.http.errors import error_response, from_fault
-from api.ring.room import Client, client
+from api.ring.caller import Client, client
 from shared.telemetry import tracing
 from shared.telemetry.metrics import Tally
 

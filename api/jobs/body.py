@@ -167,8 +167,7 @@ class UploadLine(msgspec.Struct, forbid_unknown_fields=True):
 class Upload(Protocol):
     """A file that has arrived."""
 
-    async def read(self, size: int = -1) -> bytes:
-        """The next bytes."""
+    async def read(self, size: int = -1) -> bytes: ...
 
 
 async def upload_inputs(file: Upload, card: ModelCard) -> AsyncIterator[bytes]:

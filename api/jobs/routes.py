@@ -11,10 +11,10 @@ from starlette.responses import Response, StreamingResponse
 
 from api.generation.collection import check_scoring
 from api.generation.target import JobTarget, find_job_target
-from api.http.auth import asker, key_name
 from api.http.errors import error_responses, from_validation, json_reply
 from api.http.limits import check_shape, is_multipart
 from api.jobs.body import JobBody, upload_inputs
+from api.ring.caller import asker, key_name
 from api.ring.ring import Ring, ring_of
 from shared.adapters import AdapterRef
 from shared.errors import InvalidRequestError

@@ -13,9 +13,9 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field
 
 from api.generation.running import owner
-from api.http.auth import asker
 from api.http.errors import error_responses
 from api.http.fields import RequestModel
+from api.ring.caller import asker
 from api.ring.ring import Ring, ring_of
 from shared.redis import keys
 from shared.redis.queue.named_requests import NamedRequests

@@ -62,16 +62,13 @@ class ChatFields(Protocol):
     """What the template needs of a request."""
 
     @property
-    def messages(self) -> list[ChatMessage]:
-        """The chat."""
+    def messages(self) -> list[ChatMessage]: ...
 
     @property
-    def chat_template_kwargs(self) -> dict[str, Any] | None:
-        """Variables of the template."""
+    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
 
     @property
-    def add_generation_prompt(self) -> bool | None:
-        """Whether the answer begins."""
+    def add_generation_prompt(self) -> bool | None: ...
 
     @property
     def continue_final_message(self) -> bool | None:

@@ -14,9 +14,9 @@ from api.generation.choice import DONE, Choice, Delta, ReplyPlan, join, shown_ve
 from api.generation.logprobs import TextLogprobs, TextOffsets, TokenNames, in_parts
 from api.generation.resume import reading, remember, take_over
 from api.generation.running import Events, Generation, by_choice, gather_all
-from api.generation.sse import EventStream
 from api.generation.work import Work
 from api.http.errors import error_object, error_responses, from_fault
+from api.http.sse import EventStream
 from api.openai.chunks import ChunkWriter, event_id, older_call, seen_until, shown_call
 from api.ring.ring import Ring, ServedModel, ring_of
 from api.ring.room import aside

@@ -16,8 +16,9 @@ from collections import OrderedDict
 
 import msgspec
 
+from api.ring.caller import while_wanted
 from api.ring.grammar_process import Answer, Question
-from api.ring.room import Room, while_wanted
+from api.ring.room import Room
 from shared.errors import InvalidGrammarError, ServiceUnavailableError
 from shared.sequences import ModelCard
 from shared.text.codec import TextCodec

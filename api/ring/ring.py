@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from fastapi import Request
 from redis.asyncio import Redis
 
-from api.http.auth import asker
 from api.load import Load
+from api.ring.caller import asker
 from api.ring.grammars import GrammarChecker
 from api.ring.ordered_scores import OrderedScores
 from shared.errors import InvalidRequestError, PausedError, ServiceUnavailableError, UnknownModelError

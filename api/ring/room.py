@@ -14,16 +14,12 @@ import contextlib
 import functools
 import os
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from starlette.types import Receive
-
-from api.generation.sse import until_disconnected
-from api.http.auth import calling
-from shared.errors import RateLimitedError, RequestCancelledError
+from api.ring.caller import asking, while_wanted
+from shared.errors import RateLimitedError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,38 +28,6 @@ LARGE_CHARS = 8192  # of text to tokenize: from here on it takes milliseconds
 LARGE_COUNT = 64  # messages, calls, tools of a chat
 PLACES = max(2, min(4, os.cpu_count() or 1))
 MOST_WAITING = 1024  # pieces of work of one key in one room
-
-
-class Client(NamedTuple):
-    """Who sent the request of a task."""
-
-    host: str
-    receive: Receive  # tells, once the body has been read, that the client has left
-
-
-client: ContextVar[Client | None] = ContextVar("client", default=None)
-"""None in tasks of our own, such as those that read batches."""
-
-
-def asking() -> str:
-    """Who the work of this task is for: a key by its name, without keys a client by its address."""
-    key, sender = calling.get(), client.get()
-    return key.name if key is not None else f"host:{sender.host if sender is not None else ''}"
-
-
-async def while_wanted(work: Awaitable[T]) -> T:
-    """The result of work that ends, cancelled, when the client of this task's request leaves."""
-    sender = client.get()
-    if sender is None:
-        return await work
-    done = await until_disconnected(_boxed(work), sender.receive)
-    if done is None:
-        raise RequestCancelledError("the client has left")
-    return done[0]
-
-
-async def _boxed(work: Awaitable[T]) -> tuple[T]:
-    return (await work,)
 
 
 class Room:

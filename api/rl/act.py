@@ -145,7 +145,6 @@ async def _choose(
 async def _write(
     body: ActRequest, request: Request, ring: Ring, target: Target, prompts: list[list[int]], seed: int
 ) -> dict[str, Any] | None:
-    """Actions that are text."""
     card, codec, settings = target.served.card, target.served.codec, ring.settings
     check_prompts(prompts, card, settings, "observations")
     max_tokens = room_for(prompts, card, body.max_tokens, settings.default_max_tokens, clamp=settings.clamp_max_tokens)

@@ -22,10 +22,10 @@ from api.generation.plan import reply_plan, work_for
 from api.generation.running import Generation, by_choice, gather_all
 from api.generation.sampling import check_prompts, room_for, sampling_of, top_of, truncated
 from api.generation.sampling_fields import WHOLE_VOCABULARY, Off, SamplingFields, StrictId, TopLogprobs
-from api.generation.sse import EventStream
 from api.generation.target import find_target
 from api.http.errors import error_object, error_responses, from_fault
 from api.http.fields import RequestModel, complaint
+from api.http.sse import EventStream
 from api.openai.replies import written
 from api.ring.ring import Ring, ring_of
 from shared.frames import TokenEvent, TokenLogprob, spans_of

@@ -12,12 +12,11 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from api.generation.collection import check_scoring, scoring_spec
-from api.generation.sse import until_disconnected
-from api.http.auth import calling, key_name
 from api.http.errors import error_responses
 from api.http.fields import RequestModel, complaint
 from api.openai.conversations import template_messages
 from api.openai.messages import ChatMessage
+from api.ring.caller import calling, key_name, until_disconnected
 from api.ring.ring import Ring, ring_of
 from shared.errors import InvalidRequestError
 from shared.jobs import Prompt, RewardSpec

@@ -12,8 +12,8 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi import Path as PathParameter
 from starlette.responses import Response
 
-from api.http.auth import asker
 from api.http.errors import error_responses, json_reply
+from api.ring.caller import asker
 from api.ring.ring import Ring, ring_of
 from shared.errors import ConflictError, InvalidRequestError, UnknownModelError
 from shared.redis import keys

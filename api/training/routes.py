@@ -15,8 +15,8 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.responses import Response
 
 from api.generation.target import card_of_base, check_published
-from api.http.auth import asker
 from api.http.errors import error_responses, json_reply
+from api.ring.caller import asker
 from api.ring.ring import Ring, ring_of
 from api.ring.room import aside
 from api.tenants import Right, check

@@ -13,7 +13,7 @@ import contextlib
 import os
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 import structlog
@@ -24,8 +24,6 @@ from shared.telemetry.spans import Attributes, OpenSpan, Past, Role
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-    from shared.telemetry.opentelemetry import Tracing
-
 log = structlog.get_logger()
 
 PATH = "/v1/traces"  # OTLP over HTTP: what follows the base address of a collector
@@ -34,7 +32,28 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 _PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
 _INSTALL = "pip install 'mlx-parallm[traces]'"
 
-_tracing: "Tracing | None" = None
+
+class Tracer(Protocol):
+    """What each function below asks while traces are on: `shared.telemetry.opentelemetry.Tracing`."""
+
+    provider: "TracerProvider"
+
+    def close(self) -> None: ...
+
+    def traceparent(self) -> str: ...
+
+    def log_fields(self) -> dict[str, str]: ...
+
+    def annotate(self, attributes: Attributes) -> None: ...
+
+    def begin(self, name: str, attributes: Attributes) -> OpenSpan | None: ...
+
+    def span(self, name: str, attributes: Attributes, start_ns: int, link: str) -> AbstractContextManager[None]: ...
+
+    def record(self, past: Past, parent: str = "") -> None: ...
+
+
+_tracing: Tracer | None = None
 _nothing = contextlib.nullcontext()
 
 

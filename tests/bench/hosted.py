@@ -31,13 +31,13 @@ from tests.bench.steady_training import Training, random_groups
 from trainer.hosted import FREE_PART
 from trainer.learn.compute import EngineHost
 from trainer.learn.learner import Learner
-from trainer.learn.warm_up import rehearse
 from trainer.loop import TrainLoop
 from trainer.metrics import read
 from trainer.rollouts.environments import Observation, Outcome
 from trainer.rollouts.groups import derived_seed
 from trainer.seams import Parts
 from trainer.settings import TrainSettings
+from trainer.warm_up import rehearse
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import free_bytes
 

@@ -18,8 +18,8 @@ from trainer.gate import GateLimits
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learn.learner import Learner
 from trainer.learn.options import AdapterShape, OptimizeOptions, Schedule
-from trainer.learn.warm_up import rehearse
 from trainer.settings import TrainSettings
+from trainer.warm_up import rehearse
 from worker.engine.batch.adapters import AdapterConfig
 from worker.engine.between_steps import Guests
 from worker.engine.lora.slots import AdapterSlots

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from api.ring import room
+from api.ring import caller
+from api.ring.caller import Client
 from api.ring.grammars import GrammarChecker
-from api.ring.room import Client
 from shared.errors import InvalidGrammarError, RequestCancelledError
 from shared.sequences import ModelCard
 from shared.text import grammar
@@ -65,7 +65,7 @@ async def test_a_check_ends_with_its_client_and_others_do_not_wait_for_it(checke
         return {"type": "http.disconnect"}
 
     async def ask(name: str) -> str:
-        room.client.set(Client(name, receive))
+        caller.client.set(Client(name, receive))
         return await checker.checked(grammar.unconverted(SLOW), CARD, codec())
 
     asking = [asyncio.create_task(ask("10.0.0.1")) for _ in range(8)]

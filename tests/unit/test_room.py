@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from api.ring import room
-from api.ring.room import Client, Room, aside
+from api.ring import caller, room
+from api.ring.caller import Client
+from api.ring.room import Room, aside
 from shared.errors import RateLimitedError, RequestCancelledError
 from tests.unit.api_texts import codec
 from tests.waiting import wait_until
@@ -95,7 +96,7 @@ async def test_a_thread_keeps_its_place_when_its_client_leaves(monkeypatch: pyte
         return {"type": "http.disconnect"}
 
     async def ask(work: Callable[[], object]) -> object:
-        room.client.set(Client("10.0.0.1", receive))
+        caller.client.set(Client("10.0.0.1", receive))
         return await aside(work)
 
     first = asyncio.create_task(ask(go.wait))

@@ -16,8 +16,8 @@ from shared.errors import ParallmError
 from shared.redis import keys
 from shared.redis.connection.background_reader import BackgroundReader
 from shared.redis.training.orders import Received
-from shared.training import Answer, Order, Refusal
-from trainer.seams import Letter, OrderDesk
+from shared.training import Answer, Order
+from trainer.seams import Letter, OrderDesk, refusal
 
 log = structlog.get_logger()
 
@@ -90,8 +90,3 @@ class RingMailbox(BackgroundReader):
         self._seen.append(received.id)
         self._letters.append(Letter(received, order))
         self._arrived.set()
-
-
-def refusal(error: ParallmError) -> Refusal:
-    """The answer when an order could not be carried out."""
-    return Refusal(error.code or "", error.message)

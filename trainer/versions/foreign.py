@@ -19,8 +19,7 @@ from shared.adapters import version_id
 from shared.errors import ParallmError
 from shared.training import Answer, ForeignAction, ResumeAnswer, ResumeOrder
 from trainer.inbox import Moved
-from trainer.ring.mailbox import refusal
-from trainer.seams import Letter, Parts
+from trainer.seams import Letter, Parts, refusal
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.versions.served import Serving

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 
@@ -27,9 +27,9 @@ from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import NO_DEADLINE, Row
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.running_batch import RunningBatch
-from worker.engine.kv.prefix_cache import PrefixCache, Prompt
+from worker.engine.batch.unkept import Unkept, keep
+from worker.engine.kv.prefix_cache import PrefixCache
 from worker.engine.kv.slabs import KvRows
-from worker.engine.kv.unkept import Unkept
 from worker.engine.messages import EndReason, EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
 from worker.engine.model.loader import LoadedModel, bound_freed_memory
 from worker.engine.sampling.grammars import Grammars
@@ -273,8 +273,8 @@ class Engine:
             try:
                 with mx.stream(self._batch.stream):
                     budget -= self._lane.feed(task, budget)
-                if not task.left and task.pool is None:
-                    self._keep_prefixes([task.rows[0]], task.kv_versions, lambda _: KvRows.of(task.kv), task.done)
+                    if not task.left and task.pool is None:
+                        keep(self._prefixes, task.rows[:1], task.kv_versions, lambda _: KvRows.of(task.kv), task.done)
                 self._failures = 0
             except Exception as error:
                 self._lane.take_out(task)
@@ -292,19 +292,6 @@ class Engine:
             if time.perf_counter() > until:
                 return
 
-    def _keep_prefixes(
-        self, rows: list[Row], versions: Set[str], kv: Callable[[list[Row]], KvRows], length: int | None = None
-    ) -> None:
-        """Store the KV of these rows' prompts, computed with `versions`: of `length` ids, or of all but the last."""
-        if len(versions) != 1:
-            return  # mixed: nobody could ask for it
-        [version] = versions
-        prompts = [Prompt(row.spec.prompt_ids[: -1 if length is None else length], version) for row in rows]
-        lacking = [place for place, prompt in enumerate(prompts) if self._prefixes.lacks(prompt.ids, version)]
-        if lacking:
-            with mx.stream(self._batch.stream):
-                self._prefixes.store([prompts[place] for place in lacking], kv([rows[place] for place in lacking]))
-
     def _scored(self, task: PrefillTask) -> None:
         """Tell of the log-probabilities, or of the embedding, that a prefill brought."""
         for row in task.rows:
@@ -317,8 +304,9 @@ class Engine:
     def _decode(self, prefill_tokens: int, of: SequenceClass) -> None:
         try:
             tokens = self._batch.step(prefill_tokens, of)
-            for versions, started in self._unkept.next(self._batch.started).items():
-                self._keep_prefixes(started, versions, self._batch.kv_of)
+            with mx.stream(self._batch.stream):
+                for versions, started in self._unkept.next(self._batch.started).items():
+                    keep(self._prefixes, started, versions, self._batch.kv_of)
         except Exception as error:
             self._give_up_batch(error)
             return

@@ -6,148 +6,13 @@ is refused by name, and the client sends the turns so far as `input`.
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from api.generation.structured import Schema
 from api.http.fields import HistoryModel, RequestModel, complaint
 from api.openai.bodies import ChatCompletionRequest
-from shared.errors import InvalidRequestError
+from api.openai.responses.turns import Items, Off, known_type, messages_of, tag, without_turns
 from shared.sequences import AdapterPolicy
-
-MAX_ITEMS = 4096  # a chat has as many messages
-
-Off = dict[str, tuple[Any, ...]]
-
-
-def _known_type(*known: str) -> BeforeValidator:
-    """Refuse things of another `type` by name."""
-
-    def check(value: Any) -> Any:
-        kind = value.get("type", known[0]) if isinstance(value, dict) else known[0]
-        if kind not in known:
-            raise complaint("type", f"type '{kind}' is not supported, only {', '.join(known)}", unsupported=True)
-        return value
-
-    return BeforeValidator(check)
-
-
-class TextPart(HistoryModel):
-    """A part of a message; text alone."""
-
-    off: ClassVar[Off] = {"annotations": ([],), "logprobs": ([],)}
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
-def _parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-# A text, or parts of one.
-Text = Annotated[
-    list[Annotated[TextPart, _known_type("input_text", "output_text", "text")]],
-    BeforeValidator(_parts),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
-]
-
-
-def _joined(parts: list[TextPart]) -> str:
-    return "".join(part.text for part in parts)
-
-
-class InputMessage(HistoryModel):
-    """A message of an earlier turn, or the new one."""
-
-    off: ClassVar[Off] = {"phase": ()}
-
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Text
-    id: str | None = None
-    status: str | None = None
-
-
-class FunctionCallItem(HistoryModel):
-    """A call that the model made."""
-
-    off: ClassVar[Off] = {"namespace": (), "caller": (), "async": (False,), "async_": (False,)}
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-    id: str | None = None
-    status: str | None = None
-
-
-class FunctionOutputItem(HistoryModel):
-    """What a call brought."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: Text
-    id: str | None = None
-    status: str | None = None
-
-
-class _Thought(HistoryModel):
-    type: Literal["reasoning_text", "summary_text"]
-    text: str
-
-
-class ReasoningItem(HistoryModel):
-    """What the model thought; its template decides whether it sees that again."""
-
-    off: ClassVar[Off] = {"encrypted_content": ()}
-
-    type: Literal["reasoning"]
-    summary: list[_Thought] = Field(default_factory=list)
-    content: list[_Thought] | None = None
-    id: str | None = None
-    status: str | None = None
-
-
-def _kind(value: Any) -> Any:
-    return {"type": "message", **value} if isinstance(value, dict) and "type" not in value else value
-
-
-def _tag(value: Any) -> str:
-    """Which kind of item it is; not an identifier, so that no error takes it for a field (api/http/errors.py)."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "message")
-    return f"<{kind}>"
-
-
-Item = Annotated[
-    Annotated[
-        Annotated[InputMessage, Tag("<message>")]
-        | Annotated[FunctionCallItem, Tag("<function_call>")]
-        | Annotated[FunctionOutputItem, Tag("<function_call_output>")]
-        | Annotated[ReasoningItem, Tag("<reasoning>")],
-        Discriminator(_tag),
-    ],
-    _known_type("message", "function_call", "function_call_output", "reasoning"),
-    BeforeValidator(_kind),
-]
-
-
-def _items(value: Any) -> Any:
-    if isinstance(value, list) and len(value) > MAX_ITEMS:
-        raise complaint("", f"{len(value)} items, and {MAX_ITEMS} is the limit")
-    return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
-
-
-Items = Annotated[
-    list[Item],
-    BeforeValidator(_items),
-    Field(min_length=1),
-    WithJsonSchema(
-        {
-            "description": "a text, or the turns so far: messages, function calls, their outputs, reasoning",
-            "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}],
-        }
-    ),
-]
 
 
 class FunctionTool(HistoryModel):
@@ -174,7 +39,7 @@ class AllowedFunctions(RequestModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[Annotated[FunctionChoice, _known_type("function")]] = Field(min_length=1, max_length=128)
+    tools: list[Annotated[FunctionChoice, known_type("function")]] = Field(min_length=1, max_length=128)
 
 
 # Reasoning comes as text, so there is nothing to decrypt.
@@ -244,15 +109,15 @@ class ResponseRequest(RequestModel):
     stream: bool | None = False
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    tools: list[Annotated[FunctionTool, _known_type("function")]] | None = Field(default=None, max_length=128)
+    tools: list[Annotated[FunctionTool, known_type("function")]] | None = Field(default=None, max_length=128)
     tool_choice: Annotated[
         Literal["none", "auto", "required"]
         | Annotated[
             Annotated[FunctionChoice, Tag("<function>")] | Annotated[AllowedFunctions, Tag("<allowed_tools>")],
-            Discriminator(_tag),
+            Discriminator(tag),
         ]
         | None,
-        _known_type("function", "allowed_tools"),
+        known_type("function", "allowed_tools"),
     ] = None
     parallel_tool_calls: bool | None = True
     max_tool_calls: int | None = Field(
@@ -309,7 +174,7 @@ class ResponseRequest(RequestModel):
 
     def messages(self) -> list[dict[str, Any]]:
         """The input as messages of a chat."""
-        return _messages(self.instructions, self.input)
+        return messages_of(self.instructions, self.input)
 
     def chat(self, skipped: int = 0) -> ChatCompletionRequest:
         """The same request to /v1/chat/completions; `skipped`: so many of its oldest turns are left out."""
@@ -355,47 +220,3 @@ class ResponseRequest(RequestModel):
 
 def _named(choice: FunctionChoice) -> dict[str, Any]:
     return {"type": "function", "function": {"name": choice.name}}
-
-
-def without_turns(messages: list[dict[str, Any]], skipped: int) -> list[dict[str, Any]]:
-    """Messages without the oldest turns: a turn begins with a user's message. What the system says stays."""
-    if not skipped:
-        return messages
-    starts = turn_starts(messages)
-    return [each for at, each in enumerate(messages) if at >= starts[skipped] or _is_system(each)]
-
-
-def turn_starts(messages: list[dict[str, Any]]) -> list[int]:
-    """Where each turn begins."""
-    return [0, *(at for at, each in enumerate(messages) if at and each["role"] == "user")]
-
-
-def _is_system(message: dict[str, Any]) -> bool:
-    return message["role"] in ("system", "developer")
-
-
-def _messages(instructions: str | None, given: "list[Item]") -> list[dict[str, Any]]:
-    """Items as messages: a call belongs to the assistant's message before it, reasoning to the one after."""
-    messages: list[dict[str, Any]] = []
-    if instructions:
-        messages.append({"role": "system", "content": instructions})
-    thought = ""
-    for item in given:
-        if isinstance(item, ReasoningItem):
-            thought = "".join(part.text for part in item.content or item.summary)
-        elif isinstance(item, FunctionOutputItem):
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
-        elif isinstance(item, FunctionCallItem):
-            function = {"name": item.name, "arguments": item.arguments}
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            messages[-1].setdefault("tool_calls", []).append(
-                {"id": item.call_id, "type": "function", "function": function}
-            )
-        else:
-            messages.append({"role": item.role, "content": _joined(item.content)})
-        if thought and messages and messages[-1]["role"] == "assistant":
-            messages[-1]["reasoning_content"], thought = thought, ""
-    if not messages:
-        raise InvalidRequestError("'input' has no message", param="input")
-    return messages

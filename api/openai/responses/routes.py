@@ -14,15 +14,16 @@ from api.generation.logprobs import ChatLogprob, TokenNames
 from api.generation.plan import target_of, with_grammar
 from api.generation.running import Generation, by_choice, gather_all
 from api.generation.splitter import Piece
-from api.generation.sse import EventStream
 from api.generation.target import Target
 from api.generation.work import Work
 from api.http.errors import error_responses, from_fault, from_validation
+from api.http.sse import EventStream
 from api.openai.bodies import ChatCompletionRequest
 from api.openai.chat import chat_of, grammar_param, plan_chat, unused_hints, with_unused
 from api.openai.conversations import Conversation
-from api.openai.responses.body import ResponseRequest, turn_starts
+from api.openai.responses.body import ResponseRequest
 from api.openai.responses.items import Event, ItemWriter
+from api.openai.responses.turns import turn_starts
 from api.ring.ring import Ring, ring_of
 from shared.errors import InvalidRequestError
 from shared.frames import Finish, TokenEvent

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
-from api.generation.sse import EventStream
+from api.http.sse import EventStream
 from api.ops.dashboard.batches import batch_looks, batch_view
 from api.ops.dashboard.curves import ring_charts, training_charts
 from api.ops.dashboard.parts import RewardsKept, adapter_view, job_view, letters, training_views

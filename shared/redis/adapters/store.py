@@ -22,7 +22,6 @@ from redis.asyncio import Redis
 from shared.adapters import (
     AdapterEvent,
     AdapterManifest,
-    AdapterRef,
     AdapterStatus,
     GateCheck,
     PreparedAdapter,
@@ -34,22 +33,19 @@ from shared.errors import AdapterRejectedError, ConflictError, ForbiddenError, U
 from shared.owners import WhoAsks, anybody
 from shared.redis import keys
 from shared.redis.adapters import bytes as adapter_bytes
-from shared.redis.adapters.catalog import AdapterCatalog
+from shared.redis.adapters.pins import AdapterPins
 from shared.redis.connection.client import Script
 
-ACK_AGE_MS = keys.DAY_S * 1000
 LOG_LENGTH = 2000  # entries that are looked at; the log holds about 1,000
 
 _publish = Script("adapter_publish")
 _flip = Script("adapter_flip")
 _reject = Script("adapter_reject")
-_pin = Script("adapter_pin")
-_ack = Script("adapter_ack")
 _delete = Script("adapter_delete")
 _forget = Script("adapter_forget")
 
 
-class AdapterStore(AdapterCatalog):
+class AdapterStore(AdapterPins):
     """All adapters of a ring. `keep_n` above 0: publishing prunes older versions."""
 
     def __init__(self, redis: Redis, *, keep_n: int = 0, who_asks: WhoAsks = anybody) -> None:
@@ -260,39 +256,7 @@ class AdapterStore(AdapterCatalog):
             pipe.expire(keys.adapter(name), keys.ADAPTER_TTL_S)
             await pipe.execute()
 
-    # -- holding and deleting
-
-    async def pin(self, name: str, version: int, owner: str, ttl_s: float) -> None:
-        """Keep a version from being deleted for a while; again with the same owner renews. UnknownAdapterError."""
-        done = await _pin(
-            self._redis,
-            [keys.adapter_pins(name), *_used(name, version)],
-            [str(version), owner, str(max(1, int(ttl_s * 1000))), str(keys.ADAPTER_TTL_S)],
-        )
-        if not done:
-            raise UnknownAdapterError(f"there is no adapter {version_id(name, version)}")
-
-    async def unpin(self, name: str, version: int, owner: str) -> None:
-        """End a pin."""
-        await self._redis.zrem(keys.adapter_pins(name), f"{version}:{owner}")
-
-    async def pin_all(self, reference: str, owner: str, ttl_s: float) -> None:
-        """Pin every version that a reference names; a bare name pins nothing. UnknownAdapterError when one has gone."""
-        for name, version in _named_versions(reference):
-            await self.pin(name, version, owner, ttl_s)
-
-    async def unpin_all(self, reference: str, owner: str) -> None:
-        """End what `pin_all` began."""
-        for name, version in _named_versions(reference):
-            await self.unpin(name, version, owner)
-
-    async def acknowledge(self, worker: str, name: str, version: int) -> None:
-        """A worker says which version it has loaded; again at times, so that the version does not expire."""
-        await _ack(
-            self._redis,
-            [keys.adapter_acks(name), *_used(name, version)],
-            [worker, str(version), str(keys.ADAPTER_TTL_S), str(ACK_AGE_MS)],
-        )
+    # -- deleting
 
     async def delete(self, name: str, version: int | None = None) -> None:
         """Delete a version, or the adapter; ConflictError when it is pinned, or the version is the latest."""
@@ -370,22 +334,6 @@ class AdapterStore(AdapterCatalog):
     async def _ever_served(self, name: str) -> set[int]:
         """The versions that `latest` has pointed at; of those long gone the log knows no more."""
         return {flip.version for flip in await self.history(name, LOG_LENGTH)}
-
-
-def _named_versions(reference: str) -> list[tuple[str, int]]:
-    choices = AdapterRef.parse(reference).choices if "@" in reference else ()
-    return [(choice.name, choice.version) for choice in choices if choice.version]
-
-
-def _used(name: str, version: int) -> list[str]:
-    """The keys that live on when a version is used; the manifest stands first."""
-    return [
-        keys.adapter_manifest(name, version),
-        keys.adapter_bytes(name, version),
-        keys.adapter(name),
-        keys.adapter_versions(name),
-        keys.adapter_log(name),
-    ]
 
 
 def _taken(name: str) -> ConflictError:

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import structs
 
 from shared.frames import Finish, TokenEvent, TokenLogprob
 from worker.engine.messages import RowRequest
+from worker.engine.sampling.draw import Draw
+from worker.engine.sampling.grammars import Place
 from worker.engine.sampling.stop_text import RowText
-
-if TYPE_CHECKING:
-    from worker.engine.sampling.draw import Draw
-    from worker.engine.sampling.grammars import Place
-
 
 NO_DEADLINE = 1 << 62
 

@@ -18,12 +18,12 @@ import mlx.core as mx
 import numpy as np
 
 from shared.sequences import SamplingParams
-from worker.engine.batch.asked_tokens import Asked, AskedTokens
 from worker.engine.batch.grammar_masks import GrammarMasks
 from worker.engine.batch.penalties import LogitEdits, Penalties
 from worker.engine.batch.row import Row
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.token_masks import TokenMasks
+from worker.engine.sampling.asked_tokens import Asked, AskedTokens
 from worker.engine.sampling.draw import Draw, draw_by_chance, mix_seeds, most_likely, nucleus_threshold, uniforms
 
 LOWEST = -9999.0  # reported of what cannot be drawn: JSON has no infinity (OpenAI's number)
@@ -71,7 +71,7 @@ class _Plan:
         self._penalties = Penalties(rows, vocab)
         self._tokens = TokenMasks(rows, vocab)
         self._masks = GrammarMasks(rows, vocab)
-        self.asked = AskedTokens(rows)
+        self.asked = AskedTokens([row.sampling for row in rows])
         self._steps_left = self._edits.steps_valid or -1
         drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
         self._drawn = _Subset(drawn, len(rows))

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.frames import TokenLogprob
-from worker.engine.batch.asked_tokens import Asked
+from worker.engine.sampling.asked_tokens import Asked
 
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

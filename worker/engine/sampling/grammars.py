@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -22,9 +22,6 @@ from llguidance import LLMatcher, LLTokenizer
 from shared.errors import InvalidGrammarError
 from shared.text.codec import TokenizerBundle
 from shared.text.grammar import first_line, matcher_of, tokenizer_of
-
-if TYPE_CHECKING:
-    pass
 
 KEPT = 64  # compiled grammars; a request with n samples compiles once
 _EVERYTHING = np.int32(-1)

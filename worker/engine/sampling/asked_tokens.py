@@ -1,24 +1,23 @@
 """Log-probabilities of the tokens that a row names itself (`logprob_token_ids`), in the most likely ones' place."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from typing import cast
 
 import mlx.core as mx
 
 from shared.frames import TokenLogprob
-from worker.engine.batch.row import Row
+from shared.sequences import SamplingParams
 
 
 class AskedTokens:
     """Of one set of rows. N: tokens named, of all rows."""
 
-    def __init__(self, rows: tuple[Row, ...]) -> None:
+    def __init__(self, rows: Sequence[SamplingParams]) -> None:
         self.starts: dict[int, int] = {}  # row of the batch -> where its tokens begin
         self.ids: dict[int, tuple[int, ...]] = {}
         row_ids: list[int] = []
-        for index, row in enumerate(rows):
-            if wanted := row.sampling.logprob_token_ids:
+        for index, sampling in enumerate(rows):
+            if wanted := sampling.logprob_token_ids:
                 self.starts[index], self.ids[index] = len(row_ids), wanted
                 row_ids += [index] * len(wanted)
         if row_ids:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator
 from typing import TypeVar
 
 import structlog
@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.http.errors import error_object
+from api.ring.caller import until_disconnected
 from shared.errors import ServiceUnavailableError
 
 T = TypeVar("T")
@@ -46,24 +47,3 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
         return True
-
-
-async def until_disconnected(work: Awaitable[T], receive: Receive) -> T | None:
-    """The result of `work`; None when the client left first, and then `work` has been cancelled and has ended."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else None
-    finally:
-        watching.cancel()
-        while not working.done():  # redis-py may lose a cancellation that meets its look at an idle connection
-            working.cancel()
-            await asyncio.wait({working}, timeout=0.5)
-        if not working.cancelled():
-            working.exception()  # looked at, whether or not somebody waits for it
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -6,9 +6,11 @@ prompt is not kept.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Set
 
 from worker.engine.batch.row import Row
+from worker.engine.kv.prefix_cache import PrefixCache, Prompt
+from worker.engine.kv.slabs import KvRows
 
 
 class Unkept:
@@ -35,3 +37,20 @@ class Unkept:
         if self._rows:
             gone = set(rows)
             self._rows = deque(row for row in self._rows if row not in gone)
+
+
+def keep(
+    cache: PrefixCache,
+    rows: list[Row],
+    versions: Set[str],
+    kv: Callable[[list[Row]], KvRows],
+    length: int | None = None,
+) -> None:
+    """Store the KV of these rows' prompts, computed with `versions`: of `length` ids, or of all but the last."""
+    if len(versions) != 1:
+        return  # mixed: nobody could ask for it
+    [version] = versions
+    prompts = [Prompt(row.spec.prompt_ids[: -1 if length is None else length], version) for row in rows]
+    lacking = [place for place, prompt in enumerate(prompts) if cache.lacks(prompt.ids, version)]
+    if lacking:
+        cache.store([prompts[place] for place in lacking], kv([rows[place] for place in lacking]))

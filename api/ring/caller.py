@@ -1,0 +1,124 @@
+"""Who the work of a task is for: the key and the client of its request, and whether that client still listens.
+
+Both stand in context variables, so that work far below a route knows its caller without being handed it. Tasks of our
+own, such as those that read batches, have no client; they act for the tenant whose thing they work on.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from limits import RateLimitItem
+from starlette.types import Receive
+
+from shared.errors import RequestCancelledError
+from shared.owners import ADMINS, ANYBODY, Asker
+from shared.sequences import SequenceClass
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """One key's digest, and what its owner may do."""
+
+    name: str
+    digest: bytes
+    sequence_class: SequenceClass = "interactive"
+    rate: RateLimitItem | None = None  # of requests that begin work; None: the server's own
+    concurrent: int = 0  # such requests at a time in one api process; 0: the server's own
+    tenant: str = ""  # who owns what it makes; "": there are no tenants, or it is an admin's
+    admin: bool = False
+
+    @property
+    def apart(self) -> bool:
+        """Whether it is a key of a server with tenants."""
+        return bool(self.tenant) or self.admin
+
+    @property
+    def asker(self) -> Asker:
+        """Who asks with it."""
+        return Asker(ADMINS if self.admin else self.tenant, limited=bool(self.tenant))
+
+
+calling: ContextVar[ApiKey | None] = ContextVar("calling", default=None)
+"""The key of the request whose task this is."""
+
+
+def asker() -> Asker:
+    """Who sent the request whose task this is; what runs without one, or on a server without tenants, sees all."""
+    key = calling.get()
+    return ANYBODY if key is None else key.asker
+
+
+@contextlib.contextmanager
+def acting_for(tenant: str) -> Iterator[None]:
+    """Around work for a tenant's thing while no request is there: it can name only what the tenant sees."""
+    key = ApiKey(f"tenant:{tenant}", b"", "batch", tenant=tenant) if tenant not in ("", ADMINS) else None
+    before = calling.set(key)
+    try:
+        yield
+    finally:
+        calling.reset(before)
+
+
+def key_name() -> str:
+    """The name of that key; "" when the server wants none."""
+    key = calling.get()
+    return "" if key is None else key.name
+
+
+class Client(NamedTuple):
+    """Who sent the request of a task."""
+
+    host: str
+    receive: Receive  # tells, once the body has been read, that the client has left
+
+
+client: ContextVar[Client | None] = ContextVar("client", default=None)
+"""None in tasks of our own, such as those that read batches."""
+
+
+def asking() -> str:
+    """Who the work of this task is for: a key by its name, without keys a client by its address."""
+    key, sender = calling.get(), client.get()
+    return key.name if key is not None else f"host:{sender.host if sender is not None else ''}"
+
+
+async def while_wanted(work: Awaitable[T]) -> T:
+    """The result of work that ends, cancelled, when the client of this task's request leaves."""
+    sender = client.get()
+    if sender is None:
+        return await work
+    done = await until_disconnected(_boxed(work), sender.receive)
+    if done is None:
+        raise RequestCancelledError("the client has left")
+    return done[0]
+
+
+async def _boxed(work: Awaitable[T]) -> tuple[T]:
+    return (await work,)
+
+
+async def until_disconnected(work: Awaitable[T], receive: Receive) -> T | None:
+    """The result of `work`; None when the client left first, and then `work` has been cancelled and has ended."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        watching.cancel()
+        while not working.done():  # redis-py may lose a cancellation that meets its look at an idle connection
+            working.cancel()
+            await asyncio.wait({working}, timeout=0.5)
+        if not working.cancelled():
+            working.exception()  # looked at, whether or not somebody waits for it
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,162 @@
+"""How the code is laid out: folders of one subject, none too full, and every name taken from where it is defined."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("api", "shared", "trainer", "worker")
+MOST_FILES = 16  # of code in one folder, `__init__.py` not counted
+MOST_LINES = 400  # of a file
+EMPTY_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}  # say nothing of what is inside
+FEWEST_WORDS = 5  # of a sentence that says something
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def code(suffixes: tuple[str, ...] = (".py", ".lua", ".c")) -> list[Path]:
+    paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*"))
+    return sorted(path for path in paths if path.suffix in suffixes and "__pycache__" not in path.parts)
+
+
+ROOMS = sorted({path.parent for path in code((".py",))})
+MODULES = code((".py",))
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def module_file(name: str) -> Path | None:
+    """The file of a module of ours; None: there is none of that name."""
+    at = ROOT / name.replace(".", "/")
+    return next((path for path in (at.with_suffix(".py"), at / "__init__.py") if path.is_file()), None)
+
+
+def own_imports(tree: ast.AST) -> Iterator[tuple[str, str, int]]:
+    """What is taken by name from modules of ours: module, name, line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES:
+            for name in node.names:
+                yield node.module, name.name, node.lineno
+
+
+@cache
+def defined(path: Path) -> frozenset[str]:
+    """The names that a module itself defines at its top, conditional ones included."""
+    names: set[str] = set()
+    bodies = [tree_of(path).body]
+    while bodies:
+        for node in bodies.pop():
+            match node:
+                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                    names.add(node.name)
+                case ast.Assign():
+                    targets = (each for target in node.targets for each in ast.walk(target))
+                    names.update(each.id for each in targets if isinstance(each, ast.Name))
+                case ast.AnnAssign(target=ast.Name(id=name)):
+                    names.add(name)
+                case ast.If():
+                    bodies += [node.body, node.orelse]
+                case ast.Try():
+                    bodies += [node.body, node.orelse, *(handler.body for handler in node.handlers)]
+                case ast.With():
+                    bodies.append(node.body)
+    return frozenset(names)
+
+
+def is_protocol(node: ast.ClassDef) -> bool:
+    bases = (base.value if isinstance(base, ast.Subscript) else base for base in node.bases)
+    return any(ast.unparse(base).split(".")[-1] == "Protocol" for base in bases)
+
+
+def public_methods(body: list[ast.stmt]) -> Iterator[tuple[str, Function]]:
+    """Methods that a reader of a public class meets, with their class; overloads and setters apart."""
+    for node in body:
+        if not isinstance(node, ast.ClassDef) or node.name.startswith("_") or is_protocol(node):
+            continue
+        for method in node.body:
+            if isinstance(method, Function) and not method.name.startswith("_"):
+                marks = {ast.unparse(mark).split(".")[-1] for mark in method.decorator_list}
+                if not marks & {"overload", "override", "setter"}:
+                    yield node.name, method
+        yield from public_methods(node.body)
+
+
+def has_sentence(text: str) -> bool:
+    """Whether the first sentence is a whole one, and says more than where it stands."""
+    first, end, _ = f"{text.strip()} ".replace("\n", " ").partition(". ")
+    words = [word for word in first.split() if "/" not in word and not word.endswith(".py")]
+    return bool(end) and first[:1].isupper() and len(words) >= FEWEST_WORDS
+
+
+def test_no_folder_is_too_full() -> None:
+    folders: dict[Path, int] = {}
+    for path in code():
+        folders[path.parent] = folders.get(path.parent, 0) + (path.name != "__init__.py")
+    full = {shown(folder): count for folder, count in folders.items() if count > MOST_FILES}
+    assert not full, f"more than {MOST_FILES} files of code in one folder: which of them are a subject of their own?"
+
+
+def test_every_room_says_what_it_is_for() -> None:
+    silent = []
+    for room in ROOMS:
+        door = room / "__init__.py"
+        if not door.is_file() or not has_sentence(ast.get_docstring(tree_of(door)) or ""):
+            silent.append(shown(door))
+    assert not silent, "a room's docstring says in a sentence what the room is for"
+
+
+def test_a_path_is_no_sentence() -> None:
+    assert not has_sentence("")
+    assert not has_sentence("api/openai.")
+    assert not has_sentence("The files of api/openai/responses, api/openai and api/http.")
+    assert not has_sentence("Sequences that wait for a worker")
+    assert has_sentence("Sequences that wait for a worker, and what becomes of them.\n\nRead queue.py first.")
+
+
+def test_no_room_is_named_after_nothing() -> None:
+    named = [shown(path) for path in code() if EMPTY_NAMES & {*path.relative_to(ROOT).with_suffix("").parts}]
+    assert not named
+
+
+def test_no_module_is_too_long() -> None:
+    long = {shown(path): lines for path in code() if (lines := len(path.read_text().splitlines())) > MOST_LINES}
+    assert not long, f"over {MOST_LINES} lines"
+
+
+def test_imports_hide_no_circle() -> None:
+    hidden = []
+    for path in MODULES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                modules = {name.name for each in ast.walk(node) if isinstance(each, ast.Import) for name in each.names}
+                modules |= {module for module, _, _ in own_imports(node)}
+                hidden += [f"{shown(path)}:{node.lineno} {name}" for name in modules if name.split(".")[0] in PACKAGES]
+    assert not hidden, "a type of ours that cannot be imported as others can stands in the wrong room"
+
+
+def test_names_are_taken_from_where_they_are_defined() -> None:
+    elsewhere = []
+    for path in MODULES:
+        for module, name, line in own_imports(tree_of(path)):
+            source = module_file(module)
+            if module_file(f"{module}.{name}") is None and (source is None or name not in defined(source)):
+                elsewhere.append(f"{shown(path)}:{line} from {module} import {name}")
+    assert not elsewhere, "the module does not define the name but imports it itself"
+
+
+def test_public_methods_say_what_they_do() -> None:
+    silent = [
+        f"{shown(path)}:{method.lineno} {owner}.{method.name}"
+        for path in MODULES
+        for owner, method in public_methods(tree_of(path).body)
+        if not ast.get_docstring(method)
+    ]
+    assert not silent, "a public method has a docstring, but for those of a Protocol"
