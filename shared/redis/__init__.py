@@ -11,5 +11,5 @@ Read `key_table.py` first: every key with its type, owner and time to live. `key
     ring/        workers' heartbeats, the pause switch, summed metrics
     connection/  clients, Sentinel, and what an error may say
 
-A change of several keys is one Lua script, which stands in the `lua/` folder of its room.
+A change of several keys is one Lua script, which stands in the `lua` folder of its room.
 """

@@ -6,7 +6,7 @@ Invariants.
   ADAPTER_UPLOAD_TTL_S.
 - `latest` moves forward only, but for `rollback`; every move is in the log.
 - A version that is the latest, or that anybody has pinned, is not deleted.
-- Events are hints, sent with the change; the pointers are the truth (adapter_watch.py).
+- Events are hints, sent with the change; the pointers are the truth (watch.py).
 """
 
 import asyncio
