@@ -31,6 +31,13 @@ def docstring(path: Path) -> str:
     return ast.get_docstring(ast.parse(path.read_text())) or ""
 
 
+def docstrings(source: str) -> Iterator[str]:
+    """Those of the module, its classes and its functions."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
 def defined(path: str) -> dict[str, int]:
     """Functions, classes and methods of a file by name, each with its number of lines."""
     lines: dict[str, int] = {}
@@ -65,15 +72,16 @@ def test_names_in_files_on_a_page_are_defined_there(page: Path) -> None:
     assert not missing, f"{page.name} names what is not defined there: {missing}"
 
 
-def test_paths_in_module_docstrings_exist() -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_paths_in_docstrings_and_comments_exist(package: str) -> None:
     missing = []
-    for source in SOURCES:
-        text = docstring(source)
-        missing += [f"{source.relative_to(ROOT)}: {path}" for path in FROM_ROOT.findall(text) if not exists(path)]
-        for name in FILE.findall(text):
-            if not (exists(name, source.parent) or exists(f"lua/{name}", source.parent)):
-                missing.append(f"{source.relative_to(ROOT)}: {name}")
-    assert not missing, "docstrings name what is not there: " + ", ".join(missing)
+    for path in sorted((ROOT / package).rglob("*.py")):
+        source, folder = path.read_text(), path.parent
+        names = {name for text in docstrings(source) for name in FILE.findall(text)}
+        wrong = {name for name in names if not (exists(name, folder) or exists(f"lua/{name}", folder))}
+        wrong |= {name for name in FROM_ROOT.findall(source) if not exists(name)}
+        missing += [f"{path.relative_to(ROOT)}: {name}" for name in sorted(wrong)]
+    assert not missing, "docstrings or comments name what is not there: " + ", ".join(missing)
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.parent.relative_to(ROOT)))

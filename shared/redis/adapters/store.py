@@ -73,7 +73,7 @@ class AdapterStore(AdapterCatalog):
         set_latest: bool = True,
         if_latest: int | None = None,
     ) -> AdapterManifest:
-        """Store a checked adapter (adapter_format.py) as the next version of `name`.
+        """Store a checked adapter (shared/adapter_files/formats.py) as the next version of `name`.
 
         `parent` None: the present latest. `set_latest` False leaves a candidate for `promote`. With `if_latest`, a
         ConflictError and no new version when the latest is another one by the time the bytes are up.
