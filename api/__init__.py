@@ -1,1 +1,13 @@
-"""The HTTP front end, the client, and the supervisor of one machine's processes."""
+"""The HTTP front end, the command-line client, and the supervisor of one machine's processes.
+
+    __main__.py   one api process under uvicorn
+    app.py        `create_app`: routes, guards and the ring put together; every router is in its list ROUTED
+    tenants.py    who may see what; one rule for every route
+    load.py       what is under way in this process, and which queues are full
+
+A request comes in through `http/` (keys, limits, errors), is read by a room of routes (`openai/`, `rl/`, `jobs/`,
+`batches/`, `adapters/`, `training/`, `ops/`), and becomes sequences in `generation/`, which talks to Redis through
+`ring/`. The api computes nothing with a model and imports no MLX.
+
+Besides: `serve/` starts every process of a machine, `cli/` is the client, `demo/` is what `make demo` runs.
+"""

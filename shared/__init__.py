@@ -1,4 +1,17 @@
-"""The contracts between the processes: types, Redis keys, errors and settings.
+"""The contracts between the processes: message types, Redis keys, errors and settings.
 
-Nothing here imports mlx or FastAPI, so every process can afford to import all of it.
+Nothing here imports MLX or FastAPI, so every process can import all of it. Read the types first:
+
+    sequences.py     what waits in the queue and is decoded: one prompt, one completion
+    frames.py        token events, and the frames that carry them
+    jobs.py          a job that is submitted and polled
+    trajectories.py  what a rollout leaves behind
+    adapters.py      an adapter version
+    training.py      what a trainer tells, is asked and answers
+    errors.py        every error, with its HTTP status
+    owners.py        whose a thing is
+
+Then `redis/`, which moves these types. `rewards/` and `scoring/` compute rewards, `text/` turns text into token ids and
+back, `adapter_files/` reads adapter files, `telemetry/` counts and traces, `process/` is what every process needs to
+start: settings, logs, its parent.
 """

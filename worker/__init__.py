@@ -1,1 +1,14 @@
-"""The worker (engine and its asyncio side) and the job runner (worker.jobs)."""
+"""The worker: an engine thread that decodes, and an asyncio side that connects it to Redis.
+
+    __main__.py   `mlx_parallm_worker`
+    process.py    the loops: claim, renew, publish, heartbeat, drain. Read it first.
+    claims.py     one claimed sequence from claim to commit, and how many rows to claim
+    publisher.py  from a decode step to frames, log chunks and commits
+    control.py    orders from outside: cancel, route, pause
+    pause.py, drain.py     coming to rest, and leaving
+    adapter_sync.py, adapter_cache.py     adapter versions from the store to disk and engine
+    engine_watch.py, reports.py, cache_resets.py     is the engine alive; heartbeats; orders to forget KV
+    guest.py      somebody who shares the engine thread, such as a trainer
+
+`engine/` is the continuous batch on MLX. `jobs/` is the job runner, another process, without MLX.
+"""

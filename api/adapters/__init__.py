@@ -1,1 +1,5 @@
-"""api/adapters."""
+"""Adapters over HTTP: list, upload, roll back, delete.
+
+`routes.py` has the endpoints, ours and those of other servers. `intake.py` checks the files of an upload, or of a
+folder on this host, before `shared/redis/adapters/store.py` publishes them.
+"""

@@ -1,1 +1,14 @@
-"""api/generation."""
+"""From a checked request to sequences in the queue, and from their token events to what a reply says.
+
+This room knows nothing of one endpoint's JSON: chat, completions, batches and the routes for training code share it.
+
+The way in: `target.py` (which model and adapter) -> `sampling.py` with `sampling_fields.py` (the sampling parameters)
+-> `structured.py` (the grammar) -> `plan.py` (the plan of the reply and the work together) -> `work.py` (the work as
+sequence specs) -> `running.py` (enqueue, read, cancel).
+
+The way out: `choice.py` (token events to new text) with `splitter.py` (reasoning, content, tool calls; the forms stand
+in `tool_formats.py`), `logprobs.py`, and `sse.py` (bytes to the client).
+
+For some requests only: `resume.py` (streams that outlive their connection), `collection.py` (live traffic that is
+trained on), `continuations.py` (log-probabilities of given texts), `tracing.py` (spans).
+"""

@@ -1,4 +1,4 @@
-"""The bodies of the OpenAI endpoints, with vLLM's extras. Every field is known by name; unknown ones are refused."""
+"""The fields that completions and chats share, with vLLM's extras. Every field is known by name; others are refused."""
 
 from typing import Annotated, Any, ClassVar
 

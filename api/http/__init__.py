@@ -1,1 +1,8 @@
-"""api/http."""
+"""What stands around every route: who may ask, how much, and how an answer or an error looks.
+
+Guards, from the outside in (`api/app.py` puts them up): `context.py` (request id and access log), `hosts.py` (host
+names of this server), `auth.py` with `api_keys.py` (API keys), `admission.py` (rates and requests under way),
+`limits.py` (size and time of bodies). `connections.py` bounds slow clients below all of them.
+
+For routes: `errors.py` (every error as OpenAI's object) and `fields.py` (field types of request bodies).
+"""

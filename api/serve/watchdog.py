@@ -1,4 +1,4 @@
-"""Runs one server as our child and ends it when the parent is gone; started as a script by `embedded.py`.
+"""Runs one server as our child and ends it when the parent is gone; started as a script by `embedded_redis.py`.
 
 `watchdog.py COMMAND...`: the server's process id goes to stdout, then we wait for whichever comes first: the server's
 end, or end-of-file on stdin, which the kernel gives us even when the parent dies by SIGKILL. Standard library only, so

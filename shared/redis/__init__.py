@@ -1,1 +1,15 @@
-"""Everything that touches Redis: keys, client, queue, frames, jobs, registry."""
+"""Everything that touches Redis: one folder for each thing that is kept there.
+
+Read `key_table.py` first: every key with its type, owner and time to live. `keys.py` makes the names. Then:
+
+    queue/       sequences that wait or are leased
+    tokens/      token frames and logs, on their way back to an api
+    jobs/        durable jobs and their ticks
+    files/       files and batches
+    adapters/    adapter versions and their pointers
+    training/    live trajectories, orders to a trainer, its board
+    ring/        workers' heartbeats, the pause switch, summed metrics
+    connection/  clients, Sentinel, and what an error may say
+
+A change of several keys is one Lua script, which stands in the `lua` folder of its room.
+"""

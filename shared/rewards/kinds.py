@@ -1,4 +1,4 @@
-"""The rewards that a job can ask for: their names and options. What they compute stands in shared/scoring/.
+"""The rewards that a job can ask for: their names and options. Their functions stand beside this file.
 
 A reward looks at the text of one completion and at the reference of its prompt (`JobInput.reference`). It gives a
 value and named components, which are stored with the sample. The API checks options here, at submission, and imports

@@ -1,4 +1,7 @@
-"""Learning-rate schedules: pure functions of the train step, so that a resumed run needs only its step number."""
+"""The options of a train step: schedule, loss, optimizer, shape of the adapter. Plain data, without MLX.
+
+A schedule is a pure function of the train step, so that a resumed run needs only its step number.
+"""
 
 import math
 from collections.abc import Mapping

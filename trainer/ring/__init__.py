@@ -1,1 +1,5 @@
-"""trainer/ring."""
+"""How a trainer reaches its ring: through Redis, or through an api alone.
+
+`join.py` first: which way, and what it gives. `over_redis.py` and `over_http.py` (with `http_client.py`) are the two
+ways for samples and versions; `board.py` says how the run goes, `mailbox.py` takes users' orders.
+"""

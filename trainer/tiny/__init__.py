@@ -1,1 +1,4 @@
-"""The tiny model that demo and tests run on: its data, its shape and the script that trains it."""
+"""The tiny model that demo and tests run on.
+
+`data.py` (its corpus), `tokenizer.py`, `model.py` (its shape), `train.py` (the script), `evaluate.py`.
+"""

@@ -31,7 +31,7 @@ class EngineConfig:
     dtype: str | None = None  # None: the model's own; float32 on a CPU
     max_context: int | None = None  # shortens the model's context
     trust_remote_code: bool = False
-    top_candidates: int = 256  # tokens that are sorted before the whole vocabulary is (CPU only; sampler.py)
+    top_candidates: int = 256  # tokens that are sorted before the whole vocabulary is (CPU only; batch/sampler.py)
     score_chunk_bytes: int = 64 << 20  # fp32 logits of a prompt that exist at one time
     between_steps_s: float = 0.005  # time for loading adapters between two decode steps
     prefix_cache_bytes: int = 1 << 30  # KV of earlier prompts, besides `kv_limit_bytes`; 0: none is kept

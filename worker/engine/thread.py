@@ -110,7 +110,7 @@ class EngineThread:
         self._command(clear)
 
     def run_between_steps(self, start: Callable[[], Work[T]]) -> Future[T]:
-        """Call `start` in thread G and advance what it gives by units between decode steps (guests.py).
+        """Call `start` in thread G and advance what it gives by units between decode steps (between_steps.py).
 
         Cancelling the future ends the work after the unit that runs.
         """

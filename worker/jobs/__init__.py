@@ -1,1 +1,7 @@
-"""The job runner: durable submit-and-poll jobs, advanced by short repeatable ticks (start with tick.py)."""
+"""The job runner: durable jobs, advanced by short ticks that may be repeated.
+
+Read in this order: `tick.py` (the story), `work.py` (one job in one tick), `expansion.py` (prompts to sequences),
+`rewarding.py` and `outcomes.py` (results to rewards to result lines). `runner.py` is the process (`__main__.py` starts
+it), `context.py` what its ticks share. Besides jobs it does two things: `collecting.py` scores live traffic for
+trainers, `scores.py` scores texts for the api at once.
+"""

@@ -1,8 +1,9 @@
-"""The dashboard: pages over the ring's snapshot, live by server-sent events. Nothing outside this server is asked.
+"""The dashboard: pages over the ring's snapshot, kept current by server-sent events. The browser asks no other server.
 
-`pages`, `batches` what one looks at · `live` what changes meanwhile · `actions` what one can do · `session` who may ·
-`render` templates, and the headers of every answer. Everything is read from Redis through the ring; everything shown is
-escaped.
+`pages.py` and `batches.py` are what one looks at, `live.py` is what changes meanwhile, `actions.py` what one can do,
+`session.py` who may. `parts.py`, `curves.py` and `samples.py` read what the pages show, `render.py` writes it and sets
+the headers of every answer, `assets.py` serves scripts and styles. Everything is read from Redis through the ring;
+everything shown is escaped.
 """
 
 from fastapi import APIRouter

@@ -6,7 +6,7 @@ Invariants.
   ADAPTER_UPLOAD_TTL_S.
 - `latest` moves forward only, but for `rollback`; every move is in the log.
 - A version that is the latest, or that anybody has pinned, is not deleted.
-- Events are hints, sent with the change; the pointers are the truth (adapter_watch.py).
+- Events are hints, sent with the change; the pointers are the truth (watch.py).
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class AdapterStore(AdapterPins):
         set_latest: bool = True,
         if_latest: int | None = None,
     ) -> AdapterManifest:
-        """Store a checked adapter (adapter_format.py) as the next version of `name`.
+        """Store a checked adapter (shared/adapter_files/formats.py) as the next version of `name`.
 
         `parent` None: the present latest. `set_latest` False leaves a candidate for `promote`. With `if_latest`, a
         ConflictError and no new version when the latest is another one by the time the bytes are up.

@@ -112,7 +112,7 @@ async def server_time_ms(redis: "Redis") -> int:
 class Script:
     """A file of one of the folders shared/redis/*/lua, run by its hash; loaded again after a restart of the server.
 
-    A line `-- uses: names` in its head puts name.lua, which holds only functions, in front of it, one by one.
+    A line `-- uses: names` in its head puts the script of each name, which holds only functions, in front of it.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,1 +1,5 @@
-"""shared/redis/jobs."""
+"""Durable jobs in Redis.
+
+`store.py` is for those who submit and poll, with `intake.py` for the submission itself. `ledger.py` is for the job
+runner: lease, cursor, results, end. `ticks.py` wakes a runner through arq.
+"""

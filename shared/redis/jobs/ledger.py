@@ -1,4 +1,4 @@
-"""What runners keep of a job's progress: its lease, its cursor, its results, its end (invariants: job_store.py)."""
+"""What runners keep of a job's progress: its lease, its cursor, its results, its end (invariants: store.py)."""
 
 import contextlib
 import math

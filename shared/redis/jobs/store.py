@@ -1,4 +1,4 @@
-"""Durable jobs in Redis, for those who submit and poll them; runners keep their progress in job_ledger.py.
+"""Durable jobs in Redis, for those who submit and poll them; runners keep their progress in ledger.py.
 
 Invariants. A job is visible when its spec and all of its inputs are written, and not before. Each sample is recorded
 once; counts, usage and rewards change only then. A terminal state is entered once and never left. Every key has a time

@@ -1,1 +1,6 @@
-"""shared/redis/ring."""
+"""What the processes of a ring know of each other.
+
+`worker_registry.py`: who serves what, with heartbeats. `pause.py`: the switch that stops all workers.
+`metric_store.py`: the sum of what all processes have counted. `child_troubles.py`: child processes that end again and
+again.
+"""

@@ -1,4 +1,4 @@
-"""Token frames: what a worker writes per decode step, and (from their own modules) how it is read.
+"""Token frames: what a worker writes per decode step (reader.py and feed.py read it).
 
 Per decode step and api process one frame: XADD to the api's frame stream (bounded; makes it lossless) and PUBLISH on
 its channel (the live path). Log chunks and commits travel in the same pipeline, before the frames, so that whoever

@@ -1,1 +1,6 @@
-"""shared/redis/training."""
+"""What passes between the ring and a trainer.
+
+`trajectory_intake.py`: finished live traffic that nobody has scored yet. `trajectory_queue.py`: scored trajectories,
+which the trainer takes exactly once. `orders.py`: what users ask of a trainer (or of a job runner), and the answers.
+`board.py`: what the trainer tells of itself.
+"""

@@ -1,7 +1,7 @@
 """The seam for adapters: who computes with which adapter, and which version a token carries.
 
 The engine asks an `Adapters` object and knows nothing of slots or LoRA. `NoAdapters` serves the base model only;
-`AdapterSlots` (slots.py) serves versions from the store.
+`AdapterSlots` (worker/engine/lora/slots.py) serves versions from the store.
 """
 
 from dataclasses import dataclass, field

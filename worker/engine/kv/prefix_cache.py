@@ -6,7 +6,7 @@ weights.
 
 What a prompt adds to the cache is one *segment*: the KV of those blocks that nobody stored before it. A prompt that
 shares some blocks of a segment hits as far as they go. MLX arrays never change: whoever writes behind a prefix
-writes into a copy, so hits share the stored arrays. Segments that come together lie in one slab (kv_slabs.py), which
+writes into a copy, so hits share the stored arrays. Segments that come together lie in one slab (slabs.py), which
 lives as long as one of them; the first hit of a segment takes it out, so that few hot prompts do not keep cold ones.
 
 Invariants. Lives in the engine's thread. A segment's first block follows a block of another segment, its parent, or

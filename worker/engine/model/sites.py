@@ -83,7 +83,7 @@ def _site(path: str, module: Any, switches: set[int]) -> Site | None:
 
 
 def _known_switches(model: Any) -> set[int]:
-    """Switches inside the two modules that sort tokens by expert in the way that multi_lora.py retraces."""
+    """Switches inside the two modules that sort tokens by expert, in the way that `MultiLoRASwitch` retraces."""
     parents = (module for _, module in model.named_modules() if isinstance(module, SwitchGLU | SwitchMLP))
     return {id(child) for parent in parents for child in parent.values() if isinstance(child, _SWITCHES)}
 
