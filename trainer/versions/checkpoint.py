@@ -12,11 +12,14 @@ Invariants.
 - A checkpoint that was given a name by the user, `best` and `latest` are never pruned.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -220,6 +223,9 @@ def _digest(path: Path) -> _File:
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
+        if sys.platform == "darwin":  # there fsync leaves what the drive has in its cache
+            with contextlib.suppress(OSError):  # a file system that knows no such command
+                fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
