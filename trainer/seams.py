@@ -1,6 +1,5 @@
 """What a run is made of. Each part is a seam: the ring's in production, an in-process one in tests."""
 
-import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,16 +24,6 @@ class Board(Protocol):
 
     async def show(self, state: TrainerState, point: TrainingPoint | None = None, problem: str = "") -> None:
         """What the run does now, the train step that it has just done, and what keeps it from learning."""
-
-
-class NoBoard:
-    """Tells nobody."""
-
-    def begin(self, status: Callable[[TrainerState], TrainerStatus], stop: Callable[[], None]) -> None:
-        """Nothing."""
-
-    async def show(self, state: TrainerState, point: TrainingPoint | None = None, problem: str = "") -> None:
-        """Nothing."""
 
 
 class BoardStore(Protocol):
@@ -80,27 +69,6 @@ class Mailbox(Protocol):
 
     def known(self, orders: Collection[str]) -> None:
         """Orders whose effect the weights have already."""
-
-
-class NoMailbox:
-    """Nobody asks."""
-
-    async def next(self) -> Letter:
-        """Never."""
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
-
-    def give_back(self, letter: Letter) -> None:
-        """Nothing."""
-
-    async def answer(self, letter: Letter, answer: Answer, *, keep: bool = False) -> None:
-        """Nothing."""
-
-    async def saved(self) -> None:
-        """Nothing."""
-
-    def known(self, orders: Collection[str]) -> None:
-        """Nothing."""
 
 
 class OrderDesk(Protocol):
@@ -188,8 +156,8 @@ class Parts:
     source: RolloutSource
     sink: AdapterSink
     environment: Environment
+    board: Board
+    mailbox: Mailbox
     held_out: Environment | None = None
-    board: Board = field(default_factory=NoBoard)
     live: LiveQueue | None = None  # needed for the sources `live` and `both`
-    mailbox: Mailbox = field(default_factory=NoMailbox)
     ring: str = ""  # the name of the ring's data; "": there is none

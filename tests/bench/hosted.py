@@ -28,6 +28,7 @@ from shared.process import logs
 from tests.bench.local_ring import LocalRing, LocalSink, LocalSource
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
 from tests.bench.steady_training import Training, random_groups
+from tests.training.nobody import NoBoard, NoMailbox
 from trainer.hosted import FREE_PART
 from trainer.learn.compute import EngineHost
 from trainer.learn.learner import Learner
@@ -180,6 +181,8 @@ async def run_loop(ring: LocalRing, options: Options, folder: Path) -> dict[str,
         source=LocalSource(ring),
         sink=sink,
         environment=ByChance(),
+        board=NoBoard(),
+        mailbox=NoMailbox(),
     )
     loop = TrainLoop(settings, parts)
     running = asyncio.create_task(loop.run())

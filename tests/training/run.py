@@ -15,6 +15,7 @@ from shared.process import logs
 from shared.process.settings import load
 from shared.text.codec import TextCodec
 from tests.training.in_process import InProcessSource, MemorySink
+from tests.training.nobody import NoBoard, NoMailbox
 from trainer.learn.compute import ThreadHost, at_once
 from trainer.loop import TrainLoop
 from trainer.rollouts.conversation import Conversation
@@ -49,6 +50,8 @@ async def train(
             "sink": sink,
             "environment": training_tasks(settings, None),
             "held_out": held_out_tasks(settings, None),
+            "board": NoBoard(),
+            "mailbox": NoMailbox(),
         }
         loop = TrainLoop(settings, Parts(**(made | parts)))
         on_loop(loop)

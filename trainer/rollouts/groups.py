@@ -50,11 +50,6 @@ class RolloutGroup:
     advantages: tuple[float | None, ...] = ()  # one a trajectory, where the user has given them
 
     @property
-    def trajectory_ids(self) -> tuple[str, ...]:
-        """One id a sample: `<group>/<sample>`."""
-        return tuple(f"{self.id}/{t.sample_index}" for t in self.trajectories)
-
-    @property
     def rewards(self) -> list[float]:
         """Rewards of the samples that have one."""
         return [t.reward.value for t in self.trajectories if t.reward is not None and t.reward.value is not None]

@@ -1,1 +1,0 @@
-"""Subcommands of `mlx_parallm`, one module a noun."""
