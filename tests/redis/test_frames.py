@@ -212,7 +212,7 @@ async def test_a_lost_subscription_is_made_again_and_what_it_missed_is_read(
 
 FROZEN_READER = """
 import asyncio, sys
-from shared.redis.tokens.writer import FrameReader
+from shared.redis.tokens.reader import FrameReader
 
 async def main(url):
     reader = FrameReader(url, "frozen")
