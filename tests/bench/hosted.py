@@ -25,6 +25,7 @@ import mlx.core as mx
 import numpy as np
 
 from shared.process import logs
+from shared.seeds import derived_seed
 from tests.bench.local_ring import LocalRing, LocalSink, LocalSource
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
 from tests.bench.steady_training import Training, random_groups
@@ -36,7 +37,6 @@ from trainer.learn.warm_up import rehearse
 from trainer.loop import TrainLoop
 from trainer.metrics import read
 from trainer.rollouts.environments import Observation, Outcome
-from trainer.rollouts.groups import derived_seed
 from trainer.seams import Parts
 from trainer.settings import TrainSettings
 from worker.engine.messages import EngineConfig

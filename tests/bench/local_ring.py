@@ -19,10 +19,11 @@ from shared.adapter_files.formats import prepared
 from shared.adapters import AdapterManifest, GateCheck
 from shared.errors import UnknownAdapterError
 from shared.frames import TokenEvent, VersionSpan
+from shared.seeds import derived_seed
 from shared.sequences import SamplingParams, SequenceSpec
 from shared.training import AlertKind
 from shared.trajectories import Trajectory
-from trainer.rollouts.groups import RolloutRequest, derived_seed
+from trainer.rollouts.groups import RolloutRequest
 from trainer.seams import Candidate, Stored
 from worker.engine.batch.adapters import AdapterConfig
 from worker.engine.messages import EngineConfig, RowRequest, StepOutput
