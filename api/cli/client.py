@@ -19,7 +19,7 @@ import msgspec
 
 from api.cli.http import RequestFailedError, byte_lines, decode, reached, refusal, unreachable
 from shared.jobs import TERMINAL, JobInput, JobKind, JobStatus, RewardSpec
-from shared.process.patience import BUSY, Patience
+from shared.process.patience import BUSY, Patience, patiently
 from shared.sequences import AdapterPolicy
 from shared.trajectories import Trajectory
 
@@ -311,20 +311,13 @@ class InferenceClient:
         told: frozenset[int] = frozenset(),
     ) -> httpx.Response:
         """Send, and send again while the server is away or busy and our patience lasts. `told`: errors that answer."""
-        patience = Patience(self._patience_s)
-        while True:
-            try:
-                response = await send()
-            except httpx.TransportError as error:
-                if patience.is_over:
-                    raise unreachable(self.url, error) from error
-            else:
-                if response.status_code not in busy or patience.is_over:
-                    if response.is_error and response.status_code not in told:
-                        raise refusal(response)
-                    return response
-                patience.heed(response)
-            await patience.pause()
+        try:
+            response = await patiently(send, Patience(self._patience_s), busy)
+        except httpx.TransportError as error:
+            raise unreachable(self.url, error) from error
+        if response.is_error and response.status_code not in told:
+            raise refusal(response)
+        return response
 
 
 class _Place(msgspec.Struct):
