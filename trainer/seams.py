@@ -9,7 +9,7 @@ from shared.adapters import GateCheck
 from shared.redis.training.orders import Received
 from shared.training import AlertKind, Answer, Order, TrainerState, TrainerStatus, TrainingPoint
 from trainer.learn.compute import ComputeHost
-from trainer.rollouts.conversation import Conversation
+from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import Environment
 from trainer.rollouts.groups import RolloutSource
 from trainer.rollouts.live import LiveQueue
@@ -152,7 +152,7 @@ class Parts:
     host: ComputeHost
     load_model: Callable[[], Any]  # called in the host's thread; an mlx-lm model
     base_sha256: str
-    conversation: Conversation
+    conversation: ChatEncoder
     source: RolloutSource
     sink: AdapterSink
     environment: Environment

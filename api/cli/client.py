@@ -65,7 +65,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     parent: str | None = None  # of an adapter: its base model
 
 
-class Generation(msgspec.Struct, frozen=True):
+class GeneratedText(msgspec.Struct, frozen=True):
     """One completion of `POST /generate`."""
 
     request_id: str
@@ -254,10 +254,10 @@ class InferenceClient:
                     raise RequestFailedError(str(event["error"].get("message", data)), response.status_code)
                 yield event
 
-    async def generate(self, prompt: str | list[int], **options: Any) -> Generation:
+    async def generate(self, prompt: str | list[int], **options: Any) -> GeneratedText:
         """One completion of a text or of token ids; options are the fields of `POST /generate`, one prompt, n 1."""
         body = {"prompt" if isinstance(prompt, str) else "prompt_ids": prompt, "logprobs": 1, **options}
-        return decode(await self._patiently(lambda: self._http.post("/generate", json=body)), Generation)
+        return decode(await self._patiently(lambda: self._http.post("/generate", json=body)), GeneratedText)
 
     async def load_adapter(self, adapter_path: str, name: str | None = None) -> AdapterLoaded:
         """Make the next version of an adapter from a directory of the api's host, below its --adapter-dirs."""

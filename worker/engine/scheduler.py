@@ -122,7 +122,7 @@ class ClassTurns:
         return "interactive"
 
 
-class Pace:
+class PieceSizes:
     """How long a piece of a batch prompt may be, by what recent turns have taken.
 
     A turn takes `a + b * tokens`, a for the decode step and for a forward's overhead. Pieces get half of a: where that
