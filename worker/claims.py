@@ -177,8 +177,8 @@ class Preparing:
         return None
 
 
-class Room:
-    """Of one worker; `cancel` ends a row in the engine."""
+class Returns:
+    """How rows of one worker go back to the queue before their end; `cancel` ends a row in the engine."""
 
     def __init__(
         self, queue: SequenceQueue, worker_id: str, running: dict[str, Running], cancel: Callable[[str], None]
@@ -188,19 +188,23 @@ class Room:
         self._running = running
         self._cancel = cancel
 
-    def make(self, rows: int) -> list[Running]:
+    def make_room(self, rows: int) -> list[Running]:
         """End this many rows of jobs in the engine, so that what is submitted next finds a place."""
         gone = victims(self._running.values(), rows)
         for row in gone:
-            row.occupies_row = False  # what the engine still says of it is dropped
+            row.occupies_row = False
             self._cancel(row.id)
         return gone
 
-    async def hand_back(self, rows: list[Running]) -> None:
-        """Give them back; should Redis have gone, their leases run out."""
+    async def hand_back(self, rows: list[Running], *, failed: bool = False) -> None:
+        """Give them back; should Redis have gone, their leases run out. `failed`: the engine has, over these rows.
+
+        Whoever wants their last tokens in the log has them written first (`TokenPublisher.log_all`).
+        """
+        for row in rows:
+            row.occupies_row = False  # what the engine still says of it is dropped
         try:
-            await self._queue.release(self._worker_id, [row.claim for row in rows])
-            log.info("worker.made_room", sequences=len(rows))
+            await self._queue.release(self._worker_id, [row.claim for row in rows], failed=failed)
         finally:
             for row in rows:
                 if self._running.get(row.id) is row:  # not a newer attempt, claimed meanwhile

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from shared.redis.connection.faults import reason
 from shared.redis.queue.sequence_queue import SequenceQueue
-from worker.claims import Running
+from worker.claims import Returns, Running
 from worker.publisher import TokenPublisher
 
 log = structlog.get_logger()
@@ -31,6 +31,7 @@ class Farewell:
         queue: SequenceQueue,
         publisher: TokenPublisher,
         worker_id: str,
+        returns: Returns,
         running: dict[str, Running],
         freed: asyncio.Event,
     ) -> None:
@@ -38,6 +39,7 @@ class Farewell:
         self._queue = queue
         self._publisher = publisher
         self._worker_id = worker_id
+        self._returns = returns
         self._running = running
         self._freed = freed
 
@@ -71,17 +73,13 @@ class Farewell:
     async def hand_back(self, *, failed: bool) -> None:
         """Give what is left to the others at once; `failed`: the engine has, over these rows."""
         rows = [row for row in self._running.values() if row.occupies_row]
-        for row in rows:
-            self._publisher.flush_log(row.id)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):
-                await self._publisher.drained()
-        for row in rows:
-            row.occupies_row = False
+                await self._publisher.log_all(rows)
         try:
             async with asyncio.timeout(LAST_WORDS_S):
                 if rows:
-                    await self._queue.release(self._worker_id, [row.claim for row in rows], failed=failed)
+                    await self._returns.hand_back(rows, failed=failed)
                     log.info("worker.handed_back", sequences=len(rows))
                 await self._queue.delete_worker_streams(self._worker_id)
         except (RedisError, OSError) as error:

@@ -14,9 +14,8 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from shared.redis.queue.sequence_queue import SequenceQueue
 from shared.redis.ring.pause import PauseOrder, PauseSwitch
-from worker.claims import Running
+from worker.claims import Returns, Running
 from worker.engine.thread import EngineThread
 from worker.publisher import TokenPublisher
 
@@ -33,18 +32,16 @@ class Pause:
         self,
         switch: PauseSwitch,
         engine: EngineThread,
-        queue: SequenceQueue,
         publisher: TokenPublisher,
-        worker_id: str,
+        returns: Returns,
         running: dict[str, Running],
         changed: Callable[[], None],
         tell: Callable[[], Awaitable[None]],
     ) -> None:
         self._switch = switch
         self._engine = engine
-        self._queue = queue
         self._publisher = publisher
-        self._worker_id = worker_id
+        self._returns = returns
         self._running = running
         self._changed = changed
         self._tell = tell
@@ -110,17 +107,8 @@ class Pause:
         """Let the queue have the rows of jobs, with all their tokens in the log."""
         if not rows:
             return
-        for row in rows:
-            self._publisher.flush_log(row.id)
-        await self._publisher.drained()
-        for row in rows:
-            row.occupies_row = False
-        try:
-            await self._queue.release(self._worker_id, [row.claim for row in rows])
-        finally:  # should Redis have gone, their leases run out
-            for row in rows:
-                self._engine.cancel(row.id)
-                self._running.pop(row.id, None)
+        await self._publisher.log_all(rows)
+        await self._returns.hand_back(rows)
 
     async def _settle(self, order: PauseOrder) -> None:
         """Come to rest when nothing is left to wait for."""

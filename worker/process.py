@@ -36,7 +36,7 @@ from shared.text.codec import TokenizerBundle
 from worker.adapter_cache import DiskCache
 from worker.adapter_sync import AdapterSync
 from worker.cache_resets import CacheResets
-from worker.claims import NOTHING, Preparing, Room, Running, claim_plan, now_ms
+from worker.claims import NOTHING, Preparing, Returns, Running, claim_plan, now_ms
 from worker.control import ControlChannel
 from worker.drain import LAST_WORDS_S, Farewell
 from worker.engine.batch.adapters import AdapterStats, SlotConfig
@@ -134,17 +134,16 @@ class WorkerProcess:
             stale_after_s=0.8 * self._lease_s,
             counts=self._counts.sequences,
         )
+        self._returns = Returns(self._queue, self.id, self.running, self._engine.cancel)
         self._pause = Pause(
             PauseSwitch(self._redis),
             self._engine,
-            self._queue,
             self._publisher,
-            self.id,
+            self._returns,
             self.running,
             changed=self._freed.set,
             tell=self._beat,
         )
-        self._room = Room(self._queue, self.id, self.running, self._engine.cancel)
         self._preparing = Preparing(
             self._adapters, self.running, self._engine.submit, self._submitted, self._publisher.take
         )
@@ -188,7 +187,9 @@ class WorkerProcess:
             await self._stop.wait()
             await self._lodging.close(hopeless=self._death is not None)  # a train step may still need rows
             await _cancel(claiming)
-            farewell = Farewell(self._redis, self._queue, self._publisher, self.id, self.running, self._freed)
+            farewell = Farewell(
+                self._redis, self._queue, self._publisher, self.id, self._returns, self.running, self._freed
+            )
             if self._death is None:
                 self._state = "draining"
                 with contextlib.suppress(RedisError, OSError):
@@ -258,11 +259,12 @@ class WorkerProcess:
             self.running[claim.spec.id] = Running.after(claim, prior)
             requests.append(RowRequest(claim.spec, claim.attempt, tuple(prior)))
         occupied = sum(row.occupies_row for row in self.running.values())
-        gone = self._room.make(occupied - self._settings.max_batch_size)
+        gone = self._returns.make_room(occupied - self._settings.max_batch_size)
         self._preparing.take(requests)
         if gone:
             self._counts.sequences.preemptions.add(len(gone))
-            await self._room.hand_back(gone)
+            await self._returns.hand_back(gone)
+            log.info("worker.made_room", sequences=len(gone))
         for request in requests:
             self._orders.welcome(request.spec.id)
             if request.prior:

@@ -9,7 +9,7 @@ Invariant: after a stall longer than the lease, nothing is published until owner
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 import structlog
@@ -83,6 +83,12 @@ class TokenPublisher:
         self._flush.add(seq)
         self._idle.clear()
         self._ready.set()
+
+    async def log_all(self, rows: Iterable[Running]) -> None:
+        """Return when the log has everything that the engine has said of these rows."""
+        for row in rows:
+            self.flush_log(row.id)
+        await self.drained()
 
     async def drained(self) -> None:
         """Wait until everything taken has been written."""
