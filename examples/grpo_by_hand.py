@@ -25,6 +25,7 @@ import httpx
 Row = dict[str, Any]  # a line of a job's results: token ids, log-probabilities, versions, reward
 
 POLL_S = 0.05
+READY_S = 60.0  # a trainer has to be there by then
 ENDED = ("succeeded", "failed", "cancelled", "expired")
 
 
@@ -60,11 +61,15 @@ def sums(count: int) -> Iterator[tuple[str, str]]:
 
 def wait_for_policy(http: httpx.Client, policy: str) -> None:
     """Return once the trainer has published the version that it begins with."""
-    while True:
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
         status = http.get("/v1/training/status", params={"policy": policy})
+        if status.status_code in (401, 403):
+            checked(status)
         if status.status_code == 200 and status.json()["current_lora"]:
             return
         time.sleep(POLL_S)
+    raise SystemExit(f"nobody publishes {policy!r}: a trainer has to run, with the settings of examples/posted.yaml")
 
 
 def rollouts(
@@ -113,6 +118,8 @@ def learn(http: httpx.Client, policy: str, rows: list[Row], advantage: list[floa
     that drew it. Groups whose answers are all right, or all wrong, have nothing to teach and stay out.
     """
     taught = [{**row, "advantage": value} for row, value in zip(rows, advantage, strict=True) if value]
+    if not taught:
+        return {"lora": "as before: nothing to learn"}
     update = checked(http.post("/v1/training/update", json={"policy": policy, "trajectories": taught}))
     if update["status"] == "rejected":
         raise SystemExit(f"the new version did not pass the gate, the old one is served on: {update['gate']}")

@@ -5,13 +5,21 @@ PARALLM_TEST_REDIS names another server binary, such as a Redis 7.0.
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import structlog
 
+from api.http.connections import raise_file_limit
 from api.serve.embedded_redis import EmbeddedRedis
+
+
+def pytest_configure() -> None:
+    """A shell on macOS allows 256 open files, which the tests of many clients exceed."""
+    if sys.platform == "darwin":
+        raise_file_limit()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -24,7 +24,11 @@ import trainer.__main__
 import worker.__main__
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "Makefile", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("tests/bench/*.py"))]
+PAGES = [
+    *map(ROOT.joinpath, ("README.md", "CONTRIBUTING.md", "Makefile")),
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("tests/bench/*.py")),
+]
 TEXT = "\n".join(page.read_text() for page in PAGES).replace("\\\n", " ")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 BEFORE_HELP = {"tests.training.run": [str(ROOT / "trainer/recipes/tiny-arithmetic.yaml")]}  # its first argument
