@@ -1,6 +1,7 @@
 """How the code is laid out: folders of one subject, none too full, and every name taken from where it is defined."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -10,7 +11,8 @@ PACKAGES = ("api", "shared", "trainer", "worker")
 MOST_FILES = 16  # of code in one folder, `__init__.py` not counted
 MOST_LINES = 400  # of a file
 EMPTY_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}  # say nothing of what is inside
-FEWEST_WORDS = 5  # of a sentence that says something
+FEWEST_WORDS = 5  # of a sentence that says something, besides paths
+_PATH = re.compile(r"/|\.(py|lua|c)\b")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -90,10 +92,10 @@ def public_methods(body: list[ast.stmt]) -> Iterator[tuple[str, Function]]:
 
 
 def has_sentence(text: str) -> bool:
-    """Whether the first sentence is a whole one, and says more than where it stands."""
-    first, end, _ = f"{text.strip()} ".replace("\n", " ").partition(". ")
-    words = [word for word in first.split() if "/" not in word and not word.endswith(".py")]
-    return bool(end) and first[:1].isupper() and len(words) >= FEWEST_WORDS
+    """Whether there is a whole sentence that says more than where files are."""
+    *sentences, _ = re.split(r"\.(?=\s|$)", text)
+    said = ([word for word in sentence.split() if not _PATH.search(word)] for sentence in sentences)
+    return any(len(words) >= FEWEST_WORDS for words in said)
 
 
 def test_no_folder_is_too_full() -> None:
@@ -116,7 +118,7 @@ def test_every_room_says_what_it_is_for() -> None:
 def test_a_path_is_no_sentence() -> None:
     assert not has_sentence("")
     assert not has_sentence("api/openai.")
-    assert not has_sentence("The files of api/openai/responses, api/openai and api/http.")
+    assert not has_sentence("Files of api/openai/responses, api/openai and api/http.")
     assert not has_sentence("Sequences that wait for a worker")
     assert has_sentence("Sequences that wait for a worker, and what becomes of them.\n\nRead queue.py first.")
 
