@@ -1,6 +1,7 @@
 """This api process's connection to the ring: Redis, the served models, the token frames that come back.
 
-`ring.py` first: `Ring` is what every route gets (`ring_of`), and lives as long as the process.
+`ring.py` first: `Ring` is what every route gets (`ring_of`), and lives as long as the process. `caller.py` says whose
+request a task works for.
 
 Work whose time depends on what a client sent stays off the event loop: `room.py` shares a few threads fairly between
 API keys, `grammars.py` checks grammars in processes that can be killed (`grammar_process.py`), and `ordered_scores.py`

@@ -2,8 +2,9 @@
 
 Read in this order: `row.py` (one sequence), `running_batch.py` (one step of all of them), `row_model.py` (the model as
 the batch calls it), `sampler.py` (one draw for all rows). What edits the logits of single rows: `penalties.py`,
-`token_masks.py`, `grammar_masks.py`; `asked_tokens.py` reports tokens that a row names.
+`token_masks.py`, `grammar_masks.py`.
 
 Prompts: `prompt_group.py` (fed together in one forward), `prefill_lane.py` (scored, embedded or shared prompts),
-`prompts_in_flight.py` (the pieces under way). `adapters.py` is the seam to `lora/`.
+`prompts_in_flight.py` (the pieces under way), `unkept.py` (prompts that still have to go into the prefix cache).
+`adapters.py` is the seam to `lora/`.
 """
