@@ -111,14 +111,16 @@ def _listen(settings: ApiSettings, fd: int | None) -> socket.socket:
         if fd is not None:
             return socket.socket(fileno=fd)
         if settings.uds:
-            listener = socket.socket(socket.AF_UNIX)
-            listener.bind(settings.uds)
-            listener.listen(2048)
+            with contextlib.ExitStack() as undo:
+                listener = undo.enter_context(socket.socket(socket.AF_UNIX))
+                listener.bind(settings.uds)
+                listener.listen(2048)
+                undo.pop_all()
             return listener
         return socket.create_server((settings.host, settings.port), backlog=2048)
     except OSError as error:
         where = f"fd {fd}" if fd is not None else settings.uds or f"{settings.host}:{settings.port}"
-        raise SetupError(f"cannot listen on {where}: {error.strerror}") from error
+        raise SetupError(f"cannot listen on {where}: {error.strerror or error}") from error  # a long path has no number
 
 
 def _config(settings: ApiSettings) -> uvicorn.Config:

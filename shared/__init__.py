@@ -4,12 +4,14 @@ Nothing here imports MLX or FastAPI, so every process can import all of it. Read
 
     sequences.py     what waits in the queue and is decoded: one prompt, one completion
     frames.py        token events, and the frames that carry them
+    token_events.py  taking token events apart and putting them together
     jobs.py          a job that is submitted and polled
     trajectories.py  what a rollout leaves behind
     adapters.py      an adapter version
     training.py      what a trainer tells, is asked and answers
     errors.py        every error, with its HTTP status
     owners.py        whose a thing is
+    seeds.py         seeds that follow from other seeds
 
 Then `redis/`, which moves these types. `rewards/` and `scoring/` compute rewards, `text/` turns text into token ids and
 back, `adapter_files/` reads adapter files, `telemetry/` counts and traces, `process/` is what every process needs to

@@ -26,7 +26,7 @@ AdapterStatus = Literal["published", "rejected"]
 AdapterChange = Literal["seen", "published", "promoted", "rolled_back", "rejected", "deleted"]
 ModuleShapes = dict[str, tuple[int, int]]  # module path -> (in, out)
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"  # of an adapter, a policy or a checkpoint: a file may be called so, too
 _CHOICE = re.compile(r"(?P<name>[^@:,]+)(?:@(?P<version>[1-9][0-9]{0,8}))?(?::(?P<weight>[0-9.eE+-]{1,24}))?")
 
 
@@ -177,7 +177,7 @@ def not_yours(name: str) -> UnknownAdapterError:
 
 def check_name(name: str) -> str:
     """The name, if it is one: letters, digits, `.`, `_`, `-`, at most 64, the first a letter or digit."""
-    if not _NAME.fullmatch(name):
+    if not re.fullmatch(NAME, name):
         raise InvalidRequestError(
             f"{name[:80]!r} is no adapter name: at most 64 letters, digits, '.', '_', '-', the first a letter or digit"
         )

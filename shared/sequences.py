@@ -10,11 +10,12 @@ one out would change what is drawn: there it refuses. Field names are never reus
 """
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from shared.errors import IncompatibleVersionError, UnreadableMessageError
+from shared.errors import IncompatibleVersionError, TokenOutOfRangeError, UnreadableMessageError
 from shared.frames import Finish, TokenLogprob, VersionSpan
 
 SCHEMA = 1  # that we write, and the newest that we read
@@ -164,6 +165,17 @@ class ModelCard(msgspec.Struct, frozen=True):
     schema: int = SCHEMA
     modules: dict[str, tuple[int, int]] = {}  # that adapters may adapt: path -> (in, out); empty: not known
     sources: tuple[str, ...] = ()  # what its workers were given as --model: hub names, folders; requests may say these
+
+
+def vocabulary_error(
+    ids: Sequence[int] | Mapping[int, float], vocab_size: int, param: str = "", where: str = ""
+) -> TokenOutOfRangeError | None:
+    """The error of token ids of which one, the first of them named, is not the model's; None when all are."""
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return None
+    wrong = next(token for token in ids if not 0 <= token < vocab_size)
+    message = f"{where}: token id {wrong}" if where else f"token id {wrong}"
+    return TokenOutOfRangeError(f"{message} is not in the vocabulary of {vocab_size}", param=param or None)
 
 
 _encoder = msgspec.msgpack.Encoder()

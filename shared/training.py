@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from shared.adapters import NAME
 from shared.errors import InvalidRequestError
 from shared.trajectories import LiveTrajectory
 
@@ -18,8 +19,6 @@ AlertKind = Literal[
 ALERT_KINDS: tuple[AlertKind, ...] = get_args(AlertKind)
 TrainerState = Literal["starting", "waiting", "training", "paused", "ended", "failed"]
 ForeignAction = Literal["adopt", "override"]  # what to do with a version that somebody else has made the latest
-
-_CHECKPOINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,9 +217,14 @@ class TrajectoryStats(msgspec.Struct, frozen=True):
     bytes: int = 0  # of those that wait
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a checkpoint can have it; `latest` and `best` point at others."""
+    return re.fullmatch(NAME, name) is not None and name not in ("latest", "best")
+
+
 def check_checkpoint_name(name: str) -> str:
     """The name, if a checkpoint can have it; "" is the default name."""
-    if name and (not _CHECKPOINT.fullmatch(name) or name in ("latest", "best")):
+    if name and not is_checkpoint_name(name):
         raise InvalidRequestError(
             f"{name[:80]!r} is no checkpoint name: letters, digits, '.', '_', '-', at most 64, not 'latest' or 'best'",
             param="checkpoint_name",

@@ -4,9 +4,10 @@ from typing import Any
 
 import msgspec
 
-from shared.frames import FinishReason, TokenEvent, TokenLogprob, VersionSpan, spans_of
+from shared.frames import Finish, FinishReason, TokenEvent, TokenLogprob, VersionSpan, spans_of
 from shared.jobs import SamplingOverrides
 from shared.sequences import LogprobsMode, SamplingParams, SequenceResult, SequenceSpec, Timings
+from shared.token_events import join
 
 
 class Reward(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -86,24 +87,23 @@ def result_of(
     spec: SequenceSpec, attempt: int, worker: str, events: list[TokenEvent], timings: Timings
 ) -> SequenceResult:
     """The result of a sequence whose last event carries `finish`."""
-    finish = events[-1].finish
-    assert finish is not None, "a result before the end"
-    text = [event.text for event in events if event.text is not None]
+    whole = join(events)
+    assert whole.finish is not None, "a result before the end"
     return SequenceResult(
         id=spec.id,
-        finish=finish,
+        finish=whole.finish,
         worker=worker,
         attempt=attempt,
         prompt_tokens=len(spec.prompt_ids),
-        completion_ids=tuple(token for event in events for token in event.tokens),
-        logprobs=tuple(logprob for event in events for logprob in event.logprobs),
-        top_logprobs=tuple(tuple(top) for event in events for top in event.top_logprobs or ()),
+        completion_ids=tuple(whole.tokens),
+        logprobs=tuple(whole.logprobs),
+        top_logprobs=tuple(map(tuple, whole.top_logprobs or ())),
         spans=spans_of(events),
-        text="".join(text) if text else None,
-        prompt_logprobs=tuple(events[0].prompt_logprobs or ()),
-        prompt_top_logprobs=tuple(tuple(top) for top in events[0].prompt_top_logprobs or ()),
-        score_logprobs=tuple(events[-1].score_logprobs or ()),
-        embedding=events[-1].embedding or b"",
+        text=whole.text,
+        prompt_logprobs=tuple(whole.prompt_logprobs or ()),
+        prompt_top_logprobs=tuple(map(tuple, whole.prompt_top_logprobs or ())),
+        score_logprobs=tuple(whole.score_logprobs or ()),
+        embedding=whole.embedding or b"",
         timings=timings,
     )
 
@@ -136,6 +136,25 @@ def trajectory_of(
         metadata=metadata,
         logprobs_mode=spec.sampling.logprobs_mode,
         drawn=drawing_of(spec.sampling),
+    )
+
+
+def event_of(seq: str, trajectory: Trajectory, *, with_text: bool) -> TokenEvent:
+    """All of a trajectory as one event; without its text the reader decodes the tokens."""
+    t = trajectory
+    return TokenEvent(
+        seq=seq,
+        attempt=t.attempt,
+        position=0,
+        tokens=list(t.completion_ids),
+        logprobs=list(t.logprobs),
+        top_logprobs=list(map(list, t.top_logprobs)) or None,
+        text=t.text if with_text else None,
+        version=t.spans[-1].version if t.spans else "",
+        finish=Finish(t.finish_reason, t.stop_match, cached_tokens=t.cached_tokens),
+        prompt_logprobs=list(t.prompt_logprobs) or None,
+        prompt_top_logprobs=list(map(list, t.prompt_top_logprobs)) or None,
+        embedding=t.embedding or None,
     )
 
 

@@ -4,7 +4,7 @@
     run.py        from settings to the parts of a run
     seams.py      those parts: where samples come from, where versions go, who is told
     loop.py       the whole of training: collect, train, gate, publish, checkpoint
-    sources.py    where samples come from, as the settings say
+    sources.py    the sources of a run, as its settings name them
     inbox.py      what to train on next: own prompts, live traffic, or what a user has posted
     gate.py       the checks that a version must pass; pure
     state.py      the progress that a checkpoint saves
@@ -12,6 +12,6 @@
 Read `loop.py` first. Then `rollouts/` (samples and their rewards), `learn/` (the train step, the one room that computes
 with MLX), `versions/` (gate, publish, checkpoints) and `ring/` (how all of it reaches the ring). `settings.py` has the
 flags, `orders.py` what users ask, `metrics.py` and `tensorboard.py` what a run tells, `stopping.py` signals,
-`warm_up.py` train steps before a hosted trainer's worker is ready. `recipes/` holds settings, `tiny/` makes our own
-small model.
+`warm_up.py` the train steps before a hosted trainer is ready. `recipes/`
+holds settings, `tiny/` makes our own small model.
 """

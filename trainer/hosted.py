@@ -23,7 +23,7 @@ import yaml
 from shared.errors import EngineError, ParallmError, QueueFullError, ServiceUnavailableError, SetupError
 from shared.process.nested_config import is_nested
 from shared.process.settings import WorkerSettings, load
-from trainer.learn.compute import EngineHost, EngineThread
+from trainer.learn.compute import EngineHost, SharedEngine
 from trainer.loop import TrainLoop
 from trainer.rollouts.scorers import ring_judges
 from trainer.run import tasks, train
@@ -40,11 +40,11 @@ _MAY_PASS = (EngineError, QueueFullError, ServiceUnavailableError)
 _OF_THE_WORKER = {"model": "model", "model_path": "model", "dtype": "dtype", "redis": "redis", "redis_url": "redis"}
 
 
-class Workplace(Protocol):
+class LendingWorker(Protocol):
     """What a worker lends (worker/guest.py)."""
 
     @property
-    def engine(self) -> EngineThread:
+    def engine(self) -> SharedEngine:
         """Where MLX work runs."""
 
     @property
@@ -64,7 +64,7 @@ class HostedTrainer:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def prepare(self, place: Workplace) -> None:
+    def prepare(self, place: LendingWorker) -> None:
         """Find out what memory there is for a microbatch; compile what a train step needs, where that takes time."""
         if not self._settings.microbatch_gb:
             bound = free_bytes() / FREE_PART / 1e9
@@ -75,7 +75,7 @@ class HostedTrainer:
             place.engine.run_between_steps(lambda: rehearse(model, self._settings, vocab_size)).result()
             log.info("training.warm", seconds=round(time.perf_counter() - began, 1))
 
-    def start(self, place: Workplace, ended: Callable[[bool], None]) -> None:
+    def start(self, place: LendingWorker, ended: Callable[[bool], None]) -> None:
         """Train from now on."""
 
         def run() -> None:
@@ -116,7 +116,7 @@ class HostedTrainer:
 
     # -- in the trainer's thread
 
-    async def _train_until_done(self, place: Workplace) -> bool:
+    async def _train_until_done(self, place: LendingWorker) -> bool:
         """Whether all is done."""
         self._loop = asyncio.get_running_loop()
         failures = 0
@@ -138,7 +138,7 @@ class HostedTrainer:
             await self._pause(pause_s)
         return False
 
-    async def _try(self, place: Workplace) -> Literal["done", "ended", "again"]:
+    async def _try(self, place: LendingWorker) -> Literal["done", "ended", "again"]:
         # Errors end in here: one that passed the loop above would stay in its frame, with all the run's arrays.
         self._running = asyncio.create_task(self._train(place))
         try:
@@ -155,7 +155,7 @@ class HostedTrainer:
             log.exception("training.broken")
             return "again"
 
-    async def _train(self, place: Workplace) -> None:
+    async def _train(self, place: LendingWorker) -> None:
         async def loaded() -> LoadedModel:
             return place.loaded
 

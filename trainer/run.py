@@ -10,7 +10,7 @@ from shared.errors import SetupError
 from trainer.learn.compute import ComputeHost
 from trainer.loop import TrainLoop
 from trainer.ring.join import way_to_ring
-from trainer.rollouts.conversation import Conversation
+from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import ArithmeticEnvironment, DatasetEnvironment, Environment, Scorer, read_jsonl
 from trainer.rollouts.own_code import OwnEnvironment
 from trainer.rollouts.scorers import Judges, check_judges, open_scorer
@@ -90,7 +90,7 @@ async def train(
             host=host,
             load_model=lambda: loaded.model,
             base_sha256=ring.base_sha256,
-            conversation=Conversation(ring.codec, settings.chat_template_kwargs),
+            conversation=ChatEncoder(ring.codec, settings.chat_template_kwargs),
             source=ring.source,
             sink=ring.sink,
             environment=environment,

@@ -1,6 +1,5 @@
 """What a run is made of. Each part is a seam: the ring's in production, an in-process one in tests."""
 
-import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from shared.errors import ParallmError
 from shared.redis.training.orders import Received
 from shared.training import AlertKind, Answer, Order, Refusal, TrainerState, TrainerStatus, TrainingPoint
 from trainer.learn.compute import ComputeHost
-from trainer.rollouts.conversation import Conversation
+from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import Environment
 from trainer.rollouts.groups import RolloutSource
 from trainer.rollouts.live import LiveQueue
@@ -26,16 +25,6 @@ class Board(Protocol):
 
     async def show(self, state: TrainerState, point: TrainingPoint | None = None, problem: str = "") -> None:
         """What the run does now, the train step that it has just done, and what keeps it from learning."""
-
-
-class NoBoard:
-    """Tells nobody."""
-
-    def begin(self, status: Callable[[TrainerState], TrainerStatus], stop: Callable[[], None]) -> None:
-        """Nothing."""
-
-    async def show(self, state: TrainerState, point: TrainingPoint | None = None, problem: str = "") -> None:
-        """Nothing."""
 
 
 class BoardStore(Protocol):
@@ -85,27 +74,6 @@ class Mailbox(Protocol):
 
     def known(self, orders: Collection[str]) -> None:
         """Orders whose effect the weights have already."""
-
-
-class NoMailbox:
-    """Nobody asks."""
-
-    async def next(self) -> Letter:
-        """Never."""
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
-
-    def give_back(self, letter: Letter) -> None:
-        """Nothing."""
-
-    async def answer(self, letter: Letter, answer: Answer, *, keep: bool = False) -> None:
-        """Nothing."""
-
-    async def saved(self) -> None:
-        """Nothing."""
-
-    def known(self, orders: Collection[str]) -> None:
-        """Nothing."""
 
 
 class OrderDesk(Protocol):
@@ -189,12 +157,12 @@ class Parts:
     host: ComputeHost
     load_model: Callable[[], Any]  # called in the host's thread; an mlx-lm model
     base_sha256: str
-    conversation: Conversation
+    conversation: ChatEncoder
     source: RolloutSource
     sink: AdapterSink
     environment: Environment
+    board: Board
+    mailbox: Mailbox
     held_out: Environment | None = None
-    board: Board = field(default_factory=NoBoard)
     live: LiveQueue | None = None  # needed for the sources `live` and `both`
-    mailbox: Mailbox = field(default_factory=NoMailbox)
     ring: str = ""  # the name of the ring's data; "": there is none

@@ -59,10 +59,6 @@ class DiskCache:
         """Where a version's file is, or would be."""
         return self._path / f"{manifest.sha256}.safetensors"
 
-    def bytes_used(self) -> int:
-        """Sum of the files' sizes."""
-        return sum(size for _, _, size in self._files())
-
     def _open(self, manifest: AdapterManifest) -> BufferedReader | None:
         """The file, held by a shared lock, or None when it is not there, or not whole (then it is gone)."""
         path = self.file(manifest)

@@ -20,6 +20,7 @@ from shared.redis.connection.faults import reason
 from shared.redis.queue.sequence_queue import ClaimPlan, SequenceQueue
 from shared.redis.tokens.writer import Commit
 from shared.sequences import Claim, Timings
+from shared.token_events import merged
 from shared.trajectories import result_of
 from worker.adapter_sync import AdapterSync
 from worker.engine.messages import RowRequest
@@ -87,58 +88,6 @@ class Running:
         timings = Timings(spec.enqueued_ms, self.started_ms, self.first_token_ms, now_ms())
         result = result_of(spec, self.claim.attempt, worker_id, self.events, timings)
         return Commit(claim=self.claim, result=result, last=self.take_chunk(), said=self.events)
-
-
-def merged(events: list[TokenEvent]) -> list[TokenEvent]:
-    """The same tokens in fewer events: neighbours of one version become one.
-
-    Events with text stay apart: a client that resumes inside one could not be given the rest of its text.
-    """
-    out: list[TokenEvent] = []
-    for event in events:
-        last = out[-1] if out else None
-        if last is None or not _joinable(last, event):
-            out.append(_copy(event))
-            continue
-        last.tokens += event.tokens
-        last.logprobs += event.logprobs
-        if event.top_logprobs is not None:
-            last.top_logprobs = (last.top_logprobs or []) + event.top_logprobs
-        last.finish = event.finish
-        last.score_logprobs = event.score_logprobs
-        last.embedding = event.embedding
-    return out
-
-
-def _joinable(last: TokenEvent, event: TokenEvent) -> bool:
-    return (
-        last.finish is None
-        and last.end == event.position
-        and (last.version == event.version or not event.tokens)
-        and last.text is None
-        and event.text is None
-        and (last.top_logprobs is None) == (event.top_logprobs is None)
-        and event.prompt_logprobs is None
-        and event.prompt_top_logprobs is None
-    )
-
-
-def _copy(event: TokenEvent) -> TokenEvent:
-    return TokenEvent(
-        event.seq,
-        event.attempt,
-        event.position,
-        list(event.tokens),
-        list(event.logprobs),
-        None if event.top_logprobs is None else list(event.top_logprobs),
-        event.text,
-        event.version,
-        event.finish,
-        event.prompt_logprobs,
-        event.score_logprobs,
-        event.prompt_top_logprobs,
-        event.embedding,
-    )
 
 
 NOTHING = ClaimPlan(0, 0, 0, 0, 0, worker_is_empty=False)

@@ -22,7 +22,7 @@ EARLY_KEPT = 256
 Cancel = Callable[[str, Literal["cancelled"]], None]
 
 
-class Orders:
+class ControlChannel:
     """The control channel of one worker."""
 
     def __init__(

@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 from shared.redis.connection.faults import reason
 from shared.redis.queue.sequence_queue import SequenceQueue
 from worker.claims import Running
-from worker.publisher import Publisher
+from worker.publisher import TokenPublisher
 
 log = structlog.get_logger()
 
@@ -29,7 +29,7 @@ class Farewell:
         self,
         redis: Redis,
         queue: SequenceQueue,
-        publisher: Publisher,
+        publisher: TokenPublisher,
         worker_id: str,
         running: dict[str, Running],
         freed: asyncio.Event,

@@ -18,7 +18,7 @@ from shared.redis.queue.sequence_queue import SequenceQueue
 from shared.redis.ring.pause import PauseOrder, PauseSwitch
 from worker.claims import Running
 from worker.engine.thread import EngineThread
-from worker.publisher import Publisher
+from worker.publisher import TokenPublisher
 
 log = structlog.get_logger()
 
@@ -34,7 +34,7 @@ class Pause:
         switch: PauseSwitch,
         engine: EngineThread,
         queue: SequenceQueue,
-        publisher: Publisher,
+        publisher: TokenPublisher,
         worker_id: str,
         running: dict[str, Running],
         changed: Callable[[], None],

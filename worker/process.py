@@ -1,6 +1,6 @@
 """The worker's asyncio side: claim, renew, publish, cancel, heartbeat, drain. The engine thread does the rest.
 
-Data runs one way round: queue -> `_claim_forever` -> engine -> `Publisher` -> Redis. The loops share one table,
+Data runs one way round: queue -> `_claim_forever` -> engine -> `TokenPublisher` -> Redis. The loops share one table,
 `running`, touched only on the event loop.
 
 Invariants. A sequence sits in `running` from claim to commit, and its lease is renewed all that time. What the
@@ -37,15 +37,15 @@ from worker.adapter_cache import DiskCache
 from worker.adapter_sync import AdapterSync
 from worker.cache_resets import CacheResets
 from worker.claims import NOTHING, Preparing, Room, Running, claim_plan, now_ms
-from worker.control import Orders
+from worker.control import ControlChannel
 from worker.drain import LAST_WORDS_S, Farewell
-from worker.engine.batch.adapters import AdapterConfig, AdapterStats
+from worker.engine.batch.adapters import AdapterStats, SlotConfig
 from worker.engine.messages import RowRequest, StepOutput, engine_config
 from worker.engine.thread import EngineThread
 from worker.engine_watch import EngineWatch
 from worker.guest import Guest, Lodging, Workplace
 from worker.pause import Pause
-from worker.publisher import Publisher
+from worker.publisher import TokenPublisher
 from worker.reports import Identity, WorkerCounts, worker_status
 
 log = structlog.get_logger()
@@ -81,7 +81,7 @@ class WorkerProcess:
         """
         self._loop = asyncio.get_running_loop()
         s = self._settings
-        adapters = AdapterConfig(s.adapter_slots, s.adapter_rank, s.adapter_dtype)
+        adapters = SlotConfig(s.adapter_slots, s.adapter_rank, s.adapter_dtype)
         self._engine = EngineThread(engine_config(s), self._on_step, self._on_death, adapters, self._on_adapters)
         self._watch = EngineWatch(self._engine, s.engine_stall_s, self._on_stall)
         loaded = await asyncio.to_thread(self._engine.start)
@@ -124,7 +124,7 @@ class WorkerProcess:
             base_sha256=card.base_sha256,
             slots=self._settings.adapter_slots,
         )
-        self._publisher = Publisher(
+        self._publisher = TokenPublisher(
             FrameWriter(self._redis, card.name, self.id),
             self.running,
             self.id,
@@ -149,7 +149,7 @@ class WorkerProcess:
             self._adapters, self.running, self._engine.submit, self._submitted, self._publisher.take
         )
         self._cache_resets = CacheResets(self._redis, self._engine, self.id)
-        self._orders = Orders(
+        self._orders = ControlChannel(
             self._redis,
             self._control,
             card.name,

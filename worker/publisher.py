@@ -32,7 +32,7 @@ class _Write:
     commits: list[Commit]
 
 
-class Publisher:
+class TokenPublisher:
     """Owns the write side of the ring in one worker."""
 
     def __init__(

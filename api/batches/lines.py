@@ -33,12 +33,11 @@ from shared.errors import (
     UnsupportedParameterError,
     from_code,
 )
-from shared.frames import Finish, TokenEvent
 from shared.jobs import JobInput, LineRequest
 from shared.process.settings import ApiSettings
 from shared.redis.files.batch_store import BatchError
 from shared.text.codec import TextCodec
-from shared.trajectories import Trajectory
+from shared.trajectories import Trajectory, event_of
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 Named = tuple[Any, Any, Any]  # model, adapter, policy as a line names them
@@ -290,7 +289,8 @@ def _body(asked: JobInput, found: Sequence[Trajectory], codec: TextCodec, model:
         return embeddings_body(body, work, [each.embedding for each in found])
     plan = msgspec.convert({**asked.reply["plan"], "prompts": ()}, ReplyPlan)
     plan = msgspec.structs.replace(plan, prompts=tuple(each.prompt_ids for each in found[:: plan.n]))
-    events = [_event(plan.sequence(choice), each, asked.request) for choice, each in enumerate(found)]
+    with_text = bool(asked.request.sampling.stop)
+    events = [event_of(plan.sequence(choice), each, with_text=with_text) for choice, each in enumerate(found)]
     if "response" in asked.reply:
         respond = ResponseRequest.model_validate({**asked.reply["response"], "input": "-"})
         return ResponseAnswer(respond, plan, codec).whole(events)
@@ -343,19 +343,4 @@ def _usage(body: bytes, codec: TextCodec) -> LineUsage:
         used.prompt_tokens_details.cached_tokens or used.input_tokens_details.cached_tokens,
         used.completion_tokens or used.output_tokens,
         reasoning or used.output_tokens_details.reasoning_tokens,
-    )
-
-
-def _event(seq: str, found: Trajectory, request: LineRequest) -> TokenEvent:
-    return TokenEvent(
-        seq=seq,
-        attempt=found.attempt,
-        position=0,
-        tokens=list(found.completion_ids),
-        logprobs=list(found.logprobs),
-        top_logprobs=[list(top) for top in found.top_logprobs] if found.top_logprobs else None,
-        text=found.text if request.sampling.stop else None,
-        finish=Finish(found.finish_reason, found.stop_match, cached_tokens=found.cached_tokens),
-        prompt_logprobs=list(found.prompt_logprobs) if found.prompt_logprobs else None,
-        prompt_top_logprobs=[list(top) for top in found.prompt_top_logprobs] if found.prompt_top_logprobs else None,
     )

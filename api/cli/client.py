@@ -19,7 +19,7 @@ import msgspec
 
 from api.cli.http import RequestFailedError, byte_lines, decode, reached, refusal, unreachable
 from shared.jobs import TERMINAL, JobInput, JobKind, JobStatus, RewardSpec
-from shared.process.patience import BUSY, Patience
+from shared.process.patience import BUSY, Patience, patiently
 from shared.sequences import AdapterPolicy
 from shared.trajectories import Trajectory
 
@@ -65,7 +65,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     parent: str | None = None  # of an adapter: its base model
 
 
-class Generation(msgspec.Struct, frozen=True):
+class GeneratedText(msgspec.Struct, frozen=True):
     """One completion of `POST /generate`."""
 
     request_id: str
@@ -254,10 +254,10 @@ class InferenceClient:
                     raise RequestFailedError(str(event["error"].get("message", data)), response.status_code)
                 yield event
 
-    async def generate(self, prompt: str | list[int], **options: Any) -> Generation:
+    async def generate(self, prompt: str | list[int], **options: Any) -> GeneratedText:
         """One completion of a text or of token ids; options are the fields of `POST /generate`, one prompt, n 1."""
         body = {"prompt" if isinstance(prompt, str) else "prompt_ids": prompt, "logprobs": 1, **options}
-        return decode(await self._patiently(lambda: self._http.post("/generate", json=body)), Generation)
+        return decode(await self._patiently(lambda: self._http.post("/generate", json=body)), GeneratedText)
 
     async def load_adapter(self, adapter_path: str, name: str | None = None) -> AdapterLoaded:
         """Make the next version of an adapter from a directory of the api's host, below its --adapter-dirs."""
@@ -311,20 +311,13 @@ class InferenceClient:
         told: frozenset[int] = frozenset(),
     ) -> httpx.Response:
         """Send, and send again while the server is away or busy and our patience lasts. `told`: errors that answer."""
-        patience = Patience(self._patience_s)
-        while True:
-            try:
-                response = await send()
-            except httpx.TransportError as error:
-                if patience.is_over:
-                    raise unreachable(self.url, error) from error
-            else:
-                if response.status_code not in busy or patience.is_over:
-                    if response.is_error and response.status_code not in told:
-                        raise refusal(response)
-                    return response
-                patience.heed(response)
-            await patience.pause()
+        try:
+            response = await patiently(send, Patience(self._patience_s), busy)
+        except httpx.TransportError as error:
+            raise unreachable(self.url, error) from error
+        if response.is_error and response.status_code not in told:
+            raise refusal(response)
+        return response
 
 
 class _Place(msgspec.Struct):

@@ -7,7 +7,7 @@ The way in: `target.py` (which model and adapter) -> `sampling.py` with `samplin
 sequence specs) -> `running.py` (enqueue, read, cancel).
 
 The way out: `choice.py` (token events to new text) with `splitter.py` (reasoning, content, tool calls; the forms stand
-in `tool_formats.py`) and `logprobs.py`.
+in `tool_formats.py`), and `logprobs.py`. `api/http/sse.py` sends the bytes.
 
 For some requests only: `resume.py` (streams that outlive their connection), `collection.py` (live traffic that is
 trained on), `continuations.py` (log-probabilities of given texts), `tracing.py` (spans).

@@ -12,6 +12,7 @@ import msgspec
 from api.generation.splitter import Piece, SplitPlan, Splitter
 from shared.frames import Finish, TokenEvent, TokenLogprob, VersionSpan, spans_of
 from shared.text.codec import TextCodec, TextStream
+from shared.token_events import join
 
 Endpoint = Literal["completions", "chat"]
 
@@ -199,27 +200,6 @@ def ends_with_stop_token(tokens: list[int], finish: Finish, eos_token_ids: tuple
     if finish.reason != "stop" or not tokens or isinstance(finish.stop_match, str):
         return False
     return tokens[-1] in eos_token_ids if finish.stop_match is None else tokens[-1] == finish.stop_match
-
-
-def join(events: list[TokenEvent]) -> TokenEvent:
-    """Consecutive events of one sequence as one."""
-    first, last = events[0], events[-1]
-    texts = [event.text for event in events]
-    tops = [event.top_logprobs for event in events if event.top_logprobs is not None]
-    return TokenEvent(
-        first.seq,
-        last.attempt,
-        first.position,
-        [token for event in events for token in event.tokens],
-        [logprob for event in events for logprob in event.logprobs],
-        [top for part in tops for top in part] if tops else None,
-        None if all(text is None for text in texts) else "".join(text or "" for text in texts),
-        last.version,
-        last.finish,
-        next((event.prompt_logprobs for event in events if event.prompt_logprobs is not None), None),
-        last.score_logprobs,
-        next((event.prompt_top_logprobs for event in events if event.prompt_top_logprobs is not None), None),
-    )
 
 
 DONE = b"data: [DONE]\n\n"

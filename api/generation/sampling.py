@@ -13,10 +13,9 @@ from shared.errors import (
     ContextLengthExceededError,
     EmptyPromptError,
     InvalidRequestError,
-    TokenOutOfRangeError,
 )
 from shared.process.settings import ApiSettings
-from shared.sequences import LogprobsMode, ModelCard, SamplingParams
+from shared.sequences import LogprobsMode, ModelCard, SamplingParams, vocabulary_error
 from shared.text.codec import TextCodec
 from shared.trajectories import drawing_of, needs_processed
 
@@ -192,9 +191,8 @@ def _check_masks(body: SamplingFields, card: ModelCard, grammar: str) -> None:
 
 
 def _check_tokens(tokens: "Sequence[int] | dict[int, float]", card: ModelCard, param: str) -> None:
-    if tokens and not (min(tokens) >= 0 and max(tokens) < card.vocab_size):
-        wrong = next(token for token in tokens if not 0 <= token < card.vocab_size)
-        raise TokenOutOfRangeError(f"token id {wrong} is not in the vocabulary of {card.vocab_size}", param=param)
+    if error := vocabulary_error(tokens, card.vocab_size, param):
+        raise error
 
 
 def _or(value: float | None, default: float) -> float:

@@ -7,6 +7,7 @@ import msgspec
 from shared.errors import (
     InvalidRequestError,
 )
+from shared.seeds import seed_in_request
 from shared.sequences import (
     AdapterPolicy,
     Collection,
@@ -18,7 +19,6 @@ from shared.sequences import (
 )
 
 MOST_CARRIED = 1 << 23  # tokens: some 30 MB in one call of Redis
-_SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ class Work(msgspec.Struct, frozen=True):
                 model=self.model,
                 prompt_ids=prompt,
                 sampling=msgspec.structs.replace(
-                    self.sampling, seed=_sample_seed(self.sampling.seed, s + (p if self.seed_by_prompt else 0))
+                    self.sampling, seed=seed_in_request(self.sampling.seed, s + (p if self.seed_by_prompt else 0))
                 ),
                 sequence_class=sequence_class,
                 kind=self.kind,
@@ -87,8 +87,3 @@ class Work(msgspec.Struct, frozen=True):
             for p, prompt in enumerate(self.prompts)
             for s in range(self.n)
         ]
-
-
-def _sample_seed(seed: int, sample: int) -> int:
-    """Samples of one prompt draw differently; sample 0 draws with the request's own seed."""
-    return (seed + sample * _SEED_STRIDE) % 2**63

@@ -4,6 +4,6 @@ Guards, from the outside in (`api/app.py` puts them up): `context.py` (request i
 names of this server), `auth.py` with `api_keys.py` (API keys), `admission.py` (rates and requests under way),
 `limits.py` (size and time of bodies). `connections.py` bounds slow clients below all of them.
 
-For routes: `errors.py` (every error as OpenAI's object), `fields.py` (field types of request bodies), and `sse.py`
-(streams: bytes to the client).
+For routes: `errors.py` (every error as OpenAI's object) `fields.py` (field types of
+request bodies) and `sse.py` (server-sent events: bytes to the client).
 """

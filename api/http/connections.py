@@ -95,8 +95,10 @@ def raise_file_limit() -> int:
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return soft
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (ValueError, OSError):  # macOS: the kernel allows fewer than it says
-        return soft
-    return wanted
+    while wanted > soft:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            return wanted
+        except (ValueError, OSError):  # macOS: the kernel allows fewer than the hard limit says (kern.maxfilesperproc)
+            wanted //= 2
+    return soft

@@ -11,9 +11,9 @@ from api.generation.sampling_fields import MAX_TOP_LOGPROBS, StrictId
 from api.http.fields import LogitBias, RequestModel, Stop, complaint
 from api.http.limits import MAX_JSON_DEPTH, is_deep
 from api.ring.room import aside
-from shared.errors import InvalidRequestError, TokenOutOfRangeError
+from shared.errors import InvalidRequestError
 from shared.jobs import JobInput, JobSpec, Prompt, RewardSpec, SamplingOverrides
-from shared.sequences import AdapterPolicy, LogprobsMode, ModelCard
+from shared.sequences import AdapterPolicy, LogprobsMode, ModelCard, vocabulary_error
 
 MAX_LINE_BYTES = 16 << 20
 LARGE_LINE_BYTES = 64 << 10
@@ -234,10 +234,7 @@ def _checked(given: JobInput, card: ModelCard, where: str) -> JobInput:
 
 
 def _check_ids(ids: Sequence[Any], card: ModelCard, where: str) -> None:
-    for token in ids:
-        if type(token) is not int:
-            raise InvalidRequestError(f"{where}: token ids and messages cannot be mixed", param="prompts")
-        if not 0 <= token < card.vocab_size:
-            raise TokenOutOfRangeError(
-                f"{where}: token id {token} is not in the vocabulary of {card.vocab_size}", param="prompts"
-            )
+    if any(type(token) is not int for token in ids):
+        raise InvalidRequestError(f"{where}: token ids and messages cannot be mixed", param="prompts")
+    if error := vocabulary_error(ids, card.vocab_size, "prompts", where):
+        raise error

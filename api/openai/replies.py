@@ -10,7 +10,7 @@ import structlog
 from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
-from api.generation.choice import DONE, Choice, Delta, ReplyPlan, join, shown_versions, usage
+from api.generation.choice import DONE, Choice, Delta, ReplyPlan, shown_versions, usage
 from api.generation.logprobs import TextLogprobs, TextOffsets, TokenNames, in_parts
 from api.generation.resume import reading, remember, take_over
 from api.generation.running import Events, Generation, by_choice, gather_all
@@ -23,6 +23,7 @@ from api.ring.room import aside
 from shared.errors import InvalidRequestError
 from shared.frames import TokenEvent, VersionSpan, spans_of
 from shared.text.codec import TextCodec
+from shared.token_events import join
 
 log = structlog.get_logger()
 

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field
 
 from api.ring.ring import Ring, ring_of
-from shared.redis.connection.address import Parts
+from shared.redis.connection.address import RedisUrl
 
 router = APIRouter(tags=["operations"])
 TheRing = Annotated[Ring, Depends(ring_of)]
@@ -29,6 +29,6 @@ async def ring_address(ring: TheRing) -> RingAddress:
 
 def address_of(url: str) -> RingAddress:
     """What may be told of a Redis URL."""
-    parts = Parts.of(url)
+    parts = RedisUrl.of(url)
     plain = f"{parts.scheme}://{parts.hosts}{parts.path}"
     return RingAddress(redis=plain, username=unquote(parts.username), needs_password=bool(parts.password))

@@ -4,6 +4,6 @@
 request a task works for.
 
 Work whose time depends on what a client sent stays off the event loop: `room.py` shares a few threads fairly between
-API keys, `grammars.py` checks grammars in processes that can be killed (`grammar_process.py`), and `ordered_scores.py`
-asks a job runner for rewards.
+API keys (`caller.py` says whose work a task does), `grammars.py` checks grammars in processes that can be killed
+(`grammar_process.py`), and `ordered_scores.py` asks a job runner for rewards.
 """

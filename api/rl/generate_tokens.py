@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.generation.choice import DONE, ReplyPlan, join, shown_versions
+from api.generation.choice import DONE, ReplyPlan, shown_versions
 from api.generation.collection import collection_of
 from api.generation.logprobs import TokenNames, floored
 from api.generation.plan import reply_plan, work_for
@@ -30,6 +30,7 @@ from api.openai.replies import written
 from api.ring.ring import Ring, ring_of
 from shared.frames import TokenEvent, TokenLogprob, spans_of
 from shared.text.codec import TextCodec
+from shared.token_events import join
 
 router = APIRouter(tags=["rl"])
 TheRing = Annotated[Ring, Depends(ring_of)]

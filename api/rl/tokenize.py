@@ -16,7 +16,7 @@ from api.openai.conversations import encoded_chat
 from api.openai.messages import ChatMessage, ContinueFinalMessage, check_continued
 from api.ring.ring import Ring, ring_of
 from api.ring.room import LARGE_CHARS, aside
-from shared.errors import TokenOutOfRangeError
+from shared.sequences import vocabulary_error
 from shared.text.codec import TextCodec
 
 router = APIRouter(tags=["rl"])
@@ -123,8 +123,7 @@ def _shown(tokens: list[int], context_length: int, named: TextCodec | None) -> b
 async def detokenize(body: DetokenizeRequest, ring: TheRing) -> DetokenizeResponse:
     """The text of token ids, special tokens included."""
     target = await find_job_target(ring, body.model, "", "follow")
-    for token in body.tokens:
-        if token >= target.card.vocab_size:
-            raise TokenOutOfRangeError(f"token id {token} is not in the vocabulary", param="tokens")
+    if error := vocabulary_error(body.tokens, target.card.vocab_size, "tokens"):
+        raise error
     codec = await ring.codecs.codec(target.card)
     return DetokenizeResponse(prompt=codec.decode(body.tokens, skip_special_tokens=False))

@@ -13,9 +13,9 @@ from api.generation.sampling_fields import StrictId
 from api.http.errors import from_validation
 from api.http.fields import RequestModel, complaint
 from shared.adapters import AdapterRef
-from shared.errors import InvalidRequestError, TokenOutOfRangeError
+from shared.errors import InvalidRequestError
 from shared.frames import VersionSpan
-from shared.sequences import LogprobsMode, ModelCard
+from shared.sequences import LogprobsMode, ModelCard, vocabulary_error
 from shared.training import ForeignAction
 from shared.trajectories import Drawing, LiveTrajectory, Reward, Trajectory
 
@@ -254,11 +254,8 @@ def checked(body: UpdateBody, card: ModelCard, policy: str) -> tuple[LiveTraject
     for index, posted in enumerate(body.trajectories):
         where = f"trajectories[{index}]"
         for field, ids in (("prompt_ids", posted.prompt_ids), ("completion_ids", posted.completion_ids)):
-            if (highest := max(ids)) >= card.vocab_size:
-                raise TokenOutOfRangeError(
-                    f"{where}.{field}: token id {highest} is not in the vocabulary of {card.vocab_size}",
-                    param=f"{where}.{field}",
-                )
+            if error := vocabulary_error(ids, card.vocab_size, f"{where}.{field}", f"{where}.{field}"):
+                raise error
         length = len(posted.prompt_ids) + len(posted.completion_ids)
         if length > card.context_length:
             raise InvalidRequestError(

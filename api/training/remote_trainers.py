@@ -15,6 +15,7 @@ from starlette.responses import Response
 from api.http.errors import error_responses, json_reply
 from api.ring.caller import asker
 from api.ring.ring import Ring, ring_of
+from shared.adapters import NAME
 from shared.errors import ConflictError, InvalidRequestError, UnknownModelError
 from shared.redis import keys
 from shared.redis.training.board import TrainingBoard, ring_id
@@ -23,7 +24,7 @@ from shared.training import Alert, AnswerLetter, Beat, Holder, TakenOrder, TakeO
 
 router = APIRouter(tags=["training"])
 TheRing = Annotated[Ring, Depends(ring_of)]
-Policy = Annotated[str, PathParameter(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Policy = Annotated[str, PathParameter(pattern=f"^{NAME}$")]
 
 MAX_OWNER = 256
 T = TypeVar("T")

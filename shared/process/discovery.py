@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.process.settings import JoinSettings
-from shared.redis.connection.address import SCHEMES, Parts
+from shared.redis.connection.address import SCHEMES, RedisUrl
 
 
 class _Address(msgspec.Struct):
@@ -49,7 +49,7 @@ async def find_redis(
         return target
     api = api_url(target)
     address = await _ask(api, api_key, transport)
-    parts = Parts.of(address.redis)
+    parts = RedisUrl.of(address.redis)
     here = parts.scheme == "unix" or _is_loopback(urlsplit(f"//{parts.hosts.split(',')[0]}").hostname or "")
     if here and not _is_loopback(urlsplit(api).hostname or ""):
         raise SetupError(

@@ -5,6 +5,7 @@ Pauses double from one try to the next, and are never shorter than the server's 
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 import httpx
 
@@ -33,6 +34,34 @@ class Patience:
         """Wait until the next try is due."""
         await asyncio.sleep(self.pause_s)
         self.pause_s = min(self._longest_s, 2 * self.pause_s)
+
+
+async def patiently(
+    send: Callable[[], Awaitable[httpx.Response]],
+    patience: Patience,
+    busy: frozenset[int] = BUSY,
+    trouble: Callable[[httpx.Response | httpx.TransportError], None] = lambda trouble: None,
+) -> httpx.Response:
+    """Send, and send again while the server is away or busy; `trouble` hears why before each pause.
+
+    The answer may be a busy one, and httpx.TransportError is raised, when the patience is over.
+    """
+    while True:
+        found: httpx.Response | httpx.TransportError
+        try:
+            found = await send()
+        except httpx.TransportError as error:
+            if patience.is_over:
+                raise
+            found = error
+        else:
+            if found.status_code not in busy:
+                return found
+            patience.heed(found)
+            if patience.is_over:
+                return found
+        trouble(found)
+        await patience.pause()
 
 
 def _retry_after(answer: httpx.Response) -> float:

@@ -28,7 +28,7 @@ from shared.adapters import AdapterManifest
 from shared.sequences import ModelCard, SamplingParams, SequenceSpec
 from shared.text.codec import TokenizerBundle
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL
-from worker.engine.batch.adapters import AdapterConfig
+from worker.engine.batch.adapters import SlotConfig
 from worker.engine.engine import Engine
 from worker.engine.lora.slots import AdapterSlots
 from worker.engine.messages import EngineConfig, RowRequest
@@ -86,7 +86,7 @@ class Bench:
 
     def __init__(self, loaded: LoadedModel, folder: Path, rank: int) -> None:
         self.woken = threading.Event()
-        self.slots = AdapterSlots(loaded, AdapterConfig(slots=8, max_rank=256), self.woken.set)
+        self.slots = AdapterSlots(loaded, SlotConfig(slots=8, max_rank=256), self.woken.set)
         config = EngineConfig("", max_rows=512, prefill_rows=64, prefill_chunk=1 << 16)
         self.engine = Engine(loaded, config, self.slots)
         self.vocab = loaded.card.vocab_size

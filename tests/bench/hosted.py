@@ -25,16 +25,17 @@ import mlx.core as mx
 import numpy as np
 
 from shared.process import logs
+from shared.seeds import derived_seed
 from tests.bench.local_ring import LocalRing, LocalSink, LocalSource
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
 from tests.bench.steady_training import Training, random_groups
+from tests.training.nobody import NoBoard, NoMailbox
 from trainer.hosted import FREE_PART
 from trainer.learn.compute import EngineHost
 from trainer.learn.learner import Learner
 from trainer.loop import TrainLoop
 from trainer.metrics import read
 from trainer.rollouts.environments import Observation, Outcome
-from trainer.rollouts.groups import derived_seed
 from trainer.seams import Parts
 from trainer.settings import TrainSettings
 from trainer.warm_up import rehearse
@@ -180,6 +181,8 @@ async def run_loop(ring: LocalRing, options: Options, folder: Path) -> dict[str,
         source=LocalSource(ring),
         sink=sink,
         environment=ByChance(),
+        board=NoBoard(),
+        mailbox=NoMailbox(),
     )
     loop = TrainLoop(settings, parts)
     running = asyncio.create_task(loop.run())

@@ -19,12 +19,13 @@ from shared.adapter_files.formats import prepared
 from shared.adapters import AdapterManifest, GateCheck
 from shared.errors import UnknownAdapterError
 from shared.frames import TokenEvent, VersionSpan
+from shared.seeds import derived_seed
 from shared.sequences import SamplingParams, SequenceSpec
 from shared.training import AlertKind
 from shared.trajectories import Trajectory
-from trainer.rollouts.groups import RolloutRequest, derived_seed
+from trainer.rollouts.groups import RolloutRequest
 from trainer.seams import Candidate, Stored
-from worker.engine.batch.adapters import AdapterConfig
+from worker.engine.batch.adapters import SlotConfig
 from worker.engine.messages import EngineConfig, RowRequest, StepOutput
 from worker.engine.thread import EngineThread
 
@@ -35,7 +36,7 @@ class LocalRing:
     """One engine thread and those who wait for its sequences."""
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
-        self.engine = EngineThread(config, self._on_step, self._on_death, AdapterConfig(slots=4, max_rank=rank))
+        self.engine = EngineThread(config, self._on_step, self._on_death, SlotConfig(slots=4, max_rank=rank))
         self.loaded = self.engine.start()
         self.death: BaseException | None = None
         self.tokens = self.stream_tokens = 0

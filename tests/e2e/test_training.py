@@ -29,19 +29,6 @@ def test_the_policy_learns_while_chats_on_it_go_on(served: Ring, tmp_path: Path)
     assert versions["latest"] == steps[-1]["version"]
 
 
-def test_two_turns_of_ones_own_environment_are_trained_over_the_ring(served: Ring, tmp_path: Path) -> None:
-    task = ("--task", "tests.e2e.own_environment:TwoTurns", "--task-options", '{"first": 20}', "--max-turns", "2")
-    sizes = ("--steps", "2", "--prompts-per-step", "8", "--max-tokens", "12", "--learning-rate", "1e-3")
-    with training(served, tmp_path, *task, *sizes, "--adapter", "two-turns", "--distances-every", "1") as trainer:
-        assert trainer.wait(60) == 0, trainer.output
-    lines = read(tmp_path / "two-turns" / "metrics.jsonl")
-    assert [line.train_step for line in lines] == [0, 1]
-    assert any(line.taught for line in lines)
-    assert all(line.completion_tokens > 12 for line in lines), "two replies and the tool's words between them"
-    measured = [line.mismatch for line in lines if line.mismatch is not None]
-    assert measured and max(measured) < 1e-3, "the second turn saw the very ids of the first"
-
-
 def test_gsm8k_is_trained_with_its_reward_and_drawn_in_tensorboard(served: Ring, tmp_path: Path) -> None:
     task = ("--task", "gsm8k", "--dataset", "data/gsm8k/test-64.jsonl", "--reward-options", '{"format_score": 0.5}')
     sizes = ("--steps", "2", "--prompts-per-step", "8", "--max-tokens", "24", "--adapter", "gsm")

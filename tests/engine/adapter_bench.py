@@ -12,7 +12,7 @@ from shared.frames import TokenEvent, spans_of
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.adapter_models import MadeAdapter, make_adapter, twin
 from tests.engine.conftest import Bench
-from worker.engine.batch.adapters import AdapterConfig
+from worker.engine.batch.adapters import SlotConfig
 from worker.engine.engine import Engine
 from worker.engine.lora.slots import AdapterSlots
 from worker.engine.messages import EngineConfig
@@ -27,7 +27,7 @@ class AdapterBench(Bench):
         self.loaded = replace(loaded, model=twin(loaded.model))
         self.made = made
         self.woken = threading.Event()
-        self.slots = AdapterSlots(self.loaded, AdapterConfig(slots=slots), self.woken.set)
+        self.slots = AdapterSlots(self.loaded, SlotConfig(slots=slots), self.woken.set)
         self.engine = Engine(self.loaded, replace(defaults, **config), self.slots)
         self.events: dict[str, list[TokenEvent]] = {}
         self.base = loaded.model

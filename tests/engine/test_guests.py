@@ -20,7 +20,7 @@ from trainer.learn.learner import Learner
 from trainer.learn.options import AdapterShape, OptimizeOptions, Schedule
 from trainer.settings import TrainSettings
 from trainer.warm_up import rehearse
-from worker.engine.batch.adapters import AdapterConfig
+from worker.engine.batch.adapters import SlotConfig
 from worker.engine.between_steps import Guests
 from worker.engine.lora.slots import AdapterSlots
 from worker.engine.messages import EngineConfig, RowRequest
@@ -212,7 +212,7 @@ def test_units_run_in_the_engines_thread_while_it_has_nothing_else_to_do(llama_f
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder = write_model(tmp_path_factory.mktemp("guests") / "model", QWEN3, bits=request.param)
     loaded = load_model(EngineConfig(str(folder)))
-    AdapterSlots(loaded, AdapterConfig(), lambda: None).close()  # as a worker serves it: wrapped linears
+    AdapterSlots(loaded, SlotConfig(), lambda: None).close()  # as a worker serves it: wrapped linears
     return loaded
 
 
@@ -274,7 +274,7 @@ def test_a_worker_that_trains_holds_one_base_and_the_trainers_own_state(tmp_path
     shape = {"hidden_size": 512, "num_hidden_layers": 3, "intermediate_size": 1536, "vocab_size": 8192, "head_dim": 64}
     outbox = Outbox()
     folder = write_model(tmp_path / "model", QWEN3 | shape)
-    engine = EngineThread(EngineConfig(str(folder)), outbox.on_step, outbox.on_death, AdapterConfig())
+    engine = EngineThread(EngineConfig(str(folder)), outbox.on_step, outbox.on_death, SlotConfig())
     loaded = engine.start()
 
     def call(function: Callable[[], Any]) -> Any:

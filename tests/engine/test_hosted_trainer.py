@@ -21,7 +21,7 @@ from trainer import hosted
 from trainer.hosted import HostedTrainer, hosted_settings
 from trainer.learn.compute import EngineHost
 from worker.__main__ import main
-from worker.engine.batch.adapters import AdapterConfig
+from worker.engine.batch.adapters import SlotConfig
 from worker.engine.messages import EngineConfig, RowRequest
 from worker.engine.thread import EngineThread
 from worker.guest import invited
@@ -31,7 +31,7 @@ async def test_both_hosts_make_the_same_weights_of_the_same_run(tmp_path: Path) 
     separate = settings(tmp_path / "separate", max_lag=0, steps=3)
     await train(separate)
     outbox = Outbox()
-    engine = EngineThread(EngineConfig("models/tiny"), outbox.on_step, outbox.on_death, AdapterConfig())
+    engine = EngineThread(EngineConfig("models/tiny"), outbox.on_step, outbox.on_death, SlotConfig())
     loaded = engine.start()
     engine.submit([RowRequest(spec(str(i), prompt_of(20, seed=i, vocab=400), max_tokens=400)) for i in range(4)])
     sink, host = MemorySink(), EngineHost(engine)

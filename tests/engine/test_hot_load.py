@@ -23,7 +23,7 @@ from tests.engine.conftest import prompt_of
 from tests.waiting import wait_until
 from worker.adapter_cache import DiskCache
 from worker.adapter_sync import AdapterSync
-from worker.engine.batch.adapters import AdapterConfig, AdapterStats
+from worker.engine.batch.adapters import AdapterStats, SlotConfig
 from worker.engine.lora import reader as adapter_reader
 from worker.engine.messages import EngineConfig, RowRequest, StepOutput
 from worker.engine.model.loader import LoadedModel
@@ -46,7 +46,7 @@ class Worker:
         self._changed = asyncio.Event()
         self.events: dict[str, list[TokenEvent]] = {}
         self.engine = EngineThread(
-            EngineConfig(str(model), max_rows=8), self._on_step, self._on_death, AdapterConfig(slots=2), self._on_stats
+            EngineConfig(str(model), max_rows=8), self._on_step, self._on_death, SlotConfig(slots=2), self._on_stats
         )
         card = self.engine.start().card
         self.base_sha256 = card.base_sha256

@@ -17,6 +17,7 @@ from shared.redis.jobs.ledger import JobLedger
 from shared.redis.jobs.store import JobStore
 from shared.redis.jobs.ticks import enqueue_tick
 from shared.redis.queue.sequence_queue import SequenceQueue
+from shared.seeds import seed_in_job
 from shared.sequences import SequenceSpec
 from shared.trajectories import Trajectory
 from tests.redis.job_fakes import MODEL, FakeWorker, codec, context, echo, lines, prompts, register, spec, working
@@ -24,7 +25,6 @@ from tests.waiting import wait_until
 from worker.jobs import runner as runner_module
 from worker.jobs import work
 from worker.jobs.context import TickContext
-from worker.jobs.expansion import derive_seed
 from worker.jobs.tick import tick
 
 
@@ -79,7 +79,7 @@ async def test_a_rollout_from_submission_to_rewards(redis: Redis, runner: TickCo
     assert codec().decode(last.prompt_ids) == "prompt 39"
     assert last.reward is not None and last.reward.value == 1.0
     assert len({t.seed for t in found}) == 160
-    assert last.seed == derive_seed(7, 39, 3)
+    assert last.seed == seed_in_job(7, 39, 3)
     assert not await redis.exists(keys.finished(MODEL, job), keys.job_lease(job))
 
 

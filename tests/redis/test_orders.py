@@ -7,7 +7,7 @@ from shared.redis.connection.client import connect
 from shared.sequences import Claim, SamplingParams, SequenceSpec
 from tests.waiting import wait_until
 from worker.claims import Running
-from worker.control import Orders
+from worker.control import ControlChannel
 
 MODEL = "m"
 
@@ -20,7 +20,7 @@ class Heard:
         self.running: dict[str, Running] = {}
         self.cancelled: list[str] = []
         self.flushed: list[str] = []
-        self.orders = Orders(
+        self.orders = ControlChannel(
             redis,
             redis,
             MODEL,

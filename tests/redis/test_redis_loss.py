@@ -20,7 +20,7 @@ from tests.redis.sequences import MODEL as M
 from tests.redis.sequences import plan, queue, spec, state, tokens
 from tests.waiting import wait_until
 from worker.claims import Running
-from worker.publisher import Publisher
+from worker.publisher import TokenPublisher
 from worker.reports import SequenceCounts
 
 TEXT = "said after all"
@@ -87,13 +87,13 @@ async def test_a_resumed_stream_that_redis_lost_says_so(redis: Redis, redis_url:
 
 
 @contextlib.asynccontextmanager
-async def publishing(redis: Redis, claim: Claim) -> AsyncIterator[Publisher]:
+async def publishing(redis: Redis, claim: Claim) -> AsyncIterator[TokenPublisher]:
     running = {claim.spec.id: Running.after(claim, [])}
 
     async def ours() -> None:
         publisher.verified_at = asyncio.get_running_loop().time()
 
-    publisher = Publisher(
+    publisher = TokenPublisher(
         FrameWriter(redis, M, "w"), running, "w",
         log_every_tokens=4, rows_changed=lambda: None, verify=ours, stale_after_s=60,
         counts=SequenceCounts(Tally(), M),

@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.errors import ServiceUnavailableError, SetupError
-from shared.redis.connection.address import Parts
+from shared.redis.connection.address import RedisUrl
 from shared.redis.connection.client import answers, connect, require
 from shared.redis.tokens.reader import FrameReader
 from tests.redis.api_servers import api
@@ -130,7 +130,7 @@ async def test_an_unknown_service_is_a_wrong_setting_and_the_known_ones_are_name
 async def test_sentinels_that_do_not_answer_are_named(watched: Watched) -> None:
     for sentinel in watched.sentinels:
         sentinel.kill()
-    hosts = Parts.of(watched.url).hosts.split(",")
+    hosts = RedisUrl.of(watched.url).hosts.split(",")
     with pytest.raises(ServiceUnavailableError, match=r"no Sentinel answers") as caught:
         await require(watched.url, 0.2)
     assert all(host in str(caught.value).partition("no Sentinel answers")[2] for host in hosts)

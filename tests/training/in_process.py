@@ -16,6 +16,7 @@ from shared.adapter_files.formats import prepared
 from shared.adapters import GateCheck
 from shared.errors import ConflictError, UnknownAdapterError
 from shared.frames import VersionSpan
+from shared.seeds import derived_seed
 from shared.training import AlertKind
 from shared.trajectories import Trajectory
 from trainer.learn.batches import Sample, SampleGroup, pad
@@ -23,7 +24,7 @@ from trainer.learn.compute import ComputeHost, Work
 from trainer.learn.logprobs import PromptKeys, to_arrays
 from trainer.learn.options import AdapterShape
 from trainer.learn.policy import Policy
-from trainer.rollouts.groups import RolloutRequest, derived_seed
+from trainer.rollouts.groups import RolloutRequest
 from trainer.seams import Candidate, Stored
 from trainer.state import Arrays
 from trainer.versions.checkpoint import ADAPTER_FILE, CONFIG_FILE

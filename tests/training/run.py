@@ -15,9 +15,10 @@ from shared.process import logs
 from shared.process.settings import load
 from shared.text.codec import TextCodec
 from tests.training.in_process import InProcessSource, MemorySink
+from tests.training.nobody import NoBoard, NoMailbox
 from trainer.learn.compute import ThreadHost, at_once
 from trainer.loop import TrainLoop
-from trainer.rollouts.conversation import Conversation
+from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.groups import RolloutSource
 from trainer.run import held_out_tasks, training_tasks
 from trainer.seams import Parts
@@ -44,11 +45,13 @@ async def train(
             "host": host,
             "load_model": lambda: loaded.model,
             "base_sha256": loaded.card.base_sha256,
-            "conversation": Conversation(TextCodec(loaded.tokenizer)),
+            "conversation": ChatEncoder(TextCodec(loaded.tokenizer)),
             "source": wrap_source(source),
             "sink": sink,
             "environment": training_tasks(settings, None),
             "held_out": held_out_tasks(settings, None),
+            "board": NoBoard(),
+            "mailbox": NoMailbox(),
         }
         loop = TrainLoop(settings, Parts(**(made | parts)))
         on_loop(loop)

@@ -1,10 +1,12 @@
 """`python -m api`: what it takes, and how it says that it was set up wrongly."""
 
+import resource
 import socket
 
 import pytest
 
 from api.__main__ import main, take_fd
+from api.http.connections import FILES, raise_file_limit
 from shared.errors import SetupError
 
 
@@ -50,7 +52,28 @@ def test_a_taken_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("quiet")
+def test_a_socket_path_that_is_too_long_is_named_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--redis", "redis://127.0.0.1:1", "--uds", "/tmp/" + "s" * 200]) == 2
+    assert "path too long" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quiet")
 def test_unknown_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["--redis", "redis://x", "--frobnicate", "1"])
     assert left.value.code == 2
+
+
+def test_a_kernel_that_allows_fewer_files_than_it_says_gives_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As macOS does: the hard limit is infinite, and what is above kern.maxfilesperproc is refused."""
+    given = []
+
+    def setrlimit(kind: int, limits: tuple[int, int]) -> None:
+        if limits[0] > 24_576:
+            raise ValueError("current limit exceeds maximum limit")
+        given.append(limits)
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    assert raise_file_limit() == FILES // 4
+    assert given == [(FILES // 4, resource.RLIM_INFINITY)]

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.jobs import JobInput, JobSpec, SamplingOverrides
+from shared.seeds import seed_in_job
 from worker.jobs.expansion import (
     PreparedPrompt,
     PromptCache,
-    derive_seed,
     ordinal_of,
     prompts_to_expand,
     sequence_id,
@@ -22,12 +22,12 @@ def job(**fields: object) -> JobSpec:
 
 
 def test_a_seed_is_what_the_documentation_says() -> None:
-    assert derive_seed(1, 2, 3) == 1491535104594699
+    assert seed_in_job(1, 2, 3) == 1491535104594699
 
 
 @given(st.integers(0, 2**53), st.integers(0, 10**6), st.integers(0, 1023))
 def test_seeds_are_exact_in_json(seed: int, prompt: int, sample: int) -> None:
-    assert 0 <= derive_seed(seed, prompt, sample) < 2**53
+    assert 0 <= seed_in_job(seed, prompt, sample) < 2**53
 
 
 def test_a_group_differs_in_id_and_seed_only() -> None:
@@ -35,7 +35,7 @@ def test_a_group_differs_in_id_and_seed_only() -> None:
     group = sequences(spec, PreparedPrompt(3, JobInput("p"), (1, 2)), now_ms=99)
     assert [ordinal_of(sequence.id) for sequence in group] == [12, 13, 14, 15]
     assert {sequence.group for sequence in group} == {"job-1-p3"}
-    assert [sequence.sampling.seed for sequence in group] == [derive_seed(5, 3, s) for s in range(4)]
+    assert [sequence.sampling.seed for sequence in group] == [seed_in_job(5, 3, s) for s in range(4)]
     first = group[0]
     assert (first.sampling.max_tokens, first.sampling.stop, first.adapter) == (9, ("x",), "a")
     assert (first.sequence_class, first.job, first.deadline_ms) == ("batch", "job-1", 7)

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
-from api.generation.choice import Choice, ReplyPlan, join, usage
+from api.generation.choice import Choice, ReplyPlan, usage
 from api.openai.chunks import ChunkWriter, event_id, seen_until
 from api.openai.replies import whole_body
 from shared.frames import Finish, TokenEvent, TokenLogprob
+from shared.token_events import join
 from tests.unit.api_texts import EOS, codec, ids
 
 

@@ -14,7 +14,7 @@ from worker.engine.scheduler import (
     SMALLEST_PIECE,
     ClassTurns,
     Feed,
-    Pace,
+    PieceSizes,
     Unfed,
     feed_next,
     share_prefill,
@@ -106,8 +106,8 @@ def test_a_lone_interactive_prompt_never_waits_for_a_batch_s_turn() -> None:
         assert turns.choose({"interactive", "batch"}) == "interactive"
 
 
-def paced(fixed_s: float, token_s: float, tokens: list[int]) -> Pace:
-    pace = Pace()
+def paced(fixed_s: float, token_s: float, tokens: list[int]) -> PieceSizes:
+    pace = PieceSizes()
     for each in tokens:
         pace.turn(each, fixed_s + token_s * each)
     return pace
@@ -121,11 +121,11 @@ def test_a_piece_takes_half_of_what_a_turn_takes_anyway() -> None:
 
 def test_a_piece_is_small_where_every_token_costs_time() -> None:
     assert paced(0.006, 1e-4, [0, 64, 128, 0, 500, 64, 0]).piece(512) == SMALLEST_PIECE
-    assert Pace().piece(40) == 40
+    assert PieceSizes().piece(40) == 40
 
 
 def test_pieces_grow_until_they_tell_what_a_token_takes() -> None:
-    pace, sizes = Pace(), []
+    pace, sizes = PieceSizes(), []
     for _ in range(200):
         sizes.append(pace.piece(4096))
         pace.turn(sizes[-1], 0.016 + 4e-6 * sizes[-1])
@@ -134,7 +134,7 @@ def test_pieces_grow_until_they_tell_what_a_token_takes() -> None:
 
 
 def test_noise_does_not_keep_pieces_small_where_tokens_cost_next_to_nothing() -> None:
-    pace, noise, sizes = Pace(), random.Random(1), []
+    pace, noise, sizes = PieceSizes(), random.Random(1), []
     for _ in range(400):
         sizes.append(pace.piece(4096))
         pace.turn(sizes[-1], 0.016 + 4e-6 * sizes[-1] + noise.gauss(0, 0.002))

@@ -10,7 +10,7 @@ from shared.sequences import Claim, SamplingParams, SequenceSpec
 from shared.telemetry.metrics import Tally
 from tests.waiting import wait_until
 from worker.claims import Running
-from worker.publisher import Publisher
+from worker.publisher import TokenPublisher
 from worker.reports import FINISHED_REASONS, SequenceCounts
 
 
@@ -48,7 +48,7 @@ async def test_a_write_that_redis_refused_is_said_again_with_nothing_lost() -> N
         return None
 
     tally = Tally()
-    publisher = Publisher(
+    publisher = TokenPublisher(
         writer,  # type: ignore[arg-type]
         running,
         "w",
@@ -90,7 +90,7 @@ async def test_what_gathered_in_a_long_stall_is_logged_whole() -> None:
     async def owned() -> None:
         return None
 
-    publisher = Publisher(
+    publisher = TokenPublisher(
         writer,  # type: ignore[arg-type]
         {"s": row},
         "w",

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.frames import Finish, TokenEvent
-from shared.redis.tokens.log import part, splice
+from shared.token_events import part, splice
 
 
 def event(attempt: int, start: int, end: int, *, mark: int = 0, finish: bool = False) -> TokenEvent:

@@ -10,7 +10,7 @@ from shared.jobs import SamplingOverrides
 from shared.text.codec import TextCodec, TokenizerBundle
 from shared.trajectories import Trajectory
 from trainer.learn.batches import sample_groups
-from trainer.rollouts.conversation import Conversation
+from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import (
     ArithmeticEnvironment,
     DatasetEnvironment,
@@ -78,7 +78,7 @@ class Calculator:
 async def test_a_tools_result_stands_between_two_turns_and_is_masked(codec: TextCodec) -> None:
     source = ScriptedSource(codec, "add 3 2<|im_end|>", "7<|im_end|>", "5<|im_end|>")
     options = EpisodeOptions("run", group_size=2, sampling=SamplingOverrides(max_tokens=8), max_turns=3, seed=4)
-    played = await Episodes(source, Calculator(), Conversation(codec), options).play(3, "policy")
+    played = await Episodes(source, Calculator(), ChatEncoder(codec), options).play(3, "policy")
     two_turns, one_turn = played.trajectories
     reward = two_turns.reward
     assert reward is not None and reward.value == pytest.approx(1.1)
@@ -102,7 +102,7 @@ async def test_a_tools_result_stands_between_two_turns_and_is_masked(codec: Text
 async def test_the_next_turn_continues_the_sampled_ids_themselves(codec: TextCodec) -> None:
     source = ScriptedSource(codec, "add 1 1<|im_end|>", "0<|im_end|>", "2<|im_end|>")
     options = EpisodeOptions("run", group_size=2, max_turns=2)
-    await Episodes(source, Calculator(), Conversation(codec), options).play(0, "policy@3")
+    await Episodes(source, Calculator(), ChatEncoder(codec), options).play(0, "policy@3")
     first, second = source.requests
     sampled = codec.encode("add 1 1<|im_end|>", add_special_tokens=False)
     assert second.prompt_ids[: len(first.prompt_ids) + len(sampled)] == (*first.prompt_ids, *sampled)
@@ -115,7 +115,7 @@ async def test_ids_and_seeds_follow_from_run_seed_and_index_alone(codec: TextCod
     for _ in range(2):
         source = ScriptedSource(codec, "1", "2")
         options = EpisodeOptions("run", group_size=2, seed=9)
-        await Episodes(source, ArithmeticEnvironment(seed=9), Conversation(codec), options).play(5, "policy")
+        await Episodes(source, ArithmeticEnvironment(seed=9), ChatEncoder(codec), options).play(5, "policy")
         requests += source.requests
     assert requests[0] == requests[1]
     assert requests[0].sampling.seed is not None
@@ -127,7 +127,7 @@ async def test_a_reward_that_raises_marks_the_sample_not_the_group(codec: TextCo
             return Outcome(float(int(action)))
 
     source = ScriptedSource(codec, "4<|im_end|>", "four<|im_end|>")
-    played = await Episodes(source, Picky(), Conversation(codec), EpisodeOptions("run", 2)).play(0, "policy")
+    played = await Episodes(source, Picky(), ChatEncoder(codec), EpisodeOptions("run", 2)).play(0, "policy")
     first, second = (t.reward for t in played.trajectories)
     assert first is not None and first.value == 4.0
     assert second is not None and second.value is None and "ValueError" in second.error
@@ -184,7 +184,7 @@ def test_an_environment_of_ones_own_is_named_by_module_and_class() -> None:
 
 async def played(codec: TextCodec, environment: Environment, **options: int) -> list[Trajectory]:
     source = ScriptedSource(codec, "5<|im_end|>", "6<|im_end|>")
-    episodes = Episodes(source, environment, Conversation(codec), EpisodeOptions("run", 2, **options))  # type: ignore[arg-type]
+    episodes = Episodes(source, environment, ChatEncoder(codec), EpisodeOptions("run", 2, **options))  # type: ignore[arg-type]
     return list((await episodes.play(3, "policy")).trajectories)
 
 
@@ -229,7 +229,7 @@ async def test_variables_of_the_chat_template_stand_in_every_turn(codec: TextCod
     bundle = codec.bundle
     quick = TextCodec(replace(bundle, chat_template=bundle.chat_template + "{{ opening }}"))
     source = ScriptedSource(codec, "add 1 1<|im_end|>", "0<|im_end|>", "2<|im_end|>")
-    conversation = Conversation(quick, {"opening": "So: "})
+    conversation = ChatEncoder(quick, {"opening": "So: "})
     await Episodes(source, Calculator(), conversation, EpisodeOptions("run", group_size=2, max_turns=2)).play(0, "p")
     for request, turns in zip(source.requests, (1, 2), strict=True):
         text = codec.decode(request.prompt_ids, skip_special_tokens=False)

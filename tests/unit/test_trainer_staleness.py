@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from shared.errors import UnknownAdapterError
+from tests.training.nobody import NoMailbox
 from tests.unit.test_trainer_collect import Player, fresh
 from tests.unit.trainer_samples import group, trajectory
 from trainer.inbox import AllStale, Inbox, Moved
@@ -12,7 +13,6 @@ from trainer.rollouts.collector import Collector
 from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.pacing import UNKNOWN_LAG, Pace
 from trainer.rollouts.staleness import StaleWatch
-from trainer.seams import NoMailbox
 from trainer.state import RunState
 
 

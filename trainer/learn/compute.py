@@ -24,7 +24,7 @@ class ComputeHost(Protocol):
         """Call `start` in the thread, advance what it gives to its end, and return its value or raise its error."""
 
 
-class EngineThread(Protocol):
+class SharedEngine(Protocol):
     """What a worker's engine thread offers (worker/engine/between_steps.py)."""
 
     def run_between_steps(self, start: Callable[[], Work[T]]) -> Future[T]:
@@ -34,7 +34,7 @@ class EngineThread(Protocol):
 class EngineHost:
     """Runs in a worker's engine thread, between decode steps."""
 
-    def __init__(self, engine: EngineThread) -> None:
+    def __init__(self, engine: SharedEngine) -> None:
         self._engine = engine
 
     async def run(self, start: Callable[[], Work[T]]) -> T:

@@ -21,7 +21,7 @@ from shared.errors import (
     SetupError,
     from_code,
 )
-from shared.process.patience import BUSY, Patience
+from shared.process.patience import BUSY, Patience, patiently
 
 log = structlog.get_logger()
 
@@ -112,19 +112,17 @@ class HttpApi:
 
     async def _patiently(self, patience_s: float | None, method: str, path: str, **request: Any) -> httpx.Response:
         patience = Patience(self._patience_s if patience_s is None else patience_s)
-        while True:
-            try:
-                answer = await self._http.request(method, path, **request)
-                if answer.status_code not in BUSY:
-                    return self._checked(answer)
-                trouble = f"{answer.status_code}: {_problem(answer).message}"
-                patience.heed(answer)
-            except httpx.TransportError as error:
-                trouble = str(error) or type(error).__name__
-            if patience.is_over:
-                raise ServiceUnavailableError(f"{self.url}{path}: {trouble}")
-            log.warning("train.api_away", path=path, reason=trouble, again_in_s=patience.pause_s)
-            await patience.pause()
+
+        def warn(trouble: httpx.Response | httpx.TransportError) -> None:
+            log.warning("train.api_away", path=path, reason=_told(trouble), again_in_s=patience.pause_s)
+
+        try:
+            answer = await patiently(lambda: self._http.request(method, path, **request), patience, trouble=warn)
+        except httpx.TransportError as error:
+            raise ServiceUnavailableError(f"{self.url}{path}: {_told(error)}") from error
+        if answer.status_code in BUSY:
+            raise ServiceUnavailableError(f"{self.url}{path}: {_told(answer)}")
+        return self._checked(answer)
 
     def _checked(self, answer: httpx.Response) -> httpx.Response:
         status, problem = answer.status_code, _problem(answer) if answer.is_error else None
@@ -137,6 +135,13 @@ class HttpApi:
         kinds: dict[int, type[ParallmError]] = {404: NotFoundError, 409: ConflictError}
         kind = kinds.get(status, InvalidRequestError if status < 500 else ServiceUnavailableError)
         raise kind(f"{answer.url.path}: {problem.message}")
+
+
+def _told(trouble: httpx.Response | httpx.TransportError) -> str:
+    """Why there is no answer yet."""
+    if isinstance(trouble, httpx.Response):
+        return f"{trouble.status_code}: {_problem(trouble).message}"
+    return str(trouble) or type(trouble).__name__
 
 
 def _problem(answer: httpx.Response) -> _Problem:

@@ -208,7 +208,7 @@ class HttpSink:
 
 
 class HttpBoard:
-    """What `trainer.ring.board.RunBoard` writes on; it does not wait long, since the next heartbeat says the same."""
+    """What `trainer.ring.board.RingBoard` writes on; it does not wait long, since the next heartbeat says the same."""
 
     def __init__(self, api: HttpApi, policy: str) -> None:
         self._api = api
@@ -237,7 +237,7 @@ class HttpBoard:
 
 
 class HttpOrders:
-    """Where `trainer.ring.mailbox.Mail` takes orders from; a policy that is no longer ours has none."""
+    """Where `trainer.ring.mailbox.RingMailbox` takes orders from; a policy that is no longer ours has none."""
 
     def __init__(self, api: HttpApi, policy: str, owner: str) -> None:
         self._api = api

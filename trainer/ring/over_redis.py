@@ -23,11 +23,12 @@ from shared.redis.adapters.store import AdapterStore
 from shared.redis.queue.sequence_calls import SequenceCalls
 from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.redis.training.board import TrainingBoard
+from shared.seeds import derived_seed
 from shared.sequences import ModelCard, SamplingParams, SequenceResult, SequenceSpec
 from shared.text.codec import TextCodec
 from shared.training import AlertKind
 from shared.trajectories import Trajectory, trajectory_of
-from trainer.rollouts.groups import RolloutRequest, derived_seed
+from trainer.rollouts.groups import RolloutRequest
 from trainer.seams import Candidate, Stored
 from trainer.versions.checkpoint import ADAPTER_FILE
 

@@ -14,7 +14,7 @@ Invariants.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ import msgspec
 import structlog
 
 from shared.errors import InvalidRequestError, ServiceUnavailableError
-from shared.process.patience import Patience
+from shared.process.patience import Patience, patiently
 from shared.trajectories import Reward, Trajectory
 from trainer.rollouts.groups import RolloutGroup
 
@@ -100,21 +100,19 @@ class AtroposApi:
         await self._http.aclose()
 
     async def _ask(self, method: str, path: str, **more: Any) -> bytes:
-        patience = Patience(PATIENCE_S)
-        while True:
-            try:
-                response = await self._http.request(method, path, headers=_JSON, **more)
-            except httpx.TransportError as error:
-                if patience.is_over:
-                    raise ServiceUnavailableError(f"cannot reach Atropos at {self.url}: {error}") from error
-            else:
-                if response.is_success:
-                    return response.content
-                if response.status_code < 500 or patience.is_over:
-                    raise ServiceUnavailableError(f"{self.url}{path} answered {response.status_code}: {response.text}")
-            await patience.pause()
+        def send() -> Awaitable[httpx.Response]:
+            return self._http.request(method, path, headers=_JSON, **more)
+
+        try:
+            response = await patiently(send, Patience(PATIENCE_S), _FAULTS)
+        except httpx.TransportError as error:
+            raise ServiceUnavailableError(f"cannot reach Atropos at {self.url}: {error}") from error
+        if not response.is_success:
+            raise ServiceUnavailableError(f"{self.url}{path} answered {response.status_code}: {response.text}")
+        return response.content
 
 
+_FAULTS = frozenset(range(500, 600))  # that may pass
 _JSON = {"content-type": "application/json"}
 
 

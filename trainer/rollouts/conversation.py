@@ -20,7 +20,7 @@ from trainer.rollouts.environments import Observation, Outcome
 _MARK = "\u2063reply\u2063"  # invisible separators: no template alters them
 
 
-class Conversation:
+class ChatEncoder:
     """Turns messages into ids with one model's tokenizer and chat template, and the template's `variables`."""
 
     def __init__(self, codec: TextCodec, variables: Mapping[str, Any] | None = None) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, cast
 
 from shared.errors import SetupError
 from shared.jobs import Message
-from trainer.rollouts.groups import derived_seed
+from shared.seeds import derived_seed
 from trainer.tiny.data import Split, arithmetic_prompts
 
 

@@ -8,10 +8,11 @@ import msgspec
 
 from shared.errors import SetupError
 from shared.jobs import SamplingOverrides
+from shared.seeds import derived_seed
 from shared.trajectories import Reward, Trajectory
-from trainer.rollouts.conversation import Conversation, joined
+from trainer.rollouts.conversation import ChatEncoder, joined
 from trainer.rollouts.environments import Environment, Observation, Outcome, is_observation, is_outcome
-from trainer.rollouts.groups import RolloutGroup, RolloutRequest, RolloutSource, derived_seed
+from trainer.rollouts.groups import RolloutGroup, RolloutRequest, RolloutSource
 from trainer.rollouts.own_code import OwnCodeError
 from trainer.rollouts.own_process import blamed
 
@@ -31,7 +32,7 @@ class Episodes:
     """Plays groups against an environment."""
 
     def __init__(
-        self, source: RolloutSource, environment: Environment, conversation: Conversation, options: EpisodeOptions
+        self, source: RolloutSource, environment: Environment, conversation: ChatEncoder, options: EpisodeOptions
     ) -> None:
         self._source = source
         self._environment = environment

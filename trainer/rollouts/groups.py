@@ -7,7 +7,6 @@ Invariant: within one start of a run, a request's id and seed follow from the gr
 same thing, and a source may answer with what it already has. After a restart the ids are new and the seeds the same.
 """
 
-import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -50,20 +49,9 @@ class RolloutGroup:
     advantages: tuple[float | None, ...] = ()  # one a trajectory, where the user has given them
 
     @property
-    def trajectory_ids(self) -> tuple[str, ...]:
-        """One id a sample: `<group>/<sample>`."""
-        return tuple(f"{self.id}/{t.sample_index}" for t in self.trajectories)
-
-    @property
     def rewards(self) -> list[float]:
         """Rewards of the samples that have one."""
         return [t.reward.value for t in self.trajectories if t.reward is not None and t.reward.value is not None]
-
-
-def derived_seed(*parts: int | str) -> int:
-    """A 63-bit seed that depends on all parts and on nothing else."""
-    text = "/".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
 
 def mean_reward(groups: Iterable[RolloutGroup]) -> float:

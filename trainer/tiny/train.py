@@ -48,14 +48,14 @@ class TrainSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PaddedBatch:
     """Right-padded token ids, and 1.0 where a token belongs to a reply."""
 
     tokens: mx.array  # [B, T]
     reply_mask: mx.array  # [B, T]
 
 
-TrainStep = Callable[[Batch], float]  # gives the loss
+TrainStep = Callable[[PaddedBatch], float]  # gives the loss
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def train(model: llama.Model, tokenizer: Tokenizer, settings: TrainSettings) -> 
             )
 
 
-def draw_batch(rng: random.Random, tokenizer: Tokenizer, batch_size: int, talk_share: float) -> Batch:
+def draw_batch(rng: random.Random, tokenizer: Tokenizer, batch_size: int, talk_share: float) -> PaddedBatch:
     """One batch of additions, or a smaller one of talk, whose replies are longer."""
     if rng.random() < talk_share:
         chats = [sample_talk(rng) for _ in range(batch_size // 3)]
@@ -99,7 +99,7 @@ def draw_batch(rng: random.Random, tokenizer: Tokenizer, batch_size: int, talk_s
     return _encode_batch(tokenizer, chats)
 
 
-def _encode_batch(tokenizer: Tokenizer, chats: list[Chat]) -> Batch:
+def _encode_batch(tokenizer: Tokenizer, chats: list[Chat]) -> PaddedBatch:
     prompts = [encoding.ids for encoding in tokenizer.encode_batch([render(chat.messages) for chat in chats])]
     replies = [encoding.ids for encoding in tokenizer.encode_batch([chat.reply + TURN_END for chat in chats])]
     longest = max(len(prompt) + len(reply) for prompt, reply in zip(prompts, replies, strict=True))
@@ -110,7 +110,7 @@ def _encode_batch(tokenizer: Tokenizer, chats: list[Chat]) -> Batch:
         end = len(prompt) + len(reply)
         tokens_BT[row, :end] = prompt + reply
         reply_mask_BT[row, len(prompt) : end] = 1.0
-    return Batch(mx.array(tokens_BT), mx.array(reply_mask_BT))
+    return PaddedBatch(mx.array(tokens_BT), mx.array(reply_mask_BT))
 
 
 def _compile_train_step(model: llama.Model, settings: TrainSettings) -> TrainStep:
@@ -132,7 +132,7 @@ def _compile_train_step(model: llama.Model, settings: TrainSettings) -> TrainSte
         optimizer.update(model, gradients)
         return loss
 
-    def train_step(batch: Batch) -> float:
+    def train_step(batch: PaddedBatch) -> float:
         loss = update(batch.tokens, batch.reply_mask)
         mx.eval(loss, state)
         return float(loss)

@@ -12,11 +12,14 @@ Invariants.
 - A checkpoint that was given a name by the user, `best` and `latest` are never pruned.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +30,12 @@ from safetensors.numpy import load_file, save_file
 
 from shared.adapter_files.config import read_config
 from shared.errors import SetupError
+from shared.training import is_checkpoint_name
 from trainer.state import Arrays, Moments, RunState
 
 ADAPTER_FILE = "adapters.safetensors"
 CONFIG_FILE = "adapter_config.json"
 _OPTIMIZER, _STATE, _MANIFEST = "optimizer.safetensors", "state.json", "manifest.json"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TEMPORARY = ".tmp-"
 _REPLACED = ".old-"
 
@@ -137,7 +140,7 @@ class CheckpointStore:
 
     def _manifest(self, name: str) -> _Manifest | None:
         """The manifest of a whole checkpoint; only sizes are checked here, hashes when it is loaded."""
-        if not _NAME.fullmatch(name):
+        if not is_checkpoint_name(name):
             return None
         folder = self.root / name
         try:
@@ -193,7 +196,7 @@ def step_name(train_step: int) -> str:
 
 def check_name(name: str) -> str:
     """The name, if it can be a checkpoint's."""
-    if not _NAME.fullmatch(name) or name in ("latest", "best"):
+    if not is_checkpoint_name(name):
         raise SetupError(f"{name[:80]!r} is no checkpoint name: letters, digits, '.', '_', '-', at most 64")
     return name
 
@@ -220,6 +223,9 @@ def _digest(path: Path) -> _File:
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
+        if sys.platform == "darwin":  # there fsync leaves what the drive has in its cache
+            with contextlib.suppress(OSError):  # a file system that knows no such command
+                fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

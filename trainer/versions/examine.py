@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import msgspec
 
 from shared.adapters import GateCheck, version_id
+from shared.seeds import derived_seed
 from trainer import gate
 from trainer.learn.learner import Learner
 from trainer.rollouts.episodes import EpisodeOptions, Episodes
-from trainer.rollouts.groups import RolloutRequest, derived_seed, mean_reward
+from trainer.rollouts.groups import RolloutRequest, mean_reward
 from trainer.seams import Parts
 from trainer.settings import TrainSettings
 

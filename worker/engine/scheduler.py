@@ -17,9 +17,8 @@ from shared.errors import (
     EmptyPromptError,
     InvalidRequestError,
     ParallmError,
-    TokenOutOfRangeError,
 )
-from shared.sequences import ModelCard, SequenceClass, SequenceSpec
+from shared.sequences import ModelCard, SequenceClass, SequenceSpec, vocabulary_error
 
 SMALLEST_PIECE = 64  # tokens of a batch prompt in one turn: fewer waste a forward
 NARROWEST = 256  # tokens that one prompt is fed at least, however long its past: more forwards would cost more
@@ -123,7 +122,7 @@ class ClassTurns:
         return "interactive"
 
 
-class Pace:
+class PieceSizes:
     """How long a piece of a batch prompt may be, by what recent turns have taken.
 
     A turn takes `a + b * tokens`, a for the decode step and for a forward's overhead. Pieces get half of a: where that
@@ -236,9 +235,9 @@ class Limits:
         """Why this sequence can never run here; None when it can."""
         if not spec.prompt_ids:
             return EmptyPromptError("the prompt has no tokens")
-        for token in (*spec.prompt_ids, *spec.score_ids):
-            if not 0 <= token < self.vocab_size:
-                return TokenOutOfRangeError(f"token {token} is outside the model's vocabulary of {self.vocab_size}")
+        for ids in (spec.prompt_ids, spec.score_ids):
+            if error := vocabulary_error(ids, self.vocab_size):
+                return error
         if spec.kind == "generate" and spec.sampling.max_tokens < 1:
             return InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
         return self._too_long(spec)

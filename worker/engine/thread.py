@@ -23,7 +23,7 @@ import mlx.core as mx
 
 from shared.adapters import AdapterManifest
 from shared.errors import SetupError
-from worker.engine.batch.adapters import AdapterConfig, AdapterStats
+from worker.engine.batch.adapters import AdapterStats, SlotConfig
 from worker.engine.between_steps import Guests, T, Work
 from worker.engine.engine import Engine
 from worker.engine.lora.slots import AdapterSlots
@@ -59,7 +59,7 @@ class EngineThread:
         config: EngineConfig,
         on_step: OnStep,
         on_death: OnDeath,
-        adapters: AdapterConfig | None = None,
+        adapters: SlotConfig | None = None,
         on_adapters: OnAdapters = lambda stats: None,
     ) -> None:
         self._config = config

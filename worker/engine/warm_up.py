@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -44,14 +44,6 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 )
 
 Forward = Callable[[int, int], float]  # rows, width -> seconds; infinite: it takes too much memory
-
-
-@dataclass(frozen=True)
-class PrefillSizes:
-    """How much of prompts one forward may take."""
-
-    chunk: int  # tokens
-    area: int | None = None  # rows x width x (past + width); None: no limit
 
 
 def prepare(loaded: LoadedModel, config: EngineConfig) -> EngineConfig:

@@ -4,7 +4,6 @@ A sequence's id and seed follow from the job, the prompt and the sample, so expa
 yields the same sequences, which the queue already knows.
 """
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from shared.errors import (
     EmptyPromptError,
     InvalidRequestError,
     ParallmError,
-    TokenOutOfRangeError,
 )
 from shared.jobs import JobInput, JobSpec, Prompt
-from shared.sequences import ModelCard, SamplingParams, SequenceKind, SequenceSpec
+from shared.seeds import seed_in_job
+from shared.sequences import ModelCard, SamplingParams, SequenceKind, SequenceSpec, vocabulary_error
 from shared.text.codec import TextCodec
 
 _input_decoder = msgspec.json.Decoder(JobInput)
@@ -92,9 +91,9 @@ def _check(prompt_ids: Sequence[int], score_ids: Sequence[int], spec: JobSpec, c
         raise EmptyPromptError("the prompt has no tokens", param="prompt")
     if spec.kind == "score" and not score_ids:
         raise EmptyPromptError("the completion has no tokens", param="completion")
-    for token in (*prompt_ids, *score_ids):
-        if not 0 <= token < card.vocab_size:
-            raise TokenOutOfRangeError(f"token {token} is not in the vocabulary of {card.vocab_size}", param="prompt")
+    for ids in (prompt_ids, score_ids):
+        if error := vocabulary_error(ids, card.vocab_size, "prompt"):
+            raise error
     wanted = len(score_ids) if spec.kind == "score" else spec.sampling.max_tokens
     if len(prompt_ids) + wanted > card.context_length:
         raise ContextLengthExceededError(
@@ -128,15 +127,6 @@ class PromptCache:
 
 def _tokens(prompt: PreparedPrompt) -> int:
     return len(prompt.prompt_ids) + len(prompt.score_ids)
-
-
-SEED_BITS = 53  # exact in JSON everywhere
-
-
-def derive_seed(job_seed: int, prompt_index: int, sample_index: int) -> int:
-    """Seed of one sample: the first 53 bits of BLAKE2b-64 of "<job seed>:<prompt>:<sample>" (big endian)."""
-    name = f"{job_seed}:{prompt_index}:{sample_index}".encode()
-    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) >> (64 - SEED_BITS)
 
 
 def sequence_id(job_id: str, ordinal: int) -> str:
@@ -190,7 +180,7 @@ def is_sample(spec: JobSpec, seq: str) -> bool:
 def sampling(spec: JobSpec, prompt_index: int, sample_index: int) -> SamplingParams:
     """The job's sampling with this sample's own seed."""
     fields = {name: getattr(spec.sampling, name) for name in spec.sampling.__struct_fields__}
-    fields["seed"] = derive_seed(spec.sampling.seed or 0, prompt_index, sample_index)
+    fields["seed"] = seed_in_job(spec.sampling.seed or 0, prompt_index, sample_index)
     return SamplingParams(**fields)
 
 

@@ -12,11 +12,12 @@ from shared.redis.jobs.ledger import Outcome, SampleRecord
 from shared.scoring.pool import RewardSample
 from shared.scoring.score import Rewards
 from shared.scoring.shares import Share
+from shared.seeds import seed_in_job
 from shared.sequences import SequenceResult
 from shared.telemetry.metrics import Tally
 from shared.text.codec import TextCodec
 from shared.trajectories import Reward, Trajectory, drawing_of
-from worker.jobs.expansion import PreparedPrompt, derive_seed
+from worker.jobs.expansion import PreparedPrompt
 
 OUTCOMES: dict[FinishReason, Outcome] = {
     "stop": "succeeded",
@@ -52,7 +53,7 @@ def finished_trajectory(
         top_logprobs=result.top_logprobs,
         stop_match=finish.stop_match,
         error=finish.failure,
-        seed=derive_seed(spec.sampling.seed or 0, prompt.index, ordinal % spec.n) if own is None else own.sampling.seed,
+        seed=seed_in_job(spec.sampling.seed or 0, prompt.index, ordinal % spec.n) if own is None else own.sampling.seed,
         prompt_logprobs=() if own is None else result.prompt_logprobs,
         prompt_top_logprobs=() if own is None else result.prompt_top_logprobs,
         embedding=result.embedding,
@@ -78,7 +79,7 @@ def impossible_trajectories(spec: JobSpec, prompt: PreparedPrompt, error: Parall
             logprobs=(),
             finish_reason="error",
             error=f"{error.code or error.type}: {error.message}",
-            seed=derive_seed(spec.sampling.seed or 0, prompt.index, sample),
+            seed=seed_in_job(spec.sampling.seed or 0, prompt.index, sample),
             metadata=prompt.source.metadata,
         )
         for sample in range(spec.n)

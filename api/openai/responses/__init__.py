@@ -1,5 +1,5 @@
 """POST /v1/responses: OpenAI's newer way to ask, answered as a chat.
 
-`turns.py` reads the input as turns of a chat, `body.py` makes a chat request of the whole, `routes.py` answers it,
-`items.py` writes the output items and their events.
+`body.py` turns the request into a chat request, with `turns.py` for its input, `routes.py` answers it, `items.py`
+writes the output items and their events.
 """

@@ -1,6 +1,6 @@
 """POST /v1/responses: OpenAI's newer way to ask, for text and functions, without state."""
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 import msgspec
@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from api.generation.choice import Choice, Delta, ReplyPlan, ends_with_stop_token, join, usage
+from api.generation.choice import Choice, Delta, ReplyPlan, ends_with_stop_token, usage
 from api.generation.logprobs import ChatLogprob, TokenNames
 from api.generation.plan import target_of, with_grammar
 from api.generation.running import Generation, by_choice, gather_all
@@ -28,6 +28,7 @@ from api.ring.ring import Ring, ring_of
 from shared.errors import InvalidRequestError
 from shared.frames import Finish, TokenEvent
 from shared.text.codec import TextCodec
+from shared.token_events import by_token, join
 
 log = structlog.get_logger()
 
@@ -138,7 +139,7 @@ class Answer:
     def whole(self, events: list[TokenEvent]) -> bytes:
         """JSON of the response that all of its events make; with log-probabilities token by token, which says whose
         they are."""
-        for event in _by_token(events) if self._body.wants_logprobs else [join(events)]:
+        for event in by_token(events) if self._body.wants_logprobs else [join(events)]:
             self.take(self.choice.take([event]))
         return msgspec.json.encode(self.shown())
 
@@ -218,20 +219,6 @@ class Answer:
             "output_tokens_details": {"reasoning_tokens": len(self._codec.encode(thought, False)) if thought else 0},
             "total_tokens": counts.total_tokens,
         }
-
-
-def _by_token(events: list[TokenEvent]) -> Iterator[TokenEvent]:
-    """Events of one token each; where the worker has made the text, there are no others than its own."""
-    for event in events:
-        if event.text is not None or len(event.tokens) < 2:
-            yield event
-            continue
-        for at, (token, logprob) in enumerate(zip(event.tokens, event.logprobs, strict=True)):
-            tops = None if event.top_logprobs is None else [event.top_logprobs[at]]
-            finish = event.finish if at == len(event.tokens) - 1 else None
-            yield TokenEvent(
-                event.seq, event.attempt, event.position + at, [token], [logprob], tops, None, event.version, finish
-            )
 
 
 async def _events(generation: Generation, answer: Answer) -> AsyncGenerator[bytes, None]:

@@ -22,7 +22,7 @@ _SECRET_OPTION = re.compile(r"(?<=[?&])((?:sentinel_)?password)=[^&]*")
 
 
 @dataclass(frozen=True)
-class Parts:
+class RedisUrl:
     """A Redis URL taken apart, nothing decoded. `hosts` may be several, with commas between."""
 
     scheme: str
@@ -33,7 +33,7 @@ class Parts:
     query: str
 
     @classmethod
-    def of(cls, url: str) -> "Parts":
+    def of(cls, url: str) -> "RedisUrl":
         """Of any URL; what is missing is ''."""
         scheme, _, rest = url.partition("://")
         rest, _, query = rest.partition("?")
@@ -62,7 +62,7 @@ class SentinelAddress:
     @classmethod
     def parse(cls, url: str) -> "SentinelAddress":
         """ValueError says what is wrong."""
-        parts = Parts.of(url)
+        parts = RedisUrl.of(url)
         service, _, db = parts.path.strip("/").partition("/")
         if not service:
             raise ValueError(f"the Sentinels' service is missing: {parts.scheme}://HOST:{SENTINEL_PORT}/SERVICE")
@@ -82,7 +82,7 @@ class SentinelAddress:
 
 def is_sentinel(url: str) -> bool:
     """Whether a URL names a service of Sentinels."""
-    return Parts.of(url).scheme in SENTINEL_SCHEMES
+    return RedisUrl.of(url).scheme in SENTINEL_SCHEMES
 
 
 def shown(url: str) -> str:

@@ -7,7 +7,7 @@ worker tells in its heartbeat under which pause it has come to rest.
 
 import time
 import uuid
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 from redis.asyncio import Redis
@@ -16,7 +16,6 @@ from shared.redis import keys
 from shared.redis.ring.worker_registry import WorkerRegistry
 
 PauseMode = Literal["abort", "wait", "keep"]
-MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
 
 class PauseOrder(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from typing import Self
 
 from shared.errors import ServiceUnavailableError
 from shared.frames import Finish, TokenEvent, is_fence
-from shared.redis.tokens.log import part
+from shared.token_events import part
 
 SILENCE_S = 1.0  # without a word, before the log is asked
 PATIENCE_S = 4.0  # longest time between two questions about a silent sequence

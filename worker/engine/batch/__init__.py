@@ -5,6 +5,6 @@ the batch calls it), `sampler.py` (one draw for all rows). What edits the logits
 `token_masks.py`, `grammar_masks.py`.
 
 Prompts: `prompt_group.py` (fed together in one forward), `prefill_lane.py` (scored, embedded or shared prompts),
-`prompts_in_flight.py` (the pieces under way), `unkept.py` (prompts that still have to go into the prefix cache).
+`prompts_in_flight.py` (the pieces under way), `unkept.py` (a burst's copies into the prefix cache, over some steps).
 `adapters.py` is the seam to `lora/`.
 """

@@ -12,7 +12,7 @@ from worker.engine.batch.row import Row
 
 
 @dataclass(frozen=True)
-class AdapterConfig:
+class SlotConfig:
     """Room for adapters on this worker."""
 
     slots: int = 8  # versions that rows of one batch may use at the same time

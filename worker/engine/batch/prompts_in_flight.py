@@ -5,14 +5,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from worker.engine.scheduler import Pace
+from worker.engine.scheduler import PieceSizes
 
 
 class Pieces:
     """What one turn has begun to feed. Settled before the next turn, so at most one turn's pieces are under way."""
 
     def __init__(self) -> None:
-        self.pace = Pace()
+        self.pace = PieceSizes()
         self._states: list[Any] = []
         self._positions = 0
         self._began = 0.0

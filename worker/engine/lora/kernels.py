@@ -1,8 +1,8 @@
-"""Fused kernels for rows on different adapters: base output plus x A[slot] B[slot], in one or two GPU operations.
+"""Fused kernels for rows on different adapters: base output plus x A[slot] B[slot], in one GPU operation.
 
 A decode step on a GPU is bound by the number of operations, not by their arithmetic, so the projections that
-read the same input (q, k, v; gate, up) share one operation. `one_pass` computes the r inner products again in every
-output tile (few rows); `two_pass` computes them once (many rows). Both accumulate in fp32.
+read the same input (q, k, v; gate, up) share one operation, which computes the r inner products again in every output
+tile (few rows) and accumulates in fp32.
 
 Shapes are written into the source, one kernel object per shape, because MLX works template arguments out again in every
 call, and a decode step of a large model is bound by what the host does.
@@ -21,7 +21,6 @@ Kernel = Any  # what mx.fast.cuda_kernel returns: called with inputs, grid and o
 
 THREADS = 256
 COLUMNS = 8  # columns that one thread computes: 16 bytes of bf16
-SHRINK_THREADS = 512
 
 _CUDA_HEADER = """
 #include <cooperative_groups.h>
@@ -103,7 +102,7 @@ _CUDA_EXPAND = """
     for (int r = 0; r < R; ++r) {
       float b8[8];
       load8(b + size_t(r) * OUT, b8);
-      const float hr = H;
+      const float hr = h[r];
       #pragma unroll
       for (int c = 0; c < 8; ++c) delta[c] += hr * b8[c];
     }
@@ -146,41 +145,10 @@ _CUDA_TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.float32: "
 @lru_cache
 def _one_pass_kernel(shape: _Shape) -> Kernel:
     count = len(shape.outs)
-    source = _CUDA_BEGIN + _select(count, "") + _CUDA_COPY + _CUDA_INNER + _CUDA_EXPAND.replace("= H;", "= h[r];")
+    source = _CUDA_BEGIN + _select(count, "") + _CUDA_COPY + _CUDA_INNER + _CUDA_EXPAND
     kernel: Kernel = mx.fast.cuda_kernel(
         name=f"lora_one_pass_{shape.name}",
         input_names=["x", "A", "slots", *_names("B", count), *_names("y", count)],
-        output_names=_names("o", count),
-        source=shape.constants(THREADS) + source,
-        header=_CUDA_HEADER,
-    )
-    return kernel
-
-
-@lru_cache
-def _shrink_kernel(shape: _Shape) -> Kernel:
-    source = (
-        "  const int tid = threadIdx.x, m = blockIdx.y, j = blockIdx.x; const int slot = slots[m];\n"
-        "  if (slot == 0) return;\n" + _CUDA_INNER + "  if (tid < R) hidden[size_t(m) * JR + j * R + tid] = h[tid];\n"
-    )
-    kernel: Kernel = mx.fast.cuda_kernel(
-        name=f"lora_shrink_{shape.name}",
-        input_names=["x", "A", "slots"],
-        output_names=["hidden"],
-        source=shape.constants(SHRINK_THREADS) + source,
-        header=_CUDA_HEADER,
-    )
-    return kernel
-
-
-@lru_cache
-def _expand_kernel(shape: _Shape) -> Kernel:
-    count = len(shape.outs)
-    source = _CUDA_BEGIN + _select(count, "") + _CUDA_COPY
-    source += _CUDA_EXPAND.replace("= H;", "= hidden[size_t(m) * JR + j * R + r];")
-    kernel: Kernel = mx.fast.cuda_kernel(
-        name=f"lora_expand_{shape.name}",
-        input_names=["hidden", "slots", *_names("B", count), *_names("y", count)],
         output_names=_names("o", count),
         source=shape.constants(THREADS) + source,
         header=_CUDA_HEADER,
@@ -197,7 +165,6 @@ class FusedProjections:
 
     def __init__(self, a_SIJ: mx.array, bs: list[mx.array]) -> None:
         shape = _Shape(a_SIJ.dtype, a_SIJ.shape[1], bs[0].shape[1], tuple(b.shape[-1] for b in bs))
-        self._shape = shape
         self._a, self._bs = a_SIJ, bs
         self._grid = sum(shape.tiles) * THREADS
         self._dtypes = [shape.dtype] * len(bs)
@@ -207,25 +174,6 @@ class FusedProjections:
         """y_j + x A[slot] B_j[slot] for every projection j, in one operation; x [M, 1, in] or [M, in]."""
         out: list[mx.array] = self._one_pass(
             inputs=[x, self._a, slots_M, *self._bs, *ys],
-            grid=(self._grid, x.shape[0], 1),
-            threadgroup=(THREADS, 1, 1),
-            output_shapes=[y.shape for y in ys],
-            output_dtypes=self._dtypes,
-        )
-        return out
-
-    def two_pass(self, x: mx.array, ys: list[mx.array], slots_M: mx.array) -> list[mx.array]:
-        """The same in two operations: inner products once, then the outputs."""
-        shape, count = self._shape, len(self._bs)
-        (hidden_MJ,) = _shrink_kernel(shape)(
-            inputs=[x, self._a, slots_M],
-            grid=(count * SHRINK_THREADS, x.shape[0], 1),
-            threadgroup=(SHRINK_THREADS, 1, 1),
-            output_shapes=[(x.shape[0], count * shape.rank)],
-            output_dtypes=[mx.float32],
-        )
-        out: list[mx.array] = _expand_kernel(shape)(
-            inputs=[hidden_MJ, slots_M, *self._bs, *ys],
             grid=(self._grid, x.shape[0], 1),
             threadgroup=(THREADS, 1, 1),
             output_shapes=[y.shape for y in ys],

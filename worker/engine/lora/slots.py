@@ -24,7 +24,7 @@ import mlx.core as mx
 
 from shared.adapters import AdapterManifest, AdapterRef, version_id
 from shared.errors import EngineError, InvalidRequestError, ParallmError, UnknownAdapterError
-from worker.engine.batch.adapters import AdapterConfig, AdapterStats
+from worker.engine.batch.adapters import AdapterStats, SlotConfig
 from worker.engine.batch.row import Row
 from worker.engine.lora.reader import AdapterReader
 from worker.engine.lora.slot_table import SlotTable
@@ -62,7 +62,7 @@ class AdapterSlots:
     def __init__(
         self,
         loaded: LoadedModel,
-        config: AdapterConfig,
+        config: SlotConfig,
         wake: Callable[[], None],
         on_change: Callable[[AdapterStats], None] = lambda stats: None,
     ) -> None:

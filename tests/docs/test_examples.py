@@ -1,0 +1,99 @@
+"""Each of examples/ runs against one real ring, by the command in its docstring (with our ports, and fewer steps)."""
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.rings import ROOT, Ring, ring
+from trainer.metrics import StepMetrics, read
+
+EXAMPLES = ROOT / "examples"
+BIN = Path(sys.executable).parent
+TIMEOUT_S = 120
+
+
+def command(example: str, program: str) -> list[str]:
+    """The arguments that the example's docstring gives a program."""
+    text = ast.get_docstring(ast.parse((EXAMPLES / f"{example}.py").read_text())) or ""
+    lines = re.sub(r"\\\n *", " ", text).splitlines()
+    found = [shlex.split(line) for line in lines if line.strip().startswith(f"{program} ")]
+    assert len(found) == 1, f"{example}: {len(found)} commands with {program}"
+    return found[0][1:]
+
+
+def without(arguments: list[str], *flags: str) -> list[str]:
+    """The arguments less these flags and their values."""
+    drop = {place + i for place, argument in enumerate(arguments) if argument in flags for i in (0, 1)}
+    return [argument for place, argument in enumerate(arguments) if place not in drop]
+
+
+def run(*words: str | Path, typed: str = "") -> str:
+    done = subprocess.run(
+        list(map(str, words)), cwd=ROOT, input=typed, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
+    """One ring, whose worker hosts the trainer that learns from what is posted."""
+    arguments = without(command("grpo_by_hand", "mlx_parallm_serve"), "--model", "--port")
+    with ring(tmp_path_factory.mktemp("ring"), *arguments) as started:
+        yield started
+
+
+def trained(served: Ring, folder: Path, example: str, *flags: str) -> list[StepMetrics]:
+    """Two steps of the trainer that the example's docstring starts."""
+    arguments = command(example, "mlx_parallm_train")
+    adapter = arguments[arguments.index("--adapter") + 1]
+    arguments = without(arguments, "--connect-to", "--steps")
+    here = ("--connect-to", served.url.removeprefix("http://"), "--run-dir", str(folder), "--steps", "2")
+    run(BIN / "mlx_parallm_train", *arguments, *here, *flags)
+    lines = read(folder / adapter / "metrics.jsonl")
+    assert [line.train_step for line in lines] == [0, 1]
+    assert all(line.failed == 0 for line in lines)
+    return lines
+
+
+def test_grpo_by_hand_makes_the_reward_rise(served: Ring) -> None:
+    program = EXAMPLES / "grpo_by_hand.py"
+    assert len(program.read_text().splitlines()) <= 150, "all of it is read in one go"
+    printed = run(sys.executable, program, "--url", served.url, "--steps", "6", "--questions", "8")
+    rewards = [float(value) for value in re.findall(r"mean reward ([\d.]+)", printed)]
+    assert len(rewards) == 6 and rewards[0] > 0, printed
+    assert max(rewards[-2:]) > rewards[0] + 0.1, printed
+    assert httpx.get(f"{served.url}/v1/adapters/policy", timeout=30).json()["latest"] == 7, "six steps, each served"
+
+
+def test_a_chat_is_streamed_and_remembers(served: Ring) -> None:
+    printed = run(sys.executable, EXAMPLES / "streaming_chat.py", "--url", served.url, typed="hello\nthank you\n\n")
+    first, second = re.findall(r"> (.+)\n\[\d+ tokens\]", printed)
+    assert "tiny model" in first and second != first
+
+
+def test_an_own_reward_teaches(served: Ring, tmp_path: Path) -> None:
+    lines = trained(served, tmp_path, "own_reward")
+    assert all(0 < line.reward < 1 and line.taught for line in lines)
+
+
+def test_two_turns_of_an_own_environment_are_trained_over_the_ring(served: Ring, tmp_path: Path) -> None:
+    lines = trained(served, tmp_path, "own_environment", "--distances-every", "1")
+    assert any(line.taught for line in lines)
+    assert all(line.completion_tokens > 12 for line in lines), "two replies and the tool's words between them"
+    measured = [line.mismatch for line in lines if line.mismatch is not None]
+    assert measured and max(measured) < 1e-3, "the second turn saw the very ids of the first"
+
+
+def test_the_readme_names_the_examples_and_each_is_run() -> None:
+    assert "[examples/](examples/)" in (ROOT / "README.md").read_text()
+    tested = Path(__file__).read_text()
+    for path in EXAMPLES.glob("[a-z]*.py"):
+        assert path.stem in tested, f"{path.name} is run by no test"
