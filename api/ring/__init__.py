@@ -1,7 +1,6 @@
 """This api process's connection to the ring: Redis, the served models, the token frames that come back.
 
-`ring.py` first: `Ring` is what every route gets (`ring_of`), and lives as long as the process. `caller.py` says whose
-request a task works for.
+`ring.py` first: `Ring` is what every route gets (`ring_of`), and lives as long as the process.
 
 Work whose time depends on what a client sent stays off the event loop: `room.py` shares a few threads fairly between
 API keys (`caller.py` says whose work a task does), `grammars.py` checks grammars in processes that can be killed
