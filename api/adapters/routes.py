@@ -30,12 +30,12 @@ from api.adapters.bodies import (
 from api.adapters.intake import AdapterFiles, Offer, publish, read_folder, receive
 from api.http.errors import error_responses, from_validation, json_reply
 from api.ring.ring import Ring, ring_of
-from shared.adapters import AdapterManifest, AdapterRef, check_name
+from shared.adapters import NAME, AdapterManifest, AdapterRef, check_name
 from shared.errors import ConflictError, InvalidRequestError, ParallmError, UnknownAdapterError
 
 router = APIRouter(tags=["adapters"])
 TheRing = Annotated[Ring, Depends(ring_of)]
-Name = Annotated[str, PathParameter(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Name = Annotated[str, PathParameter(pattern=f"^{NAME}$")]
 Version = Annotated[int, PathParameter(ge=1)]
 
 _FILES: dict[str, Any] = {
