@@ -15,7 +15,7 @@ from tests.bench.load import load
 from tests.e2e.rings import Process
 
 RAW = """
-from worker.engine import fast_blas
+from worker.engine.model import fast_blas
 fast_blas.install()
 import mlx.core as mx, psutil
 from mlx_lm import batch_generate, load

@@ -33,9 +33,9 @@ OUTPUT_TOKENS = 64
 SHAPES = {"qwen3-small": QWEN3_SMALL, "qwen3-0.6b": QWEN3_0_6B, "qwen3-4b": QWEN3_4B}
 RAW = """
 import json, sys, time
-from worker.engine import fast_blas
+from worker.engine.model import fast_blas
 fast_blas.install()
-from worker.engine import cuda_graphs
+from worker.engine.model import cuda_graphs
 cuda_graphs.prepare()  # as the worker has it
 import mlx.core as mx
 from mlx_lm import batch_generate, load
@@ -51,7 +51,7 @@ for line in sys.stdin:
 """
 PEER = """
 import sys
-from worker.engine import fast_blas
+from worker.engine.model import fast_blas
 fast_blas.install()
 import mlx_lm.server
 sys.argv = ["mlx_lm.server", "--model", sys.argv[1], "--port", sys.argv[2], "--decode-concurrency", "32",
