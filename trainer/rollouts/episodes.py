@@ -50,6 +50,7 @@ class Episodes:
             sampling=self._seeded(index),
             adapter=adapter,
             metadata={"environment": self._environment.name, "index": index},
+            has_next_turn=options.max_turns > 1,
         )
         sampled = await self._source.generate(request)
         finished = await asyncio.gather(*(self._finish(request, observation, t) for t in sampled))
@@ -97,6 +98,7 @@ class Episodes:
                 sampling=msgspec.structs.replace(request.sampling, seed=seed),
                 adapter=request.adapter,
                 metadata=request.metadata,
+                has_next_turn=turn + 1 < self._options.max_turns,
             )
         )
         return trajectory
