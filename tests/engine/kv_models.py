@@ -14,7 +14,6 @@ VOCAB, WINDOW = 320, 24
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5}
 ROPE = {"rope_theta": 1e4, "head_dim": 16}
-LINEAR = {"linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head_dim": 16}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": HEADS | ROPE,
     "qwen3": HEADS | ROPE | {"tie_word_embeddings": True},
@@ -29,12 +28,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}
     | {"layer_types": ["sliding_attention", "full_attention"]}
     | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}},
-    "qwen3_next": HEADS
-    | ROPE
-    | LINEAR
-    | {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "num_experts": 4, "num_experts_per_tok": 2}
-    | {"decoder_sparse_step": 1, "shared_expert_intermediate_size": 32, "mlp_only_layers": []}
-    | {"moe_intermediate_size": 32, "partial_rotary_factor": 0.5, "full_attention_interval": 2},
+    "qwen3_5": {
+        "text_config": SIZES
+        | HEADS
+        | {"model_type": "qwen3_5", "head_dim": 16, "linear_num_value_heads": 2, "linear_num_key_heads": 1}
+        | {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "num_experts": 0}
+        | {"full_attention_interval": 2, "partial_rotary_factor": 0.5}
+        | {"rope_parameters": {"type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
+    },
     "lfm2": HEADS
     | {"norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "block_dim": 32, "block_multiple_of": 8}
     | {"block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False, "full_attn_idxs": [1]},
@@ -50,7 +51,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 PLAIN, WINDOWED, RECURRENT = (
     ("llama", "qwen3", "deepseek_v3"),
     ("gemma3_text", "gpt_oss"),
-    ("qwen3_next", "lfm2", "jamba", "falcon_h1", "mamba2"),
+    ("qwen3_5", "lfm2", "jamba", "falcon_h1", "mamba2"),
 )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import mlx.core as mx
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +69,30 @@ def test_a_second_turn_goes_on_from_the_answer(name: str, length: int, model_of:
     check_like_cold(loaded, bench, two, three)
 
 
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_answers_of_batch_work_are_kept_where_a_turn_follows(name: str, model_of: Model) -> None:
+    loaded, prompt = model_of(name), prompt_of(70)
+    for has_next_turn in (False, True):
+        bench = bench_of(loaded)
+        one = spec("one", prompt, max_tokens=40)
+        bench.submit(msgspec.structs.replace(one, sequence_class="batch", has_next_turn=has_next_turn))
+        bench.run()
+        bench.submit(two := spec("two", [*prompt, *bench.tokens("one"), *prompt_of(9, 1)]))
+        bench.run()
+        assert (cached(bench, "two") > len(prompt)) == has_next_turn
+        check_like_cold(loaded, bench, two)
+
+
+def test_a_cancelled_answer_is_not_kept(model_of: Model) -> None:
+    bench = bench_of(model_of("lfm2"))
+    bench.submit(spec("one", prompt_of(70), max_tokens=200))
+    bench.until(lambda: len(bench.tokens("one")) > 20)
+    before = bench.engine.stats().prefix
+    bench.engine.cancel("one")
+    bench.run()
+    assert bench.engine.stats().prefix == before
+
+
 @pytest.mark.parametrize("name", [*WINDOWED, *RECURRENT])
 def test_a_turn_that_renders_the_answer_otherwise_goes_on_from_the_prompt(name: str, model_of: Model) -> None:
     """As a template does that leaves thinking out: the prompt's own last ids are gone, too."""
@@ -82,7 +107,7 @@ def test_a_turn_that_renders_the_answer_otherwise_goes_on_from_the_prompt(name: 
     check_like_cold(loaded, bench, two)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "qwen3_next", "lfm2", "jamba"])
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "qwen3_5", "lfm2", "jamba"])
 def test_a_beginning_that_others_share_is_found_where_they_part(name: str, model_of: Model) -> None:
     loaded = model_of(name)
     bench, shared = bench_of(loaded), prompt_of(100)

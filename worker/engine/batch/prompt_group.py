@@ -53,8 +53,8 @@ class _Place:
 
     def pass_stop(self) -> bool:
         """Whether it has come to a stop, which is behind it now."""
-        passed = self.stops[:1] == [self.done]
-        self.stops = self.stops[passed:]
+        passed = self.done in self.stops
+        self.stops = [stop for stop in self.stops if stop > self.done]
         return passed
 
 

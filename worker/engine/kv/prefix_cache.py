@@ -179,9 +179,10 @@ class PrefixCache:
 
     def common(self, ids: Sequence[int], others: Sequence[int]) -> int:
         """The length of the whole blocks that both begin with, before the last id of either."""
-        most = min(len(ids), len(others)) - 1
-        same = next((at for at in range(most) if ids[at] != others[at]), most)
-        return same // self._block_size * self._block_size
+        size, one, other = self._block_size, tuple(ids), tuple(others)
+        blocks = (min(len(one), len(other)) - 1) // size
+        starts = (at * size for at in range(blocks))
+        return next((at for at in starts if one[at : at + size] != other[at : at + size]), blocks * size)
 
     def stops(self, ids: Sequence[int], version: str, past: int) -> list[int]:
         """Positions of a prompt, behind the first `past` ones, at which its states should be stored."""
