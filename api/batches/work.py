@@ -22,7 +22,7 @@ from api.generation.target import Target, find_target
 from api.ring.caller import acting_for
 from api.ring.ring import Ring
 from shared.errors import InvalidRequestError, ParallmError, ServiceUnavailableError, UnknownJobError
-from shared.jobs import TERMINAL, JobInput, JobSpec, JobStatus
+from shared.jobs import TERMINAL, InputLine, JobInput, JobSpec, JobStatus, input_line, read_input
 from shared.redis.connection.faults import reason
 from shared.redis.files.batch_store import BatchError, BatchRecord, BatchSpec, BatchState
 from shared.redis.files.file_store import FileWriter
@@ -43,8 +43,6 @@ MAX_ERRORS = 100  # that a batch tells of
 _ENDS: dict[str, BatchState] = {
     "succeeded": "completed", "failed": "failed", "cancelled": "cancelled", "expired": "expired",
 }  # fmt: skip
-_encode = msgspec.json.Encoder().encode
-_input_decoder = msgspec.json.Decoder(JobInput)
 _result_decoder = msgspec.json.Decoder(Trajectory)
 
 
@@ -236,12 +234,12 @@ class BatchWork:
             told = BatchError(error.code or error.type, error.message, error.param, line)
             raise LinesRefusedError(told) from error
 
-    async def _inputs(self, record: BatchRecord, named: Named, target: Target) -> AsyncIterator[bytes]:
+    async def _inputs(self, record: BatchRecord, named: Named, target: Target) -> AsyncIterator[InputLine]:
         choices = size = 0
         async for number, line in self._lines(record):
             assert isinstance(line, BatchLine), "checked before"
             for asked in await planned(self._ring, line, named, target):
-                encoded = _encode(asked)
+                encoded = input_line(asked, "batch", number)
                 choices, size = choices + 1, size + len(encoded)
                 if choices > MAX_CHOICES or size > 2 * self._ring.settings.max_upload_bytes:
                     many = (
@@ -302,13 +300,13 @@ class BatchWork:
         first, results = None, []
         async for ordinal, raw, result in self._choices(status):
             if first is None:
-                first = ordinal, _input_decoder.decode(raw)
+                first = ordinal, read_input(raw)
             results.append(None if result is None else _result_decoder.decode(result))
             if len(results) == first[1].reply["parts"]:
                 yield *first, results
                 first, results = None, []
 
-    async def _choices(self, status: JobStatus) -> AsyncIterator[tuple[int, bytes, bytes | None]]:
+    async def _choices(self, status: JobStatus) -> AsyncIterator[tuple[int, InputLine, bytes | None]]:
         total = status.counts.total
         for start in range(0, total, LINES_AT_ONCE):
             inputs = await self._ledger.inputs(status.id, start, min(LINES_AT_ONCE, total - start))

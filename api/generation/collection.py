@@ -15,7 +15,7 @@ from shared.adapters import AdapterRef, unknown_adapter
 from shared.errors import InvalidRequestError, ParallmError
 from shared.jobs import RewardSpec
 from shared.process.settings import ApiSettings
-from shared.rewards import kinds as rewards
+from shared.rewards.kinds import CheckedReward, check
 from shared.sequences import Collection, ModelCard
 
 MAX_METADATA_BYTES = 16_384
@@ -51,21 +51,21 @@ def collection_of(body: CollectFields, target: Target, settings: ApiSettings, pr
     if _packed_size(metadata, "metadata") > MAX_METADATA_BYTES:
         raise InvalidRequestError(f"'metadata' of a trajectory may have {MAX_METADATA_BYTES} bytes", param="metadata")
     reference = metadata.pop(REFERENCE, None)
-    scoring = scoring_spec(body.scoring_function) if body.scoring_function is not None else None
-    if scoring is not None and rewards.needs_reference(scoring):
-        _check_reference(scoring, reference, prompts)
+    scoring = scoring_reward(body.scoring_function) if body.scoring_function is not None else None
+    if scoring is not None and scoring.needs_reference:
+        _check_reference(scoring.spec, reference, prompts)
     policy = AdapterRef.parse(target.adapter).choices[0].name if target.adapter else settings.default_adapter
     return Collection(
         policy=policy,
-        scoring=scoring.name if scoring else "",
-        options=scoring.options if scoring else {},
+        scoring=scoring.spec.name if scoring else "",
+        options=scoring.spec.options if scoring else {},
         reference=reference,
         metadata=metadata,
         samples=body.n or 1,
     )
 
 
-def scoring_spec(given: str | dict[str, Any], param: str = "scoring_function") -> RewardSpec:
+def scoring_reward(given: str | dict[str, Any], param: str = "scoring_function") -> CheckedReward:
     """A scoring function by name, or as an object with its options, as a job's `reward`; checked."""
     if isinstance(given, str):
         spec = RewardSpec(given)
@@ -77,11 +77,10 @@ def scoring_spec(given: str | dict[str, Any], param: str = "scoring_function") -
         spec = RewardSpec(name, {**options, **fields})
         _packed_size(spec.options, param)
     try:
-        rewards.check(spec)
+        return check(spec)
     except InvalidRequestError as error:
         error.param = param
         raise
-    return spec
 
 
 async def check_collection(ring: Ring, collect: Collection) -> None:
@@ -90,10 +89,10 @@ async def check_collection(ring: Ring, collect: Collection) -> None:
     if who.limited and not who.sees(await ring.adapters.owner(collect.policy) or ""):
         raise unknown_adapter(collect.policy)
     if collect.scoring:
-        await check_scoring(ring, RewardSpec(collect.scoring, collect.options), "scoring_function")
+        await check_scoring(ring, check(RewardSpec(collect.scoring, collect.options)), "scoring_function")
 
 
-async def check_scoring(ring: Ring, scoring: RewardSpec, param: str) -> list[ModelCard]:
+async def check_scoring(ring: Ring, scoring: CheckedReward, param: str) -> list[ModelCard]:
     """The models that the reward asks, after a trial of its patterns, in a process that can be killed.
 
     InvalidRequestError for a pattern that cannot be compiled, UnknownModelError for a model that was never served;
@@ -101,7 +100,7 @@ async def check_scoring(ring: Ring, scoring: RewardSpec, param: str) -> list[Mod
     """
     try:
         await ring.patterns.check(scoring, key_name())
-        return await ring.judges.check(rewards.served_models(scoring))
+        return await ring.judges.check(scoring.served_models)
     except ParallmError as error:
         error.param = param
         raise

@@ -19,7 +19,7 @@ from api.ring.ring import Ring, ring_of
 from shared.adapters import AdapterRef
 from shared.errors import InvalidRequestError
 from shared.jobs import TERMINAL, JobSpec, JobStatus
-from shared.rewards import kinds as rewards
+from shared.rewards.kinds import check
 
 router = APIRouter(tags=["jobs"])
 TheRing = Annotated[Ring, Depends(ring_of)]
@@ -93,7 +93,7 @@ async def _submit_upload(request: Request, ring: Ring, idempotency_key: str) -> 
             raise InvalidRequestError("'prompts' and a file exclude each other", param="prompts")
         target = await _target(ring, body)
         spec = await _checked_spec(ring, body, target)
-        inputs = upload_inputs(file, target.card)
+        inputs = upload_inputs(file, target.card, body.kind)
         job_id, _ = await ring.jobs.create(spec, inputs, body.idempotency_key or idempotency_key)
     return await _accepted(ring, job_id)
 
@@ -114,8 +114,7 @@ async def _checked_spec(ring: Ring, body: JobBody, target: JobTarget) -> JobSpec
     spec = body.spec(target.card, target.adapter, ring.settings.logprobs_mode)
     spec = msgspec.structs.replace(spec, tenant=asker().tenant)
     if spec.reward is not None:
-        rewards.check(spec.reward)
-        await check_scoring(ring, spec.reward, "reward.options")
+        await check_scoring(ring, check(spec.reward), "reward.options")
     return msgspec.structs.replace(spec, key=key_name())
 
 

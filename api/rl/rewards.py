@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.generation.collection import check_scoring, scoring_spec
+from api.generation.collection import check_scoring, scoring_reward
 from api.http.errors import error_responses
 from api.http.fields import RequestModel, complaint
 from api.openai.conversations import template_messages
@@ -19,8 +19,8 @@ from api.openai.messages import ChatMessage
 from api.ring.caller import calling, key_name, until_disconnected
 from api.ring.ring import Ring, ring_of
 from shared.errors import InvalidRequestError
-from shared.jobs import Prompt, RewardSpec
-from shared.rewards.kinds import needs_prompt, needs_reference
+from shared.jobs import Prompt
+from shared.rewards.kinds import CheckedReward
 from shared.scoring.pool import RewardSample
 from shared.scoring.shares import Share
 
@@ -79,12 +79,12 @@ class ScoreBody(RequestModel):
         each_own = [each for each in given if not isinstance(each, ChatMessage)]
         return [each if isinstance(each, str) else template_messages(each) for each in each_own]
 
-    def spec(self) -> RewardSpec:
-        """The reward, checked."""
+    def checked(self) -> CheckedReward:
+        """The reward."""
         param = "scoring_function" if self.scoring_function is not None else "reward"
         given = self.reward or self.scoring_function or ("" if self.model is None else ASKING[0])
         if self.model is None:
-            return scoring_spec(given, param)
+            return scoring_reward(given, param)
         fields: dict[str, Any] = {"name": given} if isinstance(given, str) else dict(given)
         if fields.get("name") not in ASKING:
             raise InvalidRequestError(f"only {' and '.join(ASKING)} ask a model", param="model")
@@ -93,17 +93,18 @@ class ScoreBody(RequestModel):
             raise InvalidRequestError(f"'{param}' is a name, or an object with 'name' and options", param=param)
         if {**options, **fields}.get("model", self.model) != self.model:
             raise InvalidRequestError(f"'model' and the model of '{param}' differ", param="model")
-        return scoring_spec({**options, **fields, "model": self.model}, param)
+        return scoring_reward({**options, **fields, "model": self.model}, param)
 
-    def samples(self, spec: RewardSpec) -> list[RewardSample]:
+    def samples(self, reward: CheckedReward) -> list[RewardSample]:
         """What the reward looks at; InvalidRequestError when something that it needs is missing."""
         references = [self.references] if isinstance(self.completions, str) else self.references
         references = [None] * len(self.texts) if references is None else references
-        if needs_prompt(spec) and self.prompts is None:
-            raise InvalidRequestError(f"reward '{spec.name}' looks at the prompt: give 'prompts'", param="prompts")
-        if needs_reference(spec) and (bare := [i for i, reference in enumerate(references) if reference is None]):
+        name = reward.spec.name
+        if reward.needs_prompt and self.prompts is None:
+            raise InvalidRequestError(f"reward '{name}' looks at the prompt: give 'prompts'", param="prompts")
+        if reward.needs_reference and (bare := [i for i, reference in enumerate(references) if reference is None]):
             raise InvalidRequestError(
-                f"reward '{spec.name}' compares with a reference, and references[{bare[0]}] is not there",
+                f"reward '{name}' compares with a reference, and references[{bare[0]}] is not there",
                 param="references",
             )
         return [RewardSample(*each) for each in zip(self.texts, references, self.questions, strict=True)]
@@ -117,14 +118,14 @@ class ScoreBody(RequestModel):
 )
 async def score(body: ScoreBody, request: Request, ring: TheRing) -> Response:
     """One score for each text; `error` says why there is none."""
-    spec = body.spec()
-    samples = body.samples(spec)
-    for card in await check_scoring(ring, spec, "model" if body.model is not None else "reward"):
+    reward = body.checked()
+    samples = body.samples(reward)
+    for card in await check_scoring(ring, reward, "model" if body.model is not None else "reward"):
         await ring.served(card.name)  # 503 without a live worker
         await ring.check_memory(card.name)
     key = calling.get()
     scoring = ring.rewards.score(
-        spec,
+        reward,
         samples,
         within_s=ring.settings.request_timeout_s,
         sequence_class="interactive" if key is None else key.sequence_class,
@@ -136,7 +137,7 @@ async def score(body: ScoreBody, request: Request, ring: TheRing) -> Response:
     values = [reward.value for reward in rewards if reward.value is not None]
     answer = {
         "object": "list",
-        "reward": spec.name,
+        "reward": reward.spec.name,
         "data": [
             {"object": "reward", "index": i, "score": r.value, "components": r.components, "error": r.error or None}
             for i, r in enumerate(rewards)

@@ -13,7 +13,7 @@ def score(completion: str, reference: Any, options: WeightedOptions) -> Score:
     components: dict[str, float] = {}
     for part in options.parts:
         try:
-            value = load(part.name)(completion, reference, check(RewardSpec(part.name, part.options))).value
+            value = load(part.name)(completion, reference, check(RewardSpec(part.name, part.options)).options).value
         except ValueError as error:
             raise ValueError(f"{part.name}: {error}") from error
         components[part.name] = value

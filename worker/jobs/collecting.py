@@ -22,6 +22,7 @@ from shared.redis import keys
 from shared.redis.connection.faults import reason
 from shared.redis.training.trajectory_intake import Settled, TrajectoryIntake
 from shared.redis.training.trajectory_queue import TrajectoryQueue
+from shared.rewards.kinds import check
 from shared.scoring.pool import RewardSample
 from shared.scoring.shares import Share
 from shared.text.codec import TextCodec
@@ -117,7 +118,7 @@ class Collecting:
             spec = RewardSpec(first.scoring, first.options)
             try:
                 with working_for(settled[indices[0]].spec.tenant):
-                    scores = await self._context.rewards.score(spec, samples, share=self._share(packed))
+                    scores = await self._context.rewards.score(check(spec), samples, share=self._share(packed))
             except ParallmError as error:  # a runner that is older than the api that admitted it
                 scores = [Reward(spec.name, None, error=error.message)] * len(samples)
             rewards.update(zip(indices, scores, strict=True))

@@ -16,12 +16,10 @@ from shared.errors import (
     InvalidRequestError,
     ParallmError,
 )
-from shared.jobs import JobInput, JobSpec, Prompt
+from shared.jobs import InputLine, JobInput, JobSpec, Prompt, read_input
 from shared.seeds import seed_in_job
 from shared.sequences import ModelCard, SamplingParams, SequenceKind, SequenceSpec, vocabulary_error
 from shared.text.codec import TextCodec
-
-_input_decoder = msgspec.json.Decoder(JobInput)
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class PreparedPrompt:
     error: ParallmError | None = None
 
 
-def prepare(index: int, line: bytes, spec: JobSpec, card: ModelCard, codec: TextCodec) -> PreparedPrompt:
+def prepare(index: int, line: InputLine, spec: JobSpec, card: ModelCard, codec: TextCodec) -> PreparedPrompt:
     """Tokenise and check one input line."""
     read = read_prompt(index, line)
     if read.error is not None:
@@ -55,12 +53,7 @@ def prepare(index: int, line: bytes, spec: JobSpec, card: ModelCard, codec: Text
     return PreparedPrompt(index, source, prompt_ids, score_ids)
 
 
-def read_input(line: bytes) -> JobInput:
-    """One input line, checked at submission."""
-    return _input_decoder.decode(line)
-
-
-def read_prompt(index: int, line: bytes) -> PreparedPrompt:
+def read_prompt(index: int, line: InputLine) -> PreparedPrompt:
     """One input line, not tokenised; with an error when it is nested deeper than this process can read."""
     try:
         return PreparedPrompt(index, read_input(line))

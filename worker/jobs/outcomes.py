@@ -9,6 +9,7 @@ from shared.frames import FinishReason
 from shared.jobs import JobSpec, JobUsage
 from shared.owners import working_for
 from shared.redis.jobs.ledger import Outcome, SampleRecord
+from shared.rewards.kinds import CheckedReward
 from shared.scoring.pool import RewardSample
 from shared.scoring.score import Rewards
 from shared.scoring.shares import Share
@@ -109,13 +110,14 @@ def given_trajectory(prompt: PreparedPrompt, codec: TextCodec | None) -> Traject
 
 async def rewarded(
     spec: JobSpec,
+    reward: CheckedReward | None,
     scorer: Rewards,
     finished: Sequence[tuple[Trajectory, PreparedPrompt]],
     share: Share | None = None,
 ) -> list[SampleRecord]:
-    """Score what was completed, and make everything ready to be recorded."""
+    """Score what was completed, and make everything ready to be recorded; without a reward it is not scored."""
     rewards: dict[int, Reward] = {}
-    if spec.reward is not None:
+    if reward is not None:
         complete = [i for i, (line, _) in enumerate(finished) if OUTCOMES[line.finish_reason] == "succeeded"]
         sources = [finished[i][1].source for i in complete]
         samples = [
@@ -123,7 +125,7 @@ async def rewarded(
             for i, source in zip(complete, sources, strict=True)
         ]
         with working_for(spec.tenant):
-            rewards = dict(zip(complete, await scorer.score(spec.reward, samples, share=share), strict=True))
+            rewards = dict(zip(complete, await scorer.score(reward, samples, share=share), strict=True))
     return [_record(spec, trajectory, rewards.get(i)) for i, (trajectory, _) in enumerate(finished)]
 
 

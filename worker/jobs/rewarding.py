@@ -12,10 +12,9 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from shared.jobs import JobSpec
 from shared.redis.jobs.ledger import SampleRecord
+from shared.rewards.kinds import check
 from shared.scoring.pool import CHUNK
 from shared.scoring.score import Rewards
 from shared.scoring.shares import Share
@@ -47,9 +46,9 @@ class Rewarding:
     def __init__(self, spec: JobSpec, rewards: Rewards) -> None:
         self._spec = spec
         self._rewards = rewards
+        self._reward = check(spec.reward) if spec.reward is not None else None
         self.share = Share(spec.key, spec.id)
         self.used_at = time.monotonic()
-        self._bare = False
         self._begin()
 
     def _begin(self) -> None:
@@ -74,7 +73,7 @@ class Rewarding:
 
     def end_bare(self) -> None:
         """The job ends: from now on samples are handed out without their rewards."""
-        self._bare = True
+        self._reward = None
         pieces = {task: samples for task, samples in self._pieces.items() if not task.done()}
         for task, samples in pieces.items():
             del self._pieces[task]
@@ -104,9 +103,9 @@ class Rewarding:
         self._begin()
 
     def _start(self, samples: Sequence[Sample]) -> None:
-        spec = msgspec.structs.replace(self._spec, reward=None) if self._bare else self._spec
         finished = [(sample.trajectory, sample.prompt) for sample in samples]
-        self._pieces[asyncio.create_task(rewarded(spec, self._rewards, finished, self.share))] = samples
+        scoring = rewarded(self._spec, self._reward, self._rewards, finished, self.share)
+        self._pieces[asyncio.create_task(scoring)] = samples
 
 
 def forget_unused(known: dict[str, Rewarding], unused_s: float) -> None:

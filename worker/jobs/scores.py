@@ -18,6 +18,7 @@ from shared.jobs import RewardSpec
 from shared.redis import keys
 from shared.redis.connection.faults import reason
 from shared.redis.training.orders import Orders, Received
+from shared.rewards.kinds import check
 from shared.scoring.pool import RewardSample
 from shared.scoring.shares import Share
 from shared.trajectories import Reward, ScoreOrder
@@ -103,6 +104,7 @@ class Scores:
             order = _order.decode(received.body)
             samples = [RewardSample(text, reference) for text, reference in order.samples]
             share = Share(order.key, received.id)
-            return await self._context.rewards.score(RewardSpec(order.name, order.options), samples, share=share)
+            reward = check(RewardSpec(order.name, order.options))
+            return await self._context.rewards.score(reward, samples, share=share)
         except (msgspec.DecodeError, RecursionError, ParallmError) as error:  # of an api that is newer than we are
             return [Reward("", None, error=str(error))]

@@ -8,7 +8,7 @@ import structlog
 
 from shared.errors import QueueFullError, UnknownModelError, UnreadableMessageError
 from shared.frames import Finish
-from shared.jobs import PIN_S, TERMINAL, JobSpec, JobState, pin_owner
+from shared.jobs import PIN_S, TERMINAL, InputLine, JobSpec, JobState, pin_owner
 from shared.redis import keys
 from shared.redis.jobs.ledger import JobProgress
 from shared.redis.queue.dead_letters import Unusable, bury
@@ -110,7 +110,7 @@ class JobWork:
         now_ms = time.time_ns() // 1_000_000
         impossible = [(line, p) for p in prompts if p.error for line in impossible_trajectories(self._spec, p, p.error)]
         if impossible:
-            await self._keep(Ready([], await rewarded(self._spec, self._context.rewards, impossible)))
+            await self._keep(Ready([], await rewarded(self._spec, None, self._context.rewards, impossible)))
         trace = traceparent()
         groups = [sequences(self._spec, p, now_ms, trace) for p in prompts if not p.error]
         if not groups:
@@ -121,7 +121,7 @@ class JobWork:
         for workers, specs in together.items():
             await self._queue.enqueue(specs, prefer=workers)
 
-    async def _prepare(self, lines: dict[int, bytes]) -> list[PreparedPrompt]:
+    async def _prepare(self, lines: dict[int, InputLine]) -> list[PreparedPrompt]:
         spec, card, codec = self._spec, self._card, self._codec
         assert card is not None and codec is not None
         prepared = await asyncio.to_thread(
@@ -140,7 +140,7 @@ class JobWork:
         lines = await self._ledger.inputs_at(self._spec.id, begun) if begun else []
         self._reward_given(dict(zip(begun, lines, strict=True)))
 
-    def _reward_given(self, lines: dict[int, bytes]) -> None:
+    def _reward_given(self, lines: dict[int, InputLine]) -> None:
         """Score texts that are there already: no sequence, no model."""
         prompts = [read_prompt(index, line) for index, line in lines.items()]
         self._rewarding.add([Sample(self._given(prompt), prompt) for prompt in prompts])

@@ -9,7 +9,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared.errors import UnknownJobError
-from shared.jobs import TERMINAL, JobSpec, JobState, JobUsage
+from shared.jobs import TERMINAL, InputLine, JobSpec, JobState, JobUsage
 from shared.redis import keys
 from shared.redis.connection.client import Script
 from shared.trajectories import Reward
@@ -107,20 +107,20 @@ class JobLedger:
             now_ms=seconds * 1000 + micros // 1000,
         )
 
-    async def inputs(self, job_id: str, start: int, count: int) -> list[bytes]:
+    async def inputs(self, job_id: str, start: int, count: int) -> list[InputLine]:
         """Input lines of prompts [start, start + count)."""
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.lrange(keys.job_inputs(job_id), start, start + count - 1)
             pipe.expire(keys.job_inputs(job_id), keys.JOB_TTL_S)
-            lines: list[bytes] = (await pipe.execute())[0]
+            lines: list[InputLine] = (await pipe.execute())[0]
         return lines
 
-    async def inputs_at(self, job_id: str, prompts: Sequence[int]) -> list[bytes]:
+    async def inputs_at(self, job_id: str, prompts: Sequence[int]) -> list[InputLine]:
         """Input lines of these prompts."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for prompt in prompts:
                 pipe.lindex(keys.job_inputs(job_id), prompt)
-            lines: list[bytes] = await pipe.execute()
+            lines: list[InputLine] = await pipe.execute()
         return lines
 
     async def expanded(self, job_id: str, prompts: int) -> None:

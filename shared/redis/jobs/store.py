@@ -7,13 +7,13 @@ to live, counted from the job's last change, and an unfinished submission is gon
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 from redis.asyncio import Redis
 
 from shared.errors import ConflictError
-from shared.jobs import PIN_S, TERMINAL, JobCounts, JobSpec, JobState, JobStatus, JobUsage, pin_owner
+from shared.jobs import PIN_S, TERMINAL, InputLine, JobCounts, JobSpec, JobState, JobStatus, JobUsage, pin_owner
 from shared.owners import ANYBODY, Asker
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
@@ -61,14 +61,12 @@ class JobStore:
         self._ledger = JobLedger(redis)
         self._adapters = AdapterStore(redis)
 
-    async def create(
-        self, spec: JobSpec, inputs: AsyncIterator[bytes] | Iterable[bytes], idempotency_key: str = ""
-    ) -> tuple[str, bool]:
+    async def create(self, spec: JobSpec, inputs: job_intake.Inputs, idempotency_key: str = "") -> tuple[str, bool]:
         """Store a job and let it run; returns its id, and False when the key's job existed already.
 
-        `inputs` are JSON lines of `JobInput`, read once and streamed. An empty `spec.id` gets a fresh one, and
-        `spec.total_prompts` 0 means as many as there are lines. Raises InvalidRequestError that names the wrong
-        line or field, ConflictError when the key was used for something else.
+        `inputs` are read once and streamed; they and the reward are checked by whoever took them in. An empty
+        `spec.id` gets a fresh one, and `spec.total_prompts` 0 means as many as there are inputs. Raises
+        InvalidRequestError that names the wrong field, ConflictError when the key was used for something else.
         """
         spec = msgspec.structs.replace(spec, id=spec.id or new_job_id(), trace=traceparent())
         owner = pin_owner(spec.id)
@@ -145,7 +143,7 @@ class JobStore:
         )
         return (await self.create(fresh, self._inputs(job_id, spec.total_prompts)))[0]
 
-    async def _inputs(self, job_id: str, count: int) -> AsyncIterator[bytes]:
+    async def _inputs(self, job_id: str, count: int) -> AsyncIterator[InputLine]:
         for start in range(0, count, INPUTS_AT_ONCE):
             for line in await self._ledger.inputs(job_id, start, min(INPUTS_AT_ONCE, count - start)):
                 yield line
