@@ -10,7 +10,7 @@ import redis as sync_redis
 from redis.asyncio import Redis
 
 from api.serve.embedded_redis import EmbeddedRedis
-from shared.redis import key_table
+from shared.redis import keys
 from shared.redis.connection.client import connect
 
 
@@ -38,13 +38,11 @@ def no_leaked_keys(redis_url: str, redis_server: EmbeddedRedis) -> Iterator[None
     client = sync_redis.Redis.from_url(redis_server.url)
     try:
         found = [key.decode() for key in client.scan_iter(count=1000)]
-        undocumented = [
-            key for key in found if not any(fnmatchcase(key, kind.pattern) for kind in key_table.DOCUMENTED)
-        ]
+        undocumented = [key for key in found if not any(fnmatchcase(key, kind.pattern) for kind in keys.DOCUMENTED)]
         immortal = [key for key in found if client.ttl(key) == -1 and not key.startswith("arq:")]
     finally:
         client.close()
-    assert undocumented == [], "keys that shared/redis/key_table.py does not know"
+    assert undocumented == [], "keys that shared/redis/keys.py does not know"
     assert immortal == [], "keys without a time to live (arq's queue lives by arq's own rules)"
 
 

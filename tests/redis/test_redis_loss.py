@@ -29,7 +29,7 @@ BODY = {"prompt": "go", "max_tokens": 100, "stream_options": {"include_event_ids
 
 async def forget(redis: Redis) -> None:
     """As after a restart without the last second: no queue, no sequence, no log."""
-    names = [key async for key in redis.scan_iter(match=f"{keys.PREFIX}:{{{MODEL}}}:*") if not key.endswith(b":model")]
+    names = [key async for key in redis.scan_iter(match=f"parallm:{{{MODEL}}}:*") if not key.endswith(b":model")]
     kept = [name for name in names if b":worker" in name]
     await redis.delete(*(set(names) - set(kept)))
 

@@ -134,7 +134,7 @@ class JobLedger:
             argv: list[str | bytes] = [str(keys.JOB_TTL_S), str(keys.RESULTS_PER_CHUNK), str(_WALK)]
             for sample in samples[at : at + _RECORD_BATCH]:
                 argv += _record_arguments(sample)
-            added, _ = await _record(self._redis, [keys.job(job_id), keys.job_results_prefix(job_id)], argv)
+            added, _ = await _record(self._redis, [keys.job(job_id), keys.job_results(job_id, "")], argv)
             if added < 0:
                 break
             new += added

@@ -117,7 +117,7 @@ class SequenceQueue:
             args.append(spec.first_token_deadline_ms)
         both = sorted(CLASSES, key=lambda each: each != kind)
         names = [keys.queue(self._model, each, place) for each in both for place in ("", keys.HANDED_BACK)]
-        names += [keys.sequence(self._model, spec.id) for spec in specs]
+        names += [self._prefix + spec.id for spec in specs]
         for worker in prefer:
             names += [keys.worker(self._model, worker), *(keys.queue(self._model, each, worker) for each in both)]
         new = int(await _ENQUEUE(self._redis, names, [*args, *prefer]))
@@ -234,7 +234,7 @@ class SequenceQueue:
         names: list[str] = []
         args: list[Argument] = [keys.GROUP, worker_id]
         for claim in claims:
-            names += [keys.sequence(self._model, claim.spec.id), claim.stream]
+            names += [self._prefix + claim.spec.id, claim.stream]
             args += [claim.entry, claim.attempt]
         began = time.monotonic()
         lost = set(await _RENEW(self._redis, names, args)) if claims else set()
