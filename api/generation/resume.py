@@ -23,8 +23,8 @@ from api.ring.ring import Ring
 from shared.errors import NotFoundError
 from shared.frames import TokenEvent
 from shared.redis import keys
+from shared.redis.connection.client import ask
 from shared.redis.connection.faults import reason
-from shared.redis.jobs.ledger import ask
 from shared.redis.tokens.log import read_tokens
 
 log = structlog.get_logger()

@@ -1,6 +1,7 @@
 """From results to result lines: trajectories, rewards, and what they add to the job's counts."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,6 +29,14 @@ OUTCOMES: dict[FinishReason, Outcome] = {
     "abort": "cancelled",
     "deadline": "expired",
 }
+
+
+class FinishedSample(NamedTuple):
+    """A sample that is to be scored and recorded."""
+
+    trajectory: Trajectory
+    prompt: PreparedPrompt
+    entry: bytes = b""  # of the stream of finished sequences, which it leaves when it is recorded
 
 
 def finished_trajectory(
@@ -110,23 +119,20 @@ def given_trajectory(prompt: PreparedPrompt, codec: TextCodec | None) -> Traject
 
 async def rewarded(
     spec: JobSpec,
+    finished: Sequence[FinishedSample],
     reward: CheckedReward | None,
     scorer: Rewards,
-    finished: Sequence[tuple[Trajectory, PreparedPrompt]],
     share: Share | None = None,
 ) -> list[SampleRecord]:
     """Score what was completed, and make everything ready to be recorded; without a reward it is not scored."""
     rewards: dict[int, Reward] = {}
     if reward is not None:
-        complete = [i for i, (line, _) in enumerate(finished) if OUTCOMES[line.finish_reason] == "succeeded"]
-        sources = [finished[i][1].source for i in complete]
-        samples = [
-            RewardSample(finished[i][0].text, source.reference, source.prompt, spec.model)
-            for i, source in zip(complete, sources, strict=True)
-        ]
+        complete = [i for i, each in enumerate(finished) if OUTCOMES[each.trajectory.finish_reason] == "succeeded"]
+        texts = [(finished[i].trajectory.text, finished[i].prompt.source) for i in complete]
+        samples = [RewardSample(text, source.reference, source.prompt, spec.model) for text, source in texts]
         with working_for(spec.tenant):
             rewards = dict(zip(complete, await scorer.score(reward, samples, share=share), strict=True))
-    return [_record(spec, trajectory, rewards.get(i)) for i, (trajectory, _) in enumerate(finished)]
+    return [record(spec, each.trajectory, rewards.get(i)) for i, each in enumerate(finished)]
 
 
 def count_rewards(tally: Tally, records: Sequence[SampleRecord]) -> None:
@@ -138,7 +144,8 @@ def count_rewards(tally: Tally, records: Sequence[SampleRecord]) -> None:
             tally.counter("mlx_parallm_reward_errors_total", reward.name).add()
 
 
-def _record(spec: JobSpec, trajectory: Trajectory, reward: Reward | None) -> SampleRecord:
+def record(spec: JobSpec, trajectory: Trajectory, reward: Reward | None = None) -> SampleRecord:
+    """A sample as the ledger takes it."""
     if reward is not None:
         trajectory = msgspec.structs.replace(trajectory, reward=reward)
     return SampleRecord(

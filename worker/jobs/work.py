@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 
 import structlog
 
@@ -10,7 +11,7 @@ from shared.errors import QueueFullError, UnknownModelError, UnreadableMessageEr
 from shared.frames import Finish
 from shared.jobs import PIN_S, TERMINAL, InputLine, JobSpec, JobState, pin_owner
 from shared.redis import keys
-from shared.redis.jobs.ledger import JobProgress
+from shared.redis.jobs.ledger import JobProgress, SampleRecord
 from shared.redis.queue.dead_letters import Unusable, bury
 from shared.sequences import ModelCard, SequenceResult, SequenceSpec, decode_result
 from shared.telemetry.tracing import traceparent
@@ -28,13 +29,13 @@ from worker.jobs.expansion import (
     sequences,
 )
 from worker.jobs.outcomes import (
+    FinishedSample,
     count_rewards,
     finished_trajectory,
     given_trajectory,
     impossible_trajectories,
-    rewarded,
+    record,
 )
-from worker.jobs.rewarding import Ready, Sample
 
 log = structlog.get_logger()
 
@@ -108,11 +109,12 @@ class JobWork:
 
     async def _enqueue(self, prompts: list[PreparedPrompt]) -> None:
         now_ms = time.time_ns() // 1_000_000
-        impossible = [(line, p) for p in prompts if p.error for line in impossible_trajectories(self._spec, p, p.error)]
-        if impossible:
-            await self._keep(Ready([], await rewarded(self._spec, None, self._context.rewards, impossible)))
+        spec = self._spec
+        await self._keep(
+            [record(spec, t) for p in prompts if p.error for t in impossible_trajectories(spec, p, p.error)]
+        )
         trace = traceparent()
-        groups = [sequences(self._spec, p, now_ms, trace) for p in prompts if not p.error]
+        groups = [sequences(spec, p, now_ms, trace) for p in prompts if not p.error]
         if not groups:
             return
         together: dict[tuple[str, ...], list[SequenceSpec]] = {}
@@ -143,19 +145,19 @@ class JobWork:
     def _reward_given(self, lines: dict[int, InputLine]) -> None:
         """Score texts that are there already: no sequence, no model."""
         prompts = [read_prompt(index, line) for index, line in lines.items()]
-        self._rewarding.add([Sample(self._given(prompt), prompt) for prompt in prompts])
+        self._rewarding.add([FinishedSample(self._given(prompt), prompt) for prompt in prompts])
 
     def _given(self, prompt: PreparedPrompt) -> Trajectory:
         if prompt.error is not None:
             return impossible_trajectories(self._spec, prompt, prompt.error)[0]
         return given_trajectory(prompt, self._codec)
 
-    async def _keep(self, ready: Ready) -> None:
-        """Record samples; after that they leave the stream of finished ones."""
-        if ready.records and await self._ledger.record(self._spec.id, ready.records):
-            count_rewards(self._context.tally, ready.records)
-        if ready.entries:
-            await self._context.redis.xdel(self._finished, *ready.entries)
+    async def _keep(self, records: list[SampleRecord], entries: Sequence[bytes] = ()) -> None:
+        """Record samples; after that their entries leave the stream of finished ones."""
+        if records and await self._ledger.record(self._spec.id, records):
+            count_rewards(self._context.tally, records)
+        if entries:
+            await self._context.redis.xdel(self._finished, *entries)
 
     # -- gather
 
@@ -164,11 +166,11 @@ class JobWork:
         rewarding = self._rewarding
         count = min(BATCH, rewarding.room) if needs_model(self._spec) else 0
         came = await self._read_finished(count, 0 if rewarding.busy else wait_s) if count > 0 else 0
-        ready = await rewarding.take(min(wait_s, AGAIN_S) if rewarding.busy else 0)
-        await self._keep(ready)
-        if needs_model(self._spec) and not (came or ready.records or rewarding.busy):
+        records, entries = await rewarding.take(min(wait_s, AGAIN_S) if rewarding.busy else 0)
+        await self._keep(records, entries)
+        if needs_model(self._spec) and not (came or records or rewarding.busy):
             await self._repair(progress)
-        return came + len(ready.records)
+        return came + len(records)
 
     async def _read_finished(self, count: int, wait_s: float) -> int:
         """Take what workers have finished to be scored; how many came."""
@@ -180,7 +182,7 @@ class JobWork:
         results = [(entry, await self._read(entry, fields)) for entry, fields in entries]
         self._rewarding.add(await self._samples([(entry, result) for entry, result in results if result is not None]))
         self._rewarding.cursor = entries[-1][0].decode()
-        await self._keep(Ready([entry for entry, result in results if result is None], []))
+        await self._keep([], [entry for entry, result in results if result is None])
         return len(entries)
 
     async def _read(self, entry: bytes, fields: dict[bytes, bytes]) -> SequenceResult | None:
@@ -203,7 +205,7 @@ class JobWork:
                 return None  # its own result is still to come
         return result if is_ours else None
 
-    async def _samples(self, results: list[tuple[bytes, SequenceResult]]) -> list[Sample]:
+    async def _samples(self, results: list[tuple[bytes, SequenceResult]]) -> list[FinishedSample]:
         assert self._codec is not None
         prompts = await self._prompts_of({ordinal_of(result.id) // self._spec.n for _, result in results})
         samples = []
@@ -211,7 +213,7 @@ class JobWork:
             ordinal = ordinal_of(result.id)
             prompt = prompts[ordinal // self._spec.n]
             trajectory = finished_trajectory(self._spec, ordinal, prompt, result, self._codec)
-            samples.append(Sample(trajectory, prompt, entry))
+            samples.append(FinishedSample(trajectory, prompt, entry))
         return samples
 
     async def _prompts_of(self, indices: set[int]) -> dict[int, PreparedPrompt]:
@@ -268,7 +270,7 @@ class JobWork:
         until = time.monotonic() + CANCEL_GRACE_S
         self._rewarding.end_bare()
         while self._rewarding.busy:
-            await self._keep(await self._rewarding.take(LOOK_S))
+            await self._keep(*await self._rewarding.take(LOOK_S))
         while needs_model(self._spec) and progress.recorded < progress.expanded * self._spec.n:
             in_flight = (await self._in_flight(progress))[::-1]  # the queue's end first: a freed row claims its head
             for at in range(0, len(in_flight), BATCH):

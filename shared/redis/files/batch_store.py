@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from shared.errors import UnknownBatchError
 from shared.owners import ANYBODY, Asker
 from shared.redis import keys
-from shared.redis.connection.client import Script
+from shared.redis.connection.client import Script, ask_all, members
 
 BatchState = Literal["validating", "in_progress", "completed", "failed", "expired", "cancelled"]
 ENDED: frozenset[str] = frozenset({"completed", "failed", "expired", "cancelled"})
@@ -96,12 +96,11 @@ class BatchStore:
             pipe.hsetnx(keys.batch(spec.id), "state", "validating")
             pipe.expire(keys.batch(spec.id), keys.BATCH_TTL_S)
             await pipe.execute()
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for key in (keys.batches(), keys.pending_batches()):
-                pipe.zadd(key, {spec.id: time.time()}, nx=True)
-                pipe.expire(key, keys.BATCH_TTL_S)
-            pipe.zremrangebyscore(keys.batches(), "-inf", spec.created_at - 2 * keys.BATCH_TTL_S)
-            await pipe.execute()
+        lists = (keys.batches(), keys.pending_batches())
+        added = [("ZADD", key, "NX", time.time(), spec.id) for key in lists]
+        kept = [("EXPIRE", key, keys.BATCH_TTL_S) for key in lists]
+        old = ("ZREMRANGEBYSCORE", keys.batches(), "-inf", spec.created_at - 2 * keys.BATCH_TTL_S)
+        await ask_all(self._redis, [*added, *kept, old])
 
     async def find(self, batch_id: str) -> BatchRecord:
         """UnknownBatchError when there is none."""
@@ -127,7 +126,7 @@ class BatchStore:
 
     async def pending(self) -> list[BatchRecord]:
         """The batches that have not ended; forgets those that have, or are gone."""
-        ids = [raw.decode() for raw in await self._redis.zrange(keys.pending_batches(), 0, -1)]
+        ids = await members(self._redis, keys.pending_batches())
         found = await self._find(ids)
         gone = [i for i, record in zip(ids, found, strict=True) if record is None or record.state in ENDED]
         if gone:
@@ -160,12 +159,7 @@ class BatchStore:
         await _lease(self._redis, [keys.batch_lease(batch_id)], [owner, "0"])
 
     async def _find(self, ids: list[str]) -> "list[BatchRecord | None]":
-        if not ids:
-            return []
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for batch_id in ids:
-                pipe.hgetall(keys.batch(batch_id))
-            return [_record(row) for row in await pipe.execute()]
+        return [_record(row) for row in await ask_all(self._redis, [("HGETALL", keys.batch(i)) for i in ids])]
 
 
 def unknown_batch(batch_id: str, param: str | None = None) -> UnknownBatchError:

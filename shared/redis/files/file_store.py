@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownFileError
 from shared.owners import ANYBODY, Asker
 from shared.redis import keys
+from shared.redis.connection.client import ask, ask_all
 
 CHUNK_BYTES = 1 << 20
 
@@ -58,11 +59,9 @@ class FileWriter:
         """Make the file visible; ServiceUnavailableError when Redis has lost some of it in a crash."""
         if self._held:
             await self._flush()
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for number in range(self._chunks):
-                pipe.hexists(keys.file_bytes(self._id), str(number))
-            if not all(await pipe.execute()):
-                raise ServiceUnavailableError("Redis had to forget a part of the file: send it again")
+        chunks = [("HEXISTS", keys.file_bytes(self._id), number) for number in range(self._chunks)]
+        if not all(await ask_all(self._redis, chunks)):
+            raise ServiceUnavailableError("Redis had to forget a part of the file: send it again")
         now = int(time.time())
         file = StoredFile(self._id, filename, purpose, self.size, now, now + ttl_s, self._chunks, tenant)
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -110,9 +109,7 @@ class FileStore:
     async def read(self, file: StoredFile) -> AsyncIterator[bytes]:
         """The bytes, a chunk at a time."""
         for number in range(file.chunks):
-            async with self._redis.pipeline(transaction=False) as pipe:
-                pipe.hget(keys.file_bytes(file.id), str(number))
-                (chunk,) = await pipe.execute()
+            chunk = await ask(self._redis, "HGET", keys.file_bytes(file.id), number)
             if chunk is None and await self._redis.exists(keys.file(file.id)):
                 raise ServiceUnavailableError(f"bytes of file {file.id} are missing in Redis: upload it again")
             if chunk is None:
@@ -154,11 +151,8 @@ class FileStore:
     async def delete(self, file_id: str) -> None:
         """Delete a file; UnknownFileError when there is none."""
         await self.find(file_id)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.delete(keys.file(file_id))
-            pipe.delete(keys.file_bytes(file_id))
-            pipe.zrem(keys.files(), file_id)
-            await pipe.execute()
+        gone = [("DEL", keys.file(file_id)), ("DEL", keys.file_bytes(file_id)), ("ZREM", keys.files(), file_id)]
+        await ask_all(self._redis, gone)
 
 
 def unknown_file(file_id: str, param: str | None = None) -> UnknownFileError:

@@ -19,8 +19,7 @@ from redis.asyncio import Redis
 from shared.errors import ConflictError, InvalidRequestError, ServiceUnavailableError
 from shared.jobs import InputLine, JobSpec
 from shared.redis import keys
-from shared.redis.connection.client import Script
-from shared.redis.jobs.ledger import ask
+from shared.redis.connection.client import Script, ask, ask_all
 
 INTAKE_TTL_S = 3_600
 MAX_N = 4_096  # a group is enqueued as one
@@ -100,14 +99,10 @@ async def _make_visible(redis: Redis, job_id: str) -> bool:
     if found[1] is None:
         return False
     now = time.time()
-    async with redis.pipeline(transaction=False) as pipe:
-        listed = {keys.jobs(), keys.jobs((found[2] or b"").decode())}
-        for key in (*listed, keys.active_jobs()):
-            pipe.zadd(key, {job_id: now})
-            pipe.expire(key, keys.JOB_TTL_S)
-        for key in listed:
-            pipe.zremrangebyscore(key, "-inf", now - LISTED_S)
-        await pipe.execute()
+    listed = {keys.jobs(), keys.jobs((found[2] or b"").decode())}
+    added = [("ZADD", key, now, job_id) for key in (*listed, keys.active_jobs())]
+    kept = [("EXPIRE", key, keys.JOB_TTL_S) for _, key, *_ in added]
+    await ask_all(redis, [*added, *kept, *(("ZREMRANGEBYSCORE", key, "-inf", now - LISTED_S) for key in listed)])
     return bool(await _publish(redis, [keys.job(job_id), keys.job_inputs(job_id)], [str(keys.JOB_TTL_S)]))
 
 

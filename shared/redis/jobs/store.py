@@ -17,9 +17,9 @@ from shared.jobs import PIN_S, TERMINAL, InputLine, JobCounts, JobSpec, JobState
 from shared.owners import ANYBODY, Asker
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
-from shared.redis.connection.client import Script
+from shared.redis.connection.client import Script, ask, ask_all
 from shared.redis.jobs import intake as job_intake
-from shared.redis.jobs.ledger import JobLedger, ask, decode_job_spec, unknown_job
+from shared.redis.jobs.ledger import JobLedger, decode_job_spec, unknown_job
 from shared.redis.jobs.ticks import enqueue_tick
 from shared.telemetry.tracing import traceparent
 
@@ -121,15 +121,11 @@ class JobStore:
         spec = await self.spec(job_id)
         await self._adapters.unpin_all(spec.adapter, pin_owner(job_id))  # its runner may not have come to it yet
         chunks = range(-(-status.counts.total // keys.RESULTS_PER_CHUNK))
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for chunk in chunks:
-                pipe.unlink(keys.job_results(job_id, chunk))
-            pipe.unlink(keys.job_inputs(job_id))
-            pipe.unlink(keys.finished(spec.model, job_id))
-            pipe.unlink(keys.job(job_id))  # last: until then the delete may be repeated
-            for tenant in {"", spec.tenant}:
-                pipe.zrem(keys.jobs(tenant), job_id)
-            await pipe.execute()
+        whole = [keys.job_results(job_id, chunk) for chunk in chunks]
+        whole += [keys.job_inputs(job_id), keys.finished(spec.model, job_id)]
+        whole.append(keys.job(job_id))  # last: until then the delete may be repeated
+        listed = [("ZREM", keys.jobs(tenant), job_id) for tenant in {"", spec.tenant}]
+        await ask_all(self._redis, [*(("UNLINK", key) for key in whole), *listed])
 
     async def submit_again(self, job_id: str) -> str:
         """A new job with the spec and the inputs of another one, without its deadline; its id."""
@@ -192,11 +188,7 @@ async def _chunk_lines(redis: Redis, job_id: str, start: int, stop: int, limit: 
 
 
 async def _statuses(redis: Redis, ids: Sequence[str]) -> list[JobStatus | None]:
-    async with redis.pipeline(transaction=False) as pipe:
-        for job_id in ids:
-            pipe.hmget(keys.job(job_id), _STATUS_FIELDS)
-        rows = await pipe.execute() if ids else []
-    return [_status(row) for row in rows]
+    return [_status(row) for row in await ask_all(redis, [("HMGET", keys.job(i), *_STATUS_FIELDS) for i in ids])]
 
 
 def _status(row: Sequence[bytes | None]) -> JobStatus | None:

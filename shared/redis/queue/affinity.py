@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from redis.asyncio import Redis
 
 from shared.redis import keys
+from shared.redis.connection.client import ask_all
 from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from shared.sequences import SequenceSpec
 
@@ -43,11 +44,9 @@ class WarmNotes:
         if not fresh or self._full:
             return
         key = keys.warm_prefixes(self._model, epoch)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hset(key, mapping=dict.fromkeys(fresh, self._worker_id))
-            pipe.expire(key, 2 * keys.WARM_EPOCH_S)
-            pipe.hlen(key)
-            *_, notes = await pipe.execute()
+        noted = [word for mark in fresh for word in (mark, self._worker_id)]
+        commands = [("HSET", key, *noted), ("EXPIRE", key, 2 * keys.WARM_EPOCH_S), ("HLEN", key)]
+        *_, notes = await ask_all(self._redis, commands)
         self._noted |= fresh
         self._full = int(notes) >= MAX_NOTES
 
@@ -91,10 +90,8 @@ class Affinity:
         wanted = sorted({mark for group in groups for mark in group})
         if not wanted:
             return [""] * len(groups)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for each in (epoch - 1, epoch):
-                pipe.hmget(keys.warm_prefixes(model, each), wanted)
-            older, newer = await pipe.execute()
+        names = [keys.warm_prefixes(model, each) for each in (epoch - 1, epoch)]
+        older, newer = await ask_all(self._redis, [("HMGET", name, *wanted) for name in names])
         known = {mark: (new or old) for mark, old, new in zip(wanted, older, newer, strict=True)}
         return [next((known[mark].decode() for mark in group if known[mark]), "") for group in groups]
 

@@ -17,7 +17,7 @@ from shared.errors import ConflictError, UnknownDeadLetterError, UnreadableMessa
 from shared.frames import Finish, TokenEvent
 from shared.owners import ADMINS, ANYBODY, Asker
 from shared.redis import keys
-from shared.redis.connection.client import Argument, Script
+from shared.redis.connection.client import Argument, Script, ask, members
 from shared.redis.connection.faults import is_refusal
 from shared.redis.tokens.log import read_tokens
 from shared.sequences import SequenceClass, SequenceSpec, decode_spec, encode
@@ -100,7 +100,7 @@ class DeadLetters:
         """
         if before:
             model, entry = split(before)
-        models = [model] if model else [name.decode() for name in await self._redis.zrange(keys.models(), 0, -1)]
+        models = [model] if model else await members(self._redis, keys.models())
         found: list[DeadLetter] = []
         for name in models:
             found += await self._newest(name, limit, f"({entry}" if before else "+", asker)
@@ -123,7 +123,7 @@ class DeadLetters:
         if letter is not None:
             return letter.tenant
         model, entry = split(letter_id)
-        state, tenant = await self._redis.hmget(keys.sequence(model, REQUEUED + entry), ["state", "tenant"])  # type: ignore[misc]
+        state, tenant = await ask(self._redis, "HMGET", keys.sequence(model, REQUEUED + entry), "state", "tenant")
         return None if state is None else (tenant or b"").decode()
 
     async def requeue(self, letter_id: str) -> tuple[str, bool]:
@@ -166,7 +166,7 @@ class DeadLetters:
         """What has become of it since it was requeued; None when it was not, or too long ago."""
         model, entry = split(letter_id)
         seq = REQUEUED + entry
-        state = await self._redis.hget(keys.sequence(model, seq), "state")  # type: ignore[misc]
+        state = await ask(self._redis, "HGET", keys.sequence(model, seq), "state")
         if state is None:
             return None
         events = await read_tokens(self._redis, model, seq, 0)

@@ -8,6 +8,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared.redis import keys
+from shared.redis.connection.client import ask
 
 
 class NamedRequests:
@@ -26,11 +27,11 @@ class NamedRequests:
 
     async def remove(self, owner: str, name: str, model: str, request: str) -> None:
         """It is over."""
-        await self._redis.srem(keys.named_requests(owner, name), _entry(model, request))  # type: ignore[misc]
+        await ask(self._redis, "SREM", keys.named_requests(owner, name), _entry(model, request))
 
     async def find(self, owner: str, name: str) -> list[tuple[str, str]]:
         """(model, id) of the requests of this name."""
-        found = await self._redis.smembers(keys.named_requests(owner, name))  # type: ignore[misc]
+        found = await ask(self._redis, "SMEMBERS", keys.named_requests(owner, name))
         return sorted(msgspec.msgpack.decode(entry, type=tuple[str, str]) for entry in found)
 
 

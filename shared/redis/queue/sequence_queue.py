@@ -24,7 +24,7 @@ from redis.exceptions import ResponseError
 
 from shared.errors import QueueFullError, UnreadableMessageError
 from shared.redis import keys
-from shared.redis.connection.client import Argument, Script
+from shared.redis.connection.client import Argument, Script, ask, ask_all, members
 from shared.redis.queue.dead_letters import Unusable, bury
 from shared.redis.queue.settlement import Settlement
 from shared.sequences import Claim, SequenceClass, SequenceSpec, decode_spec, encode
@@ -134,17 +134,14 @@ class SequenceQueue:
 
     async def is_alive(self, seq: str) -> bool:
         """Whether a sequence waits or runs."""
-        state = await self._redis.hget(keys.sequence(self._model, seq), "state")  # type: ignore[misc]
+        state = await ask(self._redis, "HGET", keys.sequence(self._model, seq), "state")
         return state in (b"queued", b"running")
 
     async def route(self, seq_ids: Sequence[str], api: str) -> None:
         """From now on `api` gets the frames of these sequences; their workers are told."""
         for seq in seq_ids:
             key = keys.sequence(self._model, seq)
-            async with self._redis.pipeline(transaction=False) as pipe:
-                pipe.hmget(key, ["state", "worker"])
-                pipe.ttl(key)
-                (state, worker), ttl = await pipe.execute()
+            (state, worker), ttl = await ask_all(self._redis, [("HMGET", key, "state", "worker"), ("TTL", key)])
             if state is None:
                 continue
             async with self._redis.pipeline(transaction=True) as pipe:
@@ -216,7 +213,7 @@ class SequenceQueue:
         late_s = time.monotonic() - self._renewed_at.get(worker_id, -math.inf)
         if held and late_s > self._lease_ms / 2000:  # we are late, perhaps, but not dead
             await self.renew(worker_id, held)
-        workers = [name.decode() for name in await self._redis.zrange(keys.workers(self._model), 0, -1)]
+        workers = await members(self._redis, keys.workers(self._model))
         nobodys = ["", keys.HANDED_BACK, keys.SUSPECTS]
         names = [*nobodys, *dict.fromkeys([worker_id, *workers])]
         args: list[Argument] = [keys.GROUP, worker_id, self._lease_ms, self._prefix, self._max_deaths, SUSPECT_AFTER]
@@ -263,7 +260,7 @@ class SequenceQueue:
 
     async def depth(self) -> dict[SequenceClass, QueueDepth]:
         """Waiting and leased entries by class, over all streams."""
-        workers = [name.decode() for name in await self._redis.zrange(keys.workers(self._model), 0, -1)]
+        workers = await members(self._redis, keys.workers(self._model))
         names = ["", keys.HANDED_BACK, keys.SUSPECTS, *workers]
         return {
             kind: QueueDepth(

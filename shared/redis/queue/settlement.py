@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from shared.errors import EngineError, ParallmError, UnreadableMessageError
 from shared.frames import Finish, TokenEvent, encode_events
 from shared.redis import keys
-from shared.redis.connection.client import Script, server_time_ms
+from shared.redis.connection.client import Script, ask_all, server_time_ms
 from shared.redis.tokens.log import read_tokens
 from shared.redis.tokens.writer import Commit, FrameWriter
 from shared.redis.training.trajectory_intake import collecting_arguments, collecting_keys
@@ -58,11 +58,8 @@ class Settlement:
         return {seq: await self._cancel(seq, fields) for seq, fields in zip(seq_ids, found, strict=True)}
 
     async def _look(self, seq_ids: Sequence[str]) -> list[_Fields]:
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for seq in seq_ids:
-                pipe.hmget(keys.sequence(self._model, seq), ["state", "spec", "attempt", "api", "job"])
-            found: list[_Fields] = await pipe.execute()
-        return found
+        fields = ("state", "spec", "attempt", "api", "job")
+        return await ask_all(self._redis, [("HMGET", keys.sequence(self._model, seq), *fields) for seq in seq_ids])
 
     async def _cancel(self, seq: str, fields: _Fields) -> str:
         while True:

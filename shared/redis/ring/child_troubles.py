@@ -10,6 +10,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared.redis import keys
+from shared.redis.connection.client import ask
 
 TTL_S = keys.CHILD_TROUBLES_TTL_S
 
@@ -51,6 +52,6 @@ class ChildTroubles:
     async def read(self) -> list[ChildTrouble]:
         """What was told of late."""
         oldest = time.time_ns() // 1_000_000 - 1000 * TTL_S
-        told: dict[bytes, bytes] = await self._redis.hgetall(keys.child_troubles())  # type: ignore[misc]
+        told: dict[bytes, bytes] = await ask(self._redis, "HGETALL", keys.child_troubles())
         found = [each for data in told.values() for each in msgspec.json.decode(data, type=list[ChildTrouble])]
         return sorted((each for each in found if each.told_ms > oldest), key=lambda each: (each.host, each.child))

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from shared.redis import keys
-from shared.redis.connection.client import Argument, Script
+from shared.redis.connection.client import Argument, Script, ask
 from shared.telemetry.metrics import Tally
 
 log = structlog.get_logger()
@@ -70,7 +70,5 @@ class MetricWriter:
 
 async def read_totals(redis: Redis) -> dict[str, float]:
     """The totals by field (`shared.telemetry.metrics.parse_field`)."""
-    async with redis.pipeline(transaction=False) as pipe:
-        pipe.hgetall(keys.metric_totals())
-        (found,) = await pipe.execute()
-    return {field.decode(): float(value) for field, value in found.items()}
+    totals = await ask(redis, "HGETALL", keys.metric_totals())
+    return {field.decode(): float(value) for field, value in totals.items()}

@@ -13,6 +13,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared.redis import keys
+from shared.redis.connection.client import members
 from shared.redis.ring.worker_registry import WorkerRegistry
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -54,12 +55,12 @@ class PauseSwitch:
     async def restless(self, order: PauseOrder | None) -> list[str]:
         """Ids of live workers that have not yet come to rest under `order`; None: that still rest."""
         wanted = "" if order is None else order.id
-        models = [name.decode() for name in await self._redis.zrange(keys.models(), 0, -1)]
+        models = await members(self._redis, keys.models())
         workers = [worker for model in models for worker in await self._registry.workers(model)]
         return [worker.id for worker in workers if worker.pause != wanted and worker.state not in ("draining", "stuck")]
 
     async def _tell(self) -> None:
         message = msgspec.msgpack.encode(("pause",))
-        for name in await self._redis.zrange(keys.models(), 0, -1):
-            for worker in await self._redis.zrange(keys.workers(name.decode()), 0, -1):
-                await self._redis.publish(keys.control_channel(worker.decode()), message)
+        for model in await members(self._redis, keys.models()):
+            for worker in await members(self._redis, keys.workers(model)):
+                await self._redis.publish(keys.control_channel(worker), message)

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from shared.errors import NotFoundError, SetupError
 from shared.redis import keys
-from shared.redis.connection.client import server_time_ms
+from shared.redis.connection.client import ask_all, members, server_time_ms
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
 
@@ -105,8 +105,6 @@ class WorkerRegistry:
         fields = msgspec.structs.asdict(status)  # defaults, too: they replace what an earlier heartbeat said
         fields["adapters"] = msgspec.json.encode(status.adapters)
         fields["extra"] = msgspec.json.encode(status.extra)
-        fields["engine_silent_s"] = status.engine_silent_s  # also 0, over what stood there
-        fields["weights"] = status.weights
         fields["versions"] = msgspec.json.encode(status.versions)
         async with self._redis.pipeline() as pipe:
             pipe.hset(key, mapping=fields)
@@ -132,8 +130,7 @@ class WorkerRegistry:
 
     async def models(self) -> list[ModelCard]:
         """Every model that is known, served right now or not."""
-        names = await self._redis.zrange(keys.models(), 0, -1)
-        cards = [await self.card(name.decode(errors="replace")) for name in names]
+        cards = [await self.card(name) for name in await members(self._redis, keys.models())]
         return [card for card in cards if card is not None]
 
     async def card(self, model: str) -> ModelCard | None:
@@ -147,38 +144,31 @@ class WorkerRegistry:
 
     async def names(self) -> list[str]:
         """Every model that is known, by name."""
-        return sorted(name.decode() for name in await self._redis.zrange(keys.models(), 0, -1))
+        return sorted(await members(self._redis, keys.models()))
 
     async def live_models(self) -> set[str]:
         """Models that at least one live worker serves."""
-        names = [name.decode(errors="replace") for name in await self._redis.zrange(keys.models(), 0, -1)]
-        return {name for name in names if await self.workers(name)}
+        return {name for name in await members(self._redis, keys.models()) if await self.workers(name)}
 
     async def known(self, model: str) -> list[str]:
         """Ids of a model's workers that live, or went within the hour without leaving in order."""
-        return [name.decode(errors="replace") for name in await self._redis.zrange(keys.workers(model), 0, -1)]
+        return await members(self._redis, keys.workers(model))
 
     async def live(self, model: str) -> list[str]:
         """Ids of a model's live workers: what a worker asks with every heartbeat, so without their statuses."""
         ids = await self.known(model)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for worker_id in ids:
-                pipe.exists(keys.worker(model, worker_id))
-            found = await pipe.execute()
-        return sorted(worker_id for worker_id, lives in zip(ids, found, strict=True) if lives)
+        beats = await ask_all(self._redis, [("EXISTS", keys.worker(model, worker_id)) for worker_id in ids])
+        return sorted(worker_id for worker_id, lives in zip(ids, beats, strict=True) if lives)
 
     async def workers(self, model: str) -> list[WorkerStatus]:
         """A model's live workers, by id; prunes those gone for more than an hour."""
         ids = await self.known(model)
         if not ids:
             return []
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for worker_id in ids:
-                pipe.hgetall(keys.worker(model, worker_id))
-            found = await pipe.execute()
-        if not all(found):
+        beats = await ask_all(self._redis, [("HGETALL", keys.worker(model, worker_id)) for worker_id in ids])
+        if not all(beats):
             await self._redis.zremrangebyscore(keys.workers(model), 0, await server_time_ms(self._redis) - 3_600_000)
-        statuses = [_status(fields) for fields in found if fields]
+        statuses = [_status(fields) for fields in beats if fields]
         return sorted((status for status in statuses if status is not None), key=lambda status: status.id)
 
     async def tokenizer(self, sha256: str) -> TokenizerBundle:

@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 from shared.errors import UnreadableMessageError
 from shared.frames import TokenEvent, decode_events, decode_frame
 from shared.redis import keys
+from shared.redis.connection.client import ask_all
 from shared.token_events import fenced, splice
 
 log = structlog.get_logger()
@@ -20,10 +21,8 @@ async def read_tokens(redis: "Redis", model: str, seq: str, start: int, api: str
 
     With `api` the log is completed from that api's frame stream.
     """
-    async with redis.pipeline(transaction=False) as pipe:
-        pipe.execute_command("XRANGE", keys.sequence_log(model, seq), "-", "+")
-        pipe.hget(keys.sequence(model, seq), "began")
-        chunks, began = await pipe.execute()
+    commands = [("XRANGE", keys.sequence_log(model, seq), "-", "+"), ("HGET", keys.sequence(model, seq), "began")]
+    chunks, began = await ask_all(redis, commands)
     logged = [event for _, fields in chunks for event in events_of_chunk(fields, seq)]
     if not api or (logged and logged[-1].finish is not None):
         return splice(logged, [], start)
