@@ -11,7 +11,7 @@ import msgspec
 
 from api.generation.splitter import Piece, SplitPlan, Splitter
 from shared.frames import Finish, TokenEvent, TokenLogprob, VersionSpan, spans_of
-from shared.text.codec import TextCodec, TextStream
+from shared.text.codec import TextCodec
 from shared.token_events import join
 
 Endpoint = Literal["completions", "chat"]
@@ -127,7 +127,7 @@ class Choice:
     def __init__(self, plan: ReplyPlan, codec: TextCodec, seen: Progress = NOTHING_SEEN) -> None:
         self._split = plan.split
         self._splitter = None if plan.split is None else Splitter(plan.split)
-        self._decoder = TextStream(codec, plan.shown_tokens(codec))
+        self._decoder = codec.stream(plan.shown_tokens(codec))
         self._eos = plan.eos_token_ids
         self._show_stop = plan.show_stop_token
         self._versions = plan.weight_versions

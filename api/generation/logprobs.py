@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from shared.frames import TokenLogprob
-from shared.text.codec import TextCodec, TextStream
+from shared.text.codec import TextCodec
 
 LOWEST = -9999.0  # what OpenAI shows for a probability of nothing; JSON has no infinity
 
@@ -131,7 +131,7 @@ class TextOffsets:
         self._top = top
         self._codec = codec
         self._shown = shown
-        self._stream = TextStream(codec, shown)
+        self._stream = codec.stream(shown)
         self._offset = 0
 
     def prompt(
@@ -143,7 +143,7 @@ class TextOffsets:
     ) -> TextLogprobs:
         """The echoed prompt's part; the first token has no log-probability."""
         built = self.completion(prompt, logprobs, tops)
-        self._stream = TextStream(self._codec, self._shown)
+        self._stream = self._codec.stream(self._shown)
         self._offset = len(text)
         return built
 

@@ -1,4 +1,4 @@
-"""The rewards that a job can ask for: their names and options. Their functions stand beside this file.
+"""The rewards that a job can ask for: their names and options. Their functions stand in functions.py.
 
 A reward looks at the text of one completion and at the reference of its prompt (`JobInput.reference`). It gives a
 value and named components, which are stored with the sample. Its options are checked once, where it enters, and nothing
@@ -55,7 +55,7 @@ class RegexOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def flags(self) -> re.RegexFlag:
-        """How the pattern is meant."""
+        """The flags to compile the pattern with."""
         ignore_case = re.IGNORECASE if self.ignore_case else re.RegexFlag(0)
         return ignore_case | (re.DOTALL if self.dot_all else re.RegexFlag(0))
 
@@ -185,6 +185,13 @@ REWARDS: dict[str, RewardKind] = {
         RewardKind("likelihood", LikelihoodOptions),
     )
 }
+
+
+class Score(NamedTuple):
+    """What a reward says of one completion."""
+
+    value: float
+    components: dict[str, float] = {}  # noqa: RUF012 - a NamedTuple's default, never written
 
 
 class CheckedReward(NamedTuple):

@@ -163,7 +163,7 @@ class RewardPool:
         return wrong
 
     async def _process(self) -> "_Process":
-        """One that has nothing to do."""
+        """An idle process, a new one if there is none."""
         while self._rested:
             process = self._rested.pop()
             if process.call.alive:
@@ -194,7 +194,7 @@ def is_late(reward: Reward) -> bool:
 
 
 def _digest(spec: RewardSpec) -> bytes:
-    """Stands for a reward and its options, which may be long."""
+    """A short key for a reward and its options, which may be long."""
     return hashlib.sha256(msgspec.json.encode([spec.name, spec.options])).digest()
 
 

@@ -26,7 +26,7 @@ from shared.frames import Finish, TokenEvent
 from shared.process.settings import ApiSettings
 from shared.sequences import ModelCard
 from shared.text import grammar
-from shared.text.codec import TextCodec, TextStream, TokenizerBundle
+from shared.text.codec import TextCodec, TokenizerBundle
 from tests.unit.api_texts import bundle, codec
 from worker.engine.sampling.stop_text import RowText
 
@@ -363,8 +363,8 @@ def test_the_prompts_end_tells_what_comes(prompt: str, thinking: str) -> None:
 def test_a_special_mark_is_seen_although_special_tokens_are_hidden() -> None:
     marked, size = _codec_with("[TOOL_CALLS]", template=""), codec().vocab_size
     ids = [size, *codec().encode("f"), 0]
-    assert TextStream(marked).push(ids) == "f"
-    assert TextStream(marked, tool_format("mistral").start.split()).push(ids) == "[TOOL_CALLS]f"
+    assert marked.stream().push(ids) == "f"
+    assert marked.stream(tool_format("mistral").start.split()).push(ids) == "[TOOL_CALLS]f"
 
 
 def _codec_with(*special: str, template: str) -> TextCodec:

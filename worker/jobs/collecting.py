@@ -40,7 +40,7 @@ SHARES_KEPT = 256
 
 
 class Collecting:
-    """One runner's share of the collecting."""
+    """Makes trajectories of live traffic, in one runner."""
 
     def __init__(self, context: TickContext, max_entries: int, max_bytes: int) -> None:
         self._context = context
@@ -48,7 +48,7 @@ class Collecting:
         self._shares: dict[str, Share] = {}
 
     async def run(self) -> None:
-        """Collect for ever; a Redis that is away is waited for."""
+        """Collect until cancelled; while Redis is away, wait."""
         while True:
             try:
                 models = [card.name for card in await self._context.registry.models()]
@@ -63,7 +63,7 @@ class Collecting:
                 await asyncio.sleep(RETRY_S)
 
     async def collect(self, model: str) -> int:
-        """Move what has settled on; how many."""
+        """Make trajectories of settled sequences; returns how many were taken."""
         intake = TrajectoryIntake(self._context.redis, model)
         settled = await intake.read(self._context.runner, AT_ONCE)
         if not settled:
@@ -81,7 +81,7 @@ class Collecting:
         return len(settled)
 
     def _share(self, packed: bytes) -> Share:
-        """Of a scoring function, from one round to the next: one that was given up gets one more try a round."""
+        """The share of a scoring function, kept between rounds; one that was given up gets one more try a round."""
         digest = hashlib.sha256(packed).hexdigest()
         share = self._shares.pop(digest, None) or Share(LIVE, digest)
         self._shares[digest] = share

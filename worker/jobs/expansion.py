@@ -96,7 +96,7 @@ def _check(prompt_ids: Sequence[int], score_ids: Sequence[int], spec: JobSpec, c
 
 
 class PromptCache:
-    """Prompts that are under way, so that gathering need not tokenise again what expanding has; bounded in both."""
+    """Prompts under way, so that a result's prompt is not tokenised again; bounded in prompts and tokens."""
 
     def __init__(self, max_tokens: int = 4_000_000, max_prompts: int = 16_384) -> None:
         self._max_tokens = max_tokens
@@ -128,7 +128,7 @@ def sequence_id(job_id: str, ordinal: int) -> str:
 
 
 def ordinal_of(sequence: str) -> int:
-    """The sample that a sequence's id names."""
+    """The ordinal of the sample that a sequence's id names."""
     return int(sequence.rpartition("-")[2])
 
 

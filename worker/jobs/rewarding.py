@@ -54,7 +54,7 @@ class Rewarding:
             self._start(samples[at : at + CHUNK])
 
     def end_bare(self) -> None:
-        """The job ends: from now on samples are handed out without their rewards."""
+        """From now on hand samples out without rewards, since the job ends."""
         self._reward = None
         pieces = {task: samples for task, samples in self._pieces.items() if not task.done()}
         for task, samples in pieces.items():
@@ -65,7 +65,7 @@ class Rewarding:
     async def take(self, wait_s: float) -> tuple[list[SampleRecord], list[bytes]]:
         """What can be recorded, and its entries; waits for it at most so long.
 
-        Raises what scoring raised: then all begins anew.
+        Raises what scoring raised; then all samples are dropped and read again.
         """
         self.used_at = time.monotonic()
         if self._pieces:
@@ -94,7 +94,7 @@ class Rewarding:
 
 
 def forget_unused(known: dict[str, Rewarding], unused_s: float) -> None:
-    """Drop those whose job has not been seen for so long: another runner has it."""
+    """Drop the samples of jobs that were not advanced here for so long: another runner has them."""
     before = time.monotonic() - unused_s
     unused: Iterable[str] = [job for job, rewarding in known.items() if rewarding.used_at < before]
     for job in unused:

@@ -34,7 +34,7 @@ _order = msgspec.json.Decoder(ScoreOrder)
 
 
 class Scores:
-    """One runner's share of the scoring. Scoring twice is harmless, so an order is answered first and done then."""
+    """Answers orders, in one runner. Scoring twice is harmless, so an order is answered first and marked done then."""
 
     def __init__(self, context: TickContext) -> None:
         self._context = context
@@ -42,7 +42,7 @@ class Scores:
         self._under_way: dict[str, asyncio.Task[None]] = {}  # by entry
 
     async def run(self) -> None:
-        """Answer for ever; a Redis that is away is waited for."""
+        """Answer until cancelled; while Redis is away, wait."""
         try:
             while True:
                 try:
@@ -59,7 +59,7 @@ class Scores:
             await self._end(list(self._under_way))
 
     async def _begin(self) -> int:
-        """Begin with what there is room for; how many."""
+        """Start as many orders as there is room for; returns how many."""
         self._under_way = {entry: task for entry, task in self._under_way.items() if not task.done()}
         room = AT_ONCE - len(self._under_way)
         if not room:
@@ -78,7 +78,7 @@ class Scores:
             await asyncio.wait(self._under_way.values(), timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
 
     async def _leave(self) -> None:
-        """Stop with those that were taken back."""
+        """Cancel the orders that were withdrawn."""
         await self._end(await self._orders.withdrawn(list(self._under_way)))
 
     async def _end(self, entries: Iterable[str]) -> None:

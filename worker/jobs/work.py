@@ -61,7 +61,7 @@ class JobWork:
 
     @classmethod
     async def on(cls, context: TickContext, spec: JobSpec) -> "JobWork":
-        """Fetch what the job's model needs; UnknownModelError when no worker has ever told of it."""
+        """With the card and the codec of the job's model; UnknownModelError when no worker has ever registered it."""
         await context.adapters.pin_all(spec.adapter, pin_owner(spec.id), PIN_S)
         card = await context.registry.card(spec.model)
         if card is None and needs_model(spec):
@@ -134,7 +134,7 @@ class JobWork:
         return prepared
 
     async def _take_up(self) -> None:
-        """Score what an earlier runner had begun with and not recorded, where no stream says what has finished."""
+        """Score what an earlier runner had begun: without sequences there is no stream that says what has finished."""
         if needs_model(self._spec) or self._rewarding.taken_up:
             return
         self._rewarding.taken_up = True
@@ -162,7 +162,7 @@ class JobWork:
     # -- gather
 
     async def _gather(self, progress: JobProgress, wait_s: float) -> int:
-        """Read what has finished, record what has been scored; how many came or went."""
+        """Read what has finished and record what has been scored; returns how many of both."""
         rewarding = self._rewarding
         count = min(BATCH, rewarding.room) if needs_model(self._spec) else 0
         came = await self._read_finished(count, 0 if rewarding.busy else wait_s) if count > 0 else 0
@@ -173,10 +173,10 @@ class JobWork:
         return came + len(records)
 
     async def _read_finished(self, count: int, wait_s: float) -> int:
-        """Take what workers have finished to be scored; how many came."""
+        """Hand finished sequences on to be scored; returns how many."""
         block = max(1, int(wait_s * 1000)) if wait_s > 0 else None
-        found = await self._context.blocking.xread({self._finished: self._rewarding.cursor}, count=count, block=block)
-        entries = found[0][1] if found else []
+        streams = await self._context.blocking.xread({self._finished: self._rewarding.cursor}, count=count, block=block)
+        entries = streams[0][1] if streams else []
         if not entries:
             return 0
         results = [(entry, await self._read(entry, fields)) for entry, fields in entries]
@@ -186,7 +186,7 @@ class JobWork:
         return len(entries)
 
     async def _read(self, entry: bytes, fields: dict[bytes, bytes]) -> SequenceResult | None:
-        """A result; what says nothing of a sample of ours becomes a dead letter, and a sample's an error."""
+        """A sample's result; an unreadable one becomes an error. What is no sample of this job becomes a dead letter."""
         packed = fields.get(b"result", b"")
         seq = fields.get(b"id", b"").decode(errors="replace")
         try:
@@ -199,8 +199,8 @@ class JobWork:
         is_ours = is_sample(self._spec, seq)
         if unreadable is not None or not is_ours:
             reason = unreadable.message if unreadable else "no sample of this job"
-            found = Unusable(self._finished, entry.decode(), seq, reason, self._context.runner, packed)
-            await bury(self._context.redis, self._spec.model, found)
+            unusable = Unusable(self._finished, entry.decode(), seq, reason, self._context.runner, packed)
+            await bury(self._context.redis, self._spec.model, unusable)
             if await self._queue.is_alive(seq):
                 return None  # its own result is still to come
         return result if is_ours else None
@@ -254,7 +254,7 @@ class JobWork:
         return False
 
     def _ending(self, progress: JobProgress) -> tuple[JobState, str] | None:
-        """How the job ends before all its samples are there, and why."""
+        """The state and the reason when the job must end before all its samples are there."""
         spec, reward = self._spec, self._spec.reward
         if progress.cancelled:
             return "cancelled", ""
@@ -266,7 +266,7 @@ class JobWork:
         return None
 
     async def _end(self, state: JobState, reason: str, progress: JobProgress) -> None:
-        """Stop what is in flight, keep what it has come to, and end the job."""
+        """Cancel what is in flight, record what it has brought, and end the job."""
         until = time.monotonic() + CANCEL_GRACE_S
         self._rewarding.end_bare()
         while self._rewarding.busy:

@@ -103,11 +103,11 @@ class BatchStore:
         await ask_all(self._redis, [*added, *kept, old])
 
     async def find(self, batch_id: str) -> BatchRecord:
-        """UnknownBatchError when there is none."""
-        found = (await self._find([batch_id]))[0]
-        if found is None:
+        """A batch by its id; UnknownBatchError when there is none."""
+        (record,) = await self._find([batch_id])
+        if record is None:
             raise unknown_batch(batch_id)
-        return found
+        return record
 
     async def page(self, limit: int, after: str, asker: Asker = ANYBODY) -> tuple[list[BatchRecord], bool]:
         """The asker's newest batches, or those older than `after`, and whether there are more."""
@@ -119,19 +119,19 @@ class BatchStore:
             start = int(rank) + 1
         seen: list[BatchRecord] = []
         while len(seen) <= limit and (raws := await self._redis.zrevrange(keys.batches(), start, start + limit)):
-            found = await self._find([raw.decode() for raw in raws])
-            seen += [record for record in found if record is not None and asker.owns(record.spec.tenant)]
+            records = await self._find([raw.decode() for raw in raws])
+            seen += [record for record in records if record is not None and asker.owns(record.spec.tenant)]
             start += len(raws)
         return seen[:limit], len(seen) > limit
 
     async def pending(self) -> list[BatchRecord]:
-        """The batches that have not ended; forgets those that have, or are gone."""
+        """The batches that have not ended; the others are taken off the list."""
         ids = await members(self._redis, keys.pending_batches())
-        found = await self._find(ids)
-        gone = [i for i, record in zip(ids, found, strict=True) if record is None or record.state in ENDED]
+        records = await self._find(ids)
+        gone = [i for i, record in zip(ids, records, strict=True) if record is None or record.state in ENDED]
         if gone:
             await self._redis.zrem(keys.pending_batches(), *gone)
-        return [record for record in found if record is not None and record.state not in ENDED]
+        return [record for record in records if record is not None and record.state not in ENDED]
 
     async def change(self, batch_id: str, **fields: Any) -> bool:
         """Set fields of a batch that has not ended; False when it has."""
@@ -151,7 +151,7 @@ class BatchStore:
         return bool(await self._redis.set(keys.batch_lease(batch_id), owner, nx=True, px=keys.BATCH_LEASE_MS))
 
     async def renew(self, batch_id: str, owner: str) -> bool:
-        """Hold the lease; False when it is no longer ours."""
+        """Renew the lease; False when another process has it."""
         return bool(await _lease(self._redis, [keys.batch_lease(batch_id)], [owner, str(keys.BATCH_LEASE_MS)]))
 
     async def release(self, batch_id: str, owner: str) -> None:

@@ -74,7 +74,7 @@ class FileWriter:
         return file
 
     async def discard(self) -> None:
-        """Delete what was written; else its time to live does."""
+        """Delete what was written. If this fails, it expires."""
         with contextlib.suppress(Exception):
             await self._redis.delete(keys.file_bytes(self._id))
 
@@ -100,7 +100,7 @@ class FileStore:
         return FileWriter(self._redis, file_id or new_file_id())
 
     async def find(self, file_id: str) -> StoredFile:
-        """A file's description; UnknownFileError."""
+        """A file's description; UnknownFileError when there is none."""
         raw = await self._redis.get(keys.file(file_id))
         if raw is None:
             raise unknown_file(file_id)
@@ -139,14 +139,14 @@ class FileStore:
             if after not in ids or (asker.limited and not asker.owns((await self.find(after)).tenant)):
                 raise unknown_file(after, "after")
             ids = ids[ids.index(after) + 1 :]
-        found: list[StoredFile] = []
+        page: list[StoredFile] = []
         for at in range(0, len(ids), 256):
             raws = await self._redis.mget([keys.file(i) for i in ids[at : at + 256]])
             files = [msgspec.json.decode(raw, type=StoredFile) for raw in raws if raw is not None]
-            found += [file for file in files if purpose in ("", file.purpose) and asker.owns(file.tenant)]
-            if len(found) > limit:
+            page += [file for file in files if purpose in ("", file.purpose) and asker.owns(file.tenant)]
+            if len(page) > limit:
                 break
-        return found[:limit], len(found) > limit
+        return page[:limit], len(page) > limit
 
     async def delete(self, file_id: str) -> None:
         """Delete a file; UnknownFileError when there is none."""

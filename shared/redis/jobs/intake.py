@@ -93,13 +93,13 @@ def _fingerprint(spec: JobSpec) -> str:
 
 async def _make_visible(redis: Redis, job_id: str) -> bool:
     """False when there is no complete job with this id."""
-    found = await ask(redis, "HMGET", keys.job(job_id), "state", "written", "tenant")
-    if found[0] is not None:
+    state, written, tenant = await ask(redis, "HMGET", keys.job(job_id), "state", "written", "tenant")
+    if state is not None:
         return True
-    if found[1] is None:
+    if written is None:
         return False
     now = time.time()
-    listed = {keys.jobs(), keys.jobs((found[2] or b"").decode())}
+    listed = {keys.jobs(), keys.jobs((tenant or b"").decode())}
     added = [("ZADD", key, now, job_id) for key in (*listed, keys.active_jobs())]
     kept = [("EXPIRE", key, keys.JOB_TTL_S) for _, key, *_ in added]
     await ask_all(redis, [*added, *kept, *(("ZREMRANGEBYSCORE", key, "-inf", now - LISTED_S) for key in listed)])

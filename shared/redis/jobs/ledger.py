@@ -80,7 +80,7 @@ class JobLedger:
         return int(following) if following >= 0 else None
 
     async def renew(self, job_id: str, runner: str) -> bool:
-        """Hold the lease for another while; False when it is no longer ours."""
+        """Renew the lease; False when another runner has it."""
         return bool(await _lease(self._redis, [keys.job_lease(job_id)], [runner, str(LEASE_MS)]))
 
     async def release(self, job_id: str, runner: str) -> None:
@@ -154,7 +154,7 @@ class JobLedger:
         return ended
 
     async def count_fault(self, job_id: str) -> int:
-        """Note that a tick failed; how often in a row."""
+        """Note that a tick failed; returns how many have failed in a row."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hincrby(keys.job(job_id), "faults", 1)
             pipe.expire(keys.job(job_id), keys.JOB_TTL_S)
@@ -165,7 +165,7 @@ class JobLedger:
         await ask(self._redis, "HDEL", keys.job(job_id), "faults")
 
     async def active(self) -> list[ActiveJob]:
-        """The jobs that are not terminal; forgets those that have ended or never became visible."""
+        """The jobs that are not terminal; the others are taken off the list."""
         ids = await members(self._redis, keys.active_jobs())
         if not ids:
             return []
@@ -189,13 +189,13 @@ class JobLedger:
         return jobs
 
     async def _keep_results(self, job_id: str) -> None:
-        """All results live as long as the job that has just ended."""
+        """Give all results the time to live of the job, which has just ended."""
         chunks = range(math.ceil((await self.spec(job_id)).total / keys.RESULTS_PER_CHUNK))
         await ask_all(self._redis, [("EXPIRE", keys.job_results(job_id, chunk), keys.JOB_TTL_S) for chunk in chunks])
 
 
 def unknown_job(job_id: str) -> UnknownJobError:
-    """No such job, said the same way everywhere."""
+    """The error for a job that is not there."""
     return UnknownJobError(f"no job {job_id!r}, or its time to live is over")
 
 

@@ -92,10 +92,10 @@ class JobStore:
 
     async def status(self, job_id: str) -> JobStatus:
         """The job as a poll sees it."""
-        found = await _statuses(self._redis, [job_id])
-        if found[0] is None:
+        (status,) = await _statuses(self._redis, [job_id])
+        if status is None:
             raise unknown_job(job_id)
-        return found[0]
+        return status
 
     async def spec(self, job_id: str) -> JobSpec:
         """What was asked for."""

@@ -26,7 +26,7 @@ LOOK_AGAIN_S = 1.0  # how old the view of the workers may be
 
 
 class WarmNotes:
-    """The writing side: one worker's."""
+    """Written by a worker: which prompts it computes."""
 
     def __init__(self, redis: Redis, model: str, worker_id: str) -> None:
         self._redis = redis
@@ -37,7 +37,7 @@ class WarmNotes:
         self._full = False
 
     async def note(self, specs: Sequence[SequenceSpec]) -> None:
-        """This worker computes these prompts now."""
+        """Note that this worker computes these prompts."""
         if (epoch := _epoch()) != self._epoch:
             self._epoch, self._noted, self._full = epoch, set(), False
         fresh = {mark for spec in specs for mark in marks(spec.prompt_ids, spec.adapter)} - self._noted
@@ -52,7 +52,7 @@ class WarmNotes:
 
 
 class Affinity:
-    """The reading side: for whoever enqueues."""
+    """Read by those who enqueue: which workers to prefer."""
 
     def __init__(self, redis: Redis, registry: WorkerRegistry) -> None:
         self._redis = redis
@@ -60,12 +60,12 @@ class Affinity:
         self._seen: dict[str, tuple[float, list[WorkerStatus]]] = {}
 
     async def preferred(self, specs: Sequence[SequenceSpec]) -> tuple[str, ...]:
-        """Workers for sequences that are enqueued together; none: whoever is free."""
-        (found,) = await self.preferences([specs])
-        return found
+        """Workers to prefer for sequences that are enqueued together; none: any worker."""
+        (workers,) = await self.preferences([specs])
+        return workers
 
     async def preferences(self, groups: Sequence[Sequence[SequenceSpec]]) -> list[tuple[str, ...]]:
-        """Workers for each of some groups of sequences of one model."""
+        """Workers to prefer for each of several groups of sequences of one model."""
         ready = [worker for worker in await self._workers(groups[0][0].model) if worker.state == "ready"]
         if len(ready) < 2:
             return [()] * len(groups)
@@ -98,15 +98,15 @@ class Affinity:
 
 def marks(prompt_ids: Sequence[int], adapter: str) -> list[bytes]:
     """Hashes of a prompt's beginnings of SHORTEST, twice as many, ... tokens; the longest first."""
-    found: list[bytes] = []
+    hashes: list[bytes] = []
     packed = array("q", prompt_ids)
     chain = hashlib.blake2b(adapter.encode(), digest_size=12)
     done, length = 0, SHORTEST
     while length <= len(packed):
         chain.update(packed[done:length].tobytes())
-        found.append(chain.copy().digest())
+        hashes.append(chain.copy().digest())
         done, length = length, 2 * length
-    return found[::-1]
+    return hashes[::-1]
 
 
 def _beginning_marks(group: Sequence[SequenceSpec]) -> list[bytes]:

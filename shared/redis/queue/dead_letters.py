@@ -49,12 +49,12 @@ class DeadLetter(NamedTuple):
 
     @property
     def tenant(self) -> str:
-        """Who owns it; what cannot be read may be anybody's."""
+        """Its owner; a letter that cannot be read belongs to the admins, since it may be any tenant's."""
         return ADMINS if self.spec is None else self.spec.tenant
 
 
 class SecondLife(NamedTuple):
-    """What has become of a letter's sequence since it was requeued."""
+    """The sequence that a requeue has made of a letter."""
 
     sequence: str
     state: Literal["queued", "running", "done", "cancelled"]
@@ -63,7 +63,7 @@ class SecondLife(NamedTuple):
 
 
 class Unusable(NamedTuple):
-    """A message that nobody can work with."""
+    """A message that cannot be processed."""
 
     stream: str
     entry: str
@@ -153,7 +153,7 @@ class DeadLetters:
         return new_id, done == 1
 
     async def drop(self, letter_id: str) -> bool:
-        """Forget a letter; False when it was not there."""
+        """Delete a letter; False when it was not there."""
         model, entry = split(letter_id)
         try:
             return bool(await self._redis.xdel(keys.dead_letters(model), entry))
@@ -163,7 +163,7 @@ class DeadLetters:
             raise unknown_letter(letter_id) from error
 
     async def second_life(self, letter_id: str) -> SecondLife | None:
-        """What has become of it since it was requeued; None when it was not, or too long ago."""
+        """The state of its sequence after a requeue; None when it was not requeued, or too long ago."""
         model, entry = split(letter_id)
         seq = REQUEUED + entry
         state = await ask(self._redis, "HGET", keys.sequence(model, seq), "state")
@@ -173,12 +173,12 @@ class DeadLetters:
         return SecondLife(seq, state.decode(), events[-1].finish if events else None, events)
 
 
-async def bury(redis: "Redis", model: str, found: Unusable) -> bool:
+async def bury(redis: "Redis", model: str, unusable: Unusable) -> bool:
     """Take an unusable message out of its stream and keep it as a dead letter; False when it was gone."""
-    log.warning("deadletters.buried", model=model, stream=found.stream, id=found.sequence, reason=found.reason)
-    names = [found.stream, keys.dead_letters(model)]
-    args: list[Argument] = [found.group, found.entry, found.sequence, found.reason, found.found_by]
-    return bool(await _BURY(redis, names, [*args, found.message[:MESSAGE_KEPT], LETTERS_TTL_S]))
+    log.warning("deadletters.buried", model=model, stream=unusable.stream, id=unusable.sequence, reason=unusable.reason)
+    names = [unusable.stream, keys.dead_letters(model)]
+    args: list[Argument] = [unusable.group, unusable.entry, unusable.sequence, unusable.reason, unusable.found_by]
+    return bool(await _BURY(redis, names, [*args, unusable.message[:MESSAGE_KEPT], LETTERS_TTL_S]))
 
 
 def split(letter_id: str) -> tuple[str, str]:

@@ -18,7 +18,7 @@ class NamedRequests:
         self._redis = redis
 
     async def add(self, owner: str, name: str, model: str, request: str) -> None:
-        """Note that a request begins; said again it changes nothing."""
+        """Note that a request begins; may be repeated."""
         key = keys.named_requests(owner, name)
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.sadd(key, _entry(model, request))
@@ -26,13 +26,13 @@ class NamedRequests:
             await pipe.execute()
 
     async def remove(self, owner: str, name: str, model: str, request: str) -> None:
-        """It is over."""
+        """Remove the note of a request that has ended."""
         await ask(self._redis, "SREM", keys.named_requests(owner, name), _entry(model, request))
 
     async def find(self, owner: str, name: str) -> list[tuple[str, str]]:
         """(model, id) of the requests of this name."""
-        found = await ask(self._redis, "SMEMBERS", keys.named_requests(owner, name))
-        return sorted(msgspec.msgpack.decode(entry, type=tuple[str, str]) for entry in found)
+        entries = await ask(self._redis, "SMEMBERS", keys.named_requests(owner, name))
+        return sorted(msgspec.msgpack.decode(entry, type=tuple[str, str]) for entry in entries)
 
 
 def _entry(model: str, request: str) -> bytes:

@@ -46,7 +46,7 @@ _RELEASE, _DEPTH, _FORWARD = Script("release"), Script("depth"), Script("forward
 
 @dataclass(frozen=True)
 class ClaimPlan:
-    """What a worker can take now (worker/engine/scheduler.py works it out)."""
+    """What a worker can take now (worker/engine/scheduler.py computes it)."""
 
     rows: int  # free rows
     interactive_first: int  # quotas of the first round; a group that one lets in is taken whole if the rows allow it
@@ -185,14 +185,14 @@ class SequenceQueue:
                 return False
 
     async def _delivered(self, streams: Sequence[str]) -> dict[Any, Any]:
-        """Up to which entry the group has had each stream."""
+        """The last entry of each stream that the consumer group has received."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for stream in streams:
                 pipe.xinfo_groups(stream)
-            found = await pipe.execute(raise_on_error=False)
+            answers = await pipe.execute(raise_on_error=False)
         ours = [
             [] if isinstance(groups, ResponseError) else [g for g in groups if g["name"] == keys.GROUP.encode()]
-            for groups in found
+            for groups in answers
         ]
         return {stream: g[0]["last-delivered-id"] if g else b"0-0" for stream, g in zip(streams, ours, strict=True)}
 
@@ -252,7 +252,7 @@ class SequenceQueue:
             await _RELEASE(self._redis, self._fronts(), args)
 
     async def delete_worker_streams(self, worker_id: str) -> None:
-        """Leave a leaving worker's affinity streams to all."""
+        """Move what waits in a leaving worker's affinity streams to where any worker can claim it."""
         own = [*(keys.queue(self._model, kind, worker_id) for kind in CLASSES), keys.worker(self._model, worker_id)]
         await _FORWARD(self._redis, [*self._fronts()[:2], *own], [keys.GROUP, self._prefix, QUEUE_TTL_S])
 
@@ -293,7 +293,7 @@ class SequenceQueue:
         return await self._sort_out(worker_id, rows)
 
     async def _sort_out(self, worker_id: str, rows: list[list[Any]]) -> list[Claim]:
-        """Claims to run; the others are settled."""
+        """The claims that are to run; ends the others."""
         claims: list[Claim] = []
         for row in rows:
             try:
@@ -307,7 +307,7 @@ class SequenceQueue:
         return claims
 
     async def _settle(self, worker_id: str, row: list[Any]) -> Claim | None:
-        """The claim of one row, if it is to run."""
+        """The claim of one row, or None after its end was committed here."""
         stream, entry, seq, packed, attempt, api, job, verdict = row
         unreadable: UnreadableMessageError | None = None
         try:
@@ -330,10 +330,10 @@ class SequenceQueue:
 
     async def _bury(self, worker_id: str, row: list[Any], reason: str) -> None:
         stream, entry, seq, packed = row[:4]
-        found = Unusable(
+        unusable = Unusable(
             stream.decode(), entry.decode(), seq.decode(errors="replace"), reason, worker_id, packed, keys.GROUP
         )
-        await bury(self._redis, self._model, found)
+        await bury(self._redis, self._model, unusable)
 
 
 def _order(entry: bytes) -> tuple[int, int]:

@@ -29,19 +29,19 @@ class PauseOrder(msgspec.Struct, frozen=True):
 
 
 class PauseSwitch:
-    """Of one ring, all models."""
+    """The pause switch of one ring, for all models."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._registry = WorkerRegistry(redis)
 
     async def current(self) -> PauseOrder | None:
-        """The pause in force; looking at it keeps it."""
-        found = await self._redis.getex(keys.pause(), ex=keys.PAUSE_TTL_S)
-        return None if found is None else msgspec.json.decode(found, type=PauseOrder)
+        """The pause in force; reading it renews its time to live."""
+        order = await self._redis.getex(keys.pause(), ex=keys.PAUSE_TTL_S)
+        return None if order is None else msgspec.json.decode(order, type=PauseOrder)
 
     async def set(self, mode: PauseMode, *, clear_cache: bool) -> PauseOrder:
-        """Put a pause in force, in the place of an earlier one."""
+        """Put a pause in force; it replaces an earlier one."""
         order = PauseOrder(uuid.uuid4().hex[:12], mode, clear_cache, time.time_ns() // 1_000_000)
         await self._redis.set(keys.pause(), msgspec.json.encode(order), ex=keys.PAUSE_TTL_S)
         await self._tell()
@@ -53,7 +53,7 @@ class PauseSwitch:
         await self._tell()
 
     async def restless(self, order: PauseOrder | None) -> list[str]:
-        """Ids of live workers that have not yet come to rest under `order`; None: that still rest."""
+        """Ids of live workers that do not rest under `order` yet; without an order, of those that still rest."""
         wanted = "" if order is None else order.id
         models = await members(self._redis, keys.models())
         workers = [worker for model in models for worker in await self._registry.workers(model)]

@@ -54,7 +54,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def weights_of(card: ModelCard) -> str:
-    """What a worker's tokens depend on besides the request, by content."""
+    """Hashes of what a worker's tokens depend on besides the request."""
     return f"weights {card.base_sha256[:12]}, dtype {card.dtype}, tokenizer {card.tokenizer_sha256[:12]}"
 
 
@@ -100,7 +100,7 @@ class WorkerRegistry:
             await asyncio.sleep(LOOK_AGAIN_S)
 
     async def heartbeat(self, status: WorkerStatus) -> None:
-        """Say that a worker lives."""
+        """Write a worker's heartbeat."""
         key = keys.worker(status.model, status.id)
         fields = msgspec.structs.asdict(status)  # defaults, too: they replace what an earlier heartbeat said
         fields["adapters"] = msgspec.json.encode(status.adapters)
@@ -122,14 +122,14 @@ class WorkerRegistry:
             await self.register_model(*ours)
 
     async def remove(self, model: str, worker_id: str) -> None:
-        """Forget a worker that leaves in order."""
+        """Remove a worker that leaves in an orderly way."""
         async with self._redis.pipeline() as pipe:
             pipe.delete(keys.worker(model, worker_id))
             pipe.zrem(keys.workers(model), worker_id)
             await pipe.execute()
 
     async def models(self) -> list[ModelCard]:
-        """Every model that is known, served right now or not."""
+        """The cards of all known models, whether a worker lives or not."""
         cards = [await self.card(name) for name in await members(self._redis, keys.models())]
         return [card for card in cards if card is not None]
 
@@ -143,7 +143,7 @@ class WorkerRegistry:
             return None
 
     async def names(self) -> list[str]:
-        """Every model that is known, by name."""
+        """The names of all known models."""
         return sorted(await members(self._redis, keys.models()))
 
     async def live_models(self) -> set[str]:
@@ -151,7 +151,7 @@ class WorkerRegistry:
         return {name for name in await members(self._redis, keys.models()) if await self.workers(name)}
 
     async def known(self, model: str) -> list[str]:
-        """Ids of a model's workers that live, or went within the hour without leaving in order."""
+        """Ids of a model's live workers, and of those that ended without `remove` within the last hour."""
         return await members(self._redis, keys.workers(model))
 
     async def live(self, model: str) -> list[str]:

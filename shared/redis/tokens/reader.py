@@ -97,16 +97,16 @@ class FrameReader:
 
     @property
     def streams(self) -> int:
-        """Sequences listened to."""
+        """Number of sequences that feeds listen to."""
         return len(self._cursors)
 
     def dispatch(self, data: bytes, *, live: bool = True) -> None:
         """Hand the events of one frame to their feeds."""
         now = time.monotonic()
-        found = self._cursors.get
+        cursors = self._cursors.get
         touched: set[TokenFeed] = set()
         for event in events_of_frame(data):
-            for cursor in found(event.seq, ()):
+            for cursor in cursors(event.seq, ()):
                 cursor.offer(event, now, live=live)
                 touched.add(cursor.feed)
         for feed in touched:
@@ -227,7 +227,7 @@ class FrameReader:
     # -- heartbeat
 
     async def announce(self) -> None:
-        """Say that this process lives and reads."""
+        """Write this process's heartbeat."""
         key = keys.api(self.api_id)
         fields = {
             "host": socket.gethostname(),
@@ -257,13 +257,13 @@ class FrameReader:
             await asyncio.sleep(min(PROBE_S, REFUSED_S / 2))
 
     def _tell_of(self, refusal: Exception) -> None:
-        """Workers cannot write either: what is silent is told so, instead of waiting for its deadline."""
+        """Redis refuses workers' writes, too: feeds that hear nothing fail now, before their deadline."""
         now = time.monotonic()
         self._refused_at, self.refusal = min(self._refused_at, now), reason(refusal)
         log.warning("frames.writes_refused", error=self.refusal, since_s=round(now - self._refused_at, 1))
         if now - self._refused_at < REFUSED_S:
             return
-        told = ServiceUnavailableError(f"Redis refuses to work ({self.refusal}); send the request again later")
+        error = ServiceUnavailableError(f"Redis refuses to work ({self.refusal}); send the request again later")
         for feed in self._feeds:
             if all(cursor.heard_at < now - REFUSED_S for cursor in feed.cursors):
-                feed.fail(told)
+                feed.fail(error)

@@ -60,7 +60,7 @@ class FrameWriter:
         chunks: Mapping[str, list[TokenEvent]],
         commits: Sequence[Commit],
     ) -> list[bool]:
-        """Write one decode step in one round trip; says for each commit whether the end was ours.
+        """Write one decode step in one round trip; returns for each commit whether it was accepted as ours.
 
         Repeats until Redis takes it: every part is safe to repeat.
         """
