@@ -186,7 +186,7 @@ class JobWork:
         return len(entries)
 
     async def _read(self, entry: bytes, fields: dict[bytes, bytes]) -> SequenceResult | None:
-        """A sample's result; an unreadable one becomes an error. What is no sample of this job becomes a dead letter."""
+        """A sample's result; an unreadable one becomes an error, and what is no sample of this job a dead letter."""
         packed = fields.get(b"result", b"")
         seq = fields.get(b"id", b"").decode(errors="replace")
         try:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import secrets
 import time
-from typing import Literal
 
 import structlog
 from redis.asyncio import Redis
@@ -18,12 +17,11 @@ from redis.exceptions import RedisError
 from shared.redis import keys
 from shared.redis.connection.client import Argument, Script, ask
 from shared.telemetry.metrics import Tally
+from shared.telemetry.spans import Role
 
 log = structlog.get_logger()
 
 WRITE_EVERY_S = 2.0
-
-Role = Literal["api", "worker", "runner"]
 
 _add = Script("metrics_add")
 

@@ -9,8 +9,6 @@ when it asks again.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Self
 
 from shared.errors import ServiceUnavailableError
 from shared.frames import Finish, TokenEvent, is_fence
@@ -205,11 +203,3 @@ class TokenFeed:
     def close(self) -> None:
         """Stop listening."""
         self._close(self)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

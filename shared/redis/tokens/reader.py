@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import structlog
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from shared.errors import ServiceUnavailableError
@@ -40,10 +39,9 @@ PAGE = 256  # frames or chunks decoded without a pause
 class FrameReader:
     """One api process's subscription to its frames."""
 
-    def __init__(self, redis: "str | Redis", api_id: str = "") -> None:
+    def __init__(self, url: str, api_id: str = "") -> None:
         self.api_id = api_id or uuid.uuid4().hex[:8]
-        self._owns_redis = isinstance(redis, str)
-        self.redis: Redis = connect(redis) if isinstance(redis, str) else redis
+        self.redis = connect(url)
         self._cursors: dict[str, list[SequenceCursor]] = {}
         self._feeds: set[TokenFeed] = set()
         self._asked = asyncio.Event()
@@ -75,8 +73,7 @@ class FrameReader:
         with contextlib.suppress(RedisError, OSError):  # TimeoutError is an OSError
             async with asyncio.timeout(1):
                 await self.redis.delete(keys.api(self.api_id))
-        if self._owns_redis:
-            await self.redis.aclose()
+        await self.redis.aclose()
 
     def open(
         self,
