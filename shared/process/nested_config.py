@@ -23,9 +23,7 @@ RENAMED = {
     "checkpointing.keep_n_checkpoints": "keep_checkpoints",
     "checkpointing.checkpoint_dir": "run_dir",
 }
-WITHOUT_EFFECT = {
-    "rl_training.scoring_batch_size": "a job runner scores each sample when it is finished",
-}
+WITHOUT_EFFECT = {"rl_training.scoring_batch_size": "a job runner scores each sample when it is finished"}
 _ATROPOS = "rl_training.environment"  # beside atropos_url: its environments are processes of their own
 _ALPHA = "model.lora_alpha"  # lora_scale is alpha / rank
 _TRAINING_MODES = ("inference_and_training", "training_only")

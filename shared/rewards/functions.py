@@ -10,15 +10,7 @@ from typing import Any
 
 from shared.jobs import RewardSpec
 from shared.rewards import gsm8k
-from shared.rewards.kinds import (
-    ExactOptions,
-    FormatOptions,
-    LengthOptions,
-    RegexOptions,
-    Score,
-    WeightedOptions,
-    check,
-)
+from shared.rewards.kinds import ExactOptions, FormatOptions, LengthOptions, RegexOptions, Score, WeightedOptions, check
 
 Scorer = Callable[[str, Any, Any], Score]  # completion, reference, the reward's options
 

@@ -10,12 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shared.errors import (
-    ContextLengthExceededError,
-    EmptyPromptError,
-    InvalidRequestError,
-    ParallmError,
-)
+from shared.errors import ContextLengthExceededError, EmptyPromptError, InvalidRequestError, ParallmError
 from shared.jobs import InputLine, JobInput, JobSpec, Prompt, read_input
 from shared.seeds import seed_in_job
 from shared.sequences import ModelCard, SamplingParams, SequenceKind, SequenceSpec, vocabulary_error

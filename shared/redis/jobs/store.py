@@ -26,26 +26,11 @@ from shared.telemetry.tracing import traceparent
 _cancel = Script("job_cancel")
 INPUTS_AT_ONCE = 512
 
-_STATUS_FIELDS = [
-    "spec",
-    "state",
-    "succeeded",
-    "failed",
-    "cancelled",
-    "expired",
-    "expanded",
-    "recorded",
-    "prompt_tokens",
-    "completion_tokens",
-    "rewarded",
-    "reward_sum",
-    "reward_errors",
-    "created_ms",
-    "started_ms",
-    "finished_ms",
-    "complete_through",
-    "error",
-]
+_STATUS_FIELDS = (
+    "spec", "state", "succeeded", "failed", "cancelled", "expired", "expanded", "recorded", "prompt_tokens",
+    "completion_tokens", "rewarded", "reward_sum", "reward_errors", "created_ms", "started_ms", "finished_ms",
+    "complete_through", "error",
+)  # fmt: skip
 
 
 def new_job_id() -> str:

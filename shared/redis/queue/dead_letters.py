@@ -141,11 +141,7 @@ class DeadLetters:
         if letter.spec is None:
             raise ConflictError(f"dead letter '{letter_id}' holds no sequence that can run: {letter.unreadable}")
         spec = msgspec.structs.replace(letter.spec, id=new_id, model=model, api="", job="", group="", deadline_ms=0)
-        names = [
-            keys.dead_letters(model),
-            keys.queue(model, spec.sequence_class),
-            keys.sequence(model, new_id),
-        ]
+        names = [keys.dead_letters(model), keys.queue(model, spec.sequence_class), keys.sequence(model, new_id)]
         args: list[Argument] = [keys.GROUP, keys.JOB_TTL_S, entry, new_id, spec.kv_tokens, encode(spec), spec.tenant]
         done = int(await _REQUEUE(self._redis, names, args))
         if not done:

@@ -28,19 +28,9 @@ class SequenceCursor:
     """The position of a feed in one sequence."""
 
     __slots__ = (
-        "attempt",
-        "bare_seen",
-        "due_at",
-        "feed",
-        "finished",
-        "heard_at",
-        "held",
-        "in_gap",
-        "index",
-        "pause_s",
-        "position",
-        "seq",
-    )
+        "attempt", "bare_seen", "due_at", "feed", "finished", "heard_at", "held", "in_gap", "index", "pause_s",
+        "position", "seq",
+    )  # fmt: skip
 
     def __init__(self, feed: "TokenFeed", index: int, seq: str, position: int, due_at: float, attempt: int = 0) -> None:
         self.feed = feed

@@ -55,10 +55,7 @@ class FrameWriter:
         self.gaps: set[str] = set()  # sequences whose logs have lost something: they are to be logged anew
 
     async def write(
-        self,
-        frames: Mapping[str, list[TokenEvent]],
-        chunks: Mapping[str, list[TokenEvent]],
-        commits: Sequence[Commit],
+        self, frames: Mapping[str, list[TokenEvent]], chunks: Mapping[str, list[TokenEvent]], commits: Sequence[Commit]
     ) -> list[bool]:
         """Write one decode step in one round trip; returns for each commit whether it was accepted as ours.
 
