@@ -32,7 +32,6 @@ from api.openai import (
     completions,
     embeddings,
     models,
-    pooling,
     render,
     replies,
     similarities,
@@ -77,7 +76,7 @@ log = structlog.get_logger()
 
 ROUTED = (
     *(completions, chat, embeddings, files, batches, responses, classifications, models, replies, abortions),
-    *(similarities, pooling, render, server_info),
+    *(similarities, render, server_info),
     *(act, predict, jobs, adapters, address, generate, pause, prefix_cache, tokenize, training, trainers, rewards),
     *(health, deadletters, metrics, snapshot, dashboard),
 )

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import msgspec
 
 from shared.adapters import NAME
-from shared.errors import InvalidRequestError
+from shared.errors import InvalidRequestError, ParallmError
 from shared.trajectories import LiveTrajectory
 
 AlertKind = Literal[
@@ -174,6 +174,11 @@ class Refusal(msgspec.Struct, frozen=True, tag="refused"):
 
     code: str
     message: str
+
+    @classmethod
+    def of(cls, error: ParallmError) -> "Refusal":
+        """The answer when an error of ours is why."""
+        return cls(error.code or "", error.message)
 
 
 Answer = UpdateAnswer | CheckpointAnswer | ResumeAnswer | Refusal

@@ -28,7 +28,6 @@ from trainer.learn.options import (
     ScheduleName,
 )
 from trainer.rollouts.atropos import Registration
-from trainer.rollouts.pacing import Pace
 
 _OF_DATA_SETS = ("dataset", "held_out_dataset", "reward", "reward_options", "system_prompt")
 
@@ -273,21 +272,9 @@ class TrainSettings(JoinSettings):
         )
         return plain if drawing_of(drawn) is None else drawn
 
-    def pace(self) -> Pace:
-        """The pacing of generation."""
-        return Pace(self.prompts_per_step, self.max_lag, self.group_deadline_s)
-
     def limits(self) -> GateLimits:
-        """The bounds of the gate."""
-        return GateLimits(
-            self.max_update_rms,
-            self.max_probe_kl,
-            self.max_parity,
-            self.reward_margin,
-            self.min_groups,
-            self.max_base_kl,
-            self.max_best_kl,
-        )
+        """The bounds of the gate that a learner checks."""
+        return GateLimits(self.max_update_rms, self.max_probe_kl, self.max_base_kl, self.max_best_kl)
 
     def check(self) -> None:
         """SetupError when settings contradict each other: before a model is loaded, not after."""

@@ -8,23 +8,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 from pydantic import ValidationError
 
 from api.generation.choice import ReplyPlan
-from api.generation.plan import encoded, with_grammar
-from api.generation.sampling_fields import SamplingFields
+from api.generation.plan import Work, plan
+from api.generation.sampling import WHOLE_VOCABULARY, SamplingFields
 from api.generation.target import Target
-from api.generation.work import Work
 from api.http.errors import error_object, from_validation
 from api.http.limits import check_shape
+from api.openai import chat, completions
 from api.openai.bodies import ChatCompletionRequest, CompletionRequest
-from api.openai.chat import chat_of, grammar_param, plan_chat
-from api.openai.completions import plan_completion
-from api.openai.embeddings import EmbeddingRequest, embeddings_body, plan_embeddings
+from api.openai.embeddings import EmbeddingRequest, embeddings_answer, plan_embeddings
 from api.openai.replies import whole_body
 from api.openai.responses.body import ResponseRequest
-from api.openai.responses.routes import Answer as ResponseAnswer
-from api.openai.responses.routes import plan_response
+from api.openai.responses.routes import ResponseWriter, plan_response
 from api.ring.ring import Ring
 from shared.errors import (
     InvalidRequestError,
@@ -155,29 +153,22 @@ async def planned(ring: Ring, line: BatchLine, named: Named, target: Target) -> 
 
 async def _plan_chat(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
     body = ChatCompletionRequest.model_validate(line.body)
-    _check_sampled(body)
-    work, plan = plan_chat(body, await chat_of(target.served.codec, body), target, ring.settings)
-    _check_length(plan)
-    work = await with_grammar(ring, work, target, grammar_param(body))
-    return _inputs(line, work, plan=_bare(plan))
+    _check_sampled(body, body.top_logprobs)
+    asked = await chat.asked_of(target.served.codec, body, ring.settings)
+    work, reply_plan = await plan(ring, body, target, asked)
+    return _inputs(line, work, plan=_bare(reply_plan))
 
 
 async def _plan_completion(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
     body = CompletionRequest.model_validate(line.body)
-    _check_sampled(body)
-    special = body.add_special_tokens is not False
-    prompts = await encoded(target.served.codec, body.prompt, special)
-    work, plan = plan_completion(body, prompts, target, ring.settings)
-    _check_length(plan)
-    work = await with_grammar(ring, work, target, "structured_outputs")
-    return _inputs(line, work, plan=_bare(plan))
+    _check_sampled(body, body.logprobs)
+    work, reply_plan = await plan(ring, body, target, await completions.asked_of(target.served.codec, body))
+    return _inputs(line, work, plan=_bare(reply_plan))
 
 
 async def _plan_embedding(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
     body = EmbeddingRequest.model_validate(line.body)
-    special = body.add_special_tokens is not False
-    prompts = await encoded(target.served.codec, body.input, special)
-    work = plan_embeddings(body, prompts, target, ring.settings)
+    work = await plan_embeddings(body, body.input, target, ring.settings)
     return _inputs(line, work, embedding=body.model_dump(exclude_none=True, exclude={"input"}))
 
 
@@ -185,9 +176,9 @@ async def _plan_response(ring: Ring, line: BatchLine, target: Target) -> list[Jo
     body = ResponseRequest.model_validate(line.body)
     if body.stream:
         raise UnsupportedParameterError("a batch's answers are not streamed", param="stream")
-    _, work, plan = await plan_response(ring, body, target)
+    _, work, reply_plan = await plan_response(ring, body, target)
     asked = body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
-    return _inputs(line, work, plan=_bare(plan), response=asked)
+    return _inputs(line, work, plan=_bare(reply_plan), response=asked)
 
 
 _PLANNERS: dict[str, Callable[[Ring, BatchLine, Target], Awaitable[list[JobInput]]]] = {
@@ -198,7 +189,7 @@ _PLANNERS: dict[str, Callable[[Ring, BatchLine, Target], Awaitable[list[JobInput
 }
 
 
-def _check_sampled(body: SamplingFields) -> None:
+def _check_sampled(body: SamplingFields, logprobs: int | None) -> None:
     """Refuse what a line cannot have."""
     if body.stream:
         raise UnsupportedParameterError("a batch's answers are not streamed", param="stream")
@@ -206,10 +197,7 @@ def _check_sampled(body: SamplingFields) -> None:
         raise UnsupportedParameterError("a batch has its 'completion_window'", param="deadline_s")
     if body.collect_trajectory:
         raise UnsupportedParameterError("not in a batch: submit a rollout job", param="collect_trajectory")
-
-
-def _check_length(plan: ReplyPlan) -> None:
-    if plan.is_long:
+    if WHOLE_VOCABULARY in (logprobs, body.prompt_logprobs):
         raise UnsupportedParameterError("not of the whole vocabulary in a batch", param="logprobs")
 
 
@@ -286,14 +274,14 @@ def _body(asked: JobInput, found: Sequence[Trajectory], codec: TextCodec, model:
     if "embedding" in asked.reply:
         body = EmbeddingRequest.model_validate({**asked.reply["embedding"], "input": [0]})
         work = Work("", model, tuple(each.prompt_ids for each in found), asked.request.sampling)
-        return embeddings_body(body, work, [each.embedding for each in found])
+        return _encode(embeddings_answer(body, work, [np.frombuffer(each.embedding, "<f4") for each in found]))
     plan = msgspec.convert({**asked.reply["plan"], "prompts": ()}, ReplyPlan)
     plan = msgspec.structs.replace(plan, prompts=tuple(each.prompt_ids for each in found[:: plan.n]))
     with_text = bool(asked.request.sampling.stop)
     events = [event_of(plan.sequence(choice), each, with_text=with_text) for choice, each in enumerate(found)]
     if "response" in asked.reply:
         respond = ResponseRequest.model_validate({**asked.reply["response"], "input": "-"})
-        return ResponseAnswer(respond, plan, codec).whole(events)
+        return ResponseWriter(respond, plan, codec).whole(events)
     return whole_body(plan, codec, events, [each.spans for each in found] if plan.weight_versions else ())
 
 

@@ -16,8 +16,6 @@ from shared.token_events import join
 
 Endpoint = Literal["completions", "chat"]
 
-LONG_TOP = 128  # log-probabilities of a position
-
 
 class ReplyPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     """Shape of a reply."""
@@ -51,11 +49,6 @@ class ReplyPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     def shown_id(self) -> str:
         """The reply's id as its client sees it. `id` is never used twice; a request's own name may be."""
         return f"{self.id.partition('-')[0]}-{self.name}" if self.name else self.id
-
-    @property
-    def is_long(self) -> bool:
-        """Whether it has log-probabilities of the whole vocabulary: a quarter of a million of them, at most."""
-        return max(self.logprobs or 0, self.prompt_logprobs or 0) > LONG_TOP
 
     def shown_tokens(self, codec: TextCodec) -> Iterable[str]:
         """Special tokens that the text does not hide."""

@@ -4,17 +4,17 @@ Checked at admission, so that an unknown scoring function or a missing reference
 hole in the training data later.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
+from api.generation.sampling import SamplingFields
 from api.generation.target import Target
 from api.ring.caller import asker, key_name
 from api.ring.ring import Ring
 from shared.adapters import AdapterRef, unknown_adapter
 from shared.errors import InvalidRequestError, ParallmError
 from shared.jobs import RewardSpec
-from shared.process.settings import ApiSettings
 from shared.rewards.kinds import CheckedReward, check
 from shared.sequences import Collection, ModelCard
 
@@ -22,27 +22,11 @@ MAX_METADATA_BYTES = 16_384
 REFERENCE = "reference"  # the key of `metadata` that a scoring function compares with
 
 
-class CollectFields(Protocol):
-    """The fields of a request that this module reads."""
+async def collection_of(ring: Ring, body: SamplingFields, target: Target, prompts: int) -> Collection | None:
+    """How the sequences of a request are collected; None when they are not. InvalidRequestError names the field.
 
-    @property
-    def collect_trajectory(self) -> bool | None:
-        """Whether a trajectory is wanted."""
-
-    @property
-    def scoring_function(self) -> str | dict[str, Any] | None: ...
-
-    @property
-    def metadata(self) -> dict[str, Any] | None:
-        """What is kept with it."""
-
-    @property
-    def n(self) -> int | None:
-        """Samples a prompt."""
-
-
-def collection_of(body: CollectFields, target: Target, settings: ApiSettings, prompts: int) -> Collection | None:
-    """How the sequences of a request are collected; None when they are not. InvalidRequestError names the field."""
+    NotFoundError when the policy that is to learn from them, or a model that the reward asks, is not there.
+    """
     if not body.collect_trajectory:
         if body.scoring_function is not None:
             raise InvalidRequestError("'scoring_function' needs 'collect_trajectory': true", param="scoring_function")
@@ -54,7 +38,12 @@ def collection_of(body: CollectFields, target: Target, settings: ApiSettings, pr
     scoring = scoring_reward(body.scoring_function) if body.scoring_function is not None else None
     if scoring is not None and scoring.needs_reference:
         _check_reference(scoring.spec, reference, prompts)
-    policy = AdapterRef.parse(target.adapter).choices[0].name if target.adapter else settings.default_adapter
+    policy = AdapterRef.parse(target.adapter).choices[0].name if target.adapter else ring.settings.default_adapter
+    who = asker()
+    if who.limited and not who.sees(await ring.adapters.owner(policy) or ""):
+        raise unknown_adapter(policy)
+    if scoring is not None:
+        await check_scoring(ring, scoring, "scoring_function")
     return Collection(
         policy=policy,
         scoring=scoring.spec.name if scoring else "",
@@ -81,15 +70,6 @@ def scoring_reward(given: str | dict[str, Any], param: str = "scoring_function")
     except InvalidRequestError as error:
         error.param = param
         raise
-
-
-async def check_collection(ring: Ring, collect: Collection) -> None:
-    """NotFoundError when the policy that is to learn from it, or a model that the reward asks, is not there."""
-    who = asker()
-    if who.limited and not who.sees(await ring.adapters.owner(collect.policy) or ""):
-        raise unknown_adapter(collect.policy)
-    if collect.scoring:
-        await check_scoring(ring, check(RewardSpec(collect.scoring, collect.options)), "scoring_function")
 
 
 async def check_scoring(ring: Ring, scoring: CheckedReward, param: str) -> list[ModelCard]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from api.generation.choice import ReplyPlan
 from shared.frames import TokenLogprob
 from shared.text.codec import TextCodec
 
@@ -34,7 +35,7 @@ class TextLogprobs(msgspec.Struct):
     text_offset: list[int] = []
     token_logprobs: list[float | None] = []
     tokens: list[str] = []
-    top_logprobs: list[dict[str, float] | None] | None = None
+    top_logprobs: list[Any] | None = None  # of each token a dict of name -> log-probability
 
     def beyond(self, count: int) -> "TextLogprobs":
         """Without the first `count` tokens."""
@@ -134,6 +135,12 @@ class TextOffsets:
         self._stream = codec.stream(shown)
         self._offset = 0
 
+    @classmethod
+    def of(cls, plan: ReplyPlan, codec: TextCodec) -> "TextOffsets":
+        """Those of a choice of this reply."""
+        names = TokenNames(codec, plan.name_tokens_by_id)
+        return cls(codec, names, plan.logprobs or 0, plan.shown_tokens(codec))
+
     def prompt(
         self,
         text: str,
@@ -166,9 +173,9 @@ class TextOffsets:
         return built
 
 
-def in_parts(shown: Sequence[Any]) -> list[Any]:
-    """A long list as JSON, position by position: written in one piece it would hold up the other threads."""
-    return [each if each is None else msgspec.Raw(msgspec.json.encode(each)) for each in shown]
+def in_parts(shown: Iterable[Any]) -> list[Any]:
+    """A list as JSON, position by position: a long one that is written in one piece holds up all other threads."""
+    return [None if each is None else msgspec.Raw(msgspec.json.encode(each)) for each in shown]
 
 
 def floored(logprob: float) -> float:

@@ -12,13 +12,11 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
 
 import structlog
-from fastapi import Request
 from redis.exceptions import RedisError
 
-from api.generation.collection import check_collection
+from api.generation.plan import Work
 from api.generation.tracing import WorkSpan
-from api.generation.work import Work
-from api.ring.caller import asker, calling, until_disconnected
+from api.ring.caller import asker, calling, while_wanted
 from api.ring.ring import Ring
 from shared.errors import (
     DeadlineExceededError,
@@ -32,10 +30,7 @@ from shared.frames import Finish, TokenEvent
 from shared.redis.connection.faults import reason
 from shared.redis.queue.named_requests import NamedRequests
 from shared.redis.tokens.feed import LOST, TokenFeed
-from shared.sequences import (
-    SequenceClass,
-    SequenceSpec,
-)
+from shared.sequences import SequenceClass, SequenceSpec
 
 log = structlog.get_logger()
 
@@ -74,8 +69,6 @@ class Generation:
         structlog.contextvars.bind_contextvars(work=work.id)  # sequences, in all processes' logs, are named after it
         await ring.check_pause()
         await ring.check_memory(work.model)
-        if work.collect is not None:
-            await check_collection(ring, work.collect)
         key = calling.get()
         kind: SequenceClass = "interactive" if key is None else key.sequence_class
         span = WorkSpan.begin(work)
@@ -267,19 +260,18 @@ def by_choice(events: Events) -> Iterator[tuple[int, list[TokenEvent]]]:
     yield from grouped.items()
 
 
-async def gather_all(ring: Ring, request: Request, work: Work) -> list[list[TokenEvent]] | None:
-    """Enqueue the work and wait for all events of each sequence; None when the client has left."""
+async def gather_all(ring: Ring, work: Work) -> list[list[TokenEvent]]:
+    """Enqueue the work and wait for all events of each sequence; RequestCancelledError when the client leaves."""
     generation = await Generation.start(ring, work)
+    events: list[list[TokenEvent]] = [[] for _ in range(len(work.prompts) * work.n)]
+
+    async def gather() -> None:
+        async for batch in generation.batches():
+            for index, event in batch:
+                events[index].append(event)
+
     try:
-        return await until_disconnected(gather(generation, len(work.prompts) * work.n), request.receive)
+        await while_wanted(gather())
     finally:
         generation.close()
-
-
-async def gather(generation: Generation, count: int) -> list[list[TokenEvent]]:
-    """All events of each sequence."""
-    events: list[list[TokenEvent]] = [[] for _ in range(count)]
-    async for batch in generation.batches():
-        for index, event in batch:
-            events[index].append(event)
     return events

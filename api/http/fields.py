@@ -4,7 +4,6 @@ A parameter that OpenAI or vLLM knows and we do not support is accepted with a v
 is refused, since ignoring it would change what the answer means.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -22,6 +21,8 @@ from pydantic_core import CoreSchema, PydanticCustomError
 MAX_PROMPTS = 2048  # OpenAI's, of an embedding
 MAX_BIASES = 4096
 MAX_FIELDS = 512  # of one object whose fields have names
+
+Off = dict[str, tuple[Any, ...]]  # parameters that we do not support -> the values that ask for nothing
 
 
 def complaint(param: str, reason: str, *, unsupported: bool = False) -> PydanticCustomError:
@@ -74,7 +75,7 @@ class RequestModel(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
-    off: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # known, not supported -> the values that mean "off"
+    off: ClassVar[Off] = {}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

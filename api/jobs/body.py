@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from pydantic import ConfigDict, Field, model_validator
 
-from api.generation.sampling_fields import MAX_TOP_LOGPROBS, StrictId
+from api.generation.sampling import MAX_TOP_LOGPROBS, StrictId
 from api.http.fields import LogitBias, RequestModel, Stop, complaint
 from api.http.limits import MAX_JSON_DEPTH, is_deep
 from api.ring.room import aside

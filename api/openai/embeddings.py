@@ -1,52 +1,79 @@
-"""POST /v1/embeddings: one vector for each input, out of the served model's hidden states."""
+"""POST /v1/embeddings and vLLM's /pooling: one vector for each input, out of the served model's hidden states.
+
+Of pooling's tasks `embed` alone can be done: the models served here have no classifier and no head for single tokens.
+"""
 
 import base64
+import time
 import uuid
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from fastapi import APIRouter, Depends, Request
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.generation.plan import encoded, target_of
+from api.generation.plan import UNSAMPLED, Work, check_prompts, encoded, plain_work, truncated
 from api.generation.running import gather_all
-from api.generation.sampling import check_prompts, deadline, truncated
-from api.generation.target import Target
-from api.generation.work import Work
-from api.http.errors import error_responses
-from api.http.fields import Priority, Prompts, RequestModel, Truncation, TruncationSide
+from api.generation.target import Target, TargetFields, target_of
+from api.http.errors import error_responses, json_reply
+from api.http.fields import Off, Priority, Prompts, Truncation, TruncationSide, complaint
 from api.ring.ring import Ring, ring_of
 from shared.errors import InvalidRequestError
 from shared.process.settings import ApiSettings
-from shared.sequences import AdapterPolicy, Pooling, SamplingParams
+from shared.sequences import Pooling
 
 router = APIRouter(tags=["openai"])
+TheRing = Annotated[Ring, Depends(ring_of)]
 
 
-class EmbeddingRequest(RequestModel):
+class EmbeddingFields(TargetFields):
+    """What all endpoints that embed share."""
+
+    truncate_prompt_tokens: Truncation = None
+    truncation_side: TruncationSide = None
+    priority: Priority = None
+    pooling: Pooling | None = Field(default="mean", description="mean of all positions, the last one, or the first")
+
+
+class EmbeddingRequest(EmbeddingFields):
     """POST /v1/embeddings."""
 
     input: Prompts
-    model: str | None = Field(default=None, description="a served model or an adapter on one")
     encoding_format: Literal["float", "base64"] | None = Field(default="float", description="base64: of fp32 LE")
     dimensions: int | None = Field(
         default=None, ge=1, description="the first so many, normalised again: for models trained so (Matryoshka)"
     )
-    user: str | None = Field(default=None, description="a session: it stays with its choice of an adapter split")
-    # vLLM's
-    truncate_prompt_tokens: Truncation = None
-    truncation_side: TruncationSide = None
-    priority: Priority = None
-    normalize: bool | None = Field(default=True, description="to length 1")
+    normalize: bool | None = Field(default=True, description="to length 1 (vLLM's)")
     add_special_tokens: bool | None = True
-    # ours
-    pooling: Pooling | None = Field(default="mean", description="mean of all positions, the last one, or the first")
-    adapter: str | None = Field(default=None, description="an adapter or a version of it")
-    lora_adapter: str | None = Field(default=None, description="the same as `adapter`")
-    adapter_policy: AdapterPolicy | None = None
+
+
+class PoolingRequest(EmbeddingRequest):
+    """POST /pooling."""
+
+    off: ClassVar[Off] = {
+        "messages": (),
+        "data": (),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "mm_processor_kwargs": (),
+        "padding": ("do_not_pad",),
+        "cache_salt": (),
+    }
+
+    task: str | None = Field(default=None, description="embed")
+    use_activation: bool | None = Field(default=None, description="vLLM's name of `normalize`")
+
+    @model_validator(mode="after")
+    def _possible(self) -> "PoolingRequest":
+        if self.task not in (None, "embed"):
+            reason = f"'{self.task}' needs a head that the models served here do not have: 'embed' alone"
+            raise complaint("task", reason, unsupported=True)
+        if self.use_activation is not None:
+            self.normalize = self.use_activation
+        return self
 
 
 @router.post(
@@ -57,51 +84,68 @@ class EmbeddingRequest(RequestModel):
         **error_responses(400, 404, 413, 429, 503, 504),
     },
 )
-async def create_embeddings(
-    body: EmbeddingRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]
-) -> Response:
+async def create_embeddings(body: EmbeddingRequest, request: Request, ring: TheRing) -> Response:
     """OpenAI's embeddings, as sequences in the same queue as everything else."""
-    target = await target_of(body, request, ring)
-    codec = target.served.codec
-    prompts = await encoded(codec, body.input, body.add_special_tokens is not False)
-    work = plan_embeddings(body, prompts, target, ring.settings)
-    gathered = await gather_all(ring, request, work)
-    if gathered is None:
-        return Response(status_code=499)
-    vectors = [events[-1].embedding or b"" for events in gathered]
-    return Response(embeddings_body(body, work, vectors), media_type="application/json")
+    work = await plan_embeddings(body, body.input, await target_of(ring, body, request), ring.settings)
+    return json_reply(embeddings_answer(body, work, await vectors_of(ring, work)))
 
 
-def plan_embeddings(body: EmbeddingRequest, prompts: list[list[int]], target: Target, settings: ApiSettings) -> Work:
-    """What to ask of the workers."""
-    card = target.served.card
-    prompts = [truncated(prompt, body, card, settings, 0) for prompt in prompts]
-    check_prompts(prompts, card, settings, "input")
-    return Work(
-        id=f"embd-{uuid.uuid4().hex}",
-        model=card.name,
-        prompts=tuple(map(tuple, prompts)),
-        sampling=SamplingParams(max_tokens=0, seed=0),
-        kind="embed",
-        adapter=target.adapter,
-        adapter_policy=target.policy,
-        deadline_ms=deadline(settings),
-        pooling=body.pooling or "mean",
-    )
-
-
-def embeddings_body(body: EmbeddingRequest, work: Work, vectors: list[bytes]) -> bytes:
-    """JSON of the reply; `vectors` are the workers', fp32 and not normalised."""
-    shown = [shown_vector(body, np.frombuffer(vector, "<f4")) for vector in vectors]
-    tokens = sum(map(len, work.prompts))
-    return msgspec.json.encode(
+@router.post(
+    "/pooling",
+    summary="Pool hidden states (vLLM)",
+    response_class=Response,
+    responses={
+        200: {"description": "A vector for each input, in their order"},
+        **error_responses(400, 404, 413, 429, 503, 504),
+    },
+)
+async def pool(body: PoolingRequest, request: Request, ring: TheRing) -> Response:
+    """As /v1/embeddings, in vLLM's other shape."""
+    work = await plan_embeddings(body, body.input, await target_of(ring, body, request), ring.settings)
+    vectors = [shown_vector(body, vector) for vector in await vectors_of(ring, work)]
+    return json_reply(
         {
+            "id": f"pool-{uuid.uuid4().hex}",
             "object": "list",
-            "data": [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(shown)],
+            "created": int(time.time()),
             "model": body.model or work.model,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            "data": [{"index": at, "object": "pooling", "data": vector} for at, vector in enumerate(vectors)],
+            "usage": prompt_usage(work.prompts),
         }
     )
+
+
+async def plan_embeddings(
+    body: EmbeddingFields, texts: Sequence[str | list[int]], target: Target, settings: ApiSettings
+) -> Work:
+    """What to ask of the workers."""
+    card = target.served.card
+    special = not isinstance(body, EmbeddingRequest) or body.add_special_tokens is not False
+    prompts = truncated(await encoded(target.served.codec, texts, special), body, card, settings, 0)
+    check_prompts(prompts, card, settings, "input")
+    return plain_work("embd", target, settings, prompts, UNSAMPLED, kind="embed", pooling=body.pooling or "mean")
+
+
+async def vectors_of(ring: Ring, work: Work) -> list[npt.NDArray[np.float32]]:
+    """The embeddings of a work's prompts, as the workers make them: not normalised."""
+    return [np.frombuffer(events[-1].embedding or b"", "<f4") for events in await gather_all(ring, work)]
+
+
+def prompt_usage(prompts: Sequence[Sequence[int]]) -> dict[str, int]:
+    """The counts of an answer for which nothing was generated."""
+    tokens = sum(map(len, prompts))
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def embeddings_answer(body: EmbeddingRequest, work: Work, vectors: Sequence[npt.NDArray[np.float32]]) -> dict[str, Any]:
+    """The reply of /v1/embeddings."""
+    shown = [shown_vector(body, vector) for vector in vectors]
+    return {
+        "object": "list",
+        "data": [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(shown)],
+        "model": body.model or work.model,
+        "usage": prompt_usage(work.prompts),
+    }
 
 
 def shown_vector(body: EmbeddingRequest, vector: npt.NDArray[np.float32]) -> str | list[float]:

@@ -1,7 +1,4 @@
-"""Tools: what a request says of them, how the model is told, and the grammar that makes it call one.
-
-A template that knows `tools` gets them. For any other the definitions go into the system message in Hermes' words,
-calls of earlier turns are written as Hermes writes them, and results come as user turns.
+"""Tools: what a request says of them, and the grammar that makes the model call one.
 
 Invariants. With `tool_choice` "required" or a named function the completion is calls in Hermes' form and nothing else,
 with arguments of the function's schema, whatever form the model would rather use. With "auto" the model decides;
@@ -187,52 +184,3 @@ def _arguments(function: FunctionDefinition, enforced: bool) -> str:
     if schema.get("type", "object") != "object":
         raise InvalidGrammarError(f"the parameters of '{function.name}' are not of type object", param="tools")
     return grammar.inline_schema({"type": "object", **schema})
-
-
-# -- how the model is told
-
-
-def knows_tools(codec: TextCodec) -> bool:
-    """Whether the model's template shows tools."""
-    return "tools" in codec.bundle.chat_template
-
-
-def for_template(messages: list[dict[str, Any]], use: ToolUse | None, codec: TextCodec) -> list[dict[str, Any]]:
-    """Messages for a template; one that does not know tools gets them as text."""
-    if knows_tools(codec):
-        return messages
-    plain = [_as_text(message) for message in messages]
-    if use is None:
-        return plain
-    words = _PREAMBLE.format(tools="\n".join(json.dumps(each, ensure_ascii=False) for each in use.shown))
-    if plain and plain[0]["role"] == "system":
-        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{words}"}, *plain[1:]]
-    return [{"role": "system", "content": words}, *plain]
-
-
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    written = [f"<tool_call>\n{_written(call['function'])}\n</tool_call>" for call in calls]
-    words = "\n".join([text for text in [message["content"]] if text] + written)
-    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": words}
-
-
-def _written(function: dict[str, Any]) -> str:
-    return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
-
-
-_PREAMBLE = """# Tools
-
-You may call these functions:
-<tools>
-{tools}
-</tools>
-
-To call one, answer with its name and its arguments as JSON, each call within its own tags:
-<tool_call>
-{{"name": "<name>", "arguments": {{<arguments>}}}}
-</tool_call>"""

@@ -6,17 +6,16 @@ queue, in the class of the caller's key, and cancelled when the client leaves.
 
 from typing import Annotated, Any
 
-import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from api.generation.collection import check_scoring, scoring_reward
-from api.http.errors import error_responses
+from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel, complaint
+from api.openai.bodies import ChatMessage
 from api.openai.conversations import template_messages
-from api.openai.messages import ChatMessage
-from api.ring.caller import calling, key_name, until_disconnected
+from api.ring.caller import calling, key_name, while_wanted
 from api.ring.ring import Ring, ring_of
 from shared.errors import InvalidRequestError
 from shared.jobs import Prompt
@@ -116,7 +115,7 @@ class ScoreBody(RequestModel):
     response_class=Response,
     responses={200: {"description": "A score for each text"}, **error_responses(400, 404, 413, 429, 503)},
 )
-async def score(body: ScoreBody, request: Request, ring: TheRing) -> Response:
+async def score(body: ScoreBody, ring: TheRing) -> Response:
     """One score for each text; `error` says why there is none."""
     reward = body.checked()
     samples = body.samples(reward)
@@ -131,17 +130,16 @@ async def score(body: ScoreBody, request: Request, ring: TheRing) -> Response:
         sequence_class="interactive" if key is None else key.sequence_class,
         share=Share(key_name()),
     )
-    rewards = await until_disconnected(scoring, request.receive)
-    if rewards is None:
-        return Response(status_code=499)
+    rewards = await while_wanted(scoring)
     values = [reward.value for reward in rewards if reward.value is not None]
-    answer = {
-        "object": "list",
-        "reward": reward.spec.name,
-        "data": [
-            {"object": "reward", "index": i, "score": r.value, "components": r.components, "error": r.error or None}
-            for i, r in enumerate(rewards)
-        ],
-        "mean_score": sum(values) / len(values) if values else None,
-    }
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return json_reply(
+        {
+            "object": "list",
+            "reward": reward.spec.name,
+            "data": [
+                {"object": "reward", "index": i, "score": r.value, "components": r.components, "error": r.error or None}
+                for i, r in enumerate(rewards)
+            ],
+            "mean_score": sum(values) / len(values) if values else None,
+        }
+    )

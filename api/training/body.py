@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BeforeValidator, Field, FiniteFloat, ValidationError, model_validator
 
-from api.generation.sampling_fields import StrictId
+from api.generation.sampling import StrictId
 from api.http.errors import from_validation
 from api.http.fields import RequestModel, complaint
 from shared.adapters import AdapterRef

@@ -177,7 +177,9 @@ async def debug(ring: TheRing, policy: PolicyName = "", points: Annotated[int, Q
     board = TrainingBoard(ring.redis, name)
     try:
         adapter: Any = await ring.adapters.summary(name)
-        rejected = [m for m in [await ring.adapters.manifest(name, v) for v in adapter.versions[-20:]] if _refused(m)]
+        rejected = [
+            m for v in adapter.versions[-20:] if (m := await ring.adapters.manifest(name, v)).status == "rejected"
+        ]
     except UnknownAdapterError:
         adapter, rejected = None, []
     return json_reply(
@@ -290,10 +292,6 @@ def _nobody(policy: str) -> ServiceUnavailableError:
 def _shown(answer: Answer, kind: str, policy: str) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(answer)
     return {"object": kind, "policy": policy} | {name: value for name, value in fields.items() if name != "type"}
-
-
-def _refused(manifest: Any) -> bool:
-    return bool(manifest.status == "rejected")
 
 
 def _moment(unix_ms: int) -> str | None:

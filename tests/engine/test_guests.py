@@ -218,7 +218,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def learner(loaded: LoadedModel, **options: Any) -> Learner:
     made = OptimizeOptions(schedule=Schedule("constant", 1e-2, 0, 100, 1.0), **options)
-    return Learner(loaded.model, AdapterShape(rank=4), made, GateLimits(1.0, 10.0, 1.0, 1.0, 1))
+    return Learner(loaded.model, AdapterShape(rank=4), made, GateLimits(1.0, 10.0))
 
 
 def batch() -> list[SampleGroup]:

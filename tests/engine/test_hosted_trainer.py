@@ -37,7 +37,7 @@ async def test_both_hosts_make_the_same_weights_of_the_same_run(tmp_path: Path) 
     sink, host = MemorySink(), EngineHost(engine)
     inside = settings(tmp_path / "inside", max_lag=0, steps=3)
     source = InProcessSource(host, loaded.model, inside.adapter_shape(), sink, loaded.card.eos_token_ids)
-    await train(inside, sink, host=host, source=source, load_model=lambda: loaded.model)
+    await train(inside, sink, host=host, source=source, model=loaded.model)
     stats = engine.stats().guests
     assert engine.stop() and outbox.death is None
     assert stats.units_beside_rows > 3 and outbox.finished("0")

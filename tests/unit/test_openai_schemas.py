@@ -6,12 +6,12 @@ import pytest
 from openai.types.responses import ResponseFunctionToolCall
 from pydantic import BaseModel, ValidationError
 
-from api.generation.sampling import check_prompts, room_for, sampling_of
+from api.generation.plan import check_prompts, room_for
+from api.generation.sampling import sampling_of
 from api.http.errors import from_validation
-from api.openai.bodies import ChatCompletionRequest, CompletionRequest
+from api.openai.bodies import ChatCompletionRequest, ChatMessage, CompletionRequest
 from api.openai.conversations import template_messages
 from api.openai.embeddings import EmbeddingRequest
-from api.openai.messages import ChatMessage
 from api.openai.responses.body import ResponseRequest
 from shared.errors import (
     ContextLengthExceededError,

@@ -5,10 +5,11 @@ import asyncio
 import pytest
 
 from shared.errors import UnknownAdapterError
-from tests.training.nobody import NoMailbox
+from tests.training.nobody import NoOrders
 from tests.unit.test_trainer_collect import Player, fresh
 from tests.unit.trainer_samples import group, trajectory
 from trainer.inbox import AllStale, Inbox, Moved
+from trainer.ring.mailbox import RingMailbox
 from trainer.rollouts.collector import Collector
 from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.pacing import UNKNOWN_LAG, Pace
@@ -36,7 +37,7 @@ async def never() -> Moved:
 async def test_a_run_that_gets_nothing_but_old_samples_says_so_once() -> None:
     watch = StaleWatch("samples", after=8, max_lag=1)
     own = Collector(Strange(), Pace(2, max_lag=1), lambda: "policy@9", watch=watch)
-    async with Inbox(own, None, NoMailbox(), never, [watch]) as inbox, asyncio.timeout(5):
+    async with Inbox(own, None, RingMailbox(NoOrders()), never, [watch]) as inbox, asyncio.timeout(5):
         work = await inbox.next(RunState("run"), lambda g: UNKNOWN_LAG, asyncio.Event())
         assert isinstance(work, AllStale)
         assert "samples in a row were too old to learn from" in work.reason

@@ -5,6 +5,6 @@ train step), `losses.py` (the losses by name), `logprobs.py` (log-probabilities 
 sampler's filters), `policy.py` (LoRA layers over the base's arrays).
 
 Before that, in plain numpy: `batches.py` and `advantages.py` (groups to padded arrays). Besides: `measures.py`
-(distances between policies), `microbatch_size.py` (how large a microbatch may be). `options.py` and
-`reports.py` are plain data; `options.py` imports no MLX.
+(distances between policies), `microbatch_size.py` (how large a microbatch may be), `options.py` (plain data, without
+MLX).
 """

@@ -1,4 +1,4 @@
-"""The trainer's seams over HTTP alone: samples from /v1/jobs, versions to /v1/adapters, the rest at /v1/trainers.
+"""A ring over HTTP alone: samples from /v1/jobs, versions to /v1/adapters, the rest at /v1/trainers.
 
 A group of samples is a job under an idempotency key that follows from the request: asking again, after an answer was
 lost or the api was restarted, finds the job that is there, so nothing is generated twice. A job that has been read is
@@ -17,6 +17,7 @@ from urllib.parse import quote
 import msgspec
 import structlog
 
+from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE
 from shared.adapters import AdapterManifest, GateCheck
 from shared.errors import (
     ConflictError,
@@ -44,9 +45,8 @@ from shared.training import (
 )
 from shared.trajectories import Reward, Trajectory
 from trainer.ring.http_client import HttpApi
+from trainer.ring.ring import Candidate, Stored
 from trainer.rollouts.groups import RolloutRequest
-from trainer.seams import Candidate, Stored
-from trainer.versions.checkpoint import ADAPTER_FILE, CONFIG_FILE
 
 log = structlog.get_logger()
 
@@ -159,7 +159,7 @@ class HttpSink:
         }
         files = {
             name: (name, await asyncio.to_thread((candidate.directory / name).read_bytes))
-            for name in (CONFIG_FILE, ADAPTER_FILE)
+            for name in (CONFIG_FILE, MLX_FILE)
         }
         return (await self._api.upload(f"{self._path}/versions", AdapterManifest, fields, files)).version
 
@@ -245,7 +245,7 @@ class HttpOrders:
         self._owner = owner
         self._after = "0-0"  # behind which an earlier life's unfinished orders are read; "": they all have been
 
-    async def take(self, consumer: str, count: int = 1) -> list[Received]:
+    async def take(self, consumer: str, count: int = 1) -> list[Received[bytes]]:
         """The next orders: first what an earlier life of this trainer had and did not finish."""
         try:
             found = await self._api.call("POST", self._path, list[TakenOrder], TakeOrders(self._owner, self._after))
@@ -268,7 +268,7 @@ class HttpOrders:
         said = msgspec.json.decode(answer, type=Answer)
         await self._answer(AnswerLetter(self._owner, "0-0", order_id, said))
 
-    async def done(self, received: Received) -> None:
+    async def done(self, received: Received[Any]) -> None:
         """It will not come again."""
         await self._answer(AnswerLetter(self._owner, received.entry, received.id, done=True))
 

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -52,13 +52,8 @@ class Environment(Protocol):
         """Judge what the model wrote, and go on if there is more to do."""
 
 
-class Scorer(Protocol):
-    """Scores a completion against a reference; the ring's rewards, or a function of one's own."""
-
-    async def __call__(
-        self, completion: str, reference: Any, prompt: str | Sequence[Message]
-    ) -> tuple[float, dict[str, float]]:
-        """The reward and its named components."""
+Scored = tuple[float, dict[str, float]]  # the reward and its named components
+Scorer = Callable[[str, Any, str | Sequence[Message]], Awaitable[Scored]]  # of completion, reference and prompt
 
 
 class ArithmeticEnvironment:

@@ -14,16 +14,15 @@ is recognised.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import structlog
 
 from shared.redis.connection.background_reader import BackgroundReader
-from shared.redis.training.trajectory_queue import Delivered
+from shared.redis.training.trajectory_queue import Delivered, TrajectoryQueue
 from shared.trajectories import LiveTrajectory
-from trainer.rollouts.groups import RolloutGroup, usable
+from trainer.rollouts.groups import Lag, RolloutGroup, usable
 from trainer.rollouts.staleness import StaleWatch
 
 log = structlog.get_logger()
@@ -31,21 +30,6 @@ log = structlog.get_logger()
 READ_AT_ONCE = 64
 READ_AHEAD = 4  # batches
 WAIT_S = 1.0
-
-Lag = Callable[[RolloutGroup], int]
-
-
-class LiveQueue(Protocol):
-    """Where live trajectories come from (`shared.redis.training.trajectory_queue.TrajectoryQueue`)."""
-
-    async def read(self, count: int) -> list[Delivered]:
-        """The next ones, at once; after a restart first those that were not acknowledged."""
-
-    async def wait(self, timeout_s: float) -> None:
-        """Until there may be more."""
-
-    async def done(self, entries: list[str]) -> None:
-        """They need not come again."""
 
 
 @dataclass
@@ -67,7 +51,7 @@ class LiveCollector(BackgroundReader):
 
     def __init__(
         self,
-        queue: LiveQueue,
+        queue: TrajectoryQueue,
         per_step: int,
         max_lag: int,
         deadline_s: float,

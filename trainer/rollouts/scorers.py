@@ -21,10 +21,8 @@ from shared.scoring.pool import RewardPool, RewardSample
 from shared.scoring.score import Models, Rewards
 from shared.scoring.served import ServedRewards
 from shared.trajectories import Reward
-from trainer.rollouts.environments import Scorer
+from trainer.rollouts.environments import Scored, Scorer
 from trainer.rollouts.own_code import OwnFunction
-
-Scored = tuple[float, dict[str, float]]
 
 
 class Judges(Models, Protocol):
@@ -46,7 +44,10 @@ async def open_scorer(
     checked = _checked(reward, options)
     pool = RewardPool()
     try:
-        await _check_patterns(pool, checked)
+        try:
+            await pool.check(checked)  # its patterns
+        except InvalidRequestError as error:
+            raise SetupError(str(error)) from error
         yield RewardScorer(Rewards(pool, judges), checked)
     finally:
         pool.close()
@@ -71,13 +72,6 @@ async def check_judges(reward: str, options: Mapping[str, Any], judges: Judges) 
         await judges.check(models)
     except ParallmError as error:
         raise SetupError(f"reward {reward!r}: {error}; start a worker for it first") from error
-
-
-async def _check_patterns(pool: RewardPool, reward: CheckedReward) -> None:
-    try:
-        await pool.check(reward)
-    except InvalidRequestError as error:
-        raise SetupError(str(error)) from error
 
 
 def _checked(reward: str, options: Mapping[str, Any]) -> CheckedReward:

@@ -87,7 +87,7 @@ class Scores:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, received: Received) -> None:
+    async def _answer(self, received: Received[bytes]) -> None:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(received.deadline_ms / 1000 - time.time()):
@@ -99,7 +99,7 @@ class Scores:
         except Exception:
             log.exception("scores.failed")
 
-    async def _scored(self, received: Received) -> list[Reward]:
+    async def _scored(self, received: Received[bytes]) -> list[Reward]:
         try:
             order = _order.decode(received.body)
             samples = [RewardSample(text, reference) for text, reference in order.samples]

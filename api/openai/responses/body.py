@@ -9,10 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from api.generation.structured import Schema
-from api.http.fields import HistoryModel, RequestModel, complaint
+from api.generation.target import TargetFields
+from api.http.fields import HistoryModel, Off, RequestModel, complaint
 from api.openai.bodies import ChatCompletionRequest
-from api.openai.responses.turns import Items, Off, known_type, messages_of, tag, without_turns
-from shared.sequences import AdapterPolicy
+from api.openai.responses.turns import Items, known_type, messages_of, tag, without_turns
 
 
 class FunctionTool(HistoryModel):
@@ -83,7 +83,7 @@ class Reasoning(RequestModel):
     effort: str | None = None
 
 
-class ResponseRequest(RequestModel):
+class ResponseRequest(TargetFields):
     """POST /v1/responses."""
 
     off: ClassVar[Off] = {
@@ -101,7 +101,6 @@ class ResponseRequest(RequestModel):
     }
 
     input: Items
-    model: str | None = None
     instructions: str | None = Field(default=None, description="a system message before the input")
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=1.0, ge=0, le=2)
@@ -129,16 +128,12 @@ class ResponseRequest(RequestModel):
         default=None, description="auto: of an input that does not fit the context the oldest turns go"
     )
     metadata: dict[str, str] | None = Field(default=None, description="comes back with the response")
-    user: str | None = Field(default=None, description="a session: it stays with its choice of an adapter split")
     safety_identifier: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_key: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_retention: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_options: dict[str, Any] | None = Field(default=None, description="accepted, not used")
     # ours
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    adapter: str | None = None
-    lora_adapter: str | None = None
-    adapter_policy: AdapterPolicy | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # vLLM's, as on /v1/chat/completions
     top_k: int | None = None

@@ -4,12 +4,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
-from api.http.fields import HistoryModel, complaint
+from api.http.fields import HistoryModel, Off, complaint
 from shared.errors import InvalidRequestError
 
 MAX_ITEMS = 4096  # a chat has as many messages
-
-Off = dict[str, tuple[Any, ...]]
 
 
 def known_type(*known: str) -> BeforeValidator:

@@ -165,13 +165,8 @@ class AdapterStore(AdapterPins):
             if status != b"ok":
                 _refuse(status.decode(), manifest, int(latest))
         except (AdapterRejectedError, ConflictError, asyncio.CancelledError):
-            await asyncio.shield(self._unlink(data))
+            await asyncio.shield(self._redis.unlink(data))
             raise
-
-    async def _unlink(self, key: str) -> None:
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.unlink(key)
-            await pipe.execute()
 
     # -- flipping
 

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -22,13 +22,16 @@ TAKERS = "takers"  # the consumer group
 _LOOK_S = (0.01, 0.25)  # pauses between looks for an answer, first and longest
 
 
+Body = TypeVar("Body")
+
+
 @dataclass(frozen=True)
-class Received:
-    """An order in somebody's hands."""
+class Received(Generic[Body]):
+    """An order in somebody's hands; its body is bytes until its taker has decoded it."""
 
     entry: str
     id: str
-    body: bytes
+    body: Body
     deadline_ms: int
     again: bool  # it was delivered before, to us in an earlier life or to somebody who has died
 
@@ -80,7 +83,7 @@ class Orders:
 
     # -- who does it
 
-    async def take(self, consumer: str, count: int = 1) -> list[Received]:
+    async def take(self, consumer: str, count: int = 1) -> list[Received[bytes]]:
         """The next orders: first those that this consumer had and did not finish, then new ones; does not wait."""
         if self._resuming:
             found = await self.unfinished(consumer, self._resumed_at, count)
@@ -90,15 +93,15 @@ class Orders:
             self._resuming = False
         return await self.fresh(consumer, count)
 
-    async def unfinished(self, consumer: str, after: str, count: int) -> list[Received]:
+    async def unfinished(self, consumer: str, after: str, count: int) -> list[Received[bytes]]:
         """Orders behind entry `after` that this consumer took and has not finished; takes nothing."""
         return await self._received(await self._read(consumer, after, count), again=True)
 
-    async def fresh(self, consumer: str, count: int) -> list[Received]:
+    async def fresh(self, consumer: str, count: int) -> list[Received[bytes]]:
         """Orders that nobody has taken."""
         return await self._received(await self._read(consumer, ">", count), again=False)
 
-    async def take_over(self, consumer: str, idle_ms: int, count: int) -> list[Received]:
+    async def take_over(self, consumer: str, idle_ms: int, count: int) -> list[Received[bytes]]:
         """Orders that somebody else took and has not finished for so long."""
         try:
             _, entries, _ = await self._redis.xautoclaim(
@@ -128,7 +131,7 @@ class Orders:
         """Answer; said again it replaces the answer."""
         await self._redis.set(keys.answer(order_id), answer, ex=keys.ANSWER_TTL_S)
 
-    async def done(self, received: Received) -> None:
+    async def done(self, received: Received[Any]) -> None:
         """It will not come again."""
         await self.finish(received.entry)
 
@@ -159,8 +162,8 @@ class Orders:
             if code_of(error) != "BUSYGROUP" and await self._redis.exists(self._stream):
                 raise
 
-    async def _received(self, entries: list[tuple[bytes, dict[bytes, bytes]]], *, again: bool) -> list[Received]:
-        received: list[Received] = []
+    async def _received(self, entries: list[tuple[bytes, dict[bytes, bytes]]], *, again: bool) -> list[Received[bytes]]:
+        received: list[Received[bytes]] = []
         for entry, fields in entries:
             if not fields:  # it had to make room
                 await self._redis.xack(self._stream, TAKERS, entry)
