@@ -131,6 +131,7 @@ def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int, trace: str = "
     """The group of one prompt; `trace`: a traceparent."""
     first = prompt.index * spec.n
     own = prompt.source.request  # a batch's line
+    kind: SequenceKind = "score" if spec.kind == "score" else "generate"
     return [
         SequenceSpec(
             id=sequence_id(spec.id, first + sample),
@@ -138,7 +139,7 @@ def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int, trace: str = "
             prompt_ids=prompt.prompt_ids,
             sampling=sampling(spec, prompt.index, sample) if own is None else own.sampling,
             sequence_class="batch",
-            kind=_kind(spec) if own is None else own.kind,
+            kind=kind if own is None else own.kind,
             pooling="mean" if own is None else own.pooling,
             group=f"{spec.id}-p{prompt.index}" if spec.n > 1 else "",
             score_ids=prompt.score_ids,
@@ -152,10 +153,6 @@ def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int, trace: str = "
         )
         for sample in range(spec.n)
     ]
-
-
-def _kind(spec: JobSpec) -> SequenceKind:
-    return "score" if spec.kind == "score" else "generate"
 
 
 def is_sample(spec: JobSpec, seq: str) -> bool:

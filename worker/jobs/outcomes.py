@@ -48,6 +48,10 @@ def finished_trajectory(
     drawn_with = spec.sampling if own is None else own.sampling
     completion = prompt.score_ids if scoring else result.completion_ids
     given = prompt.source.completion
+    if scoring and isinstance(given, str):
+        text = given
+    else:
+        text = codec.decode(completion) if result.text is None else result.text
     finish = result.finish
     # What the runner cancels when the job's deadline passes has run out of time like the rest.
     late = finish.reason == "cancelled" and 0 < spec.deadline_ms <= result.timings.finished_ms
@@ -56,7 +60,7 @@ def finished_trajectory(
         sample_index=ordinal % spec.n,
         prompt_ids=prompt.prompt_ids,
         completion_ids=completion,
-        text=given if scoring and isinstance(given, str) else _text(result, completion, codec),
+        text=text,
         logprobs=result.score_logprobs if scoring else result.logprobs,
         finish_reason="deadline" if late else finish.reason,
         spans=result.spans,
@@ -155,7 +159,3 @@ def record(spec: JobSpec, trajectory: Trajectory, reward: Reward | None = None) 
         usage=JobUsage(len(trajectory.prompt_ids), len(trajectory.completion_ids)),
         reward=reward,
     )
-
-
-def _text(result: SequenceResult, completion: Sequence[int], codec: TextCodec) -> str:
-    return codec.decode(completion) if result.text is None else result.text

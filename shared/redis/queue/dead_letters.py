@@ -11,14 +11,12 @@ from typing import Literal, NamedTuple
 import msgspec
 import structlog
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
 
 from shared.errors import ConflictError, UnknownDeadLetterError, UnreadableMessageError
 from shared.frames import Finish, TokenEvent
 from shared.owners import ADMINS, ANYBODY, Asker
 from shared.redis import keys
 from shared.redis.connection.client import Argument, Script, ask, members
-from shared.redis.connection.faults import is_refusal
 from shared.redis.tokens.log import read_tokens
 from shared.sequences import SequenceClass, SequenceSpec, decode_spec, encode
 
@@ -109,12 +107,7 @@ class DeadLetters:
     async def get(self, letter_id: str) -> DeadLetter | None:
         """A letter; None when it has been requeued, dropped, or has expired."""
         model, entry = split(letter_id)
-        try:
-            entries = await self._redis.xrange(keys.dead_letters(model), entry, entry)
-        except ResponseError as error:
-            if is_refusal(error):
-                raise
-            raise unknown_letter(letter_id) from error
+        entries = await self._redis.xrange(keys.dead_letters(model), entry, entry)
         return _letter(model, *entries[0]) if entries else None
 
     async def owner(self, letter_id: str) -> str | None:
@@ -151,12 +144,7 @@ class DeadLetters:
     async def drop(self, letter_id: str) -> bool:
         """Delete a letter; False when it was not there."""
         model, entry = split(letter_id)
-        try:
-            return bool(await self._redis.xdel(keys.dead_letters(model), entry))
-        except ResponseError as error:
-            if is_refusal(error):
-                raise
-            raise unknown_letter(letter_id) from error
+        return bool(await self._redis.xdel(keys.dead_letters(model), entry))
 
     async def second_life(self, letter_id: str) -> SecondLife | None:
         """The state of its sequence after a requeue; None when it was not requeued, or too long ago."""
@@ -181,9 +169,14 @@ def split(letter_id: str) -> tuple[str, str]:
     """Model and entry of a letter's id; UnknownDeadLetterError when it is none."""
     model, colon, entry = letter_id.rpartition(":")
     ms, dash, number = entry.partition("-")
-    if not (colon and model and dash and ms.isascii() and ms.isdigit() and number.isascii() and number.isdigit()):
+    if not (colon and model and dash and _is_64_bit(ms) and _is_64_bit(number)):
         raise unknown_letter(letter_id)
     return model, entry
+
+
+def _is_64_bit(digits: str) -> bool:
+    """Whether Redis takes it for one of the two numbers of an entry's id."""
+    return digits.isascii() and digits.isdigit() and len(digits) <= 20 and int(digits) < 2**64
 
 
 def unknown_letter(letter_id: str) -> UnknownDeadLetterError:

@@ -11,14 +11,13 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
 from redis.exceptions import RedisError
 
 from shared.errors import ServiceUnavailableError
-from shared.frames import TokenEvent
 from shared.redis import keys
 from shared.redis.connection.client import connect, server_time_ms
 from shared.redis.connection.faults import is_refusal, reason
@@ -213,13 +212,11 @@ class FrameReader:
                 if not exists and not chunks and cursor.feed.on_lost is not None:
                     cursor.attempt = 0  # attempts are counted anew, too
                     cursor.feed.on_lost(cursor.seq, cursor.position)
-                self._offer_log(cursor, (e for _, fields in chunks for e in events_of_chunk(fields, cursor.seq)), now)
+                for _, fields in chunks:
+                    for event in events_of_chunk(fields, cursor.seq):
+                        cursor.offer(event, now, live=False, logged=True)
+                cursor.feed.wake()
             await asyncio.sleep(0)
-
-    def _offer_log(self, cursor: SequenceCursor, events: Iterable[TokenEvent], now: float) -> None:
-        for event in events:
-            cursor.offer(event, now, live=False, logged=True)
-        cursor.feed.wake()
 
     # -- heartbeat
 
