@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from api.batches.file_routes import MAX_TTL_S, MIN_TTL_S, TTL_S, page
 from api.batches.lines import Endpoint
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel
 from api.ring.caller import asker
@@ -21,7 +22,7 @@ from shared.jobs import TERMINAL, JobStatus
 from shared.redis.files.batch_store import ENDED, BatchRecord, BatchSpec, new_batch_id
 from shared.redis.files.file_store import new_file_id
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 TheRing = Annotated[Ring, Depends(ring_of)]
 
 _UNITS = {"m": 60, "h": 3_600, "d": 86_400}

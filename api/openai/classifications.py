@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from api.generation.continuations import check_pairs, log_probabilities
 from api.generation.plan import encoded, target_of
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import RequestModel, complaint
 from api.ring.ring import Ring, ring_of
@@ -18,7 +19,7 @@ from shared.errors import InvalidRequestError
 from shared.rewards.model_kinds import softmax
 from shared.sequences import AdapterPolicy
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 _PLACE = "{input}"
 

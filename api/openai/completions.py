@@ -12,6 +12,7 @@ from api.generation.sampling import check_prompts, room_for, sampling_of, top_of
 from api.generation.structured import grammar_of_outputs
 from api.generation.target import Target
 from api.generation.work import Work
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.openai.bodies import CompletionRequest
 from api.openai.replies import reply, whole_body
@@ -22,7 +23,7 @@ from shared.process.settings import ApiSettings
 from shared.sequences import ModelCard
 from shared.text.codec import TextCodec
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_CHOICES = 1024

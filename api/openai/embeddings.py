@@ -16,6 +16,7 @@ from api.generation.running import gather_all
 from api.generation.sampling import check_prompts, deadline, truncated
 from api.generation.target import Target
 from api.generation.work import Work
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import Priority, Prompts, RequestModel, Truncation, TruncationSide
 from api.ring.ring import Ring, ring_of
@@ -23,7 +24,7 @@ from shared.errors import InvalidRequestError
 from shared.process.settings import ApiSettings
 from shared.sequences import AdapterPolicy, Pooling, SamplingParams
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 
 class EmbeddingRequest(RequestModel):

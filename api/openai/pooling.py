@@ -15,12 +15,13 @@ from starlette.responses import Response
 
 from api.generation.plan import encoded, target_of
 from api.generation.running import gather_all
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import complaint
 from api.openai.embeddings import EmbeddingRequest, plan_embeddings, shown_vector
 from api.ring.ring import Ring, ring_of
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 
 class PoolingRequest(EmbeddingRequest):

@@ -18,13 +18,14 @@ from starlette.responses import Response
 
 from api.generation.plan import encoded, target_of
 from api.generation.running import gather_all
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import MAX_PROMPTS, Priority, RequestModel, Truncation, TruncationSide, complaint
 from api.openai.embeddings import EmbeddingRequest, plan_embeddings
 from api.ring.ring import Ring, ring_of
 from shared.sequences import AdapterPolicy, Pooling
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 TheRing = Annotated[Ring, Depends(ring_of)]
 
 Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS // 2)]

@@ -22,6 +22,7 @@ from api.generation.running import gather_all
 from api.generation.sampling import check_prompts, deadline, room_for
 from api.generation.target import Target
 from api.generation.work import Work
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import RequestModel, complaint
 from api.openai.conversations import template_messages
@@ -33,7 +34,7 @@ from shared.rewards.model_kinds import softmax
 from shared.sequences import AdapterPolicy, LogprobsMode, SamplingParams
 from shared.text.codec import TextCodec
 
-router = APIRouter(tags=["rl"])
+router = APIRouter(tags=["rl"], route_class=BodyRoute)
 
 Observation = str | list[Annotated[int, Field(strict=True, ge=0)]] | list[ChatMessage]
 

@@ -21,6 +21,7 @@ from api.generation.running import gather_all
 from api.generation.sampling import check_prompts, room_for, sampling_of, truncated
 from api.generation.sampling_fields import Off, SamplingFields, StrictId
 from api.generation.target import Target, find_target
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import complaint
 from api.openai.completions import MAX_CHOICES
@@ -31,7 +32,7 @@ from shared.errors import ConflictError, InvalidRequestError, UnknownAdapterErro
 from shared.frames import TokenEvent, VersionSpan, spans_of
 from shared.text.codec import TextCodec
 
-router = APIRouter(tags=["rl"])
+router = APIRouter(tags=["rl"], route_class=BodyRoute)
 router.include_router(generate_tokens.router)
 TheRing = Annotated[Ring, Depends(ring_of)]
 

@@ -23,6 +23,7 @@ from api.generation.running import Generation, by_choice, gather_all
 from api.generation.sampling import check_prompts, room_for, sampling_of, top_of, truncated
 from api.generation.sampling_fields import WHOLE_VOCABULARY, Off, SamplingFields, StrictId, TopLogprobs
 from api.generation.target import find_target
+from api.http.bodies import BodyRoute
 from api.http.errors import error_object, error_responses, from_fault
 from api.http.fields import RequestModel, complaint
 from api.http.sse import EventStream
@@ -32,7 +33,7 @@ from shared.frames import TokenEvent, TokenLogprob, spans_of
 from shared.text.codec import TextCodec
 from shared.token_events import join
 
-router = APIRouter(tags=["rl"])
+router = APIRouter(tags=["rl"], route_class=BodyRoute)
 TheRing = Annotated[Ring, Depends(ring_of)]
 log = structlog.get_logger()
 

@@ -18,12 +18,13 @@ from api.generation.running import gather_all
 from api.generation.sampling import check_prompts, deadline, room_for
 from api.generation.target import Target
 from api.generation.work import Work
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import RequestModel, complaint
 from api.ring.ring import Ring, ring_of
 from shared.sequences import AdapterPolicy, SamplingParams
 
-router = APIRouter(tags=["rl"])
+router = APIRouter(tags=["rl"], route_class=BodyRoute)
 
 Output = Literal["embedding", "next_token_ids", "next_token_log_probs"]
 

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from api.generation.plan import encoded
 from api.generation.sampling_fields import Off, StrictId
 from api.generation.target import find_job_target
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import RequestModel, complaint
 from api.openai.conversations import encoded_chat
@@ -19,7 +20,7 @@ from api.ring.room import LARGE_CHARS, aside
 from shared.sequences import vocabulary_error
 from shared.text.codec import TextCodec
 
-router = APIRouter(tags=["rl"])
+router = APIRouter(tags=["rl"], route_class=BodyRoute)
 TheRing = Annotated[Ring, Depends(ring_of)]
 
 

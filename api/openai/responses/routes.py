@@ -16,6 +16,7 @@ from api.generation.running import Generation, by_choice, gather_all
 from api.generation.splitter import Piece
 from api.generation.target import Target
 from api.generation.work import Work
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, from_fault, from_validation
 from api.http.sse import EventStream
 from api.openai.bodies import ChatCompletionRequest
@@ -32,7 +33,7 @@ from shared.token_events import by_token, join
 
 log = structlog.get_logger()
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 _NAMES = {  # of a chat's fields -> ours
     "messages": "input",
