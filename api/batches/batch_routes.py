@@ -14,7 +14,7 @@ from api.batches.lines import Endpoint
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel
-from api.ring.caller import asker
+from api.ring.caller import asker, key_name
 from api.ring.ring import Ring, ring_of
 from api.tenants import check
 from shared.errors import ConflictError, InvalidRequestError, UnknownBatchError, UnknownJobError
@@ -78,6 +78,7 @@ async def create_batch(body: BatchBody, ring: TheRing, idempotency_key: Idempote
         output_ttl_s=body.output_expires_after.seconds if body.output_expires_after else TTL_S,
         metadata=body.metadata or {},
         tenant=tenant,
+        key=key_name(),
     )
     with contextlib.suppress(UnknownBatchError):
         return await _shown(ring, _same(await ring.batches.find(spec.id), spec))

@@ -2,6 +2,8 @@
 
 import base64
 import uuid
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
@@ -20,11 +22,14 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import Priority, Prompts, RequestModel, Truncation, TruncationSide
 from api.ring.ring import Ring, ring_of
+from api.ring.room import aside
 from shared.errors import InvalidRequestError
 from shared.process.settings import ApiSettings
 from shared.sequences import AdapterPolicy, Pooling, SamplingParams
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
+
+LARGE_VECTOR_BYTES = 1 << 18  # of all embeddings: to write their numbers takes some 10 ms from here on
 
 
 class EmbeddingRequest(RequestModel):
@@ -70,7 +75,8 @@ async def create_embeddings(
     if gathered is None:
         return Response(status_code=499)
     vectors = [events[-1].embedding or b"" for events in gathered]
-    return Response(embeddings_body(body, work, vectors), media_type="application/json")
+    write = partial(embeddings_body, body, work, vectors)
+    return Response(await written_vectors(vectors, write), media_type="application/json")
 
 
 def plan_embeddings(body: EmbeddingRequest, prompts: list[list[int]], target: Target, settings: ApiSettings) -> Work:
@@ -89,6 +95,11 @@ def plan_embeddings(body: EmbeddingRequest, prompts: list[list[int]], target: Ta
         deadline_ms=deadline(settings),
         pooling=body.pooling or "mean",
     )
+
+
+async def written_vectors(vectors: Sequence[bytes], write: Callable[[], bytes]) -> bytes:
+    """What `write` makes of these vectors; for many numbers beside the event loop."""
+    return await aside(write) if sum(map(len, vectors)) > LARGE_VECTOR_BYTES else write()
 
 
 def embeddings_body(body: EmbeddingRequest, work: Work, vectors: list[bytes]) -> bytes:
@@ -116,4 +127,5 @@ def shown_vector(body: EmbeddingRequest, vector: npt.NDArray[np.float32]) -> str
         vector = vector / length if length > 0 else vector
     if body.encoding_format == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return [float(value) for value in vector]
+    shown: list[float] = vector.tolist()
+    return shown

@@ -18,7 +18,7 @@ from api.generation.running import gather_all
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import complaint
-from api.openai.embeddings import EmbeddingRequest, plan_embeddings, shown_vector
+from api.openai.embeddings import EmbeddingRequest, plan_embeddings, shown_vector, written_vectors
 from api.ring.ring import Ring, ring_of
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
@@ -68,14 +68,19 @@ async def pool(body: PoolingRequest, request: Request, ring: Annotated[Ring, Dep
     gathered = await gather_all(ring, request, work)
     if gathered is None:
         return Response(status_code=499)
-    vectors = [shown_vector(body, np.frombuffer(events[-1].embedding or b"", "<f4")) for events in gathered]
+    vectors = [events[-1].embedding or b"" for events in gathered]
     tokens = sum(map(len, work.prompts))
     answer = {
         "id": f"pool-{uuid.uuid4().hex}",
         "object": "list",
         "created": int(time.time()),
         "model": body.model or work.model,
-        "data": [{"index": at, "object": "pooling", "data": vector} for at, vector in enumerate(vectors)],
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    def write() -> bytes:
+        shown = [shown_vector(body, np.frombuffer(vector, "<f4")) for vector in vectors]
+        data = [{"index": at, "object": "pooling", "data": each} for at, each in enumerate(shown)]
+        return msgspec.json.encode({**answer, "data": data})
+
+    return Response(await written_vectors(vectors, write), media_type="application/json")

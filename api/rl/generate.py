@@ -6,6 +6,8 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -25,6 +27,7 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import complaint
 from api.openai.completions import MAX_CHOICES
+from api.openai.replies import written
 from api.ring.ring import Ring, ring_of
 from api.rl import generate_tokens
 from shared.adapters import AdapterRef, version_id
@@ -123,21 +126,26 @@ async def generate(body: GenerateRequest, request: Request, ring: TheRing) -> Re
         return Response(status_code=499)
     spans = [spans_of(events) for events in gathered]
     if isinstance(body.prompt, TokensPrompt):
-        return Response(_vllm_answer(body, plan, served.codec, gathered), media_type="application/json")
-    completions = _completions(body, plan, served.codec, gathered)
+        answer = await written(chain.from_iterable(gathered), partial(_vllm_answer, body, plan, served.codec, gathered))
+        return Response(answer, media_type="application/json")
     name = target.admitted.name if target.admitted is not None else settings.default_adapter
-    answer = {
+    metadata = {
+        "batch_size": plan.choices,
+        "latency_ms": round(1000 * (time.perf_counter() - began), 2),
+        "current_policy_version": await ring.adapters.latest(name),
+    }
+    head = {
         "request_id": body.request_id or request.state.request_id,
         "policy_version": _oldest_version(spans, target),
         "step_id": body.step_id,
-        **{field: values if body.several else values[0] for field, values in completions.items()},
-        "metadata": {
-            "batch_size": plan.choices,
-            "latency_ms": round(1000 * (time.perf_counter() - began), 2),
-            "current_policy_version": await ring.adapters.latest(name),
-        },
     }
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    def write() -> bytes:
+        completions = _completions(body, plan, served.codec, gathered).items()
+        fields = {field: values if body.several else values[0] for field, values in completions}
+        return msgspec.json.encode({**head, **fields, "metadata": metadata})
+
+    return Response(await written(chain.from_iterable(gathered), write), media_type="application/json")
 
 
 async def _policy_target(body: GenerateRequest, request: Request, ring: Ring) -> Target:

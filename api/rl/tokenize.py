@@ -1,5 +1,6 @@
 """POST /tokenize and /detokenize, with vLLM's fields."""
 
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -127,4 +128,5 @@ async def detokenize(body: DetokenizeRequest, ring: TheRing) -> DetokenizeRespon
     if error := vocabulary_error(body.tokens, target.card.vocab_size, "tokens"):
         raise error
     codec = await ring.codecs.codec(target.card)
-    return DetokenizeResponse(prompt=codec.decode(body.tokens, skip_special_tokens=False))
+    decode = partial(codec.decode, body.tokens, skip_special_tokens=False)
+    return DetokenizeResponse(prompt=await aside(decode) if len(body.tokens) > LARGE_CHARS else decode())

@@ -1,6 +1,7 @@
 """POST /v1/responses: OpenAI's newer way to ask, for text and functions, without state."""
 
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -22,10 +23,12 @@ from api.http.sse import EventStream
 from api.openai.bodies import ChatCompletionRequest
 from api.openai.chat import chat_of, grammar_param, plan_chat, unused_hints, with_unused
 from api.openai.conversations import Conversation
+from api.openai.replies import written
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.items import Event, ItemWriter
 from api.openai.responses.turns import turn_starts
 from api.ring.ring import Ring, ring_of
+from api.ring.room import LARGE_CHARS, LARGE_COUNT, aside
 from shared.errors import InvalidRequestError
 from shared.frames import Finish, TokenEvent
 from shared.text.codec import TextCodec
@@ -56,7 +59,7 @@ _NAMES = {  # of a chat's fields -> ours
 )
 async def create_response(body: ResponseRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]) -> Response:
     """Text, structured text and function calls; nothing is stored."""
-    target = await target_of(chat_body(body), request, ring)
+    target = await target_of(await chat_body(body), request, ring)
     chat, work, plan = await plan_response(ring, body, target)
     unused = [_NAMES.get(name, name) for name in unused_hints(chat, target.served.codec)]
     answer = Answer(body, plan, target.served.codec)
@@ -65,13 +68,14 @@ async def create_response(body: ResponseRequest, request: Request, ring: Annotat
     gathered = await gather_all(ring, request, work)
     if gathered is None:
         return Response(status_code=499)
-    return with_unused(Response(answer.whole(gathered[0]), media_type="application/json"), unused)
+    whole = await written(gathered[0], partial(answer.whole, gathered[0]))
+    return with_unused(Response(whole, media_type="application/json"), unused)
 
 
-def chat_body(body: ResponseRequest, skipped: int = 0) -> ChatCompletionRequest:
+async def chat_body(body: ResponseRequest, skipped: int = 0) -> ChatCompletionRequest:
     """The same request to /v1/chat/completions; what is wrong with it is called by our names."""
     try:
-        return body.chat(skipped)
+        return await aside(body.chat, skipped) if len(body.input) > LARGE_COUNT else body.chat(skipped)
     except ValidationError as error:
         raise _renamed(from_validation(error.errors())) from error
 
@@ -110,7 +114,7 @@ async def _fitting(ring: Ring, body: ResponseRequest, target: Target) -> tuple[C
     if body.truncation == "auto":
         last = len(turn_starts(body.messages())) - 1
     while True:  # the first look is at all of it, the others halve what is left
-        chat = chat_body(body, skipped)
+        chat = await chat_body(body, skipped)
         rendered = await chat_of(codec, chat)
         fits = len(rendered.prompt) <= most
         if fits and (skipped == 0 or skipped - tried == 1):
@@ -161,6 +165,11 @@ class Answer:
         told = self._names.chat(tokens, delta.logprobs[: len(tokens)], delta.top_logprobs)
         marks = () if self._plan.split is None else self._plan.split.marks
         return [each for each in told if each.token not in marks]
+
+    @property
+    def is_long(self) -> bool:
+        """Whether to count the tokens of its reasoning takes so long that it is done beside the event loop."""
+        return len(self._writer.reasoning) > LARGE_CHARS
 
     @property
     def status(self) -> str:
@@ -226,7 +235,7 @@ async def _events(generation: Generation, answer: Answer) -> AsyncGenerator[byte
     """All bytes of a stream; it ends with the response as it has become."""
     number = 0
 
-    def written(event: Event) -> bytes:
+    def to_bytes(event: Event) -> bytes:
         nonlocal number
         data = msgspec.json.encode({**event, "sequence_number": number})
         number += 1
@@ -234,11 +243,11 @@ async def _events(generation: Generation, answer: Answer) -> AsyncGenerator[byte
 
     try:
         for name in ("created", "in_progress"):
-            yield written({"type": f"response.{name}", "response": answer.shown()})
+            yield to_bytes({"type": f"response.{name}", "response": answer.shown()})
         try:
             async for events in generation.batches():
                 for _, new in by_choice(events):
-                    out = [written(event) for event in answer.take(answer.choice.take(new))]
+                    out = [to_bytes(event) for event in answer.take(answer.choice.take(new))]
                     if out:
                         yield b"".join(out)
         except Exception as error:
@@ -246,8 +255,9 @@ async def _events(generation: Generation, answer: Answer) -> AsyncGenerator[byte
             if told.status == 500:
                 log.exception("api.stream_failed", stream=answer.shown()["id"])
             detail = {"code": "rate_limit_exceeded" if told.status == 429 else "server_error", "message": told.message}
-            yield written({"type": "response.failed", "response": answer.shown(status="failed", error=detail)})
+            yield to_bytes({"type": "response.failed", "response": answer.shown(status="failed", error=detail)})
             return
-        yield written({"type": f"response.{answer.status}", "response": answer.shown()})
+        last = await aside(answer.shown) if answer.is_long else answer.shown()
+        yield to_bytes({"type": f"response.{answer.status}", "response": last})
     finally:
         generation.close()
