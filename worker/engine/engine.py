@@ -206,7 +206,7 @@ class Engine:
             raise UnsupportedModelError("this model shows no hidden states, so it makes no embeddings", param="model")
         self._model.adapters.admit(row)
         if s.grammar and spec.kind == "generate":
-            row.place = self._grammars.open(s.grammar, row.tokens)
+            row.place = self._grammars.open(s.grammar, row.tokens, spec.tenant)
         self._rows[spec.id] = row
         # Interactive sequences wait before batch ones, each class in order of arrival.
         ahead = sum(other.spec.sequence_class == "interactive" for other in self._waiting)
@@ -392,4 +392,6 @@ class Engine:
                 self._followers.remove(row)
             else:
                 self._waiting.remove(row)
+            if row.place is not None:
+                self._grammars.leave(row.place)
             self._model.adapters.release(row)

@@ -41,6 +41,7 @@ class BatchSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     output_ttl_s: int
     metadata: dict[str, str] = {}
     tenant: str = ""  # who owns it, its job and its files (shared/owners.py)
+    key: str = ""  # the name of the API key that made it; api processes work on it in this key's turn
 
 
 class BatchError(msgspec.Struct, frozen=True):
