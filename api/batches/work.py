@@ -78,7 +78,7 @@ class BatchWork:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _look(self) -> None:
-        for record in await self._store.pending():
+        async for record in self._store.pending():
             batch_id = record.spec.id
             if batch_id in self._tasks or len(self._tasks) >= AT_ONCE or not await self._waits_for_us(record):
                 continue

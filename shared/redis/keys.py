@@ -201,9 +201,9 @@ def file_bytes(file_id: str) -> str:
     return f"{file(file_id)}:bytes"
 
 
-def files() -> str:
-    """Sorted set of file ids by creation time."""
-    return f"{PREFIX}:files"
+def files(tenant: str = "") -> str:
+    """Sorted set of file ids by creation time: of all, or of one tenant."""
+    return f"{PREFIX}:files:of:{tenant}" if tenant else f"{PREFIX}:files"
 
 
 def batch(batch_id: str) -> str:
@@ -216,9 +216,9 @@ def batch_lease(batch_id: str) -> str:
     return f"{batch(batch_id)}:lease"
 
 
-def batches() -> str:
-    """Sorted set of batch ids by creation time."""
-    return f"{PREFIX}:batches"
+def batches(tenant: str = "") -> str:
+    """Sorted set of batch ids by creation time: of all, or of one tenant."""
+    return f"{PREFIX}:batches:of:{tenant}" if tenant else f"{PREFIX}:batches"
 
 
 def pending_batches() -> str:
