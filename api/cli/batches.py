@@ -32,7 +32,7 @@ from api.cli.console import (
     show_text,
 )
 from api.cli.http import RequestFailedError
-from api.ops.snapshot import size
+from api.ops.ring_view import size
 
 NOT_COMPLETED = 3
 ERRORS_SHOWN = 10

@@ -19,8 +19,7 @@ from rich.text import Text
 from api.cli.client import DEFAULT_URL, InferenceClient
 from api.cli.console import ApiKey, Url, fail, print_json
 from api.cli.http import RequestFailedError
-from api.ops.ring_history import RingSample
-from api.ops.snapshot import RingSnapshot, size
+from api.ops.ring_view import RingSample, RingSnapshot, size
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 SPARK = 48  # samples in a line of blocks

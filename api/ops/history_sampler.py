@@ -5,8 +5,9 @@ from collections import defaultdict
 
 import structlog
 
-from api.ops.ring_history import SAMPLE_EVERY_S, RingHistory, RingSample
-from api.ops.snapshot import RingSnapshot, Snapshots, ended_by_queue
+from api.ops.ring_history import SAMPLE_EVERY_S, RingHistory
+from api.ops.ring_view import RingSample, RingSnapshot
+from api.ops.snapshot import Snapshots, ended_by_queue
 from api.ring.ring import Ring
 from shared.redis.connection.faults import reason
 from shared.redis.ring.metric_store import read_totals

@@ -12,86 +12,16 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from api.ops.ring_history import RingHistory, RingSample
+from api.ops.ring_history import RingHistory
+from api.ops.ring_view import AdapterView, QueueView, RedisInfo, RingSample, RingSnapshot, TrainingView
 from api.ring.ring import Ring
 from shared.errors import UnknownAdapterError
-from shared.jobs import JobStatus
 from shared.redis import keys
-from shared.redis.adapters.catalog import AdapterSummary
 from shared.redis.connection.client import server_time_ms
 from shared.redis.ring.metric_store import read_totals
 from shared.redis.ring.worker_registry import WorkerStatus
 from shared.redis.training.board import TrainingBoard, trained_policies
 from shared.telemetry.metrics import SUM, parse_field
-from shared.training import TrainerStatus
-
-
-def size(count: float) -> str:
-    """Bytes."""
-    value = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"
-
-
-class RedisInfo(msgspec.Struct, frozen=True):
-    """The server in the middle."""
-
-    version: str
-    uptime_s: int
-    used_bytes: int
-    peak_bytes: int
-    limit_bytes: int  # 0: none
-    clients: int
-    commands_per_s: int
-    persistence: str  # "AOF", "RDB" or "none"
-    keys: int
-
-
-class QueueView(msgspec.Struct, frozen=True):
-    """One class of one model's queue."""
-
-    model: str
-    sequence_class: str
-    waiting: int
-    leased: int
-    oldest_ms: int
-    ended_per_s: float  # over the last seconds
-
-
-class AdapterView(msgspec.Struct, frozen=True):
-    """An adapter's pointers, and who computes with which version."""
-
-    summary: AdapterSummary
-    loaded: dict[str, int]  # worker -> version
-
-
-class TrainingView(msgspec.Struct, frozen=True):
-    """A policy's training."""
-
-    status: TrainerStatus
-    alive: bool
-    alerts: dict[str, int]
-
-
-class RingSnapshot(msgspec.Struct, frozen=True):
-    """Everything at a glance."""
-
-    at_ms: int  # Unix milliseconds, by Redis
-    redis: RedisInfo
-    models: list[str]
-    workers: list[WorkerStatus]
-    queues: list[QueueView]
-    jobs: list[JobStatus]  # the newest
-    jobs_active: int
-    adapters: list[AdapterView]
-    trainings: list[TrainingView]
-    dead_letters: int
-    tokens_per_s: float  # decoded, over the last heartbeats
-    history: list[RingSample] = []
-
 
 router = APIRouter(tags=["operations"])
 

@@ -4,7 +4,7 @@ import time
 from typing import NamedTuple
 
 from api.ops.dashboard.samples import Histogram, metadata, reward_histogram
-from api.ops.snapshot import TrainingView
+from api.ops.ring_view import TrainingView
 from api.ring.ring import Ring
 from shared.adapters import AdapterManifest
 from shared.errors import UnknownAdapterError
