@@ -21,7 +21,7 @@ from shared.redis.connection.client import server_time_ms
 from shared.redis.ring.metric_store import read_totals
 from shared.redis.ring.worker_registry import WorkerStatus
 from shared.redis.training.board import TrainingBoard, trained_policies
-from shared.telemetry.metrics import SUM, parse_field
+from shared.telemetry.metrics import SUM, series
 
 router = APIRouter(tags=["operations"])
 
@@ -85,7 +85,7 @@ async def _read(ring: Ring) -> RingSnapshot:
         jobs=await ring.jobs.list(JOBS_SHOWN),
         jobs_active=await ring.redis.zcard(keys.active_jobs()),
         adapters=await _adapters(ring, workers),
-        trainings=await _trainings(ring),
+        trainings=await trainings(ring),
         dead_letters=sum([await ring.redis.xlen(keys.dead_letters(name)) for name in names]),
         tokens_per_s=sum(worker.tokens_per_s for worker in workers),
         history=history,
@@ -138,7 +138,8 @@ async def _adapters(ring: Ring, workers: list[WorkerStatus]) -> list[AdapterView
     return views
 
 
-async def _trainings(ring: Ring) -> list[TrainingView]:
+async def trainings(ring: Ring) -> list[TrainingView]:
+    """Every policy that was ever trained, the newest first."""
     views = []
     for policy in await trained_policies(ring.redis):
         board = TrainingBoard(ring.redis, policy)
@@ -152,8 +153,6 @@ async def _trainings(ring: Ring) -> list[TrainingView]:
 def ended_by_queue(totals: dict[str, float]) -> dict[str, float]:
     """ "<model>|<class>" -> sequences that have ended since the beginning."""
     ended: dict[str, float] = defaultdict(float)
-    for field, value in totals.items():
-        if field.startswith("vllm:request_inference_time_seconds|"):
-            _, (model, kind), bucket = parse_field(field)
-            ended[f"{model}|{kind}"] += value if bucket != SUM else 0
+    for (model, kind), bucket, value in series(totals, "vllm:request_inference_time_seconds"):
+        ended[f"{model}|{kind}"] += value if bucket != SUM else 0
     return dict(ended)
