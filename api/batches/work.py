@@ -77,7 +77,7 @@ class BatchWork:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _look(self) -> None:
-        for record in await self._store.pending():
+        async for record in self._store.pending():
             batch_id, who = record.spec.id, (record.spec.tenant, record.spec.key)
             if batch_id in self._tasks or not self._may_take(who) or not await self._waits_for_us(record):
                 continue
