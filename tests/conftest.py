@@ -15,6 +15,10 @@ import structlog
 from api.http.connections import raise_file_limit
 from api.serve.embedded_redis import EmbeddedRedis
 
+# The tests start hundreds of processes, and each would compile all of our code anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 
 def pytest_configure() -> None:
     """A shell on macOS allows 256 open files, which the tests of many clients exceed."""
