@@ -28,6 +28,9 @@ LONG_TOGETHER = 4  # long prompts that are fed in turn
 SHARE_OF_A_PIECE = 0.5  # of what a turn takes without it: the time for a piece of a batch prompt
 TRY_MORE_EVERY = 16
 RECENT = 0.05  # weight of the latest turn
+LATE = 2.0  # times the planned time: a piece that takes longer makes the next one smaller
+LEAST_OF_A_CHUNK = 0.25  # that is left of it after one late piece, which may have been the machine's fault
+GROWTH = 1.25
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,32 @@ class PieceSizes:
         allowed = fixed_s / token_s * SHARE_OF_A_PIECE if token_s > 0 else 2 * self._tokens
         chunk = max(SMALLEST_PIECE, int(min(allowed, budget)))
         return min(budget, chunk * 2 if self._turns % TRY_MORE_EVERY == 0 else chunk)
+
+
+class ChunkSize:
+    """How many prompt tokens are fed between two decode steps: the chunk, or fewer after a piece that came late.
+
+    The chunk was found on an idle machine and short prompts. Where others compute, too, or a prompt has a long past,
+    as many tokens take longer, and all rows wait. `piece_s`: the time that a piece should take.
+    """
+
+    def __init__(self, chunk: int, piece_s: float) -> None:
+        self._chunk = self.tokens = chunk
+        self._piece_s = piece_s
+        self._bare_s = 0.0  # mean of recent turns without a prompt
+
+    def turn(self, tokens: int, seconds: float) -> None:
+        """One turn's prompt tokens and time."""
+        if not tokens:
+            self._bare_s += (seconds - self._bare_s) * (RECENT if self._bare_s else 1)
+            return
+        took = seconds - self._bare_s
+        planned = self._piece_s * max(1.0, tokens / self.tokens)  # while nothing decodes, several chunks go at once
+        if took > LATE * planned:
+            smaller = int(self.tokens * max(LEAST_OF_A_CHUNK, planned / took))
+            self.tokens = min(self._chunk, max(SMALLEST_PIECE, smaller))
+        elif took < planned and 2 * tokens >= self.tokens:  # fewer tell nothing of a whole piece
+            self.tokens = min(self._chunk, math.ceil(GROWTH * self.tokens))
 
 
 @dataclass(frozen=True)
