@@ -158,6 +158,8 @@ class Engine:
             self._prefill(share.lane, of)
         if len(self._batch):
             self._decode(share.batch, of)
+        elif not in_lane:
+            self._pieces.forget()  # nothing was computed: that says nothing of the machine's pace
 
     def settle(self) -> None:
         """Wait for the prompts' pieces under way: after their turn's events are told, before new commands are taken."""
