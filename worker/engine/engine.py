@@ -34,7 +34,7 @@ from worker.engine.messages import EndReason, EngineConfig, EngineStats, RowRequ
 from worker.engine.model.loader import LoadedModel, bound_freed_memory
 from worker.engine.sampling.grammars import Grammars
 from worker.engine.sampling.stop_text import RowText
-from worker.engine.scheduler import UNDISTURBED, ClassTurns, Limits, Reserved, share_prefill
+from worker.engine.scheduler import UNDISTURBED, ChunkSize, ClassTurns, Limits, Reserved, share_prefill
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Engine:
         self._limits = Limits.of(loaded.card, loaded.kv_limit_bytes)
         bound_freed_memory(self._limits.kv_limit_bytes)
         self._model = RowModel(loaded.model, adapters)
-        self._pieces = Pieces()
+        self._pieces = Pieces(ChunkSize(config.prefill_chunk, config.piece_s))
         self._class_turns = ClassTurns()
         self._batch = RunningBatch(self._model, config, self._pieces)
         score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
@@ -147,7 +147,7 @@ class Engine:
         self._start(self._followers.ready(self._batch.prefilling_rows), wait=False)
         self._admit()
         of = self._class_turns.choose(self._batch.waiting | self._lane.waiting)
-        budget = self._config.prefill_chunk
+        budget = self._pieces.chunk.tokens
         if not self._batch.decoding:
             budget *= UNDISTURBED
         if of == "batch":
@@ -158,6 +158,8 @@ class Engine:
             self._prefill(share.lane, of)
         if len(self._batch):
             self._decode(share.batch, of)
+        elif not in_lane:
+            self._pieces.forget()  # nothing was computed: that says nothing of the machine's pace
 
     def settle(self) -> None:
         """Wait for the prompts' pieces under way: after their turn's events are told, before new commands are taken."""
