@@ -89,9 +89,9 @@ def test_a_bursts_prompts_are_kept_over_some_steps(llama: LoadedModel) -> None:
     cache = bench.engine._prefixes
     store = cache.store
 
-    def counted(prompts: object, kv: object) -> None:
+    def counted(prompts: object, kv: object, **options: bool) -> None:
         stored.append(len(prompts))  # type: ignore[arg-type]
-        store(prompts, kv)  # type: ignore[arg-type]
+        store(prompts, kv, **options)  # type: ignore[arg-type]
 
     cache.store = counted  # type: ignore[method-assign,assignment]
     prompts = [prompt_of(100, seed) for seed in range(6)]

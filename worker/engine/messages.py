@@ -60,7 +60,7 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class PrefixStats:
-    """A snapshot of the prefix cache; prompts shorter than a block count neither as hit nor as miss."""
+    """The prefix cache at one time; prompts shorter than a block count neither as hit nor as miss."""
 
     bytes: int = 0
     blocks: int = 0
@@ -68,6 +68,9 @@ class PrefixStats:
     misses: int = 0
     hit_tokens: int = 0
     evicted_blocks: int = 0
+    snapshots: int = 0  # states of layers that cannot be cut
+    snapshot_bytes: int = 0  # of `bytes`
+    evicted_snapshots: int = 0
 
 
 @dataclass(frozen=True)
