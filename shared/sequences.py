@@ -98,6 +98,8 @@ class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     pooling: Pooling = "mean"  # kind "embed": which hidden states make the vector
     trace: str = ""  # W3C traceparent of the span that caused it; "": it is not traced
     tenant: str = ""  # who owns it (shared/owners.py)
+    has_next_turn: bool = False  # another prompt may begin with this one and its completion: their KV is kept; that of
+    # interactive sequences is kept in any case
     schema: int = OLDEST  # `encode` writes ours
 
     @property

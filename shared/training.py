@@ -14,7 +14,14 @@ from shared.errors import InvalidRequestError, ParallmError
 from shared.trajectories import LiveTrajectory
 
 AlertKind = Literal[
-    "gate_failed", "reward_collapse", "no_signal", "foreign_version", "all_stale", "gave_up", "disk_full"
+    "gate_failed",
+    "reward_collapse",
+    "no_signal",
+    "foreign_version",
+    "all_stale",
+    "gave_up",
+    "disk_full",
+    "own_code_blocked",
 ]
 ALERT_KINDS: tuple[AlertKind, ...] = get_args(AlertKind)
 TrainerState = Literal["starting", "waiting", "training", "paused", "ended", "failed"]

@@ -28,12 +28,13 @@ from api.adapters.bodies import (
     checks_of,
 )
 from api.adapters.intake import AdapterFiles, publish, read_folder, receive
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, from_validation, json_reply
 from api.ring.ring import Ring, ring_of
 from shared.adapters import NAME, AdapterManifest, AdapterRef, check_name
 from shared.errors import ConflictError, InvalidRequestError, ParallmError, UnknownAdapterError
 
-router = APIRouter(tags=["adapters"])
+router = APIRouter(tags=["adapters"], route_class=BodyRoute)
 TheRing = Annotated[Ring, Depends(ring_of)]
 Name = Annotated[str, PathParameter(pattern=f"^{NAME}$")]
 Version = Annotated[int, PathParameter(ge=1)]

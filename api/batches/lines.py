@@ -5,16 +5,17 @@ same code. What is wrong with a line's shape fails the batch; what its endpoint 
 """
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from api.generation.choice import ReplyPlan
 from api.generation.plan import Work, plan
 from api.generation.sampling import WHOLE_VOCABULARY, SamplingFields
 from api.generation.target import Target
+from api.http.bodies import LONG_BYTES
 from api.http.errors import error_object, from_validation
 from api.http.limits import check_shape
 from api.openai import chat, completions
@@ -24,6 +25,7 @@ from api.openai.replies import whole_body
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.routes import ResponseWriter, plan_response
 from api.ring.ring import Ring
+from api.ring.room import aside
 from shared.errors import (
     InvalidRequestError,
     ParallmError,
@@ -38,6 +40,7 @@ from shared.text.codec import TextCodec
 from shared.trajectories import Trajectory, event_of
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+M = TypeVar("M", bound=BaseModel)
 Named = tuple[Any, Any, Any]  # model, adapter, policy as a line names them
 
 _UNENDED = {
@@ -57,6 +60,7 @@ class BatchLine(NamedTuple):
     url: str
     body: dict[str, Any]  # empty when it is refused unread
     refused: ParallmError | None = None
+    size: int = 0  # bytes of the body
 
 
 class _Shape(msgspec.Struct):
@@ -75,6 +79,7 @@ _FIELDS = {
 }
 _shape_decoder = msgspec.json.Decoder(_Shape)
 _body_decoder = msgspec.json.Decoder(dict[str, Any])
+_result_decoder = msgspec.json.Decoder(Trajectory)
 
 
 def read_line(number: int, raw: bytes, endpoint: str, settings: ApiSettings) -> BatchLine | list[BatchError]:
@@ -95,7 +100,7 @@ def read_line(number: int, raw: bytes, endpoint: str, settings: ApiSettings) -> 
     if line.url != endpoint:
         message = f"'url' is {line.url[:100]!r}, and the batch's endpoint is {endpoint!r}"
         errors.append(BatchError("mismatched_endpoint", message, "url", number))
-    return errors or BatchLine(line.custom_id, line.url, body, refused)
+    return errors or BatchLine(line.custom_id, line.url, body, refused, len(memoryview(line.body)))
 
 
 def _shape_errors(number: int, raw: bytes) -> list[BatchError]:
@@ -151,8 +156,12 @@ async def planned(ring: Ring, line: BatchLine, named: Named, target: Target) -> 
     return [JobInput(prompt=[], refused=refusal.message, reply={**reply, "parts": 1})]
 
 
+async def _valid(model: type[M], line: BatchLine) -> M:
+    return await aside(model.model_validate, line.body) if line.size > LONG_BYTES else model.model_validate(line.body)
+
+
 async def _plan_chat(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
-    body = ChatCompletionRequest.model_validate(line.body)
+    body = await _valid(ChatCompletionRequest, line)
     _check_sampled(body, body.top_logprobs)
     asked = await chat.asked_of(target.served.codec, body, ring.settings)
     work, reply_plan = await plan(ring, body, target, asked)
@@ -160,20 +169,20 @@ async def _plan_chat(ring: Ring, line: BatchLine, target: Target) -> list[JobInp
 
 
 async def _plan_completion(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
-    body = CompletionRequest.model_validate(line.body)
+    body = await _valid(CompletionRequest, line)
     _check_sampled(body, body.logprobs)
     work, reply_plan = await plan(ring, body, target, await completions.asked_of(target.served.codec, body))
     return _inputs(line, work, plan=_bare(reply_plan))
 
 
 async def _plan_embedding(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
-    body = EmbeddingRequest.model_validate(line.body)
+    body = await _valid(EmbeddingRequest, line)
     work = await plan_embeddings(body, body.input, target, ring.settings)
     return _inputs(line, work, embedding=body.model_dump(exclude_none=True, exclude={"input"}))
 
 
 async def _plan_response(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
-    body = ResponseRequest.model_validate(line.body)
+    body = await _valid(ResponseRequest, line)
     if body.stream:
         raise UnsupportedParameterError("a batch's answers are not streamed", param="stream")
     _, work, reply_plan = await plan_response(ring, body, target)
@@ -237,9 +246,10 @@ class Answer(NamedTuple):
 
 
 def answer(
-    name: str, asked: JobInput, results: Sequence[Trajectory | None], ended: str, codec: TextCodec, model: str
+    name: str, asked: JobInput, stored: Sequence[bytes | None], ended: str, codec: TextCodec, model: str
 ) -> Answer:
-    """The answer to a line out of its choices' results; `ended`: the job's terminal state."""
+    """The answer to a line out of its choices' stored results; `ended`: the job's terminal state."""
+    results = [None if result is None else _result_decoder.decode(result) for result in stored]
     custom_id = asked.reply["custom_id"]
     if "error" in asked.reply:
         return Answer("failed", _line(name, custom_id, asked.reply["status"], asked.reply["error"]))

@@ -1,6 +1,5 @@
 """The client for files and batches (docs/batches.md): from a file of requests to a file of answers."""
 
-import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from typing import IO, Any
@@ -8,7 +7,7 @@ from typing import IO, Any
 import httpx
 import msgspec
 
-from api.cli.client import POLL_S, InferenceClient
+from api.cli.client import InferenceClient, Listing, poll
 from api.cli.http import decode, reached
 
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
@@ -79,14 +78,6 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return self.status in ENDED
 
 
-class _Batches(msgspec.Struct):
-    data: list[Batch]
-
-
-class _Files(msgspec.Struct):
-    data: list[FileInfo]
-
-
 class BatchClient(InferenceClient):
     """An asynchronous client for files and batches, beside everything else."""
 
@@ -113,11 +104,11 @@ class BatchClient(InferenceClient):
 
     async def batch(self, batch_id: str) -> Batch:
         """How far a batch is."""
-        return await self._get(f"/v1/batches/{batch_id}", Batch)
+        return await self.call("GET", f"/v1/batches/{batch_id}", Batch)
 
     async def batches(self, limit: int = 20) -> list[Batch]:
         """The newest batches."""
-        return (await self._get("/v1/batches", _Batches, limit=limit)).data
+        return (await self.call("GET", "/v1/batches", Listing[Batch], limit=limit)).data
 
     async def cancel_batch(self, batch_id: str) -> Batch:
         """Ask a batch to end; what is answered stays."""
@@ -125,15 +116,7 @@ class BatchClient(InferenceClient):
 
     async def wait_batch(self, batch_id: str, on_progress: Callable[[Batch], None] | None = None) -> Batch:
         """Poll until the batch has ended."""
-        pause_s, longest_s = POLL_S
-        while True:
-            found = await self.batch(batch_id)
-            if on_progress is not None:
-                on_progress(found)
-            if found.ended:
-                return found
-            await asyncio.sleep(pause_s)
-            pause_s = min(longest_s, 1.2 * pause_s)
+        return await poll(lambda: self.batch(batch_id), ENDED, on_progress)
 
     async def content(self, file_id: str) -> AsyncGenerator[bytes, None]:
         """A file's bytes, as they come."""
@@ -143,7 +126,7 @@ class BatchClient(InferenceClient):
 
     async def files(self, limit: int = 20, purpose: str = "") -> list[FileInfo]:
         """The newest files."""
-        return (await self._get("/v1/files", _Files, limit=limit, purpose=purpose)).data
+        return (await self.call("GET", "/v1/files", Listing[FileInfo], limit=limit, purpose=purpose)).data
 
     async def delete_file(self, file_id: str) -> None:
         """Delete a file."""

@@ -4,6 +4,9 @@ Streams on the base, on a pinned version and on a name that follows run together
 them. What is printed is what the clients saw: the gaps between tokens before and during the load, and the time from
 the publish to the first token of the new version. No stream may break, and pinned ones must keep their version. Streams
 go on until all that follow have moved, however busy the machine is.
+
+The clients run here, beside the ring: while this program waits for a core, it sees a gap that no stream had. So it
+measures itself, too, and tells both.
 """
 
 import asyncio
@@ -24,12 +27,32 @@ STREAMS = 4  # of each kind
 MOST_TOKENS = 1_800  # of a stream that nobody ends
 RANK = 8
 LAYERS = 3
+LOOK_S = 0.005
 SHAPES = {"self_attn.q_proj": (128, 128), "self_attn.v_proj": (128, 64), "mlp.down_proj": (384, 128)}  # models/tiny
 CONFIG = {
     "fine_tune_type": "lora",
     "num_layers": LAYERS,
     "lora_parameters": {"rank": RANK, "scale": 2.0, "dropout": 0.0},
 }
+
+
+class Stops:
+    """When this program's own event loop was late, and by how many seconds."""
+
+    def __init__(self) -> None:
+        self._late: list[tuple[float, float]] = []
+
+    async def watch(self) -> None:
+        """Until cancelled."""
+        while True:
+            due = time.monotonic() + LOOK_S
+            await asyncio.sleep(LOOK_S)
+            now = time.monotonic()
+            self._late.append((now, now - due))
+
+    def longest(self, start: float, end: float) -> float:
+        """The longest one that ended between two times."""
+        return max((late for at, late in self._late if start <= at <= end), default=0.0)
 
 
 @dataclass
@@ -76,26 +99,30 @@ class AdapterAct:
         self._url = url
         self._console = console
         self._over = asyncio.Event()
+        self._stops = Stops()
 
     async def run(self) -> bool:
         """Whether no stream broke, and each was answered by the versions that it asked for."""
         async with httpx.AsyncClient(base_url=self._url, timeout=120) as http:
-            await self._upload(http, "calm", 1)
-            await self._upload(http, "bold", 2)
+            watching = asyncio.create_task(self._stops.watch())
+            await self._upload(http, "calm", _weights(1))
+            await self._upload(http, "bold", _weights(2))
             seen = [Seen(model) for _ in range(STREAMS) for model in (MODEL, "calm@1", "bold")]
             streams = [asyncio.create_task(self._stream(http, each)) for each in seen]
             await asyncio.gather(*(each.under_way.wait() for each in seen))
+            weights = _weights(3)
             published = time.monotonic()
-            await self._upload(http, "bold", 3)
+            await self._upload(http, "bold", weights)
             told = time.monotonic()
             await asyncio.gather(*(each.moved.wait() for each in seen if each.model == "bold"))
             self._over.set()
             await asyncio.gather(*streams)
+            watching.cancel()
         return self._report(seen, published, told)
 
-    async def _upload(self, http: httpx.AsyncClient, name: str, seed: int) -> None:
+    async def _upload(self, http: httpx.AsyncClient, name: str, weights: bytes) -> None:
         files = {
-            "adapter": ("adapters.safetensors", _weights(seed)),
+            "adapter": ("adapters.safetensors", weights),
             "config": ("adapter_config.json", json.dumps(CONFIG).encode()),
         }
         (await http.post("/upload_adapter", data={"name": name}, files=files)).raise_for_status()
@@ -134,7 +161,8 @@ class AdapterAct:
         following = [each for each in seen if each.model == "bold"]
         switched = [each.first("bold@2") for each in following]
         end = max([told, *switched])
-        before = [gap for each in seen for gap in each.gaps(0, published)]
+        began = min((each.arrivals[0] for each in seen if each.arrivals), default=published)
+        before = [gap for each in seen for gap in each.gaps(began, published)]
         during = [gap for each in seen for gap in each.gaps(published, end)]
         whole = all(each.whole for each in seen)
         kept = all(
@@ -148,6 +176,9 @@ class AdapterAct:
             f"{1000 * median(during):.1f} ms during the load; longest {1000 * max(before):.1f} ms before, "
             f"{1000 * max(during):.1f} ms during: a pause of "
             f"{1000 * max(0.0, max(during) - max(before)):.1f} ms\n"
+            f"  this program, which measures, has itself waited for a core or been busy for at most "
+            f"{1000 * self._stops.longest(began, published):.1f} ms before and "
+            f"{1000 * self._stops.longest(published, end):.1f} ms during\n"
             f"  no stream broke: {whole}; pinned ones and the base kept their version: {kept}; followers moved: {moved}"
         )
         return whole and kept and moved

@@ -37,6 +37,7 @@ log = structlog.get_logger()
 PIN_S = 3600.0  # of the adapter version of a request without a deadline, at most
 DEADLINE_GRACE_S = 2.0  # the worker enforces the deadline; without a worker we do, this much later
 _TOO_LATE = "the deadline passed before the request was complete"
+PART = 256  # events that are handed on at once
 _settling: set["asyncio.Task[None]"] = set()
 
 Events = list[tuple[int, TokenEvent]]  # (index of the sequence, event)
@@ -115,12 +116,14 @@ class Generation:
 
         Raises what ended a sequence before its time: its deadline, a cancellation, an error of the engine.
         """
-        if self._history:
-            history, self._history = self._history, []
-            yield self._checked(history)
-        while self.unfinished:
-            events = await self._next()
-            yield self._checked([(self._places[i], event) for i, event in events] if self._places else events)
+        events, self._history = self._history, []
+        while events or self.unfinished:
+            events = self._checked(events or await self._next())
+            for at in range(0, len(events), PART):
+                if at:  # of a slow client, or of one that has come back: others' tokens go in between
+                    await asyncio.sleep(0)
+                yield events[at : at + PART]
+            events = []
 
     def _checked(self, events: Events) -> Events:
         span = self._span
@@ -136,7 +139,7 @@ class Generation:
         assert self._feed is not None, "read before start"
         deadlines = [at for at in (self._deadline_ms, self._first_deadline_ms) if at]
         if not deadlines:
-            return await self._feed.next()
+            return self._placed(await self._feed.next())
         left_s = min(deadlines) / 1000 - time.time() + DEADLINE_GRACE_S
         try:
             async with asyncio.timeout(left_s):
@@ -145,7 +148,10 @@ class Generation:
             self._note("deadline")
             raise DeadlineExceededError(_TOO_LATE) from None
         self._first_deadline_ms = 0
-        return events
+        return self._placed(events)
+
+    def _placed(self, events: Events) -> Events:
+        return [(self._places[i], event) for i, event in events] if self._places else events
 
     def leave(self) -> list[str]:
         """Stop reading and let the sequences run on; returns those that have not finished."""

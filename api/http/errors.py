@@ -84,6 +84,14 @@ def error_response(error: ParallmError) -> Response:
     return Response(error_object(error), error.status, headers, "application/json")
 
 
+class BodyError(HTTPException):
+    """An error of ours while a body is read: there FastAPI lets no other kind out."""
+
+    def __init__(self, error: ParallmError) -> None:
+        super().__init__(error.status, error.message)
+        self.error = error
+
+
 def install(app: FastAPI) -> None:
     """Make `app` answer all errors in our shape (api/http/context.py does so for those that nobody has foreseen)."""
 
@@ -104,6 +112,8 @@ def translate(request: Request, error: Exception) -> ParallmError:
         return error
     if isinstance(error, RequestValidationError):
         return from_validation(error.errors())
+    if isinstance(error, BodyError):
+        return error.error
     if isinstance(error, HTTPException):
         return _from_http(request, error)
     return from_fault(error)

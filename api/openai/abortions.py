@@ -13,6 +13,7 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field
 
 from api.generation.running import owner
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import RequestModel
 from api.ring.caller import asker
@@ -21,7 +22,7 @@ from shared.redis import keys
 from shared.redis.queue.named_requests import NamedRequests
 from shared.sequences import decode_spec
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 _ANSWER = re.compile(r"(cmpl|chatcmpl|embd|score|predict|act)-[0-9a-f]{32}")
 _SHOWN = re.compile(r"(?:chatcmpl-|cmpl-|resp_)(.+)")

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from api.generation.plan import Asked, plan
 from api.generation.structured import grammar_of_format, grammar_of_outputs
 from api.generation.target import target_of
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.openai.bodies import ChatCompletionRequest
 from api.openai.conversations import conversation
@@ -17,7 +18,7 @@ from api.ring.ring import Ring, ring_of
 from shared.process.settings import ApiSettings
 from shared.text.codec import TextCodec
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 UNUSED_HEADER = "x-parallm-unused-parameters"
 _NO_HINT = {("reasoning_effort", "none"), ("verbosity", "medium")}  # ask for nothing

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from api.generation.continuations import check_pairs, log_probabilities
 from api.generation.plan import encoded
 from api.generation.target import TargetFields, target_of
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import Off, complaint
 from api.openai.embeddings import prompt_usage
@@ -18,7 +19,7 @@ from api.ring.ring import Ring, ring_of
 from shared.errors import InvalidRequestError
 from shared.rewards.model_kinds import softmax
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 _PLACE = "{input}"
 

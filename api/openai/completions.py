@@ -8,6 +8,7 @@ from starlette.responses import Response
 from api.generation.plan import Asked, encoded, plan
 from api.generation.structured import grammar_of_outputs
 from api.generation.target import target_of
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.openai.bodies import CompletionRequest
 from api.openai.replies import reply, whole_body
@@ -15,7 +16,7 @@ from api.ring.ring import Ring, ring_of
 from shared.frames import Finish, TokenEvent
 from shared.text.codec import TextCodec
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

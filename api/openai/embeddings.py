@@ -6,7 +6,8 @@ Of pooling's tasks `embed` alone can be done: the models served here have no cla
 import base64
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -18,15 +19,19 @@ from starlette.responses import Response
 from api.generation.plan import UNSAMPLED, Work, check_prompts, encoded, plain_work, truncated
 from api.generation.running import gather_all
 from api.generation.target import Target, TargetFields, target_of
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import Off, Priority, Prompts, Truncation, TruncationSide, complaint
 from api.ring.ring import Ring, ring_of
+from api.ring.room import aside
 from shared.errors import InvalidRequestError
 from shared.process.settings import ApiSettings
 from shared.sequences import Pooling
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 TheRing = Annotated[Ring, Depends(ring_of)]
+
+LARGE_VECTOR_BYTES = 1 << 18  # of all vectors: to write their numbers takes some 10 ms from here on
 
 
 class EmbeddingFields(TargetFields):
@@ -87,7 +92,8 @@ class PoolingRequest(EmbeddingRequest):
 async def create_embeddings(body: EmbeddingRequest, request: Request, ring: TheRing) -> Response:
     """OpenAI's embeddings, as sequences in the same queue as everything else."""
     work = await plan_embeddings(body, body.input, await target_of(ring, body, request), ring.settings)
-    return json_reply(embeddings_answer(body, work, await vectors_of(ring, work)))
+    vectors = await vectors_of(ring, work)
+    return await vectors_reply(vectors, partial(embeddings_answer, body, work, vectors))
 
 
 @router.post(
@@ -102,17 +108,20 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, ring: TheR
 async def pool(body: PoolingRequest, request: Request, ring: TheRing) -> Response:
     """As /v1/embeddings, in vLLM's other shape."""
     work = await plan_embeddings(body, body.input, await target_of(ring, body, request), ring.settings)
-    vectors = [shown_vector(body, vector) for vector in await vectors_of(ring, work)]
-    return json_reply(
-        {
+    vectors = await vectors_of(ring, work)
+
+    def answer() -> dict[str, Any]:
+        shown = [shown_vector(body, vector) for vector in vectors]
+        return {
             "id": f"pool-{uuid.uuid4().hex}",
             "object": "list",
             "created": int(time.time()),
             "model": body.model or work.model,
-            "data": [{"index": at, "object": "pooling", "data": vector} for at, vector in enumerate(vectors)],
+            "data": [{"index": at, "object": "pooling", "data": vector} for at, vector in enumerate(shown)],
             "usage": prompt_usage(work.prompts),
         }
-    )
+
+    return await vectors_reply(vectors, answer)
 
 
 async def plan_embeddings(
@@ -129,6 +138,13 @@ async def plan_embeddings(
 async def vectors_of(ring: Ring, work: Work) -> list[npt.NDArray[np.float32]]:
     """The embeddings of a work's prompts, as the workers make them: not normalised."""
     return [np.frombuffer(events[-1].embedding or b"", "<f4") for events in await gather_all(ring, work)]
+
+
+async def vectors_reply(vectors: Sequence[npt.NDArray[np.float32]], answer: Callable[[], Any]) -> Response:
+    """`answer()`, which shows these vectors, as JSON; many numbers are written beside the event loop."""
+    if sum(vector.nbytes for vector in vectors) <= LARGE_VECTOR_BYTES:
+        return json_reply(answer())
+    return await aside(lambda: json_reply(answer()))
 
 
 def prompt_usage(prompts: Sequence[Sequence[int]]) -> dict[str, int]:
@@ -159,4 +175,5 @@ def shown_vector(body: EmbeddingRequest, vector: npt.NDArray[np.float32]) -> str
         vector = vector / length if length > 0 else vector
     if body.encoding_format == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return [float(value) for value in vector]
+    shown: list[float] = vector.tolist()
+    return shown

@@ -10,13 +10,14 @@ from starlette.responses import Response
 
 from api.generation.plan import plan
 from api.generation.target import target_of
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.openai.bodies import ChatCompletionRequest
 from api.openai.chat import asked_of
 from api.ring.ring import Ring, ring_of
 from shared.errors import UnsupportedParameterError
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 _SAMPLED = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",

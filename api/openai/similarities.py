@@ -16,12 +16,13 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from api.generation.target import target_of
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import MAX_PROMPTS, Off, complaint
 from api.openai.embeddings import EmbeddingFields, plan_embeddings, prompt_usage, vectors_of
 from api.ring.ring import Ring, ring_of
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 TheRing = Annotated[Ring, Depends(ring_of)]
 
 Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS // 2)]

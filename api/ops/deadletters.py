@@ -131,21 +131,13 @@ async def drop(ring: TheRing, letter_id: LetterId) -> Dropped:
 
 
 def _shown(letter: DeadLetter) -> Letter:
-    spec = letter.spec
+    fields = letter._asdict()
+    spec, size = fields.pop("spec"), fields.pop("size")
     return Letter(
-        id=letter.id,
-        model=letter.model,
-        sequence=letter.sequence,
-        reason=letter.reason,
-        worker=letter.worker,
-        attempt=letter.attempt,
-        job=letter.job,
-        stream=letter.stream,
-        died_ms=letter.died_ms,
+        **fields,
         requeueable=spec is not None,
-        unreadable=letter.unreadable,
         prompt_tokens=len(spec.prompt_ids) if spec else 0,
         max_tokens=spec.sampling.max_tokens if spec else 0,
         adapter=spec.adapter if spec else "",
-        bytes=letter.size,
+        bytes=size,
     )

@@ -4,13 +4,14 @@ import time
 from collections import defaultdict
 from typing import Any
 
+from api.ops.snapshot import trainings
 from api.ring.ring import SERVING, Ring
 from shared.redis import keys
 from shared.redis.adapters.catalog import AdapterCatalog
 from shared.redis.connection.client import server_time_ms
 from shared.redis.ring.worker_registry import WorkerStatus
-from shared.redis.training.board import TrainingBoard, trained_policies
-from shared.telemetry.metrics import CATALOGUE
+from shared.redis.training.board import TrainingBoard
+from shared.telemetry.metrics import CATALOGUE, series
 
 Gauges = dict[str, dict[tuple[str, ...], float]]  # metric -> label values -> value
 
@@ -99,12 +100,10 @@ async def _adapters(gauges: Gauges, adapters: AdapterCatalog, workers: list[Work
 
 
 async def _training(gauges: Gauges, ring: Ring) -> None:
-    for policy in await trained_policies(ring.redis):
-        board = TrainingBoard(ring.redis, policy)
-        status = await board.status()
-        if status is None:
-            continue
-        live = await board.trajectories()
+    for training in await trainings(ring):
+        status = training.status
+        policy = status.policy
+        live = await TrainingBoard(ring.redis, policy).trajectories()
         figures: dict[str, float | None] = {
             "rl_trajectories_collected": status.trajectories + live.waiting,
             "rl_training_loss": status.loss,
@@ -119,14 +118,14 @@ async def _training(gauges: Gauges, ring: Ring) -> None:
             "rl_tokens_per_second": status.tokens_per_s,
             "rl_versions_rejected": status.rejected,
             "rl_rollbacks": status.rollbacks,
-            "rl_trainer_up": 1.0 if await board.alive() else 0.0,
+            "rl_trainer_up": 1.0 if training.alive else 0.0,
             "rl_trajectories_waiting": live.waiting,
             "rl_trajectories_dropped": live.dropped,
         }
         for name, value in figures.items():
             if value is not None:
                 gauges[f"mlx_parallm_{name}"][(policy,)] = value
-        for kind, count in (await board.alert_counts()).items():
+        for kind, count in training.alerts.items():
             gauges["mlx_parallm_rl_alerts"][policy, kind] = count
 
 
@@ -144,10 +143,7 @@ def _seeds(gauges: Gauges, workers: list[WorkerStatus], totals: dict[str, float]
     gauges["queued_requests"][()] = sum(gauges["vllm:num_requests_waiting"].values())
     for name, figure in (("used_blocks", "prefix_blocks"), ("free_blocks", "prefix_free_blocks")):
         gauges[name][()] = sum(worker.extra.get(figure, 0) for worker in workers)
-    queried, found = (_total(totals, f"vllm:prefix_cache_{name}_total") for name in ("queries", "hits"))
+    queried, found = (
+        sum(value for _, _, value in series(totals, f"vllm:prefix_cache_{name}_total")) for name in ("queries", "hits")
+    )
     gauges["cache_hit_rate"][()] = found / queried if queried else 0.0
-
-
-def _total(totals: dict[str, float], name: str) -> float:
-    """A counter over all its labels."""
-    return sum(value for field, value in totals.items() if field.partition("|")[0] == name)

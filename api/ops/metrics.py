@@ -19,7 +19,7 @@ from api.http.auth import is_open
 from api.ops.gauges import Gauges, read_gauges
 from api.ring.ring import Ring, ring_of
 from shared.redis.ring.metric_store import read_totals
-from shared.telemetry.metrics import CATALOGUE, INF, SUM, parse_field
+from shared.telemetry.metrics import CATALOGUE, INF, SUM, parse_field, series
 from shared.telemetry.metrics import Metric as Described
 
 router = APIRouter(tags=["operations"])
@@ -66,12 +66,8 @@ async def metrics(request: Request, ring: TheRing) -> Response:
 @router.get("/v1/spec_decode/metrics", summary="Speculative decoding: there is none")
 async def spec_decode_metrics(ring: TheRing) -> SpecDecoding:
     """What servers that speculate tell. Here every decode step brings one token to a row, by the model itself."""
-    steps = sum(
-        value
-        for field, value in (await read_totals(ring.redis)).items()
-        if field.startswith("vllm:iteration_tokens_total|") and not field.endswith(f"|{SUM}")
-    )
-    return SpecDecoding(mode_distribution={"none": int(steps)})
+    steps = series(await read_totals(ring.redis), "vllm:iteration_tokens_total")
+    return SpecDecoding(mode_distribution={"none": int(sum(count for _, bucket, count in steps if bucket != SUM))})
 
 
 def wants_json(accept: str) -> bool:
@@ -100,9 +96,10 @@ class _Figures(Collector):
         for name, metric in CATALOGUE.items():
             if found := self._gauges.get(name):
                 yield _plain_family(metric, found.items())
-            elif counted.get(name):
-                family = _counter_family if metric.kind == "counter" else _histogram_family
-                yield family(metric, counted[name])
+            elif metric.kind == "histogram" and counted.get(name):
+                yield _histogram_family(metric, counted[name])
+            elif counts := counted.get(name):
+                yield _plain_family(metric, ((labels, values.get("", 0.0)) for labels, values in counts.items()))
 
 
 _Series = dict[tuple[str, ...], dict[str, float]]  # label values -> bucket ("" of a counter) -> value
@@ -136,13 +133,6 @@ def _plain_family(metric: Described, values: Iterable[tuple[tuple[str, ...], flo
     family = kind(metric.name, metric.meaning, labels=metric.labels)
     for labels, value in sorted(values):
         family.add_metric(labels, value)
-    return family
-
-
-def _counter_family(metric: Described, series: _Series) -> Metric:
-    family = CounterMetricFamily(metric.name, metric.meaning, labels=metric.labels)
-    for labels, values in sorted(series.items()):
-        family.add_metric(labels, values.get("", 0.0))
     return family
 
 

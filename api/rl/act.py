@@ -20,6 +20,7 @@ from api.generation.plan import check_prompts, encoded, plain_work, room_for
 from api.generation.running import gather_all
 from api.generation.sampling import StrictId
 from api.generation.target import Target, TargetFields, target_of
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import Off, complaint
 from api.openai.bodies import ChatMessage
@@ -32,7 +33,7 @@ from shared.sequences import LogprobsMode, SamplingParams
 from shared.text.codec import TextCodec
 from shared.token_events import join
 
-router = APIRouter(tags=["rl"])
+router = APIRouter(tags=["rl"], route_class=BodyRoute)
 
 Observation = str | list[StrictId] | list[ChatMessage]
 

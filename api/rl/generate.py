@@ -6,8 +6,11 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 from typing import Annotated, Any, ClassVar
 
+import msgspec
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
@@ -18,8 +21,10 @@ from api.generation.plan import Asked, encoded, plan
 from api.generation.running import gather_all
 from api.generation.sampling import SamplingFields, StrictId
 from api.generation.target import Target, find_target
-from api.http.errors import error_responses, json_reply
+from api.http.bodies import BodyRoute
+from api.http.errors import error_responses
 from api.http.fields import Off, complaint
+from api.openai.replies import written
 from api.ring.ring import Ring, ring_of
 from api.rl import generate_tokens
 from shared.adapters import AdapterRef, version_id
@@ -28,7 +33,7 @@ from shared.frames import TokenEvent, VersionSpan, spans_of
 from shared.text.codec import TextCodec
 from shared.token_events import join
 
-router = APIRouter(tags=["rl"])
+router = APIRouter(tags=["rl"], route_class=BodyRoute)
 router.include_router(generate_tokens.router)
 TheRing = Annotated[Ring, Depends(ring_of)]
 
@@ -103,24 +108,27 @@ async def generate(body: GenerateRequest, request: Request, ring: TheRing) -> Re
     )
     work, reply = await plan(ring, body, target, asked)
     gathered = await gather_all(ring, work)
-    spans = [spans_of(events) for events in gathered]
-    completions = _completions(body, reply, codec, gathered)
     if isinstance(body.prompt, TokensPrompt):
-        return json_reply(_vllm_answer(body, reply, codec, gathered, completions))
+        answer = await written(chain.from_iterable(gathered), partial(_vllm_answer, body, reply, codec, gathered))
+        return Response(answer, media_type="application/json")
     name = target.admitted.name if target.admitted is not None else settings.default_adapter
-    return json_reply(
-        {
-            "request_id": body.request_id or request.state.request_id,
-            "policy_version": _oldest_version(spans, target),
-            "step_id": body.step_id,
-            **{field: values if body.several else values[0] for field, values in completions.items()},
-            "metadata": {
-                "batch_size": reply.choices,
-                "latency_ms": round(1000 * (time.perf_counter() - began), 2),
-                "current_policy_version": await ring.adapters.latest(name),
-            },
-        }
-    )
+    head = {
+        "request_id": body.request_id or request.state.request_id,
+        "policy_version": _oldest_version([spans_of(events) for events in gathered], target),
+        "step_id": body.step_id,
+    }
+    metadata = {
+        "batch_size": reply.choices,
+        "latency_ms": round(1000 * (time.perf_counter() - began), 2),
+        "current_policy_version": await ring.adapters.latest(name),
+    }
+
+    def write() -> bytes:
+        completions = _completions(body, reply, codec, gathered).items()
+        fields = {field: values if body.several else values[0] for field, values in completions}
+        return msgspec.json.encode({**head, **fields, "metadata": metadata})
+
+    return Response(await written(chain.from_iterable(gathered), write), media_type="application/json")
 
 
 async def _policy_target(body: GenerateRequest, request: Request, ring: Ring) -> Target:
@@ -173,9 +181,9 @@ def _vllm_answer(
     reply: ReplyPlan,
     codec: TextCodec,
     gathered: Sequence[list[TokenEvent]],
-    completions: dict[str, list[Any]],
-) -> dict[str, Any]:
+) -> bytes:
     """Lists with one entry a sample; log-probabilities of a token as `[{id: value}]`, which is what Atropos reads."""
+    completions = _completions(body, reply, codec, gathered)
     answer = {
         "text": completions["text"],
         "prompt": codec.decode(reply.prompts[0], skip_special_tokens=False),
@@ -189,7 +197,7 @@ def _vllm_answer(
             [[{token: floored(x)}] for event in events for token, x in zip(event.tokens, event.logprobs, strict=True)]
             for events in gathered
         ]
-    return answer
+    return msgspec.json.encode(answer)
 
 
 def _oldest_version(spans: Sequence[Sequence[VersionSpan]], target: Target) -> int:

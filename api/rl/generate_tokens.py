@@ -20,6 +20,7 @@ from api.generation.plan import Asked, plan
 from api.generation.running import Generation, by_choice, gather_all
 from api.generation.sampling import WHOLE_VOCABULARY, SamplingFields, StrictId, TopLogprobs
 from api.generation.target import target_of
+from api.http.bodies import BodyRoute
 from api.http.errors import error_object, error_responses
 from api.http.fields import Off, RequestModel, complaint
 from api.http.sse import EventStream
@@ -29,7 +30,7 @@ from shared.frames import TokenEvent, TokenLogprob, spans_of
 from shared.text.codec import TextCodec
 from shared.token_events import join
 
-router = APIRouter(tags=["rl"])
+router = APIRouter(tags=["rl"], route_class=BodyRoute)
 TheRing = Annotated[Ring, Depends(ring_of)]
 
 Ids = list[StrictId]

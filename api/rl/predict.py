@@ -15,6 +15,7 @@ from api.generation.plan import UNSAMPLED, check_prompts, encoded, plain_work, r
 from api.generation.running import gather_all
 from api.generation.sampling import StrictId
 from api.generation.target import target_of
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel, complaint
 from api.openai.embeddings import vectors_of
@@ -22,7 +23,7 @@ from api.ring.ring import Ring, ring_of
 from api.rl.act import PolicyFields
 from shared.sequences import SamplingParams
 
-router = APIRouter(tags=["rl"])
+router = APIRouter(tags=["rl"], route_class=BodyRoute)
 
 Output = Literal["embedding", "next_token_ids", "next_token_log_probs"]
 

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from api.generation.collection import check_scoring, scoring_reward
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel, complaint
 from api.openai.bodies import ChatMessage
@@ -23,7 +24,7 @@ from shared.rewards.kinds import CheckedReward
 from shared.scoring.pool import RewardSample
 from shared.scoring.shares import Share
 
-router = APIRouter(tags=["training"])
+router = APIRouter(tags=["training"], route_class=BodyRoute)
 TheRing = Annotated[Ring, Depends(ring_of)]
 Question = str | list[ChatMessage]
 

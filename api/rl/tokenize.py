@@ -1,5 +1,6 @@
 """POST /tokenize and /detokenize, with vLLM's fields."""
 
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -10,6 +11,7 @@ from starlette.responses import Response
 from api.generation.plan import encoded
 from api.generation.sampling import StrictId
 from api.generation.target import find_job_target
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import Off, RequestModel, complaint
 from api.openai.bodies import ChatFields, ChatMessage
@@ -19,7 +21,7 @@ from api.ring.room import LARGE_CHARS, aside
 from shared.sequences import vocabulary_error
 from shared.text.codec import TextCodec
 
-router = APIRouter(tags=["rl"])
+router = APIRouter(tags=["rl"], route_class=BodyRoute)
 TheRing = Annotated[Ring, Depends(ring_of)]
 
 
@@ -121,4 +123,5 @@ async def detokenize(body: DetokenizeRequest, ring: TheRing) -> DetokenizeRespon
     if error := vocabulary_error(body.tokens, target.card.vocab_size, "tokens"):
         raise error
     codec = await ring.codecs.codec(target.card)
-    return DetokenizeResponse(prompt=codec.decode(body.tokens, skip_special_tokens=False))
+    decode = partial(codec.decode, body.tokens, skip_special_tokens=False)
+    return DetokenizeResponse(prompt=await aside(decode) if len(body.tokens) > LARGE_CHARS else decode())

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.responses import Response
 
 from api.generation.target import card_of_base, check_published
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.ring.caller import asker
 from api.ring.ring import Ring, ring_of
@@ -57,7 +58,7 @@ from shared.training import (
     check_checkpoint_name,
 )
 
-router = APIRouter(tags=["training"])
+router = APIRouter(tags=["training"], route_class=BodyRoute)
 TheRing = Annotated[Ring, Depends(ring_of)]
 PolicyName = Annotated[str, Query(description="default: the setting `default_adapter`")]
 IdempotencyKey = Annotated[str, Header(max_length=256, description="the same key gives the same answer")]

@@ -161,13 +161,28 @@ def job_idempotency(key: str, tenant: str = "") -> str:
 # It is there when all of the file's bytes are
 file = Key("parallm:file:{*}", "string", "api", "the file's; 7 d unless asked", "one file's description, JSON")
 file_bytes = Key("parallm:file:{*}:bytes", "hash", "api", "the file's; 1 h while it is written", "its bytes in chunks")
-files = Key("parallm:files", "sorted set", "api", "30 d, refreshed", "file ids by creation")
+_files = Key("parallm:files", "sorted set", "api", "30 d, refreshed", "file ids by creation")
+_tenant_files = Key("parallm:files:of:*", "sorted set", "api", "30 d, refreshed", "file ids of one tenant by creation")
 batch = Key("parallm:batch:{*}", "hash", "api", "8 d, refreshed", "one batch's spec, state, errors, times")
 batch_lease = Key("parallm:batch:{*}:lease", "string", "api", "4 s", "which api process checks lines or writes files")
-batches = Key("parallm:batches", "sorted set", "api", "8 d, refreshed", "batch ids by creation")
+_batches = Key("parallm:batches", "sorted set", "api", "8 d, refreshed", "batch ids by creation")
+_tenant_batches = Key(
+    "parallm:batches:of:*", "sorted set", "api", "8 d, refreshed", "batch ids of one tenant by creation"
+)
 pending_batches = Key(
     "parallm:batches:pending", "sorted set", "api", "8 d, refreshed", "ids of batches not yet terminal"
 )
+
+
+def files(tenant: str = "") -> str:
+    """All, or those of one tenant."""
+    return _tenant_files(tenant) if tenant else _files()
+
+
+def batches(tenant: str = "") -> str:
+    """All, or those of one tenant."""
+    return _tenant_batches(tenant) if tenant else _batches()
+
 
 # -- adapters, by name; with the version "": what the keys of its versions begin with
 

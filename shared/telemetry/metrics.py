@@ -9,6 +9,7 @@ holds the observations of one bucket alone, not of those below it.
 """
 
 from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -259,6 +260,14 @@ def parse_field(field: str) -> tuple[str, tuple[str, ...], str]:
     count = len(CATALOGUE[name].labels)
     labels = tuple(unquote(label) for label in rest[:count])
     return name, labels, rest[count] if len(rest) > count else ""
+
+
+def series(totals: Mapping[str, float], name: str) -> Iterator[tuple[tuple[str, ...], str, float]]:
+    """(label values, bucket, value) of one metric among the totals of all."""
+    for field, value in totals.items():
+        if field.partition("|")[0] == name:
+            _, labels, bucket = parse_field(field)
+            yield labels, bucket, value
 
 
 def _checked(name: str, kind: MetricKind, labels: tuple[str, ...]) -> Metric:

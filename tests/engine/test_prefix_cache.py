@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.adapter_bench import AdapterBench, make_versions, row
@@ -352,10 +352,12 @@ def test_a_prompt_larger_than_the_cache_drives_nothing_out() -> None:
     assert cache.stats.evicted_blocks == 0
 
 
-def test_a_cache_that_cannot_be_cut_is_left_alone() -> None:
-    cache = PrefixCache(1 << 20, 4, "base", [KVCache(), RotatingKVCache(8)])
+@pytest.mark.parametrize("other", [ChunkedKVCache(8), RotatingKVCache(8, keep=4)])
+def test_of_a_kind_that_we_do_not_know_nothing_is_kept(other: object) -> None:
+    cache = PrefixCache(1 << 20, 4, "base", [KVCache(), other])
     store(cache, [1] * 8)
     assert found(cache, [1] * 8) == 0
+    assert cache.stats.bytes == 0 and not cache.stops([1] * 80, "", 0)
 
 
 @settings(deadline=None, max_examples=60)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from shared.frames import Finish, TokenEvent, TokenLogprob
 from shared.redis import keys
@@ -78,6 +78,7 @@ class ScriptedWorker:
         """Claim and answer until cancelled."""
         async with asyncio.TaskGroup() as rows:
             rows.create_task(self._hear())
+            rows.create_task(self._live_on())
             while True:
                 free = 0 if self.paused else 8
                 with contextlib.suppress(ResponseError):  # a Redis that refuses
@@ -85,6 +86,13 @@ class ScriptedWorker:
                         self.specs.append(claim.spec)
                         rows.create_task(self._answer(claim))
                 await asyncio.sleep(0.005)
+
+    async def _live_on(self) -> None:
+        """Outlive a test that takes long on a busy machine."""
+        while True:
+            await asyncio.sleep(1)
+            with contextlib.suppress(RedisError):
+                await self.redis.expire(keys.worker(MODEL, self.id), keys.WORKER_TTL_S)
 
     async def _hear(self) -> None:
         async with self.redis.pubsub() as control:

@@ -72,6 +72,7 @@ class RingSource:
                 adapter_policy="pin" if "@" in adapter else "follow",
                 enqueued_ms=now,
                 tenant=ADMINS,
+                has_next_turn=request.has_next_turn,
             )
             for sample in range(request.n)
         ]

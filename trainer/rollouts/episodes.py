@@ -48,6 +48,7 @@ class Episodes:
             sampling=self._seeded(index),
             adapter=adapter,
             metadata={"environment": self.environment.name, "index": index},
+            has_next_turn=options.max_turns > 1,
         )
         sampled = await self.source.generate(request)
         finished = await asyncio.gather(*(self._finish(request, observation, t) for t in sampled))
@@ -95,6 +96,7 @@ class Episodes:
                 sampling=msgspec.structs.replace(request.sampling, seed=seed),
                 adapter=request.adapter,
                 metadata=request.metadata,
+                has_next_turn=turn + 1 < self.options.max_turns,
             )
         )
         return trajectory

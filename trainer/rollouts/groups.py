@@ -27,6 +27,7 @@ class RolloutRequest:
     sampling: SamplingOverrides  # with a seed: sample s draws with a seed derived from it and s
     adapter: str  # a name (follows the latest version) or name@k (pinned)
     metadata: dict[str, Any] = field(default_factory=dict)
+    has_next_turn: bool = False  # another request may begin with this prompt and a sample of it
 
 
 class RolloutSource(Protocol):

@@ -3,7 +3,7 @@
 It cannot stop the trainer: not its signals, its status, its checkpoints. A call that takes longer than its time costs
 its sample. Where it blocks the whole process, the process is ended and started again; the log names the code and the
 line at which it hung, and what other calls had under way there is asked again. So `reset` and `step` may be called
-twice for the same task: an environment is stateless (trainer/rollouts/environments.py).
+twice for the same task: an environment is stateless (trainer/rollouts/environments.py). An alert tells each cause once.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import structlog
@@ -19,6 +19,7 @@ import structlog
 from shared.errors import SetupError
 from shared.jobs import Message
 from shared.process.call_process import CallProcess, LostProcessError
+from shared.training import AlertKind
 from trainer.rollouts.environments import Observation, Outcome, Scored
 from trainer.rollouts.own_messages import (
     Answer,
@@ -40,7 +41,10 @@ log = structlog.get_logger()
 START_S = 900.0  # for imports, and for what an environment loads when it is built
 LATE_S = 5.0  # that a process may be silent beyond the time of a call
 TRIES = 3  # of a call whose process ended, nobody knows by whose fault
+MOST_CAUSES = 64  # that alerts tell of, in a run
+TELL_AGAIN_S = 5.0  # after an alert that could not be sent; also how long the end of a run waits for the last one
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (\S+)$', re.MULTILINE)
+_LINE_NUMBER = re.compile(r":\d+\)")
 _LIBRARY = re.compile(r"[/\\](?:lib|Lib)[/\\]python|<frozen")
 
 
@@ -63,6 +67,7 @@ class OwnCode:
         self._process: _OwnProcess | None = None
         self._starting = asyncio.Lock()
         self.name = ""
+        self.on_block: Callable[[str], None] = lambda cause: None  # called for each call that did not come to an end
 
     async def __aenter__(self) -> Self:
         """Start it; SetupError when there is no such object, or when it is not what it has to be."""
@@ -75,6 +80,13 @@ class OwnCode:
 
     async def ask(self, what: Reset | Step | Score) -> Answer:
         """Carry a call out; OwnCodeError, or SetupError for what is wrong with the code as a whole."""
+        try:
+            return await self._result(what)
+        except BlockedError as blocked:
+            self.on_block(str(blocked))
+            raise
+
+    async def _result(self, what: Reset | Step | Score) -> Answer:
         named = type(what).__name__.lower()
         tries = 0
         while tries < TRIES:
@@ -223,6 +235,42 @@ class OwnFunction(OwnCode):
         outcome = (await self.ask(Score(completion, packed(reference)))).outcome
         assert outcome is not None and outcome.reward is not None
         return outcome.reward, outcome.components
+
+
+@contextlib.asynccontextmanager
+async def alerts_of(
+    codes: Iterable[OwnCode], alert: Callable[[AlertKind, str], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """Inside the block each cause by which one of them blocks sends one alert, however many samples it costs."""
+    causes: asyncio.Queue[str | None] = asyncio.Queue()
+    known: set[str] = set()
+
+    def note(cause: str) -> None:
+        place_less = _LINE_NUMBER.sub(")", cause)  # a loop hangs now at this line of it, now at that one
+        if place_less not in known and len(known) < MOST_CAUSES:
+            known.add(place_less)
+            causes.put_nowait(cause)
+
+    for code in codes:
+        code.on_block = note
+    telling = asyncio.create_task(_tell(causes, alert))
+    try:
+        yield
+    finally:
+        causes.put_nowait(None)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(telling, TELL_AGAIN_S)
+
+
+async def _tell(causes: "asyncio.Queue[str | None]", alert: Callable[[AlertKind, str], Awaitable[None]]) -> None:
+    while (cause := await causes.get()) is not None:
+        while True:
+            try:
+                await alert("own_code_blocked", f"{cause}; every such call costs its sample")
+                break
+            except Exception as error:  # the ring may be away: that ends no run
+                log.warning("train.alert_lost", reason=type(error).__name__)
+                await asyncio.sleep(TELL_AGAIN_S)
 
 
 def place(stack: str) -> str:

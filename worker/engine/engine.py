@@ -22,19 +22,19 @@ from shared.frames import Finish, TokenEvent
 from shared.sequences import SequenceClass
 from shared.text.codec import TextCodec
 from worker.engine.batch.adapters import Adapters
+from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.prefill_lane import Followers, PrefillLane, PrefillTask, report_of, task_for
+from worker.engine.batch.prompt_group import Entry
 from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import NO_DEADLINE, Row
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.running_batch import RunningBatch
-from worker.engine.batch.unkept import Unkept, keep
 from worker.engine.kv.prefix_cache import PrefixCache
-from worker.engine.kv.slabs import KvRows
 from worker.engine.messages import EndReason, EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
 from worker.engine.model.loader import LoadedModel, bound_freed_memory
 from worker.engine.sampling.grammars import Grammars
 from worker.engine.sampling.stop_text import RowText
-from worker.engine.scheduler import UNDISTURBED, ClassTurns, Limits, Reserved, share_prefill
+from worker.engine.scheduler import UNDISTURBED, ChunkSize, ClassTurns, Limits, Reserved, share_prefill
 
 log = logging.getLogger(__name__)
 
@@ -59,19 +59,19 @@ class Engine:
         self._limits = Limits.of(loaded.card, loaded.kv_limit_bytes)
         bound_freed_memory(self._limits.kv_limit_bytes)
         self._model = RowModel(loaded.model, adapters)
-        self._pieces = Pieces()
+        self._pieces = Pieces(ChunkSize(config.prefill_chunk, config.piece_s))
         self._class_turns = ClassTurns()
-        self._batch = RunningBatch(self._model, config, self._pieces)
         score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
         self._prefixes = PrefixCache(
             config.prefix_cache_bytes, config.block_size, loaded.card.base_sha256, self._model.new_kv()
         )
+        self._keeping = Keeping(self._prefixes, loaded.card.kv_bytes_per_token, config.keep_bytes)
+        self._batch = RunningBatch(self._model, config, self._pieces, self._keeping)
         self._lane = PrefillLane(
-            self._model, self._prefixes, max(1, score_positions), self._pieces, config.prefill_area
+            self._model, self._prefixes, self._keeping, max(1, score_positions), self._pieces, config.prefill_area
         )
         self._followers = Followers(self._prefixes, self._model.adapters)
         self._waiting: deque[Row] = deque()
-        self._unkept = Unkept(loaded.card.kv_bytes_per_token, config.keep_bytes)
         self._rows: dict[str, Row] = {}
         self._reserved = Reserved(self._limits, config.max_rows)
         self._next_deadline = NO_DEADLINE
@@ -147,7 +147,7 @@ class Engine:
         self._start(self._followers.ready(self._batch.prefilling_rows), wait=False)
         self._admit()
         of = self._class_turns.choose(self._batch.waiting | self._lane.waiting)
-        budget = self._config.prefill_chunk
+        budget = self._pieces.chunk.tokens
         if not self._batch.decoding:
             budget *= UNDISTURBED
         if of == "batch":
@@ -158,6 +158,8 @@ class Engine:
             self._prefill(share.lane, of)
         if len(self._batch):
             self._decode(share.batch, of)
+        elif not in_lane:
+            self._pieces.forget()  # nothing was computed: that says nothing of the machine's pace
 
     def settle(self) -> None:
         """Wait for the prompts' pieces under way: after their turn's events are told, before new commands are taken."""
@@ -206,7 +208,7 @@ class Engine:
             raise UnsupportedModelError("this model shows no hidden states, so it makes no embeddings", param="model")
         self._model.adapters.admit(row)
         if s.grammar and spec.kind == "generate":
-            row.place = self._grammars.open(s.grammar, row.tokens)
+            row.place = self._grammars.open(s.grammar, row.tokens, spec.tenant)
         self._rows[spec.id] = row
         # Interactive sequences wait before batch ones, each class in order of arrival.
         ahead = sum(other.spec.sequence_class == "interactive" for other in self._waiting)
@@ -249,7 +251,7 @@ class Engine:
         for task in tasks:
             if task.reports or shared[task.key] > 1 or self._lane.has_equal(task):
                 self._lane.add(task)
-            elif not (wait and self._followers.add(task, self._batch.prefilling_rows)):
+            elif not (wait and self._followers.add(task, self._batch)):
                 self._insert(task)
 
     def _insert(self, task: PrefillTask) -> None:
@@ -257,9 +259,10 @@ class Engine:
         version = self._model.adapters.version(task.rows[0])
         with mx.stream(self._batch.stream):
             prefix = self._prefixes.longest(task.ids, version, len(task.ids) - 1)
+        stops = self._prefixes.stops(task.ids, version, prefix.length)
         for row in task.rows:
             row.take_kv(prefix.length, {version} if prefix.length else set())
-        self._batch.insert(task.rows, task.ids[prefix.length :], prefix.kv or None)
+        self._batch.insert(Entry(list(task.rows), task.ids[prefix.length :], prefix.kv or None, prefix.length, stops))
 
     # -- through
 
@@ -273,8 +276,6 @@ class Engine:
             try:
                 with mx.stream(self._batch.stream):
                     budget -= self._lane.feed(task, budget)
-                    if not task.left and task.pool is None:
-                        keep(self._prefixes, task.rows[:1], task.kv_versions, lambda _: KvRows.of(task.kv), task.done)
                 self._failures = 0
             except Exception as error:
                 self._lane.take_out(task)
@@ -288,7 +289,7 @@ class Engine:
             self._scored(task)
             rows = [row for row in task.rows if row.spec.kind == "generate"]
             if rows:
-                self._batch.insert(rows, task.ids[-1:], task.kv if task.done else None)
+                self._batch.insert(Entry(rows, task.ids[-1:], task.kv if task.done else None, task.done))
             if time.perf_counter() > until:
                 return
 
@@ -305,8 +306,7 @@ class Engine:
         try:
             tokens = self._batch.step(prefill_tokens, of)
             with mx.stream(self._batch.stream):
-                for versions, started in self._unkept.next(self._batch.started).items():
-                    keep(self._prefixes, started, versions, self._batch.kv_of)
+                self._keeping.prompts(self._batch.started, self._batch.kv_of)
         except Exception as error:
             self._give_up_batch(error)
             return
@@ -329,12 +329,14 @@ class Engine:
                 ended.append(row)
         self._throughput.add(len(tokens), time.monotonic())
         if ended:
+            with mx.stream(self._batch.stream):
+                self._keeping.answers(ended, self._batch.unfed, self._batch.kv_of)
             self._leave(ended)
 
     def _give_up_batch(self, error: Exception, besides: Iterable[Row] = ()) -> None:
         rows = [*self._batch.give_up(), *besides]
         self._pieces.forget()
-        self._batch = RunningBatch(self._model, self._config, self._pieces)
+        self._batch = RunningBatch(self._model, self._config, self._pieces, self._keeping)
         self._failed(rows, error)
 
     def _load_adapters(self) -> None:
@@ -345,14 +347,14 @@ class Engine:
     def _restart(self, rows: list[Row]) -> None:
         """Compute the context of these rows again, under the version that they have come to."""
         decoding = [row for row in rows if row.tokens]
-        self._unkept.remove(rows)
+        self._keeping.remove(rows)
         self._batch.remove(rows)
         for row in rows:
             self._lane.remove(row)
             self._followers.remove(row)
             row.rewind()
         for row in decoding:
-            self._batch.insert([row], row.context)
+            self._batch.insert(Entry([row], row.context))
         self._start([row for row in rows if not row.tokens])
 
     # -- out
@@ -382,7 +384,7 @@ class Engine:
 
     def _leave(self, rows: list[Row]) -> None:
         """Free what rows hold, wherever they are."""
-        self._unkept.remove(rows)
+        self._keeping.remove(rows)
         self._batch.remove(rows)
         for row in rows:
             del self._rows[row.spec.id]
@@ -392,4 +394,6 @@ class Engine:
                 self._followers.remove(row)
             else:
                 self._waiting.remove(row)
+            if row.place is not None:
+                self._grammars.leave(row.place)
             self._model.adapters.release(row)

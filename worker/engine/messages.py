@@ -25,6 +25,7 @@ class EngineConfig:
     prefill_rows: int = 32  # prompts that prefill together, at most
     prefill_chunk: int = 512  # prompt tokens between two decode steps, over all prompts; 0: measured (warm_up.py)
     prefill_area: int | None = None  # rows x width x (past + width) of a forward of prompts; None: no limit
+    piece_s: float = float("inf")  # that a piece of prompts is planned to take; a late one makes the next one smaller
     lane_s: float = float("inf")  # for the prompts in our own lane between two decode steps
     warm_up: bool = False  # decode rows of usual sizes before the first one comes; on a GPU
     kv_limit_bytes: int | None = None  # None: half of what is free after loading
@@ -59,7 +60,7 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class PrefixStats:
-    """A snapshot of the prefix cache; prompts shorter than a block count neither as hit nor as miss."""
+    """The prefix cache at one time; prompts shorter than a block count neither as hit nor as miss."""
 
     bytes: int = 0
     blocks: int = 0
@@ -67,6 +68,9 @@ class PrefixStats:
     misses: int = 0
     hit_tokens: int = 0
     evicted_blocks: int = 0
+    snapshots: int = 0  # states of layers that cannot be cut
+    snapshot_bytes: int = 0  # of `bytes`
+    evicted_snapshots: int = 0
 
 
 @dataclass(frozen=True)

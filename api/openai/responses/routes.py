@@ -1,6 +1,7 @@
 """POST /v1/responses: OpenAI's newer way to ask, for text and functions, without state."""
 
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -14,21 +15,23 @@ from api.generation.plan import Asked, Work, plan
 from api.generation.running import Generation, by_choice, gather_all
 from api.generation.splitter import Piece
 from api.generation.target import Target, target_of
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, from_validation
 from api.http.sse import EventStream
 from api.openai.bodies import ChatCompletionRequest
 from api.openai.chat import asked_of, unused_hints, with_unused
-from api.openai.replies import stream_failure
+from api.openai.replies import stream_failure, written
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.items import Event, ItemWriter
 from api.openai.responses.turns import turn_starts
 from api.ring.ring import Ring, ring_of
+from api.ring.room import LARGE_CHARS, LARGE_COUNT, aside
 from shared.errors import InvalidRequestError
 from shared.frames import Finish, TokenEvent
 from shared.text.codec import TextCodec
 from shared.token_events import by_token, join
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 _NAMES = {  # of a chat's fields -> ours
     "messages": "input",
@@ -59,13 +62,14 @@ async def create_response(body: ResponseRequest, request: Request, ring: Annotat
     if body.stream:
         return with_unused(EventStream(_events(await Generation.start(ring, work), writer)), unused)
     (events,) = await gather_all(ring, work)
-    return with_unused(Response(writer.whole(events), media_type="application/json"), unused)
+    whole = await written(events, partial(writer.whole, events))
+    return with_unused(Response(whole, media_type="application/json"), unused)
 
 
-def chat_body(body: ResponseRequest, skipped: int = 0) -> ChatCompletionRequest:
+async def chat_body(body: ResponseRequest, skipped: int = 0) -> ChatCompletionRequest:
     """The same request to /v1/chat/completions; what is wrong with it is called by our names."""
     try:
-        return body.chat(skipped)
+        return await aside(body.chat, skipped) if len(body.input) > LARGE_COUNT else body.chat(skipped)
     except ValidationError as error:
         raise _renamed(from_validation(error.errors())) from error
 
@@ -102,7 +106,7 @@ async def _fitting(ring: Ring, body: ResponseRequest, target: Target) -> tuple[C
     if body.truncation == "auto":
         last = len(turn_starts(body.messages())) - 1
     while True:  # the first look is at all of it, the others halve what is left
-        chat = chat_body(body, skipped)
+        chat = await chat_body(body, skipped)
         asked = await asked_of(codec, chat, ring.settings)
         fits = len(asked.prompts[0]) <= most
         if fits and (skipped == 0 or skipped - tried == 1):
@@ -153,6 +157,11 @@ class ResponseWriter:
         told = self._names.chat(tokens, delta.logprobs[: len(tokens)], delta.top_logprobs)
         marks = () if self._plan.split is None else self._plan.split.marks
         return [each for each in told if each.token not in marks]
+
+    @property
+    def is_long(self) -> bool:
+        """Whether to count the tokens of its reasoning takes so long that it is done beside the event loop."""
+        return len(self._writer.reasoning) > LARGE_CHARS
 
     @property
     def status(self) -> str:
@@ -218,7 +227,7 @@ async def _events(generation: Generation, writer: ResponseWriter) -> AsyncGenera
     """All bytes of a stream; it ends with the response as it has become."""
     number = 0
 
-    def written(event: Event) -> bytes:
+    def to_bytes(event: Event) -> bytes:
         nonlocal number
         data = msgspec.json.encode({**event, "sequence_number": number})
         number += 1
@@ -226,18 +235,19 @@ async def _events(generation: Generation, writer: ResponseWriter) -> AsyncGenera
 
     try:
         for name in ("created", "in_progress"):
-            yield written({"type": f"response.{name}", "response": writer.shown()})
+            yield to_bytes({"type": f"response.{name}", "response": writer.shown()})
         try:
             async for events in generation.batches():
                 for _, new in by_choice(events):
-                    out = [written(event) for event in writer.take(writer.choice.take(new))]
+                    out = [to_bytes(event) for event in writer.take(writer.choice.take(new))]
                     if out:
                         yield b"".join(out)
         except Exception as error:
             told = stream_failure(error, writer.shown()["id"])
             detail = {"code": "rate_limit_exceeded" if told.status == 429 else "server_error", "message": told.message}
-            yield written({"type": "response.failed", "response": writer.shown(status="failed", error=detail)})
+            yield to_bytes({"type": "response.failed", "response": writer.shown(status="failed", error=detail)})
             return
-        yield written({"type": f"response.{writer.status}", "response": writer.shown()})
+        last = await aside(writer.shown) if writer.is_long else writer.shown()
+        yield to_bytes({"type": f"response.{writer.status}", "response": last})
     finally:
         generation.close()

@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from api.http.errors import translate
 from api.ops.dashboard.assets import address
 from api.ops.dashboard.parts import eta_ms
-from api.ops.snapshot import size
+from api.ops.ring_view import size
 from shared.errors import AuthenticationError, ParallmError
 
 POLICY = (

@@ -10,6 +10,7 @@ done under a lease and may be done again from the start by another one.
 import hashlib
 import secrets
 import time
+from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 import msgspec
@@ -21,6 +22,7 @@ from shared.redis import keys
 from shared.redis.connection.client import Script, ask_all, members
 
 BatchState = Literal["validating", "in_progress", "completed", "failed", "expired", "cancelled"]
+READ_AT_ONCE = 128  # batches that one call to Redis reads: decoding them takes some milliseconds
 ENDED: frozenset[str] = frozenset({"completed", "failed", "expired", "cancelled"})
 
 _lease = Script("job_lease")
@@ -41,6 +43,7 @@ class BatchSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     output_ttl_s: int
     metadata: dict[str, str] = {}
     tenant: str = ""  # who owns it, its job and its files (shared/owners.py)
+    key: str = ""  # the name of the API key that made it; api processes work on it in this key's turn
 
 
 class BatchError(msgspec.Struct, frozen=True):
@@ -96,11 +99,11 @@ class BatchStore:
             pipe.hsetnx(keys.batch(spec.id), "state", "validating")
             pipe.expire(keys.batch(spec.id), keys.BATCH_TTL_S)
             await pipe.execute()
-        lists = (keys.batches(), keys.pending_batches())
+        lists = {keys.batches(), keys.batches(spec.tenant), keys.pending_batches()}
         added = [("ZADD", key, "NX", time.time(), spec.id) for key in lists]
+        old = [("ZREMRANGEBYSCORE", key, "-inf", spec.created_at - 2 * keys.BATCH_TTL_S) for key in lists]
         kept = [("EXPIRE", key, keys.BATCH_TTL_S) for key in lists]
-        old = ("ZREMRANGEBYSCORE", keys.batches(), "-inf", spec.created_at - 2 * keys.BATCH_TTL_S)
-        await ask_all(self._redis, [*added, *kept, old])
+        await ask_all(self._redis, [*added, *old, *kept])
 
     async def find(self, batch_id: str) -> BatchRecord:
         """A batch by its id; UnknownBatchError when there is none."""
@@ -111,27 +114,31 @@ class BatchStore:
 
     async def page(self, limit: int, after: str, asker: Asker = ANYBODY) -> tuple[list[BatchRecord], bool]:
         """The asker's newest batches, or those older than `after`, and whether there are more."""
-        start = 0
+        listed, start, count = keys.batches(asker.tenant if asker.limited else ""), 0, limit + 1
         if after:
-            rank = await self._redis.zrevrank(keys.batches(), after)
-            if rank is None or (asker.limited and not asker.owns((await self.find(after)).spec.tenant)):
+            rank = await self._redis.zrevrank(listed, after)
+            if rank is None:
                 raise unknown_batch(after, "after")
             start = int(rank) + 1
-        seen: list[BatchRecord] = []
-        while len(seen) <= limit and (raws := await self._redis.zrevrange(keys.batches(), start, start + limit)):
-            records = await self._find([raw.decode() for raw in raws])
-            seen += [record for record in records if record is not None and asker.owns(record.spec.tenant)]
-            start += len(raws)
-        return seen[:limit], len(seen) > limit
+        page: list[BatchRecord] = []
+        while len(page) <= limit and (raws := await self._redis.zrevrange(listed, start, start + count - 1)):
+            page += [record for record in await self._find([raw.decode() for raw in raws]) if record is not None]
+            start, count = start + len(raws), READ_AT_ONCE  # there were ids of batches that are gone: often many
+        return page[:limit], len(page) > limit
 
-    async def pending(self) -> list[BatchRecord]:
+    async def pending(self) -> AsyncIterator[BatchRecord]:
         """The batches that have not ended; the others are taken off the list."""
         ids = await members(self._redis, keys.pending_batches())
-        records = await self._find(ids)
-        gone = [i for i, record in zip(ids, records, strict=True) if record is None or record.state in ENDED]
-        if gone:
-            await self._redis.zrem(keys.pending_batches(), *gone)
-        return [record for record in records if record is not None and record.state not in ENDED]
+        for at in range(0, len(ids), READ_AT_ONCE):
+            part = ids[at : at + READ_AT_ONCE]
+            gone = []
+            for batch_id, record in zip(part, await self._find(part), strict=True):
+                if record is None or record.state in ENDED:
+                    gone.append(batch_id)
+                else:
+                    yield record
+            if gone:
+                await self._redis.zrem(keys.pending_batches(), *gone)
 
     async def change(self, batch_id: str, **fields: Any) -> bool:
         """Set fields of a batch that has not ended; False when it has."""

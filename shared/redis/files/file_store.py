@@ -18,6 +18,7 @@ from shared.redis import keys
 from shared.redis.connection.client import ask, ask_all
 
 CHUNK_BYTES = 1 << 20
+LISTED_AT_ONCE = 256  # files that a list reads from Redis in one call
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -66,9 +67,10 @@ class FileWriter:
         file = StoredFile(self._id, filename, purpose, self.size, now, now + ttl_s, self._chunks, tenant)
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.expire(keys.file_bytes(self._id), ttl_s + 60)  # longer than its description
-            pipe.zadd(keys.files(), {self._id: time.time()}, nx=True)
-            pipe.zremrangebyscore(keys.files(), "-inf", now - keys.FILES_TTL_S)
-            pipe.expire(keys.files(), keys.FILES_TTL_S)
+            for listed in {keys.files(), keys.files(tenant)}:
+                pipe.zadd(listed, {self._id: time.time()}, nx=True)
+                pipe.zremrangebyscore(listed, "-inf", now - keys.FILES_TTL_S)
+                pipe.expire(listed, keys.FILES_TTL_S)
             pipe.set(keys.file(self._id), msgspec.json.encode(file), ex=ttl_s)
             await pipe.execute()
         return file
@@ -134,25 +136,30 @@ class FileStore:
         self, purpose: str, limit: int, after: str, *, newest_first: bool, asker: Asker = ANYBODY
     ) -> tuple[list[StoredFile], bool]:
         """A page of the asker's files, and whether there are more, from the one after the file `after`."""
-        ids = [raw.decode() for raw in await self._redis.zrange(keys.files(), 0, -1, desc=newest_first)]
+        listed, start = keys.files(asker.tenant if asker.limited else ""), 0
         if after:
-            if after not in ids or (asker.limited and not asker.owns((await self.find(after)).tenant)):
+            rank = await (self._redis.zrevrank if newest_first else self._redis.zrank)(listed, after)
+            if rank is None:
                 raise unknown_file(after, "after")
-            ids = ids[ids.index(after) + 1 :]
-        page: list[StoredFile] = []
-        for at in range(0, len(ids), 256):
-            raws = await self._redis.mget([keys.file(i) for i in ids[at : at + 256]])
-            files = [msgspec.json.decode(raw, type=StoredFile) for raw in raws if raw is not None]
-            page += [file for file in files if purpose in ("", file.purpose) and asker.owns(file.tenant)]
-            if len(page) > limit:
+            start = int(rank) + 1
+        page: dict[str, StoredFile] = {}  # by id: an upload in between moves a file that we have into the next look
+        while len(page) <= limit:
+            ids = await self._redis.zrange(listed, start, start + LISTED_AT_ONCE - 1, desc=newest_first)
+            if not ids:
                 break
-        return page[:limit], len(page) > limit
+            start += len(ids)
+            raws = await self._redis.mget([keys.file(raw.decode()) for raw in ids])
+            files = [msgspec.json.decode(raw, type=StoredFile) for raw in raws if raw is not None]
+            page |= {file.id: file for file in files if purpose in ("", file.purpose)}
+        return list(page.values())[:limit], len(page) > limit
 
     async def delete(self, file_id: str) -> None:
         """Delete a file; UnknownFileError when there is none."""
-        await self.find(file_id)
-        gone = [("DEL", keys.file(file_id)), ("DEL", keys.file_bytes(file_id)), ("ZREM", keys.files(), file_id)]
-        await ask_all(self._redis, gone)
+        tenant = (await self.find(file_id)).tenant
+        unlisted = [("ZREM", listed, file_id) for listed in {keys.files(), keys.files(tenant)}]
+        # Its description goes last: until then the delete may be repeated.
+        gone = [("DEL", keys.file_bytes(file_id)), ("DEL", keys.file(file_id))]
+        await ask_all(self._redis, [*unlisted, *gone])
 
 
 def unknown_file(file_id: str, param: str | None = None) -> UnknownFileError:

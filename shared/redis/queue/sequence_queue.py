@@ -46,7 +46,7 @@ _RELEASE, _DEPTH, _FORWARD = Script("release"), Script("depth"), Script("forward
 
 @dataclass(frozen=True)
 class ClaimPlan:
-    """What a worker can take now (worker/engine/scheduler.py computes it)."""
+    """What a worker can take now (worker/claim_plan.py computes it)."""
 
     rows: int  # free rows
     interactive_first: int  # quotas of the first round; a group that one lets in is taken whole if the rows allow it

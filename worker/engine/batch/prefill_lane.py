@@ -16,10 +16,13 @@ import mlx.core as mx
 from shared.frames import Finish, TokenEvent, TokenLogprob
 from shared.sequences import SequenceClass
 from worker.engine.batch.adapters import Adapters
+from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Row, RowTag
 from worker.engine.batch.row_model import RowModel
+from worker.engine.batch.running_batch import RunningBatch
 from worker.engine.kv.prefix_cache import PrefixCache
+from worker.engine.kv.slabs import KvRows
 from worker.engine.model.pooling import Pool
 from worker.engine.sampling.draw import most_likely, top_lists
 from worker.engine.scheduler import widest
@@ -37,6 +40,7 @@ class PrefillTask:
     done: int = 0  # ids that are in the KV
     cached: int = 0  # of them, ids whose KV came from the prefix cache
     kv: list[Any] = field(default_factory=list)
+    stops: list[int] = field(default_factory=list)  # `done` at which states are stored; in order
     kv_versions: set[str] = field(default_factory=set)  # that the KV has been computed with
     logprobs: list[float] = field(default_factory=list)  # of ids[1 + score_from :]
     top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
@@ -94,10 +98,17 @@ class PrefillLane:
     """Tasks in order of arrival; the first one of each class runs."""
 
     def __init__(
-        self, model: RowModel, prefixes: PrefixCache, score_positions: int, pieces: Pieces, area: int | None = None
+        self,
+        model: RowModel,
+        prefixes: PrefixCache,
+        keeping: Keeping,
+        score_positions: int,
+        pieces: Pieces,
+        area: int | None = None,
     ) -> None:
         self._model = model
         self._prefixes = prefixes
+        self._keeping = keeping
         self._score_positions = score_positions  # positions whose logits may exist at one time
         self._pieces = pieces
         self._area = area  # bounds the width of a piece (scheduler.widest)
@@ -157,22 +168,31 @@ class PrefillLane:
             self._begin(task)
         length = int(min(budget, task.left, widest(task.done, self._area)))
         if length == 0:
+            self._keep(task)
             return 0
         if task.pool is not None:
             self._embed(task, task.pool, length)
             return length
         scores = task.done >= task.score_from
-        if scores:
-            length = min(length, self._score_positions)
-        else:
-            length = min(length, task.score_from - task.done)
+        length = min(length, self._score_positions if scores else task.score_from - task.done)
+        length = min([length, *(stop - task.done for stop in task.stops if stop > task.done)])
         ids_1L = mx.array(task.ids[task.done : task.done + length])[None]
         logits_1LV = self._model(ids_1L, cache=[*task.kv, RowTag((task.rows[0],))])
         task.kv_versions.update(self._model.versions)
         if scores:
             _collect(task, logits_1LV[0], task.ids[task.done + 1 : task.done + length + 1])
         self._fed(task, length)
+        self._keep(task)
         return length
+
+    def _keep(self, task: PrefillTask) -> None:
+        """Store what is worth it by now."""
+        row = task.rows[0]
+        row.kv_versions |= task.kv_versions
+        if task.done in task.stops:
+            self._keeping.at_stops([row], [task.done], lambda _: KvRows.of(task.kv))
+        if not task.left:
+            self._keeping.prompt(row, task.done, lambda _: KvRows.of(task.kv))
 
     def _embed(self, task: PrefillTask, pool: Pool, length: int) -> None:
         ids_1L = mx.array(task.ids[task.done : task.done + length])[None]
@@ -189,6 +209,8 @@ class PrefillLane:
         prefix = self._prefixes.longest(task.ids, version, task.score_from)
         task.kv, task.done = prefix.kv or self._model.new_kv(), prefix.length
         task.cached, task.kv_versions = prefix.length, {version} if prefix.length else set()
+        if task.pool is None:
+            task.stops = self._prefixes.stops(task.rows[0].spec.prompt_ids, version, prefix.length)
 
 
 def _collect(task: PrefillTask, logits_LV: mx.array, targets: list[int]) -> None:
@@ -209,18 +231,23 @@ class Followers:
         self._adapters = adapters
         self._leaders: dict[Row, Row] = {}
 
-    def add(self, task: PrefillTask, prefilling: Collection[Row]) -> bool:
-        """Let a task's row wait if one of these rows computes what it needs; False when it should start."""
+    def add(self, task: PrefillTask, batch: RunningBatch) -> bool:
+        """Let a task's row wait if one that is fed now computes what it needs; False when it should start."""
         (row,) = task.rows
         version = self._adapters.version(row)
         shared = self._prefixes.worth_sharing(task.ids, version)
         if not shared:
             return False
         beginning = tuple(task.ids[:shared])
-        for leader in prefilling:
-            if leader.spec.prompt_ids[:shared] == beginning and self._adapters.version(leader) == version:
-                self._leaders[row] = leader
-                return True
+        for leader in batch.prefilling_rows:
+            if leader.spec.prompt_ids[:shared] != beginning or self._adapters.version(leader) != version:
+                continue
+            if self._prefixes.needs_snapshots:
+                common = self._prefixes.common(leader.spec.prompt_ids, task.ids)
+                if not batch.stop_between(leader, shared, common):
+                    continue
+            self._leaders[row] = leader
+            return True
         return False
 
     def ready(self, prefilling: Collection[Row]) -> list[Row]:

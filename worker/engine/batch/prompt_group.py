@@ -3,21 +3,25 @@
 A group joins the batch as it is: its KV is appended in one piece per layer. Taken out of a larger batch row by row, as
 mlx-lm's `BatchGenerator` does it, that is thousands of small operations.
 
-Invariants. Rows of a group that is fed in pieces have equal prompts; others are fed at once, padded to the longest. The
-host knows each row's padding, so nobody waits for the device to tell it (plain `KVCache`; others have no need).
+A piece ends for each row at its next stop, where its states go into the prefix cache (kv/stops.py); the rows that go
+on are fed in the same turn.
+
+Invariants. Rows of a group that is fed over several turns have equal prompts; others are fed at once, padded to the
+longest. The host knows each row's padding, so nobody waits for the device to tell it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from worker.engine.batch.row import Row, RowTag
 from worker.engine.batch.row_model import RowModel
+from worker.engine.kv.kinds import copies, end_of, keep_rows
+from worker.engine.kv.slabs import KvRows
 
 
 @dataclass(eq=False)
@@ -27,6 +31,31 @@ class Entry:
     rows: list[Row]
     ids: list[int]
     kv: list[Any] | None = None
+    past: int = 0  # ids in `kv`
+    stops: list[int] = field(default_factory=list)  # ids read at which states are stored, `past` included; in order
+
+
+@dataclass(eq=False)
+class _Place:
+    """What is still to be fed of one row."""
+
+    row: Row
+    ids: list[int]
+    done: int  # ids read
+    stops: list[int]
+
+    def next_piece(self, chunk: int) -> list[int]:
+        """At most `chunk` ids, up to the next stop, without the last one."""
+        most = min(chunk, len(self.ids) - 1, *(stop - self.done for stop in self.stops[:1]))
+        piece, self.ids = self.ids[:most], self.ids[most:]
+        self.done += most
+        return piece
+
+    def pass_stop(self) -> bool:
+        """Whether it has come to a stop, which is behind it now."""
+        passed = self.stops[:1] == [self.done]
+        self.stops = self.stops[passed:]
+        return passed
 
 
 class PromptGroup:
@@ -34,8 +63,13 @@ class PromptGroup:
 
     def __init__(self, model: RowModel, entries: Sequence[Entry]) -> None:
         self._model = model
-        self._left = [entry.ids for entry in entries for _ in entry.rows]
-        self._tag = RowTag(tuple(row for entry in entries for row in entry.rows))
+        self._one_prompt = len(entries) == 1
+        if not (self._one_prompt or model.takes_padding):
+            _align(entries)
+        self._places = [
+            _Place(row, entry.ids, entry.past, entry.stops) for entry in entries for row in entry.rows
+        ]  # in the order of the KV
+        self._tag = RowTag(tuple(place.row for place in self._places))
         lengths = [end_of(entry.kv or ()) for entry in entries for _ in entry.rows]
         self.padding = [max(lengths) - length for length in lengths]  # positions before each row's first
         self.cache: list[Any] = [*_merged(model, entries), self._tag]
@@ -49,23 +83,22 @@ class PromptGroup:
     @property
     def left(self) -> int:
         """Tokens that are still to be fed before the last ones."""
-        return max(map(len, self._left)) - 1
+        return max(len(place.ids) for place in self._places) - 1
 
     @property
     def last_ids(self) -> mx.array:
         """Each row's last token [B], once nothing else is left."""
         assert self.left == 0, "a prompt that is not through"
-        return mx.array([ids[0] for ids in self._left])
+        return mx.array([place.ids[0] for place in self._places])
 
     @property
     def state(self) -> list[Any]:
         """The arrays that the latest piece computes."""
         return [cache.state for cache in self.cache]
 
-    def feed(self, chunk: int) -> int:
-        """Say what computes the next `chunk` tokens of each prompt (`state`); positions, padding included."""
-        parts = [ids[: min(chunk, len(ids) - 1)] for ids in self._left]
-        self._left = [ids[len(part) :] for ids, part in zip(self._left, parts, strict=True)]
+    def feed(self, chunk: int) -> tuple[int, int]:
+        """Say what computes the next piece of each prompt (`state`), at most `chunk` wide; its rows and its width."""
+        parts = [place.next_piece(chunk) for place in self._places]
         lengths = [len(part) for part in parts]
         longest = max(lengths)
         padding = [longest - length for length in lengths]
@@ -78,42 +111,51 @@ class PromptGroup:
             for cache in self.cache:
                 cache.finalize()
             self.padding = [before + pad for before, pad in zip(self.padding, padding, strict=True)]
-        return len(parts) * longest
+        return len(parts), longest
+
+    def at_stops(self) -> tuple[list[Row], list[int]]:
+        """Rows whose latest piece has ended at a stop, and how many ids each has read; told once."""
+        places = [place for place in self._places if place.pass_stop()]
+        return [place.row for place in places], [place.done for place in places]
+
+    def stop_between(self, row: Row, low: int, high: int) -> bool:
+        """Store a row's states there, too; False when it is past that, or others would have to stop with it."""
+        place = next(place for place in self._places if place.row is row)
+        if not self._one_prompt or high <= place.done or high >= place.done + len(place.ids):
+            return False
+        for each in self._places:
+            each.stops = with_stop(each.stops, max(low, each.done + 1), high)
+        return True
+
+    def kv_of(self, rows: list[Row]) -> KvRows:
+        """The KV of some rows."""
+        return kv_in(self.cache, rows, self.padding)
 
     def remove(self, gone: set[Row]) -> None:
         """Forget some of the rows, not all."""
         keep = [at for at, row in enumerate(self.rows) if row not in gone]
-        self._left = [self._left[at] for at in keep]
+        self._places = [self._places[at] for at in keep]
         self.padding = keep_rows(self.cache, keep, self.padding)
 
 
-def end_of(caches: Sequence[Any]) -> int:
-    """Positions of KV; 0 where no cache is a plain one."""
-    for cache in caches:
-        if type(cache) is KVCache or type(cache) is BatchKVCache:
-            return int(cache.size())
-    return 0
+def with_stop(stops: list[int], low: int, high: int) -> list[int]:
+    """These stops, of which one is in low..high."""
+    return stops if any(low <= stop <= high for stop in stops) else sorted([*stops, high])
 
 
-def keep_rows(caches: Sequence[Any], keep: list[int], padding: Sequence[int]) -> list[int]:
-    """Keep these rows of batched caches, of which the last one is the tag; the padding of those kept.
+def kv_in(tagged: Sequence[Any], rows: list[Row], padding: list[int]) -> KvRows:
+    """The KV of these rows, as it lies in batched caches, of which the last one is the tag."""
+    *caches, tag = tagged
+    places = {row: place for place, row in enumerate(tag.rows)}
+    index = [places[row] for row in rows]
+    return KvRows.of(caches, index, [padding[at] for at in index])
 
-    mlx-lm's own `filter` reads the padding back from the device, layer by layer, and so waits for the step under way.
-    """
-    left = [padding[at] for at in keep]
-    shift = min(left)
-    index = mx.array(keep)
-    for cache in caches:
-        if type(cache) is not BatchKVCache:
-            cache.filter(keep)
-            continue
-        if cache.keys is not None:
-            cache.keys = cache.keys[..., shift:, :][index]
-            cache.values = cache.values[..., shift:, :][index]
-            cache._idx -= shift
-        cache.offset = cache.offset[index]
-        cache.left_padding = cache.left_padding[index] - shift
-    return [each - shift for each in left]
+
+def _align(entries: Sequence[Entry]) -> None:
+    """Where prompts of one length go together only, their pieces must be equal, too: stops that all have."""
+    ahead = set.intersection(*({stop - entry.past for stop in entry.stops} for entry in entries))
+    for entry in entries:
+        entry.stops = [stop for stop in entry.stops if stop - entry.past in ahead]
 
 
 def _merged(model: RowModel, entries: Sequence[Entry]) -> list[Any]:
@@ -123,19 +165,4 @@ def _merged(model: RowModel, entries: Sequence[Entry]) -> list[Any]:
         new = model.new_kv()
         each = [entry.kv or new for entry in entries for _ in entry.rows]
         return [layer[0].merge(layer) for layer in zip(*each, strict=True)]
-    rows = sum(len(entry.rows) for entry in entries)
-    kv = model.new_kv() if first.kv is None else first.kv
-    return [_copies(cache, rows) for cache in kv]
-
-
-def _copies(cache: Any, rows: int) -> Any:
-    """The same KV for each row; as a view, where that can be: whoever writes behind it makes it a copy."""
-    if type(cache) is not KVCache or cache.keys is None:
-        return cache.merge([cache] * rows)
-    batch = BatchKVCache([0] * rows)
-    keys, values = cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :]
-    batch.keys = mx.broadcast_to(keys, (rows, *keys.shape[1:]))
-    batch.values = mx.broadcast_to(values, (rows, *values.shape[1:]))
-    batch.offset = batch.offset + cache.offset
-    batch._idx = cache.offset
-    return batch
+    return copies(model.new_kv() if first.kv is None else first.kv, sum(len(entry.rows) for entry in entries))

@@ -75,6 +75,11 @@ class Row:
             return [*self.spec.prompt_ids, *self.spec.score_ids]
         return [*self.spec.prompt_ids, *self.tokens]
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a next turn may begin with its prompt and its answer."""
+        return self.spec.kind == "generate" and (self.spec.sequence_class == "interactive" or self.spec.has_next_turn)
+
     def resume(self) -> Finish | None:
         """Replay earlier attempts; a finish when they already end the sequence."""
         if self.prior and self.prior[-1].finish is not None:

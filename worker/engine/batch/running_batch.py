@@ -24,11 +24,13 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from shared.sequences import SequenceClass
-from worker.engine.batch.prompt_group import Entry, PromptGroup, end_of, keep_rows
+from worker.engine.batch.keeping import Keeping
+from worker.engine.batch.prompt_group import Entry, PromptGroup, kv_in, with_stop
 from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Row, RowTag
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.sampler import RowSampler
+from worker.engine.kv.kinds import end_of, keep_rows
 from worker.engine.kv.slabs import KvRows
 from worker.engine.messages import EngineConfig
 from worker.engine.scheduler import PASSES, Unfed, feed_next
@@ -37,9 +39,10 @@ from worker.engine.scheduler import PASSES, Unfed, feed_next
 class RunningBatch:
     """The rows that prefill and decode together."""
 
-    def __init__(self, model: RowModel, config: EngineConfig, pieces: Pieces) -> None:
+    def __init__(self, model: RowModel, config: EngineConfig, pieces: Pieces, keeping: Keeping) -> None:
         self._model = model
         self._pieces = pieces
+        self._keeping = keeping
         self._sampler = RowSampler(model, config.top_candidates)
         self._most = config.prefill_rows
         self._area = config.prefill_area
@@ -55,6 +58,7 @@ class RunningBatch:
         self._turn = 0
         self._passed = 0  # steps in a row that have told first tokens and decoded nothing
         self.started: list[Row] = []  # got their first token in the latest step
+        self.unfed = 0  # tokens of each row that the latest step has told and not fed
         # On a CPU, MLX computes while it dispatches: there a first token would wait for all of the next decode step.
         self._tells_at_once = mx.default_device() == mx.Device(mx.cpu)
         maybe_set_recommended_wired_limit()
@@ -90,11 +94,19 @@ class RunningBatch:
         """The stream that the batch computes on."""
         return generation_stream
 
-    def insert(self, rows: list[Row], tokens: list[int], kv: list[Any] | None = None) -> None:
-        """Add rows that all feed `tokens` next; after `kv`, which is copied for each of them."""
-        self._unfed.append(Entry(list(rows), list(tokens), kv))
-        self._inserted.update(rows)
-        self._prefilling.update(dict.fromkeys(rows))
+    def insert(self, entry: Entry) -> None:
+        """Add rows, whose KV is copied for each of them."""
+        self._unfed.append(entry)
+        self._inserted.update(entry.rows)
+        self._prefilling.update(dict.fromkeys(entry.rows))
+
+    def stop_between(self, row: Row, low: int, high: int) -> bool:
+        """Store the states of a row's prompt somewhere between these positions; False when it is past them."""
+        for entry in self._unfed:
+            if row in entry.rows and entry.past < high < entry.past + len(entry.ids):
+                entry.stops = with_stop(entry.stops, max(low, entry.past + 1), high)
+                return True
+        return any(row in group.rows and group.stop_between(row, low, high) for group in self._groups)
 
     def remove(self, rows: Iterable[Row]) -> None:
         """Free these rows' places and KV."""
@@ -154,7 +166,7 @@ class RunningBatch:
         if budget <= 0 or not (groups or entries):
             return []
         unfed = [Unfed(group.left, group.fed_at, end_of(group.cache)) for group in groups]
-        unfed += [Unfed(len(entry.ids) - 1, past=end_of(entry.kv or ())) for entry in entries]
+        unfed += [Unfed(len(entry.ids) - 1, past=entry.past) for entry in entries]
         after_short, equal = self._after_short.get(of, False), not self._model.takes_padding
         feed = feed_next(unfed, budget, self._most, after_short=after_short, equal=equal, area=self._area)
         if feed.prompts[0] < len(groups):
@@ -167,12 +179,21 @@ class RunningBatch:
         is_short = not group.fed_at and group.left <= feed.chunk
         self._after_short[of] = is_short
         group.fed_at = self._turn
-        positions = group.feed(feed.chunk)
-        self._pieces.begin(group.state, positions)
+        self._feed_group(group, group.left if is_short else feed.chunk)
         if group.left:
             return []
         self._groups.remove(group)
         return [group]
+
+    def _feed_group(self, group: PromptGroup, width: int) -> None:
+        """Feed so many tokens of a group, or short prompts to their ends; in pieces, where rows have stops."""
+        is_short, positions = width == group.left, 0
+        while group.left and width > 0:
+            rows, fed = group.feed(width)
+            self._keeping.at_stops(*group.at_stops(), group.kv_of)
+            positions += rows * fed
+            width = group.left if is_short else width - fed
+        self._pieces.begin(group.state, positions)
 
     def _join(self, group: PromptGroup) -> bool:
         """Let the rows of a group decode from the next step on; whether their first tokens are under way already."""
@@ -215,7 +236,7 @@ class RunningBatch:
 
     def _decode(self) -> list[tuple[Row, int]]:
         """Begin the next decode step, and tell what it is fed."""
-        self.started = []
+        self.started, self.unfed = [], 0
         if not self._cache:
             return []
         inputs_B, rows = self._next_B, self._decoding_rows
@@ -226,7 +247,7 @@ class RunningBatch:
     def _tell(self) -> list[tuple[Row, int]]:
         """Tell what the next decode step is fed, before it begins."""
         rows, untold = self._decoding_rows, self._untold
-        self._untold = set(rows)
+        self._untold, self.unfed = set(rows), 1
         return self._told(rows, self._next_B, untold)
 
     def _told(self, rows: Sequence[Row], inputs_B: mx.array, untold: set[Row]) -> list[tuple[Row, int]]:
@@ -239,7 +260,4 @@ class RunningBatch:
 
     def kv_of(self, rows: list[Row]) -> KvRows:
         """The KV of rows that decode, as it lies in the batch."""
-        places = {row: place for place, row in enumerate(self._decoding_rows)}
-        index = [places[row] for row in rows]
-        *caches, _ = self._cache
-        return KvRows([(cache.keys, cache.values) for cache in caches], index, [self._padding[at] for at in index])
+        return kv_in(self._cache, rows, self._padding)

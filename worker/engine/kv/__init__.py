@@ -1,5 +1,6 @@
-"""Keys and values that outlive their row.
+"""Keys and values that outlive their row, of every kind of layer.
 
-`prefix_cache.py` first: prompts' KV, found again by block hashes. `slabs.py` copies several rows at once. A new kind of
-KV belongs here.
+Read `kinds.py` first: how each kind of layer keeps what it has read; a new kind belongs there. Then `prefix_cache.py`:
+what sequences leave, found again by their blocks (`block_keys.py`), and by snapshots where layers cannot be cut
+(`stops.py` says at which positions). `slabs.py` copies several rows at once.
 """

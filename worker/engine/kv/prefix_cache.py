@@ -1,34 +1,39 @@
-"""Automatic prefix cache: the KV of prompts, found again by the hashes of their blocks.
+"""Automatic prefix cache: KV of earlier sequences, found again by the hashes of their blocks (block_keys.py).
 
-A prompt is cut into blocks. A block's key is a chain hash: of the key before it and of its own ids; the first one
-starts from the base model's hash and the adapter version. So an equal key means an equal prefix, computed with equal
-weights.
+What a sequence adds to the cache is one *segment*: the KV of those blocks that nobody stored before it. A prompt that
+shares some blocks of a segment hits as far as they go. Layers that cannot be cut (kinds.py) are stored beside the
+blocks as *snapshots*: each holds what they had at one position, and the others' KV behind the last whole block before
+it. In a model with such layers a hit is the longest stored beginning that ends at a snapshot; `stops` says at which
+positions of a prompt one is worth its bytes.
 
-What a prompt adds to the cache is one *segment*: the KV of those blocks that nobody stored before it. A prompt that
-shares some blocks of a segment hits as far as they go. MLX arrays never change: whoever writes behind a prefix
-writes into a copy, so hits share the stored arrays. Segments that come together lie in one slab (slabs.py), which
-lives as long as one of them; the first hit of a segment takes it out, so that few hot prompts do not keep cold ones.
+MLX arrays never change: whoever writes behind a prefix writes into a copy, so hits share the stored arrays. What comes
+together lies in one slab (slabs.py), which lives as long as one part of it is used; the first hit of a part takes it
+out, so that few hot prompts do not keep cold ones.
 
 Invariants. Lives in the engine's thread. A segment's first block follows a block of another segment, its parent, or
-begins the prompt. A use renews a segment and then its parents, so a parent is always younger in the order of use, and
-eviction, oldest first, never leaves blocks that cannot be reached. Only plain `KVCache` can be cut at any length: with
-other kinds of cache in the model, or a limit of 0, nothing is stored and nothing is found.
+begins the prompt. A use renews a snapshot, then its segment and then the parents, so a parent is always younger in the
+order of use, and eviction, oldest first, never leaves what cannot be reached. With a kind of cache that we do not know,
+or a limit of 0, nothing is stored and nothing is found.
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
-from worker.engine.kv.slabs import Cut, KvRows, Slab, Wanted, copy_rows
+from worker.engine.kv.block_keys import BlockKeys
+from worker.engine.kv.kinds import kind_of, leaves, restored
+from worker.engine.kv.slabs import Cut, KvRows, Layers, Slab, State, Wanted, copy_rows, copy_states
+from worker.engine.kv.stops import Stops
 from worker.engine.messages import PrefixStats
+
+ENTRY_BYTES = 256  # what a block's keys take at least; in a model without cut layers it holds nothing else
+
+P = TypeVar("P", Cut, State)
 
 
 @dataclass(frozen=True)
@@ -55,17 +60,33 @@ class _Segment:
     cut: Cut
 
 
+@dataclass(eq=False)
+class _Snapshot:
+    """What is needed at one position beside the blocks before it."""
+
+    key: bytes  # of the last whole block before it
+    tail: tuple[int, ...]  # ids between that block and the position
+    length: int  # ids in all
+    state: State
+    rest: Cut | None  # of the tail
+
+
 class PrefixCache:
-    """KV of prompts, up to `limit_bytes`. `new_kv` is an example of the model's caches."""
+    """KV of sequences, up to `limit_bytes`. `new_kv` is an example of the model's caches."""
 
     def __init__(self, limit_bytes: int, block_size: int, base_sha256: str, new_kv: Sequence[Any]) -> None:
-        cuttable = all(type(cache) is KVCache for cache in new_kv)
-        self._limit = limit_bytes if cuttable else 0
+        kinds = [kind_of(leaf) for leaf in leaves(new_kv)]
+        self._limit = limit_bytes if all(kind.is_known for kind in kinds) else 0
+        self.needs_snapshots = bool(self._limit) and not all(kind.is_cut for kind in kinds)
+        self._new_kv = list(new_kv)
         self._block_size = block_size
-        self._base = base_sha256
+        self._keys = BlockKeys(base_sha256, block_size)
+        self._stops = Stops(block_size, limit_bytes)
         self._blocks: dict[bytes, _Segment] = {}
-        self._segments: OrderedDict[bytes, _Segment] = OrderedDict()  # by their first block, least recently used first
+        self._snapshots: dict[bytes, dict[tuple[int, ...], _Snapshot]] = {}
+        self._order: OrderedDict[_Segment | _Snapshot, None] = OrderedDict()  # least recently used first
         self._bytes = self._hits = self._misses = self._hit_tokens = self._evicted = 0
+        self._snapshot_bytes = self._snapshot_count = self._evicted_snapshots = 0
 
     @property
     def stats(self) -> PrefixStats:
@@ -77,100 +98,65 @@ class PrefixCache:
             misses=self._misses,
             hit_tokens=self._hit_tokens,
             evicted_blocks=self._evicted,
+            snapshots=self._snapshot_count,
+            snapshot_bytes=self._snapshot_bytes,
+            evicted_snapshots=self._evicted_snapshots,
         )
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one snapshot; 0 until there has been one."""
+        return self._stops.state_bytes
+
+    # -- find
 
     def longest(self, ids: Sequence[int], version: str, at_most: int) -> Prefix:
         """The longest cached prefix, at most `at_most` ids: what comes after it is still to be fed."""
         if not self._limit or at_most < 1 or len(ids) < self._block_size:
             return Prefix()
-        runs = self._find(self._keys(ids, version))
-        length = min(at_most, self._block_size * sum(runs.values()))
+        runs, snapshot, length = self._beginning(ids, version, at_most)
         if not length:
             self._misses += 1
             return Prefix()
         self._hits += 1
         self._hit_tokens += length
-        self._touch(list(runs))
-        for segment in runs:
-            if segment.cut.slab.users > 1:
-                self._put(segment, segment.cut.alone())
-        prefix = Prefix(length, _joined(list(runs.items()), self._block_size, length))
+        self._touch(list(runs), snapshot)
+        self._take_out(runs, snapshot)
+        parts = [segment.cut.layers(blocks * self._block_size) for segment, blocks in runs.items()]
+        if snapshot and snapshot.rest:
+            parts.append(snapshot.rest.layers(len(snapshot.tail)))
+        states = snapshot.state.layers() if snapshot else []
+        prefix = Prefix(length, restored(self._new_kv, _joined(parts, length), states, length))
         self._shrink()
         return prefix
 
-    def worth_sharing(self, ids: Sequence[int], version: str) -> int:
-        """Ids of half the prompt, in whole blocks, when they are not cached and could be; else 0."""
-        half = len(ids) // 2 // self._block_size or len(ids) // self._block_size
-        if not self._limit or sum(self._find(self._keys(ids, version)).values()) >= half:
-            return 0
-        return half * self._block_size
+    def known(self, ids: Sequence[int], version: str, at_most: int) -> int:
+        """The length that a hit would have now."""
+        return self._beginning(ids, version, at_most)[2] if self._limit else 0
 
-    def lacks(self, ids: Sequence[int], version: str) -> bool:
-        """Whether `store` would add anything."""
-        return bool(self._limit) and any(key not in self._blocks for key in self._keys(ids, version))
+    def _beginning(
+        self, ids: Sequence[int], version: str, at_most: int
+    ) -> tuple[dict[_Segment, int], _Snapshot | None, int]:
+        """The longest stored beginning: blocks of each segment, the snapshot that it ends at, and its length."""
+        keys = list(self._keys.chain(ids, version))
+        if not self.needs_snapshots:
+            runs = self._find(iter(keys))
+            return runs, None, min(at_most, self._block_size * sum(runs.values()))
+        blocks = sum(self._find(iter(keys)).values())
+        for count in range(min(blocks, at_most // self._block_size), -1, -1):
+            key = keys[count - 1] if count else self._keys.root(version)
+            if snapshot := self._snapshot_behind(key, ids, at_most):
+                return self._find(iter(keys[:count])), snapshot, snapshot.length
+        return {}, None, 0
 
-    def store(self, prompts: Sequence[Prompt], kv: KvRows) -> None:
-        """Keep the whole blocks of these prompts, whose KV is in these rows."""
-        if not self._limit:
-            return
-        chains: list[tuple[list[_Segment], list[bytes]]] = []  # what is known of a prompt, and the keys of the rest
-        wanted: list[Wanted] = []
-        begun: set[bytes] = set()
-        for prompt, row, start in zip(prompts, kv.rows, kv.starts, strict=True):
-            keys = list(self._keys(prompt.ids, prompt.version))
-            parents = self._find(iter(keys))
-            known = sum(parents.values())
-            if known == len(keys) or keys[known] in begun:  # an equal beginning in the same step: the first one's
-                continue
-            begun.add(keys[known])
-            chains.append((list(parents), keys[known:]))
-            wanted.append(Wanted(row, start + known * self._block_size, start + len(keys) * self._block_size))
-        fits = [self._bytes_of(kv, part) <= self._limit for part in wanted]
-        chains = [chain for chain, fit in zip(chains, fits, strict=True) if fit]
-        wanted = [part for part, fit in zip(wanted, fits, strict=True) if fit]
-        for (parents_of, keys), cut in zip(chains, copy_rows(kv.layers, wanted), strict=True):
-            segment = _Segment(keys, cut)
-            self._put(segment, cut)
-            self._blocks.update(dict.fromkeys(keys, segment))
-            self._segments[keys[0]] = segment
-            self._touch([*parents_of, segment])
-        self._shrink()
-
-    def _put(self, segment: _Segment, cut: Cut) -> None:
-        """Let a segment use this cut; a slab counts while anybody uses it."""
-        if not cut.slab.users:
-            self._bytes += cut.slab.nbytes
-        cut.slab.users += 1
-        if segment.cut is not cut:
-            self._release(segment.cut.slab)
-            segment.cut = cut
-
-    def _release(self, slab: Slab) -> None:
-        slab.users -= 1
-        if not slab.users:
-            self._bytes -= slab.nbytes
-
-    def _shrink(self) -> None:
-        while self._bytes > self._limit:
-            self._evict()
-
-    def clear(self) -> None:
-        """Forget everything."""
-        while self._segments:
-            self._evict()
-
-    @staticmethod
-    def _bytes_of(kv: KvRows, part: Wanted) -> int:
-        return Cut(Slab(kv.layers), part.row, part.start, part.length).nbytes
-
-    def _keys(self, ids: Sequence[int], version: str) -> Iterator[bytes]:
-        """The chain of hashes of all whole blocks."""
-        key = f"{self._base} {self._block_size} {version}".encode()
-        packed = array("q", ids)
-        for start in range(0, len(packed) - self._block_size + 1, self._block_size):
-            block = packed[start : start + self._block_size].tobytes()
-            key = hashlib.blake2b(key + block, digest_size=16).digest()
-            yield key
+    def _snapshot_behind(self, key: bytes, ids: Sequence[int], at_most: int) -> _Snapshot | None:
+        """The longest snapshot of these ids between this block and the next one's end."""
+        fitting = (
+            snapshot
+            for tail, snapshot in self._snapshots.get(key, {}).items()
+            if snapshot.length <= at_most and tuple(ids[snapshot.length - len(tail) : snapshot.length]) == tail
+        )
+        return max(fitting, key=lambda snapshot: snapshot.length, default=None)
 
     def _find(self, keys: Iterator[bytes]) -> dict[_Segment, int]:
         """The segments along a chain, as far as it is known, and how many blocks of each are shared."""
@@ -182,30 +168,196 @@ class PrefixCache:
             runs[segment] = runs.get(segment, 0) + 1
         return runs
 
-    def _touch(self, chain: list[_Segment]) -> None:
-        """Renew the segments of one prompt, parents last."""
+    # -- what is worth storing
+
+    def worth_sharing(self, ids: Sequence[int], version: str) -> int:
+        """Ids of half the prompt, in whole blocks, when they are not cached and could be; else 0."""
+        half = (len(ids) // 2 // self._block_size or len(ids) // self._block_size) * self._block_size
+        if not self._limit or self.known(ids, version, len(ids)) >= half:
+            return 0
+        return half
+
+    def common(self, ids: Sequence[int], others: Sequence[int]) -> int:
+        """The length of the whole blocks that both begin with, before the last id of either."""
+        most = min(len(ids), len(others)) - 1
+        same = next((at for at in range(most) if ids[at] != others[at]), most)
+        return same // self._block_size * self._block_size
+
+    def stops(self, ids: Sequence[int], version: str, past: int) -> list[int]:
+        """Positions of a prompt, behind the first `past` ones, at which its states should be stored."""
+        if not self.needs_snapshots:
+            return []
+        shared = self._block_size * sum(self._find(self._keys.chain(ids, version)).values())
+        return self._stops.of(len(ids), past, shared)
+
+    def lacks(self, ids: Sequence[int], version: str, *, at_end: bool = False) -> bool:
+        """Whether `store` would add anything."""
+        if at_end and self.needs_snapshots:
+            return len(ids) >= self._block_size and self.known(ids, version, len(ids)) < len(ids)
+        return bool(self._limit) and any(key not in self._blocks for key in self._keys.chain(ids, version))
+
+    # -- store
+
+    def store(self, prompts: Sequence[Prompt], kv: KvRows, *, at_end: bool = False) -> None:
+        """Keep the whole blocks of these prompts, whose KV is in these rows; snapshots, if they have read no more."""
+        if not self._limit or not all(kv.layers):
+            return
+        snapshots = at_end and self.needs_snapshots
+        left = self._store_blocks(list(range(len(prompts))), prompts, kv)
+        while left and snapshots:
+            left = self._store_blocks(left, prompts, kv)
+        if snapshots:
+            self._store_snapshots(prompts, kv)
+        self._shrink()
+
+    def _store_blocks(self, places: list[int], prompts: Sequence[Prompt], kv: KvRows) -> list[int]:
+        """Keep what is new of the prompts at these places; those that begin with new blocks of another are left."""
+        chains: list[tuple[list[_Segment], list[bytes]]] = []  # what is known of a prompt, and the keys of the rest
+        wanted: list[Wanted] = []
+        begun: set[bytes] = set()
+        left: list[int] = []
+        for place in places:
+            keys = list(self._keys.chain(prompts[place].ids, prompts[place].version))
+            parents = self._find(iter(keys))
+            known = sum(parents.values())
+            if known == len(keys):
+                continue
+            if keys[known] in begun:
+                left.append(place)
+                continue
+            begun.add(keys[known])
+            start, size = kv.starts[place], self._block_size
+            part = Wanted(kv.rows[place], start + known * size, start + len(keys) * size)
+            if self._bytes_of(kv, part) <= self._limit:
+                chains.append((list(parents), keys[known:]))
+                wanted.append(part)
+        for (parents_of, keys), cut in zip(chains, copy_rows(kv.layers, wanted), strict=True):
+            segment = _Segment(keys, cut)
+            self._use(cut)
+            self._blocks.update(dict.fromkeys(keys, segment))
+            self._order[segment] = None
+            self._touch([*parents_of, segment])
+        return left
+
+    def _store_snapshots(self, prompts: Sequence[Prompt], kv: KvRows) -> None:
+        """Keep the states of these rows, whose blocks are stored."""
+        ends: dict[tuple[bytes, tuple[int, ...]], tuple[int, list[_Segment]]] = {}
+        for place, prompt in enumerate(prompts):
+            keys = list(self._keys.chain(prompt.ids, prompt.version))
+            key = keys[-1] if keys else self._keys.root(prompt.version)
+            tail = tuple(prompt.ids[len(keys) * self._block_size :])
+            runs = self._find(iter(keys))
+            if sum(runs.values()) == len(keys) and tail not in self._snapshots.get(key, {}):
+                ends.setdefault((key, tail), (place, list(runs)))
+        places = [place for place, _ in ends.values()]
+        lengths = [len(prompts[place].ids) for place in places]
+        layers = kv.states(places, lengths) if places else []
+        if not layers or not all(layers):
+            return
+        states = copy_states(layers)
+        self._stops.state_bytes = states[0].slab.nbytes // len(states)
+        if self._stops.state_bytes > self._limit:
+            return
+        rests = self._rests([tail for _, tail in ends], places, lengths, kv)
+        for at, ((key, tail), (_, runs_of)) in enumerate(ends.items()):
+            snapshot = _Snapshot(key, tail, lengths[at], states[at], rests.get(at))
+            self._use(snapshot.state)
+            if snapshot.rest:
+                self._use(snapshot.rest)
+            self._snapshots.setdefault(key, {})[tail] = snapshot
+            self._snapshot_count += 1
+            self._order[snapshot] = None
+            self._touch(runs_of, snapshot)
+
+    @staticmethod
+    def _rests(tails: list[tuple[int, ...]], places: list[int], lengths: list[int], kv: KvRows) -> dict[int, Cut]:
+        """The cut leaves' KV of these tails, by their index; () has none."""
+        wanted = {
+            at: Wanted(kv.rows[place], kv.starts[place] + length - len(tail), kv.starts[place] + length)
+            for at, (tail, place, length) in enumerate(zip(tails, places, lengths, strict=True))
+            if tail and kv.layers
+        }
+        return dict(zip(wanted, copy_rows(kv.layers, list(wanted.values())), strict=True))
+
+    # -- room
+
+    def clear(self) -> None:
+        """Forget everything."""
+        while self._order:
+            self._evict()
+
+    def _use(self, part: Cut | State) -> None:
+        """A slab counts while anybody uses it."""
+        if not part.slab.users:
+            self._count(part.slab, 1)
+        part.slab.users += 1
+
+    def _release(self, part: Cut | State) -> None:
+        part.slab.users -= 1
+        if not part.slab.users:
+            self._count(part.slab, -1)
+
+    def _count(self, slab: Slab, sign: int) -> None:
+        self._bytes += sign * slab.nbytes
+        if slab.of_states:
+            self._snapshot_bytes += sign * slab.nbytes
+
+    def _take_out(self, runs: dict[_Segment, int], snapshot: _Snapshot | None) -> None:
+        """Copy what a hit uses out of slabs that others share."""
+        for segment in runs:
+            segment.cut = self._alone(segment.cut)
+        if snapshot:
+            snapshot.state = self._alone(snapshot.state)
+            snapshot.rest = snapshot.rest and self._alone(snapshot.rest)
+
+    def _alone(self, part: P) -> P:
+        if part.slab.users < 2:
+            return part
+        copy = part.alone()
+        self._use(copy)
+        self._release(part)
+        return copy
+
+    def _shrink(self) -> None:
+        while self._bytes > self._limit or len(self._blocks) > self._limit // ENTRY_BYTES:
+            self._evict()
+
+    @staticmethod
+    def _bytes_of(kv: KvRows, part: Wanted) -> int:
+        return Cut(Slab(kv.layers), part.row, part.start, part.length).nbytes
+
+    def _touch(self, chain: list[_Segment], snapshot: _Snapshot | None = None) -> None:
+        """Renew a snapshot, and then the segments before it, parents last."""
+        if snapshot:
+            self._order.move_to_end(snapshot)
         for segment in reversed(chain):
-            self._segments.move_to_end(segment.keys[0])
+            self._order.move_to_end(segment)
 
     def _evict(self) -> None:
-        _, segment = self._segments.popitem(last=False)
-        for key in segment.keys:
-            del self._blocks[key]
-        self._release(segment.cut.slab)
-        self._evicted += len(segment.keys)
+        oldest, _ = self._order.popitem(last=False)
+        if isinstance(oldest, _Segment):
+            for key in oldest.keys:
+                del self._blocks[key]
+            self._release(oldest.cut)
+            self._evicted += len(oldest.keys)
+            return
+        behind = self._snapshots[oldest.key]
+        del behind[oldest.tail]
+        if not behind:
+            del self._snapshots[oldest.key]
+        self._release(oldest.state)
+        if oldest.rest:
+            self._release(oldest.rest)
+        self._snapshot_count -= 1
+        self._evicted_snapshots += 1
 
 
-def _joined(runs: list[tuple[_Segment, int]], block_size: int, length: int) -> list[Any]:
-    """Caches of the first `length` positions of consecutive runs of blocks."""
-    caches = []
-    parts = [segment.cut.layers(blocks * block_size) for segment, blocks in runs]
-    for layers in zip(*parts, strict=True):
-        cache = KVCache()
-        cache.keys = _concatenated([keys for keys, _ in layers])[..., :length, :]
-        cache.values = _concatenated([values for _, values in layers])[..., :length, :]
-        cache.offset = length
-        caches.append(cache)
-    return caches
+def _joined(parts: list[Layers], length: int) -> Layers:
+    """The first `length` positions of consecutive parts of each cut leaf."""
+    return [
+        tuple(_concatenated(list(arrays))[..., :length, :] for arrays in zip(*leaf, strict=True))
+        for leaf in zip(*parts, strict=True)
+    ]
 
 
 def _concatenated(parts: list[mx.array]) -> mx.array:

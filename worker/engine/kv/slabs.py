@@ -1,33 +1,48 @@
 """KV of several rows, copied out of the running batch together.
 
 Row by row a copy takes two operations per layer and row. On a GPU, where operations and not bytes are what a decode
-step costs, that was a tenth of a burst's time (128 prompts of 128 tokens, 28 layers: 0.27 s). A slab takes two per
-layer.
+step costs, that was a tenth of a burst's time (128 prompts of 128 tokens, 28 layers: 0.27 s). A slab takes one an
+array.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
-Layers = list[tuple[mx.array, mx.array]]  # keys and values [rows, heads, positions, dim] of each layer
+from worker.engine.kv.kinds import Arrays, kind_of, leaves
+
+Layers = list[Arrays]  # of each leaf: arrays [rows, ...]; of a cut one [rows, heads, positions, dim]
 
 
 @dataclass(frozen=True)
 class KvRows:
     """Rows of KV as a batch holds them: which of its rows, and at which position the ids of each begin."""
 
-    layers: Layers
+    layers: Layers  # of the leaves that are cut at any length
     rows: list[int]
     starts: list[int]
+    others: list[Any] = field(default_factory=list)  # the leaves that are not cut
 
     @classmethod
-    def of(cls, caches: Sequence[Any]) -> KvRows:
-        """One prompt's caches."""
-        return cls([(cache.keys, cache.values) for cache in caches], [0], [0])
+    def of(cls, caches: Sequence[Any], rows: list[int] | None = None, starts: list[int] | None = None) -> KvRows:
+        """Some rows of batched caches, or the caches of one row."""
+        cut, others = [], []
+        for leaf in leaves(caches):
+            kind = kind_of(leaf)
+            if kind.is_cut:
+                cut.append(kind.arrays(leaf))
+            else:
+                others.append(leaf)
+        return cls(cut, rows or [0], starts or [0], others)
+
+    def states(self, places: Sequence[int], lengths: list[int]) -> Layers:
+        """Of some of these rows, which have read so many ids: what the other leaves hold."""
+        rows = [self.rows[place] for place in places]
+        return [kind_of(leaf).state(leaf, rows, lengths) for leaf in self.others]
 
 
 @dataclass(eq=False)
@@ -36,11 +51,12 @@ class Slab:
 
     layers: Layers
     users: int = 0
+    of_states: bool = False
 
     @property
     def nbytes(self) -> int:
         """Of all its rows."""
-        return sum(keys.nbytes + values.nbytes for keys, values in self.layers)
+        return sum(array.nbytes for arrays in self.layers for array in arrays)
 
 
 @dataclass(frozen=True)
@@ -69,20 +85,40 @@ class Cut:
     def layers(self, length: int) -> Layers:
         """Its first `length` positions [1, heads, length, dim]; views, not copies."""
         rows, positions = slice(self.row, self.row + 1), slice(self.start, self.start + length)
-        return [(keys[rows, :, positions], values[rows, :, positions]) for keys, values in self.slab.layers]
+        return [tuple(array[rows, :, positions] for array in arrays) for arrays in self.slab.layers]
 
     @property
     def nbytes(self) -> int:
         """What it would take alone."""
-        return sum(
-            (keys.nbytes // (keys.shape[0] * keys.shape[2]) + values.nbytes // (values.shape[0] * values.shape[2]))
-            * self.length
-            for keys, values in self.slab.layers
+        return self.length * sum(
+            array.nbytes // (array.shape[0] * array.shape[2]) for arrays in self.slab.layers for array in arrays
         )
 
     def alone(self) -> Cut:
         """A copy that keeps no other row alive."""
         return Cut(Slab(_copied(self.layers(self.length))), 0, 0, self.length)
+
+
+@dataclass(frozen=True)
+class State:
+    """What one row's other leaves hold at one position, in a slab."""
+
+    slab: Slab
+    row: int
+
+    def layers(self) -> Layers:
+        """Of this row alone; views."""
+        return [tuple(array[self.row : self.row + 1] for array in arrays) for arrays in self.slab.layers]
+
+    def alone(self) -> State:
+        """A copy that keeps no other row alive."""
+        return State(Slab(_copied(self.layers()), of_states=True), 0)
+
+
+def copy_states(layers: Layers) -> list[State]:
+    """A copy of each row of these."""
+    slab = Slab(_copied(layers), of_states=True)
+    return [State(slab, row) for row in range(layers[0][0].shape[0])]
 
 
 def copy_rows(layers: Layers, wanted: Sequence[Wanted]) -> list[Cut]:
@@ -102,14 +138,15 @@ def copy_rows(layers: Layers, wanted: Sequence[Wanted]) -> list[Cut]:
 
 
 def _taken(layers: Layers, rows: list[int], low: int, high: int) -> Layers:
-    if rows == [0] and layers[0][0].shape[0] == 1:
-        return [(keys[..., low:high, :], values[..., low:high, :]) for keys, values in layers]
+    parts = [tuple(array[..., low:high, :] for array in arrays) for arrays in layers]
+    if rows == [0] and all(array.shape[0] == 1 for arrays in layers for array in arrays):
+        return parts
     index = mx.array(rows)
-    return [(keys[..., low:high, :][index], values[..., low:high, :][index]) for keys, values in layers]
+    return [tuple(part[index] for part in arrays) for arrays in parts]
 
 
 def _copied(layers: Layers) -> Layers:
     """A slice would keep the whole batch's KV alive. Nobody waits for the copies, nor do first tokens."""
-    copies = [(mx.contiguous(keys), mx.contiguous(values)) for keys, values in layers]
+    copies = [tuple(mx.contiguous(array) for array in arrays) for arrays in layers]
     mx.async_eval(copies)  # type: ignore[no-untyped-call]
     return copies

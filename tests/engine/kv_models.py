@@ -1,0 +1,63 @@
+"""Small models with random weights, one or more for each way in which a layer keeps what it has read."""
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+from mlx.utils import tree_map
+
+from worker.engine.model.loader import LoadedModel
+
+VOCAB, WINDOW = 320, 24
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5}
+ROPE = {"rope_theta": 1e4, "head_dim": 16}
+LINEAR = {"linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head_dim": 16}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": HEADS | ROPE,
+    "qwen3": HEADS | ROPE | {"tie_word_embeddings": True},
+    "deepseek_v3": HEADS
+    | {"num_key_value_heads": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    | {"qk_nope_head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_shared_experts": 1}
+    | {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "gemma3_text": HEADS
+    | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW, "sliding_window_pattern": 2},
+    "gpt_oss": HEADS
+    | ROPE
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}
+    | {"layer_types": ["sliding_attention", "full_attention"]}
+    | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}},
+    "qwen3_next": HEADS
+    | ROPE
+    | LINEAR
+    | {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "num_experts": 4, "num_experts_per_tok": 2}
+    | {"decoder_sparse_step": 1, "shared_expert_intermediate_size": 32, "mlp_only_layers": []}
+    | {"moe_intermediate_size": 32, "partial_rotary_factor": 0.5, "full_attention_interval": 2},
+    "lfm2": HEADS
+    | {"norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "block_dim": 32, "block_multiple_of": 8}
+    | {"block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False, "full_attn_idxs": [1]},
+    "jamba": HEADS
+    | {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2}
+    | {"mamba_d_conv": 4, "mamba_d_state": 8, "mamba_expand": 2, "num_experts": 2, "num_experts_per_tok": 1},
+    "falcon_h1": HEADS
+    | {"head_dim": 16, "mamba_d_head": 16, "mamba_d_ssm": 32, "mamba_d_state": 8, "mamba_n_heads": 2},
+    "mamba2": {"num_heads": 2, "head_dim": 32, "state_size": 8, "conv_kernel": 4, "n_groups": 1, "use_bias": False}
+    | {"use_conv_bias": True, "time_step_limit": (0.01, 10), "time_step_rank": "auto"}
+    | {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+}
+PLAIN, WINDOWED, RECURRENT = (
+    ("llama", "qwen3", "deepseek_v3"),
+    ("gemma3_text", "gpt_oss"),
+    ("qwen3_next", "lfm2", "jamba", "falcon_h1", "mamba2"),
+)
+
+
+def small(name: str, llama: LoadedModel) -> LoadedModel:
+    """A model of mlx-lm whose tokens depend on all that it has read."""
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    mx.random.seed(0)
+    model = module.Model(module.ModelArgs.from_dict({"model_type": name} | SIZES | CONFIGS[name]))
+    model.update(tree_map(lambda weight: weight + 0.3 * mx.random.normal(weight.shape), model.parameters()))
+    return replace(llama, model=model, card=msgspec.structs.replace(llama.card, vocab_size=VOCAB))

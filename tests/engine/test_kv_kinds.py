@@ -1,0 +1,134 @@
+"""What layers of every kind have read is found again: the tokens of a cold run, from fewer ids."""
+
+from collections.abc import Callable
+
+import pytest
+
+from shared.sequences import SequenceSpec
+from tests.engine.conftest import Bench, prompt_of, spec
+from tests.engine.kv_models import CONFIGS, PLAIN, RECURRENT, WINDOW, WINDOWED, small
+from worker.engine.model.loader import LoadedModel
+
+BLOCK = 16
+Model = Callable[[str], LoadedModel]
+
+
+@pytest.fixture(scope="module")
+def model_of(llama: LoadedModel) -> Model:
+    made: dict[str, LoadedModel] = {}
+
+    def of(name: str) -> LoadedModel:
+        if name not in made:
+            made[name] = small(name, llama)
+        return made[name]
+
+    return of
+
+
+def bench_of(loaded: LoadedModel, **config: object) -> Bench:
+    return Bench(loaded, **{"block_size": BLOCK, "prefill_chunk": 128} | config)
+
+
+def check_like_cold(loaded: LoadedModel, bench: Bench, *specs: SequenceSpec) -> None:
+    """The bench's tokens and log-probabilities of these are those of an engine that has read nothing else."""
+    for one in specs:
+        cold = bench_of(loaded, prefix_cache_bytes=0)
+        cold.submit(one)
+        cold.run()
+        assert bench.tokens(one.id) == cold.tokens(one.id), one.id
+        assert bench.logprobs(one.id) == pytest.approx(cold.logprobs(one.id), abs=1e-3), one.id
+
+
+def cached(bench: Bench, seq: str) -> int:
+    return bench.finish(seq).cached_tokens
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.parametrize("length", [WINDOW - 6, 150], ids=["short", "long"])
+def test_a_second_turn_goes_on_from_the_answer(name: str, length: int, model_of: Model) -> None:
+    loaded = model_of(name)
+    bench = bench_of(loaded)
+    bench.submit(one := spec("one", prompt_of(length)))
+    bench.run()
+    history = [*one.prompt_ids, *bench.tokens("one")]
+    bench.submit(two := spec("two", [*history, *prompt_of(20, 1)]))
+    bench.run()
+    known = len(history) - 1  # the last token was told before it was fed, or is in the block behind
+    expected = known // BLOCK * BLOCK if name in PLAIN else known
+    assert expected <= cached(bench, "two") <= len(history)
+    bench.submit(three := spec("three", [*history, *two.prompt_ids[len(history) :], *bench.tokens("two"), 7, 8, 9]))
+    bench.run()
+    assert cached(bench, "three") > cached(bench, "two")
+    check_like_cold(loaded, bench, two, three)
+
+
+@pytest.mark.parametrize("name", [*WINDOWED, *RECURRENT])
+def test_a_turn_that_renders_the_answer_otherwise_goes_on_from_the_prompt(name: str, model_of: Model) -> None:
+    """As a template does that leaves thinking out: the prompt's own last ids are gone, too."""
+    loaded = model_of(name)
+    bench = bench_of(loaded)
+    prompt = prompt_of(150)
+    bench.submit(spec("one", prompt))
+    bench.run()
+    bench.submit(two := spec("two", [*prompt[:-4], *prompt_of(30, 1)]))
+    bench.run()
+    assert cached(bench, "two") >= len(prompt) - 8 - BLOCK
+    check_like_cold(loaded, bench, two)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "qwen3_next", "lfm2", "jamba"])
+def test_a_beginning_that_others_share_is_found_where_they_part(name: str, model_of: Model) -> None:
+    loaded = model_of(name)
+    bench, shared = bench_of(loaded), prompt_of(100)
+    specs = [spec(f"s{at}", [*shared, *prompt_of(60, at + 1)]) for at in range(3)]
+    for one in specs:
+        bench.submit(one)
+        bench.run()
+    assert [cached(bench, one.id) for one in specs] == [0, 0, 96]
+    check_like_cold(loaded, bench, *specs)
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_hits_and_misses_of_any_length_decode_in_one_batch(name: str, model_of: Model) -> None:
+    loaded = model_of(name)
+    bench, shared = bench_of(loaded), prompt_of(70)
+    bench.submit(spec("first", shared))
+    bench.run()
+    specs = [spec(f"s{at}", [*shared[: 70 * (at % 2)], *prompt_of(5 + 31 * at, at + 1)]) for at in range(5)]
+    bench.submit(*specs[:3])
+    bench.turn()
+    bench.turn()
+    bench.submit(*specs[3:])
+    bench.run()
+    assert min(cached(bench, seq) for seq in ("s1", "s3")) > 40
+    check_like_cold(loaded, bench, *specs)
+
+
+@pytest.mark.parametrize("name", ["llama", *WINDOWED, *RECURRENT])
+def test_a_group_has_one_prefill_and_goes_on_as_rows(name: str, model_of: Model) -> None:
+    loaded = model_of(name)
+    bench = bench_of(loaded)
+    for turn, prompt in enumerate((prompt_of(90), [*prompt_of(90), *prompt_of(40, 1)])):
+        group = [spec(f"g{turn}.{at}", prompt, group=f"g{turn}", temperature=1.0, seed=at) for at in range(3)]
+        bench.submit(*group)
+        bench.run()
+        check_like_cold(loaded, bench, *group)
+        assert all((cached(bench, one.id) > 60) == bool(turn) for one in group)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "jamba"])
+def test_rows_that_come_while_a_beginning_is_fed_share_it(name: str, model_of: Model) -> None:
+    loaded = model_of(name)
+    bench = bench_of(loaded, prefill_chunk=16)
+    bench.submit(spec("decoding", prompt_of(3), max_tokens=200))
+    bench.until(lambda: len(bench.tokens("decoding")) > 2)
+    shared = prompt_of(200)
+    bench.submit(leader := spec("leader", [*shared, *prompt_of(70, 1)]))
+    bench.turn()
+    followers = [spec(f"f{at}", [*shared, *prompt_of(40, 2 + at)]) for at in range(2)]
+    bench.submit(*followers)
+    bench.turn()
+    assert not bench.tokens("leader")
+    bench.run()
+    assert [cached(bench, one.id) for one in followers] == [192, 192]
+    check_like_cold(loaded, bench, leader, *followers)

@@ -1,0 +1,92 @@
+"""When a row's KV goes into the prefix cache: its prompt's, and that of what it has written.
+
+Where all layers can be cut, a prompt is stored after its first token, and a burst's prompts over some steps: the copy
+of 128 prompts' KV held the loop of a GPU for 88 ms. So between two decode steps about as many bytes are copied as the
+engine's configuration says, and one row at least. A row that ends before its turn has no KV any more, and its prompt is
+not kept. Other layers' states are stored when a prompt's forward ends at a stop (kv/stops.py), as they are there.
+
+A finished row is stored with its answer where a next turn may begin with both.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from worker.engine.batch.row import Row
+from worker.engine.kv.prefix_cache import PrefixCache, Prompt
+from worker.engine.kv.slabs import KvRows
+
+log = logging.getLogger(__name__)
+
+RowsKv = Callable[[list[Row]], KvRows]  # where rows lie in a batch
+
+
+class Keeping:
+    """Of one engine. Rows whose prompts are still to be stored are in order of their first tokens."""
+
+    def __init__(self, prefixes: PrefixCache, bytes_per_token: int, bytes_at_once: int) -> None:
+        self._prefixes = prefixes
+        self._bytes_per_token = bytes_per_token
+        self._bytes_at_once = bytes_at_once
+        self._rows: deque[Row] = deque()
+
+    def prompts(self, started: Iterable[Row], kv: RowsKv) -> None:
+        """After these have got their first tokens: store some prompts."""
+        if self._prefixes.needs_snapshots:
+            return
+        self._rows.extend(started)
+        rows: list[Row] = []
+        left = self._bytes_at_once
+        while self._rows and left > 0:
+            row = self._rows.popleft()
+            left -= len(row.spec.prompt_ids) * self._bytes_per_token
+            rows.append(row)
+        self._store(rows, [row.spec.prompt_ids[:-1] for row in rows], kv)
+
+    def prompt(self, row: Row, length: int, kv: RowsKv) -> None:
+        """A prompt that was fed alone, so many ids of it."""
+        if not self._prefixes.needs_snapshots:
+            self._store([row], [row.spec.prompt_ids[:length]], kv)
+
+    def at_stops(self, rows: list[Row], lengths: list[int], kv: RowsKv) -> None:
+        """Rows whose prompts have been fed up to a stop, which is so many ids."""
+        pairs = self._within_bytes(rows, lengths, self._prefixes.state_bytes)
+        self._store([row for row, _ in pairs], [row.context[:length] for row, length in pairs], kv, at_end=True)
+
+    def answers(self, rows: list[Row], unfed: int, kv: RowsKv) -> None:
+        """Rows that have finished; the KV of their last `unfed` tokens is not there."""
+        kept = [row for row in rows if row.may_go_on]
+        lengths = [len(row.context) - unfed for row in kept]
+        pairs = self._within_bytes(kept, lengths, self._prefixes.state_bytes, self._bytes_per_token)
+        try:
+            self._store([row for row, _ in pairs], [row.context[:length] for row, length in pairs], kv, at_end=True)
+        except Exception:  # the answers are told by now, and others decode on
+            log.exception("engine.answers_not_kept rows=%d", len(pairs))
+
+    def _within_bytes(
+        self, rows: list[Row], lengths: list[int], row_bytes: int, id_bytes: int = 0
+    ) -> list[tuple[Row, int]]:
+        """As many as may be copied at once, at least one."""
+        pairs, left = [], self._bytes_at_once
+        for row, length in zip(rows, lengths, strict=True):
+            if left > 0:
+                pairs.append((row, length))
+            left -= row_bytes + length * id_bytes
+        return pairs
+
+    def remove(self, rows: Iterable[Row]) -> None:
+        """They have left, or compute their context again."""
+        if self._rows:
+            gone = set(rows)
+            self._rows = deque(row for row in self._rows if row not in gone)
+
+    def _store(self, rows: list[Row], ids: list[Sequence[int]], kv: RowsKv, *, at_end: bool = False) -> None:
+        """Of those whose KV one version has computed: of a mixed one nobody could ask."""
+        pairs = [
+            (row, Prompt(beginning, version))
+            for row, beginning in zip(rows, ids, strict=True)
+            for version in row.kv_versions
+            if len(row.kv_versions) == 1 and self._prefixes.lacks(beginning, version, at_end=at_end)
+        ]
+        if pairs:
+            self._prefixes.store([prompt for _, prompt in pairs], kv([row for row, _ in pairs]), at_end=at_end)

@@ -1,0 +1,223 @@
+"""How each kind of layer keeps what it has read; everything else asks here and is blind to the kind.
+
+A model's caches come as a list of mlx-lm's (mlx_lm/models/cache.py), some of them `CacheList`s of several. A *leaf* is
+one cache that holds arrays itself, of one row or of a batch:
+
+- plain: keys and values of every position; can be cut at any length. A batch pads its rows on the left.
+- window: keys and values of the last `max_size` positions.
+- recurrent: a state of fixed size, which is replaced with every token.
+
+The last two cannot be cut: what they hold belongs to one position, and is kept as a *state* of that position. Of any
+other class nothing is kept; its own methods put it into a batch and filter it.
+
+A new kind (quantised, say) is a class with these methods and an entry in `_KINDS`; what is cut at any length may hold
+any number of arrays, with positions on axis 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+)
+
+Arrays = tuple[mx.array, ...]
+
+
+class Kind:
+    """A class of caches that we do not know."""
+
+    is_known = False
+    is_cut = False  # at any length
+
+    def end(self, cache: Any) -> int:
+        """Positions of a cut leaf, padding included."""
+        raise NotImplementedError
+
+    def arrays(self, cache: Any) -> Arrays:
+        """Of all rows and positions of a cut leaf; () while it is empty."""
+        raise NotImplementedError
+
+    def state(self, cache: Any, rows: list[int], lengths: list[int]) -> Arrays:
+        """Of these rows, which have read so many ids, where the leaf is not cut; () while it is empty."""
+        raise NotImplementedError
+
+    def restored(self, new: Any, arrays: Arrays, length: int) -> Any:
+        """A leaf of one row that has read `length` ids; `new` is an empty one of the same model."""
+        raise NotImplementedError
+
+    def copies(self, cache: Any, rows: int) -> Any:
+        """A batch of equal rows; as views, where that can be: whoever writes behind them makes a copy."""
+        return cache.merge([cache] * rows)
+
+    def filter(self, cache: Any, keep: list[int], index: mx.array, shift: int) -> None:
+        """Keep these rows of a batch, of which none needs the first `shift` positions of padding."""
+        cache.filter(keep)
+
+
+class _Plain(Kind):
+    is_known = is_cut = True
+
+    def end(self, cache: Any) -> int:
+        return int(cache.size())
+
+    def arrays(self, cache: Any) -> Arrays:
+        return () if cache.keys is None else (cache.keys, cache.values)
+
+    def restored(self, new: Any, arrays: Arrays, length: int) -> Any:
+        cache = KVCache()
+        cache.keys, cache.values = arrays
+        cache.offset = length
+        return cache
+
+    def copies(self, cache: Any, rows: int) -> Any:
+        batch = BatchKVCache([0] * rows)
+        if cache.keys is not None:
+            batch.keys, batch.values = (_repeated(each, rows) for each in cache.keys_and_values())
+            batch.offset = batch.offset + cache.offset
+            batch._idx = cache.offset
+        return batch
+
+    def filter(self, cache: Any, keep: list[int], index: mx.array, shift: int) -> None:
+        # mlx-lm's own `filter` reads the padding back from the device, and so waits for the step under way.
+        if cache.keys is not None:
+            cache.keys = cache.keys[..., shift:, :][index]
+            cache.values = cache.values[..., shift:, :][index]
+            cache._idx -= shift
+        cache.offset = cache.offset[index]
+        cache.left_padding = cache.left_padding[index] - shift
+
+
+class _Window(Kind):
+    is_known = True
+
+    def state(self, cache: Any, rows: list[int], lengths: list[int]) -> Arrays:
+        if cache.keys is None:
+            return ()
+        width = max(min(length, cache.max_size) for length in lengths)
+        return tuple(_rows(each[..., each.shape[2] - width :, :], rows) for each in _in_order(cache))
+
+    def restored(self, new: Any, arrays: Arrays, length: int) -> Any:
+        cache = RotatingKVCache(new.max_size)
+        width = min(length, new.max_size)
+        cache.keys, cache.values = (each[..., each.shape[2] - width :, :] for each in arrays)
+        cache.offset, cache._idx = length, width
+        return cache
+
+    def copies(self, cache: Any, rows: int) -> Any:
+        batch = BatchRotatingKVCache(cache.max_size, [0] * rows)
+        if cache.keys is not None:
+            width = cache.size()
+            ordered = (each[..., each.shape[2] - width :, :] for each in _in_order(cache))
+            batch.keys, batch.values = (_repeated(each, rows) for each in ordered)
+            batch.offset = batch.offset + cache.offset
+            batch._idx = batch._offset = width
+        return batch
+
+
+def _in_order(cache: Any) -> Arrays:
+    """Keys and values from the oldest position to the newest, of one row or of a batch."""
+    if type(cache) is RotatingKVCache:
+        return cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
+    if cache.rotated:
+        return tuple(mx.roll(each, -cache._idx, 2) for each in (cache.keys, cache.values))
+    return cache.keys[..., : cache._idx, :], cache.values[..., : cache._idx, :]
+
+
+class _Recurrent(Kind):
+    is_known = True
+
+    def state(self, cache: Any, rows: list[int], lengths: list[int]) -> Arrays:
+        return () if any(each is None for each in cache.cache) else tuple(_rows(each, rows) for each in cache.cache)
+
+    def restored(self, new: Any, arrays: Arrays, length: int) -> Any:
+        cache = ArraysCache(len(new.cache))
+        cache.cache = list(arrays)
+        return cache
+
+    def copies(self, cache: Any, rows: int) -> Any:
+        if any(each is None for each in cache.cache):
+            return cache.merge([cache] * rows)
+        batch = ArraysCache(len(cache.cache))
+        batch.cache = [_repeated(each, rows) for each in cache.cache]
+        return batch
+
+
+_OTHER = Kind()
+_PLAIN, _WINDOW, _RECURRENT = _Plain(), _Window(), _Recurrent()
+_KINDS: dict[type, Kind] = {
+    KVCache: _PLAIN,
+    BatchKVCache: _PLAIN,
+    RotatingKVCache: _WINDOW,
+    BatchRotatingKVCache: _WINDOW,
+    ArraysCache: _RECURRENT,
+}
+
+
+def kind_of(leaf: Any) -> Kind:
+    """How it keeps what it has read."""
+    if getattr(leaf, "keep", 0):
+        return _OTHER  # a window that holds on to the first positions: mlx-lm has no batch of these
+    return _KINDS.get(type(leaf), _OTHER)
+
+
+def leaves(caches: Sequence[Any]) -> Iterator[Any]:
+    """Those that hold arrays themselves, in order."""
+    for cache in caches:
+        if type(cache) is CacheList:
+            yield from leaves(cache.caches)
+        else:
+            yield cache
+
+
+def end_of(caches: Sequence[Any]) -> int:
+    """Positions, padding included, where a leaf is plain; else 0."""
+    return next((kind_of(leaf).end(leaf) for leaf in leaves(caches) if kind_of(leaf).is_cut), 0)
+
+
+def keep_rows(caches: Sequence[Any], keep: list[int], padding: Sequence[int]) -> list[int]:
+    """Keep these rows of batched caches; the padding of those kept."""
+    left = [padding[at] for at in keep]
+    shift = min(left)
+    index = mx.array(keep)
+    for leaf in leaves(caches):
+        kind_of(leaf).filter(leaf, keep, index, shift)
+    return [each - shift for each in left]
+
+
+def copies(caches: Sequence[Any], rows: int) -> list[Any]:
+    """Batched caches of equal rows."""
+    return _mapped(caches, lambda leaf: kind_of(leaf).copies(leaf, rows))
+
+
+def restored(new_kv: Sequence[Any], cut: Sequence[Arrays], states: Sequence[Arrays], length: int) -> list[Any]:
+    """Caches of one row that has read `length` ids, from the arrays of its leaves; `new_kv` are empty ones."""
+    cuts, others = iter(cut), iter(states)
+
+    def leaf_of(new: Any) -> Any:
+        kind = kind_of(new)
+        return kind.restored(new, next(cuts if kind.is_cut else others), length)
+
+    return _mapped(new_kv, leaf_of)
+
+
+def _mapped(caches: Sequence[Any], leaf_of: Callable[[Any], Any]) -> list[Any]:
+    return [
+        CacheList(*_mapped(cache.caches, leaf_of)) if type(cache) is CacheList else leaf_of(cache) for cache in caches
+    ]
+
+
+def _rows(array: mx.array, rows: list[int]) -> mx.array:
+    return array if len(rows) == array.shape[0] and rows == list(range(len(rows))) else array[mx.array(rows)]
+
+
+def _repeated(array: mx.array, rows: int) -> mx.array:
+    return mx.broadcast_to(array, (rows, *array.shape[1:]))  # never the same object: a write would change both
