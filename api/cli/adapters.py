@@ -17,11 +17,11 @@ Name = Annotated[str, typer.Argument(help="the adapter")]
 @app.command("list")
 def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
     """List adapters, with the version that `latest` is."""
-    found = call(url, api_key, "GET", "/v1/adapters")["data"]
+    all_adapters = call(url, api_key, "GET", "/v1/adapters")["data"]
     if as_json:
-        return print_json(found)
+        return print_json(all_adapters)
     rows = []
-    for adapter in found:
+    for adapter in all_adapters:
         versions = adapter["versions"]
         held = f"{len(versions)} ({versions[0]} to {versions[-1]})" if versions else "0"
         rows.append((adapter["name"], str(adapter["latest"] or "-"), str(adapter["best"] or "-"), held))
@@ -31,13 +31,13 @@ def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = 
 @app.command()
 def show(name: Name, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
     """Show an adapter's versions, newest first; --json also gives the moves of `latest` and the workers' acks."""
-    found = call(url, api_key, "GET", f"/v1/adapters/{segment(name)}")
+    adapter = call(url, api_key, "GET", f"/v1/adapters/{segment(name)}")
     if as_json:
-        return print_json(found)
+        return print_json(adapter)
     titles = ("version", "", "status", "parent", "rank", "MB", "train step", "source", "created")
     rows = []
-    for version in reversed(found["versions"]):
-        marks = [mark for mark in ("latest", "best") if found[mark] == version["version"]]
+    for version in reversed(adapter["versions"]):
+        marks = [mark for mark in ("latest", "best") if adapter[mark] == version["version"]]
         created = datetime.fromtimestamp(version["created_ms"] / 1000, UTC)
         cells = (
             version["id"],

@@ -47,7 +47,7 @@ class LineErrors(msgspec.Struct, frozen=True):
     data: list[LineError]
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True):
+class BatchInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A batch, as OpenAI shows it; times are Unix seconds."""
 
     id: str
@@ -74,7 +74,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing changes any more."""
+        """Whether the batch has ended."""
         return self.status in ENDED
 
 
@@ -95,26 +95,28 @@ class BatchClient(InferenceClient):
 
     async def create(
         self, input_file_id: str, endpoint: str, window: str = "24h", metadata: dict[str, str] | None = None
-    ) -> Batch:
+    ) -> BatchInfo:
         """Start a batch, once: a request whose answer was lost is repeated under the same idempotency key."""
         body: dict[str, Any] = {"input_file_id": input_file_id, "endpoint": endpoint, "completion_window": window}
         headers = {"Idempotency-Key": uuid.uuid4().hex}
         body |= {"metadata": metadata} if metadata else {}
-        return decode(await self._patiently(lambda: self._http.post("/v1/batches", json=body, headers=headers)), Batch)
+        return decode(
+            await self._patiently(lambda: self._http.post("/v1/batches", json=body, headers=headers)), BatchInfo
+        )
 
-    async def batch(self, batch_id: str) -> Batch:
+    async def batch(self, batch_id: str) -> BatchInfo:
         """How far a batch is."""
-        return await self.call("GET", f"/v1/batches/{batch_id}", Batch)
+        return await self.call("GET", f"/v1/batches/{batch_id}", BatchInfo)
 
-    async def batches(self, limit: int = 20) -> list[Batch]:
+    async def batches(self, limit: int = 20) -> list[BatchInfo]:
         """The newest batches."""
-        return (await self.call("GET", "/v1/batches", Listing[Batch], limit=limit)).data
+        return (await self.call("GET", "/v1/batches", Listing[BatchInfo], limit=limit)).data
 
-    async def cancel_batch(self, batch_id: str) -> Batch:
+    async def cancel_batch(self, batch_id: str) -> BatchInfo:
         """Ask a batch to end; what is answered stays."""
-        return await self.call("POST", f"/v1/batches/{batch_id}/cancel", Batch)
+        return await self.call("POST", f"/v1/batches/{batch_id}/cancel", BatchInfo)
 
-    async def wait_batch(self, batch_id: str, on_progress: Callable[[Batch], None] | None = None) -> Batch:
+    async def wait_batch(self, batch_id: str, on_progress: Callable[[BatchInfo], None] | None = None) -> BatchInfo:
         """Poll until the batch has ended."""
         return await poll(lambda: self.batch(batch_id), ENDED, on_progress)
 

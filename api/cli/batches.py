@@ -12,9 +12,10 @@ from typing import IO, Annotated, cast
 import msgspec
 import typer
 
-from api.cli.batch_client import Batch, BatchClient
+from api.cli.batch_client import BatchClient, BatchInfo
 from api.cli.client import DEFAULT_URL
 from api.cli.console import (
+    LOOK_PATIENCE_S,
     PATIENCE_S,
     ApiKey,
     Json,
@@ -67,7 +68,7 @@ def batch(
     with open_input(file) as given, _seekable(given) as lines:
         endpoint = endpoint or _endpoint(file, lines)
 
-        async def run(client: BatchClient) -> Batch:
+        async def run(client: BatchClient) -> BatchInfo:
             stored = await client.upload(Path(file).name if file != "-" else "stdin.jsonl", lines)
             try:
                 made = await client.create(stored.id, endpoint, window, pairs)
@@ -87,10 +88,10 @@ def batch(
 @app.command("list")
 def list_batches(limit: Limit = 20, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
     """List batches, newest first."""
-    found = ask(url, api_key, lambda client: client.batches(limit))
+    newest = ask(url, api_key, lambda client: client.batches(limit))
     if as_json:
-        return print_json(found)
-    return print_rows(("batch", "status", "lines", "failed", "model", "created"), map(_row, found))
+        return print_json(newest)
+    return print_rows(("batch", "status", "lines", "failed", "model", "created"), map(_row, newest))
 
 
 @app.command()
@@ -98,18 +99,15 @@ def show(
     batch_id: BatchId, wait: Wait = False, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False
 ) -> None:
     """Show how far a batch is; exit code 3 when it has ended and not every line has its answer."""
-    if wait:
-        found = ask(url, api_key, lambda client: _watch(client, segment(batch_id)), PATIENCE_S)
-    else:
-        found = ask(url, api_key, lambda client: client.batch(segment(batch_id)))
-    _report(found, as_json)
+    look, patience_s = (_watch, PATIENCE_S) if wait else (BatchClient.batch, LOOK_PATIENCE_S)
+    _report(ask(url, api_key, lambda client: look(client, segment(batch_id)), patience_s), as_json)
 
 
 @app.command()
 def cancel(batch_id: BatchId, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
     """End a batch and wait until it has; what is answered stays."""
 
-    async def run(client: BatchClient) -> Batch:
+    async def run(client: BatchClient) -> BatchInfo:
         await client.cancel_batch(segment(batch_id))
         return await client.wait_batch(segment(batch_id))
 
@@ -124,15 +122,15 @@ def results(
     """Write the answers of a batch that has ended, to stdout unless --out or --errors names a file."""
 
     async def run(client: BatchClient) -> None:
-        found = await client.batch(segment(batch_id))
-        if not found.ended:
-            fail(f"{found.id} is {found.status}: its answers come when it has ended (batches show --wait)", 1)
+        record = await client.batch(segment(batch_id))
+        if not record.ended:
+            fail(f"{record.id} is {record.status}: its answers come when it has ended (batches show --wait)", 1)
         if answers or errors:
-            await _write(client, found, answers, errors)
-        elif found.output_file_id is None:
-            fail(f"{found.id} is {found.status} without an answer; --errors FILE writes why", 1)
+            await _write(client, record, answers, errors)
+        elif record.output_file_id is None:
+            fail(f"{record.id} is {record.status} without an answer; --errors FILE writes why", 1)
         else:
-            await _copy(client.content(found.output_file_id), None)
+            await _copy(client.content(record.output_file_id), None)
 
     ask(url, api_key, run)
 
@@ -146,10 +144,10 @@ def list_files(
     as_json: Json = False,
 ) -> None:
     """List files, newest first."""
-    found = ask(url, api_key, lambda client: client.files(limit, purpose))
+    newest = ask(url, api_key, lambda client: client.files(limit, purpose))
     if as_json:
-        return print_json(found)
-    rows = [(file.id, file.purpose, size(file.bytes), _moment(file.expires_at), file.filename) for file in found]
+        return print_json(newest)
+    rows = [(file.id, file.purpose, size(file.bytes), _moment(file.expires_at), file.filename) for file in newest]
     return print_rows(("file", "purpose", "size", "expires", "name"), rows)
 
 
@@ -180,17 +178,17 @@ def delete(
 # -- within
 
 
-async def _watch(client: BatchClient, batch_id: str) -> Batch:
+async def _watch(client: BatchClient, batch_id: str) -> BatchInfo:
     with progress_bar(batch_id) as update:
 
-        def advance(found: Batch) -> None:
-            counts = found.request_counts
-            update(found.status, counts.completed + counts.failed, counts.total or None)
+        def advance(batch: BatchInfo) -> None:
+            counts = batch.request_counts
+            update(batch.status, counts.completed + counts.failed, counts.total or None)
 
         return await client.wait_batch(batch_id, advance)
 
 
-async def _write(client: BatchClient, ended: Batch, answers: Path | None, errors: Path | None) -> None:
+async def _write(client: BatchClient, ended: BatchInfo, answers: Path | None, errors: Path | None) -> None:
     """Both files; one that the batch does not have is empty here."""
     for path, file_id in ((answers, ended.output_file_id), (errors, ended.error_file_id)):
         if path is not None:
@@ -247,30 +245,30 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _report(found: Batch, as_json: bool) -> None:
-    show_text(found, as_json, _summary(found))
-    whole = found.status == "completed" and not found.request_counts.failed
-    if found.ended and not whole:
+def _report(batch: BatchInfo, as_json: bool) -> None:
+    show_text(batch, as_json, _summary(batch))
+    whole = batch.status == "completed" and not batch.request_counts.failed
+    if batch.ended and not whole:
         raise typer.Exit(NOT_COMPLETED)
 
 
-def _row(found: Batch) -> tuple[str, ...]:
-    counts = found.request_counts
+def _row(batch: BatchInfo) -> tuple[str, ...]:
+    counts = batch.request_counts
     done = f"{counts.completed + counts.failed}/{counts.total}"
-    return found.id, found.status, done, str(counts.failed), found.model or "", _moment(found.created_at)
+    return batch.id, batch.status, done, str(counts.failed), batch.model or "", _moment(batch.created_at)
 
 
-def _summary(found: Batch) -> str:
-    counts = found.request_counts
+def _summary(batch: BatchInfo) -> str:
+    counts = batch.request_counts
     parts = [f"{counts.completed} of {counts.total} lines"] + ([f"{counts.failed} failed"] if counts.failed else [])
-    if found.usage and found.usage["output_tokens"]:
-        parts.append(f"{found.usage['output_tokens']} tokens")
-    ended_at = found.completed_at or found.failed_at or found.expired_at or found.cancelled_at
+    if batch.usage and batch.usage["output_tokens"]:
+        parts.append(f"{batch.usage['output_tokens']} tokens")
+    ended_at = batch.completed_at or batch.failed_at or batch.expired_at or batch.cancelled_at
     if ended_at:
-        parts.append(f"{ended_at - found.created_at} s")
-    lines = [f"{found.id} {found.status}: {', '.join(parts)}"]
-    errors = found.errors.data if found.errors else []
-    lines += [f"line {each.line}: {each.message}" if each.line else each.message for each in errors[:ERRORS_SHOWN]]
+        parts.append(f"{ended_at - batch.created_at} s")
+    lines = [f"{batch.id} {batch.status}: {', '.join(parts)}"]
+    errors = batch.errors.data if batch.errors else []
+    lines += [f"line {error.line}: {error.message}" if error.line else error.message for error in errors[:ERRORS_SHOWN]]
     if len(errors) > ERRORS_SHOWN:
         lines.append(f"and {len(errors) - ERRORS_SHOWN} more (--json)")
     return plain("\n".join(lines))

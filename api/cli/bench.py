@@ -1,9 +1,9 @@
 """`mlx_parallm bench`: a small load test of a running server, by streamed completions.
 
-What is measured is what a client sees: time to a stream's first event (TTFT), between two events (inter-token; events
-that come together count as 0), from the first to the last over the tokens in between (per token); tokens are counted by
-the server's own `usage`. Prompts are random token ids of the model, each another one, so that the prefix cache gives
-nothing away.
+It measures what a client sees: the time to a stream's first event (TTFT), the time between two events (inter-token;
+events that come together count as 0), and the time from the first to the last event divided by the tokens between them
+(per token). Tokens are counted by the server's own `usage`. All prompts are different random token ids, so that the
+prefix cache does not help.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a bench found."""
+    """The result of a bench."""
 
     model: str
     streams: int
@@ -73,7 +73,7 @@ class _Load:
     errors: Counter[str] = field(default_factory=Counter)
 
     def report(self, model: str, streams: int, requests: int, took_s: float) -> Report:
-        """What there is to tell of so many requests."""
+        """The figures of so many requests."""
         return Report(
             model=model,
             streams=streams,

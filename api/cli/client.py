@@ -266,9 +266,9 @@ class InferenceClient:
 
         `fields` are those of `POST /upload_adapter`. OSError when a file cannot be read.
         """
-        found = [folder / name for name in ADAPTER_FILES if (folder / name).is_file()]
+        paths = [folder / name for name in ADAPTER_FILES if (folder / name).is_file()]
         with ExitStack() as stack:
-            files = [(path.name, (path.name, stack.enter_context(path.open("rb")))) for path in found]
+            files = [(path.name, (path.name, stack.enter_context(path.open("rb")))) for path in paths]
             try:
                 answer = await self._http.post("/upload_adapter", data=fields, files=files)
             except httpx.TransportError as error:
@@ -290,7 +290,7 @@ class InferenceClient:
 
     async def health(self) -> dict[str, Any]:
         """What the server says of itself and its workers, well or not."""
-        answer = await self._patiently(lambda: self._http.get("/health"), busy=frozenset(), told=frozenset({503}))
+        answer = await self._patiently(lambda: self._http.get("/health"), busy=frozenset(), answers=frozenset({503}))
         return decode(answer, dict[str, Any])
 
     async def call(self, method: str, path: str, kind: type[T], body: Any = None, **params: Any) -> T:
@@ -301,14 +301,14 @@ class InferenceClient:
         self,
         send: Callable[[], Awaitable[httpx.Response]],
         busy: frozenset[int] = BUSY,
-        told: frozenset[int] = frozenset(),
+        answers: frozenset[int] = frozenset(),
     ) -> httpx.Response:
-        """Send, and send again while the server is away or busy and our patience lasts. `told`: errors that answer."""
+        """Send, and send again while the server is away or busy and our patience lasts. `answers`: errors to return."""
         try:
             response = await patiently(send, Patience(self._patience_s), busy)
         except httpx.TransportError as error:
             raise unreachable(self.url, error) from error
-        if response.is_error and response.status_code not in told:
+        if response.is_error and response.status_code not in answers:
             raise refusal(response)
         return response
 
@@ -323,13 +323,13 @@ async def poll(
     pause_s, longest_s = POLL_S
     until = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while True:
-        found = await look()
+        seen = await look()
         if on_progress is not None:
-            on_progress(found)
-        if found.status in ended:
-            return found
+            on_progress(seen)
+        if seen.status in ended:
+            return seen
         if time.monotonic() > until:
-            raise TimeoutError(f"{found.id} is still {found.status} after {timeout_s:g} s")
+            raise TimeoutError(f"{seen.id} is still {seen.status} after {timeout_s:g} s")
         await asyncio.sleep(pause_s)
         pause_s = min(longest_s, 1.2 * pause_s)
 

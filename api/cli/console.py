@@ -1,4 +1,4 @@
-"""How the client's commands speak: figures to stdout, errors to stderr without a traceback."""
+"""What all commands of the client share: how they ask the server, and print results to stdout and errors to stderr."""
 
 import asyncio
 import sys

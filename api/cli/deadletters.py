@@ -23,10 +23,10 @@ def list_letters(
     as_json: Json = False,
 ) -> None:
     """List them, newest first."""
-    found = call(url, api_key, "GET", PATH, model=model, limit=limit)["data"]
+    letters = call(url, api_key, "GET", PATH, model=model, limit=limit)["data"]
     if as_json:
-        return print_json(found)
-    return print_rows(("id", "sequence", "attempt", "job", "can run again", "reason"), map(_row, found))
+        return print_json(letters)
+    return print_rows(("id", "sequence", "attempt", "job", "can run again", "reason"), map(_row, letters))
 
 
 @app.command()

@@ -62,7 +62,7 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def root(
-    told: Annotated[
+    asked: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="print it and leave")
     ] = False,
 ) -> None:
@@ -124,10 +124,10 @@ def jobs(
     as_json: Json = False,
 ) -> None:
     """List jobs, newest first."""
-    found = ask(url, api_key, lambda client: client.jobs(limit))
+    newest = ask(url, api_key, lambda client: client.jobs(limit))
     if as_json:
-        return print_json(found)
-    return print_rows(("job", "kind", "model", "status", "samples", "reward"), map(_row, found))
+        return print_json(newest)
+    return print_rows(("job", "kind", "model", "status", "samples", "reward"), map(_row, newest))
 
 
 @app.command()
@@ -139,11 +139,8 @@ def job(
     as_json: Json = False,
 ) -> None:
     """Show how far a job is; exit code 3 when it has ended without success."""
-    if wait:
-        status = ask(url, api_key, lambda client: _watch(client, segment(job_id)), PATIENCE_S)
-    else:
-        status = ask(url, api_key, lambda client: client.status(segment(job_id)))
-    _report(status, as_json)
+    look, patience_s = (_watch, PATIENCE_S) if wait else (InferenceClient.status, LOOK_PATIENCE_S)
+    _report(ask(url, api_key, lambda client: look(client, segment(job_id)), patience_s), as_json)
 
 
 @app.command()
@@ -187,10 +184,10 @@ def cancel(job_id: str, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: J
 @app.command()
 def models(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
     """List the models and adapters that can be asked for."""
-    found = ask(url, api_key, lambda client: client.models())
+    served = ask(url, api_key, lambda client: client.models())
     if as_json:
-        return print_json(found)
-    for model in found:
+        return print_json(served)
+    for model in served:
         out.print(model.id)
     return None
 
@@ -198,9 +195,9 @@ def models(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) 
 @app.command()
 def health(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: JsonAnyway = False) -> None:
     """Print what the server says of itself and its workers (JSON); exit code 1 when it takes no requests."""
-    found = ask(url, api_key, lambda client: client.health(), 0)
-    print_json(found)
-    if found.get("status") in ("overloaded", "shutting_down"):
+    state = ask(url, api_key, lambda client: client.health(), 0)
+    print_json(state)
+    if state.get("status") in ("overloaded", "shutting_down"):
         raise typer.Exit(1)
 
 

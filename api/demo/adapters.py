@@ -1,12 +1,12 @@
 """The act with adapters: two of them and the base decode in one batch, and a new version is loaded under way.
 
-Streams on the base, on a pinned version and on a name that follows run together; a version is published in the midst of
-them. What is printed is what the clients saw: the gaps between tokens before and during the load, and the time from
-the publish to the first token of the new version. No stream may break, and pinned ones must keep their version. Streams
-go on until all that follow have moved, however busy the machine is.
+Streams on the base, on a pinned version and on a name that follows the latest version run together, and meanwhile a
+version is published. The act prints what the clients saw: the gaps between tokens before and during the load, and the
+time from the publish to the first token of the new version. No stream may break, and pinned ones must keep their
+version. Streams go on until all followers have moved, however busy the machine is.
 
 The clients run here, beside the ring: while this program waits for a core, it sees a gap that no stream had. So it
-measures itself, too, and tells both.
+measures itself, too, and reports both.
 """
 
 import asyncio
@@ -108,17 +108,17 @@ class AdapterAct:
             await self._upload(http, "calm", _weights(1))
             await self._upload(http, "bold", _weights(2))
             seen = [Seen(model) for _ in range(STREAMS) for model in (MODEL, "calm@1", "bold")]
-            streams = [asyncio.create_task(self._stream(http, each)) for each in seen]
-            await asyncio.gather(*(each.under_way.wait() for each in seen))
+            streams = [asyncio.create_task(self._stream(http, stream)) for stream in seen]
+            await asyncio.gather(*(stream.under_way.wait() for stream in seen))
             weights = _weights(3)
             published = time.monotonic()
             await self._upload(http, "bold", weights)
-            told = time.monotonic()
-            await asyncio.gather(*(each.moved.wait() for each in seen if each.model == "bold"))
+            answered = time.monotonic()
+            await asyncio.gather(*(stream.moved.wait() for stream in seen if stream.model == "bold"))
             self._over.set()
             await asyncio.gather(*streams)
             watching.cancel()
-        return self._report(seen, published, told)
+        return self._report(seen, published, answered)
 
     async def _upload(self, http: httpx.AsyncClient, name: str, weights: bytes) -> None:
         files = {
@@ -157,18 +157,17 @@ class AdapterAct:
                     seen.ended_by_us = True
                     return
 
-    def _report(self, seen: list[Seen], published: float, told: float) -> bool:
-        following = [each for each in seen if each.model == "bold"]
-        switched = [each.first("bold@2") for each in following]
-        end = max([told, *switched])
-        began = min((each.arrivals[0] for each in seen if each.arrivals), default=published)
-        before = [gap for each in seen for gap in each.gaps(began, published)]
-        during = [gap for each in seen for gap in each.gaps(published, end)]
-        whole = all(each.whole for each in seen)
-        kept = all(
-            set(each.versions) == {"" if each.model == MODEL else "calm@1"} for each in seen if each not in following
-        )
-        moved = all(switched) and all(each.versions[0] == "bold@1" for each in following)
+    def _report(self, seen: list[Seen], published: float, answered: float) -> bool:
+        following = [stream for stream in seen if stream.model == "bold"]
+        switched = [stream.first("bold@2") for stream in following]
+        end = max([answered, *switched])
+        began = min((stream.arrivals[0] for stream in seen if stream.arrivals), default=published)
+        before = [gap for stream in seen for gap in stream.gaps(began, published)]
+        during = [gap for stream in seen for gap in stream.gaps(published, end)]
+        whole = all(stream.whole for stream in seen)
+        others = [stream for stream in seen if stream not in following]
+        kept = all(set(stream.versions) == {"" if stream.model == MODEL else "calm@1"} for stream in others)
+        moved = all(switched) and all(stream.versions[0] == "bold@1" for stream in following)
         self._console.print(
             f"  {len(seen)} streams on {MODEL}, calm@1 and bold in one batch; bold@2 published under way: "
             f"first token of it after {1000 * (max(switched) - published):.0f} ms\n"

@@ -63,8 +63,8 @@ def _wait_until_ready(server: "subprocess.Popen[str]", log_path: Path) -> Served
     assert server.stdout is not None
     url = ""
     for line in server.stdout:
-        if found := re.search(r"ready: (http://\S+)/v1", line):
-            url = found.group(1)
-        elif found := re.search(r"--redis (\S+)", line):
-            return Served(url, found.group(1))
+        if match := re.search(r"ready: (http://\S+)/v1", line):
+            url = match.group(1)
+        elif match := re.search(r"--redis (\S+)", line):
+            return Served(url, match.group(1))
     raise SystemExit(f"the server ended before it was ready; see {log_path}")

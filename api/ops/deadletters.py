@@ -1,4 +1,4 @@
-"""GET /v1/deadletters: what was given up, and why; requeue runs it again, once; DELETE drops it."""
+"""GET /v1/deadletters: sequences that were given up, and why; requeue runs one again, once; DELETE drops it."""
 
 from typing import Annotated, Any, Literal
 
@@ -95,7 +95,7 @@ async def list_letters(
 
 @router.post("/{letter_id:path}/requeue", summary="Run it again, once", responses=error_responses(404, 409))
 async def requeue(ring: TheRing, letter_id: LetterId) -> Requeued:
-    """The sequence goes back into its queue, on its own: its client has had its error, its job keeps the failure."""
+    """The sequence goes back into its queue. Its client has had the error, and its job keeps the failed sample."""
     sequence, done = await ring.dead_letters.requeue(letter_id)
     return Requeued(id=letter_id, sequence=sequence, requeued=done)
 

@@ -1,4 +1,4 @@
-"""What is the case right now, read from Redis at each scrape: workers, queues, adapters, jobs, Redis itself."""
+"""Gauges: the present state of workers, queues, adapters, jobs and Redis, read from Redis at each scrape."""
 
 import time
 from collections import defaultdict
@@ -20,7 +20,7 @@ WAITS_FOR = "adapter_waits:"
 
 
 async def read_gauges(ring: Ring, totals: dict[str, float]) -> Gauges:
-    """All figures of the catalogue that are read where they stand, not counted by our processes."""
+    """All gauges of the catalogue; counters and histograms are counted by our processes."""
     gauges: Gauges = defaultdict(dict)
     now_ms = await server_time_ms(ring.redis)
     workers: list[WorkerStatus] = []
@@ -137,13 +137,13 @@ async def _redis(gauges: Gauges, ring: Ring) -> None:
 
 
 def _seeds(gauges: Gauges, workers: list[WorkerStatus], totals: dict[str, float]) -> None:
-    """The bare names under which other MLX servers tell some of this."""
+    """Some of these figures under the names of other MLX servers."""
     gauges["dist_fatal"][()] = 0.0 if any(worker.state in SERVING for worker in workers) else 1.0
     gauges["active_sequences"][()] = sum(gauges["vllm:num_requests_running"].values())
     gauges["queued_requests"][()] = sum(gauges["vllm:num_requests_waiting"].values())
     for name, figure in (("used_blocks", "prefix_blocks"), ("free_blocks", "prefix_free_blocks")):
         gauges[name][()] = sum(worker.extra.get(figure, 0) for worker in workers)
-    queried, found = (
+    queries, hits = (
         sum(value for _, _, value in series(totals, f"vllm:prefix_cache_{name}_total")) for name in ("queries", "hits")
     )
-    gauges["cache_hit_rate"][()] = found / queried if queried else 0.0
+    gauges["cache_hit_rate"][()] = hits / queries if queries else 0.0

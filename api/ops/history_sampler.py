@@ -1,4 +1,4 @@
-"""What the history keeps of the ring: a sample every few seconds, taken by one of the api processes."""
+"""Writes the ring's history: a sample every few seconds, taken by one of the api processes."""
 
 import asyncio
 from collections import defaultdict
@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 
 def sample_of(snapshot: RingSnapshot, totals: dict[str, float]) -> RingSample:
-    """What the history keeps of a moment."""
+    """The sample of a snapshot."""
     waiting: dict[str, int] = defaultdict(int)
     for queue in snapshot.queues:
         waiting[queue.sequence_class] += queue.waiting

@@ -65,7 +65,7 @@ async def metrics(request: Request, ring: TheRing) -> Response:
 
 @router.get("/v1/spec_decode/metrics", summary="Speculative decoding: there is none")
 async def spec_decode_metrics(ring: TheRing) -> SpecDecoding:
-    """What servers that speculate tell. Here every decode step brings one token to a row, by the model itself."""
+    """The route of servers that speculate. Here each decode step gives a row one token, computed by the model."""
     steps = series(await read_totals(ring.redis), "vllm:iteration_tokens_total")
     return SpecDecoding(mode_distribution={"none": int(sum(count for _, bucket, count in steps if bucket != SUM))})
 
@@ -92,10 +92,10 @@ class _Figures(Collector):
     def collect(self) -> Iterator[Metric]:
         """Every family of the catalogue that has a value."""
         counted = _by_family(self._totals)
-        _tell_as_instrumentator(counted)
+        _add_names_of_instrumentator(counted)
         for name, metric in CATALOGUE.items():
-            if found := self._gauges.get(name):
-                yield _plain_family(metric, found.items())
+            if values := self._gauges.get(name):
+                yield _plain_family(metric, values.items())
             elif metric.kind == "histogram" and counted.get(name):
                 yield _histogram_family(metric, counted[name])
             elif counts := counted.get(name):
@@ -116,8 +116,8 @@ def _by_family(totals: dict[str, float]) -> dict[str, _Series]:
     return families
 
 
-def _tell_as_instrumentator(families: dict[str, _Series]) -> None:
-    """Our figures of HTTP requests under the names that vLLM's boards read."""
+def _add_names_of_instrumentator(families: dict[str, _Series]) -> None:
+    """Our figures of HTTP requests, also under the names that vLLM's boards read."""
     requests, durations = families["http_requests_total"], families["http_request_duration_seconds"]
     for (method, route, status), values in families["mlx_parallm_http_requests_total"].items():
         if not is_open(route):
@@ -153,7 +153,7 @@ def _histogram_family(metric: Described, series: _Series) -> Metric:
 
 
 async def _brief(ring: Ring, gauges: Gauges) -> dict[str, Any]:
-    """What inference servers of training code tell as JSON."""
+    """The figures that training code reads as JSON."""
     latest = await ring.adapters.latest(ring.settings.default_adapter)
     rows = gauges["mlx_parallm_worker_max_rows"].values()
     return {

@@ -1,7 +1,7 @@
-"""How the ring has fared over the last hour: a sample every few seconds, in one bounded stream.
+"""The ring's last hour: a sample every few seconds, in one stream of bounded length.
 
-Any number of api processes offer to sample; a short lease lets one of them do it. Counts are totals since the
-beginning, so a reader takes differences, and a sample that is missing costs resolution alone.
+All api processes try to take a sample; a short lease lets one of them do it. Counts are totals since the beginning, so
+a reader takes differences, and a missing sample only makes the curve coarser.
 """
 
 import msgspec

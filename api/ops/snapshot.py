@@ -50,8 +50,8 @@ class Snapshots:
 
 def snapshots_of(request: Request) -> Snapshots:
     """The snapshots of the app that serves a request."""
-    found: Snapshots = request.app.state.snapshots
-    return found
+    snapshots: Snapshots = request.app.state.snapshots
+    return snapshots
 
 
 TheSnapshots = Annotated[Snapshots, Depends(snapshots_of)]

@@ -1,6 +1,6 @@
-"""What changes while one looks: server-sent events, each the HTML of one part of the page, sent when it differs.
+"""Keeps pages current: server-sent events, each with the HTML of one part of the page, sent when that has changed.
 
-A page opens one stream. Every stream reads at its own pace and renders what it shows; the snapshot is shared.
+A page opens one stream. Every stream looks once a second and renders its own parts; the snapshot is shared.
 """
 
 import asyncio
@@ -148,10 +148,10 @@ async def _events(ring: Ring, snapshots: Snapshots, look: Look) -> AsyncGenerato
     while not ring.shutting_down and asyncio.get_running_loop().time() < until:
         try:
             snapshot = await snapshots.read()
-            found = _parts(("redis",), ring=snapshot) | await look(snapshot)
+            parts = _parts(("redis",), ring=snapshot) | await look(snapshot)
         except (ParallmError, RedisError, OSError):  # gone, or Redis is away: the page keeps what it has
-            found = {}
-        changed = {name: data for name, data in found.items() if sent.get(name) != data}
+            parts = {}
+        changed = {name: data for name, data in parts.items() if sent.get(name) != data}
         if changed:
             yield b"".join(_event(name, data) for name, data in changed.items())
             sent |= changed
