@@ -1,4 +1,7 @@
-"""A client on a Redis of this test process, a certificate, and a check: no test leaves a key without owner or end."""
+"""A client on a Redis of this test process, an api and its worker, a certificate.
+
+And a check: no test leaves a key without owner or end.
+"""
 
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -12,6 +15,8 @@ from redis.asyncio import Redis
 from api.serve.embedded_redis import EmbeddedRedis
 from shared.redis import keys
 from shared.redis.connection.client import connect
+from tests.redis.api_servers import Api, api
+from tests.redis.scripted_worker import ScriptedWorker, working
 
 
 @pytest.fixture
@@ -19,6 +24,20 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
     client = connect(redis_url)
     yield client
     await client.aclose()
+
+
+@pytest.fixture
+async def worker(redis_url: str, request: pytest.FixtureRequest) -> AsyncIterator[ScriptedWorker]:
+    """Answers as the `script` of the test's file says."""
+    async with working(redis_url, request.module.script) as playing:
+        yield playing
+
+
+@pytest.fixture
+async def server(redis_url: str, worker: ScriptedWorker) -> AsyncIterator[Api]:
+    """An api process in the ring of `worker`."""
+    async with api(redis_url) as serving:
+        yield serving
 
 
 @pytest.fixture(scope="module")
