@@ -1,4 +1,4 @@
-"""`mlx_parallm_train`: what a run can be told. Flags > environment (`PARALLM_*`) > YAML > defaults; unknown keys fail.
+"""`mlx_parallm_train`: the settings of a run. Flags > environment (`PARALLM_*`) > YAML > defaults; unknown keys fail.
 
 The defaults are for real models. `trainer/recipes/` holds settings for the tiny one, with what they reach.
 """
@@ -15,11 +15,11 @@ from shared.process.settings import JoinSettings
 from shared.rewards.model_kinds import OWN_VARIABLES
 from shared.trajectories import drawing_of
 from trainer.gate import GateLimits
-from trainer.learn.advantages import AdvantageScale
 from trainer.learn.options import (
     CLIP_RANGES,
     AdapterKind,
     AdapterShape,
+    AdvantageScale,
     LossName,
     LossOptions,
     OptimizeOptions,

@@ -141,9 +141,9 @@ def _within(path: str, roots: Sequence[Path]) -> Path:
             if resolved.is_dir():
                 return resolved
             if root == roots[-1]:
-                told = f"{path[:200]!r} is no folder"
+                message = f"{path[:200]!r} is no folder"
                 refusal = AdapterRejectedError if resolved.exists() else UnknownAdapterError
-                raise refusal(told, param="adapter_path")
+                raise refusal(message, param="adapter_path")
     raise AdapterRejectedError(f"{path[:200]!r} is not under a folder of --adapter-dirs", param="adapter_path")
 
 

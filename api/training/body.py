@@ -206,8 +206,8 @@ def _posted(index: int, raw: msgspec.Raw) -> PostedTrajectory:
     try:
         return PostedTrajectory.model_validate_json(bytes(raw))
     except ValidationError as error:
-        told = error.errors(include_url=False)
-        raise from_validation([{**each, "loc": ("trajectories", index, *each["loc"])} for each in told]) from error
+        problems = error.errors(include_url=False)
+        raise from_validation([{**each, "loc": ("trajectories", index, *each["loc"])} for each in problems]) from error
 
 
 class CheckpointBody(RequestModel):
@@ -229,12 +229,12 @@ class ResumeBody(RequestModel):
 
 def versions_named(body: UpdateBody) -> dict[str, tuple[int, str]]:
     """Every adapter version that the trajectories name, with the index and the field that names it first."""
-    found: dict[str, tuple[int, str]] = {}
+    first: dict[str, tuple[int, str]] = {}
     for index, posted in enumerate(body.trajectories):
         for span in posted.versions:
             if span.version:
-                found.setdefault(span.version, (index, "spans" if posted.spans is not None else "weight_versions"))
-    return found
+                first.setdefault(span.version, (index, "spans" if posted.spans is not None else "weight_versions"))
+    return first
 
 
 def parsed_version(version: str, index: int, field: str) -> tuple[str, int]:

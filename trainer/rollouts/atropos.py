@@ -83,12 +83,12 @@ class AtroposApi:
         """The next batch, or None while there are not enough groups."""
         answer = await self._ask("GET", "/batch")
         try:
-            found = msgspec.json.decode(answer, type=_Batch)
+            reply = msgspec.json.decode(answer, type=_Batch)
         except msgspec.MsgspecError as error:
             raise InvalidRequestError(f"{self.url}/batch answered something else: {error}") from error
-        if found.status == "error":
-            raise ServiceUnavailableError(f"{self.url}: {found.message}")
-        return found.batch
+        if reply.status == "error":
+            raise ServiceUnavailableError(f"{self.url}: {reply.message}")
+        return reply.batch
 
     async def queue_size(self) -> int:
         """Groups that wait for a batch."""

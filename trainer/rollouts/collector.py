@@ -18,8 +18,7 @@ from shared.errors import ParallmError, SetupError, UnknownAdapterError
 from trainer.rollouts.episodes import Episodes
 from trainer.rollouts.groups import IndexedSource, Lag, RolloutGroup
 from trainer.rollouts.own_code import BlockedError
-from trainer.rollouts.pacing import Pace
-from trainer.rollouts.staleness import StaleWatch
+from trainer.rollouts.pacing import Pace, StaleWatch
 
 log = structlog.get_logger()
 

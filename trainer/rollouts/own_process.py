@@ -50,7 +50,7 @@ NOTE = struct.Struct("=Q")  # in front of the file that a blocked process writes
 
 
 def main() -> None:
-    """Load what we are told and answer calls until nobody asks any more."""
+    """Load the user's code and answer calls until the trainer has gone."""
     pipe, stack = CallPipe(), int(sys.argv[1])
     message = pipe.read()
     if message is None:

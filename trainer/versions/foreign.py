@@ -43,12 +43,12 @@ class ForeignMoves:
     held: str = ""  # why the run is paused
 
     async def look(self) -> Moved | None:
-        """The move, if somebody else has made the latest what it is; a ring that is away says nothing."""
+        """The move, if somebody else has made the latest what it is; None, too, when the ring cannot be reached."""
         latest = await self._latest()
         return None if latest is None or self.serving.owns(latest) else Moved(latest)
 
     async def _latest(self) -> int | None:
-        """The latest version; None: nobody can say."""
+        """The latest version; None: the ring cannot be reached."""
         try:
             return await self.parts.ring.sink.latest_version()
         except (ParallmError, RedisError, OSError) as error:

@@ -94,9 +94,9 @@ class LogprobCheck:
             SampleGroup(str(number), prompt, tuple(sample for _, sample in members))
             for number, (prompt, members) in enumerate(by_prompt.items())
         ]
-        found = await self._run(groups, weights)
+        means = await self._run(groups, weights)
         members = [member for each in by_prompt.values() for member in each]
-        for (index, sample), mean in zip(members, found, strict=True):
+        for (index, sample), mean in zip(members, means, strict=True):
             gaps[index].total += mean * sum(sample.mask)
             gaps[index].tokens += sum(sample.mask)
 

@@ -196,12 +196,7 @@ class AdapterStore(AdapterPins):
     async def _move(self, name: str, version: int | None, change: str, reason: str, if_latest: int | None) -> int:
         status, latest = await _flip(
             self._redis,
-            [
-                keys.adapter(name),
-                keys.adapter_versions(name),
-                keys.adapter_log(name),
-                keys.adapter_manifest(name, ""),
-            ],
+            [keys.adapter(name), keys.adapter_versions(name), keys.adapter_log(name), keys.adapter_manifest(name, "")],
             [
                 name,
                 "" if version is None else str(version),
