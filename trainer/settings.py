@@ -251,7 +251,7 @@ class TrainSettings(JoinSettings):
 
     @property
     def versions_kept(self) -> int:
-        """How many versions stay in the store: those that samples on their way may be pinned to, in any case."""
+        """How many versions stay in the store: at least those that samples under way may be pinned to."""
         return max(self.adapter_keep_n, self.max_lag + 3) if self.adapter_keep_n else 0
 
     def adapter_shape(self) -> AdapterShape:
@@ -320,7 +320,7 @@ class TrainSettings(JoinSettings):
             raise SetupError(f"--{name.replace('_', '-')} has no use with --task {self.task}: it goes with {need}")
 
     def cautions(self) -> list[str]:
-        """What is allowed and seldom meant; said once in the log."""
+        """Warnings of settings that are allowed and seldom meant, for the log."""
         said = []
         if self.atropos_url:
             said.append(

@@ -137,7 +137,7 @@ def _within(path: str, roots: Sequence[Path]) -> Path:
     """The resolved path, if it lies under a root; a relative one is taken from each root."""
     for root in roots:
         resolved = _resolved(root / path)  # an absolute path stays what it is
-        if resolved is not None and any(resolved.is_relative_to(each) for each in roots):
+        if resolved is not None and any(resolved.is_relative_to(allowed) for allowed in roots):
             if resolved.is_dir():
                 return resolved
             if root == roots[-1]:

@@ -109,8 +109,8 @@ async def take_orders(policy: Policy, request: Request, ring: TheRing) -> Respon
     else:
         taken = await orders.fresh(keys.TRAINER, 1)
     shown = [
-        TakenOrder(each.entry, each.id, msgspec.Raw(each.body), each.deadline_ms, each.again, each.too_late)
-        for each in taken
+        TakenOrder(order.entry, order.id, msgspec.Raw(order.body), order.deadline_ms, order.again, order.too_late)
+        for order in taken
     ]
     return json_reply(shown)
 

@@ -214,15 +214,15 @@ async def waiting_trajectories(
 ) -> Response:
     """Takes nothing: the trainer still gets them. Each can be posted to /v1/training/update as it is."""
     name = await _policy(ring, policy)
-    found = await TrajectoryQueue(ring.redis, name).peek(after, limit)
+    page = await TrajectoryQueue(ring.redis, name).peek(after, limit)
     data = []
-    for each in found:
-        if not asker().sees(each.live.tenant):
+    for delivered in page:
+        if not asker().sees(delivered.live.tenant):
             continue
-        outer = msgspec.to_builtins(each.live)
+        outer = msgspec.to_builtins(delivered.live)
         data.append({**outer.pop("trajectory"), **outer})
-    last = found[-1].entry if found else after
-    return json_reply({"object": "list", "data": data, "last": last, "has_more": len(found) == limit})
+    last = page[-1].entry if page else after
+    return json_reply({"object": "list", "data": data, "last": last, "has_more": len(page) == limit})
 
 
 async def _policy(ring: Ring, given: str, right: Right = "see") -> str:

@@ -89,7 +89,7 @@ class Learner:
         return measure_gaps(self._policy, weights, samples, scores, positions)
 
     def anchor(self, best: Arrays | None) -> None:
-        """The weights of the best version: later ones stay in its reach."""
+        """Set the weights of the best version: later ones must stay near it."""
         self._best = best
 
     def accept(self) -> None:
@@ -116,7 +116,7 @@ class Learner:
         return self._policy.config()
 
     def snapshot(self) -> Snapshot:
-        """For a checkpoint."""
+        """All of the state, for a checkpoint."""
         return Snapshot(self._policy.weights(), self._policy.config(), self._optimizer.moments())
 
     def restore(self, snapshot: Snapshot) -> None:

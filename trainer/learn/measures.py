@@ -46,7 +46,7 @@ def measure(
     policy_step: int,
     older: dict[int, Arrays],
 ) -> Generator[None, None, Distances]:
-    """Measure both over a train step's microbatches, before its first update; leaves the policy as it was."""
+    """Measure mismatch and staleness of a train step's microbatches, before its first update; keeps the policy."""
     mismatch: list[np.ndarray[Any, Any]] = []
     staleness: list[np.ndarray[Any, Any]] = []
     for batch in batches:

@@ -85,11 +85,6 @@ class Collector(IndexedSource):
         """Indices that are started and neither consumed nor dropped."""
         return sorted([*self._again, *self._running, *super().pending()])
 
-    @property
-    def running(self) -> int:
-        """Groups that are being generated."""
-        return len(self._running)
-
     def _fill(self) -> None:
         accepted = self.consumed + len(self.waiting)
         for _ in range(self._pace.capacity(self._steps_done, accepted, len(self._running))):

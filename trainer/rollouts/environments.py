@@ -75,7 +75,7 @@ class ArithmeticEnvironment:
         return Observation(({"role": "user", "content": task.question},), info=task.answer)
 
     async def step(self, observation: Observation, action: str) -> Outcome:
-        """Whether the whole reply is the number."""
+        """1 when the whole reply is the number, else 0."""
         return Outcome(float(action == observation.info))
 
 
@@ -110,7 +110,7 @@ class DatasetEnvironment:
         return Observation(task.prompt, info=task.reference)
 
     async def step(self, observation: Observation, action: str) -> Outcome:
-        """The scorer's word."""
+        """Score the reply."""
         value, components = await self._scorer(action, observation.info, observation.prompt)
         return Outcome(value, components=components)
 

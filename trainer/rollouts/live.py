@@ -139,8 +139,8 @@ class LiveCollector(BackgroundReader):
     def _close(self, name: str) -> None:
         """End a group: the samples that have come are all that it will have."""
         members = self._open.pop(name).members
-        good = [each for each in members if usable(each.live.trajectory)]
-        self._drop("unscored", [each.entry for each in members if each not in good])
+        good = [member for member in members if usable(member.live.trajectory)]
+        self._drop("unscored", [member.entry for member in members if member not in good])
         if good:
             self._ready.append(_Ready(group_of([m.live for m in good]), tuple(m.entry for m in good)))
 

@@ -74,7 +74,7 @@ class StaleWatch:
         self._due = asyncio.Event()
 
     def dropped(self, groups: Sequence[RolloutGroup], lag: int) -> None:
-        """Groups that were too old, and the age of the last one."""
+        """Count groups that were too old; `lag` is the age of the last one."""
         self._count += sum(len(group.trajectories) for group in groups)
         by = sorted({span.version or "the base" for t in groups[-1].trajectories for span in t.spans})
         age = "which is no version of this run" if lag == UNKNOWN_LAG else f"{lag} policy steps behind"

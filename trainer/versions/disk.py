@@ -39,11 +39,11 @@ class Disk:
     look_s: float = LOOK_S
 
     async def run(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """What a function that writes gives, called in a thread, and again while the disk is full."""
+        """Call `function` in a thread, and again while the disk is full; what it returns."""
         return await self.write(lambda: asyncio.to_thread(function, *arguments, **named))
 
     async def write(self, work: Callable[[], Awaitable[T]]) -> T:
-        """What `work` gives, which is asked again while the disk is full.
+        """Await `work`, and again while the disk is full; what it returns.
 
         SetupError when the run is stopped meanwhile, or may not write there at all.
         """

@@ -34,7 +34,7 @@ LOOK_S = 1.0  # how often a run that waits looks at `latest`
 
 @dataclass
 class ForeignMoves:
-    """Sees them, and settles what follows."""
+    """Notices that somebody else has moved `latest`, and settles what follows."""
 
     settings: TrainSettings
     parts: Parts
@@ -56,7 +56,7 @@ class ForeignMoves:
             return None
 
     async def wait(self) -> Moved:
-        """Until there is one."""
+        """Return once somebody has moved it."""
         while True:
             moved = await self.look()
             if moved is not None:

@@ -95,7 +95,7 @@ class Serving:
         log.info("run.started", held_out=state.held_out)
 
     def owns(self, latest: int) -> bool:
-        """Whether this run has made the latest version what it is; before it begins: an earlier life of it."""
+        """Whether `latest` is what this run serves; before it begins, what an earlier start of it has served."""
         if self.begun:
             return latest == self._state.version
         return not latest or not self._state.version or self._publisher.moved_by_us(latest)

@@ -318,7 +318,7 @@ class AdapterStore(AdapterPins):
 
     async def _rejected(self, name: str, versions: Sequence[int]) -> set[int]:
         raw = await self._redis.mget([keys.adapter_manifest(name, version) for version in versions]) if versions else []
-        manifests = (msgspec.json.decode(each, type=AdapterManifest) for each in raw if each is not None)
+        manifests = (msgspec.json.decode(manifest, type=AdapterManifest) for manifest in raw if manifest is not None)
         return {manifest.version for manifest in manifests if manifest.status == "rejected"}
 
     async def _ever_served(self, name: str) -> set[int]:
