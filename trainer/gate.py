@@ -102,7 +102,7 @@ class RewardWatch:
     pool: list[float] = field(default_factory=list)  # mean rewards of groups that judged nobody yet
 
     def add(self, version: int, group_means: Sequence[float]) -> int | None:
-        """Groups that `version` sampled; the version to go back to, if it has collapsed: the best, maybe itself."""
+        """Count groups that `version` sampled; when it has collapsed, the best version (maybe itself) to go back to."""
         self.pool += group_means
         if len(self.pool) < self.min_groups:
             return None
@@ -119,15 +119,15 @@ class RewardWatch:
 
     @property
     def best(self) -> int | None:
-        """The version that surely earned most."""
+        """The version with the highest mean reward less its standard error."""
         return max(self.good, key=lambda v: _sure(self.good[v]), default=None)
 
     def keep_only(self, versions: Collection[int]) -> None:
-        """Measure by these alone: nobody can go back to one whose weights are gone."""
+        """Drop all versions but these: nobody can go back to one whose weights are gone."""
         self.good = {version: standing for version, standing in self.good.items() if version in versions}
 
     def rolled_back(self, target: int, served: int) -> None:
-        """`target` is served again as `served`; what was good stays the measure."""
+        """`target` is served again under the number `served`, and keeps its standing."""
         self.pool.clear()
         if target in self.good:
             self.good[served] = self.good.pop(target)

@@ -18,7 +18,7 @@ from shared.training import Order
 from trainer.ring.mailbox import RingMailbox
 from trainer.rollouts.groups import IndexedSource, Lag, RolloutGroup
 from trainer.rollouts.live import LiveCollector
-from trainer.rollouts.staleness import StaleWatch
+from trainer.rollouts.pacing import StaleWatch
 from trainer.state import RunState
 
 Source = Literal["prompts", "live", "posted"]
@@ -104,7 +104,7 @@ class Inbox:
         if isinstance(result, Received | Moved):
             return result
         if done[0].startswith("stale"):
-            self._watches[int(done[0].split()[1])].told()
+            self._watches[int(done[0].split()[1])].reported()
             return AllStale(result)
         return Batch(result, "live" if done[0] == "live" else "prompts")
 

@@ -138,7 +138,7 @@ class TrainLoop:
             await self.save()
 
     async def _next(self) -> Batch | Received[Order] | None:
-        """The next piece of work, once what keeps the run from learning is told or settled; None: stopped."""
+        """The next piece of work, once what keeps the run from learning is reported or settled; None: stopped."""
         while (work := await self._inbox.next(self.state, self._lag, self._stop)) is not None:
             if isinstance(work, AllStale):
                 await self._ring.sink.alert("all_stale", work.reason)
@@ -244,9 +244,9 @@ class TrainLoop:
     async def train_step(self, batch: Batch, timing: Timing, *, serve: bool = True) -> Stepped:
         """Consume one batch: train, gate, publish, or leave the policy as it is."""
         began_ns = time.time_ns() - int(1e9 * timing.wait_s)
-        told: dict[str, str | int] = {"parallm.policy": self.settings.adapter, "parallm.source": batch.source}
-        told["parallm.train_step"] = self.state.train_step
-        with tracing.span("train step", told, start_ns=began_ns):
+        attributes: dict[str, str | int] = {"parallm.policy": self.settings.adapter, "parallm.source": batch.source}
+        attributes["parallm.train_step"] = self.state.train_step
+        with tracing.span("train step", attributes, start_ns=began_ns):
             tracing.record(Past("collect", began_ns, time.time_ns(), {"parallm.groups": len(batch.groups)}))
             stepped = await self._step(batch, timing, serve=serve)
             tracing.annotate(figures(stepped.metrics))

@@ -1,4 +1,4 @@
-"""What a run tells: one JSON line a train step, always, and one line for a person.
+"""What a run reports: one JSON line a train step, always, and one line for a person.
 
 Invariant: after a resume the file holds each train step once. Lines of steps that the checkpoint does not know are cut
 off before the first new one is written.
@@ -205,8 +205,8 @@ def progress(m: StepMetrics, steps: int) -> dict[str, str | float]:
 
 
 def figures(m: StepMetrics) -> dict[str, str | int | float]:
-    """What a train step's span tells of its outcome."""
-    told: dict[str, str | int | float] = {
+    """What a train step's span says of its outcome."""
+    attributes: dict[str, str | int | float] = {
         "parallm.policy_step": m.policy_step,
         "parallm.version": m.version,
         "parallm.reward": m.reward,
@@ -214,7 +214,7 @@ def figures(m: StepMetrics) -> dict[str, str | int | float]:
         "parallm.tokens": m.tokens,
         "parallm.gate": m.gate,  # "" when the version passed
     }
-    return told if m.loss is None else {**told, "parallm.loss": m.loss}
+    return attributes if m.loss is None else {**attributes, "parallm.loss": m.loss}
 
 
 def _cut(path: Path, first_step: int) -> None:

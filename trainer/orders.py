@@ -56,7 +56,7 @@ class Run(Protocol):
         """Refuse posted log-probabilities that are not their version's; how many could not be compared."""
 
     async def train_step(self, batch: Batch, timing: Timing, *, serve: bool = True) -> Stepped:
-        """Train on a batch; serve the result unless told otherwise."""
+        """Train on a batch; with `serve`, serve the result."""
 
     async def save(self, name: str = "") -> str:
         """Save a checkpoint; its name."""

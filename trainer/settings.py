@@ -1,4 +1,4 @@
-"""`mlx_parallm_train`: what a run can be told. Flags > environment (`PARALLM_*`) > YAML > defaults; unknown keys fail.
+"""`mlx_parallm_train`: the settings of a run. Flags > environment (`PARALLM_*`) > YAML > defaults; unknown keys fail.
 
 The defaults are for real models. `trainer/recipes/` holds settings for the tiny one, with what they reach.
 """
@@ -15,11 +15,11 @@ from shared.process.settings import JoinSettings
 from shared.rewards.model_kinds import OWN_VARIABLES
 from shared.trajectories import drawing_of
 from trainer.gate import GateLimits
-from trainer.learn.advantages import AdvantageScale
 from trainer.learn.options import (
     CLIP_RANGES,
     AdapterKind,
     AdapterShape,
+    AdvantageScale,
     LossName,
     LossOptions,
     OptimizeOptions,
@@ -251,7 +251,7 @@ class TrainSettings(JoinSettings):
 
     @property
     def versions_kept(self) -> int:
-        """How many versions stay in the store: those that samples on their way may be pinned to, in any case."""
+        """How many versions stay in the store: at least those that samples under way may be pinned to."""
         return max(self.adapter_keep_n, self.max_lag + 3) if self.adapter_keep_n else 0
 
     def adapter_shape(self) -> AdapterShape:
@@ -320,7 +320,7 @@ class TrainSettings(JoinSettings):
             raise SetupError(f"--{name.replace('_', '-')} has no use with --task {self.task}: it goes with {need}")
 
     def cautions(self) -> list[str]:
-        """What is allowed and seldom meant; said once in the log."""
+        """Warnings of settings that are allowed and seldom meant, for the log."""
         said = []
         if self.atropos_url:
             said.append(

@@ -11,8 +11,7 @@ from trainer.rollouts.collector import Collector
 from trainer.rollouts.episodes import EpisodeOptions, Episodes
 from trainer.rollouts.groups import IndexedSource
 from trainer.rollouts.live import LiveCollector
-from trainer.rollouts.pacing import Pace
-from trainer.rollouts.staleness import StaleWatch
+from trainer.rollouts.pacing import Pace, StaleWatch
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 

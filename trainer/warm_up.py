@@ -19,7 +19,7 @@ STEPS = 2  # the first one finds out how large a microbatch may be
 
 
 def rehearse(model: Any, settings: TrainSettings, vocab_size: int) -> Work[None]:
-    """Run in the engine's thread."""
+    """Train on made-up samples; runs in the engine's thread."""
     learner = new_learner(model, settings)
     groups = _groups(vocab_size, min(COMPLETION, settings.max_tokens))
     for step in range(STEPS):

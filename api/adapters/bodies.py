@@ -110,4 +110,4 @@ class Loaded(BaseModel):
 
 def checks_of(gate: list[GateField]) -> tuple[GateCheck, ...]:
     """A gate's checks as a manifest has them."""
-    return tuple(GateCheck(each.name, each.passed, each.detail) for each in gate)
+    return tuple(GateCheck(check.name, check.passed, check.detail) for check in gate)

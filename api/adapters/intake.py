@@ -137,13 +137,13 @@ def _within(path: str, roots: Sequence[Path]) -> Path:
     """The resolved path, if it lies under a root; a relative one is taken from each root."""
     for root in roots:
         resolved = _resolved(root / path)  # an absolute path stays what it is
-        if resolved is not None and any(resolved.is_relative_to(each) for each in roots):
+        if resolved is not None and any(resolved.is_relative_to(allowed) for allowed in roots):
             if resolved.is_dir():
                 return resolved
             if root == roots[-1]:
-                told = f"{path[:200]!r} is no folder"
+                message = f"{path[:200]!r} is no folder"
                 refusal = AdapterRejectedError if resolved.exists() else UnknownAdapterError
-                raise refusal(told, param="adapter_path")
+                raise refusal(message, param="adapter_path")
     raise AdapterRejectedError(f"{path[:200]!r} is not under a folder of --adapter-dirs", param="adapter_path")
 
 

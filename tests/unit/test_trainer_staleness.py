@@ -12,8 +12,7 @@ from trainer.inbox import AllStale, Inbox, Moved
 from trainer.ring.mailbox import RingMailbox
 from trainer.rollouts.collector import Collector
 from trainer.rollouts.groups import RolloutGroup
-from trainer.rollouts.pacing import UNKNOWN_LAG, Pace
-from trainer.rollouts.staleness import StaleWatch
+from trainer.rollouts.pacing import UNKNOWN_LAG, Pace, StaleWatch
 from trainer.state import RunState
 
 
@@ -60,7 +59,7 @@ async def test_a_fresh_batch_ends_the_row() -> None:
     assert not waiting.done()
     watch.dropped([foreign(2)], 3)
     assert "4 samples" in await waiting and "3 policy steps behind" in await waiting
-    watch.told()
+    watch.reported()
     watch.used()
     watch.dropped([foreign(3), foreign(4)], 3)
     assert "4 samples" in await watch.wait(), "and again, when it comes again"

@@ -61,7 +61,7 @@ class ThreadHost:
 
 
 def at_once(function: Callable[[], T]) -> Callable[[], Work[T]]:
-    """Work that is too short to be divided."""
+    """A short function as work in one part."""
 
     def start() -> Work[T]:
         return function()

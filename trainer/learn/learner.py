@@ -81,15 +81,15 @@ class Learner:
 
     def parity(self, trajectories: Sequence[Trajectory]) -> Work[float]:
         """Mean difference to a worker's log-probabilities."""
-        return (yield from measure_parity(self._policy, trajectories))
+        return measure_parity(self._policy, trajectories)
 
     def gaps(self, samples: Sequence[SampleGroup], weights: Arrays | None) -> Work[list[float]]:
         """Mean difference of each sample's log-probabilities to those of these weights; None is the base."""
         scores, positions = self._optimizer.scores, self._optimizer.options.microbatch_tokens
-        return (yield from measure_gaps(self._policy, weights, samples, scores, positions))
+        return measure_gaps(self._policy, weights, samples, scores, positions)
 
     def anchor(self, best: Arrays | None) -> None:
-        """The weights of the best version: later ones stay in its reach."""
+        """Set the weights of the best version: later ones must stay near it."""
         self._best = best
 
     def accept(self) -> None:
@@ -116,7 +116,7 @@ class Learner:
         return self._policy.config()
 
     def snapshot(self) -> Snapshot:
-        """For a checkpoint."""
+        """All of the state, for a checkpoint."""
         return Snapshot(self._policy.weights(), self._policy.config(), self._optimizer.moments())
 
     def restore(self, snapshot: Snapshot) -> None:

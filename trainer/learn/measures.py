@@ -3,7 +3,7 @@
 For a token that policy step s sampled, logpi_theta - logmu = (logpi_theta - logpi_v) + (logpi_v - logmu), with v the
 weights of step s. The first part is *staleness*: what training has changed since. The second is *mismatch*: the same
 weights through another kernel, another batch, or keys and values from before a swap. Only weights that are still at
-hand can be told apart, so tokens of older steps are left out.
+hand allow this split, so tokens of older steps are left out.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -25,7 +25,7 @@ from trainer.state import Arrays
 
 @dataclass(frozen=True)
 class Distances:
-    """Absolute differences of log-probabilities, and k3 estimates of KL, over the tokens that could be told apart."""
+    """Absolute differences of log-probabilities, and k3 estimates of KL, over the tokens whose weights were at hand."""
 
     tokens: int
     mismatch_mean: float
@@ -46,7 +46,7 @@ def measure(
     policy_step: int,
     older: dict[int, Arrays],
 ) -> Generator[None, None, Distances]:
-    """Measure both over a train step's microbatches, before its first update; leaves the policy as it was."""
+    """Measure mismatch and staleness of a train step's microbatches, before its first update; keeps the policy."""
     mismatch: list[np.ndarray[Any, Any]] = []
     staleness: list[np.ndarray[Any, Any]] = []
     for batch in batches:
@@ -106,13 +106,13 @@ def measure_probe_kl(
     for prompt in prompts:
         tokens_1S = mx.array([list(prompt)[-_LONGEST:]])
         present_SV = _logprobs(policy.model, tokens_1S)
-        for anchor, found in zip(anchors, divergences, strict=True):
+        for anchor, distances in zip(anchors, divergences, strict=True):
             with _weights(policy, anchor) as model:
                 anchor_SV = _logprobs(model, tokens_1S)
             kl_S = (mx.exp(anchor_SV) * (anchor_SV - present_SV)).sum(axis=-1)
-            found.append(float(kl_S.mean()))
+            distances.append(float(kl_S.mean()))
             yield
-    means = [float(np.mean(found)) if found else 0.0 for found in divergences]
+    means = [float(np.mean(distances)) if distances else 0.0 for distances in divergences]
     return [mean if np.isfinite(mean) else float("inf") for mean in means]
 
 
@@ -127,7 +127,7 @@ def measure_gaps(
 
     None is the base. In the order of the samples; leaves the policy with its present weights.
     """
-    found: dict[int, float] = {}
+    gaps: dict[int, float] = {}
     for part in microbatches(samples, lambda: positions):
         batch = pad(part)
         arrays = to_arrays(batch)
@@ -135,9 +135,9 @@ def measure_gaps(
             gap_BT = np.abs(_logp(model, scores, arrays).astype(np.float64) - batch.sampler_BT)
         rows = (sample for group in part for sample in group.samples)
         for row, sample in enumerate(rows):
-            found[id(sample)] = float(np.nan_to_num(gap_BT[row][batch.mask_BT[row]].mean(), nan=np.inf))
+            gaps[id(sample)] = float(np.nan_to_num(gap_BT[row][batch.mask_BT[row]].mean(), nan=np.inf))
         yield
-    return [found[id(sample)] for group in samples for sample in group.samples]
+    return [gaps[id(sample)] for group in samples for sample in group.samples]
 
 
 @contextmanager

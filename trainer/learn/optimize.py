@@ -126,7 +126,7 @@ class Optimizer:
         return tree_map(lambda value: value, self._adam.state)
 
     def put_back(self, kept: Any) -> None:
-        """As if what came after `kept` had not been: the moments of before, not of a step that was refused."""
+        """Restore what `kept` gave: the moments from before a train step that was refused."""
         self._adam.state = kept
 
     def moments(self) -> Moments:

@@ -75,8 +75,8 @@ class RingBoard:
             await asyncio.gather(self._beating, return_exceptions=True)
         with contextlib.suppress(*_AWAY):
             failed = error is not None and not isinstance(error, asyncio.CancelledError)
-            told = reason(error) if isinstance(error, RedisError) else str(error)
-            problem = f"{type(error).__name__}: {told}" if failed else ""
+            text = reason(error) if isinstance(error, RedisError) else str(error)
+            problem = f"{type(error).__name__}: {text}" if failed else ""
             await self.show("failed" if failed else "ended", problem=problem)
             await self._board.let_go(self.owner)
 

@@ -86,10 +86,10 @@ class RingMailbox(BackgroundReader):
 
     async def _read_round(self) -> None:
         await self._ready.wait()
-        found = await self._orders.take(keys.TRAINER)
-        for received in found:
+        orders = await self._orders.take(keys.TRAINER)
+        for received in orders:
             await self._sort(received)
-        if not found:
+        if not orders:
             await self._orders.wait(WAIT_S)
 
     async def _sort(self, received: Received[bytes]) -> None:

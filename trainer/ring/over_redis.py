@@ -49,8 +49,8 @@ class RingSource:
         specs = await self._specs(request)
         results = await self._calls.call(specs)
         texts = [self._codec.decode(r.completion_ids) if r.text is None else r.text for r in results]
-        each = zip(specs, results, texts, range(request.n), strict=True)
-        return [trajectory_of(spec, result, text, i, request.metadata) for spec, result, text, i in each]
+        rows = zip(specs, results, texts, range(request.n), strict=True)
+        return [trajectory_of(spec, result, text, i, request.metadata) for spec, result, text, i in rows]
 
     async def _specs(self, request: RolloutRequest) -> list[SequenceSpec]:
         adapter = request.adapter

@@ -83,12 +83,12 @@ class AtroposApi:
         """The next batch, or None while there are not enough groups."""
         answer = await self._ask("GET", "/batch")
         try:
-            found = msgspec.json.decode(answer, type=_Batch)
+            reply = msgspec.json.decode(answer, type=_Batch)
         except msgspec.MsgspecError as error:
             raise InvalidRequestError(f"{self.url}/batch answered something else: {error}") from error
-        if found.status == "error":
-            raise ServiceUnavailableError(f"{self.url}: {found.message}")
-        return found.batch
+        if reply.status == "error":
+            raise ServiceUnavailableError(f"{self.url}: {reply.message}")
+        return reply.batch
 
     async def queue_size(self) -> int:
         """Groups that wait for a batch."""
@@ -199,9 +199,9 @@ def group_of(scored: Scored, index: int) -> RolloutGroup:
         if scored.advantages is not None and given[-1] is None:
             given[-1] = _one_advantage(scored, sample)
     name = f"atropos-{index}"
-    if scored.advantages is None and any(each is not None for each in given):
+    if scored.advantages is None and any(advantage is not None for advantage in given):
         given = _beside_zeroed(scored.scores, given)
-    advantages = tuple(given) if any(each is not None for each in given) else ()
+    advantages = tuple(given) if any(advantage is not None for advantage in given) else ()
     return RolloutGroup(name, index, tuple(trajectories), advantages=advantages)
 
 
@@ -219,12 +219,12 @@ def _check(scored: Scored) -> None:
         )
     if (scored.group_overrides or {}).get("sft"):
         raise InvalidRequestError("group_overrides asks for supervised training (sft), which this trainer has not")
-    unknown = {*(scored.group_overrides or {}), *(key for each in scored.overrides or [] for key in each)}
+    unknown = {*(scored.group_overrides or {}), *(key for overrides in scored.overrides or [] for key in overrides)}
     if unknown - _KNOWN_OVERRIDES:
         log.warning("atropos.overrides_unknown", names=sorted(unknown - _KNOWN_OVERRIDES))
     for name in ("masks", "inference_logprobs", "advantages"):
         lists = getattr(scored, name)
-        if lists is not None and [len(each) for each in lists] != [len(each) for each in scored.tokens]:
+        if lists is not None and list(map(len, lists)) != list(map(len, scored.tokens)):
             raise InvalidRequestError(f"{name} and tokens differ in length")
     for tokens, mask in zip(scored.tokens, scored.masks, strict=True):
         if any(m not in (MASKED, token) for token, m in zip(tokens, mask, strict=True)):

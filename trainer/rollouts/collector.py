@@ -18,8 +18,7 @@ from shared.errors import ParallmError, SetupError, UnknownAdapterError
 from trainer.rollouts.episodes import Episodes
 from trainer.rollouts.groups import IndexedSource, Lag, RolloutGroup
 from trainer.rollouts.own_code import BlockedError
-from trainer.rollouts.pacing import Pace
-from trainer.rollouts.staleness import StaleWatch
+from trainer.rollouts.pacing import Pace, StaleWatch
 
 log = structlog.get_logger()
 
@@ -85,11 +84,6 @@ class Collector(IndexedSource):
     def pending(self) -> list[int]:
         """Indices that are started and neither consumed nor dropped."""
         return sorted([*self._again, *self._running, *super().pending()])
-
-    @property
-    def running(self) -> int:
-        """Groups that are being generated."""
-        return len(self._running)
 
     def _fill(self) -> None:
         accepted = self.consumed + len(self.waiting)

@@ -75,7 +75,7 @@ class ArithmeticEnvironment:
         return Observation(({"role": "user", "content": task.question},), info=task.answer)
 
     async def step(self, observation: Observation, action: str) -> Outcome:
-        """Whether the whole reply is the number."""
+        """1 when the whole reply is the number, else 0."""
         return Outcome(float(action == observation.info))
 
 
@@ -110,7 +110,7 @@ class DatasetEnvironment:
         return Observation(task.prompt, info=task.reference)
 
     async def step(self, observation: Observation, action: str) -> Outcome:
-        """The scorer's word."""
+        """Score the reply."""
         value, components = await self._scorer(action, observation.info, observation.prompt)
         return Outcome(value, components=components)
 
@@ -153,12 +153,12 @@ def load_object(path: str, what: str) -> Callable[..., Any]:
     if "" not in sys.path:  # a console script does not look there by itself
         sys.path.insert(0, "")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        value = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise SetupError(f"{what} {path!r}: {error}; write it as package.module:Name") from error
-    if not callable(found):
+    if not callable(value):
         raise SetupError(f"{what} {path!r} is not callable")
-    return cast(Callable[..., Any], found)
+    return cast(Callable[..., Any], value)
 
 
 def is_observation(name: str, given: object) -> Observation:

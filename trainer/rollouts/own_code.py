@@ -53,7 +53,7 @@ class OwnCodeError(Exception):
 
 
 class BlockedError(OwnCodeError):
-    """The user's code did not come to an end in its time, or ended its process."""
+    """The user's code did not finish in its time, or ended its process."""
 
 
 class OwnCode:
@@ -143,6 +143,8 @@ class _OwnProcess:
             await process.send(encode(start))
             async with asyncio.timeout(START_S):
                 answer = decode_answer(await process.receive())
+            if answer.name is None:
+                raise SetupError(answer.failed.error if answer.failed is not None else f"{title}: no answer")
         except (LostProcessError, TimeoutError) as error:
             await started.close()
             ended = "its process ended" if isinstance(error, LostProcessError) else f"not loaded within {START_S:g} s"
@@ -150,9 +152,6 @@ class _OwnProcess:
         except BaseException:
             await started.close()
             raise
-        if answer.name is None:
-            await started.close()
-            raise SetupError(answer.failed.error if answer.failed is not None else f"{title}: no answer")
         started.name = answer.name
         started._reading = asyncio.create_task(started._read())
         return started

@@ -50,7 +50,7 @@ NOTE = struct.Struct("=Q")  # in front of the file that a blocked process writes
 
 
 def main() -> None:
-    """Load what we are told and answer calls until nobody asks any more."""
+    """Load the user's code and answer calls until the trainer has gone."""
     pipe, stack = CallPipe(), int(sys.argv[1])
     message = pipe.read()
     if message is None:
@@ -122,7 +122,7 @@ class _Clock:
         self.own_s = 0.0
 
     def had_s(self, busy_s: float) -> float:
-        """So far; `busy_s`: how long anybody has had the loop."""
+        """Seconds so far; `busy_s`: for how long any call has had the loop."""
         return time.monotonic() - busy_s - self._began_s + self.own_s
 
 
@@ -208,7 +208,7 @@ class _Server:
 
 @types.coroutine
 def noted(work: Coroutine[Any, Any, Answer], note: Callable[[bool], None]) -> Generator[Any, Any, Answer]:
-    """`work`, with a note of when it has the event loop and when it has not."""
+    """`work`, with a call of `note` each time that it gets the event loop or gives it back."""
     resume: Callable[[Any], Any] = work.send
     given: Any = None
     while True:

@@ -112,12 +112,12 @@ class RewardScorer:
         await asyncio.sleep(0)  # let the siblings ask too
         batch, self._waiting = self._waiting, []
         try:
-            scored = await self._rewards.score(self._reward, [each.sample for each in batch])
+            scored = await self._rewards.score(self._reward, [waiting.sample for waiting in batch])
         except BaseException as error:
-            for each in batch:
-                if not each.future.done():
-                    each.future.set_exception(error)
+            for waiting in batch:
+                if not waiting.future.done():
+                    waiting.future.set_exception(error)
             raise
-        for each, reward in zip(batch, scored, strict=True):
-            if not each.future.done():
-                each.future.set_result(reward)
+        for waiting, reward in zip(batch, scored, strict=True):
+            if not waiting.future.done():
+                waiting.future.set_result(reward)

@@ -120,8 +120,8 @@ class CheckpointStore:
 
     def names(self) -> list[str]:
         """Whole checkpoints, by train step."""
-        found = [(m.train_step, m.name) for path in self.root.iterdir() if (m := self._manifest(path.name))]
-        return [name for _, name in sorted(found)]
+        manifests = [(m.train_step, m.name) for path in self.root.iterdir() if (m := self._manifest(path.name))]
+        return [name for _, name in sorted(manifests)]
 
     def _shown(self) -> str:
         """The newest names, for a person."""

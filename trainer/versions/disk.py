@@ -39,15 +39,15 @@ class Disk:
     look_s: float = LOOK_S
 
     async def run(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """What a function that writes gives, called in a thread, and again while the disk is full."""
+        """Call `function` in a thread, and again while the disk is full; what it returns."""
         return await self.write(lambda: asyncio.to_thread(function, *arguments, **named))
 
     async def write(self, work: Callable[[], Awaitable[T]]) -> T:
-        """What `work` gives, which is asked again while the disk is full.
+        """Await `work`, and again while the disk is full; what it returns.
 
         SetupError when the run is stopped meanwhile, or may not write there at all.
         """
-        told = False
+        reported = False
         while True:
             try:
                 return await work()
@@ -62,8 +62,8 @@ class Disk:
                         f"no room for the run's files in {self.folder}: {error}; the last checkpoint counts: "
                         "make room and start the same command again"
                     ) from error
-                if not told:
-                    told = True
+                if not reported:
+                    reported = True
                     await self._tell(f"no room for the run's files in {self.folder}: {error}; training holds")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.stop.wait(), self.look_s)
@@ -80,5 +80,5 @@ def _number(error: OSError | SafetensorError) -> int | None:
     """The error's number in the operating system."""
     if isinstance(error, OSError):
         return error.errno
-    found = _NUMBER.search(str(error))
-    return int(found[1]) if found else None
+    match = _NUMBER.search(str(error))
+    return int(match[1]) if match else None

@@ -34,7 +34,7 @@ LOOK_S = 1.0  # how often a run that waits looks at `latest`
 
 @dataclass
 class ForeignMoves:
-    """Sees them, and settles what follows."""
+    """Notices that somebody else has moved `latest`, and settles what follows."""
 
     settings: TrainSettings
     parts: Parts
@@ -43,12 +43,12 @@ class ForeignMoves:
     held: str = ""  # why the run is paused
 
     async def look(self) -> Moved | None:
-        """The move, if somebody else has made the latest what it is; a ring that is away says nothing."""
+        """The move, if somebody else has made the latest what it is; None, too, when the ring cannot be reached."""
         latest = await self._latest()
         return None if latest is None or self.serving.owns(latest) else Moved(latest)
 
     async def _latest(self) -> int | None:
-        """The latest version; None: nobody can say."""
+        """The latest version; None: the ring cannot be reached."""
         try:
             return await self.parts.ring.sink.latest_version()
         except (ParallmError, RedisError, OSError) as error:
@@ -56,7 +56,7 @@ class ForeignMoves:
             return None
 
     async def wait(self) -> Moved:
-        """Until there is one."""
+        """Return once somebody has moved it."""
         while True:
             moved = await self.look()
             if moved is not None:

@@ -52,18 +52,18 @@ class LogprobCheck:
         """LogprobsMismatchError for the first trajectory that is not its version's; how many were not compared."""
         sampled = [live.trajectory for live in trajectories]
         tags = [_versions(trajectory, self.settings.adapter) for trajectory in sampled]
-        named = sorted({tag for each in tags for tag in each} - {UNKNOWN}, reverse=True)
+        named = sorted({tag for versions in tags for tag in versions} - {UNKNOWN}, reverse=True)
         gaps = [_Gap() for _ in sampled]
         for version in named[:VERSIONS_AT_ONCE] + ([BASE] if BASE in named[VERSIONS_AT_ONCE:] else []):
             await self._measure(version, sampled, tags, gaps)
         bound = self.settings.max_logprob_gap
-        unnamed = [i for i, each in enumerate(tags) if set(each) == {BASE} and not gaps[i].mean <= bound]
+        unnamed = [i for i, versions in enumerate(tags) if set(versions) == {BASE} and not gaps[i].mean <= bound]
         if unnamed and self.served:
             await self._measure_unnamed(unnamed, sampled, gaps)
         for index, gap in enumerate(gaps):
             if not gap.mean <= bound:
                 raise LogprobsMismatchError(self._complaint(index, gap.mean, tags[index]))
-        return sum(gap.tokens < sum(loss_mask(each)) for gap, each in zip(gaps, sampled, strict=True))
+        return sum(gap.tokens < sum(loss_mask(trajectory)) for gap, trajectory in zip(gaps, sampled, strict=True))
 
     async def _measure_unnamed(self, unnamed: Collection[int], sampled: list[Trajectory], gaps: list[_Gap]) -> None:
         """Again with the version that is served; the nearer one counts."""
@@ -94,9 +94,9 @@ class LogprobCheck:
             SampleGroup(str(number), prompt, tuple(sample for _, sample in members))
             for number, (prompt, members) in enumerate(by_prompt.items())
         ]
-        found = await self._run(groups, weights)
-        members = [member for each in by_prompt.values() for member in each]
-        for (index, sample), mean in zip(members, found, strict=True):
+        means = await self._run(groups, weights)
+        members = [member for samples in by_prompt.values() for member in samples]
+        for (index, sample), mean in zip(members, means, strict=True):
             gaps[index].total += mean * sum(sample.mask)
             gaps[index].tokens += sum(sample.mask)
 

@@ -45,7 +45,7 @@ class Publisher:
     or rejected with all checks written down. Rejected files stay in `<folder>/rejected`.
 
     Every move of `latest` that is ours stands in `<folder>/served.json` before it is made, so that after a kill ours
-    can be told from somebody else's.
+    can be distinguished from somebody else's.
     """
 
     sink: AdapterSink
@@ -125,8 +125,8 @@ class Publisher:
 
     async def _put_away(self, directory: Path, checks: Sequence[GateCheck]) -> None:
         rejected = self.folder / "rejected" / directory.name
-        found = msgspec.json.format(msgspec.json.encode(checks))
-        await self.disk.run((directory / "gate.json").write_bytes, found)
+        report = msgspec.json.format(msgspec.json.encode(checks))
+        await self.disk.run((directory / "gate.json").write_bytes, report)
         await self.disk.run(self._keep, directory, rejected)
 
     async def note(self, version: int, before: int | None = None) -> None:
@@ -183,8 +183,8 @@ class Publisher:
     def kept(self) -> set[int]:
         """The versions whose files are kept."""
         versions = self.folder / "versions"
-        found = versions.iterdir() if versions.exists() else ()
-        return {int(path.name) for path in found if path.name.isdigit()}
+        folders = versions.iterdir() if versions.exists() else ()
+        return {int(path.name) for path in folders if path.name.isdigit()}
 
     def forget(self, keep: Collection[int]) -> None:
         """Delete the files of all versions but these."""

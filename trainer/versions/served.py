@@ -95,7 +95,7 @@ class Serving:
         log.info("run.started", held_out=state.held_out)
 
     def owns(self, latest: int) -> bool:
-        """Whether this run has made the latest version what it is; before it begins: an earlier life of it."""
+        """Whether `latest` is what this run serves; before it begins, what an earlier start of it has served."""
         if self.begun:
             return latest == self._state.version
         return not latest or not self._state.version or self._publisher.moved_by_us(latest)
@@ -326,12 +326,12 @@ def tasks_of(group: RolloutGroup, batch: Batch) -> str:
 def nothing_learned(dropped: Dropped, groups: Sequence[RolloutGroup]) -> str:
     """Why a train step taught nothing, for a person."""
     samples = sum(len(group.trajectories) for group in groups)
-    found = [
+    counts = [
         (dropped.zero_variance, "groups with equal rewards"),
         (dropped.too_few, "groups without two samples to compare"),
         (dropped.cut_off, "groups that stay out of the loss, all cut off (mask_overlong)"),
         (dropped.overlong, "samples cut off at max_tokens"),
         (dropped.failed, f"samples failed, the first one: {dropped.problem[:500]}"),
     ]
-    causes = ", ".join(f"{count} {cause}" for count, cause in found if count)
+    causes = ", ".join(f"{count} {cause}" for count, cause in counts if count)
     return f"{len(groups)} groups of {samples} samples: {causes}"

@@ -196,12 +196,7 @@ class AdapterStore(AdapterPins):
     async def _move(self, name: str, version: int | None, change: str, reason: str, if_latest: int | None) -> int:
         status, latest = await _flip(
             self._redis,
-            [
-                keys.adapter(name),
-                keys.adapter_versions(name),
-                keys.adapter_log(name),
-                keys.adapter_manifest(name, ""),
-            ],
+            [keys.adapter(name), keys.adapter_versions(name), keys.adapter_log(name), keys.adapter_manifest(name, "")],
             [
                 name,
                 "" if version is None else str(version),
@@ -323,7 +318,7 @@ class AdapterStore(AdapterPins):
 
     async def _rejected(self, name: str, versions: Sequence[int]) -> set[int]:
         raw = await self._redis.mget([keys.adapter_manifest(name, version) for version in versions]) if versions else []
-        manifests = (msgspec.json.decode(each, type=AdapterManifest) for each in raw if each is not None)
+        manifests = (msgspec.json.decode(manifest, type=AdapterManifest) for manifest in raw if manifest is not None)
         return {manifest.version for manifest in manifests if manifest.status == "rejected"}
 
     async def _ever_served(self, name: str) -> set[int]:

@@ -71,9 +71,9 @@ class Orders:
         """Wait for the answer; None when there is none in time."""
         until, pause = time.monotonic() + within_s, _LOOK_S[0]
         while True:
-            found = await self._redis.get(keys.answer(order_id))
-            if found is not None or time.monotonic() >= until:
-                return None if found is None else bytes(found)
+            raw = await self._redis.get(keys.answer(order_id))
+            if raw is not None or time.monotonic() >= until:
+                return None if raw is None else bytes(raw)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LOOK_S[1])
 
@@ -86,10 +86,10 @@ class Orders:
     async def take(self, consumer: str, count: int = 1) -> list[Received[bytes]]:
         """The next orders: first those that this consumer had and did not finish, then new ones; does not wait."""
         if self._resuming:
-            found = await self.unfinished(consumer, self._resumed_at, count)
-            if found:
-                self._resumed_at = found[-1].entry
-                return found
+            orders = await self.unfinished(consumer, self._resumed_at, count)
+            if orders:
+                self._resumed_at = orders[-1].entry
+                return orders
             self._resuming = False
         return await self.fresh(consumer, count)
 
@@ -124,8 +124,8 @@ class Orders:
         async with self._redis.pipeline(transaction=False) as pipe:
             for entry in entries:
                 pipe.xrange(self._stream, entry, entry, count=1)
-            found = await pipe.execute()
-        return {entry for entry, there in zip(entries, found, strict=True) if not there}
+            ranges = await pipe.execute()
+        return {entry for entry, there in zip(entries, ranges, strict=True) if not there}
 
     async def tell(self, order_id: str, answer: bytes) -> None:
         """Answer; said again it replaces the answer."""
@@ -145,7 +145,7 @@ class Orders:
     async def _read(self, consumer: str, after: str, count: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
         streams: dict[Any, Any] = {self._stream: after}
         try:
-            found = await self._redis.xreadgroup(TAKERS, consumer, streams, count=count)
+            answer = await self._redis.xreadgroup(TAKERS, consumer, streams, count=count)
         except ResponseError as error:
             if code_of(error) != "NOGROUP":
                 raise
@@ -153,7 +153,7 @@ class Orders:
                 return []
             await self._make_group()
             return await self._read(consumer, after, count)
-        return [entry for _, entries in found for entry in entries]
+        return [entry for _, entries in answer for entry in entries]
 
     async def _make_group(self) -> None:
         try:
