@@ -12,9 +12,10 @@ import numpy as np
 from pydantic import ValidationError
 
 from api.generation.choice import ReplyPlan
-from api.generation.plan import Work, plan
+from api.generation.plan import plan
 from api.generation.sampling import WHOLE_VOCABULARY, SamplingFields
 from api.generation.target import Target
+from api.generation.work import Work
 from api.http.errors import error_object, from_validation
 from api.http.limits import check_shape
 from api.openai import chat, completions
@@ -228,7 +229,7 @@ class LineUsage(NamedTuple):
     reasoning_tokens: int = 0
 
 
-class Answer(NamedTuple):
+class LineAnswer(NamedTuple):
     """A line of the output file, or of the error file."""
 
     kind: Literal["completed", "failed", "unended"]
@@ -238,11 +239,11 @@ class Answer(NamedTuple):
 
 def answer(
     name: str, asked: JobInput, results: Sequence[Trajectory | None], ended: str, codec: TextCodec, model: str
-) -> Answer:
+) -> LineAnswer:
     """The answer to a line out of its choices' results; `ended`: the job's terminal state."""
     custom_id = asked.reply["custom_id"]
     if "error" in asked.reply:
-        return Answer("failed", _line(name, custom_id, asked.reply["status"], asked.reply["error"]))
+        return LineAnswer("failed", _line(name, custom_id, asked.reply["status"], asked.reply["error"]))
     found = [each for each in results if each is not None and each.finish_reason not in _CUT]
     try:
         for each in found:
@@ -251,11 +252,11 @@ def answer(
                 raise from_code(code, message or "the engine failed on this sequence")
         if len(found) == len(results):
             body = _body(asked, found, codec, model)
-            return Answer("completed", _line(name, custom_id, 200, msgspec.Raw(body)), _usage(body, codec))
+            return LineAnswer("completed", _line(name, custom_id, 200, msgspec.Raw(body)), _usage(body, codec))
     except ParallmError as error:
-        return Answer("failed", _line(name, custom_id, error.status, msgspec.Raw(error_object(error))))
+        return LineAnswer("failed", _line(name, custom_id, error.status, msgspec.Raw(error_object(error))))
     late = any(each is not None and each.finish_reason == "deadline" for each in results)
-    return Answer("unended", unended(name, custom_id, "expired" if late else ended))
+    return LineAnswer("unended", unended(name, custom_id, "expired" if late else ended))
 
 
 def unended(name: str, custom_id: str, ended: str) -> bytes:

@@ -6,9 +6,9 @@
 
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
@@ -20,7 +20,7 @@ from api.generation.sampling import SamplingFields, StrictId
 from api.generation.target import Target, find_target
 from api.http.errors import error_responses, json_reply
 from api.http.fields import Off, complaint
-from api.ring.ring import Ring, ring_of
+from api.ring.ring import Ring, TheRing
 from api.rl import generate_tokens
 from shared.adapters import AdapterRef, version_id
 from shared.errors import ConflictError, UnknownAdapterError
@@ -30,7 +30,6 @@ from shared.token_events import join
 
 router = APIRouter(tags=["rl"])
 router.include_router(generate_tokens.router)
-TheRing = Annotated[Ring, Depends(ring_of)]
 
 Ids = list[StrictId]
 
@@ -85,10 +84,15 @@ class GenerateRequest(SamplingFields):
     "/generate",
     summary="Generate for training",
     response_class=Response,
-    responses={
-        200: {"description": "Ids, text and log-probabilities; lists with one entry for each prompt and sample"},
-        **error_responses(400, 404, 409, 429, 503, 504),
-    },
+    responses=error_responses(
+        400,
+        404,
+        409,
+        429,
+        503,
+        504,
+        ok="Ids, text and log-probabilities; lists with one entry for each prompt and sample",
+    ),
 )
 async def generate(body: GenerateRequest, request: Request, ring: TheRing) -> Response:
     """Completions of one policy version: the newest of the default adapter, unless the request says otherwise."""
