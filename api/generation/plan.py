@@ -8,13 +8,13 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from api.generation.choice import Endpoint, ReplyPlan
 from api.generation.collection import collection_of
-from api.generation.sampling import MAX_TOP_LOGPROBS, WHOLE_VOCABULARY, SamplingFields, sampling_of
+from api.generation.sampling import MAX_TOP_LOGPROBS, WHOLE_VOCABULARY, PromptFields, SamplingFields, sampling_of
 from api.generation.splitter import SplitPlan
 from api.generation.target import Target
 from api.generation.work import Work
@@ -184,19 +184,9 @@ async def encoded(
     return await aside(encode) if long else encode()
 
 
-class TruncationFields(Protocol):
-    """How a request wants a long prompt cut: to how many tokens (-1: to what the context leaves), and where."""
-
-    @property
-    def truncate_prompt_tokens(self) -> int | None: ...
-
-    @property
-    def truncation_side(self) -> str | None: ...
-
-
 def truncated(
     prompts: list[list[int]],
-    body: TruncationFields,
+    body: PromptFields,
     card: ModelCard,
     settings: ApiSettings,
     max_tokens: int | None,

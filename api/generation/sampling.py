@@ -63,7 +63,15 @@ class StreamOptions(RequestModel):
     )
 
 
-class DrawFields(TargetFields):
+class PromptFields(TargetFields):
+    """Which model gets which part of a prompt."""
+
+    truncate_prompt_tokens: Truncation = None
+    truncation_side: TruncationSide = None
+    priority: Priority = None
+
+
+class DrawFields(PromptFields):
     """How a completion is drawn, of which prompt, and where it stops."""
 
     temperature: float | None = Field(default=1.0, ge=0, le=2, description="0 is greedy")
@@ -90,9 +98,6 @@ class DrawFields(TargetFields):
         default=None, max_length=MAX_BAD_WORDS, description="texts that the completion must not contain"
     )
     skip_special_tokens: bool | None = Field(default=True, description="false: the text shows them")
-    truncate_prompt_tokens: Truncation = None
-    truncation_side: TruncationSide = None
-    priority: Priority = None
     request_id: str | None = Field(
         default=None,
         pattern=r"^[\x21-\x7e]{1,128}$",

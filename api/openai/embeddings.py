@@ -17,10 +17,11 @@ from starlette.responses import Response
 
 from api.generation.plan import UNSAMPLED, check_prompts, encoded, plain_work, truncated
 from api.generation.running import gather_all
-from api.generation.target import Target, TargetFields, target_of
+from api.generation.sampling import PromptFields
+from api.generation.target import Target, target_of
 from api.generation.work import Work
 from api.http.errors import error_responses, json_reply
-from api.http.fields import Off, Priority, Prompts, Truncation, TruncationSide, complaint
+from api.http.fields import Off, Prompts, complaint
 from api.ring.ring import Ring, TheRing
 from shared.errors import InvalidRequestError
 from shared.process.settings import ApiSettings
@@ -29,12 +30,9 @@ from shared.sequences import Pooling
 router = APIRouter(tags=["openai"])
 
 
-class EmbeddingFields(TargetFields):
+class EmbeddingFields(PromptFields):
     """What all endpoints that embed share."""
 
-    truncate_prompt_tokens: Truncation = None
-    truncation_side: TruncationSide = None
-    priority: Priority = None
     pooling: Pooling | None = Field(default="mean", description="mean of all positions, the last one, or the first")
 
 

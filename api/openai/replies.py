@@ -208,14 +208,12 @@ async def resume_stream(
     last_event_id: Annotated[str, Header(description="id of the last event that was read; empty: from the start")] = "",
 ) -> Response:
     """Only streams that were asked for with `stream_options.include_event_ids` can be resumed."""
-    resumable = await take_over(ring, request_id)
-    plan = resumable.plan
+    plan, history = await take_over(ring, request_id)
     try:
         seen = seen_until(last_event_id, plan.choices)
     except ValueError:
         raise InvalidRequestError(f"malformed Last-Event-ID '{last_event_id}'", param="Last-Event-ID") from None
     _, codec = await ring.known(plan.served)
-    seqs = [plan.sequence(choice) for choice in range(plan.choices)]
     choices = [Choice(plan, codec, progress) for progress in seen]
-    generation = Generation.resume(ring, plan.served, seqs, resumable.history, plan.deadline_ms)
+    generation = Generation.resume(ring, plan.served, plan.sequences, history, plan.deadline_ms)
     return EventStream(stream_events(ring, generation, plan, codec, choices))
