@@ -54,7 +54,8 @@ class ErrorBody(BaseModel):
 
 
 def error_responses(*statuses: int, ok: str = "") -> dict[int | str, dict[str, Any]]:
-    """OpenAPI descriptions of the errors that a route may answer with; `ok`: of its answer."""
+    """OpenAPI descriptions of the errors that a route may answer with, by default one that begins work; `ok`: of its
+    answer."""
     meanings = {
         400: "The request is malformed or asks for something impossible; `error.param` names the field.",
         404: "No such model, job, stream or adapter.",
@@ -65,6 +66,7 @@ def error_responses(*statuses: int, ok: str = "") -> dict[int | str, dict[str, A
         504: "The deadline passed before the request was complete.",
     }
     answer: dict[int | str, dict[str, Any]] = {200: {"description": ok}} if ok else {}
+    statuses = statuses or (400, 404, 413, 429, 503, 504)
     return answer | {status: {"model": ErrorBody, "description": meanings[status]} for status in statuses}
 
 

@@ -26,9 +26,7 @@ _NO_HINT = {("reasoning_effort", "none"), ("verbosity", "medium")}  # ask for no
 @router.post(
     "/v1/chat/completions",
     summary="Answer a chat",
-    responses=error_responses(
-        400, 404, 413, 429, 503, 504, ok="A chat completion object, or server-sent chunks when `stream` is true"
-    ),
+    responses=error_responses(ok="A chat completion object, or server-sent chunks when `stream` is true"),
 )
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, ring: TheRing) -> Response:
     """OpenAI's chat completions for text, with vLLM's extras."""

@@ -64,7 +64,7 @@ class ClassifyRequest(ClassificationRequest):
         return data
 
 
-@router.post("/classify", summary="Classify texts (vLLM)", responses=error_responses(400, 404, 413, 429, 503, 504))
+@router.post("/classify", summary="Classify texts (vLLM)", responses=error_responses())
 async def classify(body: ClassifyRequest, request: Request, ring: TheRing) -> Response:
     """As /v1/classifications."""
     return await create_classifications(body, request, ring)
@@ -74,13 +74,7 @@ async def classify(body: ClassifyRequest, request: Request, ring: TheRing) -> Re
     "/v1/classifications",
     summary="Classify texts by labels of your own",
     responses=error_responses(
-        400,
-        404,
-        413,
-        429,
-        503,
-        504,
-        ok="For each input the most likely label and the probabilities of all, in `labels`' order",
+        ok="For each input the most likely label and the probabilities of all, in `labels`' order"
     ),
 )
 async def create_classifications(body: ClassificationRequest, request: Request, ring: TheRing) -> Response:

@@ -21,9 +21,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 @router.post(
     "/v1/completions",
     summary="Complete text",
-    responses=error_responses(
-        400, 404, 413, 429, 503, 504, ok="A completion object, or server-sent chunks when `stream` is true"
-    ),
+    responses=error_responses(ok="A completion object, or server-sent chunks when `stream` is true"),
 )
 async def create_completion(body: CompletionRequest, request: Request, ring: TheRing) -> Response:
     """OpenAI's legacy completions with vLLM's extras: token ids in and out, prompt log-probabilities, n samples."""

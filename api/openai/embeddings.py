@@ -77,7 +77,7 @@ class PoolingRequest(EmbeddingRequest):
 @router.post(
     "/v1/embeddings",
     summary="Embed texts",
-    responses=error_responses(400, 404, 413, 429, 503, 504, ok="A list of embeddings, in the order of the inputs"),
+    responses=error_responses(ok="A list of embeddings, in the order of the inputs"),
 )
 async def create_embeddings(body: EmbeddingRequest, request: Request, ring: TheRing) -> Response:
     """OpenAI's embeddings, as sequences in the same queue as everything else."""
@@ -89,7 +89,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, ring: TheR
     "/pooling",
     summary="Pool hidden states (vLLM)",
     response_class=Response,
-    responses=error_responses(400, 404, 413, 429, 503, 504, ok="A vector for each input, in their order"),
+    responses=error_responses(ok="A vector for each input, in their order"),
 )
 async def pool(body: PoolingRequest, request: Request, ring: TheRing) -> Response:
     """As /v1/embeddings, in vLLM's other shape."""

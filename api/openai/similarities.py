@@ -24,7 +24,7 @@ from api.ring.ring import Ring, TheRing
 router = APIRouter(tags=["openai"])
 
 Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS // 2)]
-_ANSWERS = error_responses(400, 404, 413, 429, 503, 504)
+_ANSWERS = error_responses()
 
 
 class ComparedFields(EmbeddingFields):

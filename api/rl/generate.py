@@ -84,15 +84,10 @@ class GenerateRequest(SamplingFields):
     "/generate",
     summary="Generate for training",
     response_class=Response,
-    responses=error_responses(
-        400,
-        404,
-        409,
-        429,
-        503,
-        504,
-        ok="Ids, text and log-probabilities; lists with one entry for each prompt and sample",
-    ),
+    responses={
+        200: {"description": "Ids, text and log-probabilities; lists with one entry for each prompt and sample"},
+        **error_responses(400, 404, 409, 429, 503, 504),
+    },
 )
 async def generate(body: GenerateRequest, request: Request, ring: TheRing) -> Response:
     """Completions of one policy version: the newest of the default adapter, unless the request says otherwise."""

@@ -53,7 +53,7 @@ class PredictRequest(PolicyFields):
 @router.post(
     "/v1/predict",
     summary="Run a model as a plain network",
-    responses=error_responses(400, 404, 413, 429, 503, 504, ok="Tensors by name: `dtype`, `shape` and `data`"),
+    responses=error_responses(ok="Tensors by name: `dtype`, `shape` and `data`"),
 )
 async def predict(body: PredictRequest, request: Request, ring: TheRing) -> Response:
     """Inputs and outputs by name."""

@@ -45,9 +45,7 @@ _NAMES = {  # of a chat's fields -> ours
 @router.post(
     "/v1/responses",
     summary="Respond to a text or a conversation",
-    responses=error_responses(
-        400, 404, 413, 429, 503, 504, ok="A response object, or server-sent events when `stream` is true"
-    ),
+    responses=error_responses(ok="A response object, or server-sent events when `stream` is true"),
 )
 async def create_response(body: ResponseRequest, request: Request, ring: TheRing) -> Response:
     """Text, structured text and function calls; nothing is stored."""
