@@ -12,9 +12,10 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from api.generation.choice import ReplyPlan
-from api.generation.plan import Work, plan
+from api.generation.plan import plan
 from api.generation.sampling import WHOLE_VOCABULARY, SamplingFields
 from api.generation.target import Target
+from api.generation.work import Work
 from api.http.bodies import LONG_BYTES
 from api.http.errors import error_object, from_validation
 from api.http.limits import check_shape
@@ -237,7 +238,7 @@ class LineUsage(NamedTuple):
     reasoning_tokens: int = 0
 
 
-class Answer(NamedTuple):
+class LineAnswer(NamedTuple):
     """A line of the output file, or of the error file."""
 
     kind: Literal["completed", "failed", "unended"]
@@ -247,12 +248,12 @@ class Answer(NamedTuple):
 
 def answer(
     name: str, asked: JobInput, stored: Sequence[bytes | None], ended: str, codec: TextCodec, model: str
-) -> Answer:
+) -> LineAnswer:
     """The answer to a line out of its choices' stored results; `ended`: the job's terminal state."""
     results = [None if result is None else _result_decoder.decode(result) for result in stored]
     custom_id = asked.reply["custom_id"]
     if "error" in asked.reply:
-        return Answer("failed", _line(name, custom_id, asked.reply["status"], asked.reply["error"]))
+        return LineAnswer("failed", _line(name, custom_id, asked.reply["status"], asked.reply["error"]))
     found = [each for each in results if each is not None and each.finish_reason not in _CUT]
     try:
         for each in found:
@@ -261,11 +262,11 @@ def answer(
                 raise from_code(code, message or "the engine failed on this sequence")
         if len(found) == len(results):
             body = _body(asked, found, codec, model)
-            return Answer("completed", _line(name, custom_id, 200, msgspec.Raw(body)), _usage(body, codec))
+            return LineAnswer("completed", _line(name, custom_id, 200, msgspec.Raw(body)), _usage(body, codec))
     except ParallmError as error:
-        return Answer("failed", _line(name, custom_id, error.status, msgspec.Raw(error_object(error))))
+        return LineAnswer("failed", _line(name, custom_id, error.status, msgspec.Raw(error_object(error))))
     late = any(each is not None and each.finish_reason == "deadline" for each in results)
-    return Answer("unended", unended(name, custom_id, "expired" if late else ended))
+    return LineAnswer("unended", unended(name, custom_id, "expired" if late else ended))
 
 
 def unended(name: str, custom_id: str, ended: str) -> bytes:

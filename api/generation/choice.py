@@ -61,6 +61,11 @@ class ReplyPlan(msgspec.Struct, frozen=True, omit_defaults=True):
         """Number of choices."""
         return len(self.prompts) * self.n
 
+    @property
+    def sequences(self) -> list[str]:
+        """Ids of the sequences behind the choices."""
+        return [self.sequence(choice) for choice in range(self.choices)]
+
     def sequence(self, choice: int) -> str:
         """Id of the sequence behind a choice."""
         return f"{self.id}-{choice}"

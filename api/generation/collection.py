@@ -56,20 +56,25 @@ async def collection_of(ring: Ring, body: SamplingFields, target: Target, prompt
 
 def scoring_reward(given: str | dict[str, Any], param: str = "scoring_function") -> CheckedReward:
     """A scoring function by name, or as an object with its options, as a job's `reward`; checked."""
-    if isinstance(given, str):
-        spec = RewardSpec(given)
-    else:
-        fields = dict(given)
-        name, options = fields.pop("name", None), fields.pop("options", {})
-        if not isinstance(name, str) or not isinstance(options, dict):
-            raise InvalidRequestError(f"'{param}' is a name, or an object with 'name' and options", param=param)
-        spec = RewardSpec(name, {**options, **fields})
+    spec = named_scoring(given, param)
+    if not isinstance(given, str):
         _packed_size(spec.options, param)
     try:
         return check(spec)
     except InvalidRequestError as error:
         error.param = param
         raise
+
+
+def named_scoring(given: str | dict[str, Any], param: str) -> RewardSpec:
+    """The same, not checked."""
+    if isinstance(given, str):
+        return RewardSpec(given)
+    fields = dict(given)
+    name, options = fields.pop("name", None), fields.pop("options", {})
+    if not isinstance(name, str) or not isinstance(options, dict):
+        raise InvalidRequestError(f"'{param}' is a name, or an object with 'name' and options", param=param)
+    return RewardSpec(name, {**options, **fields})
 
 
 async def check_scoring(ring: Ring, scoring: CheckedReward, param: str) -> list[ModelCard]:

@@ -20,12 +20,9 @@ class ChatToken(msgspec.Struct, gc=False):  # there may be a million of them, an
     bytes: list[int]
 
 
-class ChatLogprob(msgspec.Struct, gc=False):
-    """A token of a chat choice with its competitors."""
+class ChatLogprob(ChatToken, gc=False):
+    """The same with its competitors."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
     top_logprobs: list[ChatToken]
 
 
@@ -36,30 +33,6 @@ class TextLogprobs(msgspec.Struct):
     token_logprobs: list[float | None] = []
     tokens: list[str] = []
     top_logprobs: list[Any] | None = None  # of each token a dict of name -> log-probability
-
-    def beyond(self, count: int) -> "TextLogprobs":
-        """Without the first `count` tokens."""
-        tops = self.top_logprobs
-        return TextLogprobs(
-            self.text_offset[count:],
-            self.token_logprobs[count:],
-            self.tokens[count:],
-            None if tops is None else tops[count:],
-        )
-
-    def __add__(self, other: "TextLogprobs") -> "TextLogprobs":
-        tops = None
-        if self.top_logprobs is not None or other.top_logprobs is not None:
-            tops = [
-                *(self.top_logprobs or [None] * len(self.tokens)),
-                *(other.top_logprobs or [None] * len(other.tokens)),
-            ]
-        return TextLogprobs(
-            self.text_offset + other.text_offset,
-            self.token_logprobs + other.token_logprobs,
-            self.tokens + other.tokens,
-            tops,
-        )
 
 
 class TokenNames:
@@ -141,36 +114,29 @@ class TextOffsets:
         names = TokenNames(codec, plan.name_tokens_by_id)
         return cls(codec, names, plan.logprobs or 0, plan.shown_tokens(codec))
 
-    def prompt(
-        self,
-        text: str,
-        prompt: Sequence[int],
-        logprobs: Sequence[float | None],
-        tops: Sequence[Sequence[TokenLogprob]] | None,
-    ) -> TextLogprobs:
-        """The echoed prompt's part; the first token has no log-probability."""
-        built = self.completion(prompt, logprobs, tops)
+    def begin(self, text: str) -> None:
+        """The completion begins, behind this text."""
         self._stream = self._codec.stream(self._shown)
         self._offset = len(text)
-        return built
 
-    def completion(
+    def add(
         self,
+        built: TextLogprobs,
         tokens: Sequence[int],
         logprobs: Sequence[float | None],
         tops: Sequence[Sequence[TokenLogprob]] | None,
-    ) -> TextLogprobs:
-        """The next tokens."""
-        built = TextLogprobs([], [], [], [] if self._top else None)
+        seen: int = 0,
+    ) -> None:
+        """Add the next tokens, but for the first `seen` of them; a prompt's first one has no log-probability."""
         for i, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
-            built.text_offset.append(self._offset)
-            built.tokens.append(self._names.name(token))
-            built.token_logprobs.append(None if logprob is None else floored(logprob))
-            if built.top_logprobs is not None:
-                top = tops[i][: self._top] if tops else ()
-                built.top_logprobs.append(None if logprob is None else self._names.top(top, token, logprob))
+            if i >= seen:
+                built.text_offset.append(self._offset)
+                built.tokens.append(self._names.name(token))
+                built.token_logprobs.append(None if logprob is None else floored(logprob))
+                if built.top_logprobs is not None:
+                    top = tops[i][: self._top] if tops else ()
+                    built.top_logprobs.append(None if logprob is None else self._names.top(top, token, logprob))
             self._offset += len(self._stream.push([token]))
-        return built
 
 
 def in_parts(shown: Iterable[Any]) -> list[Any]:

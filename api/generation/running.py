@@ -8,14 +8,14 @@ while it lasts.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 import structlog
 from redis.exceptions import RedisError
 
-from api.generation.plan import Work
 from api.generation.tracing import WorkSpan
+from api.generation.work import Work
 from api.ring.caller import asker, calling, while_wanted
 from api.ring.ring import Ring
 from shared.errors import (
@@ -57,9 +57,8 @@ class Generation:
         self.unfinished = dict.fromkeys(seqs)
         self._feed: TokenFeed | None = None
         self._specs: dict[str, SequenceSpec] = {}  # of a request that began here
-        self._pinned: tuple[str, str] | None = None  # adapter version and owner of the pin
         self._span: WorkSpan | None = None  # while it is traced
-        self._named: tuple[str, str, str, str] | None = None  # owner, name, model and id, as they are noted
+        self._releases: list[Callable[[], Awaitable[object]]] = []  # of what is held for as long as the request lasts
 
     @classmethod
     async def start(cls, ring: Ring, work: Work) -> "Generation":
@@ -167,12 +166,8 @@ class Generation:
             self._note("cancelled")
         if self._span is not None:
             self._span.end()
-        if self._pinned is not None:
-            _settle(self._unpin(*self._pinned))
-            self._pinned = None
-        if self._named is not None:
-            _settle(self._forget_name(*self._named))
-            self._named = None
+        while self._releases:
+            _settle(_released(self._releases.pop()))
 
     def _note(self, failure: str) -> None:
         """For the span, if there is one: what kind of failure it was."""
@@ -185,21 +180,14 @@ class Generation:
             return
         left_s = work.deadline_ms / 1000 - time.time() + DEADLINE_GRACE_S if work.deadline_ms else PIN_S
         await self._ring.adapters.pin_all(work.adapter, work.id, left_s)
-        self._pinned = work.adapter, work.id
+        self._releases.append(lambda: self._ring.adapters.unpin_all(work.adapter, work.id))
 
     async def _note_name(self, work: Work) -> None:
         """Let POST /abort_requests find it."""
         if work.name:
-            self._named = owner(), work.name, work.model, work.id
-            await NamedRequests(self._ring.redis).add(*self._named)
-
-    async def _forget_name(self, *named: str) -> None:
-        with contextlib.suppress(RedisError, OSError):  # it ends by itself
-            await NamedRequests(self._ring.redis).remove(*named)
-
-    async def _unpin(self, adapter: str, owner: str) -> None:
-        with contextlib.suppress(RedisError, OSError):  # it ends by itself
-            await self._ring.adapters.unpin_all(adapter, owner)
+            names, noted = NamedRequests(self._ring.redis), (owner(), work.name, work.model, work.id)
+            self._releases.append(lambda: names.remove(*noted))
+            await names.add(*noted)
 
     def _lost(self, seq: str, position: int) -> None:
         """Redis has come back without a sequence: enqueue it again, if it will say again what its client has seen."""
@@ -237,6 +225,11 @@ def _settle(work: Coroutine[Any, Any, None]) -> None:
     task = asyncio.create_task(work)
     _settling.add(task)
     task.add_done_callback(_settling.discard)
+
+
+async def _released(release: Callable[[], Awaitable[object]]) -> None:
+    with contextlib.suppress(RedisError, OSError):  # it ends by itself
+        await release()
 
 
 async def settled() -> None:

@@ -63,10 +63,17 @@ class StreamOptions(RequestModel):
     )
 
 
-class SamplingFields(TargetFields):
-    """What all endpoints that generate share."""
+class PromptFields(TargetFields):
+    """Which model gets which part of a prompt."""
 
-    n: int | None = Field(default=1, ge=1, le=MAX_N, description="completions for each prompt, from one prefill")
+    truncate_prompt_tokens: Truncation = None
+    truncation_side: TruncationSide = None
+    priority: Priority = None
+
+
+class DrawFields(PromptFields):
+    """How a completion is drawn, of which prompt, and where it stops."""
+
     temperature: float | None = Field(default=1.0, ge=0, le=2, description="0 is greedy")
     top_p: float | None = Field(default=1.0, ge=0, le=1)
     presence_penalty: float | None = Field(default=0.0, ge=-2, le=2)
@@ -76,11 +83,6 @@ class SamplingFields(TargetFields):
         default=None, ge=-(2**63), lt=2**63, description="the same seed draws the same tokens, whatever the batch"
     )
     stop: Stop
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    metadata: dict[str, Any] | None = Field(
-        default=None, description="kept with a collected trajectory; its `reference` is what scoring compares with"
-    )
     # vLLM's
     top_k: int | None = Field(default=0, ge=-1, description="0 or -1: off")
     min_p: float | None = Field(default=0.0, ge=0, le=1)
@@ -89,13 +91,6 @@ class SamplingFields(TargetFields):
     ignore_eos: bool | None = False
     min_tokens: int | None = Field(default=0, ge=0, description="nothing stops the completion before this many tokens")
     include_stop_str_in_output: bool | None = False
-    prompt_logprobs: TopLogprobs | None = Field(default=None, description="-1: of the whole vocabulary")
-    logprob_token_ids: list[StrictId] | None = Field(
-        default=None,
-        min_length=1,
-        max_length=MAX_NAMED_LOGPROBS,
-        description="log-probabilities of these tokens at each position, in the place of the most likely ones",
-    )
     allowed_token_ids: list[StrictId] | None = Field(
         default=None, min_length=1, max_length=MAX_ALLOWED, description="no other token is drawn"
     )
@@ -103,20 +98,36 @@ class SamplingFields(TargetFields):
         default=None, max_length=MAX_BAD_WORDS, description="texts that the completion must not contain"
     )
     skip_special_tokens: bool | None = Field(default=True, description="false: the text shows them")
-    truncate_prompt_tokens: Truncation = None
-    truncation_side: TruncationSide = None
-    priority: Priority = None
     request_id: str | None = Field(
         default=None,
         pattern=r"^[\x21-\x7e]{1,128}$",
         description="the answer's id ends with it, and POST /abort_requests takes it",
+    )
+    structured_outputs: StructuredOutputs | None = Field(default=None, description="what the completion must look like")
+
+
+class SamplingFields(DrawFields):
+    """What all endpoints that generate text or tokens share."""
+
+    n: int | None = Field(default=1, ge=1, le=MAX_N, description="completions for each prompt, from one prefill")
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    metadata: dict[str, Any] | None = Field(
+        default=None, description="kept with a collected trajectory; its `reference` is what scoring compares with"
+    )
+    # vLLM's
+    prompt_logprobs: TopLogprobs | None = Field(default=None, description="-1: of the whole vocabulary")
+    logprob_token_ids: list[StrictId] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_NAMED_LOGPROBS,
+        description="log-probabilities of these tokens at each position, in the place of the most likely ones",
     )
     logprobs_mode: LogprobsMode | None = Field(
         default=None,
         description="of the completion's tokens: the model's own (raw), or those of what was drawn from (processed), "
         "after penalties, temperature and filters; default: the setting of that name",
     )
-    structured_outputs: StructuredOutputs | None = Field(default=None, description="what the completion must look like")
     return_token_ids: bool | None = Field(default=False, description="adds `prompt_token_ids` and `token_ids`")
     return_tokens_as_token_ids: bool | None = Field(default=False, description="logprobs name tokens `token_id:<id>`")
     add_special_tokens: bool | None = None

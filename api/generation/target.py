@@ -59,12 +59,6 @@ class Target:
     policy: AdapterPolicy = "pin"
     admitted: ResolvedAdapter | None = None  # the version at admission
 
-    @property
-    def fingerprint(self) -> str:
-        """OpenAI's `system_fingerprint`, with the version at admission."""
-        base = self.served.fingerprint
-        return base if self.admitted is None else f"{base}-{self.admitted.id}"
-
 
 @dataclass(frozen=True)
 class JobTarget:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi.telemetry import TelemetryConfig
 
-from api.generation.plan import Work
+from api.generation.work import Work
 from api.http.auth import is_open
 from shared.frames import TokenEvent
 from shared.sequences import SamplingParams

@@ -53,8 +53,9 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI descriptions of the errors that a route may answer with."""
+def error_responses(*statuses: int, ok: str = "") -> dict[int | str, dict[str, Any]]:
+    """OpenAPI descriptions of the errors that a route may answer with, by default one that begins work; `ok`: of its
+    answer."""
     meanings = {
         400: "The request is malformed or asks for something impossible; `error.param` names the field.",
         404: "No such model, job, stream or adapter.",
@@ -64,7 +65,9 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
         503: "No live worker serves the model; `Retry-After` says when to try again.",
         504: "The deadline passed before the request was complete.",
     }
-    return {status: {"model": ErrorBody, "description": meanings[status]} for status in statuses}
+    answer: dict[int | str, dict[str, Any]] = {200: {"description": ok}} if ok else {}
+    statuses = statuses or (400, 404, 413, 429, 503, 504)
+    return answer | {status: {"model": ErrorBody, "description": meanings[status]} for status in statuses}
 
 
 def error_object(error: ParallmError) -> bytes:

@@ -1,8 +1,8 @@
 """POST /v1/chat/completions: messages through the model's chat template, then as any completion."""
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.generation.plan import Asked, plan
@@ -14,7 +14,7 @@ from api.openai.bodies import ChatCompletionRequest
 from api.openai.conversations import conversation
 from api.openai.replies import reply
 from api.openai.tools import ToolUse
-from api.ring.ring import Ring, ring_of
+from api.ring.ring import TheRing
 from shared.process.settings import ApiSettings
 from shared.text.codec import TextCodec
 
@@ -27,14 +27,9 @@ _NO_HINT = {("reasoning_effort", "none"), ("verbosity", "medium")}  # ask for no
 @router.post(
     "/v1/chat/completions",
     summary="Answer a chat",
-    responses={
-        200: {"description": "A chat completion object, or server-sent chunks when `stream` is true"},
-        **error_responses(400, 404, 413, 429, 503, 504),
-    },
+    responses=error_responses(ok="A chat completion object, or server-sent chunks when `stream` is true"),
 )
-async def create_chat_completion(
-    body: ChatCompletionRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]
-) -> Response:
+async def create_chat_completion(body: ChatCompletionRequest, request: Request, ring: TheRing) -> Response:
     """OpenAI's chat completions for text, with vLLM's extras."""
     target = await target_of(ring, body, request)
     codec = target.served.codec

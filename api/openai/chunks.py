@@ -118,14 +118,13 @@ class ChunkWriter:
 
 def text_logprobs(plan: ReplyPlan, offsets: TextOffsets, index: int, delta: Delta) -> TextLogprobs:
     """The legacy form of what is new, behind the echoed prompt's when the choice begins with one."""
-    prompt = index // plan.n
-    echoed = TextLogprobs()
+    prompt, built = index // plan.n, TextLogprobs(top_logprobs=[] if plan.logprobs else None)
     if plan.echo and delta.prompt_logprobs is not None:
-        echoed = offsets.prompt(
-            plan.echo[prompt], plan.prompts[prompt], delta.prompt_logprobs, delta.prompt_top_logprobs
-        )
-    completion = offsets.completion(delta.tokens, delta.logprobs, delta.top_logprobs).beyond(delta.seen_tokens)
-    return echoed + completion if delta.first else completion
+        ids = plan.prompts[prompt]
+        offsets.add(built, ids, delta.prompt_logprobs, delta.prompt_top_logprobs, 0 if delta.first else len(ids))
+        offsets.begin(plan.echo[prompt])
+    offsets.add(built, delta.tokens, delta.logprobs, delta.top_logprobs, delta.seen_tokens)
+    return built
 
 
 def shown_piece(plan: ReplyPlan, index: int, piece: Piece) -> dict[str, Any]:

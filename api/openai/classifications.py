@@ -4,7 +4,7 @@ import time
 import uuid
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
@@ -15,7 +15,7 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import Off, complaint
 from api.openai.embeddings import prompt_usage
-from api.ring.ring import Ring, ring_of
+from api.ring.ring import TheRing
 from shared.errors import InvalidRequestError
 from shared.rewards.model_kinds import softmax
 
@@ -65,8 +65,8 @@ class ClassifyRequest(ClassificationRequest):
         return data
 
 
-@router.post("/classify", summary="Classify texts (vLLM)", responses=error_responses(400, 404, 413, 429, 503, 504))
-async def classify(body: ClassifyRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]) -> Response:
+@router.post("/classify", summary="Classify texts (vLLM)", responses=error_responses())
+async def classify(body: ClassifyRequest, request: Request, ring: TheRing) -> Response:
     """As /v1/classifications."""
     return await create_classifications(body, request, ring)
 
@@ -74,14 +74,11 @@ async def classify(body: ClassifyRequest, request: Request, ring: Annotated[Ring
 @router.post(
     "/v1/classifications",
     summary="Classify texts by labels of your own",
-    responses={
-        200: {"description": "For each input the most likely label and the probabilities of all, in `labels`' order"},
-        **error_responses(400, 404, 413, 429, 503, 504),
-    },
+    responses=error_responses(
+        ok="For each input the most likely label and the probabilities of all, in `labels`' order"
+    ),
 )
-async def create_classifications(
-    body: ClassificationRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]
-) -> Response:
+async def create_classifications(body: ClassificationRequest, request: Request, ring: TheRing) -> Response:
     """Zero-shot: P(label | prompt), exact, over the labels given. The shape is vLLM's /classify with `labels`."""
     target = await target_of(ring, body, request)
     codec = target.served.codec

@@ -1,8 +1,6 @@
 """POST /v1/completions: text or token ids in, text (and token ids) out."""
 
-from typing import Annotated
-
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.generation.plan import Asked, encoded, plan
@@ -12,7 +10,7 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.openai.bodies import CompletionRequest
 from api.openai.replies import reply, whole_body
-from api.ring.ring import Ring, ring_of
+from api.ring.ring import TheRing
 from shared.frames import Finish, TokenEvent
 from shared.text.codec import TextCodec
 
@@ -24,14 +22,9 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 @router.post(
     "/v1/completions",
     summary="Complete text",
-    responses={
-        200: {"description": "A completion object, or server-sent chunks when `stream` is true"},
-        **error_responses(400, 404, 413, 429, 503, 504),
-    },
+    responses=error_responses(ok="A completion object, or server-sent chunks when `stream` is true"),
 )
-async def create_completion(
-    body: CompletionRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]
-) -> Response:
+async def create_completion(body: CompletionRequest, request: Request, ring: TheRing) -> Response:
     """OpenAI's legacy completions with vLLM's extras: token ids in and out, prompt log-probabilities, n samples."""
     target = await target_of(ring, body, request)
     codec = target.served.codec

@@ -8,38 +8,36 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.generation.plan import UNSAMPLED, Work, check_prompts, encoded, plain_work, truncated
+from api.generation.plan import UNSAMPLED, check_prompts, encoded, plain_work, truncated
 from api.generation.running import gather_all
-from api.generation.target import Target, TargetFields, target_of
+from api.generation.sampling import PromptFields
+from api.generation.target import Target, target_of
+from api.generation.work import Work
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
-from api.http.fields import Off, Priority, Prompts, Truncation, TruncationSide, complaint
-from api.ring.ring import Ring, ring_of
+from api.http.fields import Off, Prompts, complaint
+from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
 from shared.errors import InvalidRequestError
 from shared.process.settings import ApiSettings
 from shared.sequences import Pooling
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
-TheRing = Annotated[Ring, Depends(ring_of)]
 
 LARGE_VECTOR_BYTES = 1 << 18  # of all vectors: to write their numbers takes some 10 ms from here on
 
 
-class EmbeddingFields(TargetFields):
+class EmbeddingFields(PromptFields):
     """What all endpoints that embed share."""
 
-    truncate_prompt_tokens: Truncation = None
-    truncation_side: TruncationSide = None
-    priority: Priority = None
     pooling: Pooling | None = Field(default="mean", description="mean of all positions, the last one, or the first")
 
 
@@ -84,10 +82,7 @@ class PoolingRequest(EmbeddingRequest):
 @router.post(
     "/v1/embeddings",
     summary="Embed texts",
-    responses={
-        200: {"description": "A list of embeddings, in the order of the inputs"},
-        **error_responses(400, 404, 413, 429, 503, 504),
-    },
+    responses=error_responses(ok="A list of embeddings, in the order of the inputs"),
 )
 async def create_embeddings(body: EmbeddingRequest, request: Request, ring: TheRing) -> Response:
     """OpenAI's embeddings, as sequences in the same queue as everything else."""
@@ -100,10 +95,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, ring: TheR
     "/pooling",
     summary="Pool hidden states (vLLM)",
     response_class=Response,
-    responses={
-        200: {"description": "A vector for each input, in their order"},
-        **error_responses(400, 404, 413, 429, 503, 504),
-    },
+    responses=error_responses(ok="A vector for each input, in their order"),
 )
 async def pool(body: PoolingRequest, request: Request, ring: TheRing) -> Response:
     """As /v1/embeddings, in vLLM's other shape."""

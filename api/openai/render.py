@@ -3,9 +3,9 @@
 The answer is a body for POST /inference/v1/generate.
 """
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.generation.plan import plan
@@ -14,7 +14,7 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.openai.bodies import ChatCompletionRequest
 from api.openai.chat import asked_of
-from api.ring.ring import Ring, ring_of
+from api.ring.ring import TheRing
 from shared.errors import UnsupportedParameterError
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
@@ -30,14 +30,11 @@ _SAMPLED = (
     "/v1/chat/completions/render",
     summary="Render a chat (vLLM)",
     response_class=Response,
-    responses={
-        200: {"description": "Token ids and sampling parameters, as /inference/v1/generate takes them"},
-        **error_responses(400, 404, 413, 503),
-    },
+    responses=error_responses(
+        400, 404, 413, 503, ok="Token ids and sampling parameters, as /inference/v1/generate takes them"
+    ),
 )
-async def render_chat(
-    body: ChatCompletionRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]
-) -> Response:
+async def render_chat(body: ChatCompletionRequest, request: Request, ring: TheRing) -> Response:
     """The whole of a request's checks, without a worker."""
     target = await target_of(ring, body, request)
     asked = await asked_of(target.served.codec, body, ring.settings)

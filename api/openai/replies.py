@@ -6,19 +6,19 @@ from typing import Annotated, Any
 
 import msgspec
 import structlog
-from fastapi import APIRouter, Depends, Header
+from fastapi import APIRouter, Header
 from starlette.responses import Response
 
 from api.generation.choice import DONE, Choice, Delta, ReplyPlan, shown_versions, usage
 from api.generation.logprobs import TextOffsets, TokenNames, in_parts
-from api.generation.plan import Work
 from api.generation.resume import reading, remember, take_over
 from api.generation.running import Events, Generation, by_choice, gather_all
 from api.generation.splitter import Piece
+from api.generation.work import Work
 from api.http.errors import error_object, error_responses, from_fault
 from api.http.sse import EventStream
 from api.openai.chunks import ChunkWriter, event_id, older_call, seen_until, shown_call, text_logprobs
-from api.ring.ring import Ring, ring_of
+from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
 from shared.errors import InvalidRequestError, ParallmError
 from shared.frames import TokenEvent, VersionSpan, spans_of
@@ -200,22 +200,20 @@ router = APIRouter(tags=["openai"])
     "/v1/streams/{request_id}",
     summary="Resume a stream",
     response_class=Response,
-    responses={200: {"description": "The chunks after `Last-Event-ID`, to [DONE]"}, **error_responses(400, 404, 503)},
+    responses=error_responses(400, 404, 503, ok="The chunks after `Last-Event-ID`, to [DONE]"),
 )
 async def resume_stream(
     request_id: str,
-    ring: Annotated[Ring, Depends(ring_of)],
+    ring: TheRing,
     last_event_id: Annotated[str, Header(description="id of the last event that was read; empty: from the start")] = "",
 ) -> Response:
     """Only streams that were asked for with `stream_options.include_event_ids` can be resumed."""
-    resumable = await take_over(ring, request_id)
-    plan = resumable.plan
+    plan, history = await take_over(ring, request_id)
     try:
         seen = seen_until(last_event_id, plan.choices)
     except ValueError:
         raise InvalidRequestError(f"malformed Last-Event-ID '{last_event_id}'", param="Last-Event-ID") from None
     _, codec = await ring.known(plan.served)
-    seqs = [plan.sequence(choice) for choice in range(plan.choices)]
     choices = [Choice(plan, codec, progress) for progress in seen]
-    generation = Generation.resume(ring, plan.served, seqs, resumable.history, plan.deadline_ms)
+    generation = Generation.resume(ring, plan.served, plan.sequences, history, plan.deadline_ms)
     return EventStream(stream_events(ring, generation, plan, codec, choices))

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
@@ -20,13 +20,12 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import MAX_PROMPTS, Off, complaint
 from api.openai.embeddings import EmbeddingFields, plan_embeddings, prompt_usage, vectors_of
-from api.ring.ring import Ring, ring_of
+from api.ring.ring import Ring, TheRing
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
-TheRing = Annotated[Ring, Depends(ring_of)]
 
 Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS // 2)]
-_ANSWERS = error_responses(400, 404, 413, 429, 503, 504)
+_ANSWERS = error_responses()
 
 
 class ComparedFields(EmbeddingFields):

@@ -30,22 +30,27 @@ class FunctionDefinition(HistoryModel):
     strict: bool | None = Field(default=None, description="arguments follow the schema under `auto`, too")
 
 
-def _function_only(value: Any, *others: str) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind not in ("function", *others):
-        known = " and ".join(f"'{each}'" for each in ("function", *others))
-        raise complaint("type", f"type '{kind}' is not supported, only {known}", unsupported=True)
-    return value
+def known_type(*known: str) -> BeforeValidator:
+    """Refuse things of another `type` by name."""
+
+    def check(value: Any) -> Any:
+        kind = value.get("type", known[0]) if isinstance(value, dict) else known[0]
+        if kind not in known:
+            raise complaint("type", f"type '{kind}' is not supported, only {', '.join(known)}", unsupported=True)
+        return value
+
+    return BeforeValidator(check)
 
 
-def _tag(value: Any) -> str:
-    """Which kind of choice it is; not an identifier, so that no error takes it for a field (api/http/errors.py)."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "function")
-    return f"<{kind}>"
+def by_type(otherwise: str) -> Discriminator:
+    """Tells the kinds of a union apart. A tag is not an identifier, so that no error takes it for a field
+    (api/http/errors.py)."""
 
+    def tag(value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", otherwise)
+        return f"<{kind}>"
 
-def _chosen(value: Any) -> Any:
-    return _function_only(value, "allowed_tools")
+    return Discriminator(tag)
 
 
 class Tool(HistoryModel):
@@ -72,7 +77,7 @@ class AllowedTools(RequestModel):
     """Some of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
-    tools: list[Annotated[NamedChoice, BeforeValidator(_function_only)]] = Field(min_length=1, max_length=MAX_TOOLS)
+    tools: list[Annotated[NamedChoice, known_type("function")]] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
 class AllowedChoice(RequestModel):
@@ -89,14 +94,14 @@ class AllowedChoice(RequestModel):
         return [tool for tool in tools or () if tool.function.name in names]
 
 
-Tools = Annotated[list[Annotated[Tool, BeforeValidator(_function_only)]], Field(max_length=MAX_TOOLS)]
+Tools = Annotated[list[Annotated[Tool, known_type("function")]], Field(max_length=MAX_TOOLS)]
 ToolChoice = Annotated[
     Literal["none", "auto", "required"]
     | Annotated[
         Annotated[NamedChoice, Tag("<function>")] | Annotated[AllowedChoice, Tag("<allowed_tools>")],
-        Discriminator(_tag),
+        by_type("function"),
     ],
-    BeforeValidator(_chosen),
+    known_type("function", "allowed_tools"),
 ]
 
 

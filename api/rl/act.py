@@ -10,7 +10,7 @@ import secrets
 import uuid
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
@@ -25,7 +25,7 @@ from api.http.errors import error_responses, json_reply
 from api.http.fields import Off, complaint
 from api.openai.bodies import ChatMessage
 from api.openai.conversations import template_messages
-from api.ring.ring import Ring, ring_of
+from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
 from shared.frames import spans_of
 from shared.rewards.model_kinds import softmax
@@ -78,12 +78,9 @@ class ActRequest(PolicyFields):
 @router.post(
     "/v1/rl/act",
     summary="Act on a batch of observations",
-    responses={
-        200: {"description": "An action for each observation, with its log-probability and the policy's version"},
-        **error_responses(400, 404, 413, 429, 503, 504),
-    },
+    responses=error_responses(ok="An action for each observation, with its log-probability and the policy's version"),
 )
-async def act(body: ActRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]) -> Response:
+async def act(body: ActRequest, request: Request, ring: TheRing) -> Response:
     """`value_estimates` and `new_hidden_states` are null: a language model has neither value head nor hidden state."""
     target = await target_of(ring, body, request)
     if body.actions is not None:

@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
@@ -25,7 +25,7 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import Off, complaint
 from api.openai.replies import written
-from api.ring.ring import Ring, ring_of
+from api.ring.ring import Ring, TheRing
 from api.rl import generate_tokens
 from shared.adapters import AdapterRef, version_id
 from shared.errors import ConflictError, UnknownAdapterError
@@ -35,7 +35,6 @@ from shared.token_events import join
 
 router = APIRouter(tags=["rl"], route_class=BodyRoute)
 router.include_router(generate_tokens.router)
-TheRing = Annotated[Ring, Depends(ring_of)]
 
 Ids = list[StrictId]
 

@@ -7,10 +7,10 @@ each choice and decode step, `{"request_id", "choices", "usage"?}`, and ends wit
 from collections.abc import AsyncGenerator
 from functools import partial
 from itertools import chain
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
@@ -25,13 +25,12 @@ from api.http.errors import error_object, error_responses
 from api.http.fields import Off, RequestModel, complaint
 from api.http.sse import EventStream
 from api.openai.replies import stream_failure, written
-from api.ring.ring import Ring, ring_of
+from api.ring.ring import TheRing
 from shared.frames import TokenEvent, TokenLogprob, spans_of
 from shared.text.codec import TextCodec
 from shared.token_events import join
 
 router = APIRouter(tags=["rl"], route_class=BodyRoute)
-TheRing = Annotated[Ring, Depends(ring_of)]
 
 Ids = list[StrictId]
 
@@ -107,10 +106,9 @@ class TokenRequest(RequestModel):
     "/inference/v1/generate",
     summary="Tokens in, tokens out (vLLM)",
     response_class=Response,
-    responses={
-        200: {"description": "Choices with token ids, log-probabilities and weight versions; or a stream of them"},
-        **error_responses(400, 404, 429, 503, 504),
-    },
+    responses=error_responses(
+        400, 404, 429, 503, 504, ok="Choices with token ids, log-probabilities and weight versions; or a stream of them"
+    ),
 )
 async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -> Response:
     """Completions of token ids, without any text."""
@@ -133,7 +131,7 @@ async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -
     head = {
         "request_id": request_id,
         "model": body.model or served.card.name,
-        "system_fingerprint": target.fingerprint,
+        "system_fingerprint": reply.fingerprint,
     }
     answer = await written(chain.from_iterable(gathered), partial(_whole, head, reply, served.codec, gathered))
     return Response(answer, media_type="application/json")

@@ -5,9 +5,9 @@ What a language model takes is `text` or `input_ids`; what it gives is `embeddin
 """
 
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
@@ -19,7 +19,7 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel, complaint
 from api.openai.embeddings import vectors_of
-from api.ring.ring import Ring, ring_of
+from api.ring.ring import TheRing
 from api.rl.act import PolicyFields
 from shared.sequences import SamplingParams
 
@@ -54,12 +54,9 @@ class PredictRequest(PolicyFields):
 @router.post(
     "/v1/predict",
     summary="Run a model as a plain network",
-    responses={
-        200: {"description": "Tensors by name: `dtype`, `shape` and `data`"},
-        **error_responses(400, 404, 413, 429, 503, 504),
-    },
+    responses=error_responses(ok="Tensors by name: `dtype`, `shape` and `data`"),
 )
-async def predict(body: PredictRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]) -> Response:
+async def predict(body: PredictRequest, request: Request, ring: TheRing) -> Response:
     """Inputs and outputs by name."""
     target = await target_of(ring, body, request)
     card, settings = target.served.card, ring.settings

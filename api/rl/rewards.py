@@ -4,20 +4,20 @@ Functions run in a job runner's pool of processes; a judge and a likelihood are 
 queue, in the class of the caller's key, and cancelled when the client leaves.
 """
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.generation.collection import check_scoring, scoring_reward
+from api.generation.collection import check_scoring, named_scoring, scoring_reward
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel, complaint
 from api.openai.bodies import ChatMessage
 from api.openai.conversations import template_messages
 from api.ring.caller import calling, key_name, while_wanted
-from api.ring.ring import Ring, ring_of
+from api.ring.ring import TheRing
 from shared.errors import InvalidRequestError
 from shared.jobs import Prompt
 from shared.rewards.kinds import CheckedReward
@@ -25,7 +25,6 @@ from shared.scoring.pool import RewardSample
 from shared.scoring.shares import Share
 
 router = APIRouter(tags=["training"], route_class=BodyRoute)
-TheRing = Annotated[Ring, Depends(ring_of)]
 Question = str | list[ChatMessage]
 
 MAX_TEXTS = 1024
@@ -85,15 +84,12 @@ class ScoreBody(RequestModel):
         given = self.reward or self.scoring_function or ("" if self.model is None else ASKING[0])
         if self.model is None:
             return scoring_reward(given, param)
-        fields: dict[str, Any] = {"name": given} if isinstance(given, str) else dict(given)
-        if fields.get("name") not in ASKING:
+        spec = named_scoring(given, param)
+        if spec.name not in ASKING:
             raise InvalidRequestError(f"only {' and '.join(ASKING)} ask a model", param="model")
-        options: Any = fields.pop("options", {})
-        if not isinstance(options, dict):
-            raise InvalidRequestError(f"'{param}' is a name, or an object with 'name' and options", param=param)
-        if {**options, **fields}.get("model", self.model) != self.model:
+        if spec.options.get("model", self.model) != self.model:
             raise InvalidRequestError(f"'model' and the model of '{param}' differ", param="model")
-        return scoring_reward({**options, **fields, "model": self.model}, param)
+        return scoring_reward({**spec.options, "name": spec.name, "model": self.model}, param)
 
     def samples(self, reward: CheckedReward) -> list[RewardSample]:
         """What the reward looks at; InvalidRequestError when something that it needs is missing."""
@@ -114,7 +110,7 @@ class ScoreBody(RequestModel):
     "/v1/rewards/score",
     summary="Score texts",
     response_class=Response,
-    responses={200: {"description": "A score for each text"}, **error_responses(400, 404, 413, 429, 503)},
+    responses=error_responses(400, 404, 413, 429, 503, ok="A score for each text"),
 )
 async def score(body: ScoreBody, ring: TheRing) -> Response:
     """One score for each text; `error` says why there is none."""

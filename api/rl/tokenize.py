@@ -1,10 +1,10 @@
 """POST /tokenize and /detokenize, with vLLM's fields."""
 
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response
 
@@ -16,13 +16,12 @@ from api.http.errors import error_responses
 from api.http.fields import Off, RequestModel, complaint
 from api.openai.bodies import ChatFields, ChatMessage
 from api.openai.conversations import encoded_chat
-from api.ring.ring import Ring, ring_of
+from api.ring.ring import TheRing
 from api.ring.room import LARGE_CHARS, aside
 from shared.sequences import vocabulary_error
 from shared.text.codec import TextCodec
 
 router = APIRouter(tags=["rl"], route_class=BodyRoute)
-TheRing = Annotated[Ring, Depends(ring_of)]
 
 
 class TokenizeRequest(ChatFields):

@@ -32,8 +32,8 @@ import psutil
 import redis as sync_redis
 import uvloop
 
-from api.generation.plan import Work
 from api.generation.running import Generation, settled
+from api.generation.work import Work
 from api.ring.ring import Ring
 from api.serve.embedded_redis import EmbeddedRedis
 from shared.process.logs import configure

@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 import psutil
 
-from api.generation.plan import Work
 from api.generation.tracing import WorkSpan
+from api.generation.work import Work
 from shared.frames import Finish, TokenEvent
 from shared.sequences import Claim, SamplingParams, SequenceResult, SequenceSpec, Timings
 from shared.telemetry import tracing

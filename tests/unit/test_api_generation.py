@@ -2,8 +2,8 @@
 
 import pytest
 
-from api.generation.plan import Work
 from api.generation.running import by_choice, raise_failure
+from api.generation.work import Work
 from shared.errors import (
     ContextLengthExceededError,
     DeadlineExceededError,

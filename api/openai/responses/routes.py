@@ -2,19 +2,20 @@
 
 from collections.abc import AsyncGenerator
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
 from api.generation.choice import Choice, Delta, ReplyPlan, ends_with_stop_token, usage
 from api.generation.logprobs import ChatLogprob, TokenNames
-from api.generation.plan import Asked, Work, plan
+from api.generation.plan import Asked, plan
 from api.generation.running import Generation, by_choice, gather_all
 from api.generation.splitter import Piece
 from api.generation.target import Target, target_of
+from api.generation.work import Work
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, from_validation
 from api.http.sse import EventStream
@@ -24,7 +25,7 @@ from api.openai.replies import stream_failure, written
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.items import Event, ItemWriter
 from api.openai.responses.turns import turn_starts
-from api.ring.ring import Ring, ring_of
+from api.ring.ring import Ring, TheRing
 from api.ring.room import LARGE_CHARS, LARGE_COUNT, aside
 from shared.errors import InvalidRequestError
 from shared.frames import Finish, TokenEvent
@@ -47,12 +48,9 @@ _NAMES = {  # of a chat's fields -> ours
 @router.post(
     "/v1/responses",
     summary="Respond to a text or a conversation",
-    responses={
-        200: {"description": "A response object, or server-sent events when `stream` is true"},
-        **error_responses(400, 404, 413, 429, 503, 504),
-    },
+    responses=error_responses(ok="A response object, or server-sent events when `stream` is true"),
 )
-async def create_response(body: ResponseRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]) -> Response:
+async def create_response(body: ResponseRequest, request: Request, ring: TheRing) -> Response:
     """Text, structured text and function calls; nothing is stored."""
     target = await target_of(ring, body, request)
     codec = target.served.codec
