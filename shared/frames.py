@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 import structlog
 
-from shared.errors import EngineError, IncompatibleVersionError, UnreadableMessageError
+from shared.errors import EngineError, IncompatibleVersionError, ParallmError, UnreadableMessageError
 
 log = structlog.get_logger()
 
@@ -46,6 +46,11 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
     error_code: str = ""  # of shared.errors, when reason is "error"
     error_message: str = ""
     cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+
+    @classmethod
+    def failed(cls, error: ParallmError) -> "Finish":
+        """By an error of ours."""
+        return cls("error", error_code=error.code or "", error_message=error.message)
 
     @property
     def failure(self) -> str:

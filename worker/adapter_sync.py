@@ -27,7 +27,6 @@ from shared.redis.adapters.store import AdapterStore
 from shared.redis.adapters.watch import watch
 from shared.sequences import SequenceSpec
 from worker.adapter_cache import DiskCache
-from worker.engine.batch.adapters import AdapterStats
 from worker.engine.thread import EngineThread
 
 log = structlog.get_logger()
@@ -84,7 +83,7 @@ class AdapterSync:
             found[name] = int(number)
         return found
 
-    def on_stats(self, stats: AdapterStats) -> None:
+    def on_stats(self) -> None:
         """The engine has loaded something, or failed to."""
         self._news.set()
 

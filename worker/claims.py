@@ -9,7 +9,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from shared.errors import EngineError, ParallmError
-from shared.frames import Finish, TokenEvent
+from shared.frames import TokenEvent
 from shared.redis.connection.faults import reason
 from shared.redis.queue.sequence_queue import SequenceQueue
 from worker.adapter_sync import AdapterSync
@@ -66,9 +66,7 @@ class Preparing:
                 await asyncio.sleep(0.2)
             except Exception as error:
                 known = error if isinstance(error, ParallmError) else EngineError(f"{type(error).__name__}: {error}")
-                finish = Finish("error", error_code=known.code or "", error_message=known.message)
-                position = sum(len(event.tokens) for event in request.prior)
-                self._publish([TokenEvent(spec.id, request.attempt, position, [], [], finish=finish)])
+                self._publish([request.refused(known)])
                 return None
         return None
 

@@ -313,7 +313,7 @@ class WorkerProcess:
         self._on_loop(self._hear_of_adapters, stats)
 
     def _hear_of_adapters(self, stats: AdapterStats) -> None:
-        self._adapters.on_stats(stats)
+        self._adapters.on_stats()
         self._counts.adapters(stats)
 
     def _on_death(self, error: BaseException) -> None:

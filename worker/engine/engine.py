@@ -105,10 +105,10 @@ class Engine:
             try:
                 self._take(request)
             except ParallmError as error:
-                self._refuse(request, error)
+                self._events.append(request.refused(error))
             except Exception as error:
                 log.exception("engine.bad_request seq=%s", request.spec.id)
-                self._refuse(request, EngineError(f"{type(error).__name__}: {error}"))
+                self._events.append(request.refused(EngineError(f"{type(error).__name__}: {error}")))
 
     def cancel(self, seq_id: str, reason: EndReason = "cancelled") -> None:
         """End a sequence; unknown ones are ignored."""
@@ -215,11 +215,6 @@ class Engine:
         self._waiting.insert(ahead if spec.sequence_class == "interactive" else len(self._waiting), row)
         self._next_deadline = min(self._next_deadline, row.deadline_ms)
 
-    def _refuse(self, request: RowRequest, error: ParallmError) -> None:
-        position = sum(len(event.tokens) for event in request.prior)
-        finish = Finish("error", error_code=error.code or "", error_message=error.message)
-        self._events.append(TokenEvent(request.spec.id, request.attempt, position, [], [], finish=finish))
-
     def _admit(self) -> None:
         """Give rows and KV to those who wait, in order; the first one that does not fit stops the rest."""
         admitted: list[Row] = []
@@ -241,7 +236,7 @@ class Engine:
         try:
             return (row.place is None or row.place.ready) and self._model.adapters.ready(row)
         except ParallmError as error:
-            self._end([row], Finish("error", error_code=error.code or "", error_message=error.message))
+            self._end([row], Finish.failed(error))
             return False
 
     def _start(self, rows: list[Row], *, wait: bool = True) -> None:
@@ -324,8 +319,7 @@ class Engine:
             if event.finish is not None:
                 ended.append(row)
             elif row.place is not None and row.place.fault:
-                finish = Finish("error", error_code=InvalidGrammarError.code or "", error_message=row.place.fault)
-                self._events.append(row.last_event(finish))
+                self._events.append(row.last_event(Finish.failed(InvalidGrammarError(row.place.fault))))
                 ended.append(row)
         self._throughput.add(len(tokens), time.monotonic())
         if ended:
@@ -373,8 +367,7 @@ class Engine:
         """A forward failed: its rows end, the engine goes on unless it keeps failing."""
         log.error("engine.forward_failed rows=%d", len(rows), exc_info=error)
         self._failures += 1
-        message = f"{type(error).__name__}: {error}"
-        self._end(rows, Finish("error", error_code=EngineError.code or "", error_message=message))
+        self._end(rows, Finish.failed(EngineError(f"{type(error).__name__}: {error}")))
         if self._failures >= FAILURES_IN_A_ROW:
             raise error
 

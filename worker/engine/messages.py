@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shared.frames import TokenEvent
+from shared.errors import ParallmError
+from shared.frames import Finish, TokenEvent
 from shared.process.settings import WorkerSettings
 from shared.sequences import SequenceSpec
 
@@ -48,6 +49,11 @@ class RowRequest:
     spec: SequenceSpec
     attempt: int = 1
     prior: tuple[TokenEvent, ...] = ()
+
+    def refused(self, error: ParallmError) -> TokenEvent:
+        """Its only event, when it cannot run."""
+        position = sum(len(event.tokens) for event in self.prior)
+        return TokenEvent(self.spec.id, self.attempt, position, [], [], finish=Finish.failed(error))
 
 
 @dataclass(frozen=True)
