@@ -24,6 +24,8 @@ from shared.process.settings import ApiSettings
 from shared.sequences import AdapterPolicy, Collection, SamplingParams, SequenceKind
 from shared.text.codec import TextCodec
 
+CHARS_OF_A_CALL = 64  # that are tokenized in the time that it takes to begin
+
 _ID_PREFIX: dict[Endpoint, str] = {"chat": "chatcmpl", "completions": "cmpl"}
 
 
@@ -138,8 +140,8 @@ def work_for(
 async def encoded(
     codec: TextCodec, prompts: Sequence[str | list[int]], add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Ids of prompts; beside the event loop when they are long together."""
-    if sum(len(each) for each in prompts if isinstance(each, str)) > LARGE_CHARS:
+    """Ids of prompts; beside the event loop when they are long together, or many."""
+    if sum(CHARS_OF_A_CALL + len(each) for each in prompts if isinstance(each, str)) > LARGE_CHARS:
         return await aside(_encode, codec, prompts, add_special_tokens)
     return _encode(codec, prompts, add_special_tokens)
 

@@ -5,6 +5,7 @@ Threads beside the loop that keep the interpreter's lock would not show here: te
 """
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -12,12 +13,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
+from shared.process.garbage import leave_out_what_is_loaded
+from shared.sequences import SequenceSpec
 from tests.redis.api_servers import api
 from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working
 
-LONGEST_S = 0.25  # on an idle machine the longest step takes 0.1 s
+LONGEST_S = 0.1
 VALUES = 199_000
 _HI = {"role": "user", "content": "hi"}
 
@@ -65,7 +69,9 @@ def loop(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     made, run = Loop(redis_url), asyncio.Handle._run
     monkeypatch.setattr(asyncio.Handle, "_run", lambda handle: made.step(handle, run))
     made.start()
+    leave_out_what_is_loaded()  # as a process of the api does
     yield made
+    gc.unfreeze()
     made.stop()
 
 
@@ -84,6 +90,11 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "é"}] * 8}] * 11
 CALLS = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}] * 4900}]
 TOOL = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(80)}}
 PATTERNS = {"patternProperties": {f"^a{at}[a-z]*b": {} for at in range(60)}, "type": "object"}
+
+VECTOR = np.linspace(0.1, 0.9, 2048, dtype="<f4").tobytes()
+NEST: Any = 1
+for _ in range(50):
+    NEST = {"a": NEST} if isinstance(NEST, list) else [NEST]
 
 LEARNED = {"prompt_ids": [5] * 100, "completion_ids": [5] * 150, "logprobs": [-0.123456] * 150, "reward": 1.0}
 
@@ -136,10 +147,32 @@ WORST: dict[str, tuple[str, Any]] = {
     "wrong prompts of a job": ("/v1/jobs", {"kind": "generate", "model": MODEL, "prompts": [[[]]] * 90_000}),
     "prompts of a job": ("/v1/jobs", {"kind": "generate", "model": MODEL, "prompts": [[5]] * 49_000}),
     "trajectories": ("/v1/training/update", {"trajectories": [LEARNED] * 4096}),
+    "items of a response": ("/v1/responses", {"model": MODEL, "input": [_HI] * 4000, "truncation": "auto"}),
+    "floats": ("/v1/chat/completions", chat(chat_template_kwargs={"x": [1.5] * 190_000})),
+    "short strings": ("/v1/chat/completions", chat(chat_template_kwargs={"x": ["é"] * 100_000})),
+    "nests": ("/v1/chat/completions", chat(chat_template_kwargs={"x": [NEST] * 380})),
+    "competitors": (
+        "/v1/completions",
+        {"model": MODEL, "prompt": [[5] * 60] * 8, "n": 50, "logprobs": 20, "max_tokens": 190},
+    ),
+    "samples": ("/generate", {"model": MODEL, "prompts": ["a"] * 400, "max_tokens": 200, "logprobs": True}),
+    "a sample of tokens": (
+        "/inference/v1/generate",
+        {"model": MODEL, "token_ids": [5], "sampling_params": {"n": 100, "max_tokens": 200, "logprobs": 20}},
+    ),
+    "texts to embed": ("/v1/embeddings", {"model": MODEL, "input": ["a"] * 2000}),
+    "texts to pool": ("/pooling", {"model": MODEL, "input": ["a"] * 2000}),
+    "texts to rank": ("/rerank", {"model": MODEL, "query": "a", "documents": ["b"] * 1000}),
+    "texts to score": ("/score", {"model": MODEL, "text_1": ["a"] * 1000, "text_2": ["b"] * 1000}),
     "brackets": ("/v1/completions", b"[]" * 500_000),
     "depth": ("/v1/completions", b'{"a":' * 150_000),
     "strings": ("/v1/completions", b'"",' * 340_000),
 }
+
+
+def said(spec: SequenceSpec) -> Answer:
+    """As much as is asked for."""
+    return Answer("ab " * (spec.sampling.max_tokens // 4), at_once=True, competitors=20, embedding=VECTOR)
 
 
 async def live(worker: ScriptedWorker) -> None:
@@ -152,12 +185,13 @@ async def live(worker: ScriptedWorker) -> None:
 async def test_the_worst_that_each_endpoint_can_be_sent_stops_nobody_for_long(loop: Loop, redis_url: str) -> None:
     found: dict[str, float] = {}
     async with (
-        working(redis_url, lambda spec: Answer("ok")) as worker,
+        working(redis_url, said) as worker,
         httpx.AsyncClient(base_url=loop.url, timeout=100, trust_env=False) as http,
     ):
         living = asyncio.create_task(live(worker))
         first = await http.post("/v1/chat/completions", json=chat())
         assert first.status_code == 200, first.text
+        assert (await http.get("/nowhere")).status_code == 404, "and FastAPI has looked at all routes"
         for name, (path, body) in WORST.items():
             loop.longest_s = 0.0
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
