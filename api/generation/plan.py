@@ -32,6 +32,7 @@ from shared.text.codec import TextCodec
 
 MAX_CHOICES = 1024
 MAX_WHOLE_LOGPROBS = 1 << 18  # of an answer that has them of the whole vocabulary: numbers
+CHARS_OF_A_CALL = 64  # that are tokenized in the time that it takes to begin
 UNSAMPLED = SamplingParams(max_tokens=0, seed=0)  # of work that generates nothing
 
 _ID_PREFIX: dict[Endpoint, str] = {"chat": "chatcmpl", "completions": "cmpl"}
@@ -175,12 +176,12 @@ def plain_work(
 async def encoded(
     codec: TextCodec, prompts: Sequence[str | list[int]], add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Ids of prompts; beside the event loop when they are long together."""
+    """Ids of prompts; beside the event loop when they are long together, or many."""
 
     def encode() -> list[list[int]]:
         return [codec.encode(each, add_special_tokens) if isinstance(each, str) else each for each in prompts]
 
-    long = sum(len(each) for each in prompts if isinstance(each, str)) > LARGE_CHARS
+    long = sum(CHARS_OF_A_CALL + len(each) for each in prompts if isinstance(each, str)) > LARGE_CHARS
     return await aside(encode) if long else encode()
 
 

@@ -14,12 +14,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
+from shared.process.garbage import leave_out_what_is_loaded
+from shared.sequences import SequenceSpec
 from tests.redis.api_servers import api
 from tests.redis.scripted_worker import MODEL, Answer, working
 
-LONGEST = 25  # times `known_work`: 0.25 s where that takes 0.01 s; on an idle machine the longest step takes ten
+LONGEST = 10  # times `known_work`: 0.1 s where that takes 0.01 s
 VALUES = 199_000
 _HI = {"role": "user", "content": "hi"}
 
@@ -69,7 +72,9 @@ def loop(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     gc.collect()
     gc.freeze()  # as an api process does: what earlier tests have left here is not looked through in a step
     made.start()
+    leave_out_what_is_loaded()  # as a process of the api does
     yield made
+    gc.unfreeze()
     made.stop()
     gc.unfreeze()
 
@@ -89,6 +94,11 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "é"}] * 8}] * 11
 CALLS = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}] * 4900}]
 TOOL = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(80)}}
 PATTERNS = {"patternProperties": {f"^a{at}[a-z]*b": {} for at in range(60)}, "type": "object"}
+
+VECTOR = np.linspace(0.1, 0.9, 2048, dtype="<f4").tobytes()
+NEST: Any = 1
+for _ in range(50):
+    NEST = {"a": NEST} if isinstance(NEST, list) else [NEST]
 
 LEARNED = {"prompt_ids": [5] * 100, "completion_ids": [5] * 150, "logprobs": [-0.123456] * 150, "reward": 1.0}
 
@@ -141,6 +151,23 @@ WORST: dict[str, tuple[str, Any]] = {
     "wrong prompts of a job": ("/v1/jobs", {"kind": "generate", "model": MODEL, "prompts": [[[]]] * 90_000}),
     "prompts of a job": ("/v1/jobs", {"kind": "generate", "model": MODEL, "prompts": [[5]] * 49_000}),
     "trajectories": ("/v1/training/update", {"trajectories": [LEARNED] * 4096}),
+    "items of a response": ("/v1/responses", {"model": MODEL, "input": [_HI] * 4000, "truncation": "auto"}),
+    "floats": ("/v1/chat/completions", chat(chat_template_kwargs={"x": [1.5] * 190_000})),
+    "short strings": ("/v1/chat/completions", chat(chat_template_kwargs={"x": ["é"] * 100_000})),
+    "nests": ("/v1/chat/completions", chat(chat_template_kwargs={"x": [NEST] * 380})),
+    "competitors": (
+        "/v1/completions",
+        {"model": MODEL, "prompt": [[5] * 60] * 8, "n": 25, "logprobs": 20, "max_tokens": 190},
+    ),
+    "samples": ("/generate", {"model": MODEL, "prompts": ["a"] * 200, "max_tokens": 200, "logprobs": True}),
+    "a sample of tokens": (
+        "/inference/v1/generate",
+        {"model": MODEL, "token_ids": [5], "sampling_params": {"n": 100, "max_tokens": 200, "logprobs": 20}},
+    ),
+    "texts to embed": ("/v1/embeddings", {"model": MODEL, "input": ["a"] * 2000}),
+    "texts to pool": ("/pooling", {"model": MODEL, "input": ["a"] * 200}),
+    "texts to rank": ("/rerank", {"model": MODEL, "query": "a", "documents": ["b"] * 200}),
+    "texts to score": ("/score", {"model": MODEL, "text_1": ["a"] * 100, "text_2": ["b"] * 100}),
     "brackets": ("/v1/completions", b"[]" * 500_000),
     "depth": ("/v1/completions", b'{"a":' * 150_000),
     "strings": ("/v1/completions", b'"",' * 340_000),
@@ -158,14 +185,21 @@ def known_work() -> float:
     return min(taken)
 
 
+def said(spec: SequenceSpec) -> Answer:
+    """As much as is asked for."""
+    return Answer("ab " * (spec.sampling.max_tokens // 4), at_once=True, competitors=20, embedding=VECTOR)
+
+
+@pytest.mark.timeout(400)
 async def test_the_worst_that_each_endpoint_can_be_sent_stops_nobody_for_long(loop: Loop, redis_url: str) -> None:
     found: dict[str, float] = {}
     async with (
-        working(redis_url, lambda spec: Answer("ok")),
+        working(redis_url, said),
         httpx.AsyncClient(base_url=loop.url, timeout=100, trust_env=False) as http,
     ):
         first = await http.post("/v1/chat/completions", json=chat())
         assert first.status_code == 200, first.text
+        assert (await http.get("/nowhere")).status_code == 404, "and FastAPI has looked at all routes"
         for name, (path, body) in WORST.items():
             loop.longest_s = 0.0
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
