@@ -212,6 +212,7 @@ class WorkerCounts:
         self._reclaimed = tally.counter("mlx_parallm_leases_reclaimed_total", model)
         self._given_up = tally.counter("mlx_parallm_dead_letters_total", model)
         self._evicted = tally.counter("mlx_parallm_prefix_cache_evicted_blocks_total", model)
+        self._evicted_snapshots = tally.counter("mlx_parallm_prefix_cache_evicted_snapshots_total", model)
         self._swaps = tally.counter("mlx_parallm_lora_swaps_total", model)
         self._swap = tally.histogram("mlx_parallm_lora_swap_seconds", model)
         self._swap_s = 0.0
@@ -229,6 +230,7 @@ class WorkerCounts:
         self._reclaimed.value = float(queue.reclaimed)
         self._given_up.value = float(queue.given_up)
         self._evicted.value = float(prefix.evicted_blocks)
+        self._evicted_snapshots.value = float(prefix.evicted_snapshots)
 
 
 def _seconds(begin_ms: int, end_ms: int) -> float:

@@ -86,6 +86,7 @@ def _worker(gauges: Gauges, worker: WorkerStatus, now_ms: int) -> None:
         "adapter_slots": worker.extra.get("adapter_slots", 0),
         "adapter_slots_used": worker.extra.get("adapter_slots_used", 0),
         "prefix_cache_bytes": worker.extra.get("prefix_bytes", 0),
+        "prefix_cache_snapshot_bytes": worker.extra.get("prefix_snapshot_bytes", 0),
     }
     for name, value in figures.items():
         gauges[f"mlx_parallm_{name}"][worker.model, worker.id] = value

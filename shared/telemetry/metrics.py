@@ -122,7 +122,8 @@ _OURS = (
     _gauge("mlx_parallm_worker_heartbeat_age_seconds", _WORKER, "since the worker's last heartbeat"),
     _gauge("mlx_parallm_adapter_slots", _WORKER, "adapter slots there are"),
     _gauge("mlx_parallm_adapter_slots_used", _WORKER, "adapter slots that hold a version"),
-    _gauge("mlx_parallm_prefix_cache_bytes", _WORKER, "KV kept of earlier prompts"),
+    _gauge("mlx_parallm_prefix_cache_bytes", _WORKER, "KV kept of earlier prompts and answers"),
+    _gauge("mlx_parallm_prefix_cache_snapshot_bytes", _WORKER, "of it, states of layers that cannot be cut"),
     _gauge("mlx_parallm_adapter_latest_version", ("adapter",), "the version that a bare name means"),
     _gauge("mlx_parallm_adapter_loaded_version", ("adapter", "worker"), "the version that a worker computes with"),
     _gauge("mlx_parallm_jobs_active", (), "jobs that have not ended"),
@@ -136,6 +137,7 @@ _OURS = (
     _counter("mlx_parallm_lora_swaps_total", _MODEL, "adapter versions loaded into a slot"),
     _histogram("mlx_parallm_lora_swap_seconds", _MODEL, _SWAP, "from the start of a slot's writing to its remap"),
     _counter("mlx_parallm_prefix_cache_evicted_blocks_total", _MODEL, "blocks that the prefix cache has dropped"),
+    _counter("mlx_parallm_prefix_cache_evicted_snapshots_total", _MODEL, "snapshots that it has dropped"),
     _histogram(
         "mlx_parallm_api_loop_lag_seconds", (), _LAG, "how late event loops of api processes come, 20 times a second"
     ),

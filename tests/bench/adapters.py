@@ -11,6 +11,7 @@ from worker.engine.model import fast_blas
 fast_blas.install()
 
 import argparse
+import importlib
 import os
 import tempfile
 import threading
@@ -22,7 +23,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
-from mlx_lm.models import qwen3
 
 from shared.adapters import AdapterManifest
 from shared.sequences import ModelCard, SamplingParams, SequenceSpec
@@ -50,12 +50,18 @@ def random_model(shape: dict[str, Any], dtype: str) -> LoadedModel:
         "tie_word_embeddings": True,
         **shape,
     }
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    return in_memory(config, dtype)
+
+
+def in_memory(config: dict[str, Any], dtype: str = "float32") -> LoadedModel:
+    """A model of mlx-lm with random weights, which the tokenizer cannot spell."""
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    mx.random.seed(0)
+    model = module.Model(module.ModelArgs.from_dict(config))
     model.update(tree_map(lambda p: p.astype(getattr(mx, dtype)), model.parameters()))
     model.eval()
     mx.eval(model.parameters())
-    vocab = shape["vocab_size"]
-    card = ModelCard("random", 4096, vocab, (), "", "", kv_bytes_per_token=1, dtype=dtype)
+    card = ModelCard("random", 4096, config["vocab_size"], (), "", "", kv_bytes_per_token=1, dtype=dtype)
     bundle = TokenizerBundle(tokenizer_json=EMPTY_TOKENIZER, chat_template="", eos_token_ids=(), special_tokens={})
     return LoadedModel(card, bundle, model, config, Path(), 1 << 50)
 

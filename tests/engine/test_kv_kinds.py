@@ -2,11 +2,17 @@
 
 from collections.abc import Callable
 
+import mlx.core as mx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
 
 from shared.sequences import SequenceSpec
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.kv_models import CONFIGS, PLAIN, RECURRENT, WINDOW, WINDOWED, small
+from worker.engine.kv.prefix_cache import PrefixCache, Prompt
+from worker.engine.kv.slabs import KvRows
 from worker.engine.model.loader import LoadedModel
 
 BLOCK = 16
@@ -132,3 +138,81 @@ def test_rows_that_come_while_a_beginning_is_fed_share_it(name: str, model_of: M
     bench.run()
     assert [cached(bench, one.id) for one in followers] == [192, 192]
     check_like_cold(loaded, bench, leader, *followers)
+
+
+# -- any schedule
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("ask"), st.sampled_from([10, 40, 70]), st.integers(1, 3)),
+    st.tuples(st.just("go on"), st.integers(0, 9), st.integers(4, 5)),
+    st.tuples(st.just("leave"), st.integers(0, 9), st.just(0)),
+    st.tuples(st.just("turn"), st.integers(1, 6), st.just(0)),
+)
+LIMIT = 16 << 10  # of the KV of a few prompts
+COLD: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+
+
+def cold_tokens(loaded: LoadedModel, name: str, one: SequenceSpec) -> list[int]:
+    if (name, one.prompt_ids) not in COLD:
+        bench = bench_of(loaded, prefix_cache_bytes=0)
+        bench.submit(one)
+        bench.run()
+        COLD[name, one.prompt_ids] = bench.tokens(one.id)
+    return COLD[name, one.prompt_ids]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
+@settings(deadline=None, max_examples=10)
+@given(schedule=st.lists(ACTIONS, min_size=8, max_size=24))
+def test_any_schedule_gives_the_tokens_of_cold_runs(
+    name: str, model_of: Model, schedule: list[tuple[str, int, int]]
+) -> None:
+    loaded = model_of(name)
+    bench = bench_of(loaded, prefill_chunk=32, prefix_cache_bytes=LIMIT)
+    specs: list[SequenceSpec] = []
+
+    def ask(prompt: list[int]) -> None:
+        specs.append(spec(f"s{len(specs)}", prompt, max_tokens=5))
+        bench.submit(specs[-1])
+
+    for action, number, seed in schedule:
+        if action == "turn":
+            for _ in range(number):
+                bench.turn()
+        elif action == "ask":
+            ask([*prompt_of(number), *prompt_of(3 + 13 * seed, seed)])
+        elif specs and action == "leave":
+            bench.engine.cancel(specs[number % len(specs)].id)
+        elif specs:
+            before = specs[number % len(specs)]
+            if len(before.prompt_ids) < 200 and bench.tokens(before.id):
+                ask([*before.prompt_ids, *bench.tokens(before.id), *prompt_of(5, seed)])
+    bench.run()
+    for one in specs:
+        tokens = bench.tokens(one.id)
+        assert tokens == cold_tokens(loaded, name, one)[: len(tokens)]
+        assert len(tokens) == 5 or bench.finish(one.id).reason == "cancelled"
+    stats = bench.engine.stats().prefix
+    assert stats.bytes <= LIMIT and stats.snapshot_bytes <= stats.bytes
+    bench.engine.clear_cache(rows=False)
+    stats = bench.engine.stats().prefix
+    assert (stats.bytes, stats.blocks, stats.snapshots, stats.snapshot_bytes) == (0, 0, 0, 0)
+
+
+# -- memory
+
+
+def test_hits_share_what_is_stored(model_of: Model) -> None:
+    loaded = model_of("lfm2")
+    cache = PrefixCache(1 << 30, BLOCK, "base", make_prompt_cache(loaded.model))
+    ids = prompt_of(160)
+    kv = make_prompt_cache(loaded.model)
+    loaded.model(mx.array(ids)[None], cache=kv)
+    cache.store([Prompt(ids, "")], KvRows.of(kv), at_end=True)
+    del kv
+    cache.longest(ids, "", len(ids))
+    before = mx.get_active_memory()
+    hits = [cache.longest(ids, "", len(ids)) for _ in range(8)]
+    mx.eval([layer.state for hit in hits for layer in hit.kv])
+    assert [hit.length for hit in hits] == [160] * 8
+    assert mx.get_active_memory() - before < cache.stats.bytes, "eight hits hold less than one copy"
