@@ -11,6 +11,9 @@
 # make lock    resolve requirements.lock anew
 
 BIN := .venv/bin
+# For the tests. Those with real processes wait for one another a third of their time, so they get one process more.
+CORES := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores : 4)))
+JOBS ?= $(shell echo $$(($(CORES) + 1)))
 STAMP := .venv/.stamp
 
 .PHONY: setup tools demo test quick check bench chaos clients docs lock clean
@@ -55,11 +58,11 @@ check: setup
 	$(BIN)/lint-imports
 
 test: setup tools check
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # The loop of a change: what needs no Redis and starts no processes.
 quick: setup check
-	$(BIN)/pytest -n 2 --dist loadfile tests/unit tests/engine
+	$(BIN)/pytest -n $(CORES) --dist loadfile tests/unit tests/engine
 
 bench: setup
 	$(BIN)/python -m tests.bench

@@ -11,7 +11,7 @@ from types import FrameType
 import structlog
 import uvicorn
 
-from api.app import create_app
+from api.app import create_app, find_routes
 from api.http.auth import check_exposure
 from api.http.connections import bounded, raise_file_limit
 from shared.errors import ServiceUnavailableError, SetupError
@@ -124,8 +124,10 @@ def _listen(settings: ApiSettings, fd: int | None) -> socket.socket:
 
 
 def _config(settings: ApiSettings) -> uvicorn.Config:
+    app = create_app(settings)
+    find_routes(app)
     return uvicorn.Config(
-        create_app(settings),
+        app,
         http=bounded(settings.slow_reader_s),
         reset_contextvars=True,
         lifespan="on",

@@ -16,7 +16,7 @@ from shared.process.settings import (
     ServeSettings,
     WorkerSettings,
 )
-from shared.redis import key_table
+from shared.redis import keys
 from shared.telemetry.metrics import CATALOGUE
 from trainer.settings import TrainSettings
 
@@ -90,7 +90,7 @@ def shown(default: Any) -> str:
 
 def keys_section() -> list[str]:
     lines = ["## Redis keys", "", "| key | type | owner | time to live | meaning |", "|---|---|---|---|---|"]
-    lines += [f"| `{k.pattern}` | {k.type} | {k.owner} | {k.ttl} | {k.meaning} |" for k in key_table.DOCUMENTED]
+    lines += [f"| `{k.pattern}` | {k.type} | {k.owner} | {k.ttl} | {k.meaning} |" for k in keys.DOCUMENTED]
     return [*lines, ""]
 
 

@@ -14,232 +14,154 @@ class ParallmError(Exception):
     type: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
 
+    def __init_subclass__(cls, *, status: int = 0, type: str = "", code: str = "") -> None:
+        """What a class does not say is as in the class above it."""
+        cls.status = status or cls.status
+        cls.type = type or cls.type
+        cls.code = code or cls.code
+
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
 
 
-class InvalidRequestError(ParallmError):
+class InvalidRequestError(ParallmError, status=400, type="invalid_request_error"):
     """The request is malformed or asks for something impossible."""
 
-    status = 400
-    type = "invalid_request_error"
 
-
-class UnsupportedParameterError(InvalidRequestError):
+class UnsupportedParameterError(InvalidRequestError, code="unsupported_parameter"):
     """A parameter that we know and do not support, or do not know at all."""
 
-    code = "unsupported_parameter"
 
-
-class EmptyPromptError(InvalidRequestError):
+class EmptyPromptError(InvalidRequestError, code="empty_prompt"):
     """A prompt without a single token."""
 
-    code = "empty_prompt"
 
-
-class ContextLengthExceededError(InvalidRequestError):
+class ContextLengthExceededError(InvalidRequestError, code="context_length_exceeded"):
     """Prompt plus max_tokens do not fit the model's context or a worker's KV memory."""
 
-    code = "context_length_exceeded"
 
-
-class LogprobsMismatchError(InvalidRequestError):
+class LogprobsMismatchError(InvalidRequestError, code="logprobs_mismatch"):
     """Posted log-probabilities are not those of the adapter version that they name."""
 
-    code = "logprobs_mismatch"
 
-
-class TokenOutOfRangeError(InvalidRequestError):
+class TokenOutOfRangeError(InvalidRequestError, code="token_out_of_range"):
     """A token id outside the model's vocabulary."""
 
-    code = "token_out_of_range"
 
-
-class UnsupportedModelError(InvalidRequestError):
+class UnsupportedModelError(InvalidRequestError, code="unsupported_model"):
     """What is asked for needs something that this model does not have; the message says what."""
 
-    code = "unsupported_model"
 
-
-class InvalidGrammarError(InvalidRequestError):
+class InvalidGrammarError(InvalidRequestError, code="invalid_grammar"):
     """A JSON schema, regular expression or grammar that cannot be enforced; the message says why."""
 
-    code = "invalid_grammar"
 
-
-class AuthenticationError(ParallmError):
+class AuthenticationError(ParallmError, status=401, type="authentication_error", code="invalid_api_key"):
     """No API key, or a wrong one."""
 
-    status = 401
-    type = "authentication_error"
-    code = "invalid_api_key"
 
-
-class ForbiddenError(ParallmError):
+class ForbiddenError(ParallmError, status=403, type="permission_error", code="forbidden"):
     """This caller may not do this: a page of another web site, or a tenant where an admin's key is needed."""
 
-    status = 403
-    type = "permission_error"
-    code = "forbidden"
 
-
-class NotFoundError(ParallmError):
+class NotFoundError(ParallmError, status=404, type="invalid_request_error", code="not_found"):
     """The thing that the path or the body names does not exist."""
 
-    status = 404
-    type = "invalid_request_error"
-    code = "not_found"
 
-
-class MethodNotAllowedError(InvalidRequestError):
+class MethodNotAllowedError(InvalidRequestError, status=405, code="method_not_allowed"):
     """The path exists, the method does not."""
 
-    status = 405
-    code = "method_not_allowed"
 
-
-class UnknownModelError(NotFoundError):
+class UnknownModelError(NotFoundError, code="model_not_found"):
     """No worker has ever registered this model."""
 
-    code = "model_not_found"
 
-
-class UnknownJobError(NotFoundError):
+class UnknownJobError(NotFoundError, code="job_not_found"):
     """No job with this id, or its time to live is over."""
 
-    code = "job_not_found"
 
-
-class UnknownFileError(NotFoundError):
+class UnknownFileError(NotFoundError, code="file_not_found"):
     """No such file, or its time to live is over."""
 
-    code = "file_not_found"
 
-
-class UnknownBatchError(NotFoundError):
+class UnknownBatchError(NotFoundError, code="batch_not_found"):
     """No such batch, or its time to live is over."""
 
-    code = "batch_not_found"
 
-
-class UnknownAdapterError(NotFoundError):
+class UnknownAdapterError(NotFoundError, code="adapter_not_found"):
     """No adapter, or no such version of it."""
 
-    code = "adapter_not_found"
 
-
-class UnknownDeadLetterError(NotFoundError):
+class UnknownDeadLetterError(NotFoundError, code="dead_letter_not_found"):
     """No such dead letter: never there, dropped, requeued long ago, or expired."""
 
-    code = "dead_letter_not_found"
 
-
-class AdapterRejectedError(InvalidRequestError):
+class AdapterRejectedError(InvalidRequestError, code="adapter_rejected"):
     """An adapter that cannot be taken; the message names the file's key and the reason, and nothing has changed."""
 
-    code = "adapter_rejected"
 
-
-class AdapterDamagedError(ParallmError):
+class AdapterDamagedError(ParallmError, code="adapter_damaged"):
     """The bytes of an adapter version are not the ones that were published."""
 
-    code = "adapter_damaged"
 
-
-class ConflictError(ParallmError):
+class ConflictError(ParallmError, status=409, type="invalid_request_error", code="conflict"):
     """The request contradicts the present state, such as a demanded policy version that is not there."""
 
-    status = 409
-    type = "invalid_request_error"
-    code = "conflict"
 
-
-class PayloadTooLargeError(ParallmError):
+class PayloadTooLargeError(ParallmError, status=413, type="invalid_request_error", code="payload_too_large"):
     """The body is larger than this server takes."""
 
-    status = 413
-    type = "invalid_request_error"
-    code = "payload_too_large"
 
-
-class QueueFullError(ParallmError):
+class QueueFullError(ParallmError, status=429, type="rate_limit_error", code="queue_full"):
     """Too much work is waiting; try again after `retry_after_s` seconds."""
-
-    status = 429
-    type = "rate_limit_error"
-    code = "queue_full"
 
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
-class RateLimitedError(QueueFullError):
+class RateLimitedError(QueueFullError, code="rate_limit_exceeded"):
     """This key or this process has its share of requests under way."""
 
-    code = "rate_limit_exceeded"
 
-
-class ServiceUnavailableError(ParallmError):
+class ServiceUnavailableError(ParallmError, status=503, type="service_unavailable_error", code="service_unavailable"):
     """No live worker serves the model, or the ring is shutting down or overloaded."""
-
-    status = 503
-    type = "service_unavailable_error"
-    code = "service_unavailable"
 
     def __init__(self, message: str, *, retry_after_s: int = 2) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
-class PausedError(ServiceUnavailableError):
+class PausedError(ServiceUnavailableError, code="paused"):
     """The workers are paused (POST /pause), and this server refuses new requests meanwhile."""
 
-    code = "paused"
 
-
-class DeadlineExceededError(ParallmError):
+class DeadlineExceededError(ParallmError, status=504, type="timeout_error", code="deadline_exceeded"):
     """The request's deadline passed before it was complete."""
 
-    status = 504
-    type = "timeout_error"
-    code = "deadline_exceeded"
 
-
-class RequestCancelledError(ParallmError):
+class RequestCancelledError(ParallmError, status=499, type="cancelled", code="cancelled"):
     """Somebody cancelled the sequence while its client was waiting."""
 
-    status = 499
-    type = "cancelled"
-    code = "cancelled"
 
-
-class EngineError(ParallmError):
+class EngineError(ParallmError, code="engine_error"):
     """The worker's engine failed on this sequence; `finish_reason` is "error"."""
 
-    code = "engine_error"
 
-
-class UnreadableMessageError(ParallmError):
+class UnreadableMessageError(ParallmError, code="unreadable_message"):
     """A message in Redis that is none of ours, or damaged; it is kept as a dead letter."""
 
-    code = "unreadable_message"
 
-
-class IncompatibleVersionError(UnreadableMessageError):
+class IncompatibleVersionError(
+    UnreadableMessageError, status=503, type="service_unavailable_error", code="incompatible_version"
+):
     """A message of a version that the process that got it does not read, as in a rolling upgrade."""
 
-    status = 503
-    type = "service_unavailable_error"
-    code = "incompatible_version"
 
-
-class SetupError(ParallmError):
+class SetupError(ParallmError, code="setup_error"):
     """Something needed to start is missing; the message says what to install or to set."""
-
-    code = "setup_error"
 
 
 def from_code(code: str, message: str) -> ParallmError:

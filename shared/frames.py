@@ -12,8 +12,11 @@ Structs are msgpack arrays (`array_like`): new fields go at the end, with a defa
 from typing import Literal
 
 import msgspec
+import structlog
 
-from shared.errors import EngineError, IncompatibleVersionError, UnreadableMessageError
+from shared.errors import EngineError, IncompatibleVersionError, ParallmError, UnreadableMessageError
+
+log = structlog.get_logger()
 
 SCHEMA = 1  # of frames
 
@@ -43,6 +46,11 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
     error_code: str = ""  # of shared.errors, when reason is "error"
     error_message: str = ""
     cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+
+    @classmethod
+    def failed(cls, error: ParallmError) -> "Finish":
+        """By an error of ours."""
+        return cls("error", error_code=error.code or "", error_message=error.message)
 
     @property
     def failure(self) -> str:
@@ -132,6 +140,24 @@ def decode_events(data: bytes) -> list[TokenEvent]:
         raise UnreadableMessageError(f"unreadable log: {error}") from error
     _check(events)
     return events
+
+
+def events_of_chunk(fields: dict[bytes, bytes], seq: str) -> list[TokenEvent]:
+    """The events of a log entry; none, and a line in our log, when they cannot be read."""
+    try:
+        return decode_events(fields[b"d"])
+    except (UnreadableMessageError, KeyError) as error:
+        log.warning("frames.unreadable_log", sequence=seq, error=str(error))
+        return []
+
+
+def events_of_frame(data: bytes) -> list[TokenEvent]:
+    """The events of a frame; none, and a line in our log, when it cannot be read."""
+    try:
+        return decode_frame(data).events
+    except UnreadableMessageError as error:
+        log.warning("frames.unreadable", error=str(error))
+        return []
 
 
 def _check(events: list[TokenEvent]) -> None:

@@ -5,10 +5,11 @@ State machine: queued -> running -> one of succeeded, failed, cancelled, expired
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NewType
 
 import msgspec
 
+from shared.errors import InvalidRequestError
 from shared.sequences import AdapterPolicy, LogprobsMode, Pooling, SamplingParams, SequenceKind
 
 JobKind = Literal["generate", "rollout", "score", "batch"]
@@ -101,6 +102,26 @@ class JobInput(msgspec.Struct, frozen=True, omit_defaults=True):
     request: LineRequest | None = None  # kind "batch"; None: the api has refused the line
     refused: str = ""  # why
     reply: dict[str, Any] = {}  # kind "batch": what the api needs to write the answer; runners do not look at it
+
+
+InputLine = NewType("InputLine", bytes)  # a `JobInput` as it is stored, JSON; `input_line` has checked it
+
+_input_encoder = msgspec.json.Encoder()
+_input_decoder = msgspec.json.Decoder(JobInput)
+
+
+def input_line(given: JobInput, kind: JobKind, number: int) -> InputLine:
+    """An input as it is stored; InvalidRequestError for line `number` when a job of this kind needs more."""
+    if kind == "score" and given.completion is None:
+        raise InvalidRequestError(f"input line {number}: a score job needs `completion`", param="prompts")
+    if kind == "batch" and given.request is None and not given.refused:
+        raise InvalidRequestError(f"input line {number}: a batch needs `request`", param="prompts")
+    return InputLine(_input_encoder.encode(given))
+
+
+def read_input(line: InputLine) -> JobInput:
+    """An input that is stored."""
+    return _input_decoder.decode(line)
 
 
 class JobCounts(msgspec.Struct, frozen=True):

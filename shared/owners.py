@@ -22,7 +22,7 @@ class Asker:
 
     @classmethod
     def working_for(cls, owner: str) -> "Asker":
-        """Whoever works on a thing of this owner, when its maker is not there."""
+        """A process that works on a thing of this owner, without a request of the owner."""
         return cls(owner, limited=owner not in ("", ADMINS))
 
     def sees(self, owner: str) -> bool:
@@ -47,13 +47,13 @@ _working: ContextVar[str] = ContextVar("working", default="")
 
 
 def anybody() -> Asker:
-    """Of a process that acts for itself: it sees all."""
+    """Who asks in a process that works for itself: it sees everything."""
     return ANYBODY
 
 
 @contextlib.contextmanager
 def working_for(owner: str) -> Iterator[None]:
-    """Around work on a thing of this owner, in a process that `whoever_it_is_for` is asked in."""
+    """While the block runs, `whoever_it_is_for` answers with this owner."""
     before = _working.set(owner)
     try:
         yield
@@ -62,5 +62,5 @@ def working_for(owner: str) -> Iterator[None]:
 
 
 def whoever_it_is_for() -> Asker:
-    """Of a process that works on things of all tenants."""
+    """Who asks in a process that works for all tenants: the owner of its present work (`working_for`)."""
     return Asker.working_for(_working.get())

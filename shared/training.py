@@ -10,11 +10,18 @@ from typing import Literal, get_args
 import msgspec
 
 from shared.adapters import NAME
-from shared.errors import InvalidRequestError
+from shared.errors import InvalidRequestError, ParallmError
 from shared.trajectories import LiveTrajectory
 
 AlertKind = Literal[
-    "gate_failed", "reward_collapse", "no_signal", "foreign_version", "all_stale", "gave_up", "disk_full"
+    "gate_failed",
+    "reward_collapse",
+    "no_signal",
+    "foreign_version",
+    "all_stale",
+    "gave_up",
+    "disk_full",
+    "own_code_blocked",
 ]
 ALERT_KINDS: tuple[AlertKind, ...] = get_args(AlertKind)
 TrainerState = Literal["starting", "waiting", "training", "paused", "ended", "failed"]
@@ -174,6 +181,11 @@ class Refusal(msgspec.Struct, frozen=True, tag="refused"):
 
     code: str
     message: str
+
+    @classmethod
+    def of(cls, error: ParallmError) -> "Refusal":
+        """The answer when an error of ours is why."""
+        return cls(error.code or "", error.message)
 
 
 Answer = UpdateAnswer | CheckpointAnswer | ResumeAnswer | Refusal

@@ -140,7 +140,7 @@ def trajectory_of(
 
 
 def event_of(seq: str, trajectory: Trajectory, *, with_text: bool) -> TokenEvent:
-    """All of a trajectory as one event; without its text the reader decodes the tokens."""
+    """A trajectory as one event; without `with_text` its reader decodes the tokens."""
     t = trajectory
     return TokenEvent(
         seq=seq,
@@ -164,7 +164,7 @@ def needs_processed(drawing: Drawing | None) -> bool:
 
 
 def drawing_of(s: SamplingParams | SamplingOverrides) -> Drawing | None:
-    """What these parameters make of the model's own distribution; None: nothing."""
+    """How these parameters change the model's own distribution; None: not at all."""
     penalties = (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) != (0.0, 0.0, 1.0)
     grammar = s.grammar if isinstance(s, SamplingParams) else ""
     drawing = Drawing(

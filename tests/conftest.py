@@ -15,6 +15,17 @@ import structlog
 from api.http.connections import raise_file_limit
 from api.serve.embedded_redis import EmbeddedRedis
 
+# The tests start hundreds of processes, and each would compile all of our code anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# Files that take 20 s and more.
+LONGEST = frozenset(
+    {"test_bad_input", "test_batches", "test_chaos", "test_deaths", "test_demo", "test_event_loop", "test_guests"}
+    | {"test_hosted", "test_leaving_workers", "test_readme", "test_trainer_kills", "test_trainer_loop"}
+    | {"test_training", "test_training_api", "test_training_over_http", "test_examples"}
+)
+
 
 def pytest_configure() -> None:
     """A shell on macOS allows 256 open files, which the tests of many clients exceed."""
@@ -25,16 +36,19 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mix the layers when several processes share the files (`make test`), which take them in this order.
 
-    Else all that starts real processes would run at the same time, and a long file might begin when all else is done.
+    Else all that starts real processes would run at the same time, and a long file might begin when all else is done:
+    the longest of each layer come first, and what starts no process comes last, to fill up.
     """
     if not hasattr(config, "workerinput"):
         return
     layers: dict[str, dict[Path, None]] = {}
     for item in items:
         layers.setdefault(item.path.parent.name, {})[item.path] = None
-    place = {path: (i + 0.5) / len(paths) for paths in layers.values() for i, path in enumerate(reversed(paths))}
-    short = {path for path in place if path.parent.name in ("unit", "docs")}
-    items.sort(key=lambda item: (item.path in short, place[item.path], str(item.path)))
+    place = {}
+    for paths in layers.values():
+        longest_first = sorted(paths, key=lambda path: path.stem not in LONGEST)
+        place |= {path: (i + 0.5) / len(paths) for i, path in enumerate(longest_first)}
+    items.sort(key=lambda item: (item.path.parent.name == "unit", place[item.path], str(item.path)))
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
     __main__.py   `mlx_parallm_train`, a process of its own; `hosted.py` is the same run inside a worker
     run.py        from settings to the parts of a run
-    seams.py      those parts: where samples come from, where versions go, who is told
+    parts.py      those parts: a thread that computes, a model to train, a ring, tasks
     loop.py       the whole of training: collect, train, gate, publish, checkpoint
     sources.py    the sources of a run, as its settings name them
     inbox.py      what to train on next: own prompts, live traffic, or what a user has posted
@@ -11,7 +11,7 @@
 
 Read `loop.py` first. Then `rollouts/` (samples and their rewards), `learn/` (the train step, the one room that computes
 with MLX), `versions/` (gate, publish, checkpoints) and `ring/` (how all of it reaches the ring). `settings.py` has the
-flags, `orders.py` what users ask, `metrics.py` and `tensorboard.py` what a run tells, `stopping.py` signals,
-`warm_up.py` the train steps before a hosted trainer is ready. `recipes/`
-holds settings, `tiny/` makes our own small model.
+flags, `orders.py` what users ask, `metrics.py` and `tensorboard.py` what a run reports, `stopping.py` signals,
+`warm_up.py` the train steps before a hosted trainer is ready. `recipes/` holds settings, `tiny/` makes our own small
+model.
 """

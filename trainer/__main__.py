@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train until all steps are done or SIGTERM, which when said again ends at once; the process's exit code."""
+    """Train until all steps are done or SIGTERM comes; a second one ends at once. The process's exit code."""
     try:
         settings = load(TrainSettings, argv)
         logs.configure(settings.log_level, settings.log_json)

@@ -16,13 +16,10 @@ from trainer.state import Arrays
 
 @dataclass(frozen=True)
 class GateLimits:
-    """The bounds of the checks."""
+    """The bounds of the checks that need the model."""
 
     max_update_rms: float = 0.05  # of one train step, over all adapter parameters
     max_probe_kl: float = 0.5  # nats per token, from the last good version, on fixed prompts
-    max_parity: float = 0.1  # mean |log-probability in a worker - in the trainer|
-    reward_margin: float = 0.15  # how far held-out or new rewards may fall below the best version's
-    min_groups: int = 16  # groups before a version is judged by its rewards
     max_base_kl: float = 2.0  # as max_probe_kl, from the base: small steps add up
     max_best_kl: float = 1.0  # from the best version that was judged
 
@@ -62,29 +59,14 @@ def same_base(mine: str, served: str) -> GateCheck:
     return GateCheck("base_model", same, "" if same else f"{mine[:12]} is not {served[:12]}")
 
 
-def update_norm(rms: float, limit: float) -> GateCheck:
-    """The train step moved the parameters by no more than the bound."""
-    return _at_most("update_norm", rms, limit)
+def at_most(name: str, value: float, limit: float) -> GateCheck:
+    """A distance that keeps its bound.
 
-
-def probe_kl(kl: float, limit: float) -> GateCheck:
-    """On fixed prompts the version stays near the last good one."""
-    return _at_most("probe_kl", kl, limit)
-
-
-def base_kl(kl: float, limit: float) -> GateCheck:
-    """On fixed prompts the version stays in reach of the base, however small its steps are."""
-    return _at_most("base_kl", kl, limit)
-
-
-def best_kl(kl: float, limit: float) -> GateCheck:
-    """On fixed prompts the version stays in reach of the best one that was judged."""
-    return _at_most("best_kl", kl, limit)
-
-
-def reload_parity(difference: float, limit: float) -> GateCheck:
-    """A worker that loaded the version computes what the trainer computes."""
-    return _at_most("reload_parity", difference, limit)
+    `update_norm`: of the parameters in one train step · `probe_kl`: from the last good version, on fixed prompts ·
+    `base_kl`: from the base, however small the steps are · `best_kl`: from the best version that was judged ·
+    `reload_parity`: of what a worker that has loaded the version computes.
+    """
+    return GateCheck(name, math.isfinite(value) and value <= limit, f"{value:.4g}, bound {limit:.4g}")
 
 
 def reward_floor(reward: float, good: float | None, margin: float) -> GateCheck:
@@ -92,10 +74,6 @@ def reward_floor(reward: float, good: float | None, margin: float) -> GateCheck:
     if good is None:
         return GateCheck("reward_floor", math.isfinite(reward), f"{reward:.4g}")
     return GateCheck("reward_floor", reward >= good - margin, f"{reward:.4g}, floor {good - margin:.4g}")
-
-
-def _at_most(name: str, value: float, limit: float) -> GateCheck:
-    return GateCheck(name, math.isfinite(value) and value <= limit, f"{value:.4g}, bound {limit:.4g}")
 
 
 @dataclass(frozen=True)
@@ -124,7 +102,7 @@ class RewardWatch:
     pool: list[float] = field(default_factory=list)  # mean rewards of groups that judged nobody yet
 
     def add(self, version: int, group_means: Sequence[float]) -> int | None:
-        """Groups that `version` sampled; the version to go back to, if it has collapsed: the best, maybe itself."""
+        """Count groups that `version` sampled; when it has collapsed, the best version (maybe itself) to go back to."""
         self.pool += group_means
         if len(self.pool) < self.min_groups:
             return None
@@ -141,15 +119,15 @@ class RewardWatch:
 
     @property
     def best(self) -> int | None:
-        """The version that surely earned most."""
+        """The version with the highest mean reward less its standard error."""
         return max(self.good, key=lambda v: _sure(self.good[v]), default=None)
 
     def keep_only(self, versions: Collection[int]) -> None:
-        """Measure by these alone: nobody can go back to one whose weights are gone."""
+        """Drop all versions but these: nobody can go back to one whose weights are gone."""
         self.good = {version: standing for version, standing in self.good.items() if version in versions}
 
     def rolled_back(self, target: int, served: int) -> None:
-        """`target` is served again as `served`; what was good stays the measure."""
+        """`target` is served again under the number `served`, and keeps its standing."""
         self.pool.clear()
         if target in self.good:
             self.good[served] = self.good.pop(target)

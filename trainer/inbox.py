@@ -11,13 +11,14 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
-from trainer.rollouts.groups import RolloutGroup
-from trainer.rollouts.live import Lag, LiveCollector
-from trainer.rollouts.staleness import StaleWatch
-from trainer.seams import Letter, Mailbox
+from shared.redis.training.orders import Received
+from shared.training import Order
+from trainer.ring.mailbox import RingMailbox
+from trainer.rollouts.groups import IndexedSource, Lag, RolloutGroup
+from trainer.rollouts.live import LiveCollector
+from trainer.rollouts.pacing import StaleWatch
 from trainer.state import RunState
 
 Source = Literal["prompts", "live", "posted"]
@@ -45,38 +46,7 @@ class AllStale:
     reason: str
 
 
-Work = Batch | Letter | Moved | AllStale
-
-
-class OwnSource(Protocol):
-    """Groups that carry an index: our own prompts (`Collector`), or those of Atropos (`AtroposCollector`)."""
-
-    cursor: int
-    consumed: int
-
-    async def __aenter__(self) -> Any: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End; nothing that was not handed out counts as consumed."""
-
-    async def next_batch(self, steps_done: int, lag: Lag) -> list[RolloutGroup]:
-        """Wait for a batch; may be cancelled without loss."""
-
-    def give_back(self, batch: Sequence[RolloutGroup]) -> None:
-        """It comes first again."""
-
-    def discard(self, batch: Sequence[RolloutGroup]) -> None:
-        """It taught nothing."""
-
-    def pace_on(self, steps_done: int) -> None: ...
-
-    def pending(self) -> list[int]:
-        """Indices started and neither consumed nor dropped."""
-
-    def take_dropped(self) -> list[int]:
-        """Indices dropped since the last call."""
+Work = Batch | Received[Order] | Moved | AllStale
 
 
 class Inbox:
@@ -84,9 +54,9 @@ class Inbox:
 
     def __init__(
         self,
-        own: OwnSource | None,
+        own: IndexedSource | None,
         live: LiveCollector | None,
-        mailbox: Mailbox,
+        mailbox: RingMailbox,
         moved: Callable[[], Coroutine[Any, Any, Moved]],
         watches: Sequence[StaleWatch],
     ) -> None:
@@ -104,9 +74,7 @@ class Inbox:
             await self._stack.enter_async_context(self._live)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def next(self, state: RunState, lag: Lag, stop: asyncio.Event) -> Work | None:
@@ -133,10 +101,10 @@ class Inbox:
         if done[0] == "stop":
             return None
         result = waiting[done[0]].result()
-        if isinstance(result, Letter | Moved):
+        if isinstance(result, Received | Moved):
             return result
         if done[0].startswith("stale"):
-            self._watches[int(done[0].split()[1])].told()
+            self._watches[int(done[0].split()[1])].reported()
             return AllStale(result)
         return Batch(result, "live" if done[0] == "live" else "prompts")
 
@@ -148,9 +116,9 @@ class Inbox:
         elif name == "prompts" and self._own is not None:
             self._own.give_back(work)
 
-    def give_back(self, work: Batch | Letter) -> None:
+    def give_back(self, work: Batch | Received[Order]) -> None:
         """What was handed out and not used comes first again."""
-        if isinstance(work, Letter):
+        if isinstance(work, Received):
             self._give_back("order", work)
         else:
             self._give_back(work.source, work.groups)

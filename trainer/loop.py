@@ -23,25 +23,25 @@ import structlog
 
 from shared.adapters import version_id
 from shared.errors import ConflictError, EngineError, ParallmError, SetupError
+from shared.redis.training.orders import Received
 from shared.telemetry import tracing
 from shared.telemetry.spans import Past
-from shared.training import TrainerState, TrainerStatus
+from shared.training import Order, Refusal, TrainerState, TrainerStatus
 from shared.trajectories import LiveTrajectory
 from trainer.inbox import AllStale, Batch, Moved
 from trainer.learn.batches import SampleGroup, sample_groups
 from trainer.learn.compute import at_once
 from trainer.learn.drawing import uncorrected
-from trainer.learn.learner import Learner, Snapshot, Trained
-from trainer.learn.reports import StepReport
-from trainer.metrics import StepMetrics, Timing, figures, point_of, progress, status_of, step_metrics
+from trainer.learn.learner import Trained
+from trainer.learn.optimize import StepReport
+from trainer.metrics import MetricsLog, StepMetrics, Timing, figures, point_of, progress, status_of, step_metrics
 from trainer.orders import Stepped, carry_out
+from trainer.parts import Parts, new_learner
 from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.pacing import lag_of, oldest_version
-from trainer.seams import Letter, Parts, refusal
 from trainer.settings import TrainSettings
-from trainer.sources import Sources
+from trainer.sources import open_inbox
 from trainer.state import RunState
-from trainer.tensorboard import open_logs
 from trainer.versions.checkpoint import Checkpoint, CheckpointStore, differences
 from trainer.versions.disk import Disk
 from trainer.versions.examine import Examiner
@@ -59,25 +59,27 @@ class TrainLoop:
     def __init__(self, settings: TrainSettings, parts: Parts) -> None:
         self.settings = settings
         self.parts = parts
+        self._ring = parts.ring
         self.state = RunState(run=settings.run_name)
         self.checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.keep_checkpoints)
         self._stop = asyncio.Event()
         self._last: StepMetrics | None = None
         self._started_ms = time.time_ns() // 1_000_000
         self._start_id = secrets.token_hex(3)
-        self._disk = Disk(settings.folder, parts.sink.alert, self._stop)
+        self._disk = Disk(settings.folder, parts.ring.sink.alert, self._stop)
 
     async def run(self) -> RunState:
         """Train until all steps are done or `stop` was called; the last state, which is also saved."""
         await self._start()
-        self.parts.board.begin(self.status, self.stop)
+        self._ring.board.begin(self.status, self.stop)
         try:
             if await self._begin():
-                await self.parts.board.show("waiting")
-                sources = Sources(self.settings, self.parts, self.state, self._start_id)
-                async with sources.inbox(self._sampled_from, self._foreign.wait) as inbox:
-                    self._inbox = inbox
-                    self.parts.mailbox.known(self.state.orders)
+                await self._ring.board.show("waiting")
+                self._inbox = open_inbox(
+                    self.settings, self.parts, self.state, self._start_id, self._sampled_from, self._foreign.wait
+                )
+                async with self._inbox:
+                    self._ring.mailbox.known(self.state.orders)
                     await self._train()
         finally:
             self._metrics.close()
@@ -87,7 +89,7 @@ class TrainLoop:
         """Serve what the run begins with, unless a person has chosen something else meanwhile; False: stopped first."""
         moved = await self._foreign.look()
         if moved is not None:
-            self.parts.mailbox.known(self.state.orders)
+            self._ring.mailbox.known(self.state.orders)
             await self._foreign.settle(moved, self._stop, self._refuse_while_paused)
             if self._stop.is_set():
                 return False
@@ -96,11 +98,12 @@ class TrainLoop:
         log.info("train.ready", policy=self.settings.adapter, version=self.state.version, source=self.settings.source)
         return True
 
-    async def _refuse_while_paused(self, letter: Letter) -> None:
-        await self.parts.mailbox.answer(letter, refusal(ConflictError(f"the run has not begun: {self._foreign.held}")))
+    async def _refuse_while_paused(self, received: Received[Order]) -> None:
+        refusal = Refusal.of(ConflictError(f"the run has not begun: {self._foreign.held}"))
+        await self._ring.mailbox.answer(received, refusal)
 
-    async def _carry_out(self, letter: Letter) -> bool:
-        return await carry_out(self, self.parts.mailbox, letter, Timing())
+    async def _carry_out(self, received: Received[Order]) -> bool:
+        return await carry_out(self, self._ring.mailbox, received, Timing())
 
     @property
     def held(self) -> str:
@@ -117,8 +120,8 @@ class TrainLoop:
             timing.wait_s = time.perf_counter() - started
             if work is None:
                 break
-            if isinstance(work, Letter):
-                if await carry_out(self, self.parts.mailbox, work, timing):
+            if isinstance(work, Received):
+                if await carry_out(self, self._ring.mailbox, work, timing):
                     saved = state.train_step
             elif await self._serving.judge(work):
                 self._inbox.discard(work)
@@ -134,12 +137,12 @@ class TrainLoop:
         if saved != state.train_step:
             await self.save()
 
-    async def _next(self) -> Batch | Letter | None:
-        """The next piece of work, once what keeps the run from learning is told or settled; None: stopped."""
+    async def _next(self) -> Batch | Received[Order] | None:
+        """The next piece of work, once what keeps the run from learning is reported or settled; None: stopped."""
         while (work := await self._inbox.next(self.state, self._lag, self._stop)) is not None:
             if isinstance(work, AllStale):
-                await self.parts.sink.alert("all_stale", work.reason)
-                await self.parts.board.show("waiting", problem=work.reason)
+                await self._ring.sink.alert("all_stale", work.reason)
+                await self._ring.board.show("waiting", problem=work.reason)
                 continue
             if not isinstance(work, Moved):
                 moved = await self._foreign.look()
@@ -173,38 +176,26 @@ class TrainLoop:
     async def _start(self) -> None:
         settings = self.settings
         try:
-            self._learner: Learner = await self.parts.host.run(at_once(self._build))
+            self._learner = await self.parts.host.run(at_once(lambda: new_learner(self.parts.model, settings)))
         except ValueError as error:  # a target that the model has not, DoRA on experts
             raise SetupError(f"bad settings: {error}") from error
         config = await self.parts.host.run(at_once(self._learner.config))
         self._publisher = Publisher(
-            self.parts.sink, settings.folder, settings.adapter, config, self.parts.base_sha256, self._disk
+            self._ring.sink, settings.folder, settings.adapter, config, self._ring.base_sha256, self._disk
         )
         if settings.resume == "no":
             self._set_aside()
         elif (checkpoint := self.checkpoints.load(settings.resume)) is not None:
             await self._resume(checkpoint, config)
-        self.state.ring, self.state.base_sha256 = self.parts.ring, self.parts.base_sha256
+        self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
         first_step = self.state.train_step
-        self._metrics = await self._disk.write(
-            lambda: asyncio.to_thread(open_logs, settings.folder, settings.tensorboard, first_step)
+        self._metrics = await self._disk.run(
+            MetricsLog, settings.folder / "metrics.jsonl", first_step=first_step, tensorboard=settings.tensorboard
         )
         self._probes = await self._probe_prompts()
         examiner = Examiner(settings, self.parts, self._learner, self._probes, f"{self.state.run}-{self._start_id}")
         self._serving = Serving(settings, self.parts, self._learner, self._publisher, examiner, self.state)
         self._foreign = ForeignMoves(settings, self.parts, self.state, self._serving)
-
-    def _build(self) -> Learner:
-        settings = self.settings
-        return Learner(
-            self.parts.load_model(),
-            settings.adapter_shape(),
-            settings.optimize_options(),
-            settings.limits(),
-            seed=settings.seed,
-            checkpoint_layers=settings.gradient_checkpointing,
-            remembered=settings.max_lag + 1,
-        )
 
     def _set_aside(self) -> None:
         """Begin anew under a name that has checkpoints: the earlier run's folder gets a number, nothing is lost."""
@@ -218,11 +209,10 @@ class TrainLoop:
 
     async def _resume(self, checkpoint: Checkpoint, config: bytes) -> None:
         self._check_home(checkpoint.state)
-        snapshot = Snapshot(checkpoint.adapter, checkpoint.optimizer)
         differs = differences(checkpoint.adapter_config, config)
         try:
             if not differs:
-                await self.parts.host.run(at_once(lambda: self._learner.restore(snapshot)))
+                await self.parts.host.run(at_once(lambda: self._learner.restore(checkpoint)))
         except ValueError as error:  # another model
             differs = str(error)
         if differs:
@@ -236,9 +226,9 @@ class TrainLoop:
     def _check_home(self, saved: RunState) -> None:
         """SetupError when the checkpoint belongs elsewhere: what another ring has spoilt would be learned on here."""
         folder, ways = self.settings.folder, "another --run or --run-dir, or --resume no to begin anew"
-        if saved.base_sha256 and saved.base_sha256 != self.parts.base_sha256:
+        if saved.base_sha256 and saved.base_sha256 != self._ring.base_sha256:
             raise SetupError(f"{folder} holds a run of another base model than {self.settings.model}: give {ways}")
-        if saved.ring and self.parts.ring and saved.ring != self.parts.ring and not self.settings.move_run:
+        if saved.ring and self._ring.id and saved.ring != self._ring.id and not self.settings.move_run:
             raise SetupError(
                 f"{folder} holds a run that was trained on another ring (train step {saved.train_step}): give {ways}; "
                 "to go on with it here, give --move-run"
@@ -254,9 +244,9 @@ class TrainLoop:
     async def train_step(self, batch: Batch, timing: Timing, *, serve: bool = True) -> Stepped:
         """Consume one batch: train, gate, publish, or leave the policy as it is."""
         began_ns = time.time_ns() - int(1e9 * timing.wait_s)
-        told: dict[str, str | int] = {"parallm.policy": self.settings.adapter, "parallm.source": batch.source}
-        told["parallm.train_step"] = self.state.train_step
-        with tracing.span("train step", told, start_ns=began_ns):
+        attributes: dict[str, str | int] = {"parallm.policy": self.settings.adapter, "parallm.source": batch.source}
+        attributes["parallm.train_step"] = self.state.train_step
+        with tracing.span("train step", attributes, start_ns=began_ns):
             tracing.record(Past("collect", began_ns, time.time_ns(), {"parallm.groups": len(batch.groups)}))
             stepped = await self._step(batch, timing, serve=serve)
             tracing.annotate(figures(stepped.metrics))
@@ -274,7 +264,7 @@ class TrainLoop:
         if off:
             log.warning("train.samples_uncorrected", samples=len(off), first=off[0])
         trained = Trained(StepReport(updated=False), {}, ())
-        await self.parts.board.show("training")
+        await self._ring.board.show("training")
         if groups:
             with tracing.span("train"):
                 trained = await self._learn(groups, posted=batch.source == "posted")
@@ -295,8 +285,8 @@ class TrainLoop:
             stale=stale, held_out=self._serving.held_out, gate=failed, source=batch.source,
         )  # fmt: skip
         self._last = metrics
-        await self._disk.write(lambda: asyncio.to_thread(self._metrics.write, metrics))
-        await self.parts.board.show("waiting", point_of(metrics))
+        await self._disk.run(self._metrics.write, metrics)
+        await self._ring.board.show("waiting", point_of(metrics))
         log.info("train.step", **progress(metrics, self.settings.steps))
         return Stepped(metrics, dropped, sum(len(group.samples) for group in groups), trained.checks != ())
 
@@ -359,13 +349,12 @@ class TrainLoop:
         self._inbox.keep_books(self.state)
         self._serving.keep_books()
         snapshot = await self.parts.host.run(at_once(self._learner.snapshot))
-        config = await self.parts.host.run(at_once(self._learner.config))
         state: RunState = msgspec.json.decode(msgspec.json.encode(self.state), type=RunState)
-        checkpoint = Checkpoint(snapshot.adapter, config, snapshot.optimizer, state)
-        saved = await self._disk.write(lambda: asyncio.to_thread(self.checkpoints.save, checkpoint, name))
+        checkpoint = Checkpoint(snapshot.adapter, snapshot.adapter_config, snapshot.optimizer, state)
+        saved = await self._disk.run(self.checkpoints.save, checkpoint, name)
         if self.state.version == self.state.best_version:
-            await self._disk.write(lambda: asyncio.to_thread(self.checkpoints.set_best, saved))
+            await self._disk.run(self.checkpoints.set_best, saved)
         await self._inbox.saved()
-        await self.parts.board.show("waiting")
+        await self._ring.board.show("waiting")
         log.info("checkpoint.saved", name=saved, train_step=state.train_step)
         return saved

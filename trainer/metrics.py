@@ -1,4 +1,4 @@
-"""What a run tells: one JSON line a train step, always, and one line for a person.
+"""What a run reports: one JSON line a train step, always, and one line for a person.
 
 Invariant: after a resume the file holds each train step once. Lines of steps that the checkpoint does not know are cut
 off before the first new one is written.
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,10 +20,11 @@ import structlog
 
 from shared.training import TrainerState, TrainerStatus, TrainingPoint
 from trainer.learn.batches import Dropped
-from trainer.learn.reports import StepReport
+from trainer.learn.optimize import StepReport
 from trainer.rollouts.groups import RolloutGroup
 from trainer.settings import TrainSettings
 from trainer.state import RunState
+from trainer.tensorboard import TensorBoardLog
 from trainer.versions.checkpoint import CheckpointStore
 
 log = structlog.get_logger()
@@ -144,27 +145,15 @@ def step_metrics(
     )
 
 
-class MetricsWriter(Protocol):
-    """Another place for the same figures."""
-
-    def write(self, metrics: StepMetrics) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class MetricsLog:
-    """Appends to `metrics.jsonl`, and hands each line to those that were added by `also`."""
+    """Appends to `metrics.jsonl`, and draws TensorBoard's curves when a folder for them is given."""
 
-    def __init__(self, path: Path, *, first_step: int = 0) -> None:
+    def __init__(self, path: Path, *, first_step: int = 0, tensorboard: Path | None = None) -> None:
+        self._curves = TensorBoardLog(tensorboard, first_step) if tensorboard is not None else None
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         _cut(path, first_step)
         self._file = path.open("ab", buffering=0)
-        self._others: list[MetricsWriter] = []
-
-    def also(self, writer: MetricsWriter) -> None:
-        """Write there too from now on."""
-        self._others.append(writer)
 
     def write(self, metrics: StepMetrics) -> None:
         """One line, visible to readers at once; on an OSError it is as if it had not been tried."""
@@ -175,17 +164,17 @@ class MetricsLog:
         except OSError:
             self._file.truncate(before)
             raise
-        for other in self._others:
+        if self._curves is not None:
             try:
-                other.write(metrics)
+                self._curves.write(metrics.train_step, msgspec.structs.asdict(metrics))
             except OSError as error:  # it draws what this file has: the line counts
                 log.warning("train.figures_not_drawn", reason=str(error))
 
     def close(self) -> None:
         """Close the files."""
         self._file.close()
-        for other in self._others:
-            other.close()
+        if self._curves is not None:
+            self._curves.close()
 
 
 def read(path: Path) -> list[StepMetrics]:
@@ -216,8 +205,8 @@ def progress(m: StepMetrics, steps: int) -> dict[str, str | float]:
 
 
 def figures(m: StepMetrics) -> dict[str, str | int | float]:
-    """What a train step's span tells of its outcome."""
-    told: dict[str, str | int | float] = {
+    """What a train step's span says of its outcome."""
+    attributes: dict[str, str | int | float] = {
         "parallm.policy_step": m.policy_step,
         "parallm.version": m.version,
         "parallm.reward": m.reward,
@@ -225,7 +214,7 @@ def figures(m: StepMetrics) -> dict[str, str | int | float]:
         "parallm.tokens": m.tokens,
         "parallm.gate": m.gate,  # "" when the version passed
     }
-    return told if m.loss is None else {**told, "parallm.loss": m.loss}
+    return attributes if m.loss is None else {**attributes, "parallm.loss": m.loss}
 
 
 def _cut(path: Path, first_step: int) -> None:
@@ -252,30 +241,17 @@ def status_of(
 ) -> TrainerStatus:
     """The totals and the last train step; owner and heartbeat are the board's to fill in."""
     return TrainerStatus(
+        **_same(TrainerStatus, state),
         policy=settings.adapter,
-        run=settings.run_name,
         owner="",
         model=settings.model,
         source=settings.source,
         state=now,
         started_ms=started_ms,
-        last_update_ms=state.last_update_ms,
-        train_step=state.train_step,
-        policy_step=state.policy_step,
-        version=state.version,
-        best_version=state.best_version,
-        best_reward=state.best_reward,
-        held_out=state.held_out,
         reward=last.reward if last else None,
         loss=last.loss if last else None,
         kl=last.kl if last else None,
         lag=last.lag_max if last else 0,
-        trajectories=state.trajectories,
-        tokens=state.tokens,
-        updates=state.updates,
-        swaps=state.swaps,
-        rejected=state.rejected,
-        rollbacks=state.rollbacks,
         checkpoint_saves=state.saves,
         updates_per_s=updates_per_s(state),
         tokens_per_s=last.tokens_per_s if last else 0.0,
@@ -287,5 +263,9 @@ def status_of(
 
 def point_of(metrics: StepMetrics) -> TrainingPoint:
     """A line of metrics.jsonl as a point on the curves."""
-    same = {name: getattr(metrics, name) for name in TrainingPoint.__struct_fields__ if hasattr(metrics, name)}
-    return TrainingPoint(**same, at_ms=time.time_ns() // 1_000_000)
+    return TrainingPoint(**_same(TrainingPoint, metrics), at_ms=time.time_ns() // 1_000_000)
+
+
+def _same(kind: type[msgspec.Struct], source: object) -> dict[str, Any]:
+    """The fields of this kind of message that the source has under the same names."""
+    return {name: getattr(source, name) for name in kind.__struct_fields__ if hasattr(source, name)}

@@ -7,13 +7,23 @@ from typing import Protocol
 import structlog
 
 from shared.errors import ConflictError, ParallmError
-from shared.training import Answer, CheckpointAnswer, ResumeOrder, UpdateAnswer, UpdateOrder, UpdateOutcome
+from shared.redis.training.orders import Received
+from shared.training import (
+    Answer,
+    CheckpointAnswer,
+    Order,
+    Refusal,
+    ResumeOrder,
+    UpdateAnswer,
+    UpdateOrder,
+    UpdateOutcome,
+)
 from shared.trajectories import LiveTrajectory
 from trainer.inbox import Batch
 from trainer.learn.batches import Dropped
 from trainer.metrics import StepMetrics, Timing
+from trainer.ring.mailbox import RingMailbox
 from trainer.rollouts.live import posted_groups
-from trainer.seams import Letter, Mailbox, refusal
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 
@@ -46,30 +56,30 @@ class Run(Protocol):
         """Refuse posted log-probabilities that are not their version's; how many could not be compared."""
 
     async def train_step(self, batch: Batch, timing: Timing, *, serve: bool = True) -> Stepped:
-        """Train on a batch; serve the result unless told otherwise."""
+        """Train on a batch; with `serve`, serve the result."""
 
     async def save(self, name: str = "") -> str:
         """Save a checkpoint; its name."""
 
 
-async def carry_out(loop: Run, mailbox: Mailbox, letter: Letter, timing: Timing) -> bool:
+async def carry_out(loop: Run, mailbox: RingMailbox, received: Received[Order], timing: Timing) -> bool:
     """Do it and answer; True when a checkpoint was saved. An order that cannot be carried out changes nothing."""
-    order = letter.order
+    order = received.body
     answer: Answer
     try:
         if isinstance(order, UpdateOrder):
-            answer = await _update(loop, letter.received.id, order, timing)
+            answer = await _update(loop, received.id, order, timing)
         elif isinstance(order, ResumeOrder):
             raise ConflictError("training is not paused: nobody else has moved the policy's latest version")
         else:
             answer = CheckpointAnswer(await loop.save(order.name), loop.state.train_step)
     except ParallmError as error:
-        log.warning("order.refused", order=letter.received.id, reason=error.message)
-        answer = refusal(error)
+        log.warning("order.refused", order=received.id, reason=error.message)
+        answer = Refusal.of(error)
     saved = bool(isinstance(answer, CheckpointAnswer) or (isinstance(answer, UpdateAnswer) and answer.checkpoint))
     # Only a checkpoint keeps what was learned: until then the order stays, for the case that we are killed.
     learned = isinstance(answer, UpdateAnswer) and answer.status == "updated"
-    await mailbox.answer(letter, answer, keep=learned and not saved)
+    await mailbox.answer(received, answer, keep=learned and not saved)
     return saved
 
 

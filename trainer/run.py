@@ -2,23 +2,25 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
 from shared.errors import SetupError
 from trainer.learn.compute import ComputeHost
 from trainer.loop import TrainLoop
+from trainer.parts import Parts
 from trainer.ring.join import way_to_ring
 from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import ArithmeticEnvironment, DatasetEnvironment, Environment, Scorer, read_jsonl
-from trainer.rollouts.own_code import OwnEnvironment
+from trainer.rollouts.own_code import OwnCode, OwnEnvironment, alerts_of
 from trainer.rollouts.scorers import Judges, check_judges, open_scorer
-from trainer.seams import Parts
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.versions.run_lock import run_lock
 from worker.engine.model.loader import LoadedModel
+
+log = structlog.get_logger()
 
 _HELD_OUT_SEED = 7
 
@@ -67,9 +69,6 @@ def _needed(scorer: Scorer | None) -> Scorer:
     return scorer
 
 
-log = structlog.get_logger()
-
-
 async def train(
     settings: TrainSettings,
     host: ComputeHost,
@@ -81,25 +80,14 @@ async def train(
         log.warning("train.caution", about=caution)
     async with AsyncExitStack() as stack:
         way = await stack.enter_async_context(way_to_ring(settings))
-        environment, held_out = await stack.enter_async_context(tasks(settings, way.judges))
+        found = await stack.enter_async_context(tasks(settings, way.judges))
         loaded = await load()
         ring = await stack.enter_async_context(way.join(loaded))
+        await stack.enter_async_context(alerts_of(found.own_code, ring.sink.alert))
         if scored_tasks(settings):
             await check_judges(settings.reward_name, settings.reward_options, way.judges)
-        parts = Parts(
-            host=host,
-            load_model=lambda: loaded.model,
-            base_sha256=ring.base_sha256,
-            conversation=ChatEncoder(ring.codec, settings.chat_template_kwargs),
-            source=ring.source,
-            sink=ring.sink,
-            environment=environment,
-            held_out=held_out,
-            board=ring.board,
-            live=ring.live,
-            mailbox=ring.mailbox,
-            ring=ring.id,
-        )
+        conversation = ChatEncoder(ring.codec, settings.chat_template_kwargs)
+        parts = Parts(host, loaded.model, ring, conversation, found.environment, found.held_out)
         await stack.enter_async_context(run_lock(settings.folder))
         training = TrainLoop(settings, parts)
         begun(training)
@@ -108,8 +96,16 @@ async def train(
     return state
 
 
+class Tasks(NamedTuple):
+    """What the run learns from and what it is measured on, and what of it is the user's own code."""
+
+    environment: Environment
+    held_out: Environment | None
+    own_code: list[OwnCode]
+
+
 @asynccontextmanager
-async def tasks(settings: TrainSettings, judges: Judges) -> AsyncIterator[tuple[Environment, Environment | None]]:
+async def tasks(settings: TrainSettings, judges: Judges) -> AsyncIterator[Tasks]:
     """What the run learns from and what it is measured on; SetupError when something is missing."""
     settings.check()
     async with AsyncExitStack() as stack:
@@ -118,8 +114,9 @@ async def tasks(settings: TrainSettings, judges: Judges) -> AsyncIterator[tuple[
             scorer = await stack.enter_async_context(
                 open_scorer(settings.reward_name, settings.reward_options, judges, settings.own_code_timeout_s)
             )
-        found = training_tasks(settings, scorer), held_out_tasks(settings, scorer)
-        for environment in found:
+        environments = training_tasks(settings, scorer), held_out_tasks(settings, scorer)
+        for environment in environments:
             if isinstance(environment, OwnEnvironment):
                 await stack.enter_async_context(environment)
-        yield found
+        used: tuple[object, ...] = (scorer, *environments)
+        yield Tasks(*environments, [code for code in used if isinstance(code, OwnCode)])

@@ -1,4 +1,4 @@
-"""`mlx_parallm_train`: what a run can be told. Flags > environment (`PARALLM_*`) > YAML > defaults; unknown keys fail.
+"""`mlx_parallm_train`: the settings of a run. Flags > environment (`PARALLM_*`) > YAML > defaults; unknown keys fail.
 
 The defaults are for real models. `trainer/recipes/` holds settings for the tiny one, with what they reach.
 """
@@ -15,11 +15,11 @@ from shared.process.settings import JoinSettings
 from shared.rewards.model_kinds import OWN_VARIABLES
 from shared.trajectories import drawing_of
 from trainer.gate import GateLimits
-from trainer.learn.advantages import AdvantageScale
 from trainer.learn.options import (
     CLIP_RANGES,
     AdapterKind,
     AdapterShape,
+    AdvantageScale,
     LossName,
     LossOptions,
     OptimizeOptions,
@@ -28,7 +28,6 @@ from trainer.learn.options import (
     ScheduleName,
 )
 from trainer.rollouts.atropos import Registration
-from trainer.rollouts.pacing import Pace
 
 _OF_DATA_SETS = ("dataset", "held_out_dataset", "reward", "reward_options", "system_prompt")
 
@@ -252,7 +251,7 @@ class TrainSettings(JoinSettings):
 
     @property
     def versions_kept(self) -> int:
-        """How many versions stay in the store: those that samples on their way may be pinned to, in any case."""
+        """How many versions stay in the store: at least those that samples under way may be pinned to."""
         return max(self.adapter_keep_n, self.max_lag + 3) if self.adapter_keep_n else 0
 
     def adapter_shape(self) -> AdapterShape:
@@ -273,21 +272,9 @@ class TrainSettings(JoinSettings):
         )
         return plain if drawing_of(drawn) is None else drawn
 
-    def pace(self) -> Pace:
-        """The pacing of generation."""
-        return Pace(self.prompts_per_step, self.max_lag, self.group_deadline_s)
-
     def limits(self) -> GateLimits:
-        """The bounds of the gate."""
-        return GateLimits(
-            self.max_update_rms,
-            self.max_probe_kl,
-            self.max_parity,
-            self.reward_margin,
-            self.min_groups,
-            self.max_base_kl,
-            self.max_best_kl,
-        )
+        """The bounds of the gate that a learner checks."""
+        return GateLimits(self.max_update_rms, self.max_probe_kl, self.max_base_kl, self.max_best_kl)
 
     def check(self) -> None:
         """SetupError when settings contradict each other: before a model is loaded, not after."""
@@ -333,7 +320,7 @@ class TrainSettings(JoinSettings):
             raise SetupError(f"--{name.replace('_', '-')} has no use with --task {self.task}: it goes with {need}")
 
     def cautions(self) -> list[str]:
-        """What is allowed and seldom meant; said once in the log."""
+        """Warnings of settings that are allowed and seldom meant, for the log."""
         said = []
         if self.atropos_url:
             said.append(

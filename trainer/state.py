@@ -1,5 +1,6 @@
 """The progress of a run, and the types of its weights: plain data, saved with every checkpoint."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -8,6 +9,15 @@ import numpy.typing as npt
 
 Arrays = dict[str, npt.NDArray[np.float32]]  # an adapter's parameters under mlx-lm's names
 Moments = dict[str, np.ndarray[Any, Any]]  # an optimizer's state
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All of a learner's state. No random state: every draw follows from the run's seed and a counter."""
+
+    adapter: Arrays
+    adapter_config: bytes  # adapter_config.json
+    optimizer: Moments
 
 
 class RunState(msgspec.Struct):

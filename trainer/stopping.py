@@ -10,7 +10,7 @@ LEAVE_S = 10.0  # after the second signal, to let go of the ring in order
 
 
 def obey(stop: Callable[[], None], stopping: Callable[[], bool], end: Callable[[], object]) -> None:
-    """From now on SIGTERM and SIGINT `stop`; said while it is `stopping`, they `end`, at the latest in LEAVE_S.
+    """From now on SIGTERM and SIGINT call `stop`; while it is `stopping` they call `end`, and LEAVE_S later all ends.
 
     The handlers are the interpreter's and not the event loop's, and the last resort needs neither: it writes to
     standard error where each thread hangs, and ends the process.

@@ -1,12 +1,10 @@
 """The figures of metrics.jsonl as TensorBoard scalars: the extra `tensorboard`, `--tensorboard DIR`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from shared.errors import SetupError
-from trainer.metrics import MetricsLog, StepMetrics
 
 _GROUPS = {
     "rollout": ("reward", "reward_std", "held_out", "completion_tokens", "failed", "overlong", "zero_variance"),
@@ -30,24 +28,14 @@ class TensorBoardLog:
             raise SetupError("--tensorboard needs the extra: pip install 'mlx-parallm[tensorboard]'") from error
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_step)
 
-    def write(self, metrics: StepMetrics) -> None:
+    def write(self, train_step: int, values: Mapping[str, Any]) -> None:
         """All figures of a train step."""
-        values = msgspec.structs.asdict(metrics)
         for group, names in _GROUPS.items():
             for name in names:
                 if values[name] is not None:
-                    self._writer.add_scalar(f"{group}/{name}", values[name], metrics.train_step)
+                    self._writer.add_scalar(f"{group}/{name}", values[name], train_step)
         self._writer.flush()
 
     def close(self) -> None:
         """Write what is left and close the file."""
         self._writer.close()
-
-
-def open_logs(folder: Path, tensorboard: Path | None, first_step: int) -> MetricsLog:
-    """`<folder>/metrics.jsonl`, and TensorBoard's events when a folder for them is given."""
-    also = TensorBoardLog(tensorboard, first_step) if tensorboard is not None else None
-    log = MetricsLog(folder / "metrics.jsonl", first_step=first_step)
-    if also is not None:
-        log.also(also)
-    return log

@@ -10,7 +10,7 @@ import numpy as np
 
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learn.compute import Work
-from trainer.learn.learner import Learner
+from trainer.parts import new_learner
 from trainer.settings import TrainSettings
 
 GROUPS, SAMPLES = 8, 4
@@ -19,15 +19,8 @@ STEPS = 2  # the first one finds out how large a microbatch may be
 
 
 def rehearse(model: Any, settings: TrainSettings, vocab_size: int) -> Work[None]:
-    """Run in the engine's thread."""
-    learner = Learner(
-        model,
-        settings.adapter_shape(),
-        settings.optimize_options(),
-        settings.limits(),
-        seed=settings.seed,
-        checkpoint_layers=settings.gradient_checkpointing,
-    )
+    """Train on made-up samples; runs in the engine's thread."""
+    learner = new_learner(model, settings)
     groups = _groups(vocab_size, min(COMPLETION, settings.max_tokens))
     for step in range(STEPS):
         yield from learner.train(groups, step, step, [groups[0].prompt_ids])

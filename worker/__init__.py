@@ -2,7 +2,8 @@
 
     __main__.py   `mlx_parallm_worker`
     process.py    the loops: claim, renew, publish, heartbeat, drain. Read it first.
-    claims.py     one claimed sequence from claim to commit, and how many rows to claim
+    rows.py       one claimed sequence from claim to commit, and the table of them that the loops share
+    claim_plan.py, claims.py     how many rows to claim; from a claim to the engine, and back to the queue
     publisher.py  from a decode step to frames, log chunks and commits
     control.py    orders from outside: cancel, route, pause
     pause.py, drain.py     coming to rest, and leaving

@@ -20,7 +20,6 @@ from shared.process.settings import WorkerSettings, load
 from shared.redis.connection.client import require
 from shared.telemetry import tracing
 from worker.engine.model import fast_blas
-from worker.engine_watch import guard_loop
 
 log = structlog.get_logger()
 
@@ -66,7 +65,8 @@ def _begin_anew() -> None:
 
 
 def _work(settings: WorkerSettings) -> int:
-    # Both import mlx, so only after fast_blas.install.
+    # These import mlx, so only after fast_blas.install.
+    from worker.engine_watch import guard_loop
     from worker.guest import invited
     from worker.process import WorkerProcess
 

@@ -1,7 +1,8 @@
 """Adapter bytes on a worker's disk, by sha256, bounded in bytes, shared by the processes of one machine.
 
 Invariants.
-- A file under its final name is whole: it is downloaded under `<sha256>.part`, hashed on the way, synced, renamed.
+- A file under its final name is whole: it is downloaded under `<sha256>.part`, hashed on the way, renamed. It is not
+  synced, for a version's followers wait for it: what a power cut has damaged, the hash shows to the next process.
 - Only one process downloads a version at a time (`flock` on the part; the lock ends with its process).
 - A file that somebody holds is not evicted (`flock`, shared by the readers); of the others the least recently used goes
   first, until the rest fits into `max_bytes`.
@@ -113,7 +114,7 @@ class DiskCache:
             try:
                 async for chunk in catalog.fetch(manifest):
                     await asyncio.to_thread(file.write, chunk)
-                await asyncio.to_thread(_sync, file)
+                await asyncio.to_thread(file.flush)
             except BaseException:
                 part.unlink(missing_ok=True)
                 raise
@@ -170,8 +171,3 @@ def _remove_unless_held(path: Path) -> bool:
             path.unlink(missing_ok=True)
             return True
     return False
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -13,8 +13,6 @@ import time
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import structlog
@@ -29,28 +27,13 @@ from shared.redis.adapters.store import AdapterStore
 from shared.redis.adapters.watch import watch
 from shared.sequences import SequenceSpec
 from worker.adapter_cache import DiskCache
-from worker.engine.batch.adapters import AdapterStats
+from worker.engine.thread import EngineThread
 
 log = structlog.get_logger()
 
 PIN_S = 60.0
 REPEAT_ACK_S = 600.0
 KEEP_S = 60.0  # a version that nobody needs stays provided this long
-
-
-class AdapterEngine(Protocol):
-    """What we need of the engine thread."""
-
-    def provide_adapter(self, path: Path, manifest: AdapterManifest) -> None:
-        """A version's file is on disk."""
-
-    def withdraw_adapter(self, version: str) -> None:
-        """The file goes away."""
-
-    def point_adapter(self, name: str, version: int) -> None:
-        """The latest version; 0: none."""
-
-    def adapter_stats(self) -> AdapterStats: ...
 
 
 @dataclass
@@ -70,7 +53,7 @@ class AdapterSync:
         self,
         redis: Redis,
         events: Redis,
-        engine: AdapterEngine,
+        engine: EngineThread,
         cache: DiskCache,
         *,
         worker_id: str,
@@ -100,7 +83,7 @@ class AdapterSync:
             found[name] = int(number)
         return found
 
-    def on_stats(self, stats: AdapterStats) -> None:
+    def on_stats(self) -> None:
         """The engine has loaded something, or failed to."""
         self._news.set()
 

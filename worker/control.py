@@ -13,7 +13,7 @@ import structlog
 from redis.asyncio import Redis
 
 from shared.redis import keys
-from worker.claims import Running
+from worker.rows import ClaimedRow, ClaimedRows
 
 log = structlog.get_logger()
 
@@ -31,7 +31,7 @@ class ControlChannel:
         listening: Redis,
         model: str,
         worker_id: str,
-        running: dict[str, Running],
+        rows: ClaimedRows,
         cancel: Cancel,
         flush_log: Callable[[str], None],
         look_at_pause: Callable[[], None],
@@ -41,7 +41,7 @@ class ControlChannel:
         self._listening = listening
         self._model = model
         self._channel = keys.control_channel(worker_id)
-        self._running = running
+        self._rows = rows
         self._cancel = cancel
         self._flush_log = flush_log
         self._look_at_pause = look_at_pause
@@ -57,7 +57,7 @@ class ControlChannel:
                     self._obey(message["data"])
                 elif message["type"] == "subscribe":  # the first time, and whenever redis-py has connected again
                     self._look_at_pause()
-                    await self.reread(list(self._running.values()))
+                    await self.reread(list(self._rows))
 
     def welcome(self, seq: str) -> None:
         """Obey what was said of a sequence after Redis gave it to us and before we knew."""
@@ -75,7 +75,7 @@ class ControlChannel:
 
     def _follow(self, order: tuple[str, ...]) -> None:
         match order:
-            case ("cancel", seq) | ("route", seq, _) if seq not in self._running:
+            case ("cancel", seq) | ("route", seq, _) if seq not in self._rows:
                 self._early[seq] = order
                 while len(self._early) > EARLY_KEPT:
                     self._early.pop(next(iter(self._early)))
@@ -91,12 +91,12 @@ class ControlChannel:
                 log.warning("worker.unknown_control_message", order=order)
 
     def _route(self, seq: str, api: str) -> None:
-        row = self._running.get(seq)
+        row = self._rows.get(seq)
         if row is not None:
             row.api = api
             self._flush_log(seq)  # the new reader finds in the log what the old one had in its frames
 
-    async def reread(self, rows: list[Running]) -> None:
+    async def reread(self, rows: list[ClaimedRow]) -> None:
         """Obey what stands in the rows' hashes: nobody heard it, or the engine did not know the row yet."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for row in rows:
@@ -113,8 +113,8 @@ class ControlChannel:
 
         Looks after orders as well: a connection that died without a word brought none.
         """
-        await self.reread(list(self._running.values()))
-        rows = [r for r in self._running.values() if r.api and r.claim.spec.sequence_class == "interactive"]
+        await self.reread(list(self._rows))
+        rows = [r for r in self._rows if r.api and r.claim.spec.sequence_class == "interactive"]
         dead = {api for api in {row.api for row in rows} if not await self._redis.exists(keys.api(api))}
         for row in rows:
             if row.api in dead:

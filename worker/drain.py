@@ -5,7 +5,6 @@ goes on elsewhere behind the last one. Without Redis nothing waits: leases run o
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 import structlog
@@ -14,48 +13,35 @@ from redis.exceptions import RedisError
 
 from shared.redis.connection.faults import reason
 from shared.redis.queue.sequence_queue import SequenceQueue
-from worker.claims import Returns, Running
-from worker.publisher import TokenPublisher
+from worker.claims import LAST_WORDS_S, Returns
+from worker.rows import ClaimedRows
 
 log = structlog.get_logger()
-
-LAST_WORDS_S = 3.0  # for each of them, to a Redis that may be away
 
 
 class Farewell:
     """The end of one worker."""
 
-    def __init__(
-        self,
-        redis: Redis,
-        queue: SequenceQueue,
-        publisher: TokenPublisher,
-        worker_id: str,
-        returns: Returns,
-        running: dict[str, Running],
-        freed: asyncio.Event,
-    ) -> None:
+    def __init__(self, redis: Redis, queue: SequenceQueue, worker_id: str, returns: Returns, rows: ClaimedRows) -> None:
         self._redis = redis
         self._queue = queue
-        self._publisher = publisher
         self._worker_id = worker_id
         self._returns = returns
-        self._running = running
-        self._freed = freed
+        self._rows = rows
 
     async def finish_rows(self, grace_s: float, hopeless: Callable[[], bool]) -> None:
         """Wait until every row has ended and is committed; not when nobody can be told, or nothing computes them."""
-        log.info("worker.draining", rows=len(self._running), grace_s=grace_s)
+        log.info("worker.draining", rows=len(self._rows), grace_s=grace_s)
         looking = asyncio.create_task(self._redis_gone())
         try:
             async with asyncio.timeout(grace_s):
-                while self._running and not hopeless() and not looking.done():
-                    self._freed.clear()
-                    freed = asyncio.create_task(self._freed.wait())
+                while self._rows and not hopeless() and not looking.done():
+                    self._rows.changed.clear()
+                    freed = asyncio.create_task(self._rows.changed.wait())
                     await asyncio.wait({freed, looking}, return_when=asyncio.FIRST_COMPLETED)
                     freed.cancel()
         except TimeoutError:
-            log.info("worker.grace_over", rows=len(self._running))
+            log.info("worker.grace_over", rows=len(self._rows))
         finally:
             looking.cancel()
 
@@ -66,18 +52,15 @@ class Farewell:
                 async with asyncio.timeout(LAST_WORDS_S):
                     await self._redis.ping()
             except (RedisError, OSError) as error:  # TimeoutError is an OSError
-                log.warning("worker.redis_trouble", loop="drain", error=reason(error), rows=len(self._running))
+                log.warning("worker.redis_trouble", loop="drain", error=reason(error), rows=len(self._rows))
                 return
             await asyncio.sleep(LAST_WORDS_S / 3)
 
     async def hand_back(self, *, failed: bool) -> None:
         """Give what is left to the others at once; `failed`: the engine has, over these rows."""
-        rows = [row for row in self._running.values() if row.occupies_row]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_S):
-                await self._publisher.log_all(rows)
+        rows = self._rows.occupying()
         try:
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(2 * LAST_WORDS_S):
                 if rows:
                     await self._returns.hand_back(rows, failed=failed)
                     log.info("worker.handed_back", sequences=len(rows))

@@ -11,25 +11,16 @@ import asyncio
 import faulthandler
 import math
 from collections.abc import Callable
-from typing import Protocol
+
+from worker.engine.thread import EngineThread
 
 LOOK_S = 1.0
-
-
-class Watched(Protocol):
-    """What we need of the engine thread."""
-
-    @property
-    def alive(self) -> bool: ...
-
-    def silent_s(self) -> float:
-        """Seconds since the turn that is under way began; 0 when there is nothing to do."""
 
 
 class EngineWatch:
     """Looks at one engine thread every second or more often; `on_stall` is called once, with a reason."""
 
-    def __init__(self, engine: Watched, limit_s: float, on_stall: Callable[[str], None]) -> None:
+    def __init__(self, engine: EngineThread, limit_s: float, on_stall: Callable[[str], None]) -> None:
         self._engine = engine
         self._limit_s = limit_s
         self._on_stall = on_stall

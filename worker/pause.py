@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from shared.redis.ring.pause import PauseOrder, PauseSwitch
-from worker.claims import Returns, Running
+from worker.claims import Returns
 from worker.engine.thread import EngineThread
-from worker.publisher import TokenPublisher
+from worker.rows import ClaimedRow, ClaimedRows
 
 log = structlog.get_logger()
 
@@ -26,24 +26,20 @@ SETTLE_LOOK_S = 0.05  # while rows still run
 
 
 class Pause:
-    """Of one worker. `changed` is called when claiming may begin again, `tell` when the heartbeat has news."""
+    """Of one worker. `tell` is called when the heartbeat has news."""
 
     def __init__(
         self,
         switch: PauseSwitch,
         engine: EngineThread,
-        publisher: TokenPublisher,
         returns: Returns,
-        running: dict[str, Running],
-        changed: Callable[[], None],
+        rows: ClaimedRows,
         tell: Callable[[], Awaitable[None]],
     ) -> None:
         self._switch = switch
         self._engine = engine
-        self._publisher = publisher
         self._returns = returns
-        self._running = running
-        self._changed = changed
+        self._rows = rows
         self._tell = tell
         self._order: PauseOrder | None = None
         self._news = asyncio.Event()
@@ -64,7 +60,7 @@ class Pause:
         """There may be news."""
         self._news.set()
 
-    def aborts(self, row: Running) -> bool:
+    def aborts(self, row: ClaimedRow) -> bool:
         """Whether a row that has only now reached the engine ends at once."""
         return self._order is not None and self._order.mode == "abort" and not row.claim.spec.job
 
@@ -90,34 +86,28 @@ class Pause:
                 await self._settle(order)
 
     async def _begin(self, order: PauseOrder) -> None:
-        log.info("worker.pausing", mode=order.mode, rows=len(self._running))
+        log.info("worker.pausing", mode=order.mode, rows=len(self._rows))
         self._order, self.rests_under = order, ""
         if order.mode == "wait":
             self._engine.thaw()  # an earlier pause may have kept rows; they finish now
             return
         self._engine.freeze(clear_cache=order.clear_cache)
         if order.mode == "abort":
-            rows = [row for row in self._running.values() if row.occupies_row]
+            rows = self._rows.occupying()
             for row in rows:
                 if not row.claim.spec.job:
                     self._engine.cancel(row.id, "abort")
-            await self._give_back([row for row in rows if row.claim.spec.job])
-
-    async def _give_back(self, rows: list[Running]) -> None:
-        """Let the queue have the rows of jobs, with all their tokens in the log."""
-        if not rows:
-            return
-        await self._publisher.log_all(rows)
-        await self._returns.hand_back(rows)
+            if jobs := [row for row in rows if row.claim.spec.job]:
+                await self._returns.hand_back(jobs)
 
     async def _settle(self, order: PauseOrder) -> None:
         """Come to rest when nothing is left to wait for."""
-        if self.rests_under == order.id or (order.mode != "keep" and self._running):
+        if self.rests_under == order.id or (order.mode != "keep" and self._rows):
             return
         if order.mode == "wait":
             self._engine.freeze(clear_cache=order.clear_cache)
         self.rests_under = order.id
-        log.info("worker.paused", mode=order.mode, rows=len(self._running))
+        log.info("worker.paused", mode=order.mode, rows=len(self._rows))
         await self._tell()
 
     async def _resume(self) -> None:
@@ -125,6 +115,6 @@ class Pause:
             return
         self._order, self.rests_under = None, ""
         self._engine.thaw()
-        self._changed()
-        log.info("worker.resumed", rows=len(self._running))
+        self._rows.changed.set()  # claiming begins again
+        log.info("worker.resumed", rows=len(self._rows))
         await self._tell()

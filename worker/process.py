@@ -1,10 +1,10 @@
 """The worker's asyncio side: claim, renew, publish, cancel, heartbeat, drain. The engine thread does the rest.
 
-Data runs one way round: queue -> `_claim_forever` -> engine -> `TokenPublisher` -> Redis. The loops share one table,
-`running`, touched only on the event loop.
+Data runs one way round: queue -> `_claim_forever` -> engine -> `TokenPublisher` -> Redis. The loops share one table
+of rows (rows.py), touched only on the event loop.
 
-Invariants. A sequence sits in `running` from claim to commit, and its lease is renewed all that time. What the
-engine says of a sequence that is not in `running` is dropped. When a lease is lost the row is freed and
+Invariants. A sequence sits in the table from claim to commit, and its lease is renewed all that time. What the
+engine says of a sequence that is not in the table is dropped. When a lease is lost the row is freed and
 nothing more is written for it.
 """
 
@@ -14,6 +14,7 @@ import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import structlog
 from redis.exceptions import RedisError
@@ -36,9 +37,10 @@ from shared.text.codec import TokenizerBundle
 from worker.adapter_cache import DiskCache
 from worker.adapter_sync import AdapterSync
 from worker.cache_resets import CacheResets
-from worker.claims import NOTHING, Preparing, Returns, Running, claim_plan, now_ms
+from worker.claim_plan import NOTHING, claim_plan
+from worker.claims import LAST_WORDS_S, Preparing, Returns
 from worker.control import ControlChannel
-from worker.drain import LAST_WORDS_S, Farewell
+from worker.drain import Farewell
 from worker.engine.batch.adapters import AdapterStats, SlotConfig
 from worker.engine.messages import RowRequest, StepOutput, engine_config
 from worker.engine.thread import EngineThread
@@ -47,8 +49,10 @@ from worker.guest import Guest, Lodging, Workplace
 from worker.pause import Pause
 from worker.publisher import TokenPublisher
 from worker.reports import Identity, WorkerCounts, worker_status
+from worker.rows import ClaimedRow, ClaimedRows, now_ms
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 HEARTBEAT_S = 2.0
 WAIT_S = 1.0  # longest block of an idle worker; stealing looks around this often
@@ -64,8 +68,7 @@ class WorkerProcess:
         self._lodging = Lodging(guest, settings.end_with_guest)
         self.id = settings.worker_id or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:6]}"
         self._lease_s = settings.lease_ms / 1000
-        self.running: dict[str, Running] = {}
-        self._freed = asyncio.Event()
+        self.rows = ClaimedRows()
         self._state: WorkerState = "starting"
         self._started_ms = now_ms()
         self._others: list[str] = []
@@ -126,26 +129,17 @@ class WorkerProcess:
         )
         self._publisher = TokenPublisher(
             FrameWriter(self._redis, card.name, self.id),
-            self.running,
+            self.rows,
             self.id,
             log_every_tokens=self._settings.log_every_tokens,
-            rows_changed=self._freed.set,
             verify=self._renew,
             stale_after_s=0.8 * self._lease_s,
             counts=self._counts.sequences,
         )
-        self._returns = Returns(self._queue, self.id, self.running, self._engine.cancel)
-        self._pause = Pause(
-            PauseSwitch(self._redis),
-            self._engine,
-            self._publisher,
-            self._returns,
-            self.running,
-            changed=self._freed.set,
-            tell=self._beat,
-        )
+        self._returns = Returns(self._queue, self.id, self.rows, self._publisher, self._engine.cancel)
+        self._pause = Pause(PauseSwitch(self._redis), self._engine, self._returns, self.rows, tell=self._beat)
         self._preparing = Preparing(
-            self._adapters, self.running, self._engine.submit, self._submitted, self._publisher.take
+            self._adapters, self.rows, self._engine.submit, self._submitted, self._publisher.take
         )
         self._cache_resets = CacheResets(self._redis, self._engine, self.id)
         self._orders = ControlChannel(
@@ -153,7 +147,7 @@ class WorkerProcess:
             self._control,
             card.name,
             self.id,
-            self.running,
+            self.rows,
             self._engine.cancel,
             self._publisher.flush_log,
             self._pause.poke,
@@ -169,27 +163,22 @@ class WorkerProcess:
         log.info("worker.ready", worker=self.id, model=card.name, rows=rows, prefill_chunk=chunk)
 
     async def _serve(self) -> None:
-        claiming = [
-            asyncio.create_task(self._forever("claim", self._claim_forever)),
-            asyncio.create_task(self._forever("reap", self._reap_forever)),
-        ]
-        tending = [
-            asyncio.create_task(self._forever("publish", self._publisher.run)),
-            asyncio.create_task(self._forever("renew", self._renew_forever)),
-            asyncio.create_task(self._forever("heartbeat", self._beat_forever)),
-            asyncio.create_task(self._forever("control", self._orders.listen)),
-            asyncio.create_task(self._forever("pause", self._pause.run)),
-            asyncio.create_task(self._forever("adapters", self._adapters.run)),
-            asyncio.create_task(self._forever("acknowledge", self._adapters.acknowledge)),
-            asyncio.create_task(self._watch.run()),
-        ]
+        claiming = self._begin(claim=self._claim_forever, reap=self._reap_forever)
+        tending = self._begin(
+            publish=self._publisher.run,
+            renew=self._renew_forever,
+            heartbeat=self._beat_forever,
+            control=self._orders.listen,
+            pause=self._pause.run,
+            adapters=self._adapters.run,
+            acknowledge=self._adapters.acknowledge,
+        )
+        tending.append(asyncio.create_task(self._watch.run()))
         try:
             await self._stop.wait()
             await self._lodging.close(hopeless=self._death is not None)  # a train step may still need rows
             await _cancel(claiming)
-            farewell = Farewell(
-                self._redis, self._queue, self._publisher, self.id, self._returns, self.running, self._freed
-            )
+            farewell = Farewell(self._redis, self._queue, self.id, self._returns, self.rows)
             if self._death is None:
                 self._state = "draining"
                 with contextlib.suppress(RedisError, OSError):
@@ -201,6 +190,9 @@ class WorkerProcess:
             await farewell.hand_back(failed=self._death is not None)
         finally:
             await _cancel(claiming + tending)
+
+    def _begin(self, **loops: Callable[[], Awaitable[None]]) -> list[asyncio.Task[None]]:
+        return [asyncio.create_task(self._forever(name, loop)) for name, loop in loops.items()]
 
     async def _forever(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
         """Run a loop; a lost Redis is waited for, and any other error is logged and tried again."""
@@ -219,7 +211,7 @@ class WorkerProcess:
         waiting: asyncio.Task[bool] | None = None
         try:
             while True:
-                self._freed.clear()
+                self.rows.changed.clear()
                 async with self._pause.gate:
                     plan = self._plan()
                     plan = plan if plan.rows else self._plan(full=True)
@@ -227,7 +219,7 @@ class WorkerProcess:
                     if claims:
                         await self._admit(claims)
                         continue
-                freed = asyncio.create_task(self._freed.wait())
+                freed = asyncio.create_task(self.rows.changed.wait())
                 waits: set[asyncio.Task[bool]] = {asyncio.ensure_future(freed)}
                 if plan.rows > 0:
                     waiting = waiting or asyncio.create_task(self._queue.wait(self.id, WAIT_S))
@@ -245,7 +237,7 @@ class WorkerProcess:
         if self._pause.on:
             return NOTHING
         kv_tokens = self._engine.stats().kv_limit_bytes // max(1, self._card.kv_bytes_per_token)
-        return claim_plan(self.running.values(), self._settings, kv_tokens, full=full)
+        return claim_plan(self.rows, self._settings, kv_tokens, full=full)
 
     async def _admit(self, claims: list[Claim]) -> None:
         requests: list[RowRequest] = []
@@ -256,10 +248,9 @@ class WorkerProcess:
                 prior = await read_tokens(self._redis, self._card.name, claim.spec.id, 0, claim.spec.api)
                 self._counts.takeovers.add()
                 log.info("worker.took_over", sequence=claim.spec.id, attempt=claim.attempt, events=len(prior))
-            self.running[claim.spec.id] = Running.after(claim, prior)
+            self.rows.add(ClaimedRow.after(claim, prior))
             requests.append(RowRequest(claim.spec, claim.attempt, tuple(prior)))
-        occupied = sum(row.occupies_row for row in self.running.values())
-        gone = self._returns.make_room(occupied - self._settings.max_batch_size)
+        gone = self._returns.make_room(len(self.rows.occupying()) - self._settings.max_batch_size)
         self._preparing.take(requests)
         if gone:
             self._counts.sequences.preemptions.add(len(gone))
@@ -273,7 +264,7 @@ class WorkerProcess:
             with contextlib.suppress(RedisError, OSError):
                 await self._notes.note([claim.spec for claim in claims])
 
-    async def _submitted(self, rows: list[Running]) -> None:
+    async def _submitted(self, rows: list[ClaimedRow]) -> None:
         """Rows have reached the engine late: obey what was said of them meanwhile."""
         for row in rows:
             if self._pause.aborts(row):
@@ -301,38 +292,38 @@ class WorkerProcess:
 
     async def _renew(self) -> None:
         began = time.monotonic()
-        for claim in await self._queue.renew(self.id, [row.claim for row in self.running.values()]):
-            row = self.running.get(claim.spec.id)
+        for claim in await self._queue.renew(self.id, [row.claim for row in self.rows]):
+            row = self.rows.get(claim.spec.id)
             if row is not None and row.claim is claim and row.occupies_row:
                 log.warning("worker.lease_lost", sequence=claim.spec.id, attempt=claim.attempt)
-                del self.running[claim.spec.id]
+                self.rows.leave(claim)
                 self._engine.cancel(claim.spec.id, "cancelled")
-                self._freed.set()
         self._publisher.verified_at = began
 
     # -- the engine's side, called in its thread
 
-    def _on_step(self, output: StepOutput) -> None:
+    def _on_loop(self, call: Callable[[T], None], told: T) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: we are stopping
-            self._loop.call_soon_threadsafe(self._publisher.take, output.events)
+            self._loop.call_soon_threadsafe(call, told)
+
+    def _on_step(self, output: StepOutput) -> None:
+        self._on_loop(self._publisher.take, output.events)
 
     def _on_adapters(self, stats: AdapterStats) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._hear_of_adapters, stats)
+        self._on_loop(self._hear_of_adapters, stats)
 
     def _hear_of_adapters(self, stats: AdapterStats) -> None:
-        self._adapters.on_stats(stats)
+        self._adapters.on_stats()
         self._counts.adapters(stats)
 
     def _on_death(self, error: BaseException) -> None:
         log.error("worker.engine_died", error=repr(error))
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._give_up, error)
+        self._on_loop(self._give_up, error)
 
     # -- the watch's side
 
     def _on_stall(self, reason: str) -> None:
-        log.error("worker.engine_stuck", reason=reason, rows=len(self.running))
+        log.error("worker.engine_stuck", reason=reason, rows=len(self.rows))
         self.stalled = self._engine.alive
         self._give_up(EngineError(reason))
 
@@ -341,7 +332,7 @@ class WorkerProcess:
         self._death = self._death or error
         self._state = "stuck"
         self._stop.set()
-        self._freed.set()
+        self.rows.changed.set()
 
     # -- heartbeat
 

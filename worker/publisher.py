@@ -17,8 +17,8 @@ import structlog
 from shared.frames import TokenEvent
 from shared.redis.tokens.writer import Commit, FrameWriter
 from shared.sequences import Claim
-from worker.claims import Running
 from worker.reports import SequenceCounts, trace_sequence
+from worker.rows import ClaimedRow, ClaimedRows
 
 log = structlog.get_logger()
 
@@ -38,21 +38,19 @@ class TokenPublisher:
     def __init__(
         self,
         writer: FrameWriter,
-        running: dict[str, Running],
+        rows: ClaimedRows,
         worker_id: str,
         *,
         log_every_tokens: int,
-        rows_changed: Callable[[], None],
         verify: Callable[[], Awaitable[None]],
         stale_after_s: float,
         counts: SequenceCounts,
     ) -> None:
         self._writer = writer
         self._counts = counts
-        self._running = running
+        self._rows = rows
         self._worker_id = worker_id
         self._log_every_tokens = log_every_tokens
-        self._rows_changed = rows_changed
         self._verify = verify
         self._stale_after_s = stale_after_s
         self._waiting: list[tuple[float, list[TokenEvent]]] = []  # with the monotonic time of each decode step
@@ -84,7 +82,7 @@ class TokenPublisher:
         self._idle.clear()
         self._ready.set()
 
-    async def log_all(self, rows: Iterable[Running]) -> None:
+    async def log_all(self, rows: Iterable[ClaimedRow]) -> None:
         """Return when the log has everything that the engine has said of these rows."""
         for row in rows:
             self.flush_log(row.id)
@@ -112,20 +110,20 @@ class TokenPublisher:
     def _gather(self, steps: list[tuple[float, list[TokenEvent]]]) -> _Write:
         """Take events into their rows; what is to be written of them."""
         write = _Write({}, {}, [])
-        ended: list[Running] = []
+        ended: list[ClaimedRow] = []
         for at, events in steps:
             self._take_in(at, events, write, ended)
         self._add_flushes(write.chunks)
         write.commits.extend(row.commit(self._worker_id) for row in ended)
         if ended:
-            self._rows_changed()  # their rows are free already; only the commits are left
+            self._rows.changed.set()  # their rows are free already; only the commits are left
         return write
 
-    def _take_in(self, at: float, events: list[TokenEvent], write: _Write, ended: list[Running]) -> None:
+    def _take_in(self, at: float, events: list[TokenEvent], write: _Write, ended: list[ClaimedRow]) -> None:
         count = self._counts.token
         for event in events:
-            row = self._running.get(event.seq)
-            if row is None or event.attempt != row.claim.attempt or not row.occupies_row:
+            row = self._rows.attempt(event.seq, event.attempt)
+            if row is None or not row.occupies_row:
                 continue  # lost its lease meanwhile, or the engine's last word on a row we gave up
             row.add(event)
             count(row, len(event.tokens), at)
@@ -146,25 +144,21 @@ class TokenPublisher:
             self._forget(write.commits, owned)
             while self._writer.gaps:
                 seq = self._writer.gaps.pop()
-                if (row := self._running.get(seq)) is not None:
+                if (row := self._rows.get(seq)) is not None:
                     log.warning("worker.logged_anew", sequence=seq, tokens=row.unlogged_tokens)
                     row.log_anew()
                     self.flush_log(seq)
-            if write.commits:
-                self._rows_changed()
 
     def _add_flushes(self, chunks: dict[str, list[TokenEvent]]) -> None:
         for seq in self._flush:
-            row = self._running.get(seq)
+            row = self._rows.get(seq)
             if row is not None and row.unlogged_tokens and row.occupies_row:
                 chunks.setdefault(seq, []).extend(row.take_chunk())
         self._flush.clear()
 
     def _forget(self, commits: list[Commit], owned: list[bool]) -> None:
         for commit, ours in zip(commits, owned, strict=True):
-            row = self._running.get(commit.claim.spec.id)
-            if row is not None and row.claim is commit.claim:  # not a newer attempt, claimed meanwhile
-                del self._running[row.id]
+            self._rows.leave(commit.claim)
             if ours:
                 self._counts.ended(commit.claim, commit.result)
                 trace_sequence(commit.claim, commit.result)

@@ -11,9 +11,9 @@ from shared.sequences import Claim, ModelCard, SequenceResult
 from shared.telemetry import tracing
 from shared.telemetry.metrics import Counter, Histogram, Tally
 from shared.telemetry.spans import Past
-from worker.claims import Running, now_ms
 from worker.engine.batch.adapters import AdapterStats
 from worker.engine.messages import EngineStats, PrefixStats
+from worker.rows import ClaimedRow, now_ms
 
 ROWS_OF = "adapter_rows:"  # before a version: rows that use it
 WAITS_FOR = "adapter_waits:"  # before a version: rows wait for it
@@ -148,7 +148,7 @@ class SequenceCounts:
         if tokens or prompts:
             self._step.observe(tokens + prompts)
 
-    def token(self, row: Running, tokens: int, at: float) -> None:
+    def token(self, row: ClaimedRow, tokens: int, at: float) -> None:
         """The engine has spoken of a row, at monotonic time `at`."""
         before, row.last_event_s = row.last_event_s, at
         if not before:

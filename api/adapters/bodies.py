@@ -1,11 +1,9 @@
 """What the adapter routes take and give back."""
 
-import dataclasses
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field, FiniteFloat, Json
 
-from api.adapters.intake import Offer
 from api.http.fields import RequestModel
 from shared.adapters import GateCheck
 
@@ -22,7 +20,7 @@ Gate = Annotated[list[GateField], Field(max_length=64)]
 
 
 class UploadFields(RequestModel):
-    """The form fields beside an upload's files."""
+    """The form fields beside an upload's files: what is to become of them."""
 
     name: str | None = Field(default=None, description="the adapter; default: the setting default_adapter")
     adapter_id: str | None = Field(default=None, description="the same as `name`")
@@ -33,11 +31,6 @@ class UploadFields(RequestModel):
     metrics: Json[dict[str, FiniteFloat]] = Field(default_factory=dict, description="JSON object of figures")
     parent: int | None = Field(default=None, ge=0, description="version it was made from; default: the latest")
     gate: Json[Gate] = Field(default_factory=list, description="JSON list of the checks that it has passed")
-
-    def offer(self, name: str) -> Offer:
-        """What to do with the files."""
-        offer = Offer(name, self.model, self.set_latest, self.if_latest, self.train_step, self.metrics)
-        return dataclasses.replace(offer, parent=self.parent, gate=checks_of(self.gate))
 
 
 class LoadBody(RequestModel):
@@ -117,4 +110,4 @@ class Loaded(BaseModel):
 
 def checks_of(gate: list[GateField]) -> tuple[GateCheck, ...]:
     """A gate's checks as a manifest has them."""
-    return tuple(GateCheck(each.name, each.passed, each.detail) for each in gate)
+    return tuple(GateCheck(check.name, check.passed, check.detail) for check in gate)

@@ -8,18 +8,19 @@ import asyncio
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from fastapi import Request
 from starlette.datastructures import UploadFile
 
+from api.adapters.bodies import UploadFields, checks_of
 from api.generation.target import card_of_base
 from api.ring.ring import Ring
 from shared.adapter_files.config import MAX_CONFIG_BYTES, read_config
 from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE, PEFT_FILE, inherit_config, prepare
-from shared.adapters import AdapterManifest, GateCheck, check_name
+from shared.adapters import AdapterManifest, check_name
 from shared.errors import AdapterRejectedError, InvalidRequestError, PayloadTooLargeError, UnknownAdapterError
 from shared.sequences import ModelCard
 
@@ -34,20 +35,6 @@ class AdapterFiles:
     tensors: Path
     config: bytes | None  # None: that of the latest version holds
     source: str
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What is to become of the files."""
-
-    name: str
-    model: str | None = None  # the base; None: that of the other versions, else the only one that is served
-    set_latest: bool = True
-    if_latest: int | None = None
-    train_step: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    parent: int | None = None  # None: the present latest
-    gate: tuple[GateCheck, ...] = ()
 
 
 async def receive(request: Request, ring: Ring, workdir: Path) -> tuple[AdapterFiles, dict[str, str]]:
@@ -99,13 +86,13 @@ def read_folder(path: str, allowed: Sequence[Path], workdir: Path, limit: int) -
     return AdapterFiles(tensors, data, str(folder))
 
 
-async def publish(ring: Ring, offer: Offer, files: AdapterFiles, workdir: Path) -> AdapterManifest:
+async def publish(ring: Ring, name: str, fields: UploadFields, files: AdapterFiles, workdir: Path) -> AdapterManifest:
     """Check the files and make them the next version; AdapterRejectedError with the reason."""
-    name = check_name(offer.name)
+    check_name(name)
     await ring.adapters.next_owner(name)
     if await ring.registry.card(name) is not None:
         raise InvalidRequestError(f"'{name}' is the name of a model; give the adapter another one", param="name")
-    card = await _base(ring, name, offer.model)
+    card = await _base(ring, name, fields.model)
     config = files.config if files.config is not None else await _inherited(ring, name)
     adapter = await asyncio.to_thread(
         prepare, config, files.tensors, workdir, shapes=card.modules, max_bytes=ring.settings.max_adapter_bytes
@@ -114,13 +101,13 @@ async def publish(ring: Ring, offer: Offer, files: AdapterFiles, workdir: Path) 
         name,
         adapter,
         base_sha256=card.base_sha256,
-        parent=offer.parent,
-        train_step=offer.train_step,
-        metrics=offer.metrics,
-        gate=offer.gate,
+        parent=fields.parent,
+        train_step=fields.train_step,
+        metrics=fields.metrics,
+        gate=checks_of(fields.gate),
         source=files.source,
-        set_latest=offer.set_latest,
-        if_latest=offer.if_latest,
+        set_latest=fields.set_latest,
+        if_latest=fields.if_latest,
     )
 
 
@@ -150,13 +137,13 @@ def _within(path: str, roots: Sequence[Path]) -> Path:
     """The resolved path, if it lies under a root; a relative one is taken from each root."""
     for root in roots:
         resolved = _resolved(root / path)  # an absolute path stays what it is
-        if resolved is not None and any(resolved.is_relative_to(each) for each in roots):
+        if resolved is not None and any(resolved.is_relative_to(allowed) for allowed in roots):
             if resolved.is_dir():
                 return resolved
             if root == roots[-1]:
-                told = f"{path[:200]!r} is no folder"
+                message = f"{path[:200]!r} is no folder"
                 refusal = AdapterRejectedError if resolved.exists() else UnknownAdapterError
-                raise refusal(told, param="adapter_path")
+                raise refusal(message, param="adapter_path")
     raise AdapterRejectedError(f"{path[:200]!r} is not under a folder of --adapter-dirs", param="adapter_path")
 
 

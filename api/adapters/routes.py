@@ -27,13 +27,14 @@ from api.adapters.bodies import (
     VersionBody,
     checks_of,
 )
-from api.adapters.intake import AdapterFiles, Offer, publish, read_folder, receive
+from api.adapters.intake import AdapterFiles, publish, read_folder, receive
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, from_validation, json_reply
 from api.ring.ring import Ring, ring_of
 from shared.adapters import NAME, AdapterManifest, AdapterRef, check_name
 from shared.errors import ConflictError, InvalidRequestError, ParallmError, UnknownAdapterError
 
-router = APIRouter(tags=["adapters"])
+router = APIRouter(tags=["adapters"], route_class=BodyRoute)
 TheRing = Annotated[Ring, Depends(ring_of)]
 Name = Annotated[str, PathParameter(pattern=f"^{NAME}$")]
 Version = Annotated[int, PathParameter(ge=1)]
@@ -80,7 +81,7 @@ async def create_adapter(request: Request, ring: TheRing) -> Response:
         await ring.adapters.next_owner(name)
         if name in await ring.adapters.names():
             raise ConflictError(f"adapter '{name}' exists; POST /v1/adapters/{name}/versions adds to it")
-        return _described(await publish(ring, fields.offer(name), files, workdir), 201)
+        return _described(await publish(ring, name, fields, files, workdir), 201)
 
 
 @router.get(
@@ -110,7 +111,7 @@ async def describe_adapter(name: Name, ring: TheRing) -> Response:
 async def add_version(name: Name, request: Request, ring: TheRing) -> Response:
     """Upload the next version of an adapter; workers load it between two decode steps."""
     async with _uploaded(request, ring) as (files, fields, workdir):
-        return _described(await publish(ring, fields.offer(name), files, workdir), 201)
+        return _described(await publish(ring, name, fields, files, workdir), 201)
 
 
 @router.get(
@@ -176,7 +177,7 @@ async def delete_version(name: Name, version: Version, ring: TheRing) -> dict[st
 async def load_adapter(body: LoadBody, ring: TheRing) -> Loaded:
     """Publish an adapter directory of the api's host as the next version."""
     name = body.name or ring.settings.default_adapter
-    manifest = await _load(ring, body.adapter_path, Offer(name, body.model))
+    manifest = await _load(ring, body.adapter_path, name, body.model)
     return Loaded(policy_version=manifest.version, message=f"Loaded {manifest.id} from {body.adapter_path}")
 
 
@@ -189,7 +190,7 @@ async def load_adapter(body: LoadBody, ring: TheRing) -> Loaded:
 async def upload_adapter(request: Request, ring: TheRing) -> Loaded:
     """Publish uploaded files as the next version; without a configuration, the latest version's holds."""
     async with _uploaded(request, ring) as (files, fields, workdir):
-        manifest = await publish(ring, fields.offer(_name(fields, ring)), files, workdir)
+        manifest = await publish(ring, _name(fields, ring), fields, files, workdir)
     return Loaded(policy_version=manifest.version, message=f"Loaded {manifest.id} from the upload")
 
 
@@ -204,8 +205,7 @@ async def update_adapter_weights(request: Request, ring: TheRing) -> Loaded:
     async with _uploaded(request, ring) as (files, fields, workdir):
         name = _name(fields, ring)
         await ring.adapters.manifest(name)
-        tensors = dataclasses.replace(files, config=None)
-        manifest = await publish(ring, fields.offer(name), tensors, workdir)
+        manifest = await publish(ring, name, fields, dataclasses.replace(files, config=None), workdir)
     return Loaded(policy_version=manifest.version, message=f"Updated {name} to {manifest.id}")
 
 
@@ -249,7 +249,7 @@ async def load_lora_adapter(body: LoadLoraBody, ring: TheRing) -> str:
     if body.model and body.base_model_name and body.model != body.base_model_name:
         raise InvalidRequestError("'model' and 'base_model_name' name different models", param="base_model_name")
     try:
-        await _load(ring, body.lora_path, Offer(body.lora_name, body.model or body.base_model_name))
+        await _load(ring, body.lora_path, body.lora_name, body.model or body.base_model_name)
     except ParallmError as error:
         error.param = "lora_path" if error.param == "adapter_path" else error.param
         raise
@@ -280,13 +280,13 @@ async def _uploaded(request: Request, ring: Ring) -> AsyncIterator[tuple[Adapter
         yield files, fields, Path(folder)
 
 
-async def _load(ring: Ring, path: str, offer: Offer) -> AdapterManifest:
-    check_name(offer.name)
+async def _load(ring: Ring, path: str, name: str, model: str | None) -> AdapterManifest:
+    check_name(name)
     settings = ring.settings
     with TemporaryDirectory(prefix="parallm-adapter-") as folder:
         workdir = Path(folder)
         files = await asyncio.to_thread(read_folder, path, settings.adapter_dirs, workdir, settings.max_adapter_bytes)
-        return await publish(ring, offer, files, workdir)
+        return await publish(ring, name, UploadFields(model=model), files, workdir)
 
 
 def _name(fields: UploadFields, ring: Ring) -> str:

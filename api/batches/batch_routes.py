@@ -11,9 +11,10 @@ from starlette.responses import Response
 
 from api.batches.file_routes import MAX_TTL_S, MIN_TTL_S, TTL_S, page
 from api.batches.lines import Endpoint
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel
-from api.ring.caller import asker
+from api.ring.caller import asker, key_name
 from api.ring.ring import Ring, ring_of
 from api.tenants import check
 from shared.errors import ConflictError, InvalidRequestError, UnknownBatchError, UnknownJobError
@@ -21,7 +22,7 @@ from shared.jobs import TERMINAL, JobStatus
 from shared.redis.files.batch_store import ENDED, BatchRecord, BatchSpec, new_batch_id
 from shared.redis.files.file_store import new_file_id
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 TheRing = Annotated[Ring, Depends(ring_of)]
 
 _UNITS = {"m": 60, "h": 3_600, "d": 86_400}
@@ -77,6 +78,7 @@ async def create_batch(body: BatchBody, ring: TheRing, idempotency_key: Idempote
         output_ttl_s=body.output_expires_after.seconds if body.output_expires_after else TTL_S,
         metadata=body.metadata or {},
         tenant=tenant,
+        key=key_name(),
     )
     with contextlib.suppress(UnknownBatchError):
         return await _shown(ring, _same(await ring.batches.find(spec.id), spec))

@@ -5,27 +5,28 @@ same code. What is wrong with a line's shape fails the batch; what its endpoint 
 """
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
-from pydantic import ValidationError
+import numpy as np
+from pydantic import BaseModel, ValidationError
 
 from api.generation.choice import ReplyPlan
-from api.generation.plan import encoded, with_grammar
-from api.generation.sampling_fields import SamplingFields
+from api.generation.plan import plan
+from api.generation.sampling import WHOLE_VOCABULARY, SamplingFields
 from api.generation.target import Target
 from api.generation.work import Work
+from api.http.bodies import LONG_BYTES
 from api.http.errors import error_object, from_validation
 from api.http.limits import check_shape
+from api.openai import chat, completions
 from api.openai.bodies import ChatCompletionRequest, CompletionRequest
-from api.openai.chat import chat_of, grammar_param, plan_chat
-from api.openai.completions import plan_completion
-from api.openai.embeddings import EmbeddingRequest, embeddings_body, plan_embeddings
+from api.openai.embeddings import EmbeddingRequest, embeddings_answer, plan_embeddings
 from api.openai.replies import whole_body
 from api.openai.responses.body import ResponseRequest
-from api.openai.responses.routes import Answer as ResponseAnswer
-from api.openai.responses.routes import plan_response
+from api.openai.responses.routes import ResponseWriter, plan_response
 from api.ring.ring import Ring
+from api.ring.room import aside
 from shared.errors import (
     InvalidRequestError,
     ParallmError,
@@ -40,6 +41,7 @@ from shared.text.codec import TextCodec
 from shared.trajectories import Trajectory, event_of
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+M = TypeVar("M", bound=BaseModel)
 Named = tuple[Any, Any, Any]  # model, adapter, policy as a line names them
 
 _UNENDED = {
@@ -59,6 +61,7 @@ class BatchLine(NamedTuple):
     url: str
     body: dict[str, Any]  # empty when it is refused unread
     refused: ParallmError | None = None
+    size: int = 0  # bytes of the body
 
 
 class _Shape(msgspec.Struct):
@@ -77,6 +80,7 @@ _FIELDS = {
 }
 _shape_decoder = msgspec.json.Decoder(_Shape)
 _body_decoder = msgspec.json.Decoder(dict[str, Any])
+_result_decoder = msgspec.json.Decoder(Trajectory)
 
 
 def read_line(number: int, raw: bytes, endpoint: str, settings: ApiSettings) -> BatchLine | list[BatchError]:
@@ -97,7 +101,7 @@ def read_line(number: int, raw: bytes, endpoint: str, settings: ApiSettings) -> 
     if line.url != endpoint:
         message = f"'url' is {line.url[:100]!r}, and the batch's endpoint is {endpoint!r}"
         errors.append(BatchError("mismatched_endpoint", message, "url", number))
-    return errors or BatchLine(line.custom_id, line.url, body, refused)
+    return errors or BatchLine(line.custom_id, line.url, body, refused, len(memoryview(line.body)))
 
 
 def _shape_errors(number: int, raw: bytes) -> list[BatchError]:
@@ -153,41 +157,38 @@ async def planned(ring: Ring, line: BatchLine, named: Named, target: Target) -> 
     return [JobInput(prompt=[], refused=refusal.message, reply={**reply, "parts": 1})]
 
 
+async def _valid(model: type[M], line: BatchLine) -> M:
+    return await aside(model.model_validate, line.body) if line.size > LONG_BYTES else model.model_validate(line.body)
+
+
 async def _plan_chat(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
-    body = ChatCompletionRequest.model_validate(line.body)
-    _check_sampled(body)
-    work, plan = plan_chat(body, await chat_of(target.served.codec, body), target, ring.settings)
-    _check_length(plan)
-    work = await with_grammar(ring, work, target, grammar_param(body))
-    return _inputs(line, work, plan=_bare(plan))
+    body = await _valid(ChatCompletionRequest, line)
+    _check_sampled(body, body.top_logprobs)
+    asked = await chat.asked_of(target.served.codec, body, ring.settings)
+    work, reply_plan = await plan(ring, body, target, asked)
+    return _inputs(line, work, plan=_bare(reply_plan))
 
 
 async def _plan_completion(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
-    body = CompletionRequest.model_validate(line.body)
-    _check_sampled(body)
-    special = body.add_special_tokens is not False
-    prompts = await encoded(target.served.codec, body.prompt, special)
-    work, plan = plan_completion(body, prompts, target, ring.settings)
-    _check_length(plan)
-    work = await with_grammar(ring, work, target, "structured_outputs")
-    return _inputs(line, work, plan=_bare(plan))
+    body = await _valid(CompletionRequest, line)
+    _check_sampled(body, body.logprobs)
+    work, reply_plan = await plan(ring, body, target, await completions.asked_of(target.served.codec, body))
+    return _inputs(line, work, plan=_bare(reply_plan))
 
 
 async def _plan_embedding(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
-    body = EmbeddingRequest.model_validate(line.body)
-    special = body.add_special_tokens is not False
-    prompts = await encoded(target.served.codec, body.input, special)
-    work = plan_embeddings(body, prompts, target, ring.settings)
+    body = await _valid(EmbeddingRequest, line)
+    work = await plan_embeddings(body, body.input, target, ring.settings)
     return _inputs(line, work, embedding=body.model_dump(exclude_none=True, exclude={"input"}))
 
 
 async def _plan_response(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
-    body = ResponseRequest.model_validate(line.body)
+    body = await _valid(ResponseRequest, line)
     if body.stream:
         raise UnsupportedParameterError("a batch's answers are not streamed", param="stream")
-    _, work, plan = await plan_response(ring, body, target)
+    _, work, reply_plan = await plan_response(ring, body, target)
     asked = body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
-    return _inputs(line, work, plan=_bare(plan), response=asked)
+    return _inputs(line, work, plan=_bare(reply_plan), response=asked)
 
 
 _PLANNERS: dict[str, Callable[[Ring, BatchLine, Target], Awaitable[list[JobInput]]]] = {
@@ -198,7 +199,7 @@ _PLANNERS: dict[str, Callable[[Ring, BatchLine, Target], Awaitable[list[JobInput
 }
 
 
-def _check_sampled(body: SamplingFields) -> None:
+def _check_sampled(body: SamplingFields, logprobs: int | None) -> None:
     """Refuse what a line cannot have."""
     if body.stream:
         raise UnsupportedParameterError("a batch's answers are not streamed", param="stream")
@@ -206,10 +207,7 @@ def _check_sampled(body: SamplingFields) -> None:
         raise UnsupportedParameterError("a batch has its 'completion_window'", param="deadline_s")
     if body.collect_trajectory:
         raise UnsupportedParameterError("not in a batch: submit a rollout job", param="collect_trajectory")
-
-
-def _check_length(plan: ReplyPlan) -> None:
-    if plan.is_long:
+    if WHOLE_VOCABULARY in (logprobs, body.prompt_logprobs):
         raise UnsupportedParameterError("not of the whole vocabulary in a batch", param="logprobs")
 
 
@@ -240,7 +238,7 @@ class LineUsage(NamedTuple):
     reasoning_tokens: int = 0
 
 
-class Answer(NamedTuple):
+class LineAnswer(NamedTuple):
     """A line of the output file, or of the error file."""
 
     kind: Literal["completed", "failed", "unended"]
@@ -249,12 +247,13 @@ class Answer(NamedTuple):
 
 
 def answer(
-    name: str, asked: JobInput, results: Sequence[Trajectory | None], ended: str, codec: TextCodec, model: str
-) -> Answer:
-    """The answer to a line out of its choices' results; `ended`: the job's terminal state."""
+    name: str, asked: JobInput, stored: Sequence[bytes | None], ended: str, codec: TextCodec, model: str
+) -> LineAnswer:
+    """The answer to a line out of its choices' stored results; `ended`: the job's terminal state."""
+    results = [None if result is None else _result_decoder.decode(result) for result in stored]
     custom_id = asked.reply["custom_id"]
     if "error" in asked.reply:
-        return Answer("failed", _line(name, custom_id, asked.reply["status"], asked.reply["error"]))
+        return LineAnswer("failed", _line(name, custom_id, asked.reply["status"], asked.reply["error"]))
     found = [each for each in results if each is not None and each.finish_reason not in _CUT]
     try:
         for each in found:
@@ -263,11 +262,11 @@ def answer(
                 raise from_code(code, message or "the engine failed on this sequence")
         if len(found) == len(results):
             body = _body(asked, found, codec, model)
-            return Answer("completed", _line(name, custom_id, 200, msgspec.Raw(body)), _usage(body, codec))
+            return LineAnswer("completed", _line(name, custom_id, 200, msgspec.Raw(body)), _usage(body, codec))
     except ParallmError as error:
-        return Answer("failed", _line(name, custom_id, error.status, msgspec.Raw(error_object(error))))
+        return LineAnswer("failed", _line(name, custom_id, error.status, msgspec.Raw(error_object(error))))
     late = any(each is not None and each.finish_reason == "deadline" for each in results)
-    return Answer("unended", unended(name, custom_id, "expired" if late else ended))
+    return LineAnswer("unended", unended(name, custom_id, "expired" if late else ended))
 
 
 def unended(name: str, custom_id: str, ended: str) -> bytes:
@@ -286,14 +285,14 @@ def _body(asked: JobInput, found: Sequence[Trajectory], codec: TextCodec, model:
     if "embedding" in asked.reply:
         body = EmbeddingRequest.model_validate({**asked.reply["embedding"], "input": [0]})
         work = Work("", model, tuple(each.prompt_ids for each in found), asked.request.sampling)
-        return embeddings_body(body, work, [each.embedding for each in found])
+        return _encode(embeddings_answer(body, work, [np.frombuffer(each.embedding, "<f4") for each in found]))
     plan = msgspec.convert({**asked.reply["plan"], "prompts": ()}, ReplyPlan)
     plan = msgspec.structs.replace(plan, prompts=tuple(each.prompt_ids for each in found[:: plan.n]))
     with_text = bool(asked.request.sampling.stop)
     events = [event_of(plan.sequence(choice), each, with_text=with_text) for choice, each in enumerate(found)]
     if "response" in asked.reply:
         respond = ResponseRequest.model_validate({**asked.reply["response"], "input": "-"})
-        return ResponseAnswer(respond, plan, codec).whole(events)
+        return ResponseWriter(respond, plan, codec).whole(events)
     return whole_body(plan, codec, events, [each.spans for each in found] if plan.weight_versions else ())
 
 

@@ -11,29 +11,30 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
-import msgspec
 import structlog
 from redis.exceptions import RedisError
 
 from api.batches.lines import BatchLine, LineUsage, Named, answer, named_by, planned, read_line, unended
 from api.generation.target import Target, find_target
+from api.http.bodies import LONG_BYTES
 from api.ring.caller import acting_for
 from api.ring.ring import Ring
+from api.ring.room import aside
 from shared.errors import InvalidRequestError, ParallmError, ServiceUnavailableError, UnknownJobError
-from shared.jobs import TERMINAL, JobInput, JobSpec, JobStatus
+from shared.jobs import TERMINAL, InputLine, JobInput, JobSpec, JobStatus, input_line, read_input
 from shared.redis.connection.faults import reason
 from shared.redis.files.batch_store import BatchError, BatchRecord, BatchSpec, BatchState
 from shared.redis.files.file_store import FileWriter
 from shared.redis.jobs.ledger import JobLedger
 from shared.redis.keys import BATCH_LEASE_MS
-from shared.trajectories import Trajectory
 
 log = structlog.get_logger()
 
 LOOK_S = 1.0
-AT_ONCE = 4  # batches that one process works on
+AT_ONCE = 4  # batches that one process works on; not all of them one key's
 LINES_AT_ONCE = 128  # that are in memory while files are written
 MAX_LINES = 50_000  # OpenAI's
 MAX_CHOICES = 500_000  # of all lines: each is a sequence that lies in Redis with its prompt
@@ -43,9 +44,6 @@ MAX_ERRORS = 100  # that a batch tells of
 _ENDS: dict[str, BatchState] = {
     "succeeded": "completed", "failed": "failed", "cancelled": "cancelled", "expired": "expired",
 }  # fmt: skip
-_encode = msgspec.json.Encoder().encode
-_input_decoder = msgspec.json.Decoder(JobInput)
-_result_decoder = msgspec.json.Decoder(Trajectory)
 
 
 class LinesRefusedError(Exception):
@@ -64,6 +62,7 @@ class BatchWork:
         self._store = ring.batches
         self._ledger = JobLedger(ring.redis)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._keys: dict[str, tuple[str, str]] = {}  # tenant and key of each batch in hand
 
     async def run(self) -> None:
         """Look after batches, for ever."""
@@ -78,13 +77,20 @@ class BatchWork:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _look(self) -> None:
-        for record in await self._store.pending():
-            batch_id = record.spec.id
-            if batch_id in self._tasks or len(self._tasks) >= AT_ONCE or not await self._waits_for_us(record):
+        async for record in self._store.pending():
+            batch_id, who = record.spec.id, (record.spec.tenant, record.spec.key)
+            if batch_id in self._tasks or not self._may_take(who) or not await self._waits_for_us(record):
                 continue
             if await self._store.take(batch_id, self._ring.api_id):
+                self._keys[batch_id] = who
                 task = self._tasks[batch_id] = asyncio.create_task(self._work(batch_id))
-                task.add_done_callback(lambda _, done=batch_id: self._tasks.pop(done, None))  # type: ignore[misc]
+                task.add_done_callback(lambda _, done=batch_id: self._done(done))  # type: ignore[misc]
+
+    def _may_take(self, who: tuple[str, str]) -> bool:
+        return len(self._tasks) < AT_ONCE and Counter(self._keys.values())[who] < AT_ONCE - 1
+
+    def _done(self, batch_id: str) -> None:
+        del self._tasks[batch_id], self._keys[batch_id]
 
     async def _waits_for_us(self, record: BatchRecord) -> bool:
         if not record.job:
@@ -102,7 +108,7 @@ class BatchWork:
         waits = False
         try:
             record = await self._store.find(batch_id)
-            with acting_for(record.spec.tenant):
+            with acting_for(record.spec.tenant, record.spec.key):
                 await (self._finalize(record) if record.job else self._validate(record))
         except (RedisError, OSError, ServiceUnavailableError) as error:
             log.info("batch.waits", batch=batch_id, error=reason(error))
@@ -236,12 +242,12 @@ class BatchWork:
             told = BatchError(error.code or error.type, error.message, error.param, line)
             raise LinesRefusedError(told) from error
 
-    async def _inputs(self, record: BatchRecord, named: Named, target: Target) -> AsyncIterator[bytes]:
+    async def _inputs(self, record: BatchRecord, named: Named, target: Target) -> AsyncIterator[InputLine]:
         choices = size = 0
         async for number, line in self._lines(record):
             assert isinstance(line, BatchLine), "checked before"
             for asked in await planned(self._ring, line, named, target):
-                encoded = _encode(asked)
+                encoded = input_line(asked, "batch", number)
                 choices, size = choices + 1, size + len(encoded)
                 if choices > MAX_CHOICES or size > 2 * self._ring.settings.max_upload_bytes:
                     many = (
@@ -254,7 +260,8 @@ class BatchWork:
     async def _lines(self, record: BatchRecord) -> AsyncIterator[tuple[int, BatchLine | list[BatchError]]]:
         file = await self._ring.files.find(record.spec.input_file_id)
         async for number, raw in self._ring.files.lines(file, MAX_LINE_BYTES):
-            yield number, read_line(number, raw, record.spec.endpoint, self._ring.settings)
+            read = partial(read_line, number, raw, record.spec.endpoint, self._ring.settings)
+            yield number, await aside(read) if len(raw) > LONG_BYTES else read()
             if number % 64 == 0:
                 await asyncio.sleep(0)
 
@@ -288,7 +295,9 @@ class BatchWork:
         told: Counter[str] = Counter()
         async for ordinal, asked, results in self._whole_lines(status):
             name = f"{status.id.removeprefix('job-')}-{ordinal}"
-            answered = answer(name, asked, results, status.status, codec, status.model)
+            write = partial(answer, name, asked, results, status.status, codec, status.model)
+            size = sum(len(result) for result in results if result is not None)
+            answered = await aside(write) if size > LONG_BYTES else write()
             told[answered.kind] += 1
             told.update(answered.usage._asdict())
             if status.status == "succeeded" and None in results:
@@ -297,18 +306,18 @@ class BatchWork:
             await asyncio.sleep(0)
         return told
 
-    async def _whole_lines(self, status: JobStatus) -> AsyncIterator[tuple[int, JobInput, list[Trajectory | None]]]:
-        """(ordinal of its first choice, first input, results of all its choices) of each line."""
+    async def _whole_lines(self, status: JobStatus) -> AsyncIterator[tuple[int, JobInput, list[bytes | None]]]:
+        """(ordinal of its first choice, first input, results of all its choices as they are stored) of each line."""
         first, results = None, []
         async for ordinal, raw, result in self._choices(status):
             if first is None:
-                first = ordinal, _input_decoder.decode(raw)
-            results.append(None if result is None else _result_decoder.decode(result))
+                first = ordinal, read_input(raw)
+            results.append(result)
             if len(results) == first[1].reply["parts"]:
                 yield *first, results
                 first, results = None, []
 
-    async def _choices(self, status: JobStatus) -> AsyncIterator[tuple[int, bytes, bytes | None]]:
+    async def _choices(self, status: JobStatus) -> AsyncIterator[tuple[int, InputLine, bytes | None]]:
         total = status.counts.total
         for start in range(0, total, LINES_AT_ONCE):
             inputs = await self._ledger.inputs(status.id, start, min(LINES_AT_ONCE, total - start))

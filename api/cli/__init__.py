@@ -1,4 +1,4 @@
-"""The client on the command line, `mlx_parallm`. It speaks HTTP only and imports neither FastAPI nor MLX.
+"""The client on the command line, `mlx_parallm`. It speaks HTTP only and loads neither FastAPI nor MLX.
 
 `main.py` has the commands that submit, poll and list jobs, and gathers those of the other files, one file a noun:
 `chat.py`, `adapters.py`, `batches.py`, `deadletters.py`, `top.py`, `bench.py`. `key.py` and `acl.py` need no server.

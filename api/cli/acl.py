@@ -63,8 +63,8 @@ ROLE: dict[RoleName, Role] = {
 
 def rules(role: RoleName) -> list[str]:
     """The rules of a role, as ACL SETUSER takes them, without a password."""
-    found = ROLE[role]
-    return ["resetkeys", *found.keys, "resetchannels", *found.channels, *found.commands]
+    access = ROLE[role]
+    return ["resetkeys", *access.keys, "resetchannels", *access.channels, *access.commands]
 
 
 def user_line(role: RoleName, password: str) -> str:
@@ -76,7 +76,7 @@ def user_line(role: RoleName, password: str) -> str:
 def acl(host: Annotated[str, typer.Option(help="of the Redis, for the URLs")] = "HOST:6379") -> None:
     """Print an aclfile with one user a role, under fresh passwords; each role's URL goes to stderr.
 
-    A server takes nothing but users in its aclfile, comments neither.
+    A server accepts only users in its aclfile, not even comments.
     """
     for role in ROLES:
         password = secrets.token_urlsafe(32)

@@ -2,40 +2,26 @@
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from api.cli.client import DEFAULT_URL, AdapterLoaded, InferenceClient
-from api.cli.console import (
-    LOOK_PATIENCE_S,
-    ApiKey,
-    Json,
-    Url,
-    fail,
-    out,
-    perform,
-    plain,
-    print_json,
-    print_rows,
-    segment,
-)
+from api.cli.client import DEFAULT_URL
+from api.cli.console import ApiKey, Json, Url, ask, call, fail, plain, print_json, print_rows, segment, show_text
 
 app = typer.Typer(no_args_is_help=True, help="Adapters and their versions.")
 
 Name = Annotated[str, typer.Argument(help="the adapter")]
 
-Answer = dict[str, Any]
-
 
 @app.command("list")
 def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
     """List adapters, with the version that `latest` is."""
-    found = _call(url, api_key, "GET", "/v1/adapters")["data"]
+    all_adapters = call(url, api_key, "GET", "/v1/adapters")["data"]
     if as_json:
-        return print_json(found)
+        return print_json(all_adapters)
     rows = []
-    for adapter in found:
+    for adapter in all_adapters:
         versions = adapter["versions"]
         held = f"{len(versions)} ({versions[0]} to {versions[-1]})" if versions else "0"
         rows.append((adapter["name"], str(adapter["latest"] or "-"), str(adapter["best"] or "-"), held))
@@ -45,13 +31,13 @@ def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = 
 @app.command()
 def show(name: Name, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
     """Show an adapter's versions, newest first; --json also gives the moves of `latest` and the workers' acks."""
-    found = _call(url, api_key, "GET", f"/v1/adapters/{segment(name)}")
+    adapter = call(url, api_key, "GET", f"/v1/adapters/{segment(name)}")
     if as_json:
-        return print_json(found)
+        return print_json(adapter)
     titles = ("version", "", "status", "parent", "rank", "MB", "train step", "source", "created")
     rows = []
-    for version in reversed(found["versions"]):
-        marks = [mark for mark in ("latest", "best") if found[mark] == version["version"]]
+    for version in reversed(adapter["versions"]):
+        marks = [mark for mark in ("latest", "best") if adapter[mark] == version["version"]]
         created = datetime.fromtimestamp(version["created_ms"] / 1000, UTC)
         cells = (
             version["id"],
@@ -82,16 +68,12 @@ def upload(
     if not folder.is_dir():
         fail(f"{folder}: no such directory", 2)
     fields = {"name": name, "model": model, "set_latest": "false" if candidate else ""}
-
-    async def run() -> AdapterLoaded:
-        async with InferenceClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
-            return await client.upload_adapter(folder, {key: value for key, value in fields.items() if value})
-
+    given = {key: value for key, value in fields.items() if value}
     try:
-        loaded = perform(run())
+        loaded = ask(url, api_key, lambda client: client.upload_adapter(folder, given))
     except OSError as error:
         fail(f"{error.filename or folder}: {error.strerror or error}", 2)
-    print_json(loaded) if as_json else out.print(plain(loaded.message))
+    show_text(loaded, as_json, plain(loaded.message))
 
 
 @app.command()
@@ -105,8 +87,8 @@ def rollback(
 ) -> None:
     """Make an earlier version the latest; its successors stay and can be asked for by number."""
     body = {"version": version, "reason": reason}
-    answer = _call(url, api_key, "POST", f"/v1/adapters/{segment(name)}/rollback", body)
-    print_json(answer) if as_json else out.print(plain(answer["message"]))
+    answer = call(url, api_key, "POST", f"/v1/adapters/{segment(name)}/rollback", body)
+    show_text(answer, as_json, plain(answer["message"]))
 
 
 @app.command()
@@ -122,13 +104,5 @@ def delete(
     if everything == bool(version) or (version and not version.isdecimal()):
         fail(f"{which}: give NAME@K, or NAME with --all", 2)
     path = f"/v1/adapters/{segment(name)}" + (f"/versions/{version}" if version else "")
-    answer = _call(url, api_key, "DELETE", path)
-    print_json(answer) if as_json else out.print(f"{plain(answer['id'])} deleted")
-
-
-def _call(url: str, api_key: str, method: str, path: str, body: Answer | None = None) -> Answer:
-    async def run() -> Answer:
-        async with InferenceClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
-            return await client.call(method, path, Answer, body)
-
-    return perform(run())
+    answer = call(url, api_key, "DELETE", path)
+    show_text(answer, as_json, f"{plain(answer['id'])} deleted")

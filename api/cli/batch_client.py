@@ -1,6 +1,5 @@
 """The client for files and batches (docs/batches.md): from a file of requests to a file of answers."""
 
-import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from typing import IO, Any
@@ -8,7 +7,7 @@ from typing import IO, Any
 import httpx
 import msgspec
 
-from api.cli.client import POLL_S, InferenceClient
+from api.cli.client import InferenceClient, Listing, poll
 from api.cli.http import decode, reached
 
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
@@ -48,7 +47,7 @@ class LineErrors(msgspec.Struct, frozen=True):
     data: list[LineError]
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True):
+class BatchInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A batch, as OpenAI shows it; times are Unix seconds."""
 
     id: str
@@ -75,16 +74,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing changes any more."""
+        """Whether the batch has ended."""
         return self.status in ENDED
-
-
-class _Batches(msgspec.Struct):
-    data: list[Batch]
-
-
-class _Files(msgspec.Struct):
-    data: list[FileInfo]
 
 
 class BatchClient(InferenceClient):
@@ -104,36 +95,30 @@ class BatchClient(InferenceClient):
 
     async def create(
         self, input_file_id: str, endpoint: str, window: str = "24h", metadata: dict[str, str] | None = None
-    ) -> Batch:
+    ) -> BatchInfo:
         """Start a batch, once: a request whose answer was lost is repeated under the same idempotency key."""
         body: dict[str, Any] = {"input_file_id": input_file_id, "endpoint": endpoint, "completion_window": window}
         headers = {"Idempotency-Key": uuid.uuid4().hex}
         body |= {"metadata": metadata} if metadata else {}
-        return decode(await self._patiently(lambda: self._http.post("/v1/batches", json=body, headers=headers)), Batch)
+        return decode(
+            await self._patiently(lambda: self._http.post("/v1/batches", json=body, headers=headers)), BatchInfo
+        )
 
-    async def batch(self, batch_id: str) -> Batch:
+    async def batch(self, batch_id: str) -> BatchInfo:
         """How far a batch is."""
-        return await self._get(f"/v1/batches/{batch_id}", Batch)
+        return await self.call("GET", f"/v1/batches/{batch_id}", BatchInfo)
 
-    async def batches(self, limit: int = 20) -> list[Batch]:
+    async def batches(self, limit: int = 20) -> list[BatchInfo]:
         """The newest batches."""
-        return (await self._get("/v1/batches", _Batches, limit=limit)).data
+        return (await self.call("GET", "/v1/batches", Listing[BatchInfo], limit=limit)).data
 
-    async def cancel_batch(self, batch_id: str) -> Batch:
+    async def cancel_batch(self, batch_id: str) -> BatchInfo:
         """Ask a batch to end; what is answered stays."""
-        return await self.call("POST", f"/v1/batches/{batch_id}/cancel", Batch)
+        return await self.call("POST", f"/v1/batches/{batch_id}/cancel", BatchInfo)
 
-    async def wait_batch(self, batch_id: str, on_progress: Callable[[Batch], None] | None = None) -> Batch:
+    async def wait_batch(self, batch_id: str, on_progress: Callable[[BatchInfo], None] | None = None) -> BatchInfo:
         """Poll until the batch has ended."""
-        pause_s, longest_s = POLL_S
-        while True:
-            found = await self.batch(batch_id)
-            if on_progress is not None:
-                on_progress(found)
-            if found.ended:
-                return found
-            await asyncio.sleep(pause_s)
-            pause_s = min(longest_s, 1.2 * pause_s)
+        return await poll(lambda: self.batch(batch_id), ENDED, on_progress)
 
     async def content(self, file_id: str) -> AsyncGenerator[bytes, None]:
         """A file's bytes, as they come."""
@@ -143,7 +128,7 @@ class BatchClient(InferenceClient):
 
     async def files(self, limit: int = 20, purpose: str = "") -> list[FileInfo]:
         """The newest files."""
-        return (await self._get("/v1/files", _Files, limit=limit, purpose=purpose)).data
+        return (await self.call("GET", "/v1/files", Listing[FileInfo], limit=limit, purpose=purpose)).data
 
     async def delete_file(self, file_id: str) -> None:
         """Delete a file."""

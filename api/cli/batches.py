@@ -1,40 +1,39 @@
 """`mlx_parallm batch FILE`, `batches` and `files`: requests from a file, answers into a file (docs/batches.md)."""
 
 import codecs
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from shutil import copyfileobj
 from tempfile import SpooledTemporaryFile
-from typing import IO, Annotated, Any, TypeVar, cast
+from typing import IO, Annotated, cast
 
 import msgspec
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from api.cli.batch_client import Batch, BatchClient
+from api.cli.batch_client import BatchClient, BatchInfo
 from api.cli.client import DEFAULT_URL
 from api.cli.console import (
     LOOK_PATIENCE_S,
+    PATIENCE_S,
     ApiKey,
     Json,
     Url,
+    ask,
     err,
     fail,
     open_input,
-    out,
     output,
-    perform,
     plain,
     print_json,
     print_rows,
+    progress_bar,
     segment,
+    show_text,
 )
 from api.cli.http import RequestFailedError
-from api.ops.snapshot import size
-
-T = TypeVar("T")
+from api.ops.ring_view import size
 
 NOT_COMPLETED = 3
 ERRORS_SHOWN = 10
@@ -63,37 +62,36 @@ def batch(
     as_json: Json = False,
 ) -> None:
     """Answer a file of requests; --out and --errors wait until it has ended."""
-    told = dict(_pair(each) for each in metadata or ())
+    pairs = dict(map(_pair, metadata or ()))
     for path in (answers, errors):
         _check_writable(path)
     with open_input(file) as given, _seekable(given) as lines:
         endpoint = endpoint or _endpoint(file, lines)
 
-        async def run() -> Batch:
-            async with BatchClient(url, api_key=api_key) as client:
-                stored = await client.upload(Path(file).name if file != "-" else "stdin.jsonl", lines)
-                try:
-                    made = await client.create(stored.id, endpoint, window, told)
-                except RequestFailedError as error:
-                    if error.http_status == 400:  # no batch was made, and nobody else knows of the file
-                        await client.delete_file(stored.id)
-                    raise
-                if wait or answers or errors:
-                    err.print(f"submitted {made.id}")
-                    made = await _watch(client, made.id)
-                    await _write(client, made, answers, errors)
-                return made
+        async def run(client: BatchClient) -> BatchInfo:
+            stored = await client.upload(Path(file).name if file != "-" else "stdin.jsonl", lines)
+            try:
+                made = await client.create(stored.id, endpoint, window, pairs)
+            except RequestFailedError as error:
+                if error.http_status == 400:  # no batch was made, and nobody else knows of the file
+                    await client.delete_file(stored.id)
+                raise
+            if wait or answers or errors:
+                err.print(f"submitted {made.id}")
+                made = await _watch(client, made.id)
+                await _write(client, made, answers, errors)
+            return made
 
-        _report(perform(run()), as_json)
+        _report(ask(url, api_key, run, PATIENCE_S), as_json)
 
 
 @app.command("list")
 def list_batches(limit: Limit = 20, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
     """List batches, newest first."""
-    found = _look(url, api_key, lambda client: client.batches(limit))
+    newest = ask(url, api_key, lambda client: client.batches(limit))
     if as_json:
-        return print_json(found)
-    return print_rows(("batch", "status", "lines", "failed", "model", "created"), map(_row, found))
+        return print_json(newest)
+    return print_rows(("batch", "status", "lines", "failed", "model", "created"), map(_row, newest))
 
 
 @app.command()
@@ -101,25 +99,20 @@ def show(
     batch_id: BatchId, wait: Wait = False, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False
 ) -> None:
     """Show how far a batch is; exit code 3 when it has ended and not every line has its answer."""
-
-    async def run() -> Batch:
-        async with BatchClient(url, api_key=api_key, patience_s=30 if wait else LOOK_PATIENCE_S) as client:
-            return await _watch(client, segment(batch_id)) if wait else await client.batch(segment(batch_id))
-
-    _report(perform(run()), as_json)
+    look, patience_s = (_watch, PATIENCE_S) if wait else (BatchClient.batch, LOOK_PATIENCE_S)
+    _report(ask(url, api_key, lambda client: look(client, segment(batch_id)), patience_s), as_json)
 
 
 @app.command()
 def cancel(batch_id: BatchId, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
     """End a batch and wait until it has; what is answered stays."""
 
-    async def run() -> Batch:
-        async with BatchClient(url, api_key=api_key) as client:
-            await client.cancel_batch(segment(batch_id))
-            return await client.wait_batch(segment(batch_id))
+    async def run(client: BatchClient) -> BatchInfo:
+        await client.cancel_batch(segment(batch_id))
+        return await client.wait_batch(segment(batch_id))
 
-    ended = perform(run())
-    print_json(ended) if as_json else out.print(_summary(ended))
+    ended = ask(url, api_key, run, PATIENCE_S)
+    show_text(ended, as_json, _summary(ended))
 
 
 @app.command()
@@ -128,19 +121,18 @@ def results(
 ) -> None:
     """Write the answers of a batch that has ended, to stdout unless --out or --errors names a file."""
 
-    async def run() -> None:
-        async with BatchClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
-            found = await client.batch(segment(batch_id))
-            if not found.ended:
-                fail(f"{found.id} is {found.status}: its answers come when it has ended (batches show --wait)", 1)
-            if answers or errors:
-                await _write(client, found, answers, errors)
-            elif found.output_file_id is None:
-                fail(f"{found.id} is {found.status} without an answer; --errors FILE writes why", 1)
-            else:
-                await _copy(client.content(found.output_file_id), None)
+    async def run(client: BatchClient) -> None:
+        record = await client.batch(segment(batch_id))
+        if not record.ended:
+            fail(f"{record.id} is {record.status}: its answers come when it has ended (batches show --wait)", 1)
+        if answers or errors:
+            await _write(client, record, answers, errors)
+        elif record.output_file_id is None:
+            fail(f"{record.id} is {record.status} without an answer; --errors FILE writes why", 1)
+        else:
+            await _copy(client.content(record.output_file_id), None)
 
-    perform(run())
+    ask(url, api_key, run)
 
 
 @files_app.command("list")
@@ -152,10 +144,10 @@ def list_files(
     as_json: Json = False,
 ) -> None:
     """List files, newest first."""
-    found = _look(url, api_key, lambda client: client.files(limit, purpose))
+    newest = ask(url, api_key, lambda client: client.files(limit, purpose))
     if as_json:
-        return print_json(found)
-    rows = [(each.id, each.purpose, size(each.bytes), _moment(each.expires_at), each.filename) for each in found]
+        return print_json(newest)
+    rows = [(file.id, file.purpose, size(file.bytes), _moment(file.expires_at), file.filename) for file in newest]
     return print_rows(("file", "purpose", "size", "expires", "name"), rows)
 
 
@@ -167,12 +159,7 @@ def get(
     api_key: ApiKey = "",
 ) -> None:
     """Write a file's bytes."""
-
-    async def run() -> None:
-        async with BatchClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
-            await _copy(client.content(segment(file_id)), to)
-
-    perform(run())
+    ask(url, api_key, lambda client: _copy(client.content(segment(file_id)), to))
 
 
 @files_app.command()
@@ -184,35 +171,24 @@ def delete(
 ) -> None:
     """Delete files; a batch that is in progress does not need its input any more."""
     for file_id in file_ids:
-        _look(url, api_key, lambda client: client.delete_file(segment(file_id)))  # noqa: B023 - called at once
-        print_json({"id": file_id, "deleted": True}) if as_json else out.print(f"{plain(file_id)} deleted")
+        ask(url, api_key, lambda client: client.delete_file(segment(file_id)))  # noqa: B023 - called at once
+        show_text({"id": file_id, "deleted": True}, as_json, f"{plain(file_id)} deleted")
 
 
 # -- within
 
 
-def _look(url: str, api_key: str, ask: Callable[[BatchClient], Coroutine[Any, Any, T]]) -> T:
-    async def run() -> T:
-        async with BatchClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
-            return await ask(client)
+async def _watch(client: BatchClient, batch_id: str) -> BatchInfo:
+    with progress_bar(batch_id) as update:
 
-    return perform(run())
+        def advance(batch: BatchInfo) -> None:
+            counts = batch.request_counts
+            update(batch.status, counts.completed + counts.failed, counts.total or None)
 
-
-async def _watch(client: BatchClient, batch_id: str) -> Batch:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        bar = progress.add_task(batch_id, total=None)
-
-        def show(found: Batch) -> None:
-            counts = found.request_counts
-            done = counts.completed + counts.failed
-            progress.update(bar, description=found.status, total=counts.total or None, completed=done)
-
-        return await client.wait_batch(batch_id, show)
+        return await client.wait_batch(batch_id, advance)
 
 
-async def _write(client: BatchClient, ended: Batch, answers: Path | None, errors: Path | None) -> None:
+async def _write(client: BatchClient, ended: BatchInfo, answers: Path | None, errors: Path | None) -> None:
     """Both files; one that the batch does not have is empty here."""
     for path, file_id in ((answers, ended.output_file_id), (errors, ended.error_file_id)):
         if path is not None:
@@ -269,30 +245,30 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _report(found: Batch, as_json: bool) -> None:
-    print_json(found) if as_json else out.print(_summary(found))
-    whole = found.status == "completed" and not found.request_counts.failed
-    if found.ended and not whole:
+def _report(batch: BatchInfo, as_json: bool) -> None:
+    show_text(batch, as_json, _summary(batch))
+    whole = batch.status == "completed" and not batch.request_counts.failed
+    if batch.ended and not whole:
         raise typer.Exit(NOT_COMPLETED)
 
 
-def _row(found: Batch) -> tuple[str, ...]:
-    counts = found.request_counts
+def _row(batch: BatchInfo) -> tuple[str, ...]:
+    counts = batch.request_counts
     done = f"{counts.completed + counts.failed}/{counts.total}"
-    return found.id, found.status, done, str(counts.failed), found.model or "", _moment(found.created_at)
+    return batch.id, batch.status, done, str(counts.failed), batch.model or "", _moment(batch.created_at)
 
 
-def _summary(found: Batch) -> str:
-    counts = found.request_counts
+def _summary(batch: BatchInfo) -> str:
+    counts = batch.request_counts
     parts = [f"{counts.completed} of {counts.total} lines"] + ([f"{counts.failed} failed"] if counts.failed else [])
-    if found.usage and found.usage["output_tokens"]:
-        parts.append(f"{found.usage['output_tokens']} tokens")
-    ended_at = found.completed_at or found.failed_at or found.expired_at or found.cancelled_at
+    if batch.usage and batch.usage["output_tokens"]:
+        parts.append(f"{batch.usage['output_tokens']} tokens")
+    ended_at = batch.completed_at or batch.failed_at or batch.expired_at or batch.cancelled_at
     if ended_at:
-        parts.append(f"{ended_at - found.created_at} s")
-    lines = [f"{found.id} {found.status}: {', '.join(parts)}"]
-    errors = found.errors.data if found.errors else []
-    lines += [f"line {each.line}: {each.message}" if each.line else each.message for each in errors[:ERRORS_SHOWN]]
+        parts.append(f"{ended_at - batch.created_at} s")
+    lines = [f"{batch.id} {batch.status}: {', '.join(parts)}"]
+    errors = batch.errors.data if batch.errors else []
+    lines += [f"line {error.line}: {error.message}" if error.line else error.message for error in errors[:ERRORS_SHOWN]]
     if len(errors) > ERRORS_SHOWN:
         lines.append(f"and {len(errors) - ERRORS_SHOWN} more (--json)")
     return plain("\n".join(lines))

@@ -1,9 +1,9 @@
 """`mlx_parallm bench`: a small load test of a running server, by streamed completions.
 
-What is measured is what a client sees: time to a stream's first event (TTFT), between two events (inter-token; events
-that come together count as 0), from the first to the last over the tokens in between (per token); tokens are counted by
-the server's own `usage`. Prompts are random token ids of the model, each another one, so that the prefix cache gives
-nothing away.
+It measures what a client sees: the time to a stream's first event (TTFT), the time between two events (inter-token;
+events that come together count as 0), and the time from the first to the last event divided by the tokens between them
+(per token). Tokens are counted by the server's own `usage`. All prompts are different random token ids, so that the
+prefix cache does not help.
 """
 
 import asyncio
@@ -18,11 +18,10 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from api.cli.client import DEFAULT_URL, InferenceClient
-from api.cli.console import ApiKey, Json, Url, err, out, perform, print_json
+from api.cli.console import ApiKey, Json, Url, ask, err, out, plain, print_json, progress_bar
 from api.cli.http import RequestFailedError
 
 REQUEST_FAILED = 1
@@ -44,7 +43,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a bench found."""
+    """The result of a bench."""
 
     model: str
     streams: int
@@ -74,7 +73,7 @@ class _Load:
     errors: Counter[str] = field(default_factory=Counter)
 
     def report(self, model: str, streams: int, requests: int, took_s: float) -> Report:
-        """What there is to tell of so many requests."""
+        """The figures of so many requests."""
         return Report(
             model=model,
             streams=streams,
@@ -105,7 +104,12 @@ def bench(
 ) -> None:
     """Load a running server and print tokens a second and latencies; exit code 1 when a request failed."""
     wanted = requests or 4 * streams
-    report = perform(_bench(url, api_key, model, streams, prompt_tokens, max_tokens, wanted, seed))
+
+    async def run(client: InferenceClient) -> Report:
+        name = model or await client.only_model()
+        return await _bench(client, name, streams, prompt_tokens, max_tokens, wanted, seed)
+
+    report = ask(url, api_key, run, connections=streams)
     if as_json:
         print_json(report)
     else:
@@ -115,28 +119,23 @@ def bench(
 
 
 async def _bench(
-    url: str, api_key: str, model: str, streams: int, prompt_tokens: int, max_tokens: int, requests: int, seed: int
+    client: InferenceClient, model: str, streams: int, prompt_tokens: int, max_tokens: int, requests: int, seed: int
 ) -> Report:
-    async with InferenceClient(url, api_key=api_key, patience_s=5, connections=streams) as client:
-        model = model or await client.only_model()
-        told = await client.call("POST", "/tokenize", dict[str, Any], {"model": model, "prompt": TEXT})
-        alphabet, draw = sorted(set(told["tokens"])), random.Random(seed)
-        fixed = {"model": model, "max_tokens": max_tokens, "ignore_eos": True}
-        fixed |= {"stream_options": {"include_usage": True}}
-        bodies = [fixed | {"prompt": draw.choices(alphabet, k=prompt_tokens)} for _ in range(requests)]
-        load, began = _Load(), time.perf_counter()
-        columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-            bar = progress.add_task("", total=requests)
+    answer = await client.call("POST", "/tokenize", dict[str, Any], {"model": model, "prompt": TEXT})
+    alphabet, draw = sorted(set(answer["tokens"])), random.Random(seed)
+    fixed = {"model": model, "max_tokens": max_tokens, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    bodies = [fixed | {"prompt": draw.choices(alphabet, k=prompt_tokens)} for _ in range(requests)]
+    load, began = _Load(), time.perf_counter()
+    with progress_bar("requests", requests) as update:
 
-            async def stream() -> None:
-                while bodies:
-                    await _one(client, bodies.pop(), load)
-                    progress.advance(bar)
+        async def stream() -> None:
+            while bodies:
+                await _one(client, bodies.pop(), load)
+                update("requests", len(load.whole) + load.errors.total(), requests)
 
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(min(streams, requests)):
-                    tasks.create_task(stream())
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(min(streams, requests)):
+                tasks.create_task(stream())
     return load.report(model, streams, requests, time.perf_counter() - began)
 
 
@@ -170,14 +169,9 @@ def _print(report: Report) -> None:
     out.print(f"{report.model}, {report.streams} streams: {done}, {sizes}", markup=False)
     out.print(f"{report.tokens_per_s:.1f} tok/s")
     table = Table("ms", "p50", "p99", box=None)
-    spreads = {
-        "TTFT": report.ttft_ms,
-        "inter-token": report.inter_token_ms,
-        "per token": report.per_token_ms,
-        "whole": report.request_ms,
-    }
-    for name, spread in spreads.items():
+    spreads = (report.ttft_ms, report.inter_token_ms, report.per_token_ms, report.request_ms)
+    for name, spread in zip(("TTFT", "inter-token", "per token", "whole"), spreads, strict=True):
         table.add_row(name, *("-" if value is None else f"{value:.1f}" for value in (spread.p50, spread.p99)))
     out.print(table)
     for message, count in report.errors.items():
-        err.print(f"[bold red]failed[/] {count}:", message.replace("[", r"\["))
+        err.print(f"[bold red]failed[/] {count}:", plain(message))

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from api.cli.client import DEFAULT_URL, InferenceClient
-from api.cli.console import LOOK_PATIENCE_S, ApiKey, Json, Model, Url, err, only_model, out, perform, print_json
+from api.cli.console import ApiKey, Json, Model, Url, ask, err, only_model, out, print_json
 
 
 def chat(
@@ -23,10 +23,14 @@ def chat(
 ) -> None:
     """Talk to a model; what it thinks goes to stderr. --json prints each answer whole, as the server gives it."""
     options = {"max_tokens": max_tokens, "temperature": temperature}
-    talk = _Talk(url, api_key, model, system, {name: value for name, value in options.items() if value is not None})
+    talk = _Talk(model, system, {name: value for name, value in options.items() if value is not None})
     answer = talk.answer_as_json if as_json else talk.answer
+
+    def say(text: str) -> None:
+        ask(url, api_key, lambda client: answer(client, text), interrupted="interrupted")
+
     if prompt:
-        return perform(answer(prompt), "interrupted")
+        return say(prompt)
     by_hand = _by_hand()
     while True:
         try:
@@ -36,7 +40,7 @@ def chat(
         if not text.strip():
             continue
         try:
-            perform(answer(text), "interrupted")
+            say(text)
         except typer.Exit:  # the reason has been told
             if not by_hand:
                 raise
@@ -49,36 +53,33 @@ def _by_hand() -> bool:
 class _Talk:
     """The turns so far. A question without any answer is forgotten."""
 
-    def __init__(self, url: str, api_key: str, model: str, system: str, options: dict[str, Any]) -> None:
-        self._url, self._key, self._model, self._options = url, api_key, model, options
+    def __init__(self, model: str, system: str, options: dict[str, Any]) -> None:
+        self._model, self._options = model, options
         self._turns: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
 
-    async def answer(self, text: str) -> None:
+    async def answer(self, client: InferenceClient, text: str) -> None:
         """Print the answer as it comes."""
         said: list[str] = []
         thinks = False
         try:
-            async with InferenceClient(self._url, api_key=self._key, patience_s=LOOK_PATIENCE_S) as client:
-                async for event in client.events("/v1/chat/completions", await self._body(client, text)):
-                    for choice in event.get("choices", []):
-                        delta = choice.get("delta", {})
-                        if thought := delta.get("reasoning_content"):
-                            thinks = True
-                            err.print(thought, end="", markup=False, style="dim", soft_wrap=True)
-                        if words := delta.get("content"):
-                            if thinks and not said:
-                                err.print()
-                            said.append(words)
-                            out.print(words, end="", markup=False)
+            async for event in client.events("/v1/chat/completions", await self._body(client, text)):
+                for choice in event.get("choices", []):
+                    delta = choice.get("delta", {})
+                    if thought := delta.get("reasoning_content"):
+                        thinks = True
+                        err.print(thought, end="", markup=False, style="dim", soft_wrap=True)
+                    if words := delta.get("content"):
+                        if thinks and not said:
+                            err.print()
+                        said.append(words)
+                        out.print(words, end="", markup=False)
             out.print()
         finally:
             self._note(text, "".join(said))
 
-    async def answer_as_json(self, text: str) -> None:
+    async def answer_as_json(self, client: InferenceClient, text: str) -> None:
         """Print the server's whole answer."""
-        async with InferenceClient(self._url, api_key=self._key, patience_s=LOOK_PATIENCE_S) as client:
-            body = await self._body(client, text)
-            whole = await client.call("POST", "/v1/chat/completions", dict[str, Any], body)
+        whole = await client.call("POST", "/v1/chat/completions", dict[str, Any], await self._body(client, text))
         print_json(whole)
         self._note(text, whole["choices"][0]["message"]["content"] or "")
 

@@ -5,14 +5,15 @@ says that it is busy, for about `patience_s` seconds.
 """
 
 import asyncio
+import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, aclosing
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from types import TracebackType
-from typing import IO, Any, Self, TypeVar, cast
+from typing import IO, Any, Generic, Protocol, Self, TypeVar, cast
 
 import httpx
 import msgspec
@@ -24,6 +25,7 @@ from shared.sequences import AdapterPolicy
 from shared.trajectories import Trajectory
 
 T = TypeVar("T")
+Progress = TypeVar("Progress", bound="_InProgress")
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 POLL_S = (0.1, 2.0)  # first and longest pause between two looks at a job
@@ -87,12 +89,17 @@ class AdapterLoaded(msgspec.Struct, frozen=True):
     message: str
 
 
-class _ModelList(msgspec.Struct):
-    data: list[ModelInfo]
+class Listing(msgspec.Struct, Generic[T]):
+    """The answer of a route that lists things."""
+
+    data: list[T]
 
 
-class _JobList(msgspec.Struct):
-    data: list[JobStatus]
+class _InProgress(Protocol):
+    @property
+    def id(self) -> str: ...
+    @property
+    def status(self) -> str: ...
 
 
 class InferenceClient:
@@ -159,32 +166,21 @@ class InferenceClient:
 
     async def status(self, job_id: str) -> JobStatus:
         """How far a job is."""
-        return await self._get(f"/v1/jobs/{job_id}", JobStatus)
+        return await self.call("GET", f"/v1/jobs/{job_id}", JobStatus)
 
     async def jobs(self, limit: int = 20) -> list[JobStatus]:
         """The newest jobs."""
-        return (await self._get("/v1/jobs", _JobList, limit=limit)).data
+        return (await self.call("GET", "/v1/jobs", Listing[JobStatus], limit=limit)).data
 
     async def cancel(self, job_id: str) -> JobStatus:
         """Stop a job; what is done stays."""
-        return decode(await self._patiently(lambda: self._http.post(f"/v1/jobs/{job_id}/cancel")), JobStatus)
+        return await self.call("POST", f"/v1/jobs/{job_id}/cancel", JobStatus)
 
     async def wait(
         self, job_id: str, on_progress: Callable[[JobStatus], None] | None = None, timeout_s: float | None = None
     ) -> JobStatus:
         """Poll until the job has ended; TimeoutError when that takes longer than `timeout_s`."""
-        pause_s, longest_s = POLL_S
-        until = time.monotonic() + timeout_s if timeout_s is not None else None
-        while True:
-            status = await self.status(job_id)
-            if on_progress is not None:
-                on_progress(status)
-            if status.status in TERMINAL:
-                return status
-            if until is not None and time.monotonic() > until:
-                raise TimeoutError(f"job {job_id} is still {status.status} after {timeout_s:g} s")
-            await asyncio.sleep(pause_s)
-            pause_s = min(longest_s, 1.2 * pause_s)
+        return await poll(lambda: self.status(job_id), TERMINAL, on_progress, timeout_s)
 
     async def results(self, job_id: str, after: int = -1, *, follow: bool = False) -> AsyncGenerator[Trajectory, None]:
         """Trajectories in order of ordinal, from the one after `after`; with `follow` until the job has ended."""
@@ -257,7 +253,7 @@ class InferenceClient:
     async def generate(self, prompt: str | list[int], **options: Any) -> GeneratedText:
         """One completion of a text or of token ids; options are the fields of `POST /generate`, one prompt, n 1."""
         body = {"prompt" if isinstance(prompt, str) else "prompt_ids": prompt, "logprobs": 1, **options}
-        return decode(await self._patiently(lambda: self._http.post("/generate", json=body)), GeneratedText)
+        return await self.call("POST", "/generate", GeneratedText, body)
 
     async def load_adapter(self, adapter_path: str, name: str | None = None) -> AdapterLoaded:
         """Make the next version of an adapter from a directory of the api's host, below its --adapter-dirs."""
@@ -270,9 +266,9 @@ class InferenceClient:
 
         `fields` are those of `POST /upload_adapter`. OSError when a file cannot be read.
         """
-        found = [folder / name for name in ADAPTER_FILES if (folder / name).is_file()]
+        paths = [folder / name for name in ADAPTER_FILES if (folder / name).is_file()]
         with ExitStack() as stack:
-            files = [(path.name, (path.name, stack.enter_context(path.open("rb")))) for path in found]
+            files = [(path.name, (path.name, stack.enter_context(path.open("rb")))) for path in paths]
             try:
                 answer = await self._http.post("/upload_adapter", data=fields, files=files)
             except httpx.TransportError as error:
@@ -290,34 +286,52 @@ class InferenceClient:
 
     async def models(self) -> list[ModelInfo]:
         """What can be asked for."""
-        return (await self._get("/v1/models", _ModelList)).data
+        return (await self.call("GET", "/v1/models", Listing[ModelInfo])).data
 
     async def health(self) -> dict[str, Any]:
         """What the server says of itself and its workers, well or not."""
-        answer = await self._patiently(lambda: self._http.get("/health"), busy=frozenset(), told=frozenset({503}))
+        answer = await self._patiently(lambda: self._http.get("/health"), busy=frozenset(), answers=frozenset({503}))
         return decode(answer, dict[str, Any])
 
     async def call(self, method: str, path: str, kind: type[T], body: Any = None, **params: Any) -> T:
         """Any other request of the API that is safe to repeat; its answer as `kind`."""
         return decode(await self._patiently(lambda: self._http.request(method, path, params=params, json=body)), kind)
 
-    async def _get(self, path: str, kind: type[T], **params: Any) -> T:
-        return decode(await self._patiently(lambda: self._http.get(path, params=params)), kind)
-
     async def _patiently(
         self,
         send: Callable[[], Awaitable[httpx.Response]],
         busy: frozenset[int] = BUSY,
-        told: frozenset[int] = frozenset(),
+        answers: frozenset[int] = frozenset(),
     ) -> httpx.Response:
-        """Send, and send again while the server is away or busy and our patience lasts. `told`: errors that answer."""
+        """Send, and send again while the server is away or busy and our patience lasts. `answers`: errors to return."""
         try:
             response = await patiently(send, Patience(self._patience_s), busy)
         except httpx.TransportError as error:
             raise unreachable(self.url, error) from error
-        if response.is_error and response.status_code not in told:
+        if response.is_error and response.status_code not in answers:
             raise refusal(response)
         return response
+
+
+async def poll(
+    look: Callable[[], Awaitable[Progress]],
+    ended: Collection[str],
+    on_progress: Callable[[Progress], None] | None = None,
+    timeout_s: float | None = None,
+) -> Progress:
+    """Look again and again until the status is one of `ended`; TimeoutError after `timeout_s`."""
+    pause_s, longest_s = POLL_S
+    until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        seen = await look()
+        if on_progress is not None:
+            on_progress(seen)
+        if seen.status in ended:
+            return seen
+        if time.monotonic() > until:
+            raise TimeoutError(f"{seen.id} is still {seen.status} after {timeout_s:g} s")
+        await asyncio.sleep(pause_s)
+        pause_s = min(longest_s, 1.2 * pause_s)
 
 
 class _Place(msgspec.Struct):

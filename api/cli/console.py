@@ -1,8 +1,8 @@
-"""How the client's commands speak: figures to stdout, errors to stderr without a traceback."""
+"""What all commands of the client share: how they ask the server, and print results to stdout and errors to stderr."""
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Annotated, Any, NoReturn, TypeVar
@@ -11,14 +11,17 @@ from urllib.parse import quote
 import msgspec
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from api.cli.batch_client import BatchClient
 from api.cli.client import InferenceClient
 from api.cli.http import RequestFailedError
 
 T = TypeVar("T")
 
-LOOK_PATIENCE_S = 5.0  # with a server that is away or busy, of a command that only looks; others have 30 s
+LOOK_PATIENCE_S = 5.0  # with a server that is away or busy, of a command that only looks
+PATIENCE_S = 30.0  # of a command that submits, cancels, waits or follows
 
 Url = Annotated[str, typer.Option("--url", envvar="PARALLM_URL", help="address of the server")]
 ApiKey = Annotated[str, typer.Option("--api-key", envvar="PARALLM_API_KEY", help="if the server wants one")]
@@ -31,12 +34,23 @@ out = Console(highlight=False, soft_wrap=True)
 rows_out = Console(highlight=False, soft_wrap=True, width=250)  # columns, whatever the terminal has
 
 
-def perform(
-    work: Coroutine[Any, Any, T], interrupted: str = "interrupted; a job or batch that was submitted goes on"
+def ask(
+    url: str,
+    api_key: str,
+    work: Callable[[BatchClient], Awaitable[T]],
+    patience_s: float = LOOK_PATIENCE_S,
+    *,
+    connections: int = 100,
+    interrupted: str = "interrupted; a job or batch that was submitted goes on",
 ) -> T:
-    """Run to the end; when the server refuses or is away, a message and exit code 1 instead of a traceback."""
+    """Give `work` a client and run it to its end; when the server refuses or is away, a message and exit code 1."""
+
+    async def run() -> T:
+        async with BatchClient(url, api_key=api_key, patience_s=patience_s, connections=connections) as client:
+            return await work(client)
+
     try:
-        return asyncio.run(work)
+        return asyncio.run(run())
     except RequestFailedError as error:
         fail(error.message, 1)
     except KeyboardInterrupt:
@@ -97,6 +111,20 @@ def output(path: Path | None) -> Iterator[Callable[[bytes], None]]:
         fail(f"{path or 'stdout'}: {error.strerror}", 2)
 
 
+def call(url: str, api_key: str, method: str, path: str, body: Any = None, **params: Any) -> dict[str, Any]:
+    """The JSON object that a request brings."""
+    return ask(url, api_key, lambda client: client.call(method, path, dict[str, Any], body, **params))
+
+
+@contextmanager
+def progress_bar(label: str, total: int | None = None) -> Iterator[Callable[[str, int, int | None], None]]:
+    """A bar on a terminal's stderr while the block runs; what is given sets its label, what is done, and the total."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        bar = progress.add_task(label, total=total)
+        yield lambda label, done, total: progress.update(bar, description=label, completed=done, total=total)
+
+
 def print_rows(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A table whose lines are not fitted into the terminal: people copy ids, and programs read lines."""
     table = Table(*titles, box=None)
@@ -115,6 +143,11 @@ def segment(name: str) -> str:
 def plain(text: str) -> str:
     """Text that rich shows as it is."""
     return text.replace("[", r"\[")
+
+
+def show_text(value: Any, as_json: bool, text: str) -> None:
+    """A value as JSON, or its text for people."""
+    print_json(value) if as_json else out.print(text)
 
 
 def print_json(value: Any) -> None:

@@ -1,4 +1,4 @@
-"""How the client speaks HTTP: what an answer is read as, and what is said when there is none."""
+"""How the client reads answers, and which errors it raises for refusals and for servers that do not answer."""
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -54,7 +54,7 @@ def decode(response: httpx.Response, kind: type[T]) -> T:
 
 
 def refusal(response: httpx.Response) -> RequestFailedError:
-    """The server's own words, if it is our server that answers."""
+    """The error for a refused request, in the server's own words if it is one of ours."""
     try:
         error = msgspec.json.decode(response.content)["error"]
         return RequestFailedError(str(error["message"]), response.status_code, str(error.get("code") or ""))
@@ -64,6 +64,6 @@ def refusal(response: httpx.Response) -> RequestFailedError:
 
 
 def unreachable(url: str, error: httpx.TransportError) -> RequestFailedError:
-    """Nobody answers."""
+    """The error for a server that does not answer."""
     reason = str(error) or type(error).__name__
     return RequestFailedError(f"cannot reach {url} ({reason}); start it with mlx_parallm_serve, or give --url")

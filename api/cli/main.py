@@ -5,35 +5,36 @@ did not succeed.
 Results and JSON go to stdout, progress and errors to stderr.
 """
 
-from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, cast, get_args
 
 import msgspec
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from api.cli import acl, adapters, batches, bench, chat, deadletters, key, top
 from api.cli.client import DEFAULT_URL, InferenceClient, JobRequest
 from api.cli.console import (
     LOOK_PATIENCE_S,
+    PATIENCE_S,
     ApiKey,
     Json,
     JsonAnyway,
     Model,
     Url,
+    ask,
     err,
     fail,
     only_model,
     open_input,
     out,
     output,
-    perform,
     plain,
     print_json,
     print_rows,
+    progress_bar,
     segment,
+    show_text,
 )
 from shared.jobs import TERMINAL, JobKind, JobStatus, RewardSpec
 from shared.process.settings import version
@@ -61,7 +62,7 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def root(
-    told: Annotated[
+    asked: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="print it and leave")
     ] = False,
 ) -> None:
@@ -91,29 +92,28 @@ def submit(
     wanted = _reward(reward)
     lines = open_input(file)
 
-    async def run() -> JobStatus:
-        async with InferenceClient(url, api_key=api_key) as client:
-            request = JobRequest(
-                kind=_kind(kind, wanted),
-                model=model or await only_model(client),
-                n=n,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                seed=seed,
-                reward=wanted,
-                adapter=adapter,
-                deadline_s=deadline_s,
-                idempotency_key=idempotency_key,
-            )
-            status = await client.submit(request, lines)
-            if not wait:
-                return status
-            err.print(f"submitted {status.id}")
-            return await _watch(client, status.id)
+    async def run(client: InferenceClient) -> JobStatus:
+        request = JobRequest(
+            kind=_kind(kind, wanted),
+            model=model or await only_model(client),
+            n=n,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            reward=wanted,
+            adapter=adapter,
+            deadline_s=deadline_s,
+            idempotency_key=idempotency_key,
+        )
+        status = await client.submit(request, lines)
+        if not wait:
+            return status
+        err.print(f"submitted {status.id}")
+        return await _watch(client, status.id)
 
     with lines:
-        _report(perform(run()), as_json)
+        _report(ask(url, api_key, run, PATIENCE_S), as_json)
 
 
 @app.command()
@@ -124,15 +124,10 @@ def jobs(
     as_json: Json = False,
 ) -> None:
     """List jobs, newest first."""
-
-    async def run() -> list[JobStatus]:
-        async with InferenceClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
-            return await client.jobs(limit)
-
-    found = perform(run())
+    newest = ask(url, api_key, lambda client: client.jobs(limit))
     if as_json:
-        return print_json(found)
-    return print_rows(("job", "kind", "model", "status", "samples", "reward"), map(_row, found))
+        return print_json(newest)
+    return print_rows(("job", "kind", "model", "status", "samples", "reward"), map(_row, newest))
 
 
 @app.command()
@@ -144,13 +139,8 @@ def job(
     as_json: Json = False,
 ) -> None:
     """Show how far a job is; exit code 3 when it has ended without success."""
-
-    async def run() -> JobStatus:
-        patience_s = 30 if wait else LOOK_PATIENCE_S
-        async with InferenceClient(url, api_key=api_key, patience_s=patience_s) as client:
-            return await _watch(client, segment(job_id)) if wait else await client.status(segment(job_id))
-
-    _report(perform(run()), as_json)
+    look, patience_s = (_watch, PATIENCE_S) if wait else (InferenceClient.status, LOOK_PATIENCE_S)
+    _report(ask(url, api_key, lambda client: look(client, segment(job_id)), patience_s), as_json)
 
 
 @app.command()
@@ -164,21 +154,17 @@ def results(
     as_json: JsonAnyway = False,
 ) -> None:
     """Write a job's trajectories as JSON lines, in order; of a running job those before the first unfinished one."""
-
-    async def run(write: Callable[[bytes], None]) -> int:
-        count = 0
-        patience_s = 30 if follow else LOOK_PATIENCE_S
-        async with (
-            InferenceClient(url, api_key=api_key, patience_s=patience_s) as client,
-            aclosing(client.result_lines(segment(job_id), after, follow=follow)) as lines,
-        ):
-            async for line in lines:
-                write(line + b"\n")
-                count += 1
-        return count
-
     with output(file) as write:
-        count = perform(run(write))
+
+        async def run(client: InferenceClient) -> int:
+            count = 0
+            async with aclosing(client.result_lines(segment(job_id), after, follow=follow)) as lines:
+                async for line in lines:
+                    write(line + b"\n")
+                    count += 1
+            return count
+
+        count = ask(url, api_key, run, PATIENCE_S if follow else LOOK_PATIENCE_S)
     if file is not None:
         err.print(f"{count} trajectories in {file}")
 
@@ -187,27 +173,21 @@ def results(
 def cancel(job_id: str, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
     """Stop a job; what is done stays."""
 
-    async def run() -> JobStatus:
-        async with InferenceClient(url, api_key=api_key) as client:
-            await client.cancel(segment(job_id))
-            return await client.wait(segment(job_id))
+    async def run(client: InferenceClient) -> JobStatus:
+        await client.cancel(segment(job_id))
+        return await client.wait(segment(job_id))
 
-    status = perform(run())
-    print_json(status) if as_json else out.print(_summary(status))
+    status = ask(url, api_key, run, PATIENCE_S)
+    show_text(status, as_json, _summary(status))
 
 
 @app.command()
 def models(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
     """List the models and adapters that can be asked for."""
-
-    async def run() -> Any:
-        async with InferenceClient(url, api_key=api_key, patience_s=LOOK_PATIENCE_S) as client:
-            return await client.models()
-
-    found = perform(run())
+    served = ask(url, api_key, lambda client: client.models())
     if as_json:
-        return print_json(found)
-    for model in found:
+        return print_json(served)
+    for model in served:
         out.print(model.id)
     return None
 
@@ -215,14 +195,9 @@ def models(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) 
 @app.command()
 def health(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: JsonAnyway = False) -> None:
     """Print what the server says of itself and its workers (JSON); exit code 1 when it takes no requests."""
-
-    async def run() -> dict[str, Any]:
-        async with InferenceClient(url, api_key=api_key, patience_s=0) as client:
-            return await client.health()
-
-    found = perform(run())
-    print_json(found)
-    if found.get("status") in ("overloaded", "shutting_down"):
+    state = ask(url, api_key, lambda client: client.health(), 0)
+    print_json(state)
+    if state.get("status") in ("overloaded", "shutting_down"):
         raise typer.Exit(1)
 
 
@@ -235,19 +210,17 @@ def main() -> None:
 
 
 async def _watch(client: InferenceClient, job_id: str) -> JobStatus:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        bar = progress.add_task(job_id, total=None)
+    with progress_bar(job_id) as update:
 
-        def show(status: JobStatus) -> None:
+        def advance(status: JobStatus) -> None:
             total = status.counts.total
-            progress.update(bar, description=status.status, total=total, completed=round(status.progress * total))
+            update(status.status, round(status.progress * total), total)
 
-        return await client.wait(job_id, show)
+        return await client.wait(job_id, advance)
 
 
 def _report(status: JobStatus, as_json: bool) -> None:
-    print_json(status) if as_json else out.print(_summary(status))
+    show_text(status, as_json, _summary(status))
     if status.status in TERMINAL and status.status != "succeeded":
         raise typer.Exit(JOB_NOT_SUCCEEDED)
 

@@ -5,7 +5,7 @@ Exit codes: 0, also after Ctrl-C; 1 when the server refuses or cannot be reached
 
 import asyncio
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated
 
@@ -19,8 +19,7 @@ from rich.text import Text
 from api.cli.client import DEFAULT_URL, InferenceClient
 from api.cli.console import ApiKey, Url, fail, print_json
 from api.cli.http import RequestFailedError
-from api.ops.ring_history import RingSample
-from api.ops.snapshot import RingSnapshot, size
+from api.ops.ring_view import RingSample, RingSnapshot, size
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 SPARK = 48  # samples in a line of blocks
@@ -71,21 +70,10 @@ async def _watch(url: str, api_key: str, interval: float) -> None:
 
 def view(ring: RingSnapshot) -> RenderableType:
     """The whole view."""
-    parts: list[RenderableType] = [_head(ring), _workers(ring), _queues(ring)]
-    if ring.jobs:
-        parts.append(_jobs(ring))
-    if ring.adapters:
-        parts.append(_adapters(ring))
-    if ring.trainings:
-        parts.append(_trainings(ring))
-    return Group(*_with_gaps(parts))
-
-
-def _with_gaps(parts: Sequence[RenderableType]) -> Iterator[RenderableType]:
-    for i, part in enumerate(parts):
-        if i:
-            yield ""
-        yield part
+    parts: list[RenderableType] = [_head(ring), "", _workers(ring), "", _queues(ring)]
+    for table, has_rows in ((_jobs, ring.jobs), (_adapters, ring.adapters), (_trainings, ring.trainings)):
+        parts += ["", table(ring)] if has_rows else []
+    return Group(*parts)
 
 
 def _head(ring: RingSnapshot) -> RenderableType:

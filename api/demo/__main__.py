@@ -17,15 +17,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from api.cli.client import InferenceClient
 from api.demo.adapters import AdapterAct
+from api.demo.chats import QUESTIONS, one_chat
 from api.demo.learning import ACT_S, Act
-from api.demo.prompts import arithmetic_job, gsm8k_job
+from api.demo.prompts import jobs_of
 from api.demo.report import JobReport, percentile, show_table, write_histogram, write_summary
 from api.demo.serving import MODEL, ring
 from shared.jobs import JobStatus
 from shared.trajectories import Trajectory
 
 CHATS = 24  # streamed one after another while the jobs run
-QUESTIONS = ("hello", "What is 12 + 35?", "who are you?", "Count from 3 to 9.", "Repeat: apple river stone")
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
@@ -57,16 +57,13 @@ async def _acts(url: str, out: Path) -> int:
     async with openai, InferenceClient(url) as client:
         await _chat(openai)
         began = time.monotonic()
-        jobs = {
-            "arithmetic": await client.submit(*arithmetic_job(MODEL)),
-            "gsm8k": await client.submit(*gsm8k_job(MODEL)),
-        }
-        chats = asyncio.create_task(_chat_meanwhile(openai))
-        statuses = await _watch(client, {name: job.id for name, job in jobs.items()})
+        jobs = {name: (await client.submit(*job)).id for name, job in jobs_of(MODEL).items()}
+        chats = asyncio.create_task(_chat_meanwhile(openai, began))
+        statuses = await _watch(client, jobs)
         took_s = time.monotonic() - began
-        idle_ttft = await chats
+        first_token_ms = await chats
         reports = [await _report(client, name, status, out) for name, status in statuses.items()]
-    _finish(out, reports, idle_ttft, took_s)
+    _finish(out, reports, first_token_ms, took_s)
     return 0 if all(status.status == "succeeded" for status in statuses.values()) else 1
 
 
@@ -83,24 +80,12 @@ async def _chat(openai: AsyncOpenAI) -> None:
     console.print()
 
 
-async def _chat_meanwhile(openai: AsyncOpenAI) -> list[float]:
-    """Stream chats while the jobs saturate the workers; the seconds to each first token."""
-    seconds: list[float] = []
-    for i in range(CHATS):
-        began = time.monotonic()
-        stream = await openai.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": QUESTIONS[i % len(QUESTIONS)]}],
-            stream=True,
-            temperature=0,
-            max_tokens=48,
-        )
-        first = 0.0
-        async for chunk in stream:
-            if not first and chunk.choices and chunk.choices[0].delta.content:
-                first = time.monotonic() - began
-        seconds.append(first)
-    return seconds
+async def _chat_meanwhile(openai: AsyncOpenAI, began: float) -> list[float]:
+    """Stream chats while the jobs saturate the workers; the milliseconds to each first token."""
+    chats = [await one_chat(openai, MODEL, QUESTIONS[i % len(QUESTIONS)], began) for i in range(CHATS)]
+    if broken := [chat.error for chat in chats if chat.error]:
+        raise SystemExit(f"a chat broke: {broken[0]}; see serve.log")
+    return [chat.first_ms for chat in chats]
 
 
 async def _watch(client: InferenceClient, jobs: dict[str, str]) -> dict[str, JobStatus]:
@@ -113,16 +98,13 @@ async def _watch(client: InferenceClient, jobs: dict[str, str]) -> dict[str, Job
             task = progress.add_task(name, total=None)
 
             def advance(status: JobStatus) -> None:
-                progress.update(task, total=status.counts.total, completed=_finished(status))
+                counts = status.counts
+                progress.update(task, total=counts.total, completed=counts.total - counts.queued - counts.running)
 
             return await client.wait(job_id, on_progress=advance)
 
         ended = await asyncio.gather(*(watch(name, job_id) for name, job_id in jobs.items()))
     return dict(zip(jobs, ended, strict=True))
-
-
-def _finished(status: JobStatus) -> int:
-    return status.counts.total - status.counts.queued - status.counts.running
 
 
 async def _report(client: InferenceClient, name: str, status: JobStatus, out: Path) -> JobReport:
@@ -136,10 +118,9 @@ async def _report(client: InferenceClient, name: str, status: JobStatus, out: Pa
     return report
 
 
-def _finish(out: Path, reports: list[JobReport], ttft_s: list[float], took_s: float) -> None:
+def _finish(out: Path, reports: list[JobReport], ms: list[float], took_s: float) -> None:
     console.print(f"[bold]4[/] {sum(r.samples for r in reports)} trajectories in {took_s:.1f} s")
     show_table(console, reports, took_s)
-    ms = [1000 * seconds for seconds in ttft_s]
     console.print(
         f"  chat during the jobs: {len(ms)} streams, time to first token "
         f"p50 {percentile(ms, 50):.0f} ms, p99 {percentile(ms, 99):.0f} ms"

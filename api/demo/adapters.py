@@ -1,9 +1,12 @@
 """The act with adapters: two of them and the base decode in one batch, and a new version is loaded under way.
 
-Streams on the base, on a pinned version and on a name that follows run together; a version is published in the midst of
-them. What is printed is what the clients saw: the gaps between tokens before and during the load, and the time from
-the publish to the first token of the new version. No stream may break, and pinned ones must keep their version. Streams
-go on until all that follow have moved, however busy the machine is.
+Streams on the base, on a pinned version and on a name that follows the latest version run together, and meanwhile a
+version is published. The act prints what the clients saw: the gaps between tokens before and during the load, and the
+time from the publish to the first token of the new version. No stream may break, and pinned ones must keep their
+version. Streams go on until all followers have moved, however busy the machine is.
+
+The clients run here, beside the ring: while this program waits for a core, it sees a gap that no stream had. So it
+measures itself, too, and reports both.
 """
 
 import asyncio
@@ -24,12 +27,32 @@ STREAMS = 4  # of each kind
 MOST_TOKENS = 1_800  # of a stream that nobody ends
 RANK = 8
 LAYERS = 3
+LOOK_S = 0.005
 SHAPES = {"self_attn.q_proj": (128, 128), "self_attn.v_proj": (128, 64), "mlp.down_proj": (384, 128)}  # models/tiny
 CONFIG = {
     "fine_tune_type": "lora",
     "num_layers": LAYERS,
     "lora_parameters": {"rank": RANK, "scale": 2.0, "dropout": 0.0},
 }
+
+
+class Stops:
+    """When this program's own event loop was late, and by how many seconds."""
+
+    def __init__(self) -> None:
+        self._late: list[tuple[float, float]] = []
+
+    async def watch(self) -> None:
+        """Until cancelled."""
+        while True:
+            due = time.monotonic() + LOOK_S
+            await asyncio.sleep(LOOK_S)
+            now = time.monotonic()
+            self._late.append((now, now - due))
+
+    def longest(self, start: float, end: float) -> float:
+        """The longest one that ended between two times."""
+        return max((late for at, late in self._late if start <= at <= end), default=0.0)
 
 
 @dataclass
@@ -76,26 +99,30 @@ class AdapterAct:
         self._url = url
         self._console = console
         self._over = asyncio.Event()
+        self._stops = Stops()
 
     async def run(self) -> bool:
         """Whether no stream broke, and each was answered by the versions that it asked for."""
         async with httpx.AsyncClient(base_url=self._url, timeout=120) as http:
-            await self._upload(http, "calm", 1)
-            await self._upload(http, "bold", 2)
+            watching = asyncio.create_task(self._stops.watch())
+            await self._upload(http, "calm", _weights(1))
+            await self._upload(http, "bold", _weights(2))
             seen = [Seen(model) for _ in range(STREAMS) for model in (MODEL, "calm@1", "bold")]
-            streams = [asyncio.create_task(self._stream(http, each)) for each in seen]
-            await asyncio.gather(*(each.under_way.wait() for each in seen))
+            streams = [asyncio.create_task(self._stream(http, stream)) for stream in seen]
+            await asyncio.gather(*(stream.under_way.wait() for stream in seen))
+            weights = _weights(3)
             published = time.monotonic()
-            await self._upload(http, "bold", 3)
-            told = time.monotonic()
-            await asyncio.gather(*(each.moved.wait() for each in seen if each.model == "bold"))
+            await self._upload(http, "bold", weights)
+            answered = time.monotonic()
+            await asyncio.gather(*(stream.moved.wait() for stream in seen if stream.model == "bold"))
             self._over.set()
             await asyncio.gather(*streams)
-        return self._report(seen, published, told)
+            watching.cancel()
+        return self._report(seen, published, answered)
 
-    async def _upload(self, http: httpx.AsyncClient, name: str, seed: int) -> None:
+    async def _upload(self, http: httpx.AsyncClient, name: str, weights: bytes) -> None:
         files = {
-            "adapter": ("adapters.safetensors", _weights(seed)),
+            "adapter": ("adapters.safetensors", weights),
             "config": ("adapter_config.json", json.dumps(CONFIG).encode()),
         }
         (await http.post("/upload_adapter", data={"name": name}, files=files)).raise_for_status()
@@ -130,17 +157,17 @@ class AdapterAct:
                     seen.ended_by_us = True
                     return
 
-    def _report(self, seen: list[Seen], published: float, told: float) -> bool:
-        following = [each for each in seen if each.model == "bold"]
-        switched = [each.first("bold@2") for each in following]
-        end = max([told, *switched])
-        before = [gap for each in seen for gap in each.gaps(0, published)]
-        during = [gap for each in seen for gap in each.gaps(published, end)]
-        whole = all(each.whole for each in seen)
-        kept = all(
-            set(each.versions) == {"" if each.model == MODEL else "calm@1"} for each in seen if each not in following
-        )
-        moved = all(switched) and all(each.versions[0] == "bold@1" for each in following)
+    def _report(self, seen: list[Seen], published: float, answered: float) -> bool:
+        following = [stream for stream in seen if stream.model == "bold"]
+        switched = [stream.first("bold@2") for stream in following]
+        end = max([answered, *switched])
+        began = min((stream.arrivals[0] for stream in seen if stream.arrivals), default=published)
+        before = [gap for stream in seen for gap in stream.gaps(began, published)]
+        during = [gap for stream in seen for gap in stream.gaps(published, end)]
+        whole = all(stream.whole for stream in seen)
+        others = [stream for stream in seen if stream not in following]
+        kept = all(set(stream.versions) == {"" if stream.model == MODEL else "calm@1"} for stream in others)
+        moved = all(switched) and all(stream.versions[0] == "bold@1" for stream in following)
         self._console.print(
             f"  {len(seen)} streams on {MODEL}, calm@1 and bold in one batch; bold@2 published under way: "
             f"first token of it after {1000 * (max(switched) - published):.0f} ms\n"
@@ -148,6 +175,9 @@ class AdapterAct:
             f"{1000 * median(during):.1f} ms during the load; longest {1000 * max(before):.1f} ms before, "
             f"{1000 * max(during):.1f} ms during: a pause of "
             f"{1000 * max(0.0, max(during) - max(before)):.1f} ms\n"
+            f"  this program, which measures, has itself waited for a core or been busy for at most "
+            f"{1000 * self._stops.longest(began, published):.1f} ms before and "
+            f"{1000 * self._stops.longest(published, end):.1f} ms during\n"
             f"  no stream broke: {whole}; pinned ones and the base kept their version: {kept}; followers moved: {moved}"
         )
         return whole and kept and moved

@@ -1,6 +1,6 @@
 """Chats that go on while something else happens: streamed, timed, and judged whole or broken.
 
-Nothing is repeated behind the scenes (`max_retries=0`): a request that fails, or a stream that ends without its finish
+The client repeats nothing by itself (`max_retries=0`): a request that fails, or a stream that ends without its finish
 reason, is counted.
 """
 

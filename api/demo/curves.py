@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from api.demo.chats import Chat
-from api.demo.report import percentile
+from api.demo.report import plotting
 
 _WINDOW = 15  # chats in a running median
 _FOLLOWING, _PINNED, _PUBLISHED = "#c2571a", "#3b6ea5", "#777777"
@@ -20,11 +21,7 @@ def draw(
     measured: str,
 ) -> None:
     """Write the picture; `steps` are lines of metrics.jsonl with the second at which each appeared."""
-    import matplotlib  # only here: it takes a second to import
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = plotting()
     figure, (reward, versions, lag, first) = pyplot.subplots(
         4, 1, figsize=(9, 10), sharex=True, height_ratios=(3, 2, 1, 2)
     )
@@ -87,4 +84,4 @@ def _number(version: str) -> int:
 
 def _running_median(values: Sequence[float]) -> list[float]:
     half = _WINDOW // 2
-    return [percentile(list(values[max(0, i - half) : i + half + 1]), 50) for i in range(len(values))]
+    return [median_high(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]

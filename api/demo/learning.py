@@ -28,10 +28,11 @@ from rich.console import Console
 
 from api.demo.chats import ChatLog, chatting
 from api.demo.curves import draw
-from api.demo.report import percentile
+from api.demo.report import spread
 from api.demo.serving import MODEL, Served, ring, stop
 
-RECIPES = Path("trainer/recipes")
+WHOLE_RECIPE = ["--config", "trainer/recipes/tiny-arithmetic.yaml"]
+FEW_SUMS = ["--config", "trainer/recipes/tiny-fixed.yaml"]
 POLICY = "policy"
 GOAL = 0.7
 ACT_S = 110.0  # of training, in `make demo`
@@ -94,7 +95,8 @@ class Act:
         self._out = out
         self._console = console
         self._sums = sums(MANY if full else FEW)
-        self._flags = ["--seed", str(seed), *(_whole_recipe() if full else _few_sums(out / "sums.jsonl", self._sums))]
+        recipe = WHOLE_RECIPE if full else _few_sums(out / "sums.jsonl", self._sums)
+        self._flags = ["--seed", str(seed), *recipe]
         self._measured = "held-out sums" if full else f"the {FEW} sums of sums.jsonl"
         self.course = Course()
 
@@ -191,7 +193,7 @@ class Act:
 
     def _report(self, chats: ChatLog, right: dict[str, int]) -> None:
         course, console = self.course, self._console
-        first = chats.first_ms()
+        first = spread(chats.first_ms())
         reached = course.reached(GOAL)
         console.print(
             f"  {self._measured} right: [bold]{course.before:.3f} before, {course.after:.3f} after[/] "
@@ -202,7 +204,7 @@ class Act:
             console.print(f"  asked by HTTP, {len(self._sums)} sums: {model} gets {count} right")
         console.print(
             f"  chats meanwhile: {len(chats.chats)}, failed or broken off: {len(chats.broken)}, "
-            f"time to first token p50 {percentile(first, 50):.0f} ms, p99 {percentile(first, 99):.0f} ms"
+            f"time to first token p50 {first['p50']:.0f} ms, p99 {first['p99']:.0f} ms"
         )
         for chat in chats.broken[:5]:
             console.print(f"    [red]{chat.model} at {chat.at_s:.1f} s: {chat.error}[/]")
@@ -214,10 +216,6 @@ class Act:
 
 
 def _summary(course: Course, chats: ChatLog, right: dict[str, int]) -> dict[str, Any]:
-    def first_ms(model: str) -> dict[str, float]:
-        values = chats.first_ms(model)
-        return {"p50": percentile(values, 50), "p99": percentile(values, 99)}
-
     return {
         "held_out": {"before": course.before, "after": course.after, "reached_goal_s": course.reached(GOAL)},
         "sums_right_by_http": right,
@@ -227,7 +225,7 @@ def _summary(course: Course, chats: ChatLog, right: dict[str, int]) -> dict[str,
         "chats": {
             "streamed": len(chats.chats),
             "broken": [chat.error for chat in chats.broken],
-            "first_token_ms": {POLICY: first_ms(POLICY), f"{POLICY}@1": first_ms(f"{POLICY}@1")},
+            "first_token_ms": {model: spread(chats.first_ms(model)) for model in (POLICY, f"{POLICY}@1")},
             "swapped_in_mid_answer": sum(len(chat.versions) > 1 for chat in chats.chats),
         },
         "steps": course.steps,
@@ -241,16 +239,11 @@ def sums(count: int) -> list[tuple[str, str]]:
     return [(f"What is {a} + {b}?", str(a + b)) for a, b in pairs]
 
 
-def _whole_recipe() -> list[str]:
-    return ["--config", str(RECIPES / "tiny-arithmetic.yaml")]
-
-
 def _few_sums(path: Path, questions: list[tuple[str, str]]) -> list[str]:
     """A data set of one's own and a reward: what a user would give."""
     lines = [{"prompt": [{"role": "user", "content": question}], "reference": wanted} for question, wanted in questions]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    data = ["--task", "jsonl", "--dataset", str(path), "--held-out-dataset", str(path), "--reward", "exact"]
-    return ["--config", str(RECIPES / "tiny-fixed.yaml"), *data]
+    return [*FEW_SUMS, "--task", "jsonl", "--dataset", str(path), "--held-out-dataset", str(path), "--reward", "exact"]
 
 
 def _new_lines(path: Path, known: int) -> list[str]:

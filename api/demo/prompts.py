@@ -5,44 +5,46 @@ import random
 from pathlib import Path
 
 from api.cli.client import JobRequest
-from shared.jobs import JobInput, Message, RewardSpec
+from shared.jobs import JobInput, RewardSpec
 
 PHRASES = ("{}+{}=", "{} + {} = ?", "What is {} + {}?", "what is {} plus {}?", "Add {} and {}.")
+PROMPTS = 64
 GSM8K = Path("data/gsm8k/test-64.jsonl")
 
 
-def arithmetic_job(model: str, prompts: int = 64, samples: int = 8) -> tuple[JobRequest, list[JobInput]]:
-    """A rollout job of two-digit additions, rewarded when the answer is exact."""
+def jobs_of(model: str) -> dict[str, tuple[JobRequest, list[JobInput]]]:
+    """Two rollout jobs: two-digit additions, and the committed excerpt of GSM8K's test set; each with its reward."""
+    return {
+        "arithmetic": (_rollouts(model, "arithmetic", "exact", 1, n=8, max_tokens=8, temperature=1.0), _additions()),
+        "gsm8k": (_rollouts(model, "gsm8k", "gsm8k", 2, n=2, max_tokens=64, temperature=0.7), _word_problems()),
+    }
+
+
+def _rollouts(
+    model: str, name: str, reward: str, seed: int, *, n: int, max_tokens: int, temperature: float
+) -> JobRequest:
+    return JobRequest(
+        kind="rollout",
+        model=model,
+        n=n,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        reward=RewardSpec(reward),
+        metadata={"demo": name},
+    )
+
+
+def _additions() -> list[JobInput]:
     draw = random.Random(0)
-    pairs = [(draw.randint(10, 99), draw.randint(10, 99)) for _ in range(prompts)]
-    request = JobRequest(
-        kind="rollout",
-        model=model,
-        n=samples,
-        max_tokens=8,
-        temperature=1.0,
-        seed=1,
-        reward=RewardSpec("exact"),
-        metadata={"demo": "arithmetic"},
-    )
-    return request, [JobInput(_user(draw.choice(PHRASES).format(a, b)), str(a + b)) for a, b in pairs]
+    pairs = [(draw.randint(10, 99), draw.randint(10, 99)) for _ in range(PROMPTS)]
+    return [_question(draw.choice(PHRASES).format(a, b), str(a + b)) for a, b in pairs]
 
 
-def gsm8k_job(model: str, samples: int = 2) -> tuple[JobRequest, list[JobInput]]:
-    """A rollout job of the committed excerpt of GSM8K's test set, with the gsm8k reward."""
+def _word_problems() -> list[JobInput]:
     lines = [json.loads(line) for line in GSM8K.read_text().splitlines()]
-    request = JobRequest(
-        kind="rollout",
-        model=model,
-        n=samples,
-        max_tokens=64,
-        temperature=0.7,
-        seed=2,
-        reward=RewardSpec("gsm8k"),
-        metadata={"demo": "gsm8k"},
-    )
-    return request, [JobInput(_user(line["question"]), line["answer"]) for line in lines]
+    return [_question(line["question"], line["answer"]) for line in lines]
 
 
-def _user(text: str) -> list[Message]:
-    return [{"role": "user", "content": text}]
+def _question(text: str, answer: str) -> JobInput:
+    return JobInput([{"role": "user", "content": text}], answer)

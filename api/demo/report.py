@@ -50,10 +50,7 @@ class JobReport:
             "completion_tokens": self.tokens,
             "seconds": round(self.seconds, 3),
             "tokens_per_s": round(self.tokens / self.seconds, 1),
-            "first_token_ms": {
-                "p50": percentile(self.first_token_ms, 50),
-                "p99": percentile(self.first_token_ms, 99),
-            },
+            "first_token_ms": spread(self.first_token_ms),
             "mean_reward": self.status.mean_reward,
             "tokens_by_worker": dict(self.tokens_by_worker),
         }
@@ -67,19 +64,17 @@ def percentile(values: list[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
+def spread(values: list[float]) -> dict[str, float]:
+    """The median and the 99th percentile."""
+    return {"p50": percentile(values, 50), "p99": percentile(values, 99)}
+
+
 def show_table(console: Console, reports: list[JobReport], took_s: float) -> None:
     """One row a job."""
-    table = Table(box=None, padding=(0, 2))
-    for heading in (
-        "job",
-        "samples",
-        "tokens",
-        "tok/s",
-        "first token p50 / p99, ms",
-        "mean reward",
-        "tokens by worker",
-    ):
-        table.add_column(heading, justify="left" if heading in ("job", "tokens by worker") else "right")
+    table = Table("job", box=None, padding=(0, 2))
+    for heading in ("samples", "tokens", "tok/s", "first token p50 / p99, ms", "mean reward"):
+        table.add_column(heading, justify="right")
+    table.add_column("tokens by worker")
     for report in reports:
         figures = report.figures()
         first = figures["first_token_ms"]
@@ -103,21 +98,24 @@ def write_summary(path: Path, reports: list[JobReport], chat_first_token_ms: lis
     summary = {
         "seconds": round(took_s, 3),
         "jobs": {report.name: report.figures() for report in reports},
-        "chat_first_token_ms": {
-            "p50": percentile(chat_first_token_ms, 50),
-            "p99": percentile(chat_first_token_ms, 99),
-        },
+        "chat_first_token_ms": spread(chat_first_token_ms),
     }
     path.write_text(json.dumps(summary, indent=2) + "\n")
 
 
-def write_histogram(path: Path, reports: list[JobReport]) -> None:
-    """Rewards per job as a picture."""
-    import matplotlib  # only here: it takes a second to import
+def plotting() -> Any:
+    """matplotlib, for pictures without a screen; loaded here because it takes a second."""
+    import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def write_histogram(path: Path, reports: list[JobReport]) -> None:
+    """Rewards per job as a picture."""
+    pyplot = plotting()
     figure, axes = pyplot.subplots(1, len(reports), figsize=(5 * len(reports), 3.2), squeeze=False)
     for axis, report in zip(axes[0], reports, strict=True):
         axis.hist(report.rewards, bins=10, range=(0, 1), color="#3b6ea5")

@@ -2,9 +2,9 @@
 
 This room knows nothing of one endpoint's JSON: chat, completions, batches and the routes for training code share it.
 
-The way in: `target.py` (which model and adapter) -> `sampling.py` with `sampling_fields.py` (the sampling parameters)
--> `structured.py` (the grammar) -> `plan.py` (the plan of the reply and the work together) -> `work.py` (the work as
-sequence specs) -> `running.py` (enqueue, read, cancel).
+The way in: `target.py` (which model and adapter) -> `plan.py` (the plan of the reply and the work together; it asks
+`sampling.py`, which has the fields of a request and the sampling parameters, and `structured.py`, the grammar) ->
+`work.py` (the work as sequence specs) -> `running.py` (enqueue, read, cancel).
 
 The way out: `choice.py` (token events to new text) with `splitter.py` (reasoning, content, tool calls; the forms stand
 in `tool_formats.py`), and `logprobs.py`. `api/http/sse.py` sends the bytes.

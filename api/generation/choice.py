@@ -11,12 +11,10 @@ import msgspec
 
 from api.generation.splitter import Piece, SplitPlan, Splitter
 from shared.frames import Finish, TokenEvent, TokenLogprob, VersionSpan, spans_of
-from shared.text.codec import TextCodec, TextStream
+from shared.text.codec import TextCodec
 from shared.token_events import join
 
 Endpoint = Literal["completions", "chat"]
-
-LONG_TOP = 128  # log-probabilities of a position
 
 
 class ReplyPlan(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -52,11 +50,6 @@ class ReplyPlan(msgspec.Struct, frozen=True, omit_defaults=True):
         """The reply's id as its client sees it. `id` is never used twice; a request's own name may be."""
         return f"{self.id.partition('-')[0]}-{self.name}" if self.name else self.id
 
-    @property
-    def is_long(self) -> bool:
-        """Whether it has log-probabilities of the whole vocabulary: a quarter of a million of them, at most."""
-        return max(self.logprobs or 0, self.prompt_logprobs or 0) > LONG_TOP
-
     def shown_tokens(self, codec: TextCodec) -> Iterable[str]:
         """Special tokens that the text does not hide."""
         if self.show_special:
@@ -67,6 +60,11 @@ class ReplyPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     def choices(self) -> int:
         """Number of choices."""
         return len(self.prompts) * self.n
+
+    @property
+    def sequences(self) -> list[str]:
+        """Ids of the sequences behind the choices."""
+        return [self.sequence(choice) for choice in range(self.choices)]
 
     def sequence(self, choice: int) -> str:
         """Id of the sequence behind a choice."""
@@ -127,7 +125,7 @@ class Choice:
     def __init__(self, plan: ReplyPlan, codec: TextCodec, seen: Progress = NOTHING_SEEN) -> None:
         self._split = plan.split
         self._splitter = None if plan.split is None else Splitter(plan.split)
-        self._decoder = TextStream(codec, plan.shown_tokens(codec))
+        self._decoder = codec.stream(plan.shown_tokens(codec))
         self._eos = plan.eos_token_ids
         self._show_stop = plan.show_stop_token
         self._versions = plan.weight_versions

@@ -4,45 +4,29 @@ Checked at admission, so that an unknown scoring function or a missing reference
 hole in the training data later.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
+from api.generation.sampling import SamplingFields
 from api.generation.target import Target
 from api.ring.caller import asker, key_name
 from api.ring.ring import Ring
 from shared.adapters import AdapterRef, unknown_adapter
 from shared.errors import InvalidRequestError, ParallmError
 from shared.jobs import RewardSpec
-from shared.process.settings import ApiSettings
-from shared.rewards import kinds as rewards
+from shared.rewards.kinds import CheckedReward, check
 from shared.sequences import Collection, ModelCard
 
 MAX_METADATA_BYTES = 16_384
 REFERENCE = "reference"  # the key of `metadata` that a scoring function compares with
 
 
-class CollectFields(Protocol):
-    """The fields of a request that this module reads."""
+async def collection_of(ring: Ring, body: SamplingFields, target: Target, prompts: int) -> Collection | None:
+    """How the sequences of a request are collected; None when they are not. InvalidRequestError names the field.
 
-    @property
-    def collect_trajectory(self) -> bool | None:
-        """Whether a trajectory is wanted."""
-
-    @property
-    def scoring_function(self) -> str | dict[str, Any] | None: ...
-
-    @property
-    def metadata(self) -> dict[str, Any] | None:
-        """What is kept with it."""
-
-    @property
-    def n(self) -> int | None:
-        """Samples a prompt."""
-
-
-def collection_of(body: CollectFields, target: Target, settings: ApiSettings, prompts: int) -> Collection | None:
-    """How the sequences of a request are collected; None when they are not. InvalidRequestError names the field."""
+    NotFoundError when the policy that is to learn from them, or a model that the reward asks, is not there.
+    """
     if not body.collect_trajectory:
         if body.scoring_function is not None:
             raise InvalidRequestError("'scoring_function' needs 'collect_trajectory': true", param="scoring_function")
@@ -51,49 +35,49 @@ def collection_of(body: CollectFields, target: Target, settings: ApiSettings, pr
     if _packed_size(metadata, "metadata") > MAX_METADATA_BYTES:
         raise InvalidRequestError(f"'metadata' of a trajectory may have {MAX_METADATA_BYTES} bytes", param="metadata")
     reference = metadata.pop(REFERENCE, None)
-    scoring = scoring_spec(body.scoring_function) if body.scoring_function is not None else None
-    if scoring is not None and rewards.needs_reference(scoring):
-        _check_reference(scoring, reference, prompts)
-    policy = AdapterRef.parse(target.adapter).choices[0].name if target.adapter else settings.default_adapter
+    scoring = scoring_reward(body.scoring_function) if body.scoring_function is not None else None
+    if scoring is not None and scoring.needs_reference:
+        _check_reference(scoring.spec, reference, prompts)
+    policy = AdapterRef.parse(target.adapter).choices[0].name if target.adapter else ring.settings.default_adapter
+    who = asker()
+    if who.limited and not who.sees(await ring.adapters.owner(policy) or ""):
+        raise unknown_adapter(policy)
+    if scoring is not None:
+        await check_scoring(ring, scoring, "scoring_function")
     return Collection(
         policy=policy,
-        scoring=scoring.name if scoring else "",
-        options=scoring.options if scoring else {},
+        scoring=scoring.spec.name if scoring else "",
+        options=scoring.spec.options if scoring else {},
         reference=reference,
         metadata=metadata,
         samples=body.n or 1,
     )
 
 
-def scoring_spec(given: str | dict[str, Any], param: str = "scoring_function") -> RewardSpec:
+def scoring_reward(given: str | dict[str, Any], param: str = "scoring_function") -> CheckedReward:
     """A scoring function by name, or as an object with its options, as a job's `reward`; checked."""
-    if isinstance(given, str):
-        spec = RewardSpec(given)
-    else:
-        fields = dict(given)
-        name, options = fields.pop("name", None), fields.pop("options", {})
-        if not isinstance(name, str) or not isinstance(options, dict):
-            raise InvalidRequestError(f"'{param}' is a name, or an object with 'name' and options", param=param)
-        spec = RewardSpec(name, {**options, **fields})
+    spec = named_scoring(given, param)
+    if not isinstance(given, str):
         _packed_size(spec.options, param)
     try:
-        rewards.check(spec)
+        return check(spec)
     except InvalidRequestError as error:
         error.param = param
         raise
-    return spec
 
 
-async def check_collection(ring: Ring, collect: Collection) -> None:
-    """NotFoundError when the policy that is to learn from it, or a model that the reward asks, is not there."""
-    who = asker()
-    if who.limited and not who.sees(await ring.adapters.owner(collect.policy) or ""):
-        raise unknown_adapter(collect.policy)
-    if collect.scoring:
-        await check_scoring(ring, RewardSpec(collect.scoring, collect.options), "scoring_function")
+def named_scoring(given: str | dict[str, Any], param: str) -> RewardSpec:
+    """The same, not checked."""
+    if isinstance(given, str):
+        return RewardSpec(given)
+    fields = dict(given)
+    name, options = fields.pop("name", None), fields.pop("options", {})
+    if not isinstance(name, str) or not isinstance(options, dict):
+        raise InvalidRequestError(f"'{param}' is a name, or an object with 'name' and options", param=param)
+    return RewardSpec(name, {**options, **fields})
 
 
-async def check_scoring(ring: Ring, scoring: RewardSpec, param: str) -> list[ModelCard]:
+async def check_scoring(ring: Ring, scoring: CheckedReward, param: str) -> list[ModelCard]:
     """The models that the reward asks, after a trial of its patterns, in a process that can be killed.
 
     InvalidRequestError for a pattern that cannot be compiled, UnknownModelError for a model that was never served;
@@ -101,7 +85,7 @@ async def check_scoring(ring: Ring, scoring: RewardSpec, param: str) -> list[Mod
     """
     try:
         await ring.patterns.check(scoring, key_name())
-        return await ring.judges.check(rewards.served_models(scoring))
+        return await ring.judges.check(scoring.served_models)
     except ParallmError as error:
         error.param = param
         raise

@@ -5,8 +5,9 @@ from typing import Any
 
 import msgspec
 
+from api.generation.choice import ReplyPlan
 from shared.frames import TokenLogprob
-from shared.text.codec import TextCodec, TextStream
+from shared.text.codec import TextCodec
 
 LOWEST = -9999.0  # what OpenAI shows for a probability of nothing; JSON has no infinity
 
@@ -19,12 +20,9 @@ class ChatToken(msgspec.Struct, gc=False):  # there may be a million of them, an
     bytes: list[int]
 
 
-class ChatLogprob(msgspec.Struct, gc=False):
-    """A token of a chat choice with its competitors."""
+class ChatLogprob(ChatToken, gc=False):
+    """The same with its competitors."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
     top_logprobs: list[ChatToken]
 
 
@@ -34,31 +32,7 @@ class TextLogprobs(msgspec.Struct):
     text_offset: list[int] = []
     token_logprobs: list[float | None] = []
     tokens: list[str] = []
-    top_logprobs: list[dict[str, float] | None] | None = None
-
-    def beyond(self, count: int) -> "TextLogprobs":
-        """Without the first `count` tokens."""
-        tops = self.top_logprobs
-        return TextLogprobs(
-            self.text_offset[count:],
-            self.token_logprobs[count:],
-            self.tokens[count:],
-            None if tops is None else tops[count:],
-        )
-
-    def __add__(self, other: "TextLogprobs") -> "TextLogprobs":
-        tops = None
-        if self.top_logprobs is not None or other.top_logprobs is not None:
-            tops = [
-                *(self.top_logprobs or [None] * len(self.tokens)),
-                *(other.top_logprobs or [None] * len(other.tokens)),
-            ]
-        return TextLogprobs(
-            self.text_offset + other.text_offset,
-            self.token_logprobs + other.token_logprobs,
-            self.tokens + other.tokens,
-            tops,
-        )
+    top_logprobs: list[Any] | None = None  # of each token a dict of name -> log-probability
 
 
 class TokenNames:
@@ -131,44 +105,43 @@ class TextOffsets:
         self._top = top
         self._codec = codec
         self._shown = shown
-        self._stream = TextStream(codec, shown)
+        self._stream = codec.stream(shown)
         self._offset = 0
 
-    def prompt(
-        self,
-        text: str,
-        prompt: Sequence[int],
-        logprobs: Sequence[float | None],
-        tops: Sequence[Sequence[TokenLogprob]] | None,
-    ) -> TextLogprobs:
-        """The echoed prompt's part; the first token has no log-probability."""
-        built = self.completion(prompt, logprobs, tops)
-        self._stream = TextStream(self._codec, self._shown)
-        self._offset = len(text)
-        return built
+    @classmethod
+    def of(cls, plan: ReplyPlan, codec: TextCodec) -> "TextOffsets":
+        """Those of a choice of this reply."""
+        names = TokenNames(codec, plan.name_tokens_by_id)
+        return cls(codec, names, plan.logprobs or 0, plan.shown_tokens(codec))
 
-    def completion(
+    def begin(self, text: str) -> None:
+        """The completion begins, behind this text."""
+        self._stream = self._codec.stream(self._shown)
+        self._offset = len(text)
+
+    def add(
         self,
+        built: TextLogprobs,
         tokens: Sequence[int],
         logprobs: Sequence[float | None],
         tops: Sequence[Sequence[TokenLogprob]] | None,
-    ) -> TextLogprobs:
-        """The next tokens."""
-        built = TextLogprobs([], [], [], [] if self._top else None)
+        seen: int = 0,
+    ) -> None:
+        """Add the next tokens, but for the first `seen` of them; a prompt's first one has no log-probability."""
         for i, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
-            built.text_offset.append(self._offset)
-            built.tokens.append(self._names.name(token))
-            built.token_logprobs.append(None if logprob is None else floored(logprob))
-            if built.top_logprobs is not None:
-                top = tops[i][: self._top] if tops else ()
-                built.top_logprobs.append(None if logprob is None else self._names.top(top, token, logprob))
+            if i >= seen:
+                built.text_offset.append(self._offset)
+                built.tokens.append(self._names.name(token))
+                built.token_logprobs.append(None if logprob is None else floored(logprob))
+                if built.top_logprobs is not None:
+                    top = tops[i][: self._top] if tops else ()
+                    built.top_logprobs.append(None if logprob is None else self._names.top(top, token, logprob))
             self._offset += len(self._stream.push([token]))
-        return built
 
 
-def in_parts(shown: Sequence[Any]) -> list[Any]:
-    """A long list as JSON, position by position: written in one piece it would hold up the other threads."""
-    return [each if each is None else msgspec.Raw(msgspec.json.encode(each)) for each in shown]
+def in_parts(shown: Iterable[Any]) -> list[Any]:
+    """A list as JSON, position by position: a long one that is written in one piece holds up all other threads."""
+    return [None if each is None else msgspec.Raw(msgspec.json.encode(each)) for each in shown]
 
 
 def floored(logprob: float) -> float:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import msgspec
 import structlog
@@ -23,8 +22,8 @@ from api.ring.ring import Ring
 from shared.errors import NotFoundError
 from shared.frames import TokenEvent
 from shared.redis import keys
+from shared.redis.connection.client import ask
 from shared.redis.connection.faults import reason
-from shared.redis.jobs.ledger import ask
 from shared.redis.tokens.log import read_tokens
 
 log = structlog.get_logger()
@@ -32,14 +31,6 @@ log = structlog.get_logger()
 GRACE_S = 15.0
 _reading: Counter[str] = Counter()  # connections of this process that read a resumable stream
 _lingering: set["asyncio.Task[None]"] = set()
-
-
-@dataclass(frozen=True)
-class Resumable:
-    """A streamed request as Redis remembers it."""
-
-    plan: ReplyPlan
-    history: list[list[TokenEvent]]  # of each sequence, from its first token
 
 
 async def remember(ring: Ring, plan: ReplyPlan) -> None:
@@ -52,17 +43,17 @@ async def remember(ring: Ring, plan: ReplyPlan) -> None:
         await pipe.execute()
 
 
-async def take_over(ring: Ring, request_id: str) -> Resumable:
-    """Route a stream's sequences to this process and read what they have said so far."""
+async def take_over(ring: Ring, request_id: str) -> tuple[ReplyPlan, list[list[TokenEvent]]]:
+    """Route a stream's sequences to this process; its plan, and what each sequence has said, from its first token."""
     stored = await ask(ring.redis, "HGETALL", keys.request(request_id))
     if not stored:
         raise unknown_stream(request_id)
     plan = msgspec.json.decode(stored[b"plan"], type=ReplyPlan)
-    seqs = [plan.sequence(choice) for choice in range(plan.choices)]
+    seqs = plan.sequences
     before = await route(ring, plan.served, seqs)
     history = [await read_tokens(ring.redis, plan.served, seq, 0, before[seq]) for seq in seqs]
     log.info("api.resumed", request=request_id, sequences=len(seqs), before=sorted(set(before.values())))
-    return Resumable(plan, history)
+    return plan, history
 
 
 async def stream_owner(ring: Ring, request_id: str) -> str | None:

@@ -8,17 +8,15 @@ while it lasts.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 import structlog
-from fastapi import Request
 from redis.exceptions import RedisError
 
-from api.generation.collection import check_collection
 from api.generation.tracing import WorkSpan
 from api.generation.work import Work
-from api.ring.caller import asker, calling, until_disconnected
+from api.ring.caller import asker, calling, while_wanted
 from api.ring.ring import Ring
 from shared.errors import (
     DeadlineExceededError,
@@ -32,16 +30,14 @@ from shared.frames import Finish, TokenEvent
 from shared.redis.connection.faults import reason
 from shared.redis.queue.named_requests import NamedRequests
 from shared.redis.tokens.feed import LOST, TokenFeed
-from shared.sequences import (
-    SequenceClass,
-    SequenceSpec,
-)
+from shared.sequences import SequenceClass, SequenceSpec
 
 log = structlog.get_logger()
 
 PIN_S = 3600.0  # of the adapter version of a request without a deadline, at most
 DEADLINE_GRACE_S = 2.0  # the worker enforces the deadline; without a worker we do, this much later
 _TOO_LATE = "the deadline passed before the request was complete"
+PART = 256  # events that are handed on at once
 _settling: set["asyncio.Task[None]"] = set()
 
 Events = list[tuple[int, TokenEvent]]  # (index of the sequence, event)
@@ -61,9 +57,8 @@ class Generation:
         self.unfinished = dict.fromkeys(seqs)
         self._feed: TokenFeed | None = None
         self._specs: dict[str, SequenceSpec] = {}  # of a request that began here
-        self._pinned: tuple[str, str] | None = None  # adapter version and owner of the pin
         self._span: WorkSpan | None = None  # while it is traced
-        self._named: tuple[str, str, str, str] | None = None  # owner, name, model and id, as they are noted
+        self._releases: list[Callable[[], Awaitable[object]]] = []  # of what is held for as long as the request lasts
 
     @classmethod
     async def start(cls, ring: Ring, work: Work) -> "Generation":
@@ -74,8 +69,6 @@ class Generation:
         structlog.contextvars.bind_contextvars(work=work.id)  # sequences, in all processes' logs, are named after it
         await ring.check_pause()
         await ring.check_memory(work.model)
-        if work.collect is not None:
-            await check_collection(ring, work.collect)
         key = calling.get()
         kind: SequenceClass = "interactive" if key is None else key.sequence_class
         span = WorkSpan.begin(work)
@@ -122,12 +115,14 @@ class Generation:
 
         Raises what ended a sequence before its time: its deadline, a cancellation, an error of the engine.
         """
-        if self._history:
-            history, self._history = self._history, []
-            yield self._checked(history)
-        while self.unfinished:
-            events = await self._next()
-            yield self._checked([(self._places[i], event) for i, event in events] if self._places else events)
+        events, self._history = self._history, []
+        while events or self.unfinished:
+            events = self._checked(events or await self._next())
+            for at in range(0, len(events), PART):
+                if at:  # of a slow client, or of one that has come back: others' tokens go in between
+                    await asyncio.sleep(0)
+                yield events[at : at + PART]
+            events = []
 
     def _checked(self, events: Events) -> Events:
         span = self._span
@@ -143,7 +138,7 @@ class Generation:
         assert self._feed is not None, "read before start"
         deadlines = [at for at in (self._deadline_ms, self._first_deadline_ms) if at]
         if not deadlines:
-            return await self._feed.next()
+            return self._placed(await self._feed.next())
         left_s = min(deadlines) / 1000 - time.time() + DEADLINE_GRACE_S
         try:
             async with asyncio.timeout(left_s):
@@ -152,7 +147,10 @@ class Generation:
             self._note("deadline")
             raise DeadlineExceededError(_TOO_LATE) from None
         self._first_deadline_ms = 0
-        return events
+        return self._placed(events)
+
+    def _placed(self, events: Events) -> Events:
+        return [(self._places[i], event) for i, event in events] if self._places else events
 
     def leave(self) -> list[str]:
         """Stop reading and let the sequences run on; returns those that have not finished."""
@@ -168,12 +166,8 @@ class Generation:
             self._note("cancelled")
         if self._span is not None:
             self._span.end()
-        if self._pinned is not None:
-            _settle(self._unpin(*self._pinned))
-            self._pinned = None
-        if self._named is not None:
-            _settle(self._forget_name(*self._named))
-            self._named = None
+        while self._releases:
+            _settle(_released(self._releases.pop()))
 
     def _note(self, failure: str) -> None:
         """For the span, if there is one: what kind of failure it was."""
@@ -186,21 +180,14 @@ class Generation:
             return
         left_s = work.deadline_ms / 1000 - time.time() + DEADLINE_GRACE_S if work.deadline_ms else PIN_S
         await self._ring.adapters.pin_all(work.adapter, work.id, left_s)
-        self._pinned = work.adapter, work.id
+        self._releases.append(lambda: self._ring.adapters.unpin_all(work.adapter, work.id))
 
     async def _note_name(self, work: Work) -> None:
         """Let POST /abort_requests find it."""
         if work.name:
-            self._named = owner(), work.name, work.model, work.id
-            await NamedRequests(self._ring.redis).add(*self._named)
-
-    async def _forget_name(self, *named: str) -> None:
-        with contextlib.suppress(RedisError, OSError):  # it ends by itself
-            await NamedRequests(self._ring.redis).remove(*named)
-
-    async def _unpin(self, adapter: str, owner: str) -> None:
-        with contextlib.suppress(RedisError, OSError):  # it ends by itself
-            await self._ring.adapters.unpin_all(adapter, owner)
+            names, noted = NamedRequests(self._ring.redis), (owner(), work.name, work.model, work.id)
+            self._releases.append(lambda: names.remove(*noted))
+            await names.add(*noted)
 
     def _lost(self, seq: str, position: int) -> None:
         """Redis has come back without a sequence: enqueue it again, if it will say again what its client has seen."""
@@ -240,6 +227,11 @@ def _settle(work: Coroutine[Any, Any, None]) -> None:
     task.add_done_callback(_settling.discard)
 
 
+async def _released(release: Callable[[], Awaitable[object]]) -> None:
+    with contextlib.suppress(RedisError, OSError):  # it ends by itself
+        await release()
+
+
 async def settled() -> None:
     """Wait for cancellations that are under way; at shutdown."""
     if _settling:
@@ -267,19 +259,18 @@ def by_choice(events: Events) -> Iterator[tuple[int, list[TokenEvent]]]:
     yield from grouped.items()
 
 
-async def gather_all(ring: Ring, request: Request, work: Work) -> list[list[TokenEvent]] | None:
-    """Enqueue the work and wait for all events of each sequence; None when the client has left."""
+async def gather_all(ring: Ring, work: Work) -> list[list[TokenEvent]]:
+    """Enqueue the work and wait for all events of each sequence; RequestCancelledError when the client leaves."""
     generation = await Generation.start(ring, work)
+    events: list[list[TokenEvent]] = [[] for _ in range(len(work.prompts) * work.n)]
+
+    async def gather() -> None:
+        async for batch in generation.batches():
+            for index, event in batch:
+                events[index].append(event)
+
     try:
-        return await until_disconnected(gather(generation, len(work.prompts) * work.n), request.receive)
+        await while_wanted(gather())
     finally:
         generation.close()
-
-
-async def gather(generation: Generation, count: int) -> list[list[TokenEvent]]:
-    """All events of each sequence."""
-    events: list[list[TokenEvent]] = [[] for _ in range(count)]
-    async for batch in generation.batches():
-        for index, event in batch:
-            events[index].append(event)
     return events

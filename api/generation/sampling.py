@@ -1,37 +1,169 @@
-"""From the fields of a request to `SamplingParams`, checked against the model: lengths, vocabulary, context."""
+"""The fields that all endpoints share, with vLLM's extras, and the sampling parameters that they come to.
+
+Every field is known by name; others are refused.
+"""
 
 import secrets
-import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Annotated, Any, ClassVar
 
 import msgspec
+from pydantic import Field, model_validator
 
-from api.generation.sampling_fields import MAX_TOP_LOGPROBS, WHOLE_VOCABULARY, SamplingFields
-from api.generation.structured import check_alone
-from shared.errors import (
-    ContextLengthExceededError,
-    EmptyPromptError,
-    InvalidRequestError,
-)
-from shared.process.settings import ApiSettings
+from api.generation.structured import StructuredOutputs
+from api.generation.target import TargetFields
+from api.http.fields import LogitBias, Off, Priority, RequestModel, Stop, Truncation, TruncationSide, complaint
+from shared.errors import InvalidRequestError
 from shared.sequences import LogprobsMode, ModelCard, SamplingParams, vocabulary_error
 from shared.text.codec import TextCodec
 from shared.trajectories import drawing_of, needs_processed
 
-MAX_WHOLE_LOGPROBS = 1 << 18  # of an answer that has them of the whole vocabulary: numbers
+MAX_N = 256
+MAX_TOP_LOGPROBS = 20
+WHOLE_VOCABULARY = -1  # as a number of log-probabilities
+MAX_ALLOWED = 16_384  # tokens; each sequence carries them
+MAX_BAD_WORDS = 128
+MAX_NAMED_LOGPROBS = 128
+
+StrictId = Annotated[int, Field(strict=True, ge=0)]
+TopLogprobs = Annotated[int, Field(ge=WHOLE_VOCABULARY, le=MAX_TOP_LOGPROBS)]
+
+SAMPLING_OFF: Off = {
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    # vLLM's older names of what is in `structured_outputs` now
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    # vLLM's further ones: clients that send every field send null
+    "cache_salt": (),
+    "kv_transfer_params": (),
+    "logits_processors": ([],),
+    "repetition_detection": (),
+    "vllm_xargs": (),
+}
 
 
-class TruncationFields(Protocol):
-    """How a request wants a long prompt cut."""
+class StreamOptions(RequestModel):
+    """What a stream carries besides tokens."""
 
-    @property
-    def truncate_prompt_tokens(self) -> int | None:
-        """To how many tokens; -1: to what the context leaves."""
+    off: ClassVar[Off] = {"include_obfuscation": (False,)}
 
-    @property
-    def truncation_side(self) -> str | None:
-        """Where; None is left."""
+    include_usage: bool | None = Field(default=None, description="a last chunk with the token counts")
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="vLLM's: with include_usage, every chunk has the counts of its choice so far"
+    )
+    include_event_ids: bool | None = Field(
+        default=None,
+        description="`id:` lines, with which GET /v1/streams/{id} resumes the stream on any api process",
+    )
+
+
+class PromptFields(TargetFields):
+    """Which model gets which part of a prompt."""
+
+    truncate_prompt_tokens: Truncation = None
+    truncation_side: TruncationSide = None
+    priority: Priority = None
+
+
+class DrawFields(PromptFields):
+    """How a completion is drawn, of which prompt, and where it stops."""
+
+    temperature: float | None = Field(default=1.0, ge=0, le=2, description="0 is greedy")
+    top_p: float | None = Field(default=1.0, ge=0, le=1)
+    presence_penalty: float | None = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=0.0, ge=-2, le=2)
+    logit_bias: LogitBias
+    seed: int | None = Field(
+        default=None, ge=-(2**63), lt=2**63, description="the same seed draws the same tokens, whatever the batch"
+    )
+    stop: Stop
+    # vLLM's
+    top_k: int | None = Field(default=0, ge=-1, description="0 or -1: off")
+    min_p: float | None = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=1.0, gt=0, le=10)
+    stop_token_ids: list[StrictId] | None = Field(default=None, max_length=1024)
+    ignore_eos: bool | None = False
+    min_tokens: int | None = Field(default=0, ge=0, description="nothing stops the completion before this many tokens")
+    include_stop_str_in_output: bool | None = False
+    allowed_token_ids: list[StrictId] | None = Field(
+        default=None, min_length=1, max_length=MAX_ALLOWED, description="no other token is drawn"
+    )
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=128)]] | None = Field(
+        default=None, max_length=MAX_BAD_WORDS, description="texts that the completion must not contain"
+    )
+    skip_special_tokens: bool | None = Field(default=True, description="false: the text shows them")
+    request_id: str | None = Field(
+        default=None,
+        pattern=r"^[\x21-\x7e]{1,128}$",
+        description="the answer's id ends with it, and POST /abort_requests takes it",
+    )
+    structured_outputs: StructuredOutputs | None = Field(default=None, description="what the completion must look like")
+
+
+class SamplingFields(DrawFields):
+    """What all endpoints that generate text or tokens share."""
+
+    n: int | None = Field(default=1, ge=1, le=MAX_N, description="completions for each prompt, from one prefill")
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    metadata: dict[str, Any] | None = Field(
+        default=None, description="kept with a collected trajectory; its `reference` is what scoring compares with"
+    )
+    # vLLM's
+    prompt_logprobs: TopLogprobs | None = Field(default=None, description="-1: of the whole vocabulary")
+    logprob_token_ids: list[StrictId] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_NAMED_LOGPROBS,
+        description="log-probabilities of these tokens at each position, in the place of the most likely ones",
+    )
+    logprobs_mode: LogprobsMode | None = Field(
+        default=None,
+        description="of the completion's tokens: the model's own (raw), or those of what was drawn from (processed), "
+        "after penalties, temperature and filters; default: the setting of that name",
+    )
+    return_token_ids: bool | None = Field(default=False, description="adds `prompt_token_ids` and `token_ids`")
+    return_tokens_as_token_ids: bool | None = Field(default=False, description="logprobs name tokens `token_id:<id>`")
+    add_special_tokens: bool | None = None
+    # ours
+    collect_trajectory: bool | None = Field(
+        default=False, description="each completion becomes a trajectory of the policy, for its trainer"
+    )
+    scoring_function: str | dict[str, Any] | None = Field(
+        default=None, description="what scores the trajectory: a reward's name, or an object with `name` and options"
+    )
+    deadline_s: float | None = Field(
+        default=None, gt=0, le=86_400, description="given up (504) after so long; at most the server's own timeout"
+    )
+    return_weight_versions: bool | None = Field(
+        default=False, description="adds `weight_versions`: the adapter version of each range of tokens"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "SamplingFields":
+        if self.stream_options is not None and not self.stream:
+            raise complaint("stream_options", "'stream_options' needs 'stream': true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise complaint("prompt_logprobs", "'prompt_logprobs' does not go with 'stream'")
+        if self.allowed_token_ids and self.bad_words:
+            raise complaint(
+                "bad_words", "'bad_words' does not go with 'allowed_token_ids': together they may leave none"
+            )
+        if self.request_id and self.stream_options is not None and self.stream_options.include_event_ids:
+            raise complaint("request_id", "a stream that can be resumed ('include_event_ids') has an id of ours")
+        return self
+
+
+def check_whole(body: SamplingFields, top: int | None, param: str) -> None:
+    """Refuse what a stream cannot have: log-probabilities of the whole vocabulary."""
+    if top == WHOLE_VOCABULARY and body.stream:
+        raise complaint(param, "log-probabilities of the whole vocabulary do not go with 'stream'")
 
 
 def sampling_of(
@@ -50,10 +182,10 @@ def sampling_of(
 
     `logprobs_mode`: that of the server. `codec`: for what is said in text.
     """
-    check_alone(grammar, bool(body.ignore_eos), body.min_tokens or 0)
     _check_masks(body, card, grammar)
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
-        _check_tokens(getattr(body, name) or (), card, name)
+        if error := vocabulary_error(getattr(body, name) or (), card.vocab_size, name):
+            raise error
     if (body.min_tokens or 0) > max_tokens:
         raise InvalidRequestError(f"'min_tokens' is more than 'max_tokens' ({max_tokens})", param="min_tokens")
     if body.logprob_token_ids:
@@ -100,87 +232,9 @@ def bad_words_of(words: Sequence[str], codec: TextCodec | None) -> tuple[tuple[i
     return tuple(dict.fromkeys(tuple(ids) for ids in spelled if ids))
 
 
-def check_whole_logprobs(sampling: SamplingParams, prompts: Sequence[Sequence[int]], n: int, card: ModelCard) -> None:
-    """InvalidRequestError for an answer with too many log-probabilities of the whole vocabulary."""
-    completions = len(prompts) * n * sampling.max_tokens
-    scored = n * sum(map(len, prompts))
-    asked = ((sampling.top_logprobs, completions, "logprobs"), (sampling.prompt_logprobs, scored, "prompt_logprobs"))
-    for count, positions, param in asked:
-        if (count or 0) > MAX_TOP_LOGPROBS and positions * (count or 0) > MAX_WHOLE_LOGPROBS:
-            raise InvalidRequestError(
-                f"{positions} positions of the whole vocabulary ({card.vocab_size}) are more than "
-                f"{MAX_WHOLE_LOGPROBS} log-probabilities; ask for fewer tokens, or for 'logprob_token_ids'",
-                param=param,
-            )
-
-
-def top_of(asked: int | None, card: ModelCard, named: Sequence[int] | None = None) -> int | None:
-    """How many log-probabilities a position of the answer has besides its own token's; None: none at all."""
-    if asked is not None and named:
-        return len(named)
-    return card.vocab_size if asked == WHOLE_VOCABULARY else asked
-
-
-def truncated(
-    prompt: list[int], body: TruncationFields, card: ModelCard, settings: ApiSettings, max_tokens: int | None = None
-) -> list[int]:
-    """The prompt as the request wants it cut; with -1 `max_tokens`, or as many as by default, fit behind it."""
-    most = body.truncate_prompt_tokens
-    if most is None:
-        return prompt
-    if most < 0:
-        behind = min(settings.default_max_tokens, card.context_length // 2) if max_tokens is None else max_tokens
-        most = min(settings.max_prompt_tokens or card.context_length, max(1, card.context_length - behind))
-    return prompt[:most] if body.truncation_side == "right" else prompt[-most:]
-
-
-def check_prompts(prompts: Sequence[Sequence[int]], card: ModelCard, settings: ApiSettings, param: str) -> None:
-    """Refuse empty prompts, ids outside the vocabulary, and prompts that leave no room for a token."""
-    longest = settings.max_prompt_tokens or card.context_length
-    for i, prompt in enumerate(prompts):
-        where = f"prompt {i}" if len(prompts) > 1 else "the prompt"
-        if not prompt:
-            raise EmptyPromptError(f"{where} has no tokens", param=param)
-        if len(prompt) > longest:
-            raise ContextLengthExceededError(
-                f"{where} has {len(prompt)} tokens; this server takes up to {longest}", param=param
-            )
-        _check_tokens(prompt, card, param)
-
-
-def room_for(
-    prompts: Sequence[Sequence[int]],
-    card: ModelCard,
-    asked: int | None,
-    default: int,
-    *,
-    param: str = "max_tokens",
-    clamp: bool = False,
-) -> int:
-    """`asked` if it fits the model's context behind the longest prompt, else an error, or what fits with `clamp`;
-    unasked: what fits, at most `default`."""
-    longest = max(map(len, prompts))
-    room = card.context_length - longest
-    if asked is not None and asked <= room:
-        return asked
-    if room > 0 and (asked is None or clamp):
-        return min(default if asked is None else asked, room)
-    wanted = "" if asked is None else f" and '{param}' {asked}"
-    raise ContextLengthExceededError(
-        f"the model's context is {card.context_length} tokens; the prompt's {longest} tokens{wanted} do not fit",
-        param=param if asked is not None else "prompt",
-    )
-
-
-def deadline(settings: ApiSettings, asked_s: float | None = None) -> int:
-    """Unix milliseconds at which a request that begins now is given up: when it asks, and by the setting at last."""
-    longest = settings.request_timeout_s
-    return int(1000 * (time.time() + (longest if asked_s is None else min(asked_s, longest))))
-
-
 def _check_masks(body: SamplingFields, card: ModelCard, grammar: str) -> None:
-    """Refuse masks that may leave a row without any token."""
-    for name in ("allowed_token_ids", "bad_words"):
+    """Refuse what would go on behind the end of a grammar, and masks that may leave a row without any token."""
+    for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"):
         if grammar and getattr(body, name):
             raise InvalidRequestError(f"'{name}' does not go with a constrained completion", param=name)
     stops = {*(body.stop_token_ids or ()), *(() if body.ignore_eos else card.eos_token_ids)}
@@ -188,11 +242,6 @@ def _check_masks(body: SamplingFields, card: ModelCard, grammar: str) -> None:
         raise InvalidRequestError(
             "'allowed_token_ids' has stop tokens alone: 'min_tokens' cannot be", param="min_tokens"
         )
-
-
-def _check_tokens(tokens: "Sequence[int] | dict[int, float]", card: ModelCard, param: str) -> None:
-    if error := vocabulary_error(tokens, card.vocab_size, param):
-        raise error
 
 
 def _or(value: float | None, default: float) -> float:

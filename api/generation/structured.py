@@ -7,11 +7,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from api.http.fields import RequestModel, complaint
-from shared.errors import InvalidGrammarError, InvalidRequestError
+from api.http.fields import Off, RequestModel, complaint
+from shared.errors import InvalidGrammarError
 from shared.text import grammar
-
-Off = dict[str, tuple[Any, ...]]
 
 Schema = dict[str, Any] | bool
 
@@ -97,11 +95,3 @@ def grammar_of_outputs(wanted: StructuredOutputs | None) -> str:
     except InvalidGrammarError as error:
         error.param = "structured_outputs"
         raise
-
-
-def check_alone(text: str, ignore_eos: bool, min_tokens: int) -> None:
-    """Refuse what would make a grammar meaningless: going on behind its end."""
-    if text and ignore_eos:
-        raise InvalidRequestError("'ignore_eos' does not go with a constrained completion", param="ignore_eos")
-    if text and min_tokens:
-        raise InvalidRequestError("'min_tokens' does not go with a constrained completion", param="min_tokens")

@@ -11,7 +11,10 @@ request leaves with `name@k`, the version of its admission; a following one leav
 from dataclasses import dataclass
 
 import msgspec
+from fastapi import Request
+from pydantic import Field, model_validator
 
+from api.http.fields import RequestModel, complaint
 from api.ring.ring import Ring, ServedModel
 from shared.adapters import AdapterManifest, AdapterRef, ResolvedAdapter
 from shared.errors import (
@@ -25,6 +28,28 @@ from shared.redis.training.board import TrainingBoard
 from shared.sequences import AdapterPolicy, ModelCard
 
 
+class TargetFields(RequestModel):
+    """What says which model and adapter a request wants."""
+
+    model: str | None = Field(
+        default=None,
+        description="a served model, an adapter, a version of it (`name@k`), or a split (`a@1:0.9,b@2:0.1`); "
+        "may be left out when only one model is served",
+    )
+    adapter: str | None = Field(default=None, description="an adapter, a version of it or a split, as in `model`")
+    lora_adapter: str | None = Field(default=None, description="the same as `adapter`")
+    adapter_policy: AdapterPolicy | None = Field(
+        default=None, description="follow: newest version at each decode step; pin: the version at the start"
+    )
+    user: str | None = Field(default=None, description="a session: it stays with its choice of an adapter split")
+
+    @model_validator(mode="after")
+    def _one_adapter(self) -> "TargetFields":
+        if self.adapter and self.lora_adapter and self.adapter != self.lora_adapter:
+            raise complaint("adapter", "'adapter' and 'lora_adapter' name different adapters")
+        return self
+
+
 @dataclass(frozen=True)
 class Target:
     """A served model and what a sequence says of its adapter."""
@@ -34,12 +59,6 @@ class Target:
     policy: AdapterPolicy = "pin"
     admitted: ResolvedAdapter | None = None  # the version at admission
 
-    @property
-    def fingerprint(self) -> str:
-        """OpenAI's `system_fingerprint`, with the version at admission."""
-        base = self.served.fingerprint
-        return base if self.admitted is None else f"{base}-{self.admitted.id}"
-
 
 @dataclass(frozen=True)
 class JobTarget:
@@ -47,6 +66,13 @@ class JobTarget:
 
     card: ModelCard
     adapter: str = ""
+
+
+async def target_of(ring: Ring, body: TargetFields, request: Request) -> Target:
+    """The target of one request, pinned unless it says otherwise; errors as in `find_target`."""
+    session = body.user or request.state.request_id
+    adapter = body.adapter or body.lora_adapter or ""
+    return await find_target(ring, body.model, adapter, body.adapter_policy or "pin", session=session)
 
 
 async def find_target(

@@ -43,7 +43,7 @@ _SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 @dataclass(frozen=True)
-class Call:
+class ParsedCall:
     """One call as a model made it; `arguments` is JSON."""
 
     name: str
@@ -57,7 +57,7 @@ class ToolFormat:
     name: str
     start: str
     end: str  # "": the end of the completion
-    parse: Callable[[str, list[dict[str, Any]]], list[Call]]
+    parse: Callable[[str, list[dict[str, Any]]], list[ParsedCall]]
     begins: bool = False  # a call is the beginning of a completion, or there is none; the mark is a part of it
 
 
@@ -88,7 +88,7 @@ def _parser_module(name: str) -> ModuleType:
     return importlib.import_module(f"{_PACKAGE}.{name}")
 
 
-def _by_module(module: ModuleType, text: str, tools: list[dict[str, Any]]) -> list[Call]:
+def _by_module(module: ModuleType, text: str, tools: list[dict[str, Any]]) -> list[ParsedCall]:
     try:
         made = module.parse_tool_call(text.strip(), tools)
     except Exception as error:  # whatever a parser trips over is a malformed call
@@ -96,7 +96,7 @@ def _by_module(module: ModuleType, text: str, tools: list[dict[str, Any]]) -> li
     return [_call(each) for each in (made if isinstance(made, list) else [made])]
 
 
-def _json_calls(text: str) -> list[Call]:
+def _json_calls(text: str) -> list[ParsedCall]:
     try:
         made = msgspec.json.decode(text.strip())
     except msgspec.DecodeError as error:
@@ -104,12 +104,12 @@ def _json_calls(text: str) -> list[Call]:
     return [_call(each) for each in (made if isinstance(made, list) else [made])]
 
 
-def _call(made: Any) -> Call:
+def _call(made: Any) -> ParsedCall:
     if not isinstance(made, dict) or not isinstance(made.get("name"), str):
         raise ValueError("a call needs a name")
     arguments = made.get("arguments", made.get("parameters", {}))
     if isinstance(arguments, str):
-        return Call(made["name"], arguments)
+        return ParsedCall(made["name"], arguments)
     if not isinstance(arguments, dict):
         raise ValueError("the arguments of a call are an object")
-    return Call(made["name"], msgspec.json.encode(arguments).decode())
+    return ParsedCall(made["name"], msgspec.json.encode(arguments).decode())

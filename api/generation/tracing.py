@@ -4,50 +4,19 @@ The latter follows OpenTelemetry's conventions for generative AI (`gen_ai.*`), w
 """
 
 import time
-from collections.abc import MutableMapping, Sequence
-from typing import Any, Protocol
+from collections.abc import MutableMapping
+from typing import Any
 
 from fastapi.telemetry import TelemetryConfig
 
+from api.generation.work import Work
 from api.http.auth import is_open
 from shared.frames import TokenEvent
-from shared.sequences import SamplingParams, SequenceKind
+from shared.sequences import SamplingParams
 from shared.telemetry import tracing
 from shared.telemetry.spans import OpenSpan
 
 PROVIDER = "mlx_parallm"  # gen_ai.provider.name
-
-
-class WorkFields(Protocol):
-    """The fields of a piece of work (`api.generation.work.Work`) that are told."""
-
-    @property
-    def id(self) -> str:
-        """Sequences are named after it."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def adapter(self) -> str: ...
-
-    @property
-    def prompts(self) -> Sequence[Sequence[int]]:
-        """Token ids; only their number is told."""
-
-    @property
-    def n(self) -> int:
-        """Completions a prompt."""
-
-    @property
-    def kind(self) -> SequenceKind: ...
-
-    @property
-    def chat(self) -> bool:
-        """Whether the prompt is a chat."""
-
-    @property
-    def sampling(self) -> SamplingParams: ...
 
 
 def telemetry() -> TelemetryConfig:
@@ -84,7 +53,7 @@ class WorkSpan:
         self._over = False
 
     @classmethod
-    def begin(cls, work: WorkFields) -> "WorkSpan | None":
+    def begin(cls, work: Work) -> "WorkSpan | None":
         """None when the request is not traced."""
         if tracing.provider() is None:
             return None

@@ -4,9 +4,7 @@ import time
 
 import msgspec
 
-from shared.errors import (
-    InvalidRequestError,
-)
+from shared.errors import InvalidRequestError
 from shared.seeds import seed_in_request
 from shared.sequences import (
     AdapterPolicy,

@@ -91,7 +91,7 @@ class Admission:
             storage = RedisStorage(
                 "async+redis://",
                 implementation="redispy",
-                key_prefix=keys.rate_limits(),
+                key_prefix=keys.RATE_LIMITS,
                 connection_pool=redis.connection_pool,  # type: ignore[arg-type]
             )
             self._counters = SlidingWindowCounterRateLimiter(storage)

@@ -53,8 +53,9 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI descriptions of the errors that a route may answer with."""
+def error_responses(*statuses: int, ok: str = "") -> dict[int | str, dict[str, Any]]:
+    """OpenAPI descriptions of the errors that a route may answer with, by default one that begins work; `ok`: of its
+    answer."""
     meanings = {
         400: "The request is malformed or asks for something impossible; `error.param` names the field.",
         404: "No such model, job, stream or adapter.",
@@ -64,7 +65,9 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
         503: "No live worker serves the model; `Retry-After` says when to try again.",
         504: "The deadline passed before the request was complete.",
     }
-    return {status: {"model": ErrorBody, "description": meanings[status]} for status in statuses}
+    answer: dict[int | str, dict[str, Any]] = {200: {"description": ok}} if ok else {}
+    statuses = statuses or (400, 404, 413, 429, 503, 504)
+    return answer | {status: {"model": ErrorBody, "description": meanings[status]} for status in statuses}
 
 
 def error_object(error: ParallmError) -> bytes:
@@ -82,6 +85,14 @@ def error_response(error: ParallmError) -> Response:
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return Response(error_object(error), error.status, headers, "application/json")
+
+
+class BodyError(HTTPException):
+    """An error of ours while a body is read: there FastAPI lets no other kind out."""
+
+    def __init__(self, error: ParallmError) -> None:
+        super().__init__(error.status, error.message)
+        self.error = error
 
 
 def install(app: FastAPI) -> None:
@@ -104,6 +115,8 @@ def translate(request: Request, error: Exception) -> ParallmError:
         return error
     if isinstance(error, RequestValidationError):
         return from_validation(error.errors())
+    if isinstance(error, BodyError):
+        return error.error
     if isinstance(error, HTTPException):
         return _from_http(request, error)
     return from_fault(error)

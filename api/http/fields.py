@@ -4,7 +4,6 @@ A parameter that OpenAI or vLLM knows and we do not support is accepted with a v
 is refused, since ignoring it would change what the answer means.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -14,14 +13,17 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    ValidatorFunctionWrapHandler,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_PROMPTS = 2048  # OpenAI's, of an embedding
 MAX_BIASES = 4096
 MAX_FIELDS = 512  # of one object whose fields have names
+
+Off = dict[str, tuple[Any, ...]]  # parameters that we do not support -> the values that ask for nothing
 
 
 def complaint(param: str, reason: str, *, unsupported: bool = False) -> PydanticCustomError:
@@ -70,18 +72,23 @@ def _fail_fast(schema: Any) -> None:
 class RequestModel(BaseModel):
     """Base of all bodies: unknown fields are refused, and so is what `off` lists unless its value asks for nothing.
 
-    A list is refused at its first wrong item: to name 200,000 of them would take seconds, and one is told.
+    A list is refused at its first wrong item: to name 200,000 of them would take seconds, and one is told. What has
+    been read already (`api/http/bodies.py`) is not checked again.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
-    off: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # known, not supported -> the values that mean "off"
+    off: ClassVar[Off] = {}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """As pydantic makes it, with lists that fail fast."""
+        """As pydantic makes it, with lists that fail fast, and for once."""
         schema = handler(source)
         _fail_fast(schema)
-        return schema
+
+        def once(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+            return value if isinstance(value, source) else check(value)
+
+        return core_schema.no_info_wrap_validator_function(once, schema)
 
     @model_validator(mode="before")
     @classmethod

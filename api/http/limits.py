@@ -5,10 +5,9 @@ import re
 import time
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.http.errors import error_response
+from api.http.errors import BodyError, error_response
 from api.ring.room import aside
 from shared.errors import InvalidRequestError, ParallmError, PayloadTooLargeError
 from shared.process.settings import ApiSettings
@@ -73,7 +72,7 @@ class BodyLimit:
                     return message
                 read += len(message.get("body", b""))
                 if read > limit:
-                    raise HTTPException(413, detail)
+                    raise BodyError(PayloadTooLargeError(detail))
                 if held is None:
                     return message
                 held.append(message.get("body", b""))
@@ -84,8 +83,8 @@ class BodyLimit:
                             await aside(check_shape, body, most_values, most_objects)
                         else:
                             check_shape(body, most_values, most_objects)
-                    except ParallmError as error:  # FastAPI lets no other error out of a body
-                        raise HTTPException(error.status, error.message) from error
+                    except ParallmError as error:
+                        raise BodyError(error) from error
                     return {"type": "http.request", "body": body, "more_body": False}
 
         await self._app(scope, bounded, send)
@@ -112,7 +111,7 @@ async def _in_time(receive: Receive, until: float) -> Message:
         async with asyncio.timeout(until - time.monotonic()):
             return await receive()
     except TimeoutError:
-        raise HTTPException(400, f"the body did not arrive within {BODY_WITHIN_S:g} s") from None
+        raise BodyError(InvalidRequestError(f"the body did not arrive within {BODY_WITHIN_S:g} s")) from None
 
 
 def check_shape(body: bytes, max_values: int, max_objects: int = 0) -> None:

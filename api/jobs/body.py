@@ -7,18 +7,17 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from pydantic import ConfigDict, Field, model_validator
 
-from api.generation.sampling_fields import MAX_TOP_LOGPROBS, StrictId
+from api.generation.sampling import MAX_TOP_LOGPROBS, StrictId
 from api.http.fields import LogitBias, RequestModel, Stop, complaint
 from api.http.limits import MAX_JSON_DEPTH, is_deep
 from api.ring.room import aside
 from shared.errors import InvalidRequestError
-from shared.jobs import JobInput, JobSpec, Prompt, RewardSpec, SamplingOverrides
+from shared.jobs import InputLine, JobInput, JobKind, JobSpec, Prompt, RewardSpec, SamplingOverrides, input_line
 from shared.sequences import AdapterPolicy, LogprobsMode, ModelCard, vocabulary_error
 
 MAX_LINE_BYTES = 16 << 20
 LARGE_LINE_BYTES = 64 << 10
 _BLOCK = 64 << 10  # read at once; a larger one would hold up other requests' tokens
-_encode = msgspec.json.Encoder().encode
 
 Message = dict[str, Any]
 
@@ -140,7 +139,7 @@ class JobBody(RequestModel):
             top_logprobs=(self.top_logprobs if self.top_logprobs is not None else counted) or None,
         )
 
-    def inputs(self, card: ModelCard) -> Iterator[bytes]:
+    def inputs(self, card: ModelCard) -> Iterator[InputLine]:
         """The prompts of a JSON body, as the job store takes them."""
         each = self.metadata if isinstance(self.metadata, list) else None
         for i, prompt in enumerate(self.prompts or ()):
@@ -150,7 +149,7 @@ class JobBody(RequestModel):
                 completion=self.completions[i] if self.completions else None,
                 metadata=each[i] if each else {},
             )
-            yield _encode(_checked(given, card, f"prompts[{i}]"))
+            yield input_line(_checked(given, card, f"prompts[{i}]"), self.kind, i + 1)
 
 
 class UploadLine(msgspec.Struct, forbid_unknown_fields=True):
@@ -170,20 +169,24 @@ class Upload(Protocol):
     async def read(self, size: int = -1) -> bytes: ...
 
 
-async def upload_inputs(file: Upload, card: ModelCard) -> AsyncIterator[bytes]:
-    """The lines of a JSONL upload, as the job store takes them; blank ones stay, so that line numbers stay right."""
+async def upload_inputs(file: Upload, card: ModelCard, kind: JobKind) -> AsyncIterator[InputLine]:
+    """The lines of a JSONL upload, as the job store takes them; blank ones count in line numbers and are no prompts."""
     number = 0
     async for line in _lines(file):
         number += 1
         if len(line) > LARGE_LINE_BYTES:
-            yield await aside(_stored, line, number, card)
+            stored = await aside(_stored, line, number, card, kind)
         else:
-            yield _stored(line, number, card)
+            stored = _stored(line, number, card, kind)
+        if stored is not None:
+            yield stored
 
 
-def _stored(line: bytes, number: int, card: ModelCard) -> bytes:
-    """A line as the job store takes it."""
-    return _encode(_checked(_input_of(line, number), card, f"line {number}")) if line.strip() else b""
+def _stored(line: bytes, number: int, card: ModelCard, kind: JobKind) -> InputLine | None:
+    """A line as the job store takes it; None for a blank one."""
+    if not line.strip():
+        return None
+    return input_line(_checked(_input_of(line, number), card, f"line {number}"), kind, number)
 
 
 async def _lines(file: Upload) -> AsyncIterator[bytes]:

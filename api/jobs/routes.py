@@ -11,15 +11,17 @@ from starlette.responses import Response, StreamingResponse
 
 from api.generation.collection import check_scoring
 from api.generation.target import JobTarget, find_job_target
+from api.http.bodies import LONG_BYTES
 from api.http.errors import error_responses, from_validation, json_reply
 from api.http.limits import check_shape, is_multipart
 from api.jobs.body import JobBody, upload_inputs
 from api.ring.caller import asker, key_name
 from api.ring.ring import Ring, ring_of
+from api.ring.room import aside
 from shared.adapters import AdapterRef
 from shared.errors import InvalidRequestError
 from shared.jobs import TERMINAL, JobSpec, JobStatus
-from shared.rewards import kinds as rewards
+from shared.rewards.kinds import check
 
 router = APIRouter(tags=["jobs"])
 TheRing = Annotated[Ring, Depends(ring_of)]
@@ -71,7 +73,8 @@ async def submit_job(
     """A durable job of any number of prompts; poll it by its id. JSON, or a multipart upload of JSONL."""
     if is_multipart(request.headers):
         return await _submit_upload(request, ring, idempotency_key)
-    body = _parsed(await request.body())
+    data = await request.body()
+    body = await aside(_parsed, data) if len(data) > LONG_BYTES else _parsed(data)
     if body.prompts is None:
         raise InvalidRequestError("'prompts' is required (or upload JSONL as multipart/form-data)", param="prompts")
     target = await _target(ring, body)
@@ -87,13 +90,12 @@ async def _submit_upload(request: Request, ring: Ring, idempotency_key: str) -> 
             raise InvalidRequestError("the form field 'spec' (JSON) is required", param="spec")
         if not isinstance(file, UploadFile):
             raise InvalidRequestError("the form field 'file' (JSONL) is required, as a file", param="file")
-        check_shape(spec_field.encode(), ring.settings.max_json_values)
-        body = _parsed(spec_field.encode())
+        body = await aside(_parsed_field, spec_field.encode(), ring.settings.max_json_values)
         if body.prompts is not None:
             raise InvalidRequestError("'prompts' and a file exclude each other", param="prompts")
         target = await _target(ring, body)
         spec = await _checked_spec(ring, body, target)
-        inputs = upload_inputs(file, target.card)
+        inputs = upload_inputs(file, target.card, body.kind)
         job_id, _ = await ring.jobs.create(spec, inputs, body.idempotency_key or idempotency_key)
     return await _accepted(ring, job_id)
 
@@ -105,6 +107,11 @@ def _parsed(data: bytes) -> JobBody:
         raise from_validation(error.errors()) from error
 
 
+def _parsed_field(data: bytes, max_values: int) -> JobBody:
+    check_shape(data, max_values)
+    return _parsed(data)
+
+
 async def _target(ring: Ring, body: JobBody) -> JobTarget:
     """Jobs are durable: the model must be known, but no worker needs to live right now."""
     return await find_job_target(ring, body.model, body.adapter or body.lora_adapter, body.adapter_policy)
@@ -114,8 +121,7 @@ async def _checked_spec(ring: Ring, body: JobBody, target: JobTarget) -> JobSpec
     spec = body.spec(target.card, target.adapter, ring.settings.logprobs_mode)
     spec = msgspec.structs.replace(spec, tenant=asker().tenant)
     if spec.reward is not None:
-        rewards.check(spec.reward)
-        await check_scoring(ring, spec.reward, "reward.options")
+        await check_scoring(ring, check(spec.reward), "reward.options")
     return msgspec.structs.replace(spec, key=key_name())
 
 

@@ -9,19 +9,20 @@ import re
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from api.generation.running import owner
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import RequestModel
 from api.ring.caller import asker
-from api.ring.ring import Ring, ring_of
+from api.ring.ring import Ring, TheRing
 from shared.redis import keys
 from shared.redis.queue.named_requests import NamedRequests
 from shared.sequences import decode_spec
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 _ANSWER = re.compile(r"(cmpl|chatcmpl|embd|score|predict|act)-[0-9a-f]{32}")
 _SHOWN = re.compile(r"(?:chatcmpl-|cmpl-|resp_)(.+)")
@@ -42,7 +43,7 @@ class Aborted(BaseModel):
 
 
 @router.post("/abort_requests", summary="Abort requests (vLLM)", responses=error_responses(400, 503))
-async def abort_requests(body: AbortBody, ring: Annotated[Ring, Depends(ring_of)]) -> Aborted:
+async def abort_requests(body: AbortBody, ring: TheRing) -> Aborted:
     """Their clients get an error of type `cancelled` (499); in a stream it is the last event."""
     found = Aborted(aborted=[], unknown=[])
     for name in dict.fromkeys(body.request_ids):

@@ -1,46 +1,19 @@
-"""The bodies of POST /v1/completions and /v1/chat/completions."""
+"""The bodies of POST /v1/completions and /v1/chat/completions, and the messages of a chat."""
 
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from api.generation.sampling_fields import _SAMPLING_OFF, Off, SamplingFields, TopLogprobs, check_whole
+from api.generation.sampling import SAMPLING_OFF, SamplingFields, TopLogprobs, check_whole
 from api.generation.structured import ResponseFormat
-from api.http.fields import Prompts, complaint
-from api.openai.messages import ChatMessage, ContinueFinalMessage, check_continued
+from api.http.fields import HistoryModel, Off, Prompts, RequestModel, complaint
 from api.openai.tools import MAX_TOOLS, FunctionDefinition, FunctionName, NamedChoice, Tool, ToolChoice, Tools
-
-_COMPLETION_OFF: Off = {
-    **_SAMPLING_OFF,
-    "suffix": ("",),
-    "store": (False,),
-}
-_CHAT_OFF: Off = {
-    **_SAMPLING_OFF,
-    "echo": (False,),
-    "best_of": (1,),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "service_tier": (
-        "auto",
-        "default",
-    ),
-    "store": (False,),
-    "moderation": (),
-    "chat_template": (),
-    "documents": ([],),
-    "media_io_kwargs": (),
-    "mm_processor_kwargs": (),
-    "thinking_token_budget": (),
-}
 
 
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    off: ClassVar[Off] = _COMPLETION_OFF
+    off: ClassVar[Off] = {**SAMPLING_OFF, "suffix": ("",), "store": (False,)}
 
     prompt: Prompts
     max_tokens: int | None = Field(
@@ -69,20 +42,145 @@ class CompletionRequest(SamplingFields):
         return self
 
 
-class ChatCompletionRequest(SamplingFields):
-    """POST /v1/chat/completions."""
+class ContentPart(HistoryModel):
+    """A part of a message; text alone."""
 
-    off: ClassVar[Off] = _CHAT_OFF
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(HistoryModel):
+    """What a call names."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(HistoryModel):
+    """A call that the model made in an earlier turn."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = Field(default=None, exclude=True, description="of a streamed call; not used")
+
+
+def reasoning_of(message: dict[str, Any]) -> str | None:
+    """The reasoning of an earlier turn under any of the names that clients send it back under.
+
+    `reasoning_content` (DeepSeek), `reasoning` (vLLM, OpenRouter), `reasoning_details` (OpenRouter: a list of texts and
+    summaries), `thinking_blocks` (Anthropic through litellm). What a provider has encrypted is left out.
+    """
+    for name in ("reasoning_content", "reasoning"):
+        if isinstance(text := message.get(name), str):
+            return text
+    for name, keys in (("reasoning_details", ("text", "summary")), ("thinking_blocks", ("thinking",))):
+        parts = message.get(name)
+        if isinstance(parts, list):
+            texts = [part.get(key) for part in parts if isinstance(part, dict) for key in keys]
+            return "".join(text for text in texts if isinstance(text, str)) or None
+    return None
+
+
+class ChatMessage(HistoryModel):
+    """One message of a chat."""
+
+    off: ClassVar[Off] = {"refusal": (), "audio": (), "function_call": (), "annotations": ([],)}
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_calls(cls, data: Any) -> Any:
+        """OpenAI's older form of a call and of what it brought."""
+        if not isinstance(data, dict):
+            return data
+        if data.get("role") == "function":
+            return {**data, "role": "tool", "tool_call_id": data.get("tool_call_id") or data.get("name")}
+        call = data.get("function_call")
+        if not isinstance(call, dict) or data.get("tool_calls"):
+            return data
+        calls = [{"id": call.get("name"), "type": "function", "function": call}]
+        return {**{name: value for name, value in data.items() if name != "function_call"}, "tool_calls": calls}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_parts(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        content = data.get("content")
+        for i, part in enumerate(content if isinstance(content, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                reason = f"parts of type '{kind}' are not supported, only 'text'"
+                raise complaint(f"content[{i}]", reason, unsupported=True)
+        return {**data, "reasoning_content": reasoning_of(data)}
+
+    @model_validator(mode="after")
+    def _complete(self) -> "ChatMessage":
+        said_otherwise = self.role == "assistant" and (self.tool_calls or self.reasoning_content)
+        if self.content is None and not said_otherwise:
+            raise complaint("content", f"a message of role '{self.role}' needs 'content'")
+        if self.tool_calls and self.role != "assistant":
+            raise complaint("tool_calls", "only a message of role 'assistant' has tool calls")
+        self.tool_calls = self.tool_calls or None  # some templates ask whether there are any by asking for the field
+        return self
+
+
+class ChatFields(RequestModel):
+    """A chat, and how the model's template shows it."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="variables of the chat template")
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = Field(
+        default=False, description="the answer goes on with the last message, which is left open (vLLM's)"
+    )
+    add_special_tokens: bool | None = Field(default=None, description="default: true for text, false for a chat")
+
+    @model_validator(mode="after")
+    def _continued(self) -> "ChatFields":
+        """Refuse what contradicts `continue_final_message`: an answer that begins anew, or nothing to go on with."""
+        if not self.continue_final_message:
+            return self
+        if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
+            raise complaint("continue_final_message", "it does not go with 'add_generation_prompt': true")
+        if not self.messages or not self.messages[-1].content or self.messages[-1].tool_calls:
+            raise complaint("continue_final_message", "the last message must be text")
+        return self
+
+
+class ChatCompletionRequest(SamplingFields, ChatFields):
+    """POST /v1/chat/completions."""
+
+    off: ClassVar[Off] = {
+        **SAMPLING_OFF,
+        "echo": (False,),
+        "best_of": (1,),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "moderation": (),
+        "chat_template": (),
+        "documents": ([],),
+        "media_io_kwargs": (),
+        "mm_processor_kwargs": (),
+        "thinking_token_budget": (),
+    }
+
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1, description="OpenAI's newer name of max_tokens")
     logprobs: bool | None = False
     top_logprobs: TopLogprobs | None = Field(default=None, description="-1: the whole vocabulary")
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="variables of the chat template")
-    add_generation_prompt: bool | None = True
-    continue_final_message: ContinueFinalMessage = False
     tools: Tools | None = None
     tool_choice: ToolChoice | None = Field(default=None, description="default: auto, if there are tools")
     parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call")
@@ -104,7 +202,6 @@ class ChatCompletionRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _possible(self) -> "ChatCompletionRequest":
-        check_continued(self)
         self._take_functions()
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:

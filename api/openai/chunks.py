@@ -34,10 +34,9 @@ class ChunkWriter:
         self._plan = plan
         self._chat = plan.endpoint == "chat"
         self._plain = plan.logprobs is None and not plan.token_ids and not plan.weight_versions
-        self._names = TokenNames(codec, plan.name_tokens_by_id)
-        top = plan.logprobs or 0
-        shown = () if self._chat else plan.shown_tokens(codec)
-        self._offsets = [TextOffsets(codec, self._names, top, shown) for _ in range(plan.choices)]
+        if plan.logprobs is not None:
+            self._names = TokenNames(codec, plan.name_tokens_by_id)
+            self._offsets = [] if self._chat else [TextOffsets.of(plan, codec) for _ in range(plan.choices)]
 
     def role(self, index: int) -> bytes:
         """The chunk that opens a chat choice."""
@@ -99,21 +98,11 @@ class ChunkWriter:
             return b"null"
         seen = delta.seen_tokens
         if not self._chat:
-            return _json.encode(self._text_logprobs(index, delta))
+            shown = text_logprobs(self._plan, self._offsets[index], index, delta)
+            return _json.encode(shown)
         tops = delta.top_logprobs[seen:] if delta.top_logprobs is not None else None
-        shown = self._names.chat(delta.tokens[seen:], delta.logprobs[seen:], tops)
-        return b'{"content":%s,"refusal":null}' % _json.encode(shown)
-
-    def _text_logprobs(self, index: int, delta: Delta) -> TextLogprobs:
-        plan, offsets = self._plan, self._offsets[index]
-        prompt = index // plan.n
-        echoed = TextLogprobs()
-        if plan.echo and delta.prompt_logprobs is not None:
-            echoed = offsets.prompt(
-                plan.echo[prompt], plan.prompts[prompt], delta.prompt_logprobs, delta.prompt_top_logprobs
-            )
-        completion = offsets.completion(delta.tokens, delta.logprobs, delta.top_logprobs).beyond(delta.seen_tokens)
-        return echoed + completion if delta.first else completion
+        content = self._names.chat(delta.tokens[seen:], delta.logprobs[seen:], tops)
+        return b'{"content":%s,"refusal":null}' % _json.encode(content)
 
     def counted(self, chunk: bytes, index: int, choice: Choice) -> bytes:
         """A chunk with the counts of its choice so far in the place of no usage."""
@@ -125,6 +114,17 @@ class ChunkWriter:
         """The last chunk before [DONE], when the request wants the counts."""
         counts = _json.encode(usage(self._plan, choices))
         return b'%s,"choices":[],"usage":%s}\n\n' % (self._head, counts)
+
+
+def text_logprobs(plan: ReplyPlan, offsets: TextOffsets, index: int, delta: Delta) -> TextLogprobs:
+    """The legacy form of what is new, behind the echoed prompt's when the choice begins with one."""
+    prompt, built = index // plan.n, TextLogprobs(top_logprobs=[] if plan.logprobs else None)
+    if plan.echo and delta.prompt_logprobs is not None:
+        ids = plan.prompts[prompt]
+        offsets.add(built, ids, delta.prompt_logprobs, delta.prompt_top_logprobs, 0 if delta.first else len(ids))
+        offsets.begin(plan.echo[prompt])
+    offsets.add(built, delta.tokens, delta.logprobs, delta.top_logprobs, delta.seen_tokens)
+    return built
 
 
 def shown_piece(plan: ReplyPlan, index: int, piece: Piece) -> dict[str, Any]:

@@ -4,26 +4,27 @@ import time
 import uuid
 from typing import Annotated, Any, ClassVar
 
-import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from api.generation.continuations import check_pairs, log_probabilities
-from api.generation.plan import encoded, target_of
-from api.http.errors import error_responses
-from api.http.fields import RequestModel, complaint
-from api.ring.ring import Ring, ring_of
+from api.generation.plan import encoded
+from api.generation.target import TargetFields, target_of
+from api.http.bodies import BodyRoute
+from api.http.errors import error_responses, json_reply
+from api.http.fields import Off, complaint
+from api.openai.embeddings import prompt_usage
+from api.ring.ring import TheRing
 from shared.errors import InvalidRequestError
 from shared.rewards.model_kinds import softmax
-from shared.sequences import AdapterPolicy
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 _PLACE = "{input}"
 
 
-class ClassificationRequest(RequestModel):
+class ClassificationRequest(TargetFields):
     """POST /v1/classifications."""
 
     input: str | list[str] = Field(description="one text, or several")
@@ -32,11 +33,6 @@ class ClassificationRequest(RequestModel):
         default=f"{_PLACE}\n\nLabel: ",
         description=f"the prompt: {_PLACE} is where the text goes, and the label is what would follow",
     )
-    model: str | None = Field(default=None, description="a served model or an adapter on one")
-    user: str | None = Field(default=None, description="a session: it stays with its choice of an adapter split")
-    adapter: str | None = None
-    lora_adapter: str | None = None
-    adapter_policy: AdapterPolicy | None = None
 
     @model_validator(mode="after")
     def _possible(self) -> "ClassificationRequest":
@@ -52,7 +48,7 @@ class ClassificationRequest(RequestModel):
 class ClassifyRequest(ClassificationRequest):
     """POST /classify: vLLM's, of models with a classifier; here labels take its place."""
 
-    off: ClassVar[dict[str, tuple[Any, ...]]] = {
+    off: ClassVar[Off] = {
         "truncate_prompt_tokens": (),
         "truncation_side": (),
         "priority": (0,),
@@ -69,8 +65,8 @@ class ClassifyRequest(ClassificationRequest):
         return data
 
 
-@router.post("/classify", summary="Classify texts (vLLM)", responses=error_responses(400, 404, 413, 429, 503, 504))
-async def classify(body: ClassifyRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]) -> Response:
+@router.post("/classify", summary="Classify texts (vLLM)", responses=error_responses())
+async def classify(body: ClassifyRequest, request: Request, ring: TheRing) -> Response:
     """As /v1/classifications."""
     return await create_classifications(body, request, ring)
 
@@ -78,35 +74,30 @@ async def classify(body: ClassifyRequest, request: Request, ring: Annotated[Ring
 @router.post(
     "/v1/classifications",
     summary="Classify texts by labels of your own",
-    responses={
-        200: {"description": "For each input the most likely label and the probabilities of all, in `labels`' order"},
-        **error_responses(400, 404, 413, 429, 503, 504),
-    },
+    responses=error_responses(
+        ok="For each input the most likely label and the probabilities of all, in `labels`' order"
+    ),
 )
-async def create_classifications(
-    body: ClassificationRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]
-) -> Response:
+async def create_classifications(body: ClassificationRequest, request: Request, ring: TheRing) -> Response:
     """Zero-shot: P(label | prompt), exact, over the labels given. The shape is vLLM's /classify with `labels`."""
-    target = await target_of(body, request, ring)
+    target = await target_of(ring, body, request)
     codec = target.served.codec
     texts = [body.input] if isinstance(body.input, str) else body.input
     check_pairs(len(texts), len(body.labels), "input")
     prompts = await encoded(codec, _filled(body.template, texts, ring.settings.max_request_bytes))
     labels = await encoded(codec, body.labels, add_special_tokens=False)
-    scores = await log_probabilities(ring, request, target, prompts, labels, "input")
-    if scores is None:
-        return Response(status_code=499)
-    tokens = sum(map(len, prompts))
-    answer = {
-        "id": f"classify-{uuid.uuid4().hex}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": body.model or target.served.card.name,
-        "labels": body.labels,
-        "data": [_shown(at, body.labels, softmax(each)) for at, each in enumerate(scores)],
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    }
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    scores = await log_probabilities(ring, target, prompts, labels, "input")
+    return json_reply(
+        {
+            "id": f"classify-{uuid.uuid4().hex}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": body.model or target.served.card.name,
+            "labels": body.labels,
+            "data": [_shown(at, body.labels, softmax(each)) for at, each in enumerate(scores)],
+            "usage": prompt_usage(prompts),
+        }
+    )
 
 
 def _filled(template: str, texts: list[str], most: int) -> list[str]:

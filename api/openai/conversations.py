@@ -1,32 +1,31 @@
-"""From messages to prompt ids: the chat template, what it is told of tools, and where it leaves the model."""
+"""From messages to prompt ids: the chat template, what it is told of tools, and where it leaves the model.
 
+A template that knows `tools` gets them. For any other the definitions go into the system message in Hermes' words,
+calls of earlier turns are written as Hermes writes them, and results come as user turns.
+"""
+
+import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from api.generation.splitter import SplitPlan, Thinking
-from api.openai.messages import ChatMessage
-from api.openai.tools import ToolUse, for_template, knows_tools
+from api.openai.bodies import ChatCompletionRequest, ChatFields, ChatMessage
+from api.openai.tools import ToolUse
 from api.ring.room import LARGE_CHARS, LARGE_COUNT, aside
 from shared.errors import InvalidRequestError
 from shared.text import grammar
 from shared.text.codec import TextCodec
 
-_MARKS = (
+_MARKS = (  # of reasoning
     ("<think>", "</think>"),
     ("<longcat_think>", "</longcat_think>"),
     ("<|think:start|>", "<|think:end|>"),
     ("[THINK]", "[/THINK]"),
 )
-
-
-def marks_of(codec: TextCodec) -> tuple[str, str] | None:
-    """The marks of a model's reasoning; None when its template knows none."""
-    template = codec.bundle.chat_template
-    return next((marks for marks in _MARKS if marks[1] in template), None)
 
 
 def thinking_after(prompt: str, marks: tuple[str, str]) -> Thinking:
@@ -36,12 +35,6 @@ def thinking_after(prompt: str, marks: tuple[str, str]) -> Thinking:
     if written.endswith(start):
         return "open"
     return "" if written.endswith(end) else "may"
-
-
-def thinking_within(begun: str, marks: tuple[str, str]) -> Thinking:
-    """What goes on with a message that has begun so."""
-    start, end = marks
-    return "open" if begun.rfind(start) > begun.rfind(end) else ""
 
 
 def behind_thinking(text: str, thinking: Thinking, marks: tuple[str, str], codec: TextCodec) -> str:
@@ -58,107 +51,60 @@ def behind_thinking(text: str, thinking: Thinking, marks: tuple[str, str], codec
 _OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
-class ChatFields(Protocol):
-    """What the template needs of a request."""
-
-    @property
-    def messages(self) -> list[ChatMessage]: ...
-
-    @property
-    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
-
-    @property
-    def add_generation_prompt(self) -> bool | None: ...
-
-    @property
-    def continue_final_message(self) -> bool | None:
-        """Whether the answer goes on with the last message."""
-
-    @property
-    def add_special_tokens(self) -> bool | None:
-        """Whether the tokenizer adds its own."""
-
-
 @dataclass(frozen=True)
 class Conversation:
     """A chat as the model gets it, and what its answer may be made of."""
 
-    codec: TextCodec
     prompt: list[int]
-    tools: ToolUse | None
-    thinking: Thinking
-    think_marks: tuple[str, str] | None
-
-    def split(self, show_thinking: bool, *, older_calls: bool = False) -> SplitPlan | None:
-        """How the answer is taken apart; None when it is content only."""
-        if self.tools is None and not self.thinking:
-            return None
-        start, end = (self.think_marks or ("", "")) if self.thinking else ("", "")
-        plan = SplitPlan(thinking=self.thinking, think_start=start, think_end=end, show_thinking=show_thinking)
-        if self.tools is None:
-            return plan
-        return msgspec.structs.replace(
-            plan,
-            format=self.tools.form(self.codec),
-            tools=msgspec.json.encode(self.tools.shown),
-            parallel=self.tools.parallel,
-            sure=self.tools.forced,
-            named=self.tools.named,
-            older=older_calls,
-        )
-
-    def grammar(self, wanted: str) -> str:
-        """The grammar of the answer, of which `wanted` is the one of its content; "" when anything goes."""
-        text = wanted if self.tools is None else self.tools.grammar(self.codec, wanted)
-        if self.think_marks is None:
-            return text
-        return behind_thinking(text, self.thinking, self.think_marks, self.codec)
+    split: SplitPlan | None  # how the answer is taken apart; None: it is content only
+    grammar: str  # of the answer; "": anything goes
 
 
 async def conversation(
-    codec: TextCodec, body: ChatFields, tools: ToolUse | None = None, **variables: Any
+    codec: TextCodec, body: ChatCompletionRequest, tools: ToolUse | None = None, wanted: str = "", **variables: Any
 ) -> Conversation:
-    """Render and encode a chat; InvalidRequestError when the template refuses it."""
+    """Render and encode a chat; `wanted` is the grammar of its answer's content. InvalidRequestError when the template
+    refuses it."""
     text, ids = await _encoded(codec, body, tools, variables)
+    if tools is not None:
+        wanted = tools.grammar(codec, wanted)
+    marks, thinking = _reasoning(codec, body, text)
+    if marks is not None:
+        wanted = behind_thinking(wanted, thinking, marks, codec)
+    if tools is None and not thinking:
+        return Conversation(ids, None, wanted)
+    start, end = (marks or ("", "")) if thinking else ("", "")
+    show = body.include_reasoning is not False
+    split = SplitPlan(thinking=thinking, think_start=start, think_end=end, show_thinking=show)
+    if tools is not None:
+        split = msgspec.structs.replace(
+            split,
+            format=tools.form(codec),
+            tools=msgspec.json.encode(tools.shown),
+            parallel=tools.parallel,
+            sure=tools.forced,
+            named=tools.named,
+            older=bool(body.functions),
+        )
+    return Conversation(ids, split, wanted)
+
+
+def _reasoning(codec: TextCodec, body: ChatFields, prompt: str) -> tuple[tuple[str, str] | None, Thinking]:
+    """The marks of the model's reasoning, if the answer may have any, and how the answer begins."""
     goes_on = bool(body.continue_final_message)
-    marks = marks_of(codec) if goes_on or body.add_generation_prompt is not False else None
-    thinking: Thinking = "" if marks is None else thinking_after(text, marks)
-    if goes_on and thinking == "may" and marks is not None:  # it cannot begin with reasoning any more
-        thinking = thinking_within(_last_text(body.messages), marks)
-    return Conversation(codec, ids, tools, thinking, marks)
+    marks = next((marks for marks in _MARKS if marks[1] in codec.bundle.chat_template), None)
+    if marks is None or (body.add_generation_prompt is False and not goes_on):
+        return None, ""
+    thinking = thinking_after(prompt, marks)
+    if goes_on and thinking == "may":  # it cannot begin with reasoning any more
+        begun = _last_text(body.messages)
+        thinking = "open" if begun.rfind(marks[0]) > begun.rfind(marks[1]) else ""
+    return marks, thinking
 
 
 async def encoded_chat(codec: TextCodec, body: ChatFields) -> list[int]:
     """Ids of a chat through the model's template."""
     return (await _encoded(codec, body, None, {}))[1]
-
-
-def _rendered(codec: TextCodec, body: ChatFields, tools: ToolUse | None, variables: dict[str, Any]) -> str:
-    asked = body.chat_template_kwargs or {}
-    if wrong := sorted(asked.keys() & _OWN_VARIABLES):
-        raise InvalidRequestError(f"'{wrong[0]}' is not a template variable of its own", param="chat_template_kwargs")
-    messages, mark = template_messages(body.messages), ""
-    if body.continue_final_message:
-        mark = f"the-end-{secrets.token_hex(12)}"
-        messages[-1]["content"] += mark
-    text = codec.render_chat(
-        for_template(messages, tools, codec),
-        add_generation_prompt=body.add_generation_prompt is not False and not mark,
-        tools=tools.shown if tools is not None and knows_tools(codec) else None,
-        **{**variables, **asked},
-    )
-    if not mark:
-        return text
-    begun, found, _ = text.rpartition(mark)  # what the template puts behind a message ends it
-    if not found:
-        reason = "the model's chat template does not show the last message's text, so nothing can go on with it"
-        raise InvalidRequestError(reason, param="continue_final_message")
-    return begun
-
-
-def _last_text(messages: Sequence[ChatMessage]) -> str:
-    content = messages[-1].content
-    return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
 
 async def _encoded(
@@ -183,6 +129,34 @@ def _is_large(messages: Sequence[ChatMessage], tools: ToolUse | None) -> bool:
         chars += len(message.content or "") + len(message.reasoning_content or "")
         chars += sum(len(part.text) for part in parts) + sum(len(call.function.arguments) for call in calls)
     return count > LARGE_COUNT or chars > LARGE_CHARS
+
+
+def _rendered(codec: TextCodec, body: ChatFields, tools: ToolUse | None, variables: dict[str, Any]) -> str:
+    asked = body.chat_template_kwargs or {}
+    if wrong := sorted(asked.keys() & _OWN_VARIABLES):
+        raise InvalidRequestError(f"'{wrong[0]}' is not a template variable of its own", param="chat_template_kwargs")
+    messages, mark = template_messages(body.messages), ""
+    if body.continue_final_message:
+        mark = f"the-end-{secrets.token_hex(12)}"
+        messages[-1]["content"] += mark
+    text = codec.render_chat(
+        for_template(messages, tools, codec),
+        add_generation_prompt=body.add_generation_prompt is not False and not mark,
+        tools=tools.shown if tools is not None and "tools" in codec.bundle.chat_template else None,
+        **{**variables, **asked},
+    )
+    if not mark:
+        return text
+    begun, found, _ = text.rpartition(mark)  # what the template puts behind a message ends it
+    if not found:
+        reason = "the model's chat template does not show the last message's text, so nothing can go on with it"
+        raise InvalidRequestError(reason, param="continue_final_message")
+    return begun
+
+
+def _last_text(messages: Sequence[ChatMessage]) -> str:
+    content = messages[-1].content
+    return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -210,3 +184,44 @@ def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
     except (msgspec.DecodeError, RecursionError):
         arguments = {}
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def for_template(messages: list[dict[str, Any]], use: ToolUse | None, codec: TextCodec) -> list[dict[str, Any]]:
+    """Messages for a template; one that does not know tools gets them as text."""
+    if "tools" in codec.bundle.chat_template:
+        return messages
+    plain = [_as_text(message) for message in messages]
+    if use is None:
+        return plain
+    words = _PREAMBLE.format(tools="\n".join(json.dumps(each, ensure_ascii=False) for each in use.shown))
+    if plain and plain[0]["role"] == "system":
+        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{words}"}, *plain[1:]]
+    return [{"role": "system", "content": words}, *plain]
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    written = [f"<tool_call>\n{_written(call['function'])}\n</tool_call>" for call in calls]
+    words = "\n".join([text for text in [message["content"]] if text] + written)
+    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": words}
+
+
+def _written(function: dict[str, Any]) -> str:
+    return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+
+
+_PREAMBLE = """# Tools
+
+You may call these functions:
+<tools>
+{tools}
+</tools>
+
+To call one, answer with its name and its arguments as JSON, each call within its own tags:
+<tool_call>
+{{"name": "<name>", "arguments": {{<arguments>}}}}
+</tool_call>"""

@@ -1,107 +1,159 @@
-"""POST /v1/embeddings: one vector for each input, out of the served model's hidden states."""
+"""POST /v1/embeddings and vLLM's /pooling: one vector for each input, out of the served model's hidden states.
+
+Of pooling's tasks `embed` alone can be done: the models served here have no classifier and no head for single tokens.
+"""
 
 import base64
+import time
 import uuid
-from typing import Annotated, Literal
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
-from fastapi import APIRouter, Depends, Request
-from pydantic import Field
+from fastapi import APIRouter, Request
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.generation.plan import encoded, target_of
+from api.generation.plan import UNSAMPLED, check_prompts, encoded, plain_work, truncated
 from api.generation.running import gather_all
-from api.generation.sampling import check_prompts, deadline, truncated
-from api.generation.target import Target
+from api.generation.sampling import PromptFields
+from api.generation.target import Target, target_of
 from api.generation.work import Work
-from api.http.errors import error_responses
-from api.http.fields import Priority, Prompts, RequestModel, Truncation, TruncationSide
-from api.ring.ring import Ring, ring_of
+from api.http.bodies import BodyRoute
+from api.http.errors import error_responses, json_reply
+from api.http.fields import Off, Prompts, complaint
+from api.ring.ring import Ring, TheRing
+from api.ring.room import aside
 from shared.errors import InvalidRequestError
 from shared.process.settings import ApiSettings
-from shared.sequences import AdapterPolicy, Pooling, SamplingParams
+from shared.sequences import Pooling
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
+
+LARGE_VECTOR_BYTES = 1 << 18  # of all vectors: to write their numbers takes some 10 ms from here on
 
 
-class EmbeddingRequest(RequestModel):
+class EmbeddingFields(PromptFields):
+    """What all endpoints that embed share."""
+
+    pooling: Pooling | None = Field(default="mean", description="mean of all positions, the last one, or the first")
+
+
+class EmbeddingRequest(EmbeddingFields):
     """POST /v1/embeddings."""
 
     input: Prompts
-    model: str | None = Field(default=None, description="a served model or an adapter on one")
     encoding_format: Literal["float", "base64"] | None = Field(default="float", description="base64: of fp32 LE")
     dimensions: int | None = Field(
         default=None, ge=1, description="the first so many, normalised again: for models trained so (Matryoshka)"
     )
-    user: str | None = Field(default=None, description="a session: it stays with its choice of an adapter split")
-    # vLLM's
-    truncate_prompt_tokens: Truncation = None
-    truncation_side: TruncationSide = None
-    priority: Priority = None
-    normalize: bool | None = Field(default=True, description="to length 1")
+    normalize: bool | None = Field(default=True, description="to length 1 (vLLM's)")
     add_special_tokens: bool | None = True
-    # ours
-    pooling: Pooling | None = Field(default="mean", description="mean of all positions, the last one, or the first")
-    adapter: str | None = Field(default=None, description="an adapter or a version of it")
-    lora_adapter: str | None = Field(default=None, description="the same as `adapter`")
-    adapter_policy: AdapterPolicy | None = None
+
+
+class PoolingRequest(EmbeddingRequest):
+    """POST /pooling."""
+
+    off: ClassVar[Off] = {
+        "messages": (),
+        "data": (),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "mm_processor_kwargs": (),
+        "padding": ("do_not_pad",),
+        "cache_salt": (),
+    }
+
+    task: str | None = Field(default=None, description="embed")
+    use_activation: bool | None = Field(default=None, description="vLLM's name of `normalize`")
+
+    @model_validator(mode="after")
+    def _possible(self) -> "PoolingRequest":
+        if self.task not in (None, "embed"):
+            reason = f"'{self.task}' needs a head that the models served here do not have: 'embed' alone"
+            raise complaint("task", reason, unsupported=True)
+        if self.use_activation is not None:
+            self.normalize = self.use_activation
+        return self
 
 
 @router.post(
     "/v1/embeddings",
     summary="Embed texts",
-    responses={
-        200: {"description": "A list of embeddings, in the order of the inputs"},
-        **error_responses(400, 404, 413, 429, 503, 504),
-    },
+    responses=error_responses(ok="A list of embeddings, in the order of the inputs"),
 )
-async def create_embeddings(
-    body: EmbeddingRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]
-) -> Response:
+async def create_embeddings(body: EmbeddingRequest, request: Request, ring: TheRing) -> Response:
     """OpenAI's embeddings, as sequences in the same queue as everything else."""
-    target = await target_of(body, request, ring)
-    codec = target.served.codec
-    prompts = await encoded(codec, body.input, body.add_special_tokens is not False)
-    work = plan_embeddings(body, prompts, target, ring.settings)
-    gathered = await gather_all(ring, request, work)
-    if gathered is None:
-        return Response(status_code=499)
-    vectors = [events[-1].embedding or b"" for events in gathered]
-    return Response(embeddings_body(body, work, vectors), media_type="application/json")
+    work = await plan_embeddings(body, body.input, await target_of(ring, body, request), ring.settings)
+    vectors = await vectors_of(ring, work)
+    return await vectors_reply(vectors, partial(embeddings_answer, body, work, vectors))
 
 
-def plan_embeddings(body: EmbeddingRequest, prompts: list[list[int]], target: Target, settings: ApiSettings) -> Work:
+@router.post(
+    "/pooling",
+    summary="Pool hidden states (vLLM)",
+    response_class=Response,
+    responses=error_responses(ok="A vector for each input, in their order"),
+)
+async def pool(body: PoolingRequest, request: Request, ring: TheRing) -> Response:
+    """As /v1/embeddings, in vLLM's other shape."""
+    work = await plan_embeddings(body, body.input, await target_of(ring, body, request), ring.settings)
+    vectors = await vectors_of(ring, work)
+
+    def answer() -> dict[str, Any]:
+        shown = [shown_vector(body, vector) for vector in vectors]
+        return {
+            "id": f"pool-{uuid.uuid4().hex}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": body.model or work.model,
+            "data": [{"index": at, "object": "pooling", "data": vector} for at, vector in enumerate(shown)],
+            "usage": prompt_usage(work.prompts),
+        }
+
+    return await vectors_reply(vectors, answer)
+
+
+async def plan_embeddings(
+    body: EmbeddingFields, texts: Sequence[str | list[int]], target: Target, settings: ApiSettings
+) -> Work:
     """What to ask of the workers."""
     card = target.served.card
-    prompts = [truncated(prompt, body, card, settings, 0) for prompt in prompts]
+    special = not isinstance(body, EmbeddingRequest) or body.add_special_tokens is not False
+    prompts = truncated(await encoded(target.served.codec, texts, special), body, card, settings, 0)
     check_prompts(prompts, card, settings, "input")
-    return Work(
-        id=f"embd-{uuid.uuid4().hex}",
-        model=card.name,
-        prompts=tuple(map(tuple, prompts)),
-        sampling=SamplingParams(max_tokens=0, seed=0),
-        kind="embed",
-        adapter=target.adapter,
-        adapter_policy=target.policy,
-        deadline_ms=deadline(settings),
-        pooling=body.pooling or "mean",
-    )
+    return plain_work("embd", target, settings, prompts, UNSAMPLED, kind="embed", pooling=body.pooling or "mean")
 
 
-def embeddings_body(body: EmbeddingRequest, work: Work, vectors: list[bytes]) -> bytes:
-    """JSON of the reply; `vectors` are the workers', fp32 and not normalised."""
-    shown = [shown_vector(body, np.frombuffer(vector, "<f4")) for vector in vectors]
-    tokens = sum(map(len, work.prompts))
-    return msgspec.json.encode(
-        {
-            "object": "list",
-            "data": [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(shown)],
-            "model": body.model or work.model,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        }
-    )
+async def vectors_of(ring: Ring, work: Work) -> list[npt.NDArray[np.float32]]:
+    """The embeddings of a work's prompts, as the workers make them: not normalised."""
+    return [np.frombuffer(events[-1].embedding or b"", "<f4") for events in await gather_all(ring, work)]
+
+
+async def vectors_reply(vectors: Sequence[npt.NDArray[np.float32]], answer: Callable[[], Any]) -> Response:
+    """`answer()`, which shows these vectors, as JSON; many numbers are written beside the event loop."""
+    if sum(vector.nbytes for vector in vectors) <= LARGE_VECTOR_BYTES:
+        return json_reply(answer())
+    return await aside(lambda: json_reply(answer()))
+
+
+def prompt_usage(prompts: Sequence[Sequence[int]]) -> dict[str, int]:
+    """The counts of an answer for which nothing was generated."""
+    tokens = sum(map(len, prompts))
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def embeddings_answer(body: EmbeddingRequest, work: Work, vectors: Sequence[npt.NDArray[np.float32]]) -> dict[str, Any]:
+    """The reply of /v1/embeddings."""
+    shown = [shown_vector(body, vector) for vector in vectors]
+    return {
+        "object": "list",
+        "data": [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(shown)],
+        "model": body.model or work.model,
+        "usage": prompt_usage(work.prompts),
+    }
 
 
 def shown_vector(body: EmbeddingRequest, vector: npt.NDArray[np.float32]) -> str | list[float]:
@@ -115,4 +167,5 @@ def shown_vector(body: EmbeddingRequest, vector: npt.NDArray[np.float32]) -> str
         vector = vector / length if length > 0 else vector
     if body.encoding_format == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return [float(value) for value in vector]
+    shown: list[float] = vector.tolist()
+    return shown

@@ -1,18 +1,17 @@
 """GET /v1/models: the models that a live worker serves, and the adapters of them."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from api.http.errors import error_responses
-from api.ring.ring import Ring, ring_of
+from api.ring.ring import Ring, TheRing
 from shared.adapters import AdapterManifest, AdapterRef
 from shared.errors import InvalidRequestError, UnknownAdapterError, UnknownModelError
 from shared.sequences import ModelCard
 
 router = APIRouter(tags=["openai"])
-TheRing = Annotated[Ring, Depends(ring_of)]
 
 
 class Model(BaseModel):

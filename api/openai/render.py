@@ -3,19 +3,21 @@
 The answer is a body for POST /inference/v1/generate.
 """
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.generation.plan import target_of
+from api.generation.plan import plan
+from api.generation.target import target_of
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.openai.bodies import ChatCompletionRequest
-from api.openai.chat import chat_of, grammar_param, plan_chat
-from api.ring.ring import Ring, ring_of
+from api.openai.chat import asked_of
+from api.ring.ring import TheRing
 from shared.errors import UnsupportedParameterError
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 _SAMPLED = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -28,30 +30,28 @@ _SAMPLED = (
     "/v1/chat/completions/render",
     summary="Render a chat (vLLM)",
     response_class=Response,
-    responses={
-        200: {"description": "Token ids and sampling parameters, as /inference/v1/generate takes them"},
-        **error_responses(400, 404, 413, 503),
-    },
+    responses=error_responses(
+        400, 404, 413, 503, ok="Token ids and sampling parameters, as /inference/v1/generate takes them"
+    ),
 )
-async def render_chat(
-    body: ChatCompletionRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]
-) -> Response:
+async def render_chat(body: ChatCompletionRequest, request: Request, ring: TheRing) -> Response:
     """The whole of a request's checks, without a worker."""
-    target = await target_of(body, request, ring)
-    work, plan = plan_chat(body, await chat_of(target.served.codec, body), target, ring.settings)
-    if work.sampling.grammar:
+    target = await target_of(ring, body, request)
+    asked = await asked_of(target.served.codec, body, ring.settings)
+    if asked.grammar:
         raise UnsupportedParameterError(
-            "a constrained answer cannot be rendered: ask for it as it is", param=grammar_param(body)
+            "a constrained answer cannot be rendered: ask for it as it is", param=asked.grammar_param
         )
+    work, reply_plan = await plan(ring, body, target, asked)
     given = body.model_dump(include=body.model_fields_set & set(_SAMPLED), exclude_none=True)
     sampling: dict[str, Any] = {**given, "max_tokens": work.sampling.max_tokens}
     if body.logprobs:
         sampling["logprobs"] = body.top_logprobs or 0
     return json_reply(
         {
-            "request_id": body.request_id or plan.id,
-            "model": body.model or plan.served,
-            "token_ids": plan.prompts[0],
+            "request_id": body.request_id or reply_plan.id,
+            "model": body.model or work.model,
+            "token_ids": work.prompts[0],
             "sampling_params": sampling,
             "stream": bool(body.stream),
         }

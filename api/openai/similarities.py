@@ -9,32 +9,29 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.generation.plan import encoded, target_of
-from api.generation.running import gather_all
-from api.http.errors import error_responses
-from api.http.fields import MAX_PROMPTS, Priority, RequestModel, Truncation, TruncationSide, complaint
-from api.openai.embeddings import EmbeddingRequest, plan_embeddings
-from api.ring.ring import Ring, ring_of
-from shared.sequences import AdapterPolicy, Pooling
+from api.generation.target import target_of
+from api.http.bodies import BodyRoute
+from api.http.errors import error_responses, json_reply
+from api.http.fields import MAX_PROMPTS, Off, complaint
+from api.openai.embeddings import EmbeddingFields, plan_embeddings, prompt_usage, vectors_of
+from api.ring.ring import Ring, TheRing
 
-router = APIRouter(tags=["openai"])
-TheRing = Annotated[Ring, Depends(ring_of)]
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS // 2)]
-_ANSWERS = error_responses(400, 404, 413, 429, 503, 504)
+_ANSWERS = error_responses()
 
 
-class ComparedFields(RequestModel):
+class ComparedFields(EmbeddingFields):
     """What both endpoints share."""
 
-    off: ClassVar[dict[str, tuple[Any, ...]]] = {  # vLLM's, of models with a head
+    off: ClassVar[Off] = {  # vLLM's, of models with a head
         "use_activation": (True, False),
         "mm_processor_kwargs": (),
         "padding": ("do_not_pad",),
@@ -42,16 +39,6 @@ class ComparedFields(RequestModel):
         "chat_template": (),
         "instruction": (),
     }
-
-    model: str | None = Field(default=None, description="a served model or an adapter on one")
-    user: str | None = Field(default=None, description="a session: it stays with its choice of an adapter split")
-    truncate_prompt_tokens: Truncation = None
-    truncation_side: TruncationSide = None
-    priority: Priority = None
-    pooling: Pooling | None = Field(default="mean", description="which hidden states make the embedding")
-    adapter: str | None = None
-    lora_adapter: str | None = None
-    adapter_policy: AdapterPolicy | None = None
 
 
 class ScoreRequest(ComparedFields):
@@ -104,21 +91,19 @@ class RerankRequest(ComparedFields):
 async def score(body: ScoreRequest, request: Request, ring: TheRing) -> Response:
     """The cosine of each pair."""
     first, second = body.sides()
-    found = await _embedded(body, [*first, *second], request, ring)
-    if found is None:
-        return Response(status_code=499)
-    model, vectors, tokens = found
+    model, vectors, counts = await _embedded(body, [*first, *second], request, ring)
     left = vectors[: len(first)]
     cosines = np.sum(left * vectors[len(first) :], axis=1)  # one row goes with each
-    answer = {
-        "id": f"score-{uuid.uuid4().hex}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": model,
-        "data": [{"index": at, "object": "score", "score": float(each)} for at, each in enumerate(cosines)],
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    }
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return json_reply(
+        {
+            "id": f"score-{uuid.uuid4().hex}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": model,
+            "data": [{"index": at, "object": "score", "score": float(each)} for at, each in enumerate(cosines)],
+            "usage": counts,
+        }
+    )
 
 
 @router.post("/rerank", summary="Order texts by nearness (vLLM)", response_class=Response, responses=_ANSWERS)
@@ -126,41 +111,27 @@ async def score(body: ScoreRequest, request: Request, ring: TheRing) -> Response
 @router.post("/v2/rerank", include_in_schema=False)
 async def rerank(body: RerankRequest, request: Request, ring: TheRing) -> Response:
     """Documents, the nearest to the query first."""
-    found = await _embedded(body, [body.query, *body.documents], request, ring)
-    if found is None:
-        return Response(status_code=499)
-    model, vectors, tokens = found
+    model, vectors, counts = await _embedded(body, [body.query, *body.documents], request, ring)
     cosines = vectors[1:] @ vectors[0]
     order = sorted(range(len(body.documents)), key=lambda at: -cosines[at])[: body.top_n or None]
-    answer = {
-        "id": f"rerank-{uuid.uuid4().hex}",
-        "model": model,
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        "results": [
-            {
-                "index": at,
-                **({"document": {"text": body.documents[at]}} if body.return_documents is not False else {}),
-                "relevance_score": float(cosines[at]),
-            }
-            for at in order
-        ],
-    }
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    shows = body.return_documents is not False
+    results = [
+        {
+            "index": at,
+            **({"document": {"text": body.documents[at]}} if shows else {}),
+            "relevance_score": float(cosines[at]),
+        }
+        for at in order
+    ]
+    return json_reply({"id": f"rerank-{uuid.uuid4().hex}", "model": model, "usage": counts, "results": results})
 
 
 async def _embedded(
     body: ComparedFields, texts: list[str], request: Request, ring: Ring
-) -> tuple[str, npt.NDArray[np.float32], int] | None:
-    """Model, embeddings of length 1 (a row each), and the number of tokens; None when the client has left."""
-    target = await target_of(body, request, ring)
-    prompts = await encoded(target.served.codec, texts)
-    cut = {"truncate_prompt_tokens": body.truncate_prompt_tokens, "truncation_side": body.truncation_side}
-    asked = EmbeddingRequest.model_validate({"input": [0], "pooling": body.pooling, **cut})
-    work = plan_embeddings(asked, prompts, target, ring.settings)
-    gathered = await gather_all(ring, request, work)
-    if gathered is None:
-        return None
-    vectors = np.stack([np.frombuffer(events[-1].embedding or b"", "<f4") for events in gathered])
+) -> tuple[str, npt.NDArray[np.float32], dict[str, int]]:
+    """Model, embeddings of length 1 (a row each), and the counts of tokens."""
+    work = await plan_embeddings(body, texts, await target_of(ring, body, request), ring.settings)
+    vectors = np.stack(await vectors_of(ring, work))
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
-    return body.model or work.model, unit, sum(map(len, work.prompts))
+    return body.model or work.model, unit, prompt_usage(work.prompts)

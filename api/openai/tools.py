@@ -1,7 +1,4 @@
-"""Tools: what a request says of them, how the model is told, and the grammar that makes it call one.
-
-A template that knows `tools` gets them. For any other the definitions go into the system message in Hermes' words,
-calls of earlier turns are written as Hermes writes them, and results come as user turns.
+"""Tools: what a request says of them, and the grammar that makes the model call one.
 
 Invariants. With `tool_choice` "required" or a named function the completion is calls in Hermes' form and nothing else,
 with arguments of the function's schema, whatever form the model would rather use. With "auto" the model decides;
@@ -33,22 +30,27 @@ class FunctionDefinition(HistoryModel):
     strict: bool | None = Field(default=None, description="arguments follow the schema under `auto`, too")
 
 
-def _function_only(value: Any, *others: str) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind not in ("function", *others):
-        known = " and ".join(f"'{each}'" for each in ("function", *others))
-        raise complaint("type", f"type '{kind}' is not supported, only {known}", unsupported=True)
-    return value
+def known_type(*known: str) -> BeforeValidator:
+    """Refuse things of another `type` by name."""
+
+    def check(value: Any) -> Any:
+        kind = value.get("type", known[0]) if isinstance(value, dict) else known[0]
+        if kind not in known:
+            raise complaint("type", f"type '{kind}' is not supported, only {', '.join(known)}", unsupported=True)
+        return value
+
+    return BeforeValidator(check)
 
 
-def _tag(value: Any) -> str:
-    """Which kind of choice it is; not an identifier, so that no error takes it for a field (api/http/errors.py)."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "function")
-    return f"<{kind}>"
+def by_type(otherwise: str) -> Discriminator:
+    """Tells the kinds of a union apart. A tag is not an identifier, so that no error takes it for a field
+    (api/http/errors.py)."""
 
+    def tag(value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", otherwise)
+        return f"<{kind}>"
 
-def _chosen(value: Any) -> Any:
-    return _function_only(value, "allowed_tools")
+    return Discriminator(tag)
 
 
 class Tool(HistoryModel):
@@ -75,7 +77,7 @@ class AllowedTools(RequestModel):
     """Some of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
-    tools: list[Annotated[NamedChoice, BeforeValidator(_function_only)]] = Field(min_length=1, max_length=MAX_TOOLS)
+    tools: list[Annotated[NamedChoice, known_type("function")]] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
 class AllowedChoice(RequestModel):
@@ -92,14 +94,14 @@ class AllowedChoice(RequestModel):
         return [tool for tool in tools or () if tool.function.name in names]
 
 
-Tools = Annotated[list[Annotated[Tool, BeforeValidator(_function_only)]], Field(max_length=MAX_TOOLS)]
+Tools = Annotated[list[Annotated[Tool, known_type("function")]], Field(max_length=MAX_TOOLS)]
 ToolChoice = Annotated[
     Literal["none", "auto", "required"]
     | Annotated[
         Annotated[NamedChoice, Tag("<function>")] | Annotated[AllowedChoice, Tag("<allowed_tools>")],
-        Discriminator(_tag),
+        by_type("function"),
     ],
-    BeforeValidator(_chosen),
+    known_type("function", "allowed_tools"),
 ]
 
 
@@ -187,52 +189,3 @@ def _arguments(function: FunctionDefinition, enforced: bool) -> str:
     if schema.get("type", "object") != "object":
         raise InvalidGrammarError(f"the parameters of '{function.name}' are not of type object", param="tools")
     return grammar.inline_schema({"type": "object", **schema})
-
-
-# -- how the model is told
-
-
-def knows_tools(codec: TextCodec) -> bool:
-    """Whether the model's template shows tools."""
-    return "tools" in codec.bundle.chat_template
-
-
-def for_template(messages: list[dict[str, Any]], use: ToolUse | None, codec: TextCodec) -> list[dict[str, Any]]:
-    """Messages for a template; one that does not know tools gets them as text."""
-    if knows_tools(codec):
-        return messages
-    plain = [_as_text(message) for message in messages]
-    if use is None:
-        return plain
-    words = _PREAMBLE.format(tools="\n".join(json.dumps(each, ensure_ascii=False) for each in use.shown))
-    if plain and plain[0]["role"] == "system":
-        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{words}"}, *plain[1:]]
-    return [{"role": "system", "content": words}, *plain]
-
-
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    written = [f"<tool_call>\n{_written(call['function'])}\n</tool_call>" for call in calls]
-    words = "\n".join([text for text in [message["content"]] if text] + written)
-    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": words}
-
-
-def _written(function: dict[str, Any]) -> str:
-    return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
-
-
-_PREAMBLE = """# Tools
-
-You may call these functions:
-<tools>
-{tools}
-</tools>
-
-To call one, answer with its name and its arguments as JSON, each call within its own tags:
-<tool_call>
-{{"name": "<name>", "arguments": {{<arguments>}}}}
-</tool_call>"""

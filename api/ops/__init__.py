@@ -1,8 +1,8 @@
 """What an operator looks at and switches: health, metrics, snapshot, pauses, dead letters, the dashboard.
 
 All figures are read from Redis, so that every api process shows the same ring. Start with `snapshot.py` (the whole ring
-at one moment) and `health.py` (the probes). `metrics.py` with `gauges.py` is Prometheus' page; `history_sampler.py`
-writes `ring_history.py`, the last hour. `pause.py`, `prefix_cache.py` and `deadletters.py` act on the ring.
-`ring_address.py` tells joining processes where Redis is, `server_info.py` answers other servers' clients. `dashboard/`
-shows it all to people.
+at one moment, in the types of `ring_view.py`) and `health.py` (the probes). `metrics.py` with `gauges.py` is the page
+for Prometheus; `history_sampler.py` writes `ring_history.py`, the last hour. `pause.py`, `prefix_cache.py` and
+`deadletters.py` act on the ring. `ring_address.py` tells joining processes where Redis is, `server_info.py` answers the
+clients of other servers. `dashboard/` shows it all to people.
 """

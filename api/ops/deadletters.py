@@ -1,4 +1,4 @@
-"""GET /v1/deadletters: what was given up, and why; requeue runs it again, once; DELETE drops it."""
+"""GET /v1/deadletters: sequences that were given up, and why; requeue runs one again, once; DELETE drops it."""
 
 from typing import Annotated, Any, Literal
 
@@ -95,7 +95,7 @@ async def list_letters(
 
 @router.post("/{letter_id:path}/requeue", summary="Run it again, once", responses=error_responses(404, 409))
 async def requeue(ring: TheRing, letter_id: LetterId) -> Requeued:
-    """The sequence goes back into its queue, on its own: its client has had its error, its job keeps the failure."""
+    """The sequence goes back into its queue. Its client has had the error, and its job keeps the failed sample."""
     sequence, done = await ring.dead_letters.requeue(letter_id)
     return Requeued(id=letter_id, sequence=sequence, requeued=done)
 
@@ -131,21 +131,13 @@ async def drop(ring: TheRing, letter_id: LetterId) -> Dropped:
 
 
 def _shown(letter: DeadLetter) -> Letter:
-    spec = letter.spec
+    fields = letter._asdict()
+    spec, size = fields.pop("spec"), fields.pop("size")
     return Letter(
-        id=letter.id,
-        model=letter.model,
-        sequence=letter.sequence,
-        reason=letter.reason,
-        worker=letter.worker,
-        attempt=letter.attempt,
-        job=letter.job,
-        stream=letter.stream,
-        died_ms=letter.died_ms,
+        **fields,
         requeueable=spec is not None,
-        unreadable=letter.unreadable,
         prompt_tokens=len(spec.prompt_ids) if spec else 0,
         max_tokens=spec.sampling.max_tokens if spec else 0,
         adapter=spec.adapter if spec else "",
-        bytes=letter.size,
+        bytes=size,
     )

@@ -1,16 +1,17 @@
-"""What is the case right now, read from Redis at each scrape: workers, queues, adapters, jobs, Redis itself."""
+"""Gauges: the present state of workers, queues, adapters, jobs and Redis, read from Redis at each scrape."""
 
 import time
 from collections import defaultdict
 from typing import Any
 
+from api.ops.snapshot import trainings
 from api.ring.ring import SERVING, Ring
 from shared.redis import keys
 from shared.redis.adapters.catalog import AdapterCatalog
 from shared.redis.connection.client import server_time_ms
 from shared.redis.ring.worker_registry import WorkerStatus
-from shared.redis.training.board import TrainingBoard, trained_policies
-from shared.telemetry.metrics import CATALOGUE
+from shared.redis.training.board import TrainingBoard
+from shared.telemetry.metrics import CATALOGUE, series
 
 Gauges = dict[str, dict[tuple[str, ...], float]]  # metric -> label values -> value
 
@@ -19,7 +20,7 @@ WAITS_FOR = "adapter_waits:"
 
 
 async def read_gauges(ring: Ring, totals: dict[str, float]) -> Gauges:
-    """All figures of the catalogue that are read where they stand, not counted by our processes."""
+    """All gauges of the catalogue; counters and histograms are counted by our processes."""
     gauges: Gauges = defaultdict(dict)
     now_ms = await server_time_ms(ring.redis)
     workers: list[WorkerStatus] = []
@@ -100,12 +101,10 @@ async def _adapters(gauges: Gauges, adapters: AdapterCatalog, workers: list[Work
 
 
 async def _training(gauges: Gauges, ring: Ring) -> None:
-    for policy in await trained_policies(ring.redis):
-        board = TrainingBoard(ring.redis, policy)
-        status = await board.status()
-        if status is None:
-            continue
-        live = await board.trajectories()
+    for training in await trainings(ring):
+        status = training.status
+        policy = status.policy
+        live = await TrainingBoard(ring.redis, policy).trajectories()
         figures: dict[str, float | None] = {
             "rl_trajectories_collected": status.trajectories + live.waiting,
             "rl_training_loss": status.loss,
@@ -120,14 +119,14 @@ async def _training(gauges: Gauges, ring: Ring) -> None:
             "rl_tokens_per_second": status.tokens_per_s,
             "rl_versions_rejected": status.rejected,
             "rl_rollbacks": status.rollbacks,
-            "rl_trainer_up": 1.0 if await board.alive() else 0.0,
+            "rl_trainer_up": 1.0 if training.alive else 0.0,
             "rl_trajectories_waiting": live.waiting,
             "rl_trajectories_dropped": live.dropped,
         }
         for name, value in figures.items():
             if value is not None:
                 gauges[f"mlx_parallm_{name}"][(policy,)] = value
-        for kind, count in (await board.alert_counts()).items():
+        for kind, count in training.alerts.items():
             gauges["mlx_parallm_rl_alerts"][policy, kind] = count
 
 
@@ -139,16 +138,13 @@ async def _redis(gauges: Gauges, ring: Ring) -> None:
 
 
 def _seeds(gauges: Gauges, workers: list[WorkerStatus], totals: dict[str, float]) -> None:
-    """The bare names under which other MLX servers tell some of this."""
+    """Some of these figures under the names of other MLX servers."""
     gauges["dist_fatal"][()] = 0.0 if any(worker.state in SERVING for worker in workers) else 1.0
     gauges["active_sequences"][()] = sum(gauges["vllm:num_requests_running"].values())
     gauges["queued_requests"][()] = sum(gauges["vllm:num_requests_waiting"].values())
     for name, figure in (("used_blocks", "prefix_blocks"), ("free_blocks", "prefix_free_blocks")):
         gauges[name][()] = sum(worker.extra.get(figure, 0) for worker in workers)
-    queried, found = (_total(totals, f"vllm:prefix_cache_{name}_total") for name in ("queries", "hits"))
-    gauges["cache_hit_rate"][()] = found / queried if queried else 0.0
-
-
-def _total(totals: dict[str, float], name: str) -> float:
-    """A counter over all its labels."""
-    return sum(value for field, value in totals.items() if field.partition("|")[0] == name)
+    queries, hits = (
+        sum(value for _, _, value in series(totals, f"vllm:prefix_cache_{name}_total")) for name in ("queries", "hits")
+    )
+    gauges["cache_hit_rate"][()] = hits / queries if queries else 0.0

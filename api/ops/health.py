@@ -1,8 +1,8 @@
 """Probes: /livez (this process), /readyz (somebody can answer), /health (how the ring is).
 
-A bound's utilization is what is used of it: waiting sequences of `--max-queue-size`, requests under way of
-`--max-concurrent-requests`, KV memory of `--memory-pressure-threshold`. The greatest decides: degraded from 72%,
-overloaded from 100% on, where new requests are refused. A probe never waits for a Redis that is away.
+Utilization is the used share of a bound: waiting sequences of `--max-queue-size`, running requests of
+`--max-concurrent-requests`, KV memory of `--memory-pressure-threshold`. The highest share decides: degraded from 72%,
+overloaded from 100%, where new requests are refused. A probe never waits for a Redis that is away.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ router = APIRouter(tags=["operations"])
 TheRing = Annotated[Ring, Depends(ring_of)]
 
 DEGRADED_FROM = 0.72  # of a bound
-SILENT_S = 10.0  # of an engine over its work; worth a word, though it may be a long prompt
+SILENT_S = 10.0  # of an engine that has work; reported, though it may be a long prompt
 ANSWER_WITHIN_S = 2.0  # Redis
 
 Status = Literal["ok", "paused", "degraded", "overloaded", "shutting_down"]
@@ -54,7 +54,7 @@ class ModelHealth(BaseModel):
 
 
 class Utilization(BaseModel):
-    """What is used of each bound, 0 to 1 and beyond; of the fullest model."""
+    """The used share of each bound, from 0 to 1 and more; of the fullest model."""
 
     queue: float
     requests: float = Field(description="of this api process")
@@ -62,7 +62,7 @@ class Utilization(BaseModel):
 
 
 class EventLoop(BaseModel):
-    """Of this api process: while it stands still, nobody gets a token."""
+    """The event loop of this api process: while it stands still, nobody gets a token."""
 
     lag_s: float = Field(description="how late it comes at present")
     longest_stop_s: float = Field(description="its longest stop within the last minute")
@@ -86,7 +86,7 @@ class Health(BaseModel):
 @router.get("/health", summary="How the ring is", responses={503: {"model": Health, "description": "Not well"}})
 async def health(ring: TheRing, response: Response) -> Health:
     """Workers, models and queues, read from Redis."""
-    found = Health(
+    report = Health(
         status="ok",
         reasons=[],
         model_loaded=False,
@@ -99,78 +99,78 @@ async def health(ring: TheRing, response: Response) -> Health:
     )
     try:
         async with asyncio.timeout(ANSWER_WITHIN_S):
-            await _look(ring, found)
+            await _look(ring, report)
     except (RedisError, OSError) as error:  # TimeoutError is an OSError
-        found.status = "overloaded"
-        found.reasons.append(_of_redis(error))
+        report.status = "overloaded"
+        report.reasons.append(_of_redis(error))
     else:
         if ring.frames.refusal:
-            found.reasons.append(f"Redis refuses writes: {ring.frames.refusal}")
-        _judge(found, ring.load)
+            report.reasons.append(f"Redis refuses writes: {ring.frames.refusal}")
+        _judge(report, ring.load)
     if ring.shutting_down:
-        found.status = "shutting_down"
-    if found.status in ("overloaded", "shutting_down"):
+        report.status = "shutting_down"
+    if report.status in ("overloaded", "shutting_down"):
         response.status_code = 503
-    return found
+    return report
 
 
 def _of_redis(error: Exception) -> str:
     return f"Redis {'refuses writes' if is_refusal(error) else 'does not answer'}: {reason(error)}"
 
 
-async def _look(ring: Ring, found: Health) -> None:
+async def _look(ring: Ring, report: Health) -> None:
     """Fill in what Redis says."""
     settings = ring.settings
     for card in await ring.registry.models():
         workers = await ring.registry.workers(card.name)
         if not workers:
             continue
-        found.workers += [WorkerHealth.model_validate(worker, from_attributes=True) for worker in workers]
+        report.workers += [WorkerHealth.model_validate(worker, from_attributes=True) for worker in workers]
         depth = await ring.queue(card.name).depth()
         memory = _memory(workers)
-        found.models[card.name] = ModelHealth(
+        report.models[card.name] = ModelHealth(
             waiting={kind: queue.waiting for kind, queue in depth.items()},
             leased={kind: queue.leased for kind, queue in depth.items()},
             oldest_ms=max((queue.oldest_ms for queue in depth.values()), default=0),
             memory=round(memory, 4),
         )
-        found.queue_depth += sum(queue.waiting for queue in depth.values())
-        use, waiting = found.utilization, depth["interactive"].waiting
+        report.queue_depth += sum(queue.waiting for queue in depth.values())
+        use, waiting = report.utilization, depth["interactive"].waiting
         use.queue = max(use.queue, round(waiting / settings.max_queue_size, 4))
         if settings.memory_pressure_threshold:
             use.memory = max(use.memory, round(memory / settings.memory_pressure_threshold, 4))
         if not any(worker.state in SERVING for worker in workers):
-            found.reasons.append(f"no worker of model '{card.name}' takes work")
-    found.model_loaded = any(worker.state in SERVING for worker in found.workers)
-    found.reasons += [trouble.told for trouble in await ChildTroubles(ring.redis).read()]
+            report.reasons.append(f"no worker of model '{card.name}' takes work")
+    report.model_loaded = any(worker.state in SERVING for worker in report.workers)
+    report.reasons += [trouble.told for trouble in await ChildTroubles(ring.redis).read()]
     order = await PauseSwitch(ring.redis).current()
-    found.paused = None if order is None else order.mode
+    report.paused = None if order is None else order.mode
 
 
 def _memory(workers: list[WorkerStatus]) -> float:
-    shares = (each.kv_bytes / max(1, each.kv_limit_bytes) for each in workers if each.state in SERVING)
+    shares = (worker.kv_bytes / max(1, worker.kv_limit_bytes) for worker in workers if worker.state in SERVING)
     return min(shares, default=0.0)
 
 
-def _judge(found: Health, load: Load) -> None:
+def _judge(report: Health, load: Load) -> None:
     """Status and reasons from the figures."""
-    for bound, used in found.utilization:
+    for bound, used in report.utilization:
         if used >= DEGRADED_FROM:
-            found.reasons.append(f"{bound}: {used:.0%} of the bound")
+            report.reasons.append(f"{bound}: {used:.0%} of the bound")
     if load.stood_still:
         stop = f"{load.longest_stop_s:.1f} s"
-        found.reasons.append(f"the event loop of this api process stood still for {stop} within the last minute")
-    for worker in found.workers:
+        report.reasons.append(f"the event loop of this api process stood still for {stop} within the last minute")
+    for worker in report.workers:
         if worker.state == "stuck" or worker.engine_silent_s > SILENT_S:
-            found.reasons.append(f"the engine of worker '{worker.id}' has been silent for {worker.engine_silent_s} s")
-    full = any(used >= 1 for _, used in found.utilization)
-    if full or not any(worker.state in SERVING for worker in found.workers):
-        found.status = "overloaded"
-        found.reasons = found.reasons or ["no worker is there"]
-    elif found.reasons:
-        found.status = "degraded"
-    elif found.paused:
-        found.status = "paused"
+            report.reasons.append(f"the engine of worker '{worker.id}' has been silent for {worker.engine_silent_s} s")
+    full = any(used >= 1 for _, used in report.utilization)
+    if full or not any(worker.state in SERVING for worker in report.workers):
+        report.status = "overloaded"
+        report.reasons = report.reasons or ["no worker is there"]
+    elif report.reasons:
+        report.status = "degraded"
+    elif report.paused:
+        report.status = "paused"
 
 
 @router.get("/livez", summary="Is this process alive?")

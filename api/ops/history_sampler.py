@@ -1,22 +1,23 @@
-"""What the history keeps of the ring: a sample every few seconds, taken by one of the api processes."""
+"""Writes the ring's history: a sample every few seconds, taken by one of the api processes."""
 
 import asyncio
 from collections import defaultdict
 
 import structlog
 
-from api.ops.ring_history import SAMPLE_EVERY_S, RingHistory, RingSample
-from api.ops.snapshot import RingSnapshot, Snapshots, ended_by_queue
+from api.ops.ring_history import SAMPLE_EVERY_S, RingHistory
+from api.ops.ring_view import RingSample, RingSnapshot
+from api.ops.snapshot import Snapshots, ended_by_queue
 from api.ring.ring import Ring
 from shared.redis.connection.faults import reason
 from shared.redis.ring.metric_store import read_totals
-from shared.telemetry.metrics import SUM, parse_field
+from shared.telemetry.metrics import SUM, series
 
 log = structlog.get_logger()
 
 
 def sample_of(snapshot: RingSnapshot, totals: dict[str, float]) -> RingSample:
-    """What the history keeps of a moment."""
+    """The sample of a snapshot."""
     waiting: dict[str, int] = defaultdict(int)
     for queue in snapshot.queues:
         waiting[queue.sequence_class] += queue.waiting
@@ -30,8 +31,8 @@ def sample_of(snapshot: RingSnapshot, totals: dict[str, float]) -> RingSample:
         running=sum(worker.rows for worker in snapshot.workers),
         waiting=dict(waiting),
         kv_used=used / limit if limit else 0.0,
-        tokens=_total(totals, "vllm:generation_tokens_total"),
-        prompt_tokens=_total(totals, "vllm:prompt_tokens_total"),
+        tokens=sum(value for _, _, value in series(totals, "vllm:generation_tokens_total")),
+        prompt_tokens=sum(value for _, _, value in series(totals, "vllm:prompt_tokens_total")),
         ended=ended_by_queue(totals),
         first_token_s=first_token[0],
         first_tokens=first_token[1],
@@ -40,17 +41,10 @@ def sample_of(snapshot: RingSnapshot, totals: dict[str, float]) -> RingSample:
     )
 
 
-def _total(totals: dict[str, float], name: str) -> float:
-    return sum(value for field, value in totals.items() if field.startswith(f"{name}|"))
-
-
 def _interactive(totals: dict[str, float], name: str) -> tuple[float, float]:
     """Sum and number of a histogram's observations of interactive sequences."""
     total = count = 0.0
-    for field, value in totals.items():
-        if not field.startswith(f"{name}|"):
-            continue
-        _, labels, bucket = parse_field(field)
+    for labels, bucket, value in series(totals, name):
         if labels[1] == "interactive":
             total, count = (total + value, count) if bucket == SUM else (total, count + value)
     return total, count

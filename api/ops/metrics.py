@@ -19,7 +19,7 @@ from api.http.auth import is_open
 from api.ops.gauges import Gauges, read_gauges
 from api.ring.ring import Ring, ring_of
 from shared.redis.ring.metric_store import read_totals
-from shared.telemetry.metrics import CATALOGUE, INF, SUM, parse_field
+from shared.telemetry.metrics import CATALOGUE, INF, SUM, parse_field, series
 from shared.telemetry.metrics import Metric as Described
 
 router = APIRouter(tags=["operations"])
@@ -65,13 +65,9 @@ async def metrics(request: Request, ring: TheRing) -> Response:
 
 @router.get("/v1/spec_decode/metrics", summary="Speculative decoding: there is none")
 async def spec_decode_metrics(ring: TheRing) -> SpecDecoding:
-    """What servers that speculate tell. Here every decode step brings one token to a row, by the model itself."""
-    steps = sum(
-        value
-        for field, value in (await read_totals(ring.redis)).items()
-        if field.startswith("vllm:iteration_tokens_total|") and not field.endswith(f"|{SUM}")
-    )
-    return SpecDecoding(mode_distribution={"none": int(steps)})
+    """The route of servers that speculate. Here each decode step gives a row one token, computed by the model."""
+    steps = series(await read_totals(ring.redis), "vllm:iteration_tokens_total")
+    return SpecDecoding(mode_distribution={"none": int(sum(count for _, bucket, count in steps if bucket != SUM))})
 
 
 def wants_json(accept: str) -> bool:
@@ -96,13 +92,14 @@ class _Figures(Collector):
     def collect(self) -> Iterator[Metric]:
         """Every family of the catalogue that has a value."""
         counted = _by_family(self._totals)
-        _tell_as_instrumentator(counted)
+        _add_names_of_instrumentator(counted)
         for name, metric in CATALOGUE.items():
-            if found := self._gauges.get(name):
-                yield _plain_family(metric, found.items())
-            elif counted.get(name):
-                family = _counter_family if metric.kind == "counter" else _histogram_family
-                yield family(metric, counted[name])
+            if values := self._gauges.get(name):
+                yield _plain_family(metric, values.items())
+            elif metric.kind == "histogram" and counted.get(name):
+                yield _histogram_family(metric, counted[name])
+            elif counts := counted.get(name):
+                yield _plain_family(metric, ((labels, values.get("", 0.0)) for labels, values in counts.items()))
 
 
 _Series = dict[tuple[str, ...], dict[str, float]]  # label values -> bucket ("" of a counter) -> value
@@ -119,8 +116,8 @@ def _by_family(totals: dict[str, float]) -> dict[str, _Series]:
     return families
 
 
-def _tell_as_instrumentator(families: dict[str, _Series]) -> None:
-    """Our figures of HTTP requests under the names that vLLM's boards read."""
+def _add_names_of_instrumentator(families: dict[str, _Series]) -> None:
+    """Our figures of HTTP requests, also under the names that vLLM's boards read."""
     requests, durations = families["http_requests_total"], families["http_request_duration_seconds"]
     for (method, route, status), values in families["mlx_parallm_http_requests_total"].items():
         if not is_open(route):
@@ -136,13 +133,6 @@ def _plain_family(metric: Described, values: Iterable[tuple[tuple[str, ...], flo
     family = kind(metric.name, metric.meaning, labels=metric.labels)
     for labels, value in sorted(values):
         family.add_metric(labels, value)
-    return family
-
-
-def _counter_family(metric: Described, series: _Series) -> Metric:
-    family = CounterMetricFamily(metric.name, metric.meaning, labels=metric.labels)
-    for labels, values in sorted(series.items()):
-        family.add_metric(labels, values.get("", 0.0))
     return family
 
 
@@ -163,7 +153,7 @@ def _histogram_family(metric: Described, series: _Series) -> Metric:
 
 
 async def _brief(ring: Ring, gauges: Gauges) -> dict[str, Any]:
-    """What inference servers of training code tell as JSON."""
+    """The figures that training code reads as JSON."""
     latest = await ring.adapters.latest(ring.settings.default_adapter)
     rows = gauges["mlx_parallm_worker_max_rows"].values()
     return {

@@ -1,7 +1,7 @@
 """POST /pause, POST /resume, GET /is_paused: stop the workers around a change of weights, as vLLM does.
 
-An answer comes when every live worker has come to rest, or goes on. New requests are taken meanwhile and wait, or are
-refused (`--pause-new-requests`); jobs and batches wait in any case.
+A route answers when every live worker has stopped, or runs again. Meanwhile new requests wait, or are refused
+(`--pause-new-requests`); jobs and batches wait in any case.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ async def pause(
 
 @router.post("/resume", summary="Let the workers go on (vLLM)", responses=error_responses(409, 503))
 async def resume(ring: TheRing) -> Paused:
-    """Frozen rows continue behind their last token; what waits is claimed. Without a pause, nothing happens."""
+    """Frozen rows continue after their last token; waiting sequences are claimed. Without a pause, nothing happens."""
     switch = PauseSwitch(ring.redis)
     await switch.clear()
     await _all_follow(switch, None, PATIENCE_S)
@@ -70,7 +70,7 @@ async def is_paused(ring: TheRing) -> IsPaused:
 
 
 async def _all_follow(switch: PauseSwitch, order: PauseOrder | None, patience_s: float) -> None:
-    """Wait for every live worker; ConflictError when somebody gives another order meanwhile."""
+    """Wait for every live worker; ConflictError when another order comes meanwhile."""
     until = time.monotonic() + patience_s
     while restless := await switch.restless(order):
         if await switch.current() != order:

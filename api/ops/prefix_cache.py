@@ -1,7 +1,7 @@
 """POST /reset_prefix_cache: every worker forgets the KV of earlier prompts, as vLLM's engine does.
 
-The order goes to each live worker's control channel, again every second until it has answered; forgetting twice harms
-nobody. An answer comes when all of them have, so a request sent behind it computes its prompt anew.
+The order goes to each live worker's control channel, again every second until the worker has answered; to forget twice
+is harmless. The route answers when all workers have, so a request that is sent afterwards computes its whole prompt.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ async def reset_prefix_cache(
     until, said_at = time.monotonic() + PATIENCE_S, float("-inf")
     while True:
         workers = await _hearing(ring)
-        answers = await ring.redis.mget([keys.answer(f"{order}-{each}") for each in workers]) if workers else []
-        left = [each for each, answer in zip(workers, answers, strict=True) if answer is None]
+        answers = await ring.redis.mget([keys.answer(f"{order}-{worker}") for worker in workers]) if workers else []
+        left = [worker for worker, answer in zip(workers, answers, strict=True) if answer is None]
         if not left:
             return CacheReset(workers=workers)
         now = time.monotonic()
@@ -56,12 +56,12 @@ async def reset_prefix_cache(
             raise ServiceUnavailableError(f"these workers have not said that they have reset their cache: {left}")
         if now - said_at > SAY_AGAIN_S:
             said_at = now
-            for each in left:
-                await ring.redis.publish(keys.control_channel(each), message)
+            for worker in left:
+                await ring.redis.publish(keys.control_channel(worker), message)
         await asyncio.sleep(LOOK_S)
 
 
 async def _hearing(ring: Ring) -> list[str]:
     """Ids of the live workers that can be told, of all models."""
-    found = [worker for model in await ring.registry.names() for worker in await ring.registry.workers(model)]
-    return [worker.id for worker in found if worker.state not in _DEAF]
+    live = [worker for model in await ring.registry.names() for worker in await ring.registry.workers(model)]
+    return [worker.id for worker in live if worker.state not in _DEAF]

@@ -14,7 +14,7 @@ TheRing = Annotated[Ring, Depends(ring_of)]
 
 
 class RingAddress(BaseModel):
-    """An address without what opens it: secrets do not travel over HTTP."""
+    """An address without user and password: secrets do not travel over HTTP."""
 
     redis: str = Field(description="URL without user and password, as this api reaches it")
     username: str = Field(description="'' for Redis' default user")
@@ -28,7 +28,7 @@ async def ring_address(ring: TheRing) -> RingAddress:
 
 
 def address_of(url: str) -> RingAddress:
-    """What may be told of a Redis URL."""
+    """A Redis URL without its secrets."""
     parts = RedisUrl.of(url)
     plain = f"{parts.scheme}://{parts.hosts}{parts.path}"
     return RingAddress(redis=plain, username=unquote(parts.username), needs_password=bool(parts.password))

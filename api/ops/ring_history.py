@@ -1,32 +1,17 @@
-"""How the ring has fared over the last hour: a sample every few seconds, in one bounded stream.
+"""The ring's last hour: a sample every few seconds, in one stream of bounded length.
 
-Any number of api processes offer to sample; a short lease lets one of them do it. Counts are totals since the
-beginning, so a reader takes differences, and a sample that is missing costs resolution alone.
+All api processes try to take a sample; a short lease lets one of them do it. Counts are totals since the beginning, so
+a reader takes differences, and a missing sample only makes the curve coarser.
 """
 
 import msgspec
 from redis.asyncio import Redis
 
+from api.ops.ring_view import RingSample
 from shared.redis import keys
 
 SAMPLE_EVERY_S = 5.0
 SAMPLES_KEPT = 720
-
-
-class RingSample(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The ring at one moment."""
-
-    at_ms: int  # Unix milliseconds, by Redis
-    running: int = 0  # rows in use
-    waiting: dict[str, int] = {}  # by class
-    kv_used: float = 0.0  # 0 to 1
-    tokens: float = 0  # totals from here on
-    prompt_tokens: float = 0
-    ended: dict[str, float] = {}  # "<model>|<class>" -> sequences that have ended
-    first_token_s: float = 0  # sum over interactive sequences, and their number
-    first_tokens: float = 0
-    gap_s: float = 0  # sum of the times between two tokens of interactive sequences, and their number
-    gaps: float = 0
 
 
 class RingHistory:

@@ -1,4 +1,4 @@
-"""What other servers' clients ask of a server: GET /version, /ping, /load and /server_info (vLLM's)."""
+"""Routes for clients of other servers: GET /version, /ping, /load and /server_info (vLLM's)."""
 
 from typing import Annotated, Any
 
@@ -30,7 +30,7 @@ async def show_version() -> dict[str, str]:
 @router.get("/ping", summary="Can a request be answered? (SageMaker, vLLM)", responses=error_responses(503))
 @router.post("/ping", include_in_schema=False)
 async def ping(ring: TheRing) -> Response:
-    """An empty answer, as long as /readyz says yes."""
+    """An empty answer while /readyz answers 200."""
     if reason := await why_not_ready(ring):
         raise ServiceUnavailableError(reason)
     return Response()
@@ -49,6 +49,6 @@ async def server_info(ring: TheRing) -> Response:
     models: list[dict[str, Any]] = []
     for name in sorted(cards):
         card = msgspec.structs.asdict(cards[name])
-        models.append({each: value for each, value in card.items() if each not in ("modules", "sources")})
+        models.append({field: value for field, value in card.items() if field not in ("modules", "sources")})
     limits = {name: getattr(ring.settings, name) for name in _LIMITS}
     return json_reply({"version": version(), "api": ring.api_id, "models": models, "limits": limits})

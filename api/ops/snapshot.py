@@ -12,86 +12,16 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from api.ops.ring_history import RingHistory, RingSample
+from api.ops.ring_history import RingHistory
+from api.ops.ring_view import AdapterView, QueueView, RedisInfo, RingSample, RingSnapshot, TrainingView
 from api.ring.ring import Ring
 from shared.errors import UnknownAdapterError
-from shared.jobs import JobStatus
 from shared.redis import keys
-from shared.redis.adapters.catalog import AdapterSummary
 from shared.redis.connection.client import server_time_ms
 from shared.redis.ring.metric_store import read_totals
 from shared.redis.ring.worker_registry import WorkerStatus
 from shared.redis.training.board import TrainingBoard, trained_policies
-from shared.telemetry.metrics import SUM, parse_field
-from shared.training import TrainerStatus
-
-
-def size(count: float) -> str:
-    """Bytes."""
-    value = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"
-
-
-class RedisInfo(msgspec.Struct, frozen=True):
-    """The server in the middle."""
-
-    version: str
-    uptime_s: int
-    used_bytes: int
-    peak_bytes: int
-    limit_bytes: int  # 0: none
-    clients: int
-    commands_per_s: int
-    persistence: str  # "AOF", "RDB" or "none"
-    keys: int
-
-
-class QueueView(msgspec.Struct, frozen=True):
-    """One class of one model's queue."""
-
-    model: str
-    sequence_class: str
-    waiting: int
-    leased: int
-    oldest_ms: int
-    ended_per_s: float  # over the last seconds
-
-
-class AdapterView(msgspec.Struct, frozen=True):
-    """An adapter's pointers, and who computes with which version."""
-
-    summary: AdapterSummary
-    loaded: dict[str, int]  # worker -> version
-
-
-class TrainingView(msgspec.Struct, frozen=True):
-    """A policy's training."""
-
-    status: TrainerStatus
-    alive: bool
-    alerts: dict[str, int]
-
-
-class RingSnapshot(msgspec.Struct, frozen=True):
-    """Everything at a glance."""
-
-    at_ms: int  # Unix milliseconds, by Redis
-    redis: RedisInfo
-    models: list[str]
-    workers: list[WorkerStatus]
-    queues: list[QueueView]
-    jobs: list[JobStatus]  # the newest
-    jobs_active: int
-    adapters: list[AdapterView]
-    trainings: list[TrainingView]
-    dead_letters: int
-    tokens_per_s: float  # decoded, over the last heartbeats
-    history: list[RingSample] = []
-
+from shared.telemetry.metrics import SUM, series
 
 router = APIRouter(tags=["operations"])
 
@@ -120,8 +50,8 @@ class Snapshots:
 
 def snapshots_of(request: Request) -> Snapshots:
     """The snapshots of the app that serves a request."""
-    found: Snapshots = request.app.state.snapshots
-    return found
+    snapshots: Snapshots = request.app.state.snapshots
+    return snapshots
 
 
 TheSnapshots = Annotated[Snapshots, Depends(snapshots_of)]
@@ -155,7 +85,7 @@ async def _read(ring: Ring) -> RingSnapshot:
         jobs=await ring.jobs.list(JOBS_SHOWN),
         jobs_active=await ring.redis.zcard(keys.active_jobs()),
         adapters=await _adapters(ring, workers),
-        trainings=await _trainings(ring),
+        trainings=await trainings(ring),
         dead_letters=sum([await ring.redis.xlen(keys.dead_letters(name)) for name in names]),
         tokens_per_s=sum(worker.tokens_per_s for worker in workers),
         history=history,
@@ -208,7 +138,8 @@ async def _adapters(ring: Ring, workers: list[WorkerStatus]) -> list[AdapterView
     return views
 
 
-async def _trainings(ring: Ring) -> list[TrainingView]:
+async def trainings(ring: Ring) -> list[TrainingView]:
+    """Every policy that was ever trained, the newest first."""
     views = []
     for policy in await trained_policies(ring.redis):
         board = TrainingBoard(ring.redis, policy)
@@ -222,8 +153,6 @@ async def _trainings(ring: Ring) -> list[TrainingView]:
 def ended_by_queue(totals: dict[str, float]) -> dict[str, float]:
     """ "<model>|<class>" -> sequences that have ended since the beginning."""
     ended: dict[str, float] = defaultdict(float)
-    for field, value in totals.items():
-        if field.startswith("vllm:request_inference_time_seconds|"):
-            _, (model, kind), bucket = parse_field(field)
-            ended[f"{model}|{kind}"] += value if bucket != SUM else 0
+    for (model, kind), bucket, value in series(totals, "vllm:request_inference_time_seconds"):
+        ended[f"{model}|{kind}"] += value if bucket != SUM else 0
     return dict(ended)

@@ -55,10 +55,12 @@ def asker() -> Asker:
 
 
 @contextlib.contextmanager
-def acting_for(tenant: str) -> Iterator[None]:
-    """Around work for a tenant's thing while no request is there: it can name only what the tenant sees."""
-    key = ApiKey(f"tenant:{tenant}", b"", "batch", tenant=tenant) if tenant not in ("", ADMINS) else None
-    before = calling.set(key)
+def acting_for(tenant: str, key: str) -> Iterator[None]:
+    """Around work for a tenant's thing while no request is there: it can name only what the tenant sees, and waits in
+    the turn of the key that made the thing.
+    """
+    bounds = tenant if tenant != ADMINS else ""
+    before = calling.set(ApiKey(key or f"tenant:{tenant}", b"", "batch", tenant=bounds))
     try:
         yield
     finally:

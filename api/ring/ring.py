@@ -6,8 +6,9 @@ import time
 import uuid
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
-from fastapi import Request
+from fastapi import Depends, Request
 from redis.asyncio import Redis
 
 from api.load import Load
@@ -199,6 +200,9 @@ async def ring_of(request: Request) -> Ring:
     """The ring of the app that serves a request; async, since FastAPI runs any other function in a thread."""
     ring: Ring = request.app.state.ring
     return ring
+
+
+TheRing = Annotated[Ring, Depends(ring_of)]  # as an argument of a route
 
 
 def _called(source: str, cards: Iterable[ModelCard]) -> ModelCard | None:

@@ -10,42 +10,53 @@ import secrets
 import uuid
 from typing import Annotated, Any, ClassVar
 
-import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.generation.choice import ends_with_stop_token
+from api.generation.choice import ends_with_stop_token, shown_versions
 from api.generation.continuations import check_pairs, log_probabilities
-from api.generation.plan import encoded, target_of
+from api.generation.plan import check_prompts, encoded, plain_work, room_for
 from api.generation.running import gather_all
-from api.generation.sampling import check_prompts, deadline, room_for
-from api.generation.target import Target
-from api.generation.work import Work
-from api.http.errors import error_responses
-from api.http.fields import RequestModel, complaint
+from api.generation.sampling import StrictId
+from api.generation.target import Target, TargetFields, target_of
+from api.http.bodies import BodyRoute
+from api.http.errors import error_responses, json_reply
+from api.http.fields import Off, complaint
+from api.openai.bodies import ChatMessage
 from api.openai.conversations import template_messages
-from api.openai.messages import ChatMessage
-from api.ring.ring import Ring, ring_of
+from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
 from shared.frames import spans_of
 from shared.rewards.model_kinds import softmax
-from shared.sequences import AdapterPolicy, LogprobsMode, SamplingParams
+from shared.sequences import LogprobsMode, SamplingParams
 from shared.text.codec import TextCodec
+from shared.token_events import join
 
-router = APIRouter(tags=["rl"])
+router = APIRouter(tags=["rl"], route_class=BodyRoute)
 
-Observation = str | list[Annotated[int, Field(strict=True, ge=0)]] | list[ChatMessage]
+Observation = str | list[StrictId] | list[ChatMessage]
 
 
-class ActRequest(RequestModel):
+class PolicyFields(TargetFields):
+    """A target that may be called `model_id`, too."""
+
+    model_id: str | None = Field(default=None, description="the same as `model`")
+
+    @model_validator(mode="after")
+    def _one_model(self) -> "PolicyFields":
+        if self.model and self.model_id and self.model != self.model_id:
+            raise complaint("model_id", "'model' and 'model_id' name different models")
+        self.model = self.model or self.model_id
+        return self
+
+
+class ActRequest(PolicyFields):
     """POST /v1/rl/act."""
 
-    off: ClassVar[dict[str, tuple[Any, ...]]] = {"hidden_states": ()}
+    off: ClassVar[Off] = {"hidden_states": ()}
 
     observations: list[Observation] = Field(min_length=1, max_length=1024, description="texts, token ids, or chats")
-    model_id: str | None = Field(default=None, description="the policy: a served model, an adapter or a version of it")
-    model: str | None = Field(default=None, description="the same as `model_id`")
     actions: list[Annotated[str, Field(min_length=1)]] | None = Field(
         default=None, min_length=1, max_length=256, description="the action space; without it an action is free text"
     )
@@ -56,16 +67,9 @@ class ActRequest(RequestModel):
     logprobs_mode: LogprobsMode | None = Field(
         default=None, description="of free text: raw or processed; default: the server's setting"
     )
-    user: str | None = None
-    adapter: str | None = None
-    lora_adapter: str | None = None
-    adapter_policy: AdapterPolicy | None = None
 
     @model_validator(mode="after")
     def _possible(self) -> "ActRequest":
-        if self.model and self.model_id and self.model != self.model_id:
-            raise complaint("model_id", "'model' and 'model_id' name different models")
-        self.model = self.model or self.model_id
         if self.actions is not None and self.max_tokens is not None:
             raise complaint("max_tokens", "'max_tokens' is a matter of free text, not of given 'actions'")
         return self
@@ -74,33 +78,28 @@ class ActRequest(RequestModel):
 @router.post(
     "/v1/rl/act",
     summary="Act on a batch of observations",
-    responses={
-        200: {"description": "An action for each observation, with its log-probability and the policy's version"},
-        **error_responses(400, 404, 413, 429, 503, 504),
-    },
+    responses=error_responses(ok="An action for each observation, with its log-probability and the policy's version"),
 )
-async def act(body: ActRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]) -> Response:
+async def act(body: ActRequest, request: Request, ring: TheRing) -> Response:
     """`value_estimates` and `new_hidden_states` are null: a language model has neither value head nor hidden state."""
-    target = await target_of(body, request, ring)
+    target = await target_of(ring, body, request)
     if body.actions is not None:
         check_pairs(len(body.observations), len(body.actions), "observations")
     prompts = await _prompts(target.served.codec, body.observations)
     seed = secrets.randbits(62) if body.seed is None else body.seed
     choose = _choose if body.actions is not None else _write
-    made = await choose(body, request, ring, target, prompts, seed)
-    if made is None:
-        return Response(status_code=499)
-    answer = {
-        "id": f"act-{uuid.uuid4().hex}",
-        "object": "rl.act",
-        "model": body.model or target.served.card.name,
-        "policy_version": target.admitted.id if target.admitted is not None else "",
-        **made,
-        "value_estimates": None,
-        "new_hidden_states": None,
-        "seed": seed,
-    }
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return json_reply(
+        {
+            "id": f"act-{uuid.uuid4().hex}",
+            "object": "rl.act",
+            "model": body.model or target.served.card.name,
+            "policy_version": target.admitted.id if target.admitted is not None else "",
+            **await choose(body, ring, target, prompts, seed),
+            "value_estimates": None,
+            "new_hidden_states": None,
+            "seed": seed,
+        }
+    )
 
 
 async def _prompts(codec: TextCodec, observations: list[Observation]) -> list[list[int]]:
@@ -119,15 +118,11 @@ def _prompt(codec: TextCodec, observation: Observation) -> list[int]:
     return [each for each in observation if isinstance(each, int)]
 
 
-async def _choose(
-    body: ActRequest, request: Request, ring: Ring, target: Target, prompts: list[list[int]], seed: int
-) -> dict[str, Any] | None:
+async def _choose(body: ActRequest, ring: Ring, target: Target, prompts: list[list[int]], seed: int) -> dict[str, Any]:
     """Actions of a discrete space."""
     names = body.actions or []
     space = await encoded(target.served.codec, names, add_special_tokens=False)
-    scores = await log_probabilities(ring, request, target, prompts, space, "observations")
-    if scores is None:
-        return None
+    scores = await log_probabilities(ring, target, prompts, space, "observations")
     policies = [softmax(each, body.temperature or 1.0) for each in scores]
     if body.deterministic:
         chosen = [max(range(len(names)), key=chances.__getitem__) for chances in policies]
@@ -142,39 +137,26 @@ async def _choose(
     }
 
 
-async def _write(
-    body: ActRequest, request: Request, ring: Ring, target: Target, prompts: list[list[int]], seed: int
-) -> dict[str, Any] | None:
+async def _write(body: ActRequest, ring: Ring, target: Target, prompts: list[list[int]], seed: int) -> dict[str, Any]:
+    """Actions that are free text."""
     card, codec, settings = target.served.card, target.served.codec, ring.settings
     check_prompts(prompts, card, settings, "observations")
-    max_tokens = room_for(prompts, card, body.max_tokens, settings.default_max_tokens, clamp=settings.clamp_max_tokens)
-    temperature = 0.0 if body.deterministic else body.temperature or 1.0
-    work = Work(
-        id=f"act-{uuid.uuid4().hex}",
-        model=card.name,
-        prompts=tuple(map(tuple, prompts)),
-        sampling=SamplingParams(
-            max_tokens=max_tokens,
-            seed=seed,
-            temperature=temperature,
-            logprobs_mode=body.logprobs_mode or settings.logprobs_mode,
+    sampling = SamplingParams(
+        max_tokens=room_for(
+            prompts, card, body.max_tokens, settings.default_max_tokens, clamp=settings.clamp_max_tokens
         ),
-        adapter=target.adapter,
-        adapter_policy=target.policy,
-        deadline_ms=deadline(settings),
-        seed_by_prompt=True,
+        seed=seed,
+        temperature=0.0 if body.deterministic else body.temperature or 1.0,
+        logprobs_mode=body.logprobs_mode or settings.logprobs_mode,
     )
-    gathered = await gather_all(ring, request, work)
-    if gathered is None:
-        return None
+    work = plain_work("act", target, settings, prompts, sampling, seed_by_prompt=True)
     shown: dict[str, list[Any]] = {
         "actions": [], "action_log_probs": [], "action_token_ids": [], "action_token_log_probs": [],
         "finish_reasons": [], "weight_versions": [],
     }  # fmt: skip
-    for events in gathered:
-        tokens = [token for event in events for token in event.tokens]
-        logprobs = [logprob for event in events for logprob in event.logprobs]
-        finish = events[-1].finish
+    for events in await gather_all(ring, work):
+        whole = join(events)
+        tokens, logprobs, finish = whole.tokens, whole.logprobs, whole.finish
         assert finish is not None, "gathered before the end"
         text = tokens[:-1] if ends_with_stop_token(tokens, finish, card.eos_token_ids) else tokens
         shown["actions"].append(codec.decode(text))
@@ -182,5 +164,5 @@ async def _write(
         shown["action_token_ids"].append(tokens)
         shown["action_token_log_probs"].append(logprobs)
         shown["finish_reasons"].append(finish.reason)
-        shown["weight_versions"].append([msgspec.structs.asdict(span) for span in spans_of(events)])
+        shown["weight_versions"].append(shown_versions(spans_of(events)))
     return shown

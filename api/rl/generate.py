@@ -6,34 +6,35 @@
 
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from functools import partial
+from itertools import chain
+from typing import Any, ClassVar
 
 import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from api.generation.choice import Choice, ReplyPlan, shown_versions
-from api.generation.collection import collection_of
 from api.generation.logprobs import floored
-from api.generation.plan import encoded, reply_plan, work_for
+from api.generation.plan import Asked, encoded, plan
 from api.generation.running import gather_all
-from api.generation.sampling import check_prompts, room_for, sampling_of, truncated
-from api.generation.sampling_fields import Off, SamplingFields, StrictId
+from api.generation.sampling import SamplingFields, StrictId
 from api.generation.target import Target, find_target
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
-from api.http.fields import complaint
-from api.openai.completions import MAX_CHOICES
-from api.ring.ring import Ring, ring_of
+from api.http.fields import Off, complaint
+from api.openai.replies import written
+from api.ring.ring import Ring, TheRing
 from api.rl import generate_tokens
 from shared.adapters import AdapterRef, version_id
-from shared.errors import ConflictError, InvalidRequestError, UnknownAdapterError
+from shared.errors import ConflictError, UnknownAdapterError
 from shared.frames import TokenEvent, VersionSpan, spans_of
 from shared.text.codec import TextCodec
+from shared.token_events import join
 
-router = APIRouter(tags=["rl"])
+router = APIRouter(tags=["rl"], route_class=BodyRoute)
 router.include_router(generate_tokens.router)
-TheRing = Annotated[Ring, Depends(ring_of)]
 
 Ids = list[StrictId]
 
@@ -97,46 +98,36 @@ async def generate(body: GenerateRequest, request: Request, ring: TheRing) -> Re
     """Completions of one policy version: the newest of the default adapter, unless the request says otherwise."""
     began = time.perf_counter()
     target = await _policy_target(body, request, ring)
-    served, settings = target.served, ring.settings
-    prompts = await encoded(served.codec, body.texts_or_ids(), body.add_special_tokens is not False)
-    if len(prompts) * (body.n or 1) > MAX_CHOICES:
-        raise InvalidRequestError(f"at most {MAX_CHOICES} completions a request; use /v1/jobs for more", param="n")
-    prompts = [truncated(prompt, body, served.card, settings, body.max_tokens) for prompt in prompts]
-    check_prompts(prompts, served.card, settings, "prompt")
-    plan = reply_plan(body, target, settings, "completions", prompts)
-    max_tokens = room_for(
-        prompts, served.card, body.max_tokens, settings.default_max_tokens, clamp=settings.clamp_max_tokens
+    codec, settings = target.served.codec, ring.settings
+    asked = Asked(
+        endpoint="completions",
+        prompts=await encoded(codec, body.texts_or_ids(), body.add_special_tokens is not False),
+        max_tokens=body.max_tokens,
+        default_tokens=settings.default_max_tokens,
     )
-    sampling = sampling_of(
-        body,
-        served.card,
-        max_tokens,
-        top_logprobs=None,
-        prompt_logprobs=None,
-        logprobs_mode=settings.logprobs_mode,
-        codec=served.codec,
-    )
-    collect = collection_of(body, target, settings, len(prompts))
-    gathered = await gather_all(ring, request, work_for(plan, target, sampling, collect=collect))
-    if gathered is None:
-        return Response(status_code=499)
-    spans = [spans_of(events) for events in gathered]
+    work, reply = await plan(ring, body, target, asked)
+    gathered = await gather_all(ring, work)
     if isinstance(body.prompt, TokensPrompt):
-        return Response(_vllm_answer(body, plan, served.codec, gathered), media_type="application/json")
-    completions = _completions(body, plan, served.codec, gathered)
+        answer = await written(chain.from_iterable(gathered), partial(_vllm_answer, body, reply, codec, gathered))
+        return Response(answer, media_type="application/json")
     name = target.admitted.name if target.admitted is not None else settings.default_adapter
-    answer = {
+    head = {
         "request_id": body.request_id or request.state.request_id,
-        "policy_version": _oldest_version(spans, target),
+        "policy_version": _oldest_version([spans_of(events) for events in gathered], target),
         "step_id": body.step_id,
-        **{field: values if body.several else values[0] for field, values in completions.items()},
-        "metadata": {
-            "batch_size": plan.choices,
-            "latency_ms": round(1000 * (time.perf_counter() - began), 2),
-            "current_policy_version": await ring.adapters.latest(name),
-        },
     }
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    metadata = {
+        "batch_size": reply.choices,
+        "latency_ms": round(1000 * (time.perf_counter() - began), 2),
+        "current_policy_version": await ring.adapters.latest(name),
+    }
+
+    def write() -> bytes:
+        completions = _completions(body, reply, codec, gathered).items()
+        fields = {field: values if body.several else values[0] for field, values in completions}
+        return msgspec.json.encode({**head, **fields, "metadata": metadata})
+
+    return Response(await written(chain.from_iterable(gathered), write), media_type="application/json")
 
 
 async def _policy_target(body: GenerateRequest, request: Request, ring: Ring) -> Target:
@@ -170,31 +161,35 @@ async def _policy_target(body: GenerateRequest, request: Request, ring: Ring) ->
 
 
 def _completions(
-    body: GenerateRequest, plan: ReplyPlan, codec: TextCodec, gathered: Sequence[list[TokenEvent]]
+    body: GenerateRequest, reply: ReplyPlan, codec: TextCodec, gathered: Sequence[list[TokenEvent]]
 ) -> dict[str, list[Any]]:
     """The fields of the answer that have one entry for each completion."""
+    joined = [join(events) for events in gathered]
     return {
-        "prompt_ids": [plan.prompts[i // plan.n] for i in range(plan.choices)],
-        "completion_ids": [[token for event in events for token in event.tokens] for events in gathered],
-        "text": [Choice(plan, codec).take(events).text for events in gathered],
-        "logprobs": [[x for event in events for x in event.logprobs] if body.logprobs else None for events in gathered],
-        "finish_reason": [_finish_reason(events) for events in gathered],
+        "prompt_ids": [reply.prompts[i // reply.n] for i in range(reply.choices)],
+        "completion_ids": [event.tokens for event in joined],
+        "text": [Choice(reply, codec).take([event]).text for event in joined],
+        "logprobs": [event.logprobs if body.logprobs else None for event in joined],
+        "finish_reason": [event.finish and event.finish.reason for event in joined],
         "weight_versions": [shown_versions(spans_of(events)) for events in gathered],
     }
 
 
 def _vllm_answer(
-    body: GenerateRequest, plan: ReplyPlan, codec: TextCodec, gathered: Sequence[list[TokenEvent]]
+    body: GenerateRequest,
+    reply: ReplyPlan,
+    codec: TextCodec,
+    gathered: Sequence[list[TokenEvent]],
 ) -> bytes:
     """Lists with one entry a sample; log-probabilities of a token as `[{id: value}]`, which is what Atropos reads."""
-    fields = _completions(body, plan, codec, gathered)
+    completions = _completions(body, reply, codec, gathered)
     answer = {
-        "text": fields["text"],
-        "prompt": codec.decode(plan.prompts[0], skip_special_tokens=False),
-        "prompt_token_ids": plan.prompts[0],
-        "token_ids": fields["completion_ids"],
-        "finish_reasons": fields["finish_reason"],
-        "weight_versions": fields["weight_versions"],
+        "text": completions["text"],
+        "prompt": codec.decode(reply.prompts[0], skip_special_tokens=False),
+        "prompt_token_ids": reply.prompts[0],
+        "token_ids": completions["completion_ids"],
+        "finish_reasons": completions["finish_reason"],
+        "weight_versions": completions["weight_versions"],
     }
     if body.logprobs is not None and body.logprobs is not False:
         answer["logprobs"] = [
@@ -210,9 +205,3 @@ def _oldest_version(spans: Sequence[Sequence[VersionSpan]], target: Target) -> i
         return 0
     versions = [int(span.version.rpartition("@")[2] or 0) for each in spans for span in each]
     return min(versions, default=target.admitted.version)
-
-
-def _finish_reason(events: Sequence[TokenEvent]) -> str:
-    finish = events[-1].finish
-    assert finish is not None, "gathered before the end"
-    return finish.reason

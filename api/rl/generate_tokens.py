@@ -7,34 +7,30 @@ each choice and decode step, `{"request_id", "choices", "usage"?}`, and ends wit
 from collections.abc import AsyncGenerator
 from functools import partial
 from itertools import chain
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
-import structlog
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from api.generation.choice import DONE, ReplyPlan, shown_versions
-from api.generation.collection import collection_of
-from api.generation.logprobs import TokenNames, floored
-from api.generation.plan import reply_plan, work_for
+from api.generation.logprobs import TokenNames, floored, in_parts
+from api.generation.plan import Asked, plan
 from api.generation.running import Generation, by_choice, gather_all
-from api.generation.sampling import check_prompts, room_for, sampling_of, top_of, truncated
-from api.generation.sampling_fields import WHOLE_VOCABULARY, Off, SamplingFields, StrictId, TopLogprobs
-from api.generation.target import find_target
-from api.http.errors import error_object, error_responses, from_fault
-from api.http.fields import RequestModel, complaint
+from api.generation.sampling import WHOLE_VOCABULARY, SamplingFields, StrictId, TopLogprobs
+from api.generation.target import target_of
+from api.http.bodies import BodyRoute
+from api.http.errors import error_object, error_responses
+from api.http.fields import Off, RequestModel, complaint
 from api.http.sse import EventStream
-from api.openai.replies import written
-from api.ring.ring import Ring, ring_of
+from api.openai.replies import stream_failure, written
+from api.ring.ring import TheRing
 from shared.frames import TokenEvent, TokenLogprob, spans_of
 from shared.text.codec import TextCodec
 from shared.token_events import join
 
-router = APIRouter(tags=["rl"])
-TheRing = Annotated[Ring, Depends(ring_of)]
-log = structlog.get_logger()
+router = APIRouter(tags=["rl"], route_class=BodyRoute)
 
 Ids = list[StrictId]
 
@@ -101,6 +97,8 @@ class TokenRequest(RequestModel):
             raise complaint("sampling_params.logprobs", "the whole vocabulary's do not go with 'stream'")
         if self.stream and self.sampling_params.prompt_logprobs is not None:
             raise complaint("sampling_params.prompt_logprobs", "'prompt_logprobs' does not go with 'stream'")
+        own = {"model": self.model, "request_id": self.request_id}
+        self.sampling_params = self.sampling_params.model_copy(update=own)
         return self
 
 
@@ -108,79 +106,55 @@ class TokenRequest(RequestModel):
     "/inference/v1/generate",
     summary="Tokens in, tokens out (vLLM)",
     response_class=Response,
-    responses={
-        200: {"description": "Choices with token ids, log-probabilities and weight versions; or a stream of them"},
-        **error_responses(400, 404, 429, 503, 504),
-    },
+    responses=error_responses(
+        400, 404, 429, 503, 504, ok="Choices with token ids, log-probabilities and weight versions; or a stream of them"
+    ),
 )
 async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -> Response:
     """Completions of token ids, without any text."""
     sampling = body.sampling_params
-    target = await find_target(
-        ring,
-        body.model,
-        sampling.adapter or sampling.lora_adapter or "",
-        sampling.adapter_policy or "pin",
-        session=sampling.user or request.state.request_id,
+    target = await target_of(ring, sampling, request)
+    served = target.served
+    asked = Asked(
+        endpoint="completions",
+        prompts=[list(body.token_ids if body.token_ids is not None else body.prompt_token_ids or [])],
+        max_tokens=sampling.max_tokens,
+        default_tokens=served.card.context_length,
+        prompt_param="token_ids",
+        logprobs=sampling.logprobs,
     )
-    served, settings = target.served, ring.settings
-    prompts = [list(body.token_ids if body.token_ids is not None else body.prompt_token_ids or [])]
-    prompts = [truncated(prompt, sampling, served.card, settings, sampling.max_tokens) for prompt in prompts]
-    check_prompts(prompts, served.card, settings, "token_ids")
-    top = top_of(sampling.logprobs, served.card, sampling.logprob_token_ids)
-    plan = reply_plan(sampling, target, settings, "completions", prompts, logprobs=top)
-    plan = msgspec.structs.replace(plan, name=body.request_id or "")
-    params = sampling_of(
-        sampling,
-        served.card,
-        room_for(
-            prompts,
-            served.card,
-            sampling.max_tokens,
-            served.card.context_length,
-            clamp=settings.clamp_max_tokens,
-        ),
-        top_logprobs=top_of(sampling.logprobs, served.card) or None,
-        prompt_logprobs=plan.prompt_logprobs,
-        logprobs_mode=settings.logprobs_mode,
-        codec=served.codec,
-    )
-    collect = collection_of(sampling, target, settings, 1)
-    work = work_for(plan, target, params, collect=collect)
+    work, reply = await plan(ring, sampling, target, asked)
     request_id = body.request_id or request.state.request_id
     if body.stream:
-        generation = await Generation.start(ring, work)
-        return EventStream(_chunks(generation, body, plan, request_id))
-    gathered = await gather_all(ring, request, work)
-    if gathered is None:
-        return Response(status_code=499)
+        return EventStream(_chunks(await Generation.start(ring, work), body, reply, request_id))
+    gathered = await gather_all(ring, work)
     head = {
         "request_id": request_id,
         "model": body.model or served.card.name,
-        "system_fingerprint": target.fingerprint,
+        "system_fingerprint": reply.fingerprint,
     }
-    answer = await written(chain.from_iterable(gathered), partial(_whole, head, plan, served.codec, gathered))
+    answer = await written(chain.from_iterable(gathered), partial(_whole, head, reply, served.codec, gathered))
     return Response(answer, media_type="application/json")
 
 
-def _whole(head: dict[str, Any], plan: ReplyPlan, codec: TextCodec, gathered: list[list[TokenEvent]]) -> bytes:
+def _whole(head: dict[str, Any], reply: ReplyPlan, codec: TextCodec, gathered: list[list[TokenEvent]]) -> bytes:
     answer = {
         **head,
-        "choices": [_token_choice(i, events, plan.logprobs) for i, events in enumerate(gathered)],
+        "choices": in_parts(_token_choice(i, events, reply.logprobs) for i, events in enumerate(gathered)),
         "prompt_logprobs": None
-        if plan.prompt_logprobs is None
-        else _prompt_logprobs(codec, list(plan.prompts[0]), gathered[0], plan.prompt_logprobs),
+        if reply.prompt_logprobs is None
+        else _prompt_logprobs(codec, list(reply.prompts[0]), gathered[0], reply.prompt_logprobs),
         "kv_transfer_params": None,
     }
     return msgspec.json.encode(answer)
 
 
 async def _chunks(
-    generation: Generation, body: TokenRequest, plan: ReplyPlan, request_id: str
+    generation: Generation, body: TokenRequest, reply: ReplyPlan, request_id: str
 ) -> AsyncGenerator[bytes, None]:
     """All bytes of a stream, to [DONE], which comes after an error, too."""
     options = body.stream_options or TokenStreamOptions()
-    prompt, tokens = len(plan.prompts[0]), [0] * plan.choices
+    prompt, tokens = len(reply.prompts[0]), [0] * reply.choices
     try:
         async for batch in generation.batches():
             out = b""
@@ -197,10 +171,7 @@ async def _chunks(
         last = {"request_id": request_id, "choices": [], "usage": _usage(prompt, sum(tokens))}
         yield (_event(last) if options.include_usage else b"") + DONE
     except Exception as error:
-        told = from_fault(error)
-        if told.status == 500:
-            log.exception("api.stream_failed", stream=plan.id)
-        yield b"data: %s\n\n%s" % (error_object(told), DONE)
+        yield b"data: %s\n\n%s" % (error_object(stream_failure(error, reply.id)), DONE)
     finally:
         generation.close()
 
@@ -225,7 +196,7 @@ def _token_choice(index: int, events: list[TokenEvent], logprobs: int | None) ->
         "weight_versions": shown_versions(spans_of(events)),
     }
     if logprobs is not None:
-        choice["logprobs"] = {"content": [shown for event in events for shown in _token_logprobs(event)]}
+        choice["logprobs"] = {"content": in_parts(shown for event in events for shown in _token_logprobs(event))}
     return choice
 
 
@@ -247,4 +218,4 @@ def _named(token: int, logprob: float) -> dict[str, Any]:
 def _prompt_logprobs(codec: TextCodec, prompt: list[int], events: list[TokenEvent], count: int) -> Any:
     event = join(events)
     logprobs = event.prompt_logprobs or [None] * len(prompt)
-    return TokenNames(codec, by_id=True).of_prompt(prompt, logprobs, event.prompt_top_logprobs, count)
+    return in_parts(TokenNames(codec, by_id=True).of_prompt(prompt, logprobs, event.prompt_top_logprobs, count))

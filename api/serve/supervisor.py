@@ -1,8 +1,9 @@
 """Child processes that live as long as we do: started, watched, restarted, stopped in order.
 
-Each child holds the read end of a pipe from us (its stdin) and leaves when it closes (shared/process/lifeline.py), so a
-`kill -9` of this process leaves nothing behind. Exit code 2 means "set up wrongly": a child that says so at its
-first start ends everything; one that has run before is tried again, as after any other death, while the others serve.
+Each child holds the read end of a pipe from us (its stdin) and ends when it closes (shared/process/lifeline.py), so a
+`kill -9` of this process leaves nothing behind. Exit code 2 means "wrong settings". When a child ends with it at its
+first start, everything ends. A child that has run before is started again, as after any other death, while the others
+serve.
 """
 
 import asyncio
@@ -130,9 +131,9 @@ class Supervisor:
                 return
             wrong = code == SETUP_EXIT_CODE and (child.spec.ends or not child.restarts)
             if wrong or (code == 0 and child.spec.ends):
-                told = self.failed if code else self.ended
-                if not told.done():
-                    told.set_result(child.spec)
+                future = self.failed if code else self.ended
+                if not future.done():
+                    future.set_result(child.spec)
                 child.exited.set()
                 return
             steady = time.monotonic() - child.began > STEADY_AFTER_S

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BeforeValidator, Field, FiniteFloat, ValidationError, model_validator
 
-from api.generation.sampling_fields import StrictId
+from api.generation.sampling import StrictId
 from api.http.errors import from_validation
 from api.http.fields import RequestModel, complaint
 from shared.adapters import AdapterRef
@@ -196,7 +196,7 @@ def parsed(data: bytes) -> UpdateBody:
     try:
         if listed is None or len(listed) > MAX_TRAJECTORIES:
             return UpdateBody.model_validate({**fields, "trajectories": listed})
-        trajectories = [_posted(index, each) for index, each in enumerate(listed)]
+        trajectories = [_posted(index, raw) for index, raw in enumerate(listed)]
         return UpdateBody.model_validate({**fields, "trajectories": trajectories})
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False)) from error
@@ -206,8 +206,10 @@ def _posted(index: int, raw: msgspec.Raw) -> PostedTrajectory:
     try:
         return PostedTrajectory.model_validate_json(bytes(raw))
     except ValidationError as error:
-        told = error.errors(include_url=False)
-        raise from_validation([{**each, "loc": ("trajectories", index, *each["loc"])} for each in told]) from error
+        problems = error.errors(include_url=False)
+        raise from_validation(
+            [{**problem, "loc": ("trajectories", index, *problem["loc"])} for problem in problems]
+        ) from error
 
 
 class CheckpointBody(RequestModel):
@@ -229,12 +231,12 @@ class ResumeBody(RequestModel):
 
 def versions_named(body: UpdateBody) -> dict[str, tuple[int, str]]:
     """Every adapter version that the trajectories name, with the index and the field that names it first."""
-    found: dict[str, tuple[int, str]] = {}
+    first: dict[str, tuple[int, str]] = {}
     for index, posted in enumerate(body.trajectories):
         for span in posted.versions:
             if span.version:
-                found.setdefault(span.version, (index, "spans" if posted.spans is not None else "weight_versions"))
-    return found
+                first.setdefault(span.version, (index, "spans" if posted.spans is not None else "weight_versions"))
+    return first
 
 
 def parsed_version(version: str, index: int, field: str) -> tuple[str, int]:
@@ -285,7 +287,7 @@ def _check_groups(trajectories: Sequence[PostedTrajectory]) -> None:
 
 def unknown(versions: Collection[str], named: dict[str, tuple[int, str]]) -> InvalidRequestError:
     """The error for versions that the store does not know."""
-    version = min(versions, key=lambda each: named[each][0])
+    version = min(versions, key=lambda name: named[name][0])
     index, field = named[version]
     where = f"trajectories[{index}].{field}"
     return InvalidRequestError(f"{where}: there is no adapter version {version!r}", param=where)

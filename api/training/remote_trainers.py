@@ -51,21 +51,21 @@ def _answer(kind: Any, description: str) -> dict[int | str, dict[str, Any]]:
     responses={**_answer(Holder, "Who owns the policy from now on"), **error_responses(400, 404)},
 )
 async def beat(policy: Policy, request: Request, ring: TheRing) -> Response:
-    """Own the policy for a few seconds more; what is told counts only if `owner` in the answer is the caller's."""
-    told = await _read(request, Beat)
-    if not 1 <= len(told.owner) <= MAX_OWNER:
+    """Own the policy for a few seconds more; the rest counts only if `owner` in the answer is the caller's."""
+    heartbeat = await _read(request, Beat)
+    if not 1 <= len(heartbeat.owner) <= MAX_OWNER:
         raise InvalidRequestError(f"'owner' has 1 to {MAX_OWNER} characters", param="owner")
-    if told.status is not None and told.status.policy != policy:
-        raise InvalidRequestError(f"the status of policy {told.status.policy!r}", param="status.policy")
-    model = await _model(ring, told.base_sha256) if told.base_sha256 else ""
-    name = await ring_id(ring.redis) if told.base_sha256 else ""
+    if heartbeat.status is not None and heartbeat.status.policy != policy:
+        raise InvalidRequestError(f"the status of policy {heartbeat.status.policy!r}", param="status.policy")
+    model = await _model(ring, heartbeat.base_sha256) if heartbeat.base_sha256 else ""
+    name = await ring_id(ring.redis) if heartbeat.base_sha256 else ""
     board = TrainingBoard(ring.redis, policy)
-    holder = await board.hold(told.owner, told.instead_of, asker())
-    if holder == told.owner:
-        if told.point is not None:
-            await board.add(told.point)
-        if told.status is not None:
-            await board.write(msgspec.structs.replace(told.status, owner=told.owner))
+    holder = await board.hold(heartbeat.owner, heartbeat.instead_of, asker())
+    if holder == heartbeat.owner:
+        if heartbeat.point is not None:
+            await board.add(heartbeat.point)
+        if heartbeat.status is not None:
+            await board.write(msgspec.structs.replace(heartbeat.status, owner=heartbeat.owner))
     return json_reply(Holder(holder, model, name))
 
 
@@ -85,8 +85,8 @@ async def let_go(policy: Policy, ring: TheRing, owner: Annotated[str, Query(max_
 )
 async def alert(policy: Policy, request: Request, ring: TheRing) -> Response:
     """Keep an alert, count it, and tell whoever listens."""
-    told = await _read(request, Alert)
-    await TrainingBoard(ring.redis, policy).alert(told.kind, told.message)
+    raised = await _read(request, Alert)
+    await TrainingBoard(ring.redis, policy).alert(raised.kind, raised.message)
     return json_reply({"object": "alert"})
 
 
@@ -105,12 +105,12 @@ async def take_orders(policy: Policy, request: Request, ring: TheRing) -> Respon
     if asked.after:
         if not _is_entry(asked.after):
             raise InvalidRequestError("'after' is the entry of an order", param="after")
-        found = await orders.unfinished(keys.TRAINER, asked.after, 1)
+        taken = await orders.unfinished(keys.TRAINER, asked.after, 1)
     else:
-        found = await orders.fresh(keys.TRAINER, 1)
+        taken = await orders.fresh(keys.TRAINER, 1)
     shown = [
-        TakenOrder(each.entry, each.id, msgspec.Raw(each.body), each.deadline_ms, each.again, each.too_late)
-        for each in found
+        TakenOrder(order.entry, order.id, msgspec.Raw(order.body), order.deadline_ms, order.again, order.too_late)
+        for order in taken
     ]
     return json_reply(shown)
 
@@ -124,16 +124,16 @@ async def take_orders(policy: Policy, request: Request, ring: TheRing) -> Respon
 )
 async def answer_order(policy: Policy, request: Request, ring: TheRing) -> Response:
     """Tell whoever waits, if there is an answer; with `done` the order will not come again."""
-    told = await _read(request, AnswerLetter)
-    await _held(ring, policy, told.owner)
-    if not _is_entry(told.entry):
+    letter = await _read(request, AnswerLetter)
+    await _held(ring, policy, letter.owner)
+    if not _is_entry(letter.entry):
         raise InvalidRequestError("'entry' is that of an order", param="entry")
     orders = Orders(ring.redis, keys.training_orders(policy))
-    if told.answer is not None:
-        await orders.tell(told.id, msgspec.json.encode(told.answer))
-    if told.done:
-        await orders.finish(told.entry)
-    return json_reply({"object": "order", "id": told.id, "done": told.done})
+    if letter.answer is not None:
+        await orders.tell(letter.id, msgspec.json.encode(letter.answer))
+    if letter.done:
+        await orders.finish(letter.entry)
+    return json_reply({"object": "order", "id": letter.id, "done": letter.done})
 
 
 async def _held(ring: Ring, policy: str, owner: str) -> None:

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.responses import Response
 
 from api.generation.target import card_of_base, check_published
+from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.ring.caller import asker
 from api.ring.ring import Ring, ring_of
@@ -57,7 +58,7 @@ from shared.training import (
     check_checkpoint_name,
 )
 
-router = APIRouter(tags=["training"])
+router = APIRouter(tags=["training"], route_class=BodyRoute)
 TheRing = Annotated[Ring, Depends(ring_of)]
 PolicyName = Annotated[str, Query(description="default: the setting `default_adapter`")]
 IdempotencyKey = Annotated[str, Header(max_length=256, description="the same key gives the same answer")]
@@ -141,11 +142,11 @@ async def status(ring: TheRing, policy: PolicyName = "") -> Response:
     """The trainer of a policy, alive or not, and what is served of it."""
     name = await _policy(ring, policy)
     board = TrainingBoard(ring.redis, name)
-    alive, told, stats = await board.alive(), await board.status(), await board.trajectories()
+    alive, trainer, stats = await board.alive(), await board.status(), await board.trajectories()
     try:
         summary = await ring.adapters.summary(name)
     except UnknownAdapterError:
-        if policy and told is None:
+        if policy and trainer is None:
             raise
         summary = None
     latest = version_id(name, summary.latest) if summary and summary.latest else None
@@ -153,14 +154,14 @@ async def status(ring: TheRing, policy: PolicyName = "") -> Response:
         "training_enabled": bool(alive),
         "current_lora": latest,
         "trajectories_collected": stats.collected,
-        "last_update": _moment(told.last_update_ms) if told else None,
-        "loss": told.loss if told else None,
-        "available_checkpoints": list(told.checkpoints) if told else [],
+        "last_update": _moment(trainer.last_update_ms) if trainer else None,
+        "loss": trainer.loss if trainer else None,
+        "available_checkpoints": list(trainer.checkpoints) if trainer else [],
         "policy": name,
         "best_lora": version_id(name, summary.best) if summary and summary.best else None,
         "trajectories": msgspec.to_builtins(stats),
         "alerts": await board.alert_counts(),
-        "trainer": None if told is None else {**msgspec.to_builtins(told), "owner": alive or told.owner},
+        "trainer": None if trainer is None else {**msgspec.to_builtins(trainer), "owner": alive or trainer.owner},
     }
     return json_reply(shown)
 
@@ -177,7 +178,9 @@ async def debug(ring: TheRing, policy: PolicyName = "", points: Annotated[int, Q
     board = TrainingBoard(ring.redis, name)
     try:
         adapter: Any = await ring.adapters.summary(name)
-        rejected = [m for m in [await ring.adapters.manifest(name, v) for v in adapter.versions[-20:]] if _refused(m)]
+        rejected = [
+            m for v in adapter.versions[-20:] if (m := await ring.adapters.manifest(name, v)).status == "rejected"
+        ]
     except UnknownAdapterError:
         adapter, rejected = None, []
     return json_reply(
@@ -212,15 +215,15 @@ async def waiting_trajectories(
 ) -> Response:
     """Takes nothing: the trainer still gets them. Each can be posted to /v1/training/update as it is."""
     name = await _policy(ring, policy)
-    found = await TrajectoryQueue(ring.redis, name).peek(after, limit)
+    page = await TrajectoryQueue(ring.redis, name).peek(after, limit)
     data = []
-    for each in found:
-        if not asker().sees(each.live.tenant):
+    for delivered in page:
+        if not asker().sees(delivered.live.tenant):
             continue
-        outer = msgspec.to_builtins(each.live)
+        outer = msgspec.to_builtins(delivered.live)
         data.append({**outer.pop("trajectory"), **outer})
-    last = found[-1].entry if found else after
-    return json_reply({"object": "list", "data": data, "last": last, "has_more": len(found) == limit})
+    last = page[-1].entry if page else after
+    return json_reply({"object": "list", "data": data, "last": last, "has_more": len(page) == limit})
 
 
 async def _policy(ring: Ring, given: str, right: Right = "see") -> str:
@@ -262,21 +265,21 @@ async def _ordered(ring: Ring, policy: str, order: Order, idempotency_key: str) 
     if idempotency_key:
         order_id = f"order-{hashlib.sha256(f'{policy}/{idempotency_key}'.encode()).hexdigest()[:32]}"
     until = time.monotonic() + ring.settings.request_timeout_s
-    found = await orders.answer(order_id, 0)
-    if found is None:
+    reply = await orders.answer(order_id, 0)
+    if reply is None:
         if not await board.alive():
             raise _nobody(policy)
         await orders.place(order_id, await aside(msgspec.json.encode, order), ring.settings.request_timeout_s)
-    while found is None and time.monotonic() < until:
-        found = await orders.answer(order_id, min(_LOOK_S, until - time.monotonic()))
-        if found is None and not await board.alive():
+    while reply is None and time.monotonic() < until:
+        reply = await orders.answer(order_id, min(_LOOK_S, until - time.monotonic()))
+        if reply is None and not await board.alive():
             raise ServiceUnavailableError(
                 f"the trainer of policy '{policy}' ended before it answered; if it comes back, it carries out what it "
                 "had begun"
             )
-    if found is None:
+    if reply is None:
         raise DeadlineExceededError(f"the trainer of policy '{policy}' has not answered in time (order {order_id})")
-    answer: Answer = _answer.decode(found)
+    answer: Answer = _answer.decode(reply)
     if isinstance(answer, Refusal):
         raise from_code(answer.code, answer.message) if answer.code else ParallmError(answer.message)
     return answer
@@ -290,10 +293,6 @@ def _nobody(policy: str) -> ServiceUnavailableError:
 def _shown(answer: Answer, kind: str, policy: str) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(answer)
     return {"object": kind, "policy": policy} | {name: value for name, value in fields.items() if name != "type"}
-
-
-def _refused(manifest: Any) -> bool:
-    return bool(manifest.status == "rejected")
 
 
 def _moment(unix_ms: int) -> str | None:

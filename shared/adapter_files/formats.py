@@ -36,7 +36,10 @@ _PEFT_KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<module>[A-Za-z0-9_.-]{1,256}?)"
     r"\.(?P<part>lora_(?:embedding_)?[AB]|lora_magnitude_vector)(?:\.default)?(?:\.weight)?"
 )
-_PEFT_PARTS: dict[str, _Part] = {
+_PARTS: dict[str, _Part] = {
+    "lora_a": "lora_a",
+    "lora_b": "lora_b",
+    "m": "m",
     "lora_A": "lora_a",
     "lora_B": "lora_b",
     "lora_embedding_A": "lora_a",
@@ -129,7 +132,7 @@ def _by_module(config: AdapterConfig, tensors: Mapping[str, Tensor]) -> _Modules
         match = pattern.fullmatch(key)
         if match is None:
             raise AdapterRejectedError(f"{key[:200]}: no key of a {config.format} adapter")
-        part = _PEFT_PARTS.get(match["part"]) or _mlx_part(match["part"])
+        part = _PARTS[match["part"]]
         parts = modules.setdefault(match["module"], {})
         if part in parts:
             raise AdapterRejectedError(f"{key}: a second {part} for module {match['module']}")
@@ -137,10 +140,6 @@ def _by_module(config: AdapterConfig, tensors: Mapping[str, Tensor]) -> _Modules
     if not modules:
         raise AdapterRejectedError("the file holds no tensor")
     return modules
-
-
-def _mlx_part(text: str) -> _Part:
-    return "lora_a" if text == "lora_a" else "lora_b" if text == "lora_b" else "m"
 
 
 def _transposed(key: str, part: _Part, tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ HEAD_BYTES = _LENGTH.size
 
 
 class CallPipe:
-    """Messages from and to whoever has started us."""
+    """Messages from and to the process that started this one."""
 
     def __init__(self) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who has started us
@@ -25,7 +25,7 @@ class CallPipe:
         os.close(null)
 
     def read(self) -> bytes | None:
-        """The next message; None when nobody is there any more."""
+        """The next message; None when the other process has ended."""
         head = self._read.read(_LENGTH.size)
         if len(head) < _LENGTH.size:
             return None
@@ -34,17 +34,17 @@ class CallPipe:
         return body if len(body) == length else None
 
     def write(self, message: bytes) -> None:
-        """Send a message; OSError when nobody is there any more."""
+        """Send a message; OSError when the other process has ended."""
         self._write.write(packed(message))
         self._write.flush()
 
 
 def packed(message: bytes) -> bytes:
-    """A message as it travels."""
+    """The bytes of a message in the pipe: its length, then the message."""
     return _LENGTH.pack(len(message)) + message
 
 
 def length_of(head: bytes) -> int:
-    """How long the message behind a head is."""
+    """The length of a message, from the bytes before it."""
     length: int = _LENGTH.unpack(head)[0]
     return length

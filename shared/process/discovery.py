@@ -33,7 +33,7 @@ async def ring_url(settings: JoinSettings) -> str:
 
 
 async def join(settings: JoinSettings) -> None:
-    """Find the ring, and forget what was needed for it: `settings.redis` says it all from now on."""
+    """Find the ring and put its address into `settings.redis`; the settings that were needed for it are cleared."""
     settings.redis = await ring_url(settings)
     settings.connect_to, settings.connect_key, settings.redis_password = "", SecretStr(""), SecretStr("")
 

@@ -17,47 +17,32 @@ _TENSOR_PARALLEL = (
     "add workers with --workers N, or mlx_parallm_worker on another machine"
 )
 _QUANTIZED_KV = "KV is kept in the model's dtype; --kv-memory-gb bounds it"
+_SSD_FLAGS = (
+    "ssd-cache-dir", "no-ssd", "ssd-ttl-days", "ssd-policy", "ssd-durability", "ssd-async-writes",
+    "no-ssd-async-writes", "ssd-writer-queue-size", "ssd-persistent-max-retries", "ssd-flush-interval-s",
+    "ssd-max-size-gb",
+)  # fmt: skip
+_SPECULATION_FLAGS = (
+    "spec-decode", "num-speculative-tokens", "spec-decode-disable-batch-size", "ngram-max", "ngram-min",
+    "no-ngram-prompt-lookup", "draft-model-path", "draft-model-quantize", "draft-context-len",
+    "no-spec-decode-dynamic", "spec-decode-acceptance-threshold", "no-adaptive-k",
+)  # fmt: skip
+_TENSOR_PARALLEL_FLAGS = (
+    "distributed-mode", "distributed-sharding", "distributed-strict", "no-distributed-strict", "distributed-hostfile",
+    "distributed-ibv-devices", "distributed-jaccl-coordinator", "num-local-ranks",
+)  # fmt: skip
 
 REFUSED = {
     "adapter-path": "adapters are versions that the ring keeps: start, then mlx_parallm adapters upload DIR",
     "max-generation-tokens": "a request's 'max_tokens' is bounded by the model's context; --max-context shortens it",
     "completion-batch-size": "there is one batch, of --max-batch-size rows",
     "num-blocks": "KV memory is given in bytes: --kv-memory-gb, and --prefix-cache-gb for earlier prompts",
-    "kv-bits": _QUANTIZED_KV,
-    "kv-group-size": _QUANTIZED_KV,
     "max-kv-size": "KV is bounded by memory, --kv-memory-gb, and a sequence by --max-context",
     "sequence-cache-size": "earlier prompts are kept by memory, not by number: --prefix-cache-gb",
-    "ssd-cache-dir": _SSD,
-    "no-ssd": _SSD,
-    "ssd-ttl-days": _SSD,
-    "ssd-policy": _SSD,
-    "ssd-durability": _SSD,
-    "ssd-async-writes": _SSD,
-    "no-ssd-async-writes": _SSD,
-    "ssd-writer-queue-size": _SSD,
-    "ssd-persistent-max-retries": _SSD,
-    "ssd-flush-interval-s": _SSD,
-    "ssd-max-size-gb": _SSD,
-    "spec-decode": _SPECULATION,
-    "num-speculative-tokens": _SPECULATION,
-    "spec-decode-disable-batch-size": _SPECULATION,
-    "ngram-max": _SPECULATION,
-    "ngram-min": _SPECULATION,
-    "no-ngram-prompt-lookup": _SPECULATION,
-    "draft-model-path": _SPECULATION,
-    "draft-model-quantize": _SPECULATION,
-    "draft-context-len": _SPECULATION,
-    "no-spec-decode-dynamic": _SPECULATION,
-    "spec-decode-acceptance-threshold": _SPECULATION,
-    "no-adaptive-k": _SPECULATION,
-    "distributed-mode": _TENSOR_PARALLEL,
-    "distributed-sharding": _TENSOR_PARALLEL,
-    "distributed-strict": _TENSOR_PARALLEL,
-    "no-distributed-strict": _TENSOR_PARALLEL,
-    "distributed-hostfile": _TENSOR_PARALLEL,
-    "distributed-ibv-devices": _TENSOR_PARALLEL,
-    "distributed-jaccl-coordinator": _TENSOR_PARALLEL,
-    "num-local-ranks": _TENSOR_PARALLEL,
+    **dict.fromkeys(("kv-bits", "kv-group-size"), _QUANTIZED_KV),
+    **dict.fromkeys(_SSD_FLAGS, _SSD),
+    **dict.fromkeys(_SPECULATION_FLAGS, _SPECULATION),
+    **dict.fromkeys(_TENSOR_PARALLEL_FLAGS, _TENSOR_PARALLEL),
 }
 ALREADY_SO = {("no-ssd", ""), ("spec-decode", "none"), ("distributed-mode", "off")}
 WITHOUT_EFFECT = {

@@ -8,6 +8,6 @@ import gc
 
 
 def leave_out_what_is_loaded() -> None:
-    """From now on full collections look only at what comes after this call."""
+    """From now on full collections look only at objects made after this call."""
     gc.collect()  # garbage that is left out would stay for ever
     gc.freeze()

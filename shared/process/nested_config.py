@@ -23,9 +23,7 @@ RENAMED = {
     "checkpointing.keep_n_checkpoints": "keep_checkpoints",
     "checkpointing.checkpoint_dir": "run_dir",
 }
-WITHOUT_EFFECT = {
-    "rl_training.scoring_batch_size": "a job runner scores each sample when it is finished",
-}
+WITHOUT_EFFECT = {"rl_training.scoring_batch_size": "a job runner scores each sample when it is finished"}
 _ATROPOS = "rl_training.environment"  # beside atropos_url: its environments are processes of their own
 _ALPHA = "model.lora_alpha"  # lora_scale is alpha / rank
 _TRAINING_MODES = ("inference_and_training", "training_only")
@@ -37,7 +35,7 @@ def is_nested(given: Mapping[str, Any]) -> bool:
 
 
 def names_in(given: Mapping[str, Any]) -> set[str]:
-    """Our names of all settings in a file, whosever they are."""
+    """Our names of all settings in a file, of any process."""
     return {name for _, name, _ in _entries(given)}
 
 
@@ -57,7 +55,7 @@ def flat(
     if not is_nested(given):
         return dict(given)
     _check_modes(given)
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for path, name, value in _entries(given):
         section = path.partition(".")[0] if "." in path else ""
         if path == _ALPHA:
@@ -67,14 +65,14 @@ def flat(
                 why = WITHOUT_EFFECT.get(path, "Atropos' environments are processes of their own")
                 print(f"{path} has no effect: {why}", file=sys.stderr)
         elif name in own and not (trains and (section == "server" or path == "mode")):
-            if name in found:
+            if name in settings:
                 raise SetupError(f"{path}: {name} is given twice")
-            found[name] = value
+            settings[name] = value
         elif name not in server and (trains or section not in OF_TRAINING):
             known = own | server if section != "server" else server
             near = difflib.get_close_matches(name, sorted(known), n=1)
             raise SetupError(f"{path}: there is no such setting" + (f"; did you mean {near[0]}?" if near else ""))
-    return found
+    return settings
 
 
 def _entries(given: Mapping[str, Any]) -> list[tuple[str, str, Any]]:

@@ -27,7 +27,7 @@ class Patience:
         return time.monotonic() + self.pause_s > self._until
 
     def heed(self, answer: httpx.Response) -> None:
-        """Wait at least as long as a busy server asks for."""
+        """Make the next pause at least as long as a busy server asks for."""
         self.pause_s = max(self.pause_s, _retry_after(answer))
 
     async def pause(self) -> None:
@@ -47,20 +47,20 @@ async def patiently(
     The answer may be a busy one, and httpx.TransportError is raised, when the patience is over.
     """
     while True:
-        found: httpx.Response | httpx.TransportError
+        outcome: httpx.Response | httpx.TransportError
         try:
-            found = await send()
+            outcome = await send()
         except httpx.TransportError as error:
             if patience.is_over:
                 raise
-            found = error
+            outcome = error
         else:
-            if found.status_code not in busy:
-                return found
-            patience.heed(found)
+            if outcome.status_code not in busy:
+                return outcome
+            patience.heed(outcome)
             if patience.is_over:
-                return found
-        trouble(found)
+                return outcome
+        trouble(outcome)
         await patience.pause()
 
 

@@ -33,7 +33,7 @@ from shared.sequences import LogprobsMode
 
 
 def version() -> str:
-    """That of the installed package; "unknown" where the code runs without one."""
+    """Version of the installed package; "unknown" where the code runs without one."""
     try:
         return importlib.metadata.version("mlx-parallm")
     except importlib.metadata.PackageNotFoundError:
@@ -44,14 +44,14 @@ S = TypeVar("S", bound="ProcessSettings")
 
 
 class PrefixedEnvironment(EnvSettingsSource):
-    """`PARALLM_*` only: by its aliases a setting would else be taken from a stranger's `MODEL` or `REDIS_URL`."""
+    """`PARALLM_*` only. Without it the aliases of settings would take another program's `MODEL` or `REDIS_URL`."""
 
     def _load_env_vars(self) -> Mapping[str, str | None]:
         return {name: value for name, value in super()._load_env_vars().items() if name.startswith("parallm_")}
 
 
 class ProcessSettings(BaseSettings):
-    """What every process has."""
+    """Settings of every process."""
 
     model_config = SettingsConfigDict(
         env_prefix="PARALLM_",
@@ -138,7 +138,7 @@ class ProcessSettings(BaseSettings):
 
 
 class JoinSettings(ProcessSettings):
-    """What a process has that may join a ring by an api of it; `shared/process/discovery.py` finds the ring."""
+    """Settings of a process that can join a ring through one of its apis (`shared/process/discovery.py`)."""
 
     connect_to: str = Field(default="", description="the ring to join: an api of it (HOST:PORT) or its Redis")
     connect_key: SecretStr = Field(default=SecretStr(""), description="API key for the api that --connect-to names")
@@ -385,9 +385,9 @@ def _config_path(args: list[str]) -> Path | None:
     if not path.is_file():
         raise SetupError(f"--config {named}: no such file")
     try:
-        found = yaml.safe_load(path.read_bytes())
+        content = yaml.safe_load(path.read_bytes())
     except yaml.YAMLError as error:
         raise SetupError(f"--config {named} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(found, dict | None):
+    if not isinstance(content, dict | None):
         raise SetupError(f"--config {named}: settings are lines of `name: value`")
     return path

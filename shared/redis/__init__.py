@@ -1,6 +1,6 @@
 """Everything that touches Redis: one folder for each thing that is kept there.
 
-Read `key_table.py` first: every key with its type, owner and time to live. `keys.py` makes the names. Then:
+Read `keys.py` first: every key with its name, type, owner and time to live. Then:
 
     queue/       sequences that wait or are leased
     tokens/      token frames and logs, on their way back to an api

@@ -1,11 +1,13 @@
-"""The names of all keys and channels in Redis, and how long keys live; key_table.py says what they are.
+"""Every key and channel in Redis: its name, its type, its owner, its time to live, its meaning.
 
-Braces are Redis Cluster hash tags: the keys that one Lua call touches share a tag, so they sit on one slot.
+A key's owner is the only role that creates and deletes it. The tests of leaked keys, docs/redis.md and
+docs/reference.md follow this table. Braces are Redis Cluster hash tags: the keys that one Lua call touches share a tag,
+so they sit on one slot.
 """
 
+import functools
 import hashlib
 
-PREFIX = "parallm"
 GROUP = "workers"  # the consumer group on every sequence stream
 HANDED_BACK = "~handed-back"  # in a worker's place: sequences taken from a dead or leaving worker, claimed first
 SUSPECTS = "~suspects"  # in a worker's place: sequences that have killed workers, run alone
@@ -41,336 +43,212 @@ HISTORY_TTL_S = DAY_S
 RESULTS_PER_CHUNK = 256  # of a job, in one hash
 
 
+class Name:
+    """What a key or a channel is called: `pattern` is a redis-cli glob, and a call puts values in its stars."""
+
+    __slots__ = ("_template", "pattern")
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self._template = pattern.replace("*", "%s")
+
+    def __call__(self, *values: str | int) -> str:
+        return self._template % values
+
+
+class Key(Name):
+    """One documented family of keys."""
+
+    __slots__ = ("meaning", "owner", "ttl", "type")
+
+    def __init__(self, pattern: str, type: str, owner: str, ttl: str, meaning: str) -> None:
+        super().__init__(pattern)
+        self.type, self.owner, self.ttl, self.meaning = type, owner, ttl, meaning
+        _documented.append(self)
+
+
+_documented: list[Key] = []
+
+
+# -- queues and sequences, of one model
+
+_queue = Name("parallm:{*}:queue:*")
+_interactive_queue = Key(
+    "parallm:{*}:queue:interactive", "stream", "api", "7 d, refreshed", "waiting and leased sequences"
+)
+_batch_queue = Key("parallm:{*}:queue:batch", "stream", "job runner", "7 d, refreshed", "waiting and leased sequences")
+_queue_of = Key(
+    "parallm:{*}:queue:*:*", "stream", "worker", "7 d, refreshed", "affinity to a worker; ~handed-back, ~suspects"
+)
+
+
+@functools.lru_cache(maxsize=4096)  # every claim names many, again and again
 def queue(model: str, sequence_class: str, worker: str = "") -> str:
-    """Stream of waiting and leased sequences of one class; with `worker`: those with affinity to it.
-
-    In the worker's place may stand HANDED_BACK or SUSPECTS.
-    """
-    suffix = f":{worker}" if worker else ""
-    return f"{PREFIX}:{{{model}}}:queue:{sequence_class}{suffix}"
+    """The queue of one class; with `worker`: of those with affinity to it, or HANDED_BACK, or SUSPECTS."""
+    return _queue_of(model, sequence_class, worker) if worker else _queue(model, sequence_class)
 
 
-def suspect_turn(model: str) -> str:
-    """String: the worker that runs empty in order to run a suspect alone."""
-    return f"{PREFIX}:{{{model}}}:suspect-turn"
+suspect_turn = Key("parallm:{*}:suspect-turn", "string", "worker", "5 s", "which worker runs empty for a suspect")
+reap_turn = Key("parallm:{*}:reap-turn", "string", "worker", "a twelfth of a lease", "who looked for dead workers last")
+# Fields: spec, state, attempt, deaths, worker, api, cancel, deadline, stream and entry
+sequence = Key("parallm:{*}:seq:*", "hash", "api or job runner", "1 h after its end", "one sequence's state")
+sequence_log = Key("parallm:{*}:out:*", "stream", "worker", "1 h after its end", "one sequence's tokens, in chunks")
+finished = Key("parallm:{*}:finished:*", "stream", "job runner", "7 d", "results that no tick has recorded yet")
+dead_letters = Key(
+    "parallm:{*}:deadletters", "stream", "worker", "7 d, 1,000 entries", "sequences and messages given up"
+)
 
+# -- workers and models
 
-def reap_turn(model: str) -> str:
-    """String: the worker that looked for dead workers' sequences last; there for as long as none need look again."""
-    return f"{PREFIX}:{{{model}}}:reap-turn"
+worker = Key("parallm:{*}:worker:*", "hash", "worker", "10 s", "heartbeat")
+workers = Key("parallm:{*}:workers", "sorted set", "worker", "7 d", "worker ids by heartbeat")
+# One hash an epoch: hash of a prompt's beginning -> worker
+warm_prefixes = Key(
+    "parallm:{*}:warm:*", "hash", "worker", "10 min, bounded", "which worker computed which prefix last"
+)
+pause = Key("parallm:pause", "string", "api", "1 d, refreshed", "the pause in force, JSON")
+child_troubles = Key(
+    "parallm:children", "hash", "serve", "30 s, refreshed", "child processes that end again and again, JSON"
+)
+models = Key("parallm:models", "sorted set", "worker", "7 d", "model names by heartbeat")
+model_card = Key("parallm:{*}:model", "string", "worker", "7 d", "model card, JSON")
+tokenizer = Key("parallm:tokenizer:*", "string", "worker", "7 d", "tokenizer bundle, JSON, by sha256")
+# A worker hears here of cancelled and moved sequences, pauses and cache resets
+control_channel = Name("parallm:ctl:*")
 
+# -- api processes and requests
 
-def sequence(model: str, seq: str) -> str:
-    """Hash of one sequence: spec, state, attempt, deaths, worker, api, cancel, deadline, stream and entry."""
-    return f"{PREFIX}:{{{model}}}:seq:{seq}"
-
-
-def sequence_log(model: str, seq: str) -> str:
-    """Stream of log chunks: every token of a sequence, for resume and takeover."""
-    return f"{PREFIX}:{{{model}}}:out:{seq}"
-
-
-def finished(model: str, job: str) -> str:
-    """Stream of the finished sequences of a job, until the job runner has recorded them."""
-    return f"{PREFIX}:{{{model}}}:finished:{job}"
-
-
-def dead_letters(model: str) -> str:
-    """Stream of sequences that killed their workers, or could not be read."""
-    return f"{PREFIX}:{{{model}}}:deadletters"
-
-
-def worker(model: str, worker_id: str) -> str:
-    """Hash of one worker's heartbeat."""
-    return f"{PREFIX}:{{{model}}}:worker:{worker_id}"
-
-
-def workers(model: str) -> str:
-    """Sorted set of worker ids by last heartbeat."""
-    return f"{PREFIX}:{{{model}}}:workers"
-
-
-def warm_prefixes(model: str, epoch: int) -> str:
-    """Hash: hash of a prompt's beginning -> the worker that computed it last, in one epoch."""
-    return f"{PREFIX}:{{{model}}}:warm:{epoch}"
-
-
-def child_troubles() -> str:
-    """Hash of whoever runs children -> JSON of those that end again and again."""
-    return f"{PREFIX}:children"
-
-
-def pause() -> str:
-    """String: JSON of the pause in force, for the workers of all models."""
-    return f"{PREFIX}:pause"
-
-
-def models() -> str:
-    """Sorted set of model names by last heartbeat of any of their workers."""
-    return f"{PREFIX}:models"
-
-
-def model_card(model: str) -> str:
-    """String: JSON of the model's card."""
-    return f"{PREFIX}:{{{model}}}:model"
-
-
-def tokenizer(sha256: str) -> str:
-    """String: JSON of a tokenizer bundle, named by its hash."""
-    return f"{PREFIX}:tokenizer:{sha256}"
-
-
-def frames(api: str) -> str:
-    """Stream of an api process's frames: what makes the live channel of the same name lossless."""
-    return f"{PREFIX}:api:{{{api}}}:frames"
-
-
-def frame_channel(api: str) -> str:
-    """Pub/sub channel of an api process's frames."""
-    return f"{PREFIX}:api:{{{api}}}:live"
-
-
-def api(api_id: str) -> str:
-    """Hash of one api process's heartbeat."""
-    return f"{PREFIX}:api:{{{api_id}}}"
-
-
-def control_channel(worker_id: str) -> str:
-    """Pub/sub channel on which a worker hears of cancelled and moved sequences, pauses and cache resets."""
-    return f"{PREFIX}:ctl:{worker_id}"
-
-
-def request(request_id: str) -> str:
-    """Hash of a streamed request: what another api process needs to resume it."""
-    return f"{PREFIX}:request:{request_id}"
+api = Key("parallm:api:{*}", "hash", "api", "60 s", "heartbeat")
+# It makes the live channel beside it lossless
+frames = Key("parallm:api:{*}:frames", "stream", "worker", "60 s, bounded", "token frames of one api process")
+frame_channel = Name("parallm:api:{*}:live")
+request = Key("parallm:request:*", "hash", "api", "1 h", "how to resume a streamed request")
+_named = Key("parallm:named:*", "set", "api", "1 h, refreshed", "requests by the name that their client gave them")
 
 
 def named_requests(owner: str, name: str) -> str:
-    """Set: model and id of the requests that go by this name of an API key's, while they run."""
-    digest = hashlib.sha256(b"%s\n%s" % (owner.encode(), name.encode())).hexdigest()
-    return f"{PREFIX}:named:{digest[:32]}"
+    """Model and id of the requests that go by this name of an API key's, while they run."""
+    return _named(hashlib.sha256(b"%s\n%s" % (owner.encode(), name.encode())).hexdigest()[:32])
 
 
-def job(job_id: str) -> str:
-    """Hash of one job: spec, state, counts, cursor."""
-    return f"{PREFIX}:job:{{{job_id}}}"
+# -- jobs
 
-
-def job_inputs(job_id: str) -> str:
-    """List of a job's input lines (JSON), one a prompt."""
-    return f"{PREFIX}:job:{{{job_id}}}:inputs"
-
-
-def job_results(job_id: str, chunk: int) -> str:
-    """Hash ordinal -> trajectory (JSON), RESULTS_PER_CHUNK ordinals a key."""
-    return f"{job_results_prefix(job_id)}{chunk}"
-
-
-def job_results_prefix(job_id: str) -> str:
-    """What the keys of a job's result chunks begin with; the chunk's number follows."""
-    return f"{PREFIX}:job:{{{job_id}}}:results:"
-
-
-def job_lease(job_id: str) -> str:
-    """String: the runner whose tick advances the job right now."""
-    return f"{PREFIX}:job:{{{job_id}}}:lease"
+job = Key("parallm:job:{*}", "hash", "api", "7 d", "one job's spec, state, counts")
+job_inputs = Key("parallm:job:{*}:inputs", "list", "api", "7 d", "input lines, JSON")
+# By job and chunk, RESULTS_PER_CHUNK ordinals a hash; with the chunk "": what these keys begin with
+job_results = Key("parallm:job:{*}:results:*", "hash", "job runner", "7 d", "trajectories, JSON, by ordinal")
+job_lease = Key("parallm:job:{*}:lease", "string", "job runner", "10 s", "which runner advances the job")
+_jobs = Key("parallm:jobs", "sorted set", "api", "7 d", "job ids by creation")
+_jobs_of = Key("parallm:jobs:of:*", "sorted set", "api", "7 d", "job ids of one tenant by creation")
 
 
 def jobs(tenant: str = "") -> str:
-    """Sorted set of job ids by creation time: of all, or of one tenant."""
-    return f"{PREFIX}:jobs:of:{tenant}" if tenant else f"{PREFIX}:jobs"
+    """The jobs of all, or of one tenant."""
+    return _jobs_of(tenant) if tenant else _jobs()
 
 
-def active_jobs() -> str:
-    """Sorted set of the ids of jobs not yet terminal, by creation time."""
-    return f"{PREFIX}:jobs:active"
+active_jobs = Key("parallm:jobs:active", "sorted set", "api", "7 d", "ids of jobs not yet terminal")
+_job_idempotency = Key("parallm:idem:job:*", "string", "api", "1 d", "idempotency key -> job id")
 
 
 def job_idempotency(key: str, tenant: str = "") -> str:
-    """String: the id of the job that was submitted under this idempotency key; each tenant has keys of its own."""
-    return f"{PREFIX}:idem:job:{tenant}:{key}" if tenant else f"{PREFIX}:idem:job:{key}"
-
-
-def file(file_id: str) -> str:
-    """String: JSON of a file's name, size and purpose; it is there when all of its bytes are."""
-    return f"{PREFIX}:file:{{{file_id}}}"
-
-
-def file_bytes(file_id: str) -> str:
-    """Hash chunk number -> bytes of a file."""
-    return f"{file(file_id)}:bytes"
-
-
-def files() -> str:
-    """Sorted set of file ids by creation time."""
-    return f"{PREFIX}:files"
-
-
-def batch(batch_id: str) -> str:
-    """Hash of one batch: spec, state, job, errors, times."""
-    return f"{PREFIX}:batch:{{{batch_id}}}"
-
-
-def batch_lease(batch_id: str) -> str:
-    """String: the api process that checks the batch's lines, or writes its files, right now."""
-    return f"{batch(batch_id)}:lease"
-
-
-def batches() -> str:
-    """Sorted set of batch ids by creation time."""
-    return f"{PREFIX}:batches"
-
-
-def pending_batches() -> str:
-    """Sorted set of the ids of batches not yet terminal, by creation time."""
-    return f"{PREFIX}:batches:pending"
-
-
-def adapters() -> str:
-    """Sorted set of adapter names by last publish."""
-    return f"{PREFIX}:adapters"
-
-
-def adapter(name: str) -> str:
-    """Hash of one adapter's pointers: latest, high, best, best_value, base."""
-    return f"{PREFIX}:adapter:{{{name}}}"
-
-
-def adapter_counter(name: str) -> str:
-    """String: the last version number given out; it outlives the adapter, so that no number comes twice."""
-    return f"{adapter(name)}:counter"
-
-
-def adapter_versions(name: str) -> str:
-    """Sorted set of an adapter's versions."""
-    return f"{adapter(name)}:versions"
-
-
-def adapter_manifest(name: str, version: int | str) -> str:
-    """String: JSON of one version's manifest; with version "": what these keys begin with."""
-    return f"{adapter(name)}:manifest:{version}"
-
-
-def adapter_bytes(name: str, version: int | str) -> str:
-    """Hash chunk number -> bytes of one version; with version "": what these keys begin with."""
-    return f"{adapter(name)}:bytes:{version}"
-
-
-def adapter_pins(name: str) -> str:
-    """Sorted set "<version>:<owner>" by the end of the pin, in Unix milliseconds."""
-    return f"{adapter(name)}:pins"
-
-
-def adapter_acks(name: str) -> str:
-    """Hash worker id -> "<version> <Unix milliseconds>": what each worker has loaded."""
-    return f"{adapter(name)}:acks"
-
-
-def adapter_log(name: str) -> str:
-    """Stream of the moves of `latest`: version, previous, reason."""
-    return f"{adapter(name)}:log"
-
-
-def adapter_channel() -> str:
-    """Pub/sub channel of changes of all adapters."""
-    return f"{PREFIX}:adapters:events"
-
-
-def collected(model: str) -> str:
-    """Stream of settled sequences that are to become trajectories, until the job runner has scored them."""
-    return f"{PREFIX}:{{{model}}}:collected"
-
-
-def collected_stats(model: str) -> str:
-    """Hash: entries added to and dropped from `collected`, and the bytes in it."""
-    return f"{collected(model)}:stats"
-
-
-def trainings() -> str:
-    """Sorted set of the policies that were ever trained, by their trainer's last heartbeat."""
-    return f"{PREFIX}:train"
-
-
-def training(policy: str) -> str:
-    """Hash: what the trainer of a policy says of itself (`shared.training.TrainerStatus`)."""
-    return f"{PREFIX}:train:{{{policy}}}"
-
-
-def trainer_alive(policy: str) -> str:
-    """String: the trainer that owns the policy; there is one at a time."""
-    return f"{training(policy)}:alive"
-
-
-def training_steps(policy: str) -> str:
-    """Stream of the last train steps, one entry each (`shared.training.TrainingPoint`): the curves."""
-    return f"{training(policy)}:steps"
-
-
-def training_alerts(policy: str) -> str:
-    """Stream of the last alerts: kind, message."""
-    return f"{training(policy)}:alerts"
-
-
-def ring_id() -> str:
-    """String: a random name of this ring's data, by which a run knows whether it has been trained here."""
-    return f"{PREFIX}:train:ring"
-
-
-def alert_channel() -> str:
-    """Pub/sub channel of the alerts of all trainers."""
-    return f"{PREFIX}:alerts"
-
-
-def trajectories(policy: str) -> str:
-    """Stream of scored trajectories from live traffic, until a checkpoint of the trainer has learned from them."""
-    return f"{training(policy)}:trajectories"
-
-
-def trajectory_stats(policy: str) -> str:
-    """Hash: trajectories collected, dropped and consumed, and the bytes that wait."""
-    return f"{trajectories(policy)}:stats"
-
-
-def trajectories_seen(policy: str) -> str:
-    """Sorted set of the ids of collected trajectories, by time: none is collected twice."""
-    return f"{trajectories(policy)}:seen"
-
-
-def training_orders(policy: str) -> str:
-    """Stream of what users ask of the trainer: an update, a checkpoint."""
-    return f"{training(policy)}:orders"
-
-
-def score_orders() -> str:
-    """Stream of texts that a job runner is to score at once."""
-    return f"{PREFIX}:score:orders"
-
-
-def answer(order_id: str) -> str:
-    """String: the answer to an order, JSON."""
-    return f"{PREFIX}:answer:{order_id}"
-
-
-def metric_totals() -> str:
-    """Hash metric field -> number: what all processes have counted, dead ones included."""
-    return f"{PREFIX}:{{metrics}}:totals"
-
-
-def process_metrics(process_id: str) -> str:
-    """Hash metric field -> number: what one process has told of its counts, and its role."""
-    return f"{PREFIX}:{{metrics}}:process:{process_id}"
-
-
-def rate_limits() -> str:
-    """What the keys of the rate counters begin with; the rest is the library's."""
-    return f"{PREFIX}:limit"
-
-
-def history() -> str:
-    """Stream of the ring's samples of the last hour: the dashboard's curves."""
-    return f"{PREFIX}:{{metrics}}:history"
-
-
-def history_turn() -> str:
-    """String: the api process that took the last sample."""
-    return f"{PREFIX}:{{metrics}}:history-turn"
+    """Each tenant has idempotency keys of its own."""
+    return _job_idempotency(f"{tenant}:{key}" if tenant else key)
+
+
+# -- files and batches
+
+# It is there when all of the file's bytes are
+file = Key("parallm:file:{*}", "string", "api", "the file's; 7 d unless asked", "one file's description, JSON")
+file_bytes = Key("parallm:file:{*}:bytes", "hash", "api", "the file's; 1 h while it is written", "its bytes in chunks")
+_files = Key("parallm:files", "sorted set", "api", "30 d, refreshed", "file ids by creation")
+_tenant_files = Key("parallm:files:of:*", "sorted set", "api", "30 d, refreshed", "file ids of one tenant by creation")
+batch = Key("parallm:batch:{*}", "hash", "api", "8 d, refreshed", "one batch's spec, state, errors, times")
+batch_lease = Key("parallm:batch:{*}:lease", "string", "api", "4 s", "which api process checks lines or writes files")
+_batches = Key("parallm:batches", "sorted set", "api", "8 d, refreshed", "batch ids by creation")
+_tenant_batches = Key(
+    "parallm:batches:of:*", "sorted set", "api", "8 d, refreshed", "batch ids of one tenant by creation"
+)
+pending_batches = Key(
+    "parallm:batches:pending", "sorted set", "api", "8 d, refreshed", "ids of batches not yet terminal"
+)
+
+
+def files(tenant: str = "") -> str:
+    """All, or those of one tenant."""
+    return _tenant_files(tenant) if tenant else _files()
+
+
+def batches(tenant: str = "") -> str:
+    """All, or those of one tenant."""
+    return _tenant_batches(tenant) if tenant else _batches()
+
+
+# -- adapters, by name; with the version "": what the keys of its versions begin with
+
+adapters = Key("parallm:adapters", "sorted set", "publisher", "30 d, refreshed", "adapter names by last publish")
+# Fields: latest, high, best, best_value, base
+adapter = Key("parallm:adapter:{*}", "hash", "publisher", "30 d, refreshed", "pointers of one adapter")
+# It outlives the adapter, so that no number comes twice
+adapter_counter = Key("parallm:adapter:{*}:counter", "string", "publisher", "730 d", "last version number given out")
+adapter_versions = Key(
+    "parallm:adapter:{*}:versions", "sorted set", "publisher", "30 d, refreshed", "versions that exist"
+)
+adapter_manifest = Key("parallm:adapter:{*}:manifest:*", "string", "publisher", "30 d from use", "one version, JSON")
+adapter_bytes = Key(
+    "parallm:adapter:{*}:bytes:*", "hash", "publisher", "30 d from use; torn: 10 min", "safetensors in chunks"
+)
+# "<version>:<owner>" by the end of the pin, in Unix milliseconds
+adapter_pins = Key(
+    "parallm:adapter:{*}:pins", "sorted set", "api or worker", "its last pin's", "who keeps which version"
+)
+# Worker id -> "<version> <Unix milliseconds>"
+adapter_acks = Key("parallm:adapter:{*}:acks", "hash", "worker", "30 d", "which worker has loaded which version")
+# Fields: version, previous, reason
+adapter_log = Key("parallm:adapter:{*}:log", "stream", "publisher", "30 d, 1,000 entries", "every move of latest")
+adapter_channel = Name("parallm:adapters:events")
+
+# -- training, by policy
+
+collected = Key("parallm:{*}:collected", "stream", "worker", "7 d, bounded", "settled sequences to be scored")
+collected_stats = Key("parallm:{*}:collected:stats", "hash", "worker", "7 d", "added, dropped, bytes of `collected`")
+trainings = Key("parallm:train", "sorted set", "trainer", "30 d", "policies by their trainer's heartbeat")
+# By it a run knows whether it has been trained here
+ring_id = Key("parallm:train:ring", "string", "trainer", "730 d, refreshed", "a random name of this ring's data")
+training = Key("parallm:train:{*}", "hash", "trainer", "30 d", "what the trainer says of itself; counts of alerts")
+trainer_alive = Key("parallm:train:{*}:alive", "string", "trainer", "6 s", "the trainer that owns the policy")
+training_steps = Key("parallm:train:{*}:steps", "stream", "trainer", "30 d, 4,096 entries", "train steps: the curves")
+training_alerts = Key("parallm:train:{*}:alerts", "stream", "trainer", "30 d, 256 entries", "alerts")
+alert_channel = Name("parallm:alerts")
+# Until a checkpoint of the trainer has learned from them
+trajectories = Key("parallm:train:{*}:trajectories", "stream", "job runner", "7 d, bounded", "live trajectories, JSON")
+trajectory_stats = Key(
+    "parallm:train:{*}:trajectories:stats", "hash", "job runner", "7 d", "counts, and bytes that wait"
+)
+trajectories_seen = Key(
+    "parallm:train:{*}:trajectories:seen", "sorted set", "job runner", "7 d", "ids, so that none comes twice"
+)
+training_orders = Key(
+    "parallm:train:{*}:orders", "stream", "api", "1 d, 32 entries", "updates and checkpoints asked for"
+)
+score_orders = Key("parallm:score:orders", "stream", "api", "1 d, 256 entries", "texts to be scored at once")
+answer = Key("parallm:answer:*", "string", "trainer, job runner or worker", "10 min", "the answer to an order, JSON")
+
+# -- figures of the ring
+
+metric_totals = Key(
+    "parallm:{metrics}:totals", "hash", "any process", "30 d, refreshed", "counts of all processes, summed"
+)
+process_metrics = Key(
+    "parallm:{metrics}:process:*", "hash", "that process", "1 d, refreshed", "what it has told of its counts"
+)
+_rate_limits = Key(
+    "parallm:limit:*", "string", "api", "twice its window", "requests of one API key, by name, in one window"
+)
+RATE_LIMITS = "parallm:limit"  # what the keys of the rate counters begin with; the rest is the library's
+history = Key("parallm:{metrics}:history", "stream", "api", "1 d, 720 entries", "samples of the last hour: curves")
+history_turn = Key("parallm:{metrics}:history-turn", "string", "api", "4.5 s", "which api process has sampled last")
+
+_arq = Key("arq:*", "various", "job runner", "arq's own; 1 d at most", "arq's queue, jobs and results")
+
+DOCUMENTED = tuple(_documented)

@@ -5,8 +5,7 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Any
 
-from shared.rewards.functions import Score
-from shared.rewards.kinds import Gsm8kOptions
+from shared.rewards.kinds import Gsm8kOptions, Score
 
 MARK = "####"
 _NUMBER = re.compile(r"[-+\u2212]?\s?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s?/\s?\d[\d,]*)?")
@@ -28,9 +27,9 @@ def score(completion: str, reference: Any, options: Gsm8kOptions) -> Score:
 def final_number(text: str, *, strict: bool = False) -> Fraction | None:
     r"""The number after the last `####`, else in the last `\boxed{}`, else the last one; None without any."""
     if MARK in text:
-        found = _NUMBER.search(text.rsplit(MARK, 1)[1])
-        if found is not None or strict:
-            return _value(found.group()) if found is not None else None
+        match = _NUMBER.search(text.rsplit(MARK, 1)[1])
+        if match is not None or strict:
+            return _value(match.group()) if match is not None else None
     if strict:
         return None
     boxed = _BOXED.findall(text)

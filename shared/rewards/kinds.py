@@ -1,16 +1,16 @@
-"""The rewards that a job can ask for: their names and options. Their functions stand beside this file.
+"""The rewards that a job can ask for: their names and options. Their functions stand in functions.py.
 
 A reward looks at the text of one completion and at the reference of its prompt (`JobInput.reference`). It gives a
-value and named components, which are stored with the sample. The API checks options here, at submission, and imports
-nothing heavy for it; the job runner's processes do the work, or, for `judge` and `likelihood`, a served model.
+value and named components, which are stored with the sample. Its options are checked once, where it enters, and nothing
+heavy is imported for it; the job runner's processes do the work, or, for `judge` and `likelihood`, a served model.
 
 `check` takes no time that depends on what a client wrote. Compiling a pattern may take half a minute, so that is apart:
-`check_patterns` runs in a process that can be killed (`RewardPool.check`).
+`CheckedReward.compile` runs in a process that can be killed (`RewardPool.check`).
 """
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -55,7 +55,7 @@ class RegexOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def flags(self) -> re.RegexFlag:
-        """How the pattern is meant."""
+        """The flags to compile the pattern with."""
         ignore_case = re.IGNORECASE if self.ignore_case else re.RegexFlag(0)
         return ignore_case | (re.DOTALL if self.dot_all else re.RegexFlag(0))
 
@@ -145,8 +145,6 @@ class WeightedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         names = [part.name for part in self.parts]
         if not names or len(set(names)) < len(names) or "weighted" in names:
             raise ValueError("parts must be different rewards, at least one, and not weighted themselves")
-        for part in self.parts:
-            check(RewardSpec(part.name, part.options))
 
 
 Options = (
@@ -189,8 +187,59 @@ REWARDS: dict[str, RewardKind] = {
 }
 
 
-def check(spec: RewardSpec) -> Options:
-    """The reward's options, typed; InvalidRequestError for an unknown reward or option."""
+class Score(NamedTuple):
+    """What a reward says of one completion."""
+
+    value: float
+    components: dict[str, float] = {}  # noqa: RUF012 - a NamedTuple's default, never written
+
+
+class CheckedReward(NamedTuple):
+    """A reward of the registry with options that are right; `check` makes it."""
+
+    spec: RewardSpec
+    options: Options
+    parts: "tuple[CheckedReward, ...]"  # of a weighted one
+
+    @property
+    def all_options(self) -> list[Options]:
+        """Its options, or those of its parts."""
+        return [part.options for part in self.parts] or [self.options]
+
+    @property
+    def has_patterns(self) -> bool:
+        """Whether there is something to compile."""
+        return any(isinstance(each, RegexOptions | FormatOptions) and each.pattern for each in self.all_options)
+
+    def compile(self) -> None:
+        """InvalidRequestError for a pattern that is none. It may take long: not for an event loop."""
+        for options in self.all_options:
+            if isinstance(options, RegexOptions | FormatOptions):
+                try:
+                    options.compile()
+                except ValueError as error:
+                    message = f"options of reward {self.spec.name!r}: {error}"
+                    raise InvalidRequestError(message, param="reward.options") from error
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reward has nothing to say without a reference."""
+        return any(_needs_reference(options) for options in self.all_options)
+
+    @property
+    def needs_prompt(self) -> bool:
+        """Whether the reward looks at the prompt."""
+        return any(isinstance(options, ModelOptions) and needs(options, PROMPT) for options in self.all_options)
+
+    @property
+    def served_models(self) -> tuple[str, ...]:
+        """The models and adapters that must be served for this reward; none: it is computed without one."""
+        asked = [models_of(options) for options in self.all_options if isinstance(options, ModelOptions)]
+        return tuple(dict.fromkeys(name for names in asked for name in names))
+
+
+def check(spec: RewardSpec) -> CheckedReward:
+    """The reward with its options typed; InvalidRequestError for an unknown reward or option."""
     kind = REWARDS.get(spec.name)
     if kind is None:
         raise InvalidRequestError(f"no reward {spec.name!r}; there are {', '.join(REWARDS)}", param="reward.name")
@@ -198,47 +247,8 @@ def check(spec: RewardSpec) -> Options:
         options: Options = msgspec.convert(spec.options, kind.options)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"options of reward {spec.name!r}: {error}", param="reward.options") from error
-    return options
-
-
-def has_patterns(spec: RewardSpec) -> bool:
-    """Whether there is something for `check_patterns` to do; `check` has passed."""
-    return any(isinstance(options, RegexOptions | FormatOptions) and options.pattern for options in _options(spec))
-
-
-def check_patterns(spec: RewardSpec) -> None:
-    """InvalidRequestError for a pattern that is none. It may take long: not for an event loop."""
-    for options in _options(spec):
-        if isinstance(options, RegexOptions | FormatOptions):
-            try:
-                options.compile()
-            except ValueError as error:
-                message = f"options of reward {spec.name!r}: {error}"
-                raise InvalidRequestError(message, param="reward.options") from error
-
-
-def needs_reference(spec: RewardSpec) -> bool:
-    """Whether the reward has nothing to say without a reference; `check` has passed."""
-    return any(_needs_reference(options) for options in _options(spec))
-
-
-def needs_prompt(spec: RewardSpec) -> bool:
-    """Whether the reward looks at the prompt; `check` has passed."""
-    return any(isinstance(options, ModelOptions) and needs(options, PROMPT) for options in _options(spec))
-
-
-def served_models(spec: RewardSpec) -> tuple[str, ...]:
-    """The models and adapters that must be served for this reward; none: it is computed without one."""
-    found = [models_of(options) for options in _options(spec) if isinstance(options, ModelOptions)]
-    return tuple(dict.fromkeys(name for names in found for name in names))
-
-
-def _options(spec: RewardSpec) -> list[Options]:
-    """Its options, or those of its parts."""
-    options = check(spec)
-    if isinstance(options, WeightedOptions):
-        return [check(RewardSpec(part.name, part.options)) for part in options.parts]
-    return [options]
+    parts = options.parts if isinstance(options, WeightedOptions) else ()
+    return CheckedReward(spec, options, tuple(check(RewardSpec(part.name, part.options)) for part in parts))
 
 
 def _needs_reference(options: Options) -> bool:

@@ -6,8 +6,7 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from shared.rewards.functions import Score
-from shared.rewards.kinds import MathOptions
+from shared.rewards.kinds import MathOptions, Score
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off: the pool has its own
 
@@ -38,5 +37,5 @@ def _gold(reference: str) -> list[Any]:
 
 
 def _parse(text: str) -> list[Any]:
-    found: list[Any] = parse(text, extraction_config=_WANTED, parsing_timeout=None)
-    return found
+    expressions: list[Any] = parse(text, extraction_config=_WANTED, parsing_timeout=None)
+    return expressions

@@ -117,7 +117,7 @@ def needs(options: ModelOptions, place: str) -> bool:
 
 
 def lacks(options: ModelOptions, prompt: object, reference: object) -> str:
-    """What a sample needs and has not; "" when it has all."""
+    """What the template needs and the sample does not have; "" when nothing is missing."""
     if prompt is None and needs(options, PROMPT):
         return "the template wants a prompt, and there is none"
     if reference is None and needs(options, REFERENCE):
@@ -126,7 +126,7 @@ def lacks(options: ModelOptions, prompt: object, reference: object) -> str:
 
 
 def filled(template: str, prompt: str, completion: str, reference: str) -> str:
-    """The template with its places filled, in one pass: what is filled in is not looked through again."""
+    """The template with its places filled in one pass: a place that stands in a filled-in text stays as it is."""
     texts = {PROMPT: prompt, COMPLETION: completion, REFERENCE: reference}
     return _PLACE.sub(lambda place: texts[place[0]], template)
 

@@ -18,7 +18,7 @@ import msgspec
 from shared.errors import InvalidRequestError, ServiceUnavailableError
 from shared.jobs import Prompt, RewardSpec
 from shared.process.call_process import CallProcess, LostProcessError
-from shared.rewards.kinds import has_patterns
+from shared.rewards.kinds import CheckedReward
 from shared.scoring.process import LATE, Slice, Trial
 from shared.scoring.shares import FairTurns, Lateness, Share
 from shared.trajectories import Reward
@@ -70,13 +70,13 @@ class RewardPool:
                 task.cancel()
         return [reward for chunk in scored for reward in chunk]
 
-    async def check(self, spec: RewardSpec, key: str = "") -> None:
+    async def check(self, reward: CheckedReward, key: str = "") -> None:
         """InvalidRequestError when a pattern of the reward cannot be compiled, or not within its time."""
-        if not has_patterns(spec) or (digest := _digest(spec)) in self._passed:
+        if not reward.has_patterns or (digest := _digest(reward.spec)) in self._passed:
             return
         try:
             async with asyncio.timeout(TRIAL_S), self._turns.turn(key):
-                wrong = await self._tried(spec)
+                wrong = await self._tried(reward.spec)
         except TimeoutError:
             raise ServiceUnavailableError("too many patterns wait to be checked; try again shortly") from None
         if wrong:
@@ -163,7 +163,7 @@ class RewardPool:
         return wrong
 
     async def _process(self) -> "_Process":
-        """One that has nothing to do."""
+        """An idle process, a new one if there is none."""
         while self._rested:
             process = self._rested.pop()
             if process.call.alive:
@@ -194,7 +194,7 @@ def is_late(reward: Reward) -> bool:
 
 
 def _digest(spec: RewardSpec) -> bytes:
-    """Stands for a reward and its options, which may be long."""
+    """A short key for a reward and its options, which may be long."""
     return hashlib.sha256(msgspec.json.encode([spec.name, spec.options])).digest()
 
 

@@ -21,7 +21,7 @@ from shared.errors import InvalidRequestError
 from shared.jobs import RewardSpec
 from shared.process.call_pipe import CallPipe
 from shared.rewards.functions import Scorer, load
-from shared.rewards.kinds import Options, check, check_patterns
+from shared.rewards.kinds import Options, check
 from shared.trajectories import Reward
 
 LATE = "timed out after"  # how the error of a sample that ran out of time begins
@@ -80,7 +80,7 @@ def try_patterns(trial: Trial) -> str:
     """What is wrong with the reward's patterns; "" when nothing is."""
     try:
         with _time_limit(trial.timeout_s):
-            check_patterns(trial.spec)
+            check(trial.spec).compile()
     except _OutOfTime:
         return f"the pattern takes longer than {trial.timeout_s:g} s to compile: make it simpler"
     except InvalidRequestError as error:
@@ -91,7 +91,7 @@ def try_patterns(trial: Trial) -> str:
 def scored(call: Slice) -> Iterator[Reward]:
     """Rewards of the first samples: all of them, or those begun within `slice_s`."""
     scorer = load(call.spec.name)
-    options = check(call.spec)
+    options = check(call.spec).options
     until = time.monotonic() + call.slice_s
     for text, reference in call.samples:
         yield _score_one(scorer, call.spec, options, text, reference, call.timeout_s)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from shared.jobs import RewardSpec
-from shared.rewards.kinds import WeightedOptions, check, served_models
+from shared.rewards.kinds import CheckedReward, WeightedOptions
 from shared.rewards.model_kinds import ModelOptions
 from shared.scoring.pool import RewardSample
 from shared.scoring.served import WITHIN_S
@@ -47,7 +47,7 @@ class Rewards:
 
     async def score(
         self,
-        spec: RewardSpec,
+        reward: CheckedReward,
         samples: Sequence[RewardSample],
         *,
         within_s: float = WITHIN_S,
@@ -58,20 +58,18 @@ class Rewards:
 
         `share` says whose processes' time the functions take.
         """
-        options = check(spec)
+        options = reward.options
         if isinstance(options, ModelOptions):
             return await self._served.score(
-                spec.name, options, samples, within_s=within_s, sequence_class=sequence_class
+                reward.spec.name, options, samples, within_s=within_s, sequence_class=sequence_class
             )
-        if not isinstance(options, WeightedOptions) or not served_models(spec):
-            return await self._functions.score(spec, samples, share)
-        parts = [RewardSpec(part.name, part.options) for part in options.parts]
-        scored = await asyncio.gather(
-            *(
-                self.score(part, samples, within_s=within_s, sequence_class=sequence_class, share=share)
-                for part in parts
-            )
-        )
+        if not isinstance(options, WeightedOptions) or not reward.served_models:
+            return await self._functions.score(reward.spec, samples, share)
+        parts = [
+            self.score(part, samples, within_s=within_s, sequence_class=sequence_class, share=share)
+            for part in reward.parts
+        ]
+        scored = await asyncio.gather(*parts)
         return [_sum(options, rewards) for rewards in zip(*scored, strict=True)]
 
 

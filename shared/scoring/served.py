@@ -35,7 +35,7 @@ from shared.owners import ADMINS, WhoAsks, anybody
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.queue.sequence_calls import SequenceCalls
 from shared.redis.ring.worker_registry import WorkerRegistry
-from shared.rewards.functions import Score
+from shared.rewards.kinds import Score
 from shared.rewards.model_kinds import (
     PROMPT,
     JudgeOptions,
@@ -58,7 +58,7 @@ IN_THREAD_CHARS = 2_000  # a longer text is tokenized beside the event loop
 
 @dataclass(frozen=True)
 class AskedModel:
-    """A model that scores, as it stands when a call begins."""
+    """A model that scores, in the version that a call begins with."""
 
     card: ModelCard
     codec: TextCodec
@@ -153,15 +153,15 @@ class ServedRewards:
     ) -> Score:
         texts = await self._texts(sample)
         target = filled(options.target, *texts)
-        found: list[tuple[float, int]] = []
+        sums: list[tuple[float, int]] = []
         for model in models:
             prompt = await _beside(len(texts[0]), self._context, model, options.template, texts, sample)
             ids = await _beside(len(target), model.codec.encode, target, False)
             if not ids:
                 raise EmptyPromptError("the target has no tokens")
             (total,) = await ask.log_likelihoods(model, prompt, [ids])
-            found.append((total, len(ids)))
-        (total, tokens), *against = found
+            sums.append((total, len(ids)))
+        (total, tokens), *against = sums
         components = {"log_likelihood": total, "tokens": float(tokens)}
         if against:
             components["against"] = against[0][0]
@@ -169,7 +169,7 @@ class ServedRewards:
         return Score(options.scale * (value / tokens if options.per_token else value), components)
 
     def _context(self, model: AskedModel, template: str, texts: Sequence[str], sample: RewardSample) -> list[int]:
-        """What stands before the target; the prompt alone as the model was, or would be, asked."""
+        """The ids before the target; the default template is the prompt, encoded as a request would be."""
         prompt = sample.prompt
         if template != PROMPT or isinstance(prompt, str) or prompt is None:
             return model.codec.encode(filled(template, *texts))
@@ -298,7 +298,7 @@ class _Ask:
 
 
 def shown_chat(messages: Sequence[Message]) -> str:
-    """A chat for a judge's eyes: a single message as it is, several under their roles."""
+    """A chat as a judge reads it: a single message as it is, several with their roles."""
     texts = [(str(message.get("role", "")), _content(message.get("content"))) for message in messages]
     return texts[0][1] if len(texts) == 1 else "\n\n".join(f"{role}: {text}" for role, text in texts)
 
@@ -318,7 +318,7 @@ def _judge_prompt(codec: TextCodec, options: JudgeOptions, texts: Sequence[str])
 
 
 async def _beside(chars: int, work: Any, *arguments: Any) -> Any:
-    """Call it, in a thread when the text is long."""
+    """Call `work`, in a thread when the text is long."""
     return await asyncio.to_thread(work, *arguments) if chars > IN_THREAD_CHARS else work(*arguments)
 
 

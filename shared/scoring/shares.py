@@ -30,7 +30,7 @@ class Lateness:
 
 @dataclass
 class Share:
-    """Who asks, and how it has gone."""
+    """Who asks for scores, and how many samples have run out of time."""
 
     key: str = ""  # name of the API key; "" where nobody needs one
     job: str = ""
@@ -53,14 +53,14 @@ class Share:
         return max(self.mine.in_a_row, self.of_all.in_a_row) if self.mine.in_a_row >= ALIKE else self.mine.in_a_row
 
     def try_again(self) -> None:
-        """One more sample may show that it was not the reward's fault."""
+        """Allow one more sample, which may show that the reward was not at fault."""
         for lateness in (self.mine, self.of_all):
             lateness.in_a_row = min(lateness.in_a_row, GIVE_UP_AFTER - 1)
 
 
 @dataclass
 class _Account:
-    """What somebody has had, and who of theirs waits."""
+    """The time that a key, or a job of it, has used, and who waits."""
 
     spent_s: float = 0.0
     running: list[float] = field(default_factory=list)  # when each began
@@ -130,7 +130,7 @@ class FairTurns:
             raise
 
     def _serve(self) -> None:
-        """Give free room to those whose turn it is."""
+        """Give free turns to those who have used the least time."""
         while self._free and self._all.wants:
             now = self._clock()
             account = self._all

@@ -9,6 +9,7 @@ holds the observations of one bucket alone, not of those below it.
 """
 
 from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -215,7 +216,7 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Note a value, as often as it came."""
+        """Count a value, `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
@@ -261,6 +262,14 @@ def parse_field(field: str) -> tuple[str, tuple[str, ...], str]:
     count = len(CATALOGUE[name].labels)
     labels = tuple(unquote(label) for label in rest[:count])
     return name, labels, rest[count] if len(rest) > count else ""
+
+
+def series(totals: Mapping[str, float], name: str) -> Iterator[tuple[tuple[str, ...], str, float]]:
+    """(label values, bucket, value) of one metric among the totals of all."""
+    for field, value in totals.items():
+        if field.partition("|")[0] == name:
+            _, labels, bucket = parse_field(field)
+            yield labels, bucket, value
 
 
 def _checked(name: str, kind: MetricKind, labels: tuple[str, ...]) -> Metric:

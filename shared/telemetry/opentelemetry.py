@@ -93,7 +93,7 @@ class Tracing:
 
     @contextlib.contextmanager
     def span(self, name: str, attributes: Attributes, start_ns: int, link: str) -> Iterator[None]:
-        """See `tracing.span`. Of an exception only the kind is told: its message may quote what users sent."""
+        """See `tracing.span`. Of an exception only the type is recorded: its message may quote what users sent."""
         causes = [Link(trace.get_current_span(_context_of(link)).get_span_context())] if link else []
         opened = self._tracer.start_span(name, attributes=dict(attributes), links=causes, start_time=start_ns or None)
         with trace.use_span(opened, end_on_exit=True, record_exception=False, set_status_on_exception=False):

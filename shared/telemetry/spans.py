@@ -1,4 +1,4 @@
-"""What is told of a traced piece of work (shared/telemetry/tracing.py); plain data, without OpenTelemetry."""
+"""Spans as plain data, without OpenTelemetry (shared/telemetry/tracing.py records them)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ class OpenSpan(Protocol):
     traceparent: str  # of what happens inside it
 
     def end(self, attributes: Attributes, error: str = "") -> None:
-        """It is over; `error` says what kind of failure it was."""
+        """End the span; `error` is the kind of failure, "" when it went well."""
 
 
 @dataclass(frozen=True)
 class Past:
-    """A span that is over when it is told, with what happened inside it. Times are Unix nanoseconds."""
+    """A span that is recorded after its end, with the spans inside it. Times are Unix nanoseconds."""
 
     name: str
     start_ns: int

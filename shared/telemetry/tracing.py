@@ -34,7 +34,7 @@ _INSTALL = "pip install 'mlx-parallm[traces]'"
 
 
 class Tracer(Protocol):
-    """What each function below asks while traces are on: `shared.telemetry.opentelemetry.Tracing`."""
+    """What does the work of the functions below while traces are on: `shared.telemetry.opentelemetry.Tracing`."""
 
     provider: "TracerProvider"
 
@@ -115,7 +115,7 @@ def stop() -> None:
 
 
 def provider() -> "TracerProvider | None":
-    """For libraries that make spans themselves; None while traces are off."""
+    """The provider for libraries that make spans themselves; None while traces are off."""
     return _tracing.provider if _tracing is not None else None
 
 
@@ -125,12 +125,12 @@ def traceparent() -> str:
 
 
 def log_fields() -> dict[str, str]:
-    """What ties log lines to the trace that we are in."""
+    """Fields that connect log lines with the present trace."""
     return _tracing.log_fields() if _tracing is not None else {}
 
 
 def annotate(attributes: Attributes) -> None:
-    """Add to the span that we are in."""
+    """Add attributes to the present span."""
     if _tracing is not None:
         _tracing.annotate(attributes)
 

@@ -138,6 +138,10 @@ class TextCodec:
         """A text with a space for each special token that is spelled in it, in one pass: none can appear by that."""
         return text if self._spelled is None else self._spelled.sub(" ", text)
 
+    def stream(self, shown: Iterable[str] = ()) -> "TextStream":
+        """Decodes one sequence; `shown` are special tokens that are not hidden."""
+        return self.decoder.stream(self, self.visible_pieces(shown))
+
     def visible_pieces(self, shown: Iterable[str] = ()) -> "_Pieces":
         """id -> its share of the decoded text, special tokens empty, except those in `shown`."""
         special = frozenset(shown) & self._special
@@ -182,25 +186,14 @@ def _looked_at(task: "asyncio.Task[TextCodec]") -> None:
         task.exception()
 
 
-class TextStream:
-    """Decodes ids as they come. Not for two sequences at once. `shown`: special tokens that are not hidden."""
-
-    def __init__(self, codec: TextCodec, shown: Iterable[str] = ()) -> None:
-        self._stream = codec.decoder.stream(codec, codec.visible_pieces(shown))
+class TextStream(Protocol):
+    """Decodes the ids of one sequence as they come; `TextCodec.stream` makes it."""
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; it may be empty while a character is unfinished."""
-        return self._stream.push(ids)
 
     def flush(self) -> str:
         """What was held back, as `decode` would show it at the end. Call it once."""
-        return self._stream.flush()
-
-
-class _Stream(Protocol):
-    def push(self, ids: Sequence[int]) -> str: ...
-
-    def flush(self) -> str: ...
 
 
 class DecoderShape(msgspec.Struct, frozen=True):
@@ -246,7 +239,7 @@ class DecoderShape(msgspec.Struct, frozen=True):
             spelling = spelling.replace(pattern, content)
         return spelling
 
-    def stream(self, codec: TextCodec, pieces: "_Pieces") -> _Stream:
+    def stream(self, codec: TextCodec, pieces: "_Pieces") -> TextStream:
         """A fresh stream of this shape."""
         if self.kind == "bytes":
             return _ByteStream(pieces)

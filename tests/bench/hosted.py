@@ -29,14 +29,17 @@ from shared.seeds import derived_seed
 from tests.bench.local_ring import LocalRing, LocalSink, LocalSource
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
 from tests.bench.steady_training import Training, random_groups
-from tests.training.nobody import NoBoard, NoMailbox
+from tests.training.nobody import NoBoard, NoOrders
 from trainer.hosted import FREE_PART
 from trainer.learn.compute import EngineHost
 from trainer.learn.learner import Learner
 from trainer.loop import TrainLoop
 from trainer.metrics import read
+from trainer.parts import Parts
+from trainer.ring.board import RingBoard
+from trainer.ring.mailbox import RingMailbox
+from trainer.ring.ring import Ring
 from trainer.rollouts.environments import Observation, Outcome
-from trainer.seams import Parts
 from trainer.settings import TrainSettings
 from trainer.warm_up import rehearse
 from worker.engine.messages import EngineConfig
@@ -173,16 +176,15 @@ async def run_loop(ring: LocalRing, options: Options, folder: Path) -> dict[str,
     settings = options.settings(folder / "run")
     card = ring.loaded.card
     sink = LocalSink(ring, folder, settings.adapter)
+    board, mailbox = RingBoard(NoBoard()), RingMailbox(NoOrders())
+    codec: Any = None  # RandomPrompts stands for it
+    local = Ring(card.base_sha256, codec, LocalSource(ring), sink, board, mailbox)
     parts: Any = Parts(
         host=EngineHost(ring.engine),
-        load_model=lambda: ring.loaded.model,
-        base_sha256=card.base_sha256,
+        model=ring.loaded.model,
+        ring=local,
         conversation=RandomPrompts(options, card.vocab_size),  # type: ignore[arg-type]
-        source=LocalSource(ring),
-        sink=sink,
         environment=ByChance(),
-        board=NoBoard(),
-        mailbox=NoMailbox(),
     )
     loop = TrainLoop(settings, parts)
     running = asyncio.create_task(loop.run())

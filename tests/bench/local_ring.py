@@ -23,8 +23,8 @@ from shared.seeds import derived_seed
 from shared.sequences import SamplingParams, SequenceSpec
 from shared.training import AlertKind
 from shared.trajectories import Trajectory
+from trainer.ring.ring import Candidate, Stored
 from trainer.rollouts.groups import RolloutRequest
-from trainer.seams import Candidate, Stored
 from worker.engine.batch.adapters import SlotConfig
 from worker.engine.messages import EngineConfig, RowRequest, StepOutput
 from worker.engine.thread import EngineThread

@@ -14,17 +14,6 @@ import psutil
 from tests.bench.load import load
 from tests.e2e.rings import Process
 
-RAW = """
-from worker.engine.model import fast_blas
-fast_blas.install()
-import mlx.core as mx, psutil
-from mlx_lm import batch_generate, load
-model, tokenizer = load("models/tiny")
-model.set_dtype(mx.float32)
-tokenizer._eos_token_ids = set()
-batch_generate(model, tokenizer, [[5] * 16] * 32, max_tokens=64)
-print(psutil.Process().memory_info().rss)
-"""
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
 
 
@@ -51,7 +40,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.memory", description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     arguments = parser.parse_args()
-    raw = subprocess.run([sys.executable, "-c", RAW], capture_output=True, text=True, check=True).stdout
+    raw = subprocess.run(
+        [sys.executable, "-m", "tests.bench.peers", "memory", "models/tiny"], capture_output=True, text=True, check=True
+    ).stdout
     print(f"raw mlx-lm, 32 rows of the same model: {int(raw) / 1e6:.1f} MB")
     with tempfile.TemporaryDirectory() as folder:
         server = Process.start("api.serve.main", "--model", "models/tiny", "--port", "0", "--data-dir", folder)

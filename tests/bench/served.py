@@ -31,33 +31,6 @@ from tests.e2e.rings import Process
 PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 64
 SHAPES = {"qwen3-small": QWEN3_SMALL, "qwen3-0.6b": QWEN3_0_6B, "qwen3-4b": QWEN3_4B}
-RAW = """
-import json, sys, time
-from worker.engine.model import fast_blas
-fast_blas.install()
-from worker.engine.model import cuda_graphs
-cuda_graphs.prepare()  # as the worker has it
-import mlx.core as mx
-from mlx_lm import batch_generate, load
-model, tokenizer = load(sys.argv[1])
-model.set_dtype(getattr(mx, sys.argv[3]))
-tokenizer._eos_token_ids = set()
-for line in sys.stdin:
-    prompts = json.loads(line)
-    rows = {"completion_batch_size": len(prompts), "prefill_batch_size": min(len(prompts), 32)}
-    began = time.perf_counter()
-    response = batch_generate(model, tokenizer, prompts, max_tokens=int(sys.argv[2]), **rows)
-    print(json.dumps({"tokens": response.stats.generation_tokens, "s": time.perf_counter() - began}), flush=True)
-"""
-PEER = """
-import sys
-from worker.engine.model import fast_blas
-fast_blas.install()
-import mlx_lm.server
-sys.argv = ["mlx_lm.server", "--model", sys.argv[1], "--port", sys.argv[2], "--decode-concurrency", "32",
-            "--prompt-concurrency", "8", "--log-level", "ERROR"]
-mlx_lm.server.main()
-"""
 
 
 class Raw:
@@ -65,7 +38,7 @@ class Raw:
 
     def __init__(self, model: Path, tokens: int, dtype: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", RAW, str(model), str(tokens), dtype],
+            [sys.executable, "-m", "tests.bench.peers", "rate", str(model), str(tokens), dtype],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -106,7 +79,9 @@ def free_port() -> int:
 
 def start_peer(model: Path) -> tuple["subprocess.Popen[bytes]", str]:
     port = free_port()
-    process = subprocess.Popen([sys.executable, "-c", PEER, str(model), str(port)], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.bench.peers", "serve", str(model), str(port)], stderr=subprocess.DEVNULL
+    )
     url = f"http://127.0.0.1:{port}"
     for _ in range(600):
         try:

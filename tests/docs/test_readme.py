@@ -52,7 +52,7 @@ class Shell:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=500,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

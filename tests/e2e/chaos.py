@@ -26,7 +26,7 @@ import psutil
 from redis.asyncio import Redis
 
 from shared.jobs import TERMINAL
-from shared.redis import key_table, keys
+from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.redis.queue.sequence_queue import SequenceQueue
 from shared.redis.ring.worker_registry import WorkerRegistry
@@ -168,7 +168,7 @@ async def _check_rest(ring: ChaosRing, report: Report) -> None:
 async def check_keys(redis: Redis, report: Report) -> None:
     """Every key is documented and has a time to live."""
     for key in [key.decode() async for key in redis.scan_iter(count=1000)]:
-        if not any(fnmatchcase(key, kind.pattern) for kind in key_table.DOCUMENTED):
+        if not any(fnmatchcase(key, kind.pattern) for kind in keys.DOCUMENTED):
             report.violation(f"an undocumented key: {key}")
         if await redis.ttl(key) == -1:
             report.violation(f"a key for ever: {key}")

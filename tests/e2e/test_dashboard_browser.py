@@ -2,161 +2,167 @@
 and actions are tested without one in tests/redis/test_dashboard.py.
 """
 
-import asyncio
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
+from playwright.async_api import Browser, expect
 
 from api.cli.client import InferenceClient, JobRequest
 from shared.jobs import JobInput, RewardSpec
-from tests.e2e.browser import Browser, Tab, browser, find_browser
+from tests.e2e.browser import Tab, browser, find_browser, tab
 from tests.e2e.rings import MODEL, Ring
+from tests.waiting import wait_until
 
 BINARY = find_browser()
-pytestmark = pytest.mark.skipif(
-    BINARY is None, reason="no Chromium on this machine (apt install chromium, or name one in PARALLM_TEST_BROWSER)"
-)
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(
+        BINARY is None, reason="no Chromium on this machine (apt install chromium, or name one in PARALLM_TEST_BROWSER)"
+    ),
+]
 HOSTILE = "<script>window.broken = 1</script><img src=x onerror='window.broken = 1'>"
-LIVE = "document.getElementById('live')?.textContent === 'live'"
 
 
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def chromium() -> AsyncIterator[Browser]:
     assert BINARY is not None
-    with browser(BINARY, tmp_path_factory.mktemp("profile")) as started:
+    async with browser(BINARY) as started:
         yield started
 
 
-@pytest.fixture
-def opened() -> Iterator[Callable[..., Tab]]:
-    tabs: list[Tab] = []
-
-    def open_one(*arguments: Any, **named: Any) -> Tab:
-        tabs.append(Tab(*arguments, **named))
-        return tabs[-1]
-
-    yield open_one
-    for tab in tabs:
-        tab.close()
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def job(served: Ring) -> str:
+    async with InferenceClient(served.url) as client:
+        request = JobRequest(kind="rollout", model=MODEL, n=3, max_tokens=12, reward=RewardSpec("exact"))
+        status = await client.submit(request, [JobInput(f"{HOSTILE} 2+2?", reference="4")])
+        async for _ in client.chat(MODEL, [{"role": "user", "content": "hi"}], max_tokens=8, ignore_eos=True):
+            pass
+        return (await client.wait(status.id)).id
 
 
-@pytest.fixture(scope="module")
-def job(served: Ring) -> str:
-    async def submit() -> str:
-        async with InferenceClient(served.url) as client:
-            request = JobRequest(kind="rollout", model=MODEL, n=3, max_tokens=12, reward=RewardSpec("exact"))
-            status = await client.submit(request, [JobInput(f"{HOSTILE} 2+2?", reference="4")])
-            async for _ in client.chat(MODEL, [{"role": "user", "content": "hi"}], max_tokens=8, ignore_eos=True):
-                pass
-            return (await client.wait(status.id)).id
-
-    return asyncio.run(submit())
-
-
-def checked(tab: Tab, served: Ring) -> None:
+async def check(shown: Tab, served: Ring) -> None:
     """Nothing was run that should not be, nothing was asked of anybody else, nothing sticks out."""
-    assert tab.complaints() == []
-    assert not tab.run("window.broken")
-    assert [url for url in tab.requested() if not url.startswith((served.url, "about:", "data:"))] == []
-    assert tab.run("document.documentElement.scrollWidth <= window.innerWidth")
+    assert shown.complaints == []
+    assert not await shown.page.evaluate("window.broken")
+    assert shown.requested
+    assert [url for url in shown.requested if not url.startswith((served.url, "about:", "data:"))] == []
+    assert await shown.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+async def post(url: str, status: int = 200, **arguments: Any) -> dict[str, Any]:
+    async with httpx.AsyncClient(timeout=20) as http:
+        answer = await http.post(url, **arguments)
+    assert answer.status_code == status, answer.text
+    answered: dict[str, Any] = answer.json()
+    return answered
+
+
+async def test_the_browser_tells_of_what_a_page_must_not_do(served: Ring, chromium: Browser) -> None:
+    """What `check` looks at, seen to happen."""
+    async with tab(chromium) as shown:
+        await shown.page.goto(f"{served.url}/dashboard/jobs")
+        await shown.page.evaluate("document.body.append(new Image()), document.images[0].src = 'http://127.0.0.1:9/x'")
+        await shown.page.evaluate("document.body.insertAdjacentHTML('beforeend', '<b onclick=alert(1)>')")
+        await shown.page.evaluate("setTimeout(() => { throw new Error('thrown') })")
+        await wait_until(lambda: len(shown.complaints) == 3, 30)
+        assert any("thrown" in text for text in shown.complaints)
+        assert any("Content Security Policy" in text for text in shown.complaints)
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
-def test_the_ring_is_live_and_draws_its_curves(
-    served: Ring, chromium: Browser, job: str, width: int, dark: bool, opened: Callable[..., Tab]
+async def test_the_ring_is_live_and_draws_its_curves(
+    served: Ring, chromium: Browser, job: str, width: int, dark: bool
 ) -> None:
-    tab = opened(chromium, width, dark=dark)
-    tab.open(f"{served.url}/dashboard", LIVE)
-    tab.wait("document.querySelectorAll('.uplot canvas').length === 4", timeout_s=30)
-    assert tab.run("document.querySelector('#jobs a').textContent") == job
-    background = tab.run("getComputedStyle(document.body).backgroundColor")
-    assert (background == "rgb(16, 18, 17)") == dark
-    checked(tab, served)
+    async with tab(chromium, width, dark=dark) as shown:
+        await shown.open(f"{served.url}/dashboard")
+        await expect(shown.page.locator(".uplot canvas")).to_have_count(4)
+        assert await shown.page.locator("#jobs a").first.text_content() == job
+        background = await shown.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (background == "rgb(16, 18, 17)") == dark
+        await check(shown, served)
 
 
-def test_a_hostile_prompt_is_shown_and_not_run(
-    served: Ring, chromium: Browser, job: str, opened: Callable[..., Tab]
-) -> None:
-    tab = opened(chromium)
-    tab.open(f"{served.url}/dashboard/jobs/{job}", LIVE)
-    tab.run("document.querySelector('details.sample summary').focus()")
-    tab.press("Enter")  # by keyboard
-    tab.wait("document.querySelector('details.sample pre')")
-    assert HOSTILE in tab.run("document.querySelector('details.sample pre').textContent")
-    assert tab.run("document.querySelectorAll('details.sample .tokens span[title^=log]').length") > 0
-    checked(tab, served)
+async def test_a_hostile_prompt_is_shown_and_not_run(served: Ring, chromium: Browser, job: str) -> None:
+    async with tab(chromium) as shown:
+        await shown.open(f"{served.url}/dashboard/jobs/{job}")
+        await shown.page.locator("details.sample summary").first.press("Enter")  # by keyboard
+        await expect(shown.page.locator("details.sample pre").first).to_contain_text(HOSTILE)
+        assert await shown.page.locator("details.sample .tokens span[title^=log]").count() > 0
+        await check(shown, served)
 
 
-def test_a_change_elsewhere_appears_without_a_reload(
-    served: Ring, chromium: Browser, job: str, opened: Callable[..., Tab]
-) -> None:
-    tab = opened(chromium)
-    tab.open(f"{served.url}/dashboard/jobs", LIVE)
-    before = tab.run("document.querySelectorAll('#jobs tbody tr').length")
-    assert httpx.post(f"{served.url}/v1/jobs/{job}/retry", timeout=20).status_code == 202
-    tab.wait(f"document.querySelectorAll('#jobs tbody tr').length === {before + 1}")
-    checked(tab, served)
+async def test_a_change_elsewhere_appears_without_a_reload(served: Ring, chromium: Browser, job: str) -> None:
+    async with tab(chromium) as shown:
+        await shown.open(f"{served.url}/dashboard/jobs")
+        rows = shown.page.locator("#jobs tbody tr")
+        before = await rows.count()
+        await post(f"{served.url}/v1/jobs/{job}/retry", 202)
+        await expect(rows).to_have_count(before + 1)
+        await check(shown, served)
 
 
-def test_a_button_acts_and_says_so(served: Ring, chromium: Browser, job: str, opened: Callable[..., Tab]) -> None:
-    tab = opened(chromium)
-    tab.open(f"{served.url}/dashboard/jobs/{job}", LIVE)
-    tab.run("window.confirm = () => true; document.getElementById('retry').click()")
-    tab.wait(f"location.pathname.startsWith('/dashboard/jobs/job-') && !location.pathname.endsWith('{job}')")
-    tab.wait("document.querySelector('#job .state.succeeded')")
-    checked(tab, served)
+async def test_a_button_acts_and_says_so(served: Ring, chromium: Browser, job: str) -> None:
+    async with tab(chromium) as shown:
+        await shown.open(f"{served.url}/dashboard/jobs/{job}")
+        await shown.page.locator("#retry").click()
+        await expect(shown.page).to_have_url(re.compile(rf"/dashboard/jobs/(?!{job}$)job-"))
+        await expect(shown.page.locator("#job .state.succeeded")).to_be_visible()
+        await check(shown, served)
 
 
-def test_a_batch_goes_on_under_one_s_eyes_and_is_cancelled_there(
-    served: Ring, chromium: Browser, opened: Callable[..., Tab]
-) -> None:
+async def test_a_batch_goes_on_under_one_s_eyes_and_is_cancelled_there(served: Ring, chromium: Browser) -> None:
     body = {"messages": [{"role": "user", "content": HOSTILE}], "max_tokens": 100, "ignore_eos": True}
     lines = [
         {"custom_id": f"{HOSTILE} {at}", "method": "POST", "url": "/v1/chat/completions", "body": body}
         for at in range(1500)
     ]
-    files = {"file": ("requests.jsonl", "".join(json.dumps(each) + "\n" for each in lines).encode())}
-    file = httpx.post(f"{served.openai_url}/files", data={"purpose": "batch"}, files=files, timeout=20).json()["id"]
-    asked = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-    batch = httpx.post(f"{served.openai_url}/batches", json=asked, timeout=20).json()["id"]
+    files = {"file": ("requests.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())}
+    file = (await post(f"{served.openai_url}/files", data={"purpose": "batch"}, files=files))["id"]
+    order = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    batch = (await post(f"{served.openai_url}/batches", json=order))["id"]
 
-    tab = opened(chromium, 390)
-    tab.open(f"{served.url}/dashboard/batches", LIVE)
-    tab.wait("document.querySelector('#batches .state.in_progress')")
-    checked(tab, served)
-    tab.run("document.querySelector('#batches tbody a').focus()")
-    tab.press("Enter")
-    tab.wait(f"location.pathname.endsWith('/batches/{batch}') && {LIVE}")
-    tab.wait("parseInt(document.querySelector('#batch .progress p').textContent.split('%')[1]) > 0", timeout_s=30)
-    tab.run("window.confirm = () => true; document.getElementById('cancel').click()")
-    tab.wait("document.getElementById('notice').textContent.includes('being cancelled')")
-    tab.wait("document.querySelector('#batch .state.cancelled') && !document.getElementById('cancel')", timeout_s=30)
-    tab.wait("document.querySelectorAll('#files .files a[download]').length === 3")
-    assert tab.run("[...document.querySelectorAll('.timeline .state')].at(-1).textContent") == "cancelled"
-    checked(tab, served)
+    async with tab(chromium, 390) as shown:
+        page = shown.page
+        await shown.open(f"{served.url}/dashboard/batches")
+        await expect(page.locator("#batches .state.in_progress")).to_be_visible()
+        await check(shown, served)
+        await page.locator("#batches tbody a").first.press("Enter")
+        await expect(page).to_have_url(re.compile(f"/batches/{batch}$"))
+        await shown.live()
+        await expect(page.locator("#batch .progress p").first).to_have_text(re.compile(r"%\D*[1-9]"))
+        await page.locator("#cancel").click()
+        await expect(page.locator("#notice")).to_contain_text("being cancelled")
+        await expect(page.locator("#batch .state.cancelled")).to_be_visible()
+        await expect(page.locator("#cancel")).to_have_count(0)
+        await expect(page.locator("#files .files a[download]")).to_have_count(3)
+        assert await page.locator(".timeline .state").last.text_content() == "cancelled"
+        await check(shown, served)
 
-    tab.run("document.getElementById('look-3').click()")
-    tab.wait("location.pathname.startsWith('/dashboard/files/') && document.querySelector('details.line')")
-    assert HOSTILE in tab.run("document.querySelector('details.line .snippet').textContent")
-    assert tab.run("document.querySelector('details.line .bad').textContent") == "batch_cancelled"
-    checked(tab, served)
+        await page.locator("#look-3").click()
+        await expect(page).to_have_url(re.compile("/dashboard/files/"))
+        await expect(page.locator("details.line .snippet").first).to_contain_text(HOSTILE)
+        assert await page.locator("details.line .bad").first.text_content() == "batch_cancelled"
+        await check(shown, served)
 
 
-def test_a_page_that_nobody_looks_at_gives_its_connection_back(
-    served: Ring, chromium: Browser, opened: Callable[..., Tab]
-) -> None:
-    tab = opened(chromium)
-    tab.open(f"{served.url}/dashboard/jobs", LIVE)
-    look = "Object.defineProperty(document, 'hidden', {value: %s, configurable: true});"
-    event = "document.dispatchEvent(new Event('visibilitychange'))"
-    tab.run(look % "true" + event)
-    tab.wait("document.getElementById('live').textContent === 'paused'")
-    before = tab.run("document.querySelectorAll('#jobs tbody tr').length")
-    body = {"kind": "generate", "model": MODEL, "prompts": ["hi"]}
-    assert httpx.post(f"{served.url}/v1/jobs", json=body, timeout=20).status_code == 202
-    tab.run(look % "false" + event)
-    tab.wait(f"{LIVE} && document.querySelectorAll('#jobs tbody tr').length === {before + 1}")
-    checked(tab, served)
+async def test_a_page_that_nobody_looks_at_gives_its_connection_back(served: Ring, chromium: Browser, job: str) -> None:
+    async with tab(chromium) as shown:
+        await shown.page.clock.install()  # a page may be out of sight for seconds
+        await shown.open(f"{served.url}/dashboard/jobs")
+        look = "Object.defineProperty(document, 'hidden', {value: %s, configurable: true});"
+        event = "document.dispatchEvent(new Event('visibilitychange'))"
+        await shown.page.evaluate(look % "true" + event)
+        await shown.page.clock.fast_forward("00:10")
+        await expect(shown.page.locator("#live")).to_have_text("paused")
+        rows = shown.page.locator("#jobs tbody tr")
+        before = await rows.count()
+        await post(f"{served.url}/v1/jobs", 202, json={"kind": "generate", "model": MODEL, "prompts": ["hi"]})
+        await shown.page.evaluate(look % "false" + event)
+        await shown.live()
+        await expect(rows).to_have_count(before + 1)
+        await check(shown, served)

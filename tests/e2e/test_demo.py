@@ -12,7 +12,7 @@ def test_the_demo_chats_runs_two_jobs_and_writes_its_report(tmp_path: Path) -> N
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -6,7 +6,7 @@ import httpx
 
 from api.cli.client import InferenceClient, JobRequest
 from shared.jobs import JobInput
-from shared.redis import key_table
+from shared.redis import keys
 from shared.redis.connection.client import connect
 from tests.e2e.rings import MODEL, Ring
 
@@ -22,9 +22,7 @@ async def test_a_run_leaves_no_key_without_owner_or_ttl(served: Ring) -> None:
     try:
         found = [key.decode() async for key in redis.scan_iter(count=1000)]
         assert len(found) > 8
-        undocumented = [
-            key for key in found if not any(fnmatchcase(key, glob(k.pattern)) for k in key_table.DOCUMENTED)
-        ]
+        undocumented = [key for key in found if not any(fnmatchcase(key, glob(k.pattern)) for k in keys.DOCUMENTED)]
         immortal = [key for key in found if await redis.ttl(key) == -1]
     finally:
         await redis.aclose()

@@ -129,4 +129,4 @@ async def test_a_disconnect_frees_the_row(served: Ring) -> None:
                 health = (await http.get(f"{served.url}/health")).json()
                 return all(worker["rows"] == 0 for worker in health["workers"])
 
-            await wait_until(idle, timeout_s=8)
+            await wait_until(idle)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 
 import jsonschema
 import pytest
@@ -179,3 +180,63 @@ def test_the_thread_compiles_beside_the_loop(llama_folder: object) -> None:
         assert thread.stop()
     tokens = [token for event in events for token in event.tokens]
     jsonschema.validate(json.loads(bytes(tokens[:-1])), SCHEMA)
+
+
+class Gate:
+    """Holds compilations up until it is opened, and knows which have begun."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[str] = []
+        self.open = threading.Event()
+        compile_ = grammars.matcher_of
+
+        def held(text: str, tokenizer: LLTokenizer) -> LLMatcher:
+            self.begun.append(text)
+            assert self.open.wait(60)
+            return compile_(text, tokenizer)
+
+        monkeypatch.setattr(grammars, "matcher_of", held)
+
+
+def test_one_owner_s_grammars_leave_the_others_their_turn(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, compiled = Gate(monkeypatch), threading.Semaphore(0)
+    compiling = grammars.Grammars(llama.tokenizer, llama.card.vocab_size, compiled.release)
+    many = [grammar.of_regex(f"a{{{count}}}") for count in range(1, 7)]
+    places = [compiling.open(each, [], "a") for each in many]
+    other = grammar.of_regex("b")
+    places.append(compiling.open(other, [], "b"))
+    gate.open.set()
+    for _ in places:
+        assert compiled.acquire(timeout=60)
+    compiling.close()
+    assert all(place.ready for place in places)
+    assert set(gate.begun[: grammars.THREADS]) == set(many[: grammars.THREADS])
+    assert gate.begun.index(other) <= grammars.THREADS + 1, "before the rest of the first owner's"
+
+
+def test_a_cancelled_row_s_grammar_is_not_begun(llama_folder: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, cancelled, ended, finishes = Gate(monkeypatch), threading.Event(), threading.Event(), {}
+
+    def on_step(output: object) -> None:
+        finishes.update({event.seq: event.finish for event in output.events if event.finish})  # type: ignore[attr-defined]
+        if "c" in finishes:
+            cancelled.set()
+        if len(finishes) == 4:
+            ended.set()
+
+    texts = {seq: grammar.of_regex(f"{seq}{{3}}") for seq in "abcd"}
+    thread = EngineThread(EngineConfig(str(llama_folder)), on_step, lambda error: ended.set())
+    thread.start()
+    try:
+        thread.submit([RowRequest(constrained(seq, text)) for seq, text in texts.items()])
+        thread.cancel("c")
+        assert cancelled.wait(60)
+        gate.open.set()
+        assert ended.wait(60)
+    finally:
+        gate.open.set()
+        assert thread.stop()
+    assert {seq: finish.reason for seq, finish in finishes.items()} == {
+        "a": "stop", "b": "stop", "c": "cancelled", "d": "stop"
+    }  # fmt: skip
+    assert set(gate.begun) == {texts["a"], texts["b"], texts["d"]}

@@ -22,25 +22,46 @@ from trainer.hosted import HostedTrainer, hosted_settings
 from trainer.learn.compute import EngineHost
 from worker.__main__ import main
 from worker.engine.batch.adapters import SlotConfig
-from worker.engine.messages import EngineConfig, RowRequest
+from worker.engine.messages import EngineConfig, RowRequest, StepOutput
 from worker.engine.thread import EngineThread
 from worker.guest import invited
+
+
+class EndlessRows(Outbox):
+    """Rows that are followed by others, so that the engine decodes until it is stopped."""
+
+    engine: EngineThread
+
+    def begin(self, rows: int) -> None:
+        for at in range(rows):
+            self._submit(str(at))
+
+    def _submit(self, seq: str) -> None:
+        prompt = prompt_of(20, seed=int(seq.partition("-")[0]), vocab=400)
+        self.engine.submit([RowRequest(spec(seq, prompt, max_tokens=400))])
+
+    def on_step(self, output: StepOutput) -> None:
+        super().on_step(output)
+        for event in output.events:
+            if event.finish is not None:
+                self._submit(f"{event.seq}-")
 
 
 async def test_both_hosts_make_the_same_weights_of_the_same_run(tmp_path: Path) -> None:
     separate = settings(tmp_path / "separate", max_lag=0, steps=3)
     await train(separate)
-    outbox = Outbox()
+    outbox = EndlessRows()
     engine = EngineThread(EngineConfig("models/tiny"), outbox.on_step, outbox.on_death, SlotConfig())
-    loaded = engine.start()
-    engine.submit([RowRequest(spec(str(i), prompt_of(20, seed=i, vocab=400), max_tokens=400)) for i in range(4)])
+    outbox.engine, loaded = engine, engine.start()
+    outbox.begin(4)
     sink, host = MemorySink(), EngineHost(engine)
     inside = settings(tmp_path / "inside", max_lag=0, steps=3)
     source = InProcessSource(host, loaded.model, inside.adapter_shape(), sink, loaded.card.eos_token_ids)
-    await train(inside, sink, host=host, source=source, load_model=lambda: loaded.model)
+    await train(inside, sink, host=host, source=source, model=loaded.model)
     stats = engine.stats().guests
+    outbox.wait(lambda: outbox.finished("0"))
     assert engine.stop() and outbox.death is None
-    assert stats.units_beside_rows > 3 and outbox.finished("0")
+    assert stats.units_beside_rows > 3
     name = "policy/checkpoints/step-000003/adapters.safetensors"
     assert (tmp_path / "inside" / name).read_bytes() == (tmp_path / "separate" / name).read_bytes()
 

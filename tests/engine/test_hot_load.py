@@ -99,7 +99,7 @@ class Worker:
         self._changed.set()
 
     def _on_stats(self, stats: AdapterStats) -> None:
-        self._loop.call_soon_threadsafe(self.sync.on_stats, stats)
+        self._loop.call_soon_threadsafe(self.sync.on_stats)
         self._loop.call_soon_threadsafe(self._changed.set)
 
     def _on_death(self, error: BaseException) -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engine.scheduler import SchedulerState, Shares, plan_claims, plan_room
+from worker.claim_plan import SchedulerState, Shares, plan_claims, plan_room
 
 SHARES = Shares(interactive_share=0.7, reserved_interactive=2)
 

@@ -41,7 +41,7 @@ class Outbox:
 
     def wait(self, condition: Callable[[], bool]) -> None:
         with self._changed:
-            assert self._changed.wait_for(condition, 20), "the condition never came"
+            assert self._changed.wait_for(condition, 100), "the condition never came"
 
     def finished(self, seq: str) -> bool:
         return any(event.seq == seq and event.finish is not None for event in self.events)

@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 
 from shared.adapters import GateCheck
-from shared.redis.training.orders import Received
 from shared.training import CheckpointAnswer, CheckpointOrder, Order, Refusal, ResumeAnswer, ResumeOrder, UpdateOrder
 from tests.engine.test_trainer_loop import settings
-from tests.engine.test_trainer_orders import TEACHES, Letters
+from tests.engine.test_trainer_orders import TEACHES, Unstopped
 from tests.training.in_process import MemorySink
 from tests.training.run import train
 from tests.waiting import wait_until
 from trainer.loop import TrainLoop
 from trainer.metrics import read
+from trainer.ring.ring import Candidate
 from trainer.rollouts.groups import RolloutSource
-from trainer.seams import Candidate, Letter
 
 
 class Meddled(MemorySink):
@@ -33,24 +32,14 @@ class Meddled(MemorySink):
             self.moved, self.latest = True, 2
 
 
-class Person(Letters):
-    """Posts an order when told to; the run ends by itself."""
+class Person(Unstopped):
+    """Posts an order when told to."""
 
     def __init__(self) -> None:
         super().__init__((), "order")
-        self.arrived = asyncio.Event()
-
-    async def next(self) -> Letter:
-        while not self.waiting:
-            self.arrived.clear()
-            await self.arrived.wait()
-        return self.waiting.pop(0)
-
-    def known(self, orders: Any) -> None:
-        self.left = 99
 
     async def ask(self, order: Order, name: str) -> Any:
-        self.waiting.append(Letter(Received(f"{name}-0", name, b"", 0, False), order))
+        self.waiting.append(self.received(name, order))
         self.arrived.set()
         await wait_until(lambda: name in self.answers)
         return self.answers[name]
@@ -68,7 +57,7 @@ class Attended:
         self.person, self.sink = Person(), sink or Meddled()
         self.run = settings(tmp_path, **({"parity_every": 0, "steps": 4} | changes))
         self.loops: list[TrainLoop] = []
-        self.training = asyncio.create_task(train(self.run, self.sink, mailbox=self.person, on_loop=self.loops.append))
+        self.training = asyncio.create_task(train(self.run, self.sink, orders=self.person, on_loop=self.loops.append))
 
     async def paused(self) -> TrainLoop:
         await wait_until(lambda: self.training.done() or bool(self.loops and _held(self.loops[0])), timeout_s=60)
@@ -198,7 +187,7 @@ async def test_a_deleted_policy_is_published_anew_only_when_a_person_says_so(tmp
     sink = Deleted()
     person, loops = Person(), list[TrainLoop]()
     run = settings(tmp_path, parity_every=0, steps=4)
-    training = asyncio.create_task(train(run, sink, mailbox=person, on_loop=loops.append, wrap_source=Waiting))
+    training = asyncio.create_task(train(run, sink, orders=person, on_loop=loops.append, wrap_source=Waiting))
     await wait_until(lambda: training.done() or bool(loops and _held(loops[0])), timeout_s=60)
     assert not training.done() and "deleted" in sink.alerts[0][1]
     assert isinstance(await person.ask(ResumeOrder("adopt"), "adopt"), Refusal)

@@ -1,10 +1,11 @@
 """Orders to a running trainer, carried out between train steps, in one process without a ring."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -19,60 +20,60 @@ from tests.training.run import train
 from trainer.learn.learner import Learner
 from trainer.metrics import read
 from trainer.rollouts.environments import ArithmeticEnvironment, Observation, Outcome
-from trainer.seams import Letter
 from trainer.versions.checkpoint import CheckpointStore
 
 MADE_UP = {"max_logprob_gap": 1e38}  # log-probabilities that no version has
 
 
-class Letters:
+class Desk:
     """Orders that are there from the start; the run is stopped when all have been answered."""
 
     def __init__(self, orders: Sequence[Order], name: str) -> None:
-        self.waiting = [Letter(Received(f"{i}-0", f"{name}-{i}", b"", 0, False), o) for i, o in enumerate(orders)]
-        self.left = len(orders)
+        self.waiting = [self.received(f"{name}-{i}", order) for i, order in enumerate(orders)]
+        self.open = {each.id for each in self.waiting}
+        self.arrived = asyncio.Event()
         self.answers: dict[str, Answer] = {}
-        self.kept: list[str] = []
         self.loops: list[Any] = []
 
-    async def next(self) -> Letter:
-        if not self.waiting:
-            await asyncio.Event().wait()
-        return self.waiting.pop(0)
+    @staticmethod
+    def received(order_id: str, order: Order) -> Received[bytes]:
+        return Received("0-0", order_id, msgspec.json.encode(order), 0, again=True)
 
-    def give_back(self, letter: Letter) -> None:
-        self.waiting.insert(0, letter)
+    async def take(self, consumer: str, count: int = 1) -> list[Received[bytes]]:
+        taken, self.waiting = self.waiting[:count], self.waiting[count:]
+        return taken
 
-    async def answer(self, letter: Letter, answer: Answer, *, keep: bool = False) -> None:
-        self.answers[letter.received.id] = answer
-        self.kept += [letter.received.id] if keep else []
-        if len(self.answers) == self.left:
+    async def wait(self, timeout_s: float) -> None:
+        self.arrived.clear()
+        await self.arrived.wait()
+
+    async def tell(self, order_id: str, answer: bytes) -> None:
+        self.answers[order_id] = msgspec.json.decode(answer, type=Answer)
+        self.settled(order_id)
+
+    async def done(self, received: Received[Any]) -> None:
+        self.settled(received.id)
+
+    def settled(self, order_id: str) -> None:
+        self.open.discard(order_id)
+        if not self.open:
             self.loops[0].stop()
 
-    async def saved(self) -> None:
-        self.kept.clear()
 
-    def known(self, orders: Collection[str]) -> None:
-        self.waiting = [letter for letter in self.waiting if letter.received.id not in orders]
-        self.left = len(self.waiting)
-        if not self.waiting:
-            self.loops[0].stop()
-
-
-class Unstopped(Letters):
+class Unstopped(Desk):
     """The run ends by itself."""
 
-    def known(self, orders: Collection[str]) -> None:
-        self.left = 99
+    def settled(self, order_id: str) -> None:
+        """Nothing."""
 
 
 async def carried_out(
     tmp_path: Path, *orders: Order, name: str = "order", **changes: Any
 ) -> tuple[list[Any], MemorySink, Any]:
-    letters, sink = Letters(orders, name), MemorySink()
+    desk, sink = Desk(orders, name), MemorySink()
     run = settings(tmp_path, **({"source": "posted", "checkpoint_every": 0} | MADE_UP | changes))
-    state, _ = await train(run, sink, mailbox=letters, on_loop=letters.loops.append)
-    return [letters.answers[each] for each in sorted(letters.answers)], sink, state
+    state, _ = await train(run, sink, orders=desk, on_loop=desk.loops.append)
+    return [desk.answers[each] for each in sorted(desk.answers)], sink, state
 
 
 def posted(reward: float, logprob: float = -1.0, completion: Sequence[int] = (40, 41)) -> LiveTrajectory:
@@ -220,11 +221,11 @@ async def test_a_posted_update_that_breaks_is_refused_and_all_is_as_before(
 
 async def test_posted_updates_take_nothing_of_the_schedule(tmp_path: Path) -> None:
     teaches = UpdateOrder(TEACHES)
-    letters = Unstopped([teaches, teaches, teaches], "order")
+    desk = Unstopped([teaches, teaches, teaches], "order")
     run = settings(
         tmp_path, steps=2, schedule="linear", warmup_steps=1, final_rate_fraction=0.0, parity_every=0, **MADE_UP
     )
-    await train(run, mailbox=letters)
+    await train(run, orders=desk)
     lines = read(tmp_path / "policy" / "metrics.jsonl")
     assert [line.learning_rate for line in lines if line.source == "prompts"] == [1e-3, 1e-3]
     assert {line.learning_rate for line in lines if line.source == "posted"} == {1e-3}
@@ -232,9 +233,9 @@ async def test_posted_updates_take_nothing_of_the_schedule(tmp_path: Path) -> No
 
 async def test_posted_updates_that_the_gate_refuses_do_not_end_the_run(tmp_path: Path) -> None:
     poison = UpdateOrder((posted(1.0, logprob=-1e30), posted(0.0, logprob=-1e30, completion=(50, 51))))
-    letters = Unstopped([poison, poison], "order")
+    desk = Unstopped([poison, poison], "order")
     run = settings(tmp_path, steps=1, max_rejections=2, **MADE_UP)
-    state, _ = await train(run, mailbox=letters, environment=Silent(count=8))
+    state, _ = await train(run, orders=desk, environment=Silent(count=8))
     assert (state.rejected, state.own_steps) == (2, 1)
 
 

@@ -37,7 +37,7 @@ class FullDisk:
 
 
 def impatient(loop: TrainLoop) -> None:
-    loop._disk = Disk(loop.settings.folder, loop.parts.sink.alert, loop._stop, look_s=0.0)
+    loop._disk = Disk(loop.settings.folder, loop.parts.ring.sink.alert, loop._stop, look_s=0.0)
 
 
 async def test_a_full_disk_holds_the_run_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ async def test_a_full_disk_holds_the_run_and_loses_nothing(tmp_path: Path, monke
         return save(store, checkpoint, name)
 
     def writing(publisher: Publisher, *args: Any) -> Path:
-        disks[1].check(publisher._folder)
+        disks[1].check(publisher.folder)
         return write(publisher, *args)
 
     monkeypatch.setattr(CheckpointStore, "save", saving)
@@ -79,14 +79,14 @@ async def test_a_run_that_is_stopped_on_a_full_disk_says_what_to_do(
 
 async def test_a_run_of_another_ring_is_not_gone_on_with_unless_asked(tmp_path: Path) -> None:
     """A new ring resumed what an earlier one in the same working directory had spoilt."""
-    await train(settings(tmp_path, steps=1), ring="first")
+    await train(settings(tmp_path, steps=1), id="first")
     with pytest.raises(SetupError, match=r"another ring.*--resume no.*--move-run"):
-        await train(settings(tmp_path, steps=2), ring="second")
-    state, _ = await train(settings(tmp_path, steps=2, move_run=True), ring="second")
+        await train(settings(tmp_path, steps=2), id="second")
+    state, _ = await train(settings(tmp_path, steps=2, move_run=True), id="second")
     assert (state.train_step, state.ring) == (2, "second")
-    state, _ = await train(settings(tmp_path, steps=3), ring="second")
+    state, _ = await train(settings(tmp_path, steps=3), id="second")
     assert state.train_step == 3
-    state, _ = await train(settings(tmp_path, steps=1, resume="no"), ring="third")
+    state, _ = await train(settings(tmp_path, steps=1, resume="no"), id="third")
     assert (state.train_step, (tmp_path / "policy.1").is_dir()) == (1, True)
 
 
@@ -106,7 +106,7 @@ async def test_what_the_gate_has_not_passed_is_taken_back_when_the_run_is_stoppe
     def writing(publisher: Publisher, *args: Any) -> Path:
         if loops[0].state.version:
             loops[0].stop()
-            raise full(publisher._folder)
+            raise full(publisher.folder)
         return write(publisher, *args)
 
     def reverting(learner: Learner) -> None:

@@ -39,7 +39,10 @@ def test_one_prompts_width_is_bounded_by_time_and_by_memory() -> None:
 def test_a_given_chunk_is_kept_and_a_cpu_decodes_nothing_before_its_first_row(llama: LoadedModel) -> None:
     config = prepare(llama, EngineConfig("", prefill_chunk=64, warm_up=True))
     assert (config.prefill_chunk, config.prefill_area) == (64, None)
-    assert prepare(llama, EngineConfig("", prefill_chunk=0)).prefill_chunk in (64, 128, 256, 512)
+    assert config.piece_s == float("inf"), "and its pieces may take their time"
+    measured = prepare(llama, EngineConfig("", prefill_chunk=0))
+    assert measured.prefill_chunk in (64, 128, 256, 512)
+    assert measured.piece_s < 1
 
 
 def test_rows_of_usual_sizes_are_decoded_and_leave_nothing_behind(llama: LoadedModel) -> None:
@@ -59,6 +62,26 @@ def test_long_prompts_in_pieces_decode_as_they_do_whole(llama: LoadedModel) -> N
         bench.run()
         answers.append([bench.tokens(seq) for seq in sorted(bench.events)])
     assert answers[0] == answers[1]
+
+
+def test_a_late_piece_makes_the_next_ones_smaller_and_changes_no_token(llama: LoadedModel) -> None:
+    def turns_and_tokens(piece_s: float) -> tuple[int, list[int]]:
+        bench = Bench(llama, prefill_chunk=512, prefix_cache_bytes=0, piece_s=piece_s)
+        bench.submit(spec("decodes", [5, 7, 11], max_tokens=200))
+        while not bench.tokens("decodes"):
+            bench.turn()
+        bench.submit(spec("long", prompt_of(900, 1)))
+        turns = 0
+        while not bench.tokens("long"):
+            bench.turn()
+            turns += 1
+        bench.run()
+        return turns, bench.tokens("long")
+
+    planned, tokens = turns_and_tokens(float("inf"))
+    late, same = turns_and_tokens(1e-9)
+    assert same == tokens
+    assert late > 2 * planned
 
 
 def test_a_bursts_prompts_are_kept_over_some_steps(llama: LoadedModel) -> None:

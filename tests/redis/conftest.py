@@ -1,4 +1,7 @@
-"""A client on a Redis of this test process, a certificate, and a check: no test leaves a key without owner or end."""
+"""A client on a Redis of this test process, an api and its worker, a certificate.
+
+And a check: no test leaves a key without owner or end.
+"""
 
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -10,8 +13,10 @@ import redis as sync_redis
 from redis.asyncio import Redis
 
 from api.serve.embedded_redis import EmbeddedRedis
-from shared.redis import key_table
+from shared.redis import keys
 from shared.redis.connection.client import connect
+from tests.redis.api_servers import Api, api
+from tests.redis.scripted_worker import ScriptedWorker, working
 
 
 @pytest.fixture
@@ -19,6 +24,20 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
     client = connect(redis_url)
     yield client
     await client.aclose()
+
+
+@pytest.fixture
+async def worker(redis_url: str, request: pytest.FixtureRequest) -> AsyncIterator[ScriptedWorker]:
+    """Answers as the `script` of the test's file says."""
+    async with working(redis_url, request.module.script) as playing:
+        yield playing
+
+
+@pytest.fixture
+async def server(redis_url: str, worker: ScriptedWorker) -> AsyncIterator[Api]:
+    """An api process in the ring of `worker`."""
+    async with api(redis_url) as serving:
+        yield serving
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +57,11 @@ def no_leaked_keys(redis_url: str, redis_server: EmbeddedRedis) -> Iterator[None
     client = sync_redis.Redis.from_url(redis_server.url)
     try:
         found = [key.decode() for key in client.scan_iter(count=1000)]
-        undocumented = [
-            key for key in found if not any(fnmatchcase(key, kind.pattern) for kind in key_table.DOCUMENTED)
-        ]
+        undocumented = [key for key in found if not any(fnmatchcase(key, kind.pattern) for kind in keys.DOCUMENTED)]
         immortal = [key for key in found if client.ttl(key) == -1 and not key.startswith("arq:")]
     finally:
         client.close()
-    assert undocumented == [], "keys that shared/redis/key_table.py does not know"
+    assert undocumented == [], "keys that shared/redis/keys.py does not know"
     assert immortal == [], "keys without a time to live (arq's queue lives by arq's own rules)"
 
 

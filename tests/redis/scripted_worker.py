@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from shared.frames import Finish, TokenEvent, TokenLogprob
 from shared.redis import keys
@@ -31,13 +31,16 @@ STOP = Finish("stop")
 class Answer:
     """What one sequence gets. With `hold_at`, it stops before that token until `ScriptedWorker.go` is set.
 
-    `versions`: the adapter version that computes the tokens from a position on.
+    `versions`: the adapter version that computes the tokens from a position on. `at_once`: all tokens in one event.
     """
 
     text: str = "hello"
     finish: Finish = STOP  # comes with an end-of-sequence token
     hold_at: int | None = None
     versions: dict[int, str] = field(default_factory=dict)
+    at_once: bool = False
+    competitors: int = 1
+    embedding: bytes = b""  # of what is embedded
 
     def version(self, position: int) -> str:
         """The adapter version of the token at `position`."""
@@ -78,6 +81,7 @@ class ScriptedWorker:
         """Claim and answer until cancelled."""
         async with asyncio.TaskGroup() as rows:
             rows.create_task(self._hear())
+            rows.create_task(self._live_on())
             while True:
                 free = 0 if self.paused else 8
                 with contextlib.suppress(ResponseError):  # a Redis that refuses
@@ -85,6 +89,13 @@ class ScriptedWorker:
                         self.specs.append(claim.spec)
                         rows.create_task(self._answer(claim))
                 await asyncio.sleep(0.005)
+
+    async def _live_on(self) -> None:
+        """Outlive a test that takes long on a busy machine."""
+        while True:
+            await asyncio.sleep(1)
+            with contextlib.suppress(RedisError):
+                await self.redis.expire(keys.worker(MODEL, self.id), keys.WORKER_TTL_S)
 
     async def _hear(self) -> None:
         async with self.redis.pubsub() as control:
@@ -101,7 +112,10 @@ class ScriptedWorker:
     async def _answer(self, claim: Claim) -> None:
         spec, answer = claim.spec, self.script(claim.spec)
         events: list[TokenEvent] = []
-        tokens = [] if spec.kind == "score" else answer.tokens
+        tokens = [] if spec.kind != "generate" else answer.tokens
+        if answer.at_once and tokens:
+            events.append(self._event(claim, 0, tokens, answer.finish, answer))
+            tokens = []
         for position, token in enumerate(tokens):
             if position == answer.hold_at:
                 await self._hold(spec.id)
@@ -109,11 +123,11 @@ class ScriptedWorker:
                     answer = Answer(finish=Finish("cancelled"))
                     break
             last = position == len(tokens) - 1
-            events.append(self._event(claim, position, token, answer.finish if last else None, answer))
+            events.append(self._event(claim, position, [token], answer.finish if last else None, answer))
             if not last:
                 await self._write(spec, [events[-1]], [])
         if not events or events[-1].finish is None:
-            events.append(self._event(claim, len(events), None, answer.finish, answer))
+            events.append(self._event(claim, len(events), [], answer.finish, answer))
         result = result_of(spec, claim.attempt, self.id, events, Timings())
         await self._write(spec, [events[-1]], [Commit(claim, result, [events[-1]])])
 
@@ -121,14 +135,15 @@ class ScriptedWorker:
         await wait_until(lambda: self.go.is_set() or seq in self.cancelled, timeout_s=60)
 
     def _event(
-        self, claim: Claim, position: int, token: int | None, finish: Finish | None, answer: Answer
+        self, claim: Claim, position: int, tokens: list[int], finish: Finish | None, answer: Answer
     ) -> TokenEvent:
         sampling = claim.spec.sampling
-        tokens = [] if token is None else [token]
         event = TokenEvent(claim.spec.id, claim.attempt, position, tokens, [-0.25] * len(tokens), finish=finish)
         event.version = answer.version(position)
         if sampling.top_logprobs is not None:
-            event.top_logprobs = [[TokenLogprob(token, -0.25)] for token in tokens]
+            event.top_logprobs = [[TokenLogprob(token, -0.25)] * answer.competitors for token in tokens]
+        if claim.spec.kind == "embed":
+            event.embedding = answer.embedding
         if position == 0 and sampling.prompt_logprobs is not None:
             event.prompt_logprobs = [None, *[-1.0] * (len(claim.spec.prompt_ids) - 1)]
         return event

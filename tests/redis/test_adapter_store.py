@@ -21,7 +21,7 @@ from tests.redis.scripted_worker import CARD
 from tests.unit.adapter_files import lora, mlx_config, write
 from tests.waiting import wait_until
 from trainer.ring.over_redis import StoreSink
-from trainer.seams import Candidate
+from trainer.ring.ring import Candidate
 from worker.adapter_cache import DiskCache
 
 GATE = (GateCheck("finite", False, "nan"),)

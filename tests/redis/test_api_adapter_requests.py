@@ -12,7 +12,7 @@ from shared.redis import keys
 from shared.sequences import SequenceSpec
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
-from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working
+from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker
 from tests.unit.api_texts import ids
 from tests.waiting import wait_until
 
@@ -21,12 +21,6 @@ VERSIONS = {0: "policy@1", 3: "policy@2"}
 
 def script(spec: SequenceSpec) -> Answer:
     return Answer("hello", versions=VERSIONS if spec.adapter else {})
-
-
-@pytest.fixture
-async def worker(redis_url: str) -> AsyncIterator[ScriptedWorker]:
-    async with working(redis_url, script) as playing:
-        yield playing
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from api.batches.work import MAX_LINES, BatchWork
 from shared.errors import ServiceUnavailableError
 from shared.redis import keys
+from shared.redis.files.batch_store import BatchSpec, BatchStore, new_batch_id
 from shared.redis.jobs.ledger import JobLedger
 from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from tests.redis.api_servers import Api, api
@@ -343,3 +344,24 @@ async def test_a_file_keeps_its_name_for_people(server: Api, given: str, shown: 
     answer = await server.http.post("/v1/files", data={"purpose": "batch"}, files={"file": (given, b"{}\n")})
     assert answer.json()["filename"] == shown
     assert f"<code>{shown}</code>" in (await server.http.get(f"/dashboard/files/{answer.json()['id']}")).text
+
+
+async def test_one_key_s_batches_leave_a_hand_for_others(
+    redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+
+    async def hold(self: BatchWork, batch_id: str) -> None:
+        taken.append(batch_id)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(BatchWork, "_work", hold)
+    specs = [
+        BatchSpec(new_batch_id(), URL, "file-1", "24h", 1, 2**40, f"file-{at}2", f"file-{at}3", 3600, key=key)
+        for at, key in enumerate(["alice"] * 5 + ["bob"])
+    ]
+    for spec in specs:
+        await BatchStore(redis).create(spec)
+    async with api(redis_url):
+        await wait_until(lambda: len(taken) == 4, timeout_s=20)
+    assert sorted(spec.key for spec in specs if spec.id in taken) == ["alice"] * 3 + ["bob"]

@@ -33,12 +33,6 @@ async def worker(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         yield playing
 
 
-@pytest.fixture
-async def server(redis_url: str, worker: ScriptedWorker) -> AsyncIterator[Api]:
-    async with api(redis_url) as serving:
-        yield serving
-
-
 def prompt(worker: ScriptedWorker) -> str:
     return codec().decode(worker.specs[-1].prompt_ids)
 

@@ -1,7 +1,6 @@
 """What other clients send besides OpenAI's core, through a real Redis, answered by a scripted worker."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -20,18 +19,6 @@ HELLO = [{"role": "user", "content": "hi"}]
 def script(spec: SequenceSpec) -> Answer:
     """The prompt decides."""
     return Answer("held back", hold_at=2) if codec().decode(spec.prompt_ids).startswith("hold") else Answer("hello")
-
-
-@pytest.fixture
-async def worker(redis_url: str) -> AsyncIterator[ScriptedWorker]:
-    async with working(redis_url, script) as playing:
-        yield playing
-
-
-@pytest.fixture
-async def server(redis_url: str, worker: ScriptedWorker) -> AsyncIterator[Api]:
-    async with api(redis_url) as serving:
-        yield serving
 
 
 # -- what happens to new requests under a pause

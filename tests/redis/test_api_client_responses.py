@@ -1,7 +1,6 @@
 """/v1/responses as other clients send it: vLLM's sampling, truncation, log-probabilities, a part of the tools."""
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -15,8 +14,8 @@ from shared.frames import TokenLogprob
 from shared.jobs import JobInput
 from shared.sequences import SequenceSpec
 from shared.trajectories import Trajectory
-from tests.redis.api_servers import Api, api
-from tests.redis.scripted_worker import CARD, MODEL, Answer, ScriptedWorker, working
+from tests.redis.api_servers import Api
+from tests.redis.scripted_worker import CARD, MODEL, Answer, ScriptedWorker
 from tests.unit.api_texts import codec, ids
 
 LOGPROBS = ["message.output_text.logprobs"]
@@ -24,18 +23,6 @@ LOGPROBS = ["message.output_text.logprobs"]
 
 def script(spec: SequenceSpec) -> Answer:
     return Answer("held back", hold_at=2) if "hold" in codec().decode(spec.prompt_ids) else Answer("hello")
-
-
-@pytest.fixture
-async def worker(redis_url: str) -> AsyncIterator[ScriptedWorker]:
-    async with working(redis_url, script) as playing:
-        yield playing
-
-
-@pytest.fixture
-async def server(redis_url: str, worker: ScriptedWorker) -> AsyncIterator[Api]:
-    async with api(redis_url) as serving:
-        yield serving
 
 
 async def respond(server: Api, **body: Any) -> dict[str, Any]:
@@ -160,7 +147,7 @@ async def test_a_line_of_a_batch_is_answered_as_a_request_is(server: Api, worker
     tops = tuple((TokenLogprob(token, -0.25),) for token in tokens)
     prompt = worker.specs[-1].prompt_ids
     done = Trajectory(0, 0, prompt, tokens, "", (-0.25,) * len(tokens), "stop", top_logprobs=tops, cached_tokens=3)
-    written = answer("b-0", stored, [done], "succeeded", codec(), MODEL)
+    written = answer("b-0", stored, [msgspec.json.encode(done)], "succeeded", codec(), MODEL)
     told = json.loads(written.line)["response"]["body"]
     assert told.pop("usage")["input_tokens_details"]["cached_tokens"] == 3
     for fresh in ("created_at", "usage"):

@@ -1,7 +1,6 @@
 """Completions and chats through a real Redis, answered by a scripted worker."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -33,18 +32,6 @@ def script(spec: SequenceSpec) -> Answer:
     if prompt.startswith("long"):
         return Answer("héllo 👍", Finish("length"))
     return Answer("hello")
-
-
-@pytest.fixture
-async def worker(redis_url: str) -> AsyncIterator[ScriptedWorker]:
-    async with working(redis_url, script) as playing:
-        yield playing
-
-
-@pytest.fixture
-async def server(redis_url: str, worker: ScriptedWorker) -> AsyncIterator[Api]:
-    async with api(redis_url) as serving:
-        yield serving
 
 
 async def test_a_completion_is_whole_and_counted(server: Api, worker: ScriptedWorker) -> None:

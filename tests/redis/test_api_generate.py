@@ -1,14 +1,13 @@
 """/generate, /inference/v1/generate, /tokenize and /detokenize, answered by a scripted worker."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from shared.sequences import SequenceSpec
 from tests.redis.adapter_versions import publish
-from tests.redis.api_servers import Api, api
-from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working
+from tests.redis.api_servers import Api
+from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker
 from tests.unit.api_texts import EOS, codec, ids
 
 HELLO = [*ids("hello"), EOS]
@@ -16,18 +15,6 @@ HELLO = [*ids("hello"), EOS]
 
 def script(spec: SequenceSpec) -> Answer:
     return Answer("hello", versions={0: spec.adapter} if "@" in spec.adapter else {})
-
-
-@pytest.fixture
-async def worker(redis_url: str) -> AsyncIterator[ScriptedWorker]:
-    async with working(redis_url, script) as playing:
-        yield playing
-
-
-@pytest.fixture
-async def server(redis_url: str, worker: ScriptedWorker) -> AsyncIterator[Api]:
-    async with api(redis_url) as serving:
-        yield serving
 
 
 async def test_one_prompt_gets_the_documented_fields(server: Api) -> None:

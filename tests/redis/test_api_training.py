@@ -12,12 +12,13 @@ from redis.asyncio import Redis
 from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.redis.training.board import TrainingBoard
-from shared.redis.training.orders import Orders
+from shared.redis.training.orders import Orders, Received
 from shared.scoring.pool import RewardPool
 from shared.training import (
     Answer,
     CheckpointAnswer,
     CheckpointOrder,
+    Order,
     Refusal,
     ResumeAnswer,
     ResumeOrder,
@@ -32,7 +33,6 @@ from tests.redis.scripted_worker import working
 from tests.unit.api_texts import ids
 from tests.waiting import wait_until
 from trainer.ring.mailbox import RingMailbox
-from trainer.seams import Letter
 from worker.jobs.context import TickContext
 from worker.jobs.scores import Scores
 
@@ -48,10 +48,12 @@ async def server(redis_url: str) -> AsyncIterator[Api]:
 
 
 @contextlib.asynccontextmanager
-async def trainer(redis_url: str, play: Callable[[Letter], Answer | None]) -> AsyncIterator[list[Letter]]:
+async def trainer(
+    redis_url: str, play: Callable[[Received[Order]], Answer | None]
+) -> AsyncIterator[list[Received[Order]]]:
     """A trainer of `policy` that says what `play` says; None: nothing."""
     redis, blocking = connect(redis_url), connect(redis_url, blocking=True)
-    seen: list[Letter] = []
+    seen: list[Received[Order]] = []
     await TrainingBoard(redis, "policy").hold("me")
 
     async def answer(mailbox: RingMailbox) -> None:
@@ -73,7 +75,7 @@ async def trainer(redis_url: str, play: Callable[[Letter], Answer | None]) -> As
 
 async def test_an_update_reaches_the_trainer_and_its_answer_comes_back(server: Api, redis_url: str) -> None:
     body = {"trajectories": [ONE, {**ONE, "reward": 0, "weight_versions": [["policy@1", 0, 2]]}]}
-    async with trainer(redis_url, lambda letter: UPDATED) as seen:
+    async with trainer(redis_url, lambda received: UPDATED) as seen:
         answer = await server.post("/v1/training/update", {**body, "checkpoint_name": "mine"})
         assert answer.status_code == 200, answer.text
         assert answer.json() == {
@@ -84,7 +86,7 @@ async def test_an_update_reaches_the_trainer_and_its_answer_comes_back(server: A
         keyed = {"headers": {"idempotency-key": "k"}}
         twice = [await server.post("/v1/training/update", body, **keyed) for _ in range(2)]
         assert twice[0].json() == twice[1].json()
-    order = seen[0].order
+    order = seen[0].body
     assert isinstance(order, UpdateOrder) and order.update_inference and order.checkpoint_name == "mine"
     assert [t.trajectory.reward.value for t in order.trajectories if t.trajectory.reward] == [1.0, 0.0]
     assert order.trajectories[1].trajectory.spans[0].version == "policy@1"
@@ -92,29 +94,29 @@ async def test_an_update_reaches_the_trainer_and_its_answer_comes_back(server: A
 
 
 async def test_a_checkpoint_is_ordered_by_name(server: Api, redis_url: str) -> None:
-    async with trainer(redis_url, lambda letter: CheckpointAnswer("step-000007", 7)) as seen:
+    async with trainer(redis_url, lambda received: CheckpointAnswer("step-000007", 7)) as seen:
         answer = await server.http.post("/training/checkpoint")
         assert answer.json() == {
             "object": "training.checkpoint", "policy": "policy", "checkpoint": "step-000007", "train_step": 7
         }  # fmt: skip
         await server.post("/training/checkpoint", {"checkpoint_name": "mine"})
-    assert [letter.order for letter in seen] == [CheckpointOrder(""), CheckpointOrder("mine")]
+    assert [received.body for received in seen] == [CheckpointOrder(""), CheckpointOrder("mine")]
 
 
 async def test_a_paused_run_is_told_how_to_go_on(server: Api, redis_url: str) -> None:
-    async with trainer(redis_url, lambda letter: ResumeAnswer("adopt", 2)) as seen:
+    async with trainer(redis_url, lambda received: ResumeAnswer("adopt", 2)) as seen:
         answer = await server.post("/v1/training/resume", {"action": "adopt"})
         assert answer.json() == {
             "object": "training.resume", "policy": "policy", "action": "adopt", "version": 2, "lora": "policy@2"
         }  # fmt: skip
         wrong = await server.post("/v1/training/resume", {"action": "sideways"})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "action")
-    assert [letter.order for letter in seen] == [ResumeOrder("adopt")]
+    assert [received.body for received in seen] == [ResumeOrder("adopt")]
     assert (await server.post("/v1/training/resume", {"action": "override"})).status_code == 503
 
 
 async def test_what_the_trainer_refuses_the_client_hears(server: Api, redis_url: str) -> None:
-    async with trainer(redis_url, lambda letter: Refusal("conflict", "too many")):
+    async with trainer(redis_url, lambda received: Refusal("conflict", "too many")):
         answer = await server.post("/v1/training/update", {"trajectories": [ONE]})
     assert (answer.status_code, answer.json()["error"]["message"]) == (409, "too many")
 
@@ -152,7 +154,7 @@ async def test_a_trainer_that_is_starting_is_waited_for_not_unknown(server: Api,
 
 
 async def test_a_trainer_that_dies_meanwhile_is_noticed(server: Api, redis: Redis, redis_url: str) -> None:
-    async with trainer(redis_url, lambda letter: None) as seen:
+    async with trainer(redis_url, lambda received: None) as seen:
         asking = asyncio.create_task(server.post("/v1/training/update", {"trajectories": [ONE]}))
         await wait_until(lambda: bool(seen))
         await TrainingBoard(redis, "policy").let_go("me")
@@ -223,10 +225,10 @@ async def test_an_order_that_nobody_took_in_time_is_not_carried_out(redis: Redis
     orders = Orders(redis, keys.training_orders("policy"))
     await orders.place("late", msgspec.json.encode(CheckpointOrder()), 0)
     await orders.place("fresh", msgspec.json.encode(CheckpointOrder()), 60)
-    async with trainer(redis_url, lambda letter: CheckpointAnswer("c", 1)) as seen:
+    async with trainer(redis_url, lambda received: CheckpointAnswer("c", 1)) as seen:
         assert await orders.answer("fresh", 5) is not None
         await wait_until(lambda: _none_waits(orders))  # the answer is told before the order is done
-    assert [letter.received.id for letter in seen] == ["fresh"]
+    assert [received.id for received in seen] == ["fresh"]
 
 
 async def _none_waits(orders: Orders) -> bool:

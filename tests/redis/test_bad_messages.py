@@ -140,8 +140,8 @@ BAD_FRAMES = [
 ]
 
 
-async def test_frames_that_nobody_can_read_stop_no_stream(redis: Redis) -> None:
-    reader = FrameReader(redis, "a")
+async def test_frames_that_nobody_can_read_stop_no_stream(redis: Redis, redis_url: str) -> None:
+    reader = FrameReader(redis_url, "a")
     await reader.start()
     try:
         feed = reader.open(MODEL, ["s"])

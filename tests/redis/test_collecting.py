@@ -18,7 +18,7 @@ from shared.sequences import SequenceSpec
 from shared.trajectories import LiveTrajectory, Trajectory
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
-from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working
+from tests.redis.scripted_worker import MODEL, Answer, working
 from tests.unit.api_texts import EOS, codec, ids
 from tests.waiting import wait_until
 from worker.jobs.collecting import Collecting
@@ -32,18 +32,6 @@ def script(spec: SequenceSpec) -> Answer:
     held = codec().decode(spec.prompt_ids).startswith("hold")
     answer = Answer("hello", hold_at=2 if held else None)
     return Answer("hello", hold_at=answer.hold_at, versions={0: spec.adapter} if "@" in spec.adapter else {})
-
-
-@pytest.fixture
-async def worker(redis_url: str) -> AsyncIterator[ScriptedWorker]:
-    async with working(redis_url, script) as playing:
-        yield playing
-
-
-@pytest.fixture
-async def server(redis_url: str, worker: ScriptedWorker) -> AsyncIterator[Api]:
-    async with api(redis_url) as serving:
-        yield serving
 
 
 @contextlib.asynccontextmanager

@@ -105,7 +105,28 @@ async def test_a_message_that_nobody_can_read_is_taken_out_and_kept(redis: Redis
         await letters.requeue(letter.id)
 
 
-@pytest.mark.parametrize("letter_id", ["", "m", "m:", ":1-0", "m:1", "m:1-x", "m:-", "m:٣-0", f"m:{2**70}-0", "m:1-1"])
+NO_LETTERS = (
+    "",
+    "m",
+    "m:",
+    ":1-0",
+    "m:1",
+    "m:1-x",
+    "m:-",
+    "m:٣-0",
+    f"m:{2**70}-0",
+    f"m:{2**64}-0",
+    f"m:1-{'9' * 5000}",
+)
+
+
+@pytest.mark.parametrize("letter_id", [*NO_LETTERS, "m:1-1", f"m:{2**64 - 1}-{2**64 - 1}"])
 async def test_an_id_of_no_letter_is_refused(letters: DeadLetters, letter_id: str) -> None:
     with pytest.raises(UnknownDeadLetterError):
         await letters.requeue(letter_id)
+
+
+@pytest.mark.parametrize("letter_id", NO_LETTERS[1:])
+async def test_a_page_behind_no_letter_is_refused(letters: DeadLetters, letter_id: str) -> None:
+    with pytest.raises(UnknownDeadLetterError):
+        await letters.list(before=letter_id)

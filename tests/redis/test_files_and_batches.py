@@ -1,14 +1,18 @@
 """Files and batches as they are stored."""
 
 import time
+from collections.abc import Awaitable, Callable
+from typing import Any
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
 from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownBatchError, UnknownFileError
+from shared.owners import Asker
 from shared.redis import keys
-from shared.redis.files.batch_store import BatchError, BatchSpec, BatchStore, new_batch_id
-from shared.redis.files.file_store import CHUNK_BYTES, FileStore, new_file_id
+from shared.redis.files.batch_store import READ_AT_ONCE, BatchError, BatchSpec, BatchStore, new_batch_id
+from shared.redis.files.file_store import CHUNK_BYTES, LISTED_AT_ONCE, FileStore, StoredFile, new_file_id
 
 
 def spec() -> BatchSpec:
@@ -52,16 +56,16 @@ async def test_a_file_is_there_when_it_is_whole_and_writing_it_again_changes_not
     assert not await redis.exists(keys.file(file_id), keys.file_bytes(file_id))
 
 
-async def written(store: FileStore, data: bytes):  # type: ignore[no-untyped-def]
+async def written(store: FileStore, data: bytes, tenant: str = "") -> StoredFile:
     writer = store.writer()
     await writer.add(data)
-    return await writer.close("y", "batch", 7200)
+    return await writer.close("y", "batch", 7200, tenant)
 
 
 async def test_a_batch_ends_once_and_one_process_works_on_it(redis: Redis) -> None:
     store, asked = BatchStore(redis), spec()
     await store.create(asked)
-    assert [record.spec for record in await store.pending()] == [asked]
+    assert [record.spec async for record in store.pending()] == [asked]
     assert await store.take(asked.id, "a")
     assert not await store.take(asked.id, "b")
     assert not await store.renew(asked.id, "b")
@@ -83,7 +87,54 @@ async def test_a_batch_ends_once_and_one_process_works_on_it(redis: Redis) -> No
         3,
         0,
     )
-    assert await store.pending() == []
+    assert [record async for record in store.pending()] == []
     assert [record.spec.id for record in (await store.page(10, ""))[0]] == [asked.id]
     with pytest.raises(UnknownBatchError):
         await store.find("batch_x")
+
+
+async def lists_read(redis: Redis, work: Callable[[], Awaitable[Any]]) -> int:
+    """How often some work asks Redis for ids of a sorted set."""
+
+    async def calls() -> int:
+        stats = await redis.info("commandstats")
+        return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("zrange", "zrevrange"))
+
+    before = await calls()
+    await work()
+    return await calls() - before
+
+
+async def test_a_tenants_lists_cost_nothing_of_what_others_have(redis: Redis) -> None:
+    files, batches, acme = FileStore(redis), BatchStore(redis), Asker("acme", limited=True)
+    for _ in range(40):
+        await batches.create(msgspec.structs.replace(spec(), tenant="other"))
+        await written(files, b"other", "other")
+    hers = msgspec.structs.replace(spec(), tenant="acme")
+    await batches.create(hers)
+    mine = [await written(files, b"hers", "acme") for _ in range(2)]
+
+    async def look() -> None:
+        assert [record.spec for record in (await batches.page(1, "", acme))[0]] == [hers]
+        assert (await files.list("", 1, "", newest_first=True, asker=acme))[0] == mine[1:]
+
+    assert await lists_read(redis, look) <= 4
+    assert await files.list("", 1, mine[0].id, newest_first=False, asker=acme) == (mine[1:], False)
+    assert await files.list("", 1, mine[1].id, newest_first=True, asker=acme) == (mine[:1], False)
+    await files.delete(mine[0].id)
+    assert (await files.list("", 9, "", newest_first=True, asker=acme))[0] == mine[1:]
+    assert len((await files.list("", 99, "", newest_first=True))[0]) == 41
+
+
+async def test_ids_of_files_and_batches_that_are_gone_do_not_shorten_a_page(redis: Redis) -> None:
+    files, batches = FileStore(redis), BatchStore(redis)
+    asked, file = spec(), await written(files, b"x")
+    await batches.create(asked)
+    count = 2 * max(READ_AT_ONCE, LISTED_AT_ONCE) + 1
+    for listed in (keys.files(), keys.batches(), keys.pending_batches()):
+        await redis.zadd(listed, {f"gone-{i}": time.time() + 1 for i in range(count)})
+    page = await batches.page(1, "")
+    assert ([record.spec for record in page[0]], page[1]) == ([asked], False)
+    assert await files.list("", 1, "", newest_first=True) == ([file], False)
+    assert [record.spec async for record in batches.pending()] == [asked]
+    assert await redis.zcard(keys.pending_batches()) == 1

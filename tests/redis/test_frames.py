@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ async def test_one_reader_serves_many_feeds(reader: FrameReader, writer: FrameWr
 
 
 async def test_two_feeds_may_read_one_sequence(reader: FrameReader, writer: FrameWriter) -> None:
-    async with reader.open(MODEL, ["s"]) as first, reader.open(MODEL, ["s"]) as second:
+    with closing(reader.open(MODEL, ["s"])) as first, closing(reader.open(MODEL, ["s"])) as second:
         await writer.write({"a": [tokens("s", 0, 2), stop("s", 2)]}, {}, [])
         assert values((await read_to_the_end(first))[0]) == values((await read_to_the_end(second))[0]) == [1000, 1001]
 
@@ -211,14 +212,14 @@ async def test_a_lost_subscription_is_made_again_and_what_it_missed_is_read(
 
 
 FROZEN_READER = """
-import asyncio, sys
+import asyncio, contextlib, sys
 from shared.redis.tokens.reader import FrameReader
 
 async def main(url):
     reader = FrameReader(url, "frozen")
     await reader.start()
     count = 0
-    async with reader.open("m", ["s"]) as feed:
+    with contextlib.closing(reader.open("m", ["s"])) as feed:
         print("ready", flush=True)
         while not feed.done:
             for _, event in await feed.next():

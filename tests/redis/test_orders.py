@@ -6,8 +6,8 @@ from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.sequences import Claim, SamplingParams, SequenceSpec
 from tests.waiting import wait_until
-from worker.claims import Running
 from worker.control import ControlChannel
+from worker.rows import ClaimedRow, ClaimedRows
 
 MODEL = "m"
 
@@ -17,7 +17,7 @@ class Heard:
 
     def __init__(self, redis: Redis) -> None:
         self.redis = redis
-        self.running: dict[str, Running] = {}
+        self.rows = ClaimedRows()
         self.cancelled: list[str] = []
         self.flushed: list[str] = []
         self.orders = ControlChannel(
@@ -25,15 +25,20 @@ class Heard:
             redis,
             MODEL,
             "w",
-            self.running,
+            self.rows,
             lambda seq, reason: self.cancelled.append(seq),
             self.flushed.append,
             lambda: None,
         )
 
+    def api_of(self, seq: str) -> str:
+        row = self.rows.get(seq)
+        assert row is not None
+        return row.api
+
     def run(self, seq: str, api: str) -> None:
         spec = SequenceSpec(seq, MODEL, (1,), SamplingParams(8, 0), api=api)
-        self.running[seq] = Running.after(Claim(spec, "stream", "0-1", 1), [])
+        self.rows.add(ClaimedRow.after(Claim(spec, "stream", "0-1", 1), []))
 
 
 @pytest.fixture
@@ -59,9 +64,9 @@ async def test_an_order_that_nobody_heard_is_obeyed_on_rereading(heard: Heard) -
     for seq, field, value in (("stopped", "cancel", "1"), ("moved", "api", "b")):
         await heard.redis.hset(keys.sequence(MODEL, seq), field, value)
         await heard.redis.expire(keys.sequence(MODEL, seq), 60)
-    await heard.orders.reread(list(heard.running.values()))
+    await heard.orders.reread(list(heard.rows))
     assert heard.cancelled == ["stopped"]
-    assert heard.running["moved"].api == "b"
+    assert heard.api_of("moved") == "b"
     assert heard.flushed == ["moved"]
 
 
@@ -91,7 +96,7 @@ async def test_an_order_that_came_before_the_claim_is_obeyed_with_it(heard: Hear
         heard.run(seq, "a")
         heard.orders.welcome(seq)
     assert heard.cancelled == ["late"]
-    assert heard.running["moved"].api == "b"
+    assert heard.api_of("moved") == "b"
 
 
 async def test_an_order_given_while_the_connection_was_down_is_obeyed(heard: Heard) -> None:

@@ -19,9 +19,9 @@ from tests.redis.scripted_worker import MODEL, Answer, working
 from tests.redis.sequences import MODEL as M
 from tests.redis.sequences import plan, queue, spec, state, tokens
 from tests.waiting import wait_until
-from worker.claims import Running
 from worker.publisher import TokenPublisher
 from worker.reports import SequenceCounts
+from worker.rows import ClaimedRow, ClaimedRows
 
 TEXT = "said after all"
 BODY = {"prompt": "go", "max_tokens": 100, "stream_options": {"include_event_ids": True}}
@@ -29,7 +29,7 @@ BODY = {"prompt": "go", "max_tokens": 100, "stream_options": {"include_event_ids
 
 async def forget(redis: Redis) -> None:
     """As after a restart without the last second: no queue, no sequence, no log."""
-    names = [key async for key in redis.scan_iter(match=f"{keys.PREFIX}:{{{MODEL}}}:*") if not key.endswith(b":model")]
+    names = [key async for key in redis.scan_iter(match=f"parallm:{{{MODEL}}}:*") if not key.endswith(b":model")]
     kept = [name for name in names if b":worker" in name]
     await redis.delete(*(set(names) - set(kept)))
 
@@ -88,14 +88,15 @@ async def test_a_resumed_stream_that_redis_lost_says_so(redis: Redis, redis_url:
 
 @contextlib.asynccontextmanager
 async def publishing(redis: Redis, claim: Claim) -> AsyncIterator[TokenPublisher]:
-    running = {claim.spec.id: Running.after(claim, [])}
+    rows = ClaimedRows()
+    rows.add(ClaimedRow.after(claim, []))
 
     async def ours() -> None:
         publisher.verified_at = asyncio.get_running_loop().time()
 
     publisher = TokenPublisher(
-        FrameWriter(redis, M, "w"), running, "w",
-        log_every_tokens=4, rows_changed=lambda: None, verify=ours, stale_after_s=60,
+        FrameWriter(redis, M, "w"), rows, "w",
+        log_every_tokens=4, verify=ours, stale_after_s=60,
         counts=SequenceCounts(Tally(), M),
     )  # fmt: skip
     task = asyncio.create_task(publisher.run())

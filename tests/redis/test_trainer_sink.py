@@ -15,7 +15,7 @@ from tests.redis.scripted_worker import CARD
 from tests.unit.adapter_files import RANK, lora, mlx_config, write
 from tests.unit.api_texts import bundle
 from trainer.ring.over_redis import StoreSink
-from trainer.seams import Candidate
+from trainer.ring.ring import Candidate
 
 
 async def test_a_trainer_sees_who_has_moved_the_latest_and_reads_what_others_put_there(

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from safetensors.numpy import load_file
 
-from shared.adapter_files.formats import prepared
+from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE, prepared
 from shared.adapters import GateCheck
 from shared.errors import ConflictError, UnknownAdapterError
 from shared.frames import VersionSpan
@@ -24,10 +24,9 @@ from trainer.learn.compute import ComputeHost, Work
 from trainer.learn.logprobs import PromptKeys, to_arrays
 from trainer.learn.options import AdapterShape
 from trainer.learn.policy import Policy
+from trainer.ring.ring import Candidate, Stored
 from trainer.rollouts.groups import RolloutRequest
-from trainer.seams import Candidate, Stored
 from trainer.state import Arrays
-from trainer.versions.checkpoint import ADAPTER_FILE, CONFIG_FILE
 
 
 @dataclass
@@ -50,7 +49,7 @@ class MemorySink:
         self.reserved += 1
         version = self.reserved
         with prepared(candidate.directory):
-            self.versions[version] = load_file(candidate.directory / ADAPTER_FILE)
+            self.versions[version] = load_file(candidate.directory / MLX_FILE)
         self.candidates[version] = candidate
         self.config = (candidate.directory / CONFIG_FILE).read_bytes()
         return version

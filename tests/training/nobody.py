@@ -1,38 +1,41 @@
-"""A run that nobody watches or gives orders to."""
+"""A ring where nobody looks at a run or gives it orders: what the trainer's board and mailbox are written to there."""
 
 import asyncio
-from collections.abc import Callable, Collection
+from typing import Any
 
-from shared.training import Answer, TrainerState, TrainerStatus, TrainingPoint
-from trainer.seams import Letter
+from shared.redis.training.orders import Received
+from shared.training import TrainerStatus, TrainingPoint
 
 
 class NoBoard:
-    """Tells nobody."""
+    """Keeps nothing."""
 
-    def begin(self, status: Callable[[TrainerState], TrainerStatus], stop: Callable[[], None]) -> None:
+    policy = "policy"
+
+    async def hold(self, owner: str, instead_of: str = "") -> str:
+        return owner
+
+    async def let_go(self, owner: str) -> None:
         """Nothing."""
 
-    async def show(self, state: TrainerState, point: TrainingPoint | None = None, problem: str = "") -> None:
+    async def write(self, status: TrainerStatus) -> None:
+        """Nothing."""
+
+    async def add(self, point: TrainingPoint) -> None:
         """Nothing."""
 
 
-class NoMailbox:
+class NoOrders:
     """Nobody asks."""
 
-    async def next(self) -> Letter:
-        """Never."""
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
+    async def take(self, consumer: str, count: int = 1) -> list[Received[bytes]]:
+        return []
 
-    def give_back(self, letter: Letter) -> None:
+    async def wait(self, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+
+    async def tell(self, order_id: str, answer: bytes) -> None:
         """Nothing."""
 
-    async def answer(self, letter: Letter, answer: Answer, *, keep: bool = False) -> None:
-        """Nothing."""
-
-    async def saved(self) -> None:
-        """Nothing."""
-
-    def known(self, orders: Collection[str]) -> None:
+    async def done(self, received: Received[Any]) -> None:
         """Nothing."""

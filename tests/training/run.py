@@ -9,19 +9,23 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from shared.process import logs
 from shared.process.settings import load
 from shared.text.codec import TextCodec
 from tests.training.in_process import InProcessSource, MemorySink
-from tests.training.nobody import NoBoard, NoMailbox
+from tests.training.nobody import NoBoard, NoOrders
 from trainer.learn.compute import ThreadHost, at_once
 from trainer.loop import TrainLoop
+from trainer.parts import Parts
+from trainer.ring.board import RingBoard
+from trainer.ring.mailbox import OrderDesk, RingMailbox
+from trainer.ring.ring import Ring
 from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.groups import RolloutSource
 from trainer.run import held_out_tasks, training_tasks
-from trainer.seams import Parts
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 from worker.engine.messages import EngineConfig
@@ -34,26 +38,26 @@ async def train(
     *,
     wrap_source: Callable[[RolloutSource], RolloutSource] = lambda source: source,
     on_loop: Callable[[TrainLoop], None] = lambda loop: None,
+    orders: OrderDesk | None = None,
     **parts: Any,
 ) -> tuple[RunState, MemorySink]:
-    """Train with an in-process ring; `parts` replace what the settings would give."""
+    """Train with an in-process ring; `parts` replace what the settings would give, of the run or of its ring."""
     sink = MemorySink() if sink is None else sink
-    async with ThreadHost() as host:
+    async with ThreadHost() as host, RingMailbox(orders or NoOrders()) as mailbox:
         loaded: LoadedModel = await host.run(at_once(lambda: load_model(EngineConfig(settings.model))))
         source = InProcessSource(host, loaded.model, settings.adapter_shape(), sink, loaded.card.eos_token_ids)
-        made: dict[str, Any] = {
-            "host": host,
-            "load_model": lambda: loaded.model,
-            "base_sha256": loaded.card.base_sha256,
-            "conversation": ChatEncoder(TextCodec(loaded.tokenizer)),
-            "source": wrap_source(source),
-            "sink": sink,
-            "environment": training_tasks(settings, None),
-            "held_out": held_out_tasks(settings, None),
-            "board": NoBoard(),
-            "mailbox": NoMailbox(),
-        }
-        loop = TrainLoop(settings, Parts(**(made | parts)))
+        ring = Ring(
+            loaded.card.base_sha256,
+            TextCodec(loaded.tokenizer),
+            wrap_source(source),
+            sink,
+            RingBoard(NoBoard()),
+            mailbox,
+        )
+        ring = replace(ring, **{name: parts.pop(name) for name in list(parts) if hasattr(ring, name)})
+        tasks = training_tasks(settings, None), held_out_tasks(settings, None)
+        made = Parts(host, loaded.model, ring, ChatEncoder(ring.codec), *tasks)
+        loop = TrainLoop(settings, replace(made, **parts))
         on_loop(loop)
         state = await loop.run()
     return state, sink

@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import msgspec
 import pytest
 from pydantic import ValidationError
 
 from api.http.errors import from_validation
 from api.jobs.body import JobBody, upload_inputs
 from shared.errors import InvalidRequestError, TokenOutOfRangeError
-from shared.jobs import JobInput, RewardSpec
+from shared.jobs import JobInput, JobKind, RewardSpec, read_input
 from shared.sequences import ModelCard
 
 CARD = ModelCard("m", 32, 100, (2,), "t" * 64, "b" * 64, 8, "float32")
@@ -28,9 +27,8 @@ class File:
         return part
 
 
-async def inputs_of(data: bytes) -> list[JobInput | None]:
-    lines = [line async for line in upload_inputs(File(data), CARD)]
-    return [msgspec.json.decode(line, type=JobInput) if line else None for line in lines]
+async def inputs_of(data: bytes, kind: JobKind = "generate") -> list[JobInput]:
+    return [read_input(line) async for line in upload_inputs(File(data), CARD, kind)]
 
 
 def body(**fields: Any) -> JobBody:
@@ -45,7 +43,6 @@ async def test_each_line_is_a_prompt_in_one_of_its_forms() -> None:
     assert await inputs_of(data) == [
         JobInput("a"),
         JobInput("b", "r", None, {"x": 1}),
-        None,
         JobInput(MESSAGES),
         JobInput([1, 2], completion=[3]),
     ]
@@ -59,6 +56,7 @@ async def test_each_line_is_a_prompt_in_one_of_its_forms() -> None:
         (b'{"prompt": "a", "messages": []}', "exactly one"),
         (b'{"reference": "a"}', "exactly one"),
         (b'{"promt": "a"}', "promt"),
+        (b'{"prompt": 3}', "prompt"),
         (b'{"prompt_ids": [100]}', "100"),
         (b'{"prompt_ids": [1.5]}', "int"),
         (b'{"prompt": ""}', "empty"),
@@ -76,9 +74,21 @@ async def test_a_malformed_line_is_named_by_its_number(line: bytes, word: str) -
     assert word in caught.value.message
 
 
+async def test_a_score_job_needs_a_completion_in_every_line() -> None:
+    with pytest.raises(InvalidRequestError, match="input line 3: a score job needs `completion`"):
+        await inputs_of(b'{"prompt": "a", "completion": "b"}\n\n"a"\n', "score")
+    with pytest.raises(InvalidRequestError, match="input line 1: a score job needs `completion`"):
+        list(body(kind="score").inputs(CARD))
+
+
+async def test_blank_lines_are_no_prompts() -> None:
+    blank = b" " * 100_000
+    assert await inputs_of(b'"a"\n\n' + blank + b'\n"b"') == [JobInput("a"), JobInput("b")]
+
+
 async def test_a_long_line_is_read_as_a_short_one() -> None:
     long = b'{"prompt": "' + b"a" * 100_000 + b'", "reference": 1}'
-    assert [item and item.reference for item in await inputs_of(b'"fine"\n' + long + b"\n")] == [None, 1]
+    assert [item.reference for item in await inputs_of(b'"fine"\n' + long + b"\n")] == [None, 1]
 
 
 def test_prompts_and_what_belongs_to_them_become_inputs() -> None:
@@ -89,7 +99,7 @@ def test_prompts_and_what_belongs_to_them_become_inputs() -> None:
         references=["r", None, {"any": 1}],
         metadata=[{"i": 0}, {"i": 1}, {"i": 2}],
     )
-    inputs = [msgspec.json.decode(line, type=JobInput) for line in job.inputs(CARD)]
+    inputs = [read_input(line) for line in job.inputs(CARD)]
     assert inputs == [
         JobInput("a", "r", "x", {"i": 0}),
         JobInput(MESSAGES, None, [5], {"i": 1}),

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import api.cli.client
-from api.cli import batches, chat
+from api.cli import chat, console
 from api.cli import main as cli
 from api.cli.batch_client import BatchClient
 from api.cli.client import InferenceClient, JobRequest
@@ -45,15 +45,10 @@ def client(handler: Handler, **options: Any) -> InferenceClient:
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Handler], None]:
     def use(handler: Handler) -> None:
-        def make(url: str, **options: Any) -> InferenceClient:
-            return client(handler, **options)
-
-        def make_for_files(url: str, **options: Any) -> BatchClient:
+        def make(url: str, **options: Any) -> BatchClient:
             return BatchClient("http://test", transport=httpx.MockTransport(handler), **options)
 
-        monkeypatch.setattr(cli, "InferenceClient", make)
-        monkeypatch.setattr(chat, "InferenceClient", make)
-        monkeypatch.setattr(batches, "BatchClient", make_for_files)
+        monkeypatch.setattr(console, "BatchClient", make)
 
     return use
 

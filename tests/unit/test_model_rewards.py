@@ -4,7 +4,7 @@ import pytest
 
 from shared.errors import InvalidRequestError
 from shared.jobs import RewardSpec
-from shared.rewards.kinds import check, needs_prompt, needs_reference, served_models
+from shared.rewards.kinds import check
 from shared.rewards.model_kinds import filled, softmax
 from shared.scoring.pool import RewardSample
 from shared.scoring.score import Rewards
@@ -49,8 +49,8 @@ def test_a_chat_is_shown_as_people_read_it() -> None:
 def test_a_reward_says_what_it_looks_at(
     name: str, options: dict[str, Any], prompt: bool, reference: bool, models: tuple[str, ...]
 ) -> None:
-    spec = RewardSpec(name, options)
-    assert (needs_prompt(spec), needs_reference(spec), served_models(spec)) == (prompt, reference, models)
+    reward = check(RewardSpec(name, options))
+    assert (reward.needs_prompt, reward.needs_reference, reward.served_models) == (prompt, reference, models)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ class FixedJudge(ServedRewards):
 
 async def test_functions_and_judges_add_up_and_a_failed_part_names_itself() -> None:
     parts = [{"name": "judge", "weight": 4, "options": {"model": "m"}}, {"name": "exact", "weight": -1}]
-    spec = RewardSpec("weighted", {"parts": parts})
+    reward = check(RewardSpec("weighted", {"parts": parts}))
     rewards = Rewards(Fixed(), FixedJudge())
-    good, bad = await rewards.score(spec, [RewardSample("abc", "abc"), RewardSample("?", "abc")])
+    good, bad = await rewards.score(reward, [RewardSample("abc", "abc"), RewardSample("?", "abc")])
     assert (good.value, good.components) == (4 * 0.5 - 3, {"judge": 0.5, "exact": 3.0})
     assert (bad.value, bad.error) == (None, "judge: asleep")

@@ -1,6 +1,5 @@
 """Tool calls and reasoning: what is told to the model, what is enforced, and how a completion is taken apart."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -12,21 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.generation.choice import Choice
+from api.generation.plan import unchecked_plan
 from api.generation.splitter import CallPart, Piece, SplitPlan, Splitter
 from api.generation.target import Target
 from api.generation.tool_formats import HERMES, format_name, tool_format
-from api.openai.bodies import ChatCompletionRequest
-from api.openai.chat import plan_chat
-from api.openai.conversations import behind_thinking, conversation, template_messages, thinking_after
-from api.openai.messages import ChatMessage
-from api.openai.tools import ToolUse, for_template
+from api.openai.bodies import ChatCompletionRequest, ChatMessage
+from api.openai.chat import asked_of
+from api.openai.conversations import behind_thinking, conversation, for_template, template_messages, thinking_after
+from api.openai.tools import ToolUse
 from api.ring.ring import ServedModel
 from shared.errors import InvalidGrammarError, InvalidRequestError, UnsupportedParameterError
 from shared.frames import Finish, TokenEvent
 from shared.process.settings import ApiSettings
 from shared.sequences import ModelCard
 from shared.text import grammar
-from shared.text.codec import TextCodec, TextStream, TokenizerBundle
+from shared.text.codec import TextCodec, TokenizerBundle
 from tests.unit.api_texts import bundle, codec
 from worker.engine.sampling.stop_text import RowText
 
@@ -339,14 +338,14 @@ async def test_a_template_that_knows_tools_gets_them_itself() -> None:
     body = request(messages=TURNS, tools=[WEATHER])
     chat = await conversation(knowing, body, ToolUse.of(body.tools, body.tool_choice, None))
     assert knowing.decode(chat.prompt) == "T:get_weather\nuser:Weather?assistant:Rometool:sunny<think>\n"
-    assert chat.thinking == "open"
-    split = chat.split(show_thinking=True)
+    split = chat.split
     assert split is not None and split.format == HERMES and split.think_end == "</think>"
+    assert split.thinking == "open"
 
 
 async def test_without_tools_and_marks_nothing_is_taken_apart() -> None:
     chat = await conversation(codec(), request())
-    assert chat.split(show_thinking=True) is None
+    assert chat.split is None
 
 
 def test_tool_choice_none_hides_the_tools() -> None:
@@ -363,8 +362,8 @@ def test_the_prompts_end_tells_what_comes(prompt: str, thinking: str) -> None:
 def test_a_special_mark_is_seen_although_special_tokens_are_hidden() -> None:
     marked, size = _codec_with("[TOOL_CALLS]", template=""), codec().vocab_size
     ids = [size, *codec().encode("f"), 0]
-    assert TextStream(marked).push(ids) == "f"
-    assert TextStream(marked, tool_format("mistral").start.split()).push(ids) == "[TOOL_CALLS]f"
+    assert marked.stream().push(ids) == "f"
+    assert marked.stream(tool_format("mistral").start.split()).push(ids) == "[TOOL_CALLS]f"
 
 
 def _codec_with(*special: str, template: str) -> TextCodec:
@@ -378,12 +377,14 @@ def _codec_with(*special: str, template: str) -> TextCodec:
 
 
 async def test_a_special_mark_is_seen_in_the_text_of_a_row_with_stop_strings_too() -> None:
-    marked = _codec_with("[THINK]", "[/THINK]", template="{% for m in messages %}{{ m.content }}{% endfor %}[/THINK]")
+    marked = _codec_with(
+        "[THINK]", "[/THINK]", template="{% for m in messages %}{{ m.content }}{% endfor %}{# [/THINK] #}"
+    )
     card = ModelCard("m", 4096, marked.vocab_size, (0,), "t" * 64, "b" * 64, 8, "float32")
     target = Target(ServedModel(card, marked, None))  # type: ignore[arg-type]  # nothing is enqueued here
     body = request(stop=["END"])
-    chat = dataclasses.replace(await conversation(marked, body), thinking="may")
-    work, plan = plan_chat(body, chat, target, ApiSettings())
+    settings = ApiSettings()
+    work, plan = unchecked_plan(body, target, await asked_of(marked, body, settings), settings)
     row = RowText(marked, work.sampling)
     shown = "".join(row.push(token, may_stop=True)[0] for token in marked.encode("[THINK]hm[/THINK]yesEND"))
     event = TokenEvent(plan.sequence(0), 1, 0, [5], [0.0], text=shown, finish=Finish("stop", "END"))

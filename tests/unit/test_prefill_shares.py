@@ -12,6 +12,7 @@ from worker.engine.scheduler import (
     NARROWEST,
     PASSES,
     SMALLEST_PIECE,
+    ChunkSize,
     ClassTurns,
     Feed,
     PieceSizes,
@@ -139,6 +140,56 @@ def test_noise_does_not_keep_pieces_small_where_tokens_cost_next_to_nothing() ->
         sizes.append(pace.piece(4096))
         pace.turn(sizes[-1], 0.016 + 4e-6 * sizes[-1] + noise.gauss(0, 0.002))
     assert statistics.median(sizes[100:]) >= 1000
+
+
+def chunk_after(*turns: tuple[int, float]) -> ChunkSize:
+    """A chunk of 512 tokens, planned to take 50 ms."""
+    size = ChunkSize(512, 0.05)
+    for tokens, seconds in turns:
+        size.turn(tokens, seconds)
+    return size
+
+
+def test_a_late_piece_makes_the_next_one_smaller_in_proportion() -> None:
+    assert chunk_after((512, 0.15)).tokens == 512 // 3
+    assert chunk_after((512, 9.0)).tokens == 512 // 4, "one hiccup of the machine does not say more"
+    assert chunk_after(*[(512, 9.0)] * 5).tokens == SMALLEST_PIECE
+    assert chunk_after((512, 0.09)).tokens == 512, "that is noise"
+
+
+def test_what_the_decode_step_takes_is_not_the_piece_s_fault() -> None:
+    assert chunk_after((0, 0.2), (0, 0.2), (512, 0.26)).tokens == 512
+    assert chunk_after((0, 0.2), (0, 0.2), (512, 0.4)).tokens == 512 // 4
+
+
+def test_several_chunks_at_once_may_take_their_time() -> None:
+    assert chunk_after((4 * 512, 0.3)).tokens == 512
+    assert chunk_after((4 * 512, 0.8)).tokens == 512 // 4
+
+
+def test_pieces_in_time_let_the_chunk_grow_back_and_not_beyond() -> None:
+    size = chunk_after(*[(512, 9.0)] * 5)
+    sizes = [size.tokens]
+    for _ in range(12):
+        size.turn(size.tokens, 0.02)
+        sizes.append(size.tokens)
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == 512
+
+
+def test_a_short_prompt_says_nothing_of_a_whole_piece() -> None:
+    size = chunk_after((512, 9.0))
+    size.turn(10, 0.001)
+    assert size.tokens == 128
+
+
+def test_a_chunk_that_a_person_has_named_stays() -> None:
+    size = ChunkSize(512, float("inf"))
+    size.turn(512, 100.0)
+    assert size.tokens == 512
+    few = ChunkSize(16, 0.05)
+    few.turn(16, 9.0)
+    assert few.tokens == 16, "never more than the chunk"
 
 
 def test_prefill_is_shared_between_batch_and_lane() -> None:

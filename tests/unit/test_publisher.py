@@ -9,9 +9,9 @@ from shared.redis.tokens.writer import Commit
 from shared.sequences import Claim, SamplingParams, SequenceSpec
 from shared.telemetry.metrics import Tally
 from tests.waiting import wait_until
-from worker.claims import Running
 from worker.publisher import TokenPublisher
 from worker.reports import FINISHED_REASONS, SequenceCounts
+from worker.rows import ClaimedRow, ClaimedRows
 
 
 class FailingOnce:
@@ -41,7 +41,8 @@ class FailingOnce:
 
 async def test_a_write_that_redis_refused_is_said_again_with_nothing_lost() -> None:
     spec = SequenceSpec("s", "m", (1,), SamplingParams(2, 0), api="a")
-    running = {"s": Running.after(Claim(spec, "stream", "0-1", 1), [])}
+    rows = ClaimedRows()
+    rows.add(ClaimedRow.after(Claim(spec, "stream", "0-1", 1), []))
     writer = FailingOnce()
 
     async def owned() -> None:
@@ -50,10 +51,9 @@ async def test_a_write_that_redis_refused_is_said_again_with_nothing_lost() -> N
     tally = Tally()
     publisher = TokenPublisher(
         writer,  # type: ignore[arg-type]
-        running,
+        rows,
         "w",
         log_every_tokens=16,
-        rows_changed=lambda: None,
         verify=owned,
         stale_after_s=60,
         counts=SequenceCounts(tally, "m"),
@@ -72,7 +72,7 @@ async def test_a_write_that_redis_refused_is_said_again_with_nothing_lost() -> N
     await wait_until(lambda: writer.commits == ["s"])
     assert [event.tokens for frame in writer.frames for event in frame] == [[5], [6]]
     await publisher.drained()
-    assert running == {}
+    assert len(rows) == 0
     counted = tally.fields()
     assert (counted["vllm:prompt_tokens_total|m"], counted["vllm:generation_tokens_total|m"]) == (1, 2)
     assert counted["vllm:request_success_total|m|length"] == 1
@@ -83,7 +83,8 @@ async def test_a_write_that_redis_refused_is_said_again_with_nothing_lost() -> N
 async def test_what_gathered_in_a_long_stall_is_logged_whole() -> None:
     """Several chunks' worth in one write: each used to replace the one before, which left holes in the log."""
     spec = SequenceSpec("s", "m", (1,), SamplingParams(100, 0), api="a")
-    row = Running.after(Claim(spec, "stream", "0-1", 1), [])
+    rows = ClaimedRows()
+    rows.add(ClaimedRow.after(Claim(spec, "stream", "0-1", 1), []))
     writer = FailingOnce()
     writer.failures = 0
 
@@ -92,10 +93,9 @@ async def test_what_gathered_in_a_long_stall_is_logged_whole() -> None:
 
     publisher = TokenPublisher(
         writer,  # type: ignore[arg-type]
-        {"s": row},
+        rows,
         "w",
         log_every_tokens=4,
-        rows_changed=lambda: None,
         verify=owned,
         stale_after_s=60,
         counts=SequenceCounts(Tally(), "m"),

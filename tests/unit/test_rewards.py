@@ -7,14 +7,14 @@ import pytest
 from shared.errors import InvalidRequestError
 from shared.jobs import RewardSpec
 from shared.rewards.functions import load
-from shared.rewards.kinds import REWARDS, check, check_patterns
+from shared.rewards.kinds import REWARDS, check
 from shared.rewards.model_kinds import ModelOptions
 
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = 72.\n#### 72"
 
 
 def score(name: str, completion: str, reference: Any = None, **options: Any) -> float:
-    return load(name)(completion, reference, check(RewardSpec(name, options))).value
+    return load(name)(completion, reference, check(RewardSpec(name, options)).options).value
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_weighted_sums_its_parts_and_names_them() -> None:
         {"name": "gsm8k", "weight": 2.0},
         {"name": "length", "weight": 0.5, "options": {"target": 2}},
     ]
-    result = load("weighted")("72", GSM8K, check(RewardSpec("weighted", {"parts": parts})))
+    result = load("weighted")("72", GSM8K, check(RewardSpec("weighted", {"parts": parts})).options)
     assert result.value == 2.5
     assert result.components == {"gsm8k": 1.0, "length": 1.0}
 
@@ -158,8 +158,7 @@ def test_weighted_sums_its_parts_and_names_them() -> None:
 def test_bad_options_are_refused_at_submission(name: str, options: dict[str, Any], says: str) -> None:
     spec = RewardSpec(name, options)
     with pytest.raises(InvalidRequestError, match=says):
-        check(spec)
-        check_patterns(spec)  # in a process that can be killed (tests/unit/test_rewards_pool.py)
+        check(spec).compile()  # in a process that can be killed (tests/unit/test_rewards_pool.py)
 
 
 @pytest.mark.parametrize(("name", "reference"), [("exact", None), ("gsm8k", "no number"), ("math", None), ("regex", 3)])

@@ -3,16 +3,15 @@
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from shared.errors import InvalidRequestError
 from shared.jobs import RewardSpec
-from shared.rewards.functions import Score
+from shared.rewards import functions
+from shared.rewards.kinds import Score, check
 from shared.scoring import pool as pool_module
 from shared.scoring import process as process_module
 from shared.scoring.pool import RewardPool, RewardSample, is_late
@@ -129,22 +128,20 @@ async def test_patterns_are_compiled_in_a_process_within_a_time(
 ) -> None:
     monkeypatch.setattr(pool_module, "COMPILE_S", 0.3)
     with pytest.raises(InvalidRequestError, match=reason):
-        await pool.check(RewardSpec(name, options))
+        await pool.check(check(RewardSpec(name, options)))
 
 
 async def test_a_pattern_that_has_passed_is_not_tried_again(pool: RewardPool) -> None:
-    spec = RewardSpec("regex", {"pattern": r"(\d+)", "group": 1})
-    await pool.check(spec)
+    reward = check(RewardSpec("regex", {"pattern": r"(\d+)", "group": 1}))
+    await pool.check(reward)
     pool.close()
-    await pool.check(spec)
+    await pool.check(reward)
     assert not pool._all
 
 
 @pytest.fixture
 def infinite_reward(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    module = ModuleType("shared.rewards.exact")
-    module.score = lambda completion, reference, options: Score(float(completion))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "shared.rewards.exact", module)
+    monkeypatch.setitem(functions.SCORERS, "exact", lambda completion, reference, options: Score(float(completion)))
     previous = signal.getsignal(signal.SIGALRM)
     process_module.prepare()
     yield

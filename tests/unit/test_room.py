@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from api.ring import caller, room
-from api.ring.caller import Client
+from api.ring.caller import Client, acting_for, asker, asking
 from api.ring.room import Room, aside
 from shared.errors import RateLimitedError, RequestCancelledError
+from shared.owners import ANYBODY
 from tests.unit.api_texts import codec
 from tests.waiting import wait_until
 
@@ -131,3 +132,12 @@ def test_other_threads_go_on_while_a_long_text_is_tokenized() -> None:
         turns += 1
     thread.join()
     assert turns >= 5
+
+
+def test_work_for_a_batch_waits_in_the_turn_of_the_key_that_made_it() -> None:
+    with acting_for("", "alice"):
+        assert (asking(), asker()) == ("alice", ANYBODY)
+    with acting_for("team", ""):
+        assert (asking(), asker().tenant) == ("tenant:team", "team")
+    with acting_for("", ""):
+        assert asking() != "host:", "nor in that of clients without a key"

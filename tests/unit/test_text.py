@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shared.errors import InvalidRequestError
-from shared.text.codec import TextCodec, TextStream, TokenizerBundle
+from shared.text.codec import TextCodec, TokenizerBundle
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -71,7 +71,7 @@ CODECS = {"byte_level": byte_level, "llama2": llama2, "gemma": gemma}
 
 
 def streamed(codec: TextCodec, chunks: list[list[int]]) -> str:
-    stream = TextStream(codec)
+    stream = codec.stream()
     return "".join([*(stream.push(chunk) for chunk in chunks), stream.flush()])
 
 
@@ -108,7 +108,7 @@ def test_text_survives_encoding_and_streaming_byte_level(text: str) -> None:
 
 def test_no_delta_ends_inside_a_character() -> None:
     codec = byte_level()
-    stream = TextStream(codec)
+    stream = codec.stream()
     deltas = [stream.push([token]) for token in codec.encode("a👍🏽b")]
     assert "".join(deltas) == "a👍🏽b"
     assert not any("\ufffd" in delta for delta in deltas)
@@ -117,7 +117,7 @@ def test_no_delta_ends_inside_a_character() -> None:
 def test_half_a_character_at_the_end_is_flushed_as_decode_shows_it() -> None:
     codec = byte_level()
     ids = codec.encode("x👍")[:-1]
-    stream = TextStream(codec)
+    stream = codec.stream()
     assert "".join(stream.push([token]) for token in ids) == "x"
     assert "x" + stream.flush() == codec.decode(ids)
 
@@ -143,7 +143,7 @@ def test_token_text_and_bytes_show_partial_characters() -> None:
 def test_special_tokens_are_hidden_in_text_and_shown_in_logprobs() -> None:
     codec = byte_level()
     assert codec.decode([1]) == ""
-    assert TextStream(codec).push([1]) == ""
+    assert codec.stream().push([1]) == ""
     assert codec.token_text(1) == "<|im_end|>"
 
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from trainer.learn.advantages import group_advantages, has_signal
+from trainer.learn.batches import group_advantages, has_signal
 
 
 def test_mean_scale_subtracts_the_groups_mean() -> None:

@@ -13,11 +13,11 @@ def test_each_check_says_its_name_and_what_it_saw() -> None:
         gate.finite_gradients(1),
         gate.fits(bad, {"a.lora_a": (3,)}),
         gate.same_base("a" * 64, "b" * 64),
-        gate.update_norm(0.2, 0.1),
-        gate.probe_kl(math.inf, 0.5),
-        gate.base_kl(2.1, 2.0),
-        gate.best_kl(math.nan, 1.0),
-        gate.reload_parity(0.3, 0.1),
+        gate.at_most("update_norm", 0.2, 0.1),
+        gate.at_most("probe_kl", math.inf, 0.5),
+        gate.at_most("base_kl", 2.1, 2.0),
+        gate.at_most("best_kl", math.nan, 1.0),
+        gate.at_most("reload_parity", 0.3, 0.1),
         gate.reward_floor(0.4, 0.7, 0.15),
     ]
     assert not any(check.passed for check in checks)
@@ -44,8 +44,8 @@ def test_a_good_version_passes() -> None:
         gate.finite_gradients(0),
         gate.fits(good, {"a.lora_a": (2, 3)}),
         gate.same_base("", "b"),
-        gate.update_norm(0.1, 0.1),
-        gate.probe_kl(0.0, 0.5),
+        gate.at_most("update_norm", 0.1, 0.1),
+        gate.at_most("probe_kl", 0.0, 0.5),
         gate.reward_floor(0.56, 0.7, 0.15),
         gate.reward_floor(0.0, None, 0.15),
     ]
@@ -54,7 +54,7 @@ def test_a_good_version_passes() -> None:
 
 
 def test_a_nan_measurement_fails() -> None:
-    assert not gate.update_norm(math.nan, 1.0).passed
+    assert not gate.at_most("update_norm", math.nan, 1.0).passed
     assert not gate.reward_floor(math.nan, 0.5, 0.1).passed
 
 

@@ -24,8 +24,8 @@ from shared.trajectories import Trajectory
 from trainer.ring import over_http as http_ring
 from trainer.ring.http_client import HttpApi
 from trainer.ring.over_http import HttpOrders, HttpSink, HttpSource
+from trainer.ring.ring import Candidate
 from trainer.rollouts.groups import RolloutRequest
-from trainer.seams import Candidate
 
 ASKED = RolloutRequest("run-0-7", (5, 6), 2, SamplingOverrides(seed=2**62 + 1, max_tokens=4), "policy@3", {"index": 7})
 Answer = Callable[[httpx.Request], httpx.Response]

@@ -8,8 +8,9 @@ import pytest
 
 from shared.errors import SetupError
 from tests.waiting import wait_until
+from trainer.rollouts import own_code
 from trainer.rollouts.environments import Observation
-from trainer.rollouts.own_code import BlockedError, OwnCodeError, OwnEnvironment, OwnFunction, place
+from trainer.rollouts.own_code import BlockedError, OwnCodeError, OwnEnvironment, OwnFunction, alerts_of, place
 
 WHERE = "tests.unit.own_code:Hazards"
 
@@ -49,6 +50,44 @@ async def test_code_that_hangs_costs_its_own_call_and_is_named(hazards: OwnEnvir
     with pytest.raises(BlockedError, match=said):
         raise hung
     assert hazards._process is not first
+
+
+async def test_each_cause_sends_one_alert_however_many_samples_it_costs(hazards: OwnEnvironment) -> None:
+    seen = await hazards.reset(2)
+    alerts: list[tuple[str, str]] = []
+    tries = 0
+
+    async def alert(kind: str, message: str) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise ConnectionError("the ring is away for a moment")
+        alerts.append((kind, message))
+
+    async with OwnEnvironment(WHERE, {}, timeout_s=0.8) as held_out:
+        with pytest.MonkeyPatch.context() as quicker:
+            quicker.setattr(own_code, "TELL_AGAIN_S", 0.5)
+            async with alerts_of([hazards, held_out], alert):
+                for action in ("exit", "wait", "exit"):
+                    hung = [code.step(seen, action) for code in (hazards, held_out)]
+                    assert len(await asyncio.gather(*hung, return_exceptions=True)) == 2
+                await wait_until(lambda: len(alerts) == 2)
+    assert [kind for kind, _ in alerts] == ["own_code_blocked"] * 2
+    assert "`step` ended its process; every such call costs its sample" in alerts[0][1]
+    assert "`step` came to no end after 0.8 s" in alerts[1][1]
+
+
+async def test_a_cause_just_before_the_end_of_a_run_is_told(hazards: OwnEnvironment) -> None:
+    alerts: list[str] = []
+
+    async def alert(kind: str, message: str) -> None:
+        alerts.append(kind)
+
+    seen = await hazards.reset(2)
+    async with alerts_of([hazards], alert):
+        with pytest.raises(BlockedError):
+            await hazards.step(seen, "exit")
+    assert alerts == ["own_code_blocked"]
 
 
 async def test_code_that_waits_too_long_costs_its_call_and_no_process(hazards: OwnEnvironment) -> None:

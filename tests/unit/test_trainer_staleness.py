@@ -5,14 +5,14 @@ import asyncio
 import pytest
 
 from shared.errors import UnknownAdapterError
-from tests.training.nobody import NoMailbox
+from tests.training.nobody import NoOrders
 from tests.unit.test_trainer_collect import Player, fresh
 from tests.unit.trainer_samples import group, trajectory
 from trainer.inbox import AllStale, Inbox, Moved
+from trainer.ring.mailbox import RingMailbox
 from trainer.rollouts.collector import Collector
 from trainer.rollouts.groups import RolloutGroup
-from trainer.rollouts.pacing import UNKNOWN_LAG, Pace
-from trainer.rollouts.staleness import StaleWatch
+from trainer.rollouts.pacing import UNKNOWN_LAG, Pace, StaleWatch
 from trainer.state import RunState
 
 
@@ -36,7 +36,7 @@ async def never() -> Moved:
 async def test_a_run_that_gets_nothing_but_old_samples_says_so_once() -> None:
     watch = StaleWatch("samples", after=8, max_lag=1)
     own = Collector(Strange(), Pace(2, max_lag=1), lambda: "policy@9", watch=watch)
-    async with Inbox(own, None, NoMailbox(), never, [watch]) as inbox, asyncio.timeout(5):
+    async with Inbox(own, None, RingMailbox(NoOrders()), never, [watch]) as inbox, asyncio.timeout(5):
         work = await inbox.next(RunState("run"), lambda g: UNKNOWN_LAG, asyncio.Event())
         assert isinstance(work, AllStale)
         assert "samples in a row were too old to learn from" in work.reason
@@ -59,7 +59,7 @@ async def test_a_fresh_batch_ends_the_row() -> None:
     assert not waiting.done()
     watch.dropped([foreign(2)], 3)
     assert "4 samples" in await waiting and "3 policy steps behind" in await waiting
-    watch.told()
+    watch.reported()
     watch.used()
     watch.dropped([foreign(3), foreign(4)], 3)
     assert "4 samples" in await watch.wait(), "and again, when it comes again"

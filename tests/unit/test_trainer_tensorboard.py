@@ -6,10 +6,9 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from tests.unit.trainer_samples import group, trajectory
 from trainer.learn.batches import Dropped
-from trainer.learn.reports import StepReport
+from trainer.learn.optimize import StepReport
 from trainer.metrics import MetricsLog, Timing, step_metrics
 from trainer.state import RunState
-from trainer.tensorboard import open_logs
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -34,7 +33,7 @@ def events(folder: Path) -> list[Event]:
 
 
 def test_every_measured_figure_of_a_train_step_is_a_scalar(tmp_path: Path) -> None:
-    log = open_logs(tmp_path / "run", tmp_path / "board", 0)
+    log = MetricsLog(tmp_path / "run/metrics.jsonl", tensorboard=tmp_path / "board")
     write(log, 0, 0.25)
     write(log, 1, float("nan"))
     log.close()
@@ -48,10 +47,10 @@ def test_every_measured_figure_of_a_train_step_is_a_scalar(tmp_path: Path) -> No
 
 
 def test_a_resumed_run_hides_what_the_killed_one_wrote(tmp_path: Path) -> None:
-    log = open_logs(tmp_path / "run", tmp_path / "board", 0)
+    log = MetricsLog(tmp_path / "run/metrics.jsonl", tensorboard=tmp_path / "board")
     write(log, 0, 0.1)
     write(log, 1, 0.2)
     log.close()
-    open_logs(tmp_path / "run", tmp_path / "board", 1).close()
+    MetricsLog(tmp_path / "run/metrics.jsonl", first_step=1, tensorboard=tmp_path / "board").close()
     starts = [e.step for e in events(tmp_path / "board") if e.session_log.status == SessionLog.START]
     assert starts[-1] == 1

@@ -4,7 +4,7 @@ Read in this order: `learner.py` (what the loop calls, in the MLX thread that `c
 train step), `losses.py` (the losses by name), `logprobs.py` (log-probabilities with gradients) and `drawing.py` (the
 sampler's filters), `policy.py` (LoRA layers over the base's arrays).
 
-Before that, in plain numpy: `batches.py` and `advantages.py` (groups to padded arrays). Besides: `measures.py`
-(distances between policies), `microbatch_size.py` (how large a microbatch may be). `options.py` and
-`reports.py` are plain data; `options.py` imports no MLX.
+Before that, in plain numpy: `batches.py` (groups to advantages and padded arrays). Besides: `measures.py`
+(distances between policies), `microbatch_size.py` (how large a microbatch may be), `options.py` (plain data, without
+MLX).
 """

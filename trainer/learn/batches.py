@@ -1,4 +1,7 @@
-"""From scored groups to padded arrays of numpy.
+"""From scored groups to advantages and padded arrays, in plain numpy.
+
+An advantage is how much better a sample did than its siblings: the group's mean reward is the baseline, so no value
+network is needed.
 
 Shape suffixes: P prompts, S prompt positions (padded left), B rows, T completion positions (padded right).
 
@@ -19,9 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.trajectories import Drawing, Trajectory
-from trainer.learn.advantages import AdvantageScale, group_advantages, has_signal
 from trainer.learn.drawing import DrawnRows, corrected, rows_of
+from trainer.learn.options import AdvantageScale
 from trainer.rollouts.groups import RolloutGroup, problem, usable
+
+STD_EPSILON = 1e-4
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,33 @@ class Microbatch:
     drawn: DrawnRows | None = None  # None: all at temperature 1, unfiltered
 
 
+def group_advantages(rewards_G: npt.ArrayLike, scale: AdvantageScale = "mean") -> npt.NDArray[np.float32]:
+    """Advantages [G] of one group's rewards [G].
+
+    - `mean`: A_i = r_i - mean(r). Dr.GRPO, arXiv 2503.20783: no division, so that prompts which are nearly always or
+      nearly never solved do not weigh more than others.
+    - `std`: A_i = (r_i - mean(r)) / (std(r) + 1e-4), std over the whole group. GRPO, arXiv 2402.03300.
+    - `leave_one_out`: A_i = r_i - mean of the others = (r_i - mean(r)) * G / (G - 1). RLOO, arXiv 2402.14740.
+    """
+    rewards = np.asarray(rewards_G, dtype=np.float64)
+    if rewards.ndim != 1 or rewards.size == 0:
+        raise ValueError(f"a group's rewards are a non-empty list, not of shape {rewards.shape}")
+    if not np.isfinite(rewards).all():
+        raise ValueError(f"a group's rewards must be finite: {rewards.tolist()}")
+    centred = rewards - rewards.mean()
+    if scale == "std":
+        centred = centred / (rewards.std() + STD_EPSILON)
+    elif scale == "leave_one_out" and rewards.size > 1:
+        centred = centred * (rewards.size / (rewards.size - 1))
+    return np.asarray(centred, dtype=np.float32)
+
+
+def has_signal(rewards_G: npt.ArrayLike) -> bool:
+    """Whether the group can teach anything: with equal rewards every advantage is 0."""
+    rewards = np.asarray(rewards_G, dtype=np.float64)
+    return rewards.size > 1 and float(rewards.max() - rewards.min()) > 1e-9
+
+
 def sample_groups(
     groups: Iterable[RolloutGroup],
     policy_steps: dict[str, int],
@@ -97,7 +129,7 @@ def sample_groups(
     baselines = _pooled(given, scale)
     for group in given:
         problems = [problem(t) for t in group.trajectories]
-        members = [i for i, found in enumerate(problems) if not found]
+        members = [i for i, why in enumerate(problems) if not why]
         failed += len(problems) - len(members)
         first_problem = first_problem or next(filter(None, problems), "")
         advantages = _advantages(group, members, baselines.get(group.id), scale)
@@ -124,14 +156,14 @@ def _pooled(groups: Sequence[RolloutGroup], scale: AdvantageScale) -> dict[str, 
     for group in groups:
         if group.pool and not group.advantages and usable(group.trajectories[0]):
             pools.setdefault(group.pool, []).append(group)
-    found: dict[str, float] = {}
+    pooled: dict[str, float] = {}
     for members in pools.values():
         rewards = [_reward(group.trajectories[0]) for group in members]
         if len(members) > 1:
             even = not has_signal(rewards)
             advantages = [0.0] * len(members) if even else group_advantages(rewards, scale).tolist()
-            found |= {group.id: float(a) for group, a in zip(members, advantages, strict=True)}
-    return found
+            pooled |= {group.id: float(a) for group, a in zip(members, advantages, strict=True)}
+    return pooled
 
 
 def _advantages(

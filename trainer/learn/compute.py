@@ -8,7 +8,6 @@ steps, by share (worker.engine owns that side; it only needs this protocol).
 import asyncio
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Protocol, TypeVar
 
 import mlx.core as mx
@@ -52,22 +51,17 @@ class ThreadHost:
         """Run to the end without a pause."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, _exhaust, start)
 
-    async def close(self) -> None:
-        """End the thread; without this, MLX's streams may abort the process at exit."""
-        await asyncio.get_running_loop().run_in_executor(self._executor, _release)
-        self._executor.shutdown(wait=True)
-
     async def __aenter__(self) -> "ThreadHost":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
+    async def __aexit__(self, *_: object) -> None:
+        # Without this, MLX's streams may abort the process at exit.
+        await asyncio.get_running_loop().run_in_executor(self._executor, _release)
+        self._executor.shutdown(wait=True)
 
 
 def at_once(function: Callable[[], T]) -> Callable[[], Work[T]]:
-    """Work that is too short to be divided."""
+    """A short function as work in one part."""
 
     def start() -> Work[T]:
         return function()

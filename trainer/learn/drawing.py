@@ -46,11 +46,11 @@ class DrawnPositions(NamedTuple):
 
     def flat(self) -> "DrawnPositions":
         """All positions in one row."""
-        return DrawnPositions(*(None if each is None else each.reshape(-1) for each in self))  # type: ignore[arg-type]
+        return DrawnPositions(*(None if column is None else column.reshape(-1) for column in self))  # type: ignore[arg-type]
 
     def part(self, start: int, end: int) -> "DrawnPositions":
         """Some positions of a flat one."""
-        return DrawnPositions(*(None if each is None else each[start:end] for each in self))  # type: ignore[arg-type]
+        return DrawnPositions(*(None if column is None else column[start:end] for column in self))  # type: ignore[arg-type]
 
 
 def corrected(trajectory: Trajectory) -> Drawing | None:
@@ -63,7 +63,7 @@ def corrected(trajectory: Trajectory) -> Drawing | None:
 
 
 def uncorrected(trajectory: Trajectory) -> str:
-    """Why the ratio is not that of what was drawn from; "" when it is."""
+    """Why the ratio is not of the distribution that was drawn from; "" when it is."""
     drawn = trajectory.drawn
     if drawn is None:
         return ""
@@ -80,15 +80,15 @@ def rows_of(drawings: Sequence[Drawing | None]) -> DrawnRows | None:
     """One row for each; None when all of them are of temperature 1, unfiltered."""
     if not any(drawings):
         return None
-    each = [drawn or Drawing() for drawn in drawings]
-    temperature = _column(drawn.temperature for drawn in each)
-    if not any(map(_filters, each)):
+    drawn_rows = [drawn or Drawing() for drawn in drawings]
+    temperature = _column(drawn.temperature for drawn in drawn_rows)
+    if not any(map(_filters, drawn_rows)):
         return DrawnRows(temperature, None, None, None)
     return DrawnRows(
         temperature,
-        _column(drawn.top_k or 2**24 for drawn in each),
-        _column(max(drawn.top_p, 1e-9) if drawn.top_p < 1 else 2.0 for drawn in each),
-        _column(drawn.min_p for drawn in each),
+        _column(drawn.top_k or 2**24 for drawn in drawn_rows),
+        _column(max(drawn.top_p, 1e-9) if drawn.top_p < 1 else 2.0 for drawn in drawn_rows),
+        _column(drawn.min_p for drawn in drawn_rows),
     )
 
 
@@ -96,7 +96,7 @@ def positions_of(rows: DrawnRows | None, shape: Sequence[int]) -> DrawnPositions
     """Each row's values at all of its positions; `shape` is [B, T]."""
     if rows is None:
         return None
-    spread = (None if each is None else mx.broadcast_to(mx.array(each)[:, None], tuple(shape)) for each in rows)
+    spread = (None if column is None else mx.broadcast_to(mx.array(column)[:, None], tuple(shape)) for column in rows)
     return DrawnPositions(*spread)  # type: ignore[arg-type]
 
 

@@ -15,19 +15,10 @@ from trainer.gate import GateLimits
 from trainer.learn.batches import SampleGroup
 from trainer.learn.compute import Work
 from trainer.learn.measures import measure_gaps, measure_parity, measure_probe_kl
-from trainer.learn.optimize import Optimizer
+from trainer.learn.optimize import Optimizer, StepReport
 from trainer.learn.options import AdapterShape, OptimizeOptions
 from trainer.learn.policy import Policy
-from trainer.learn.reports import StepReport
-from trainer.state import Arrays, Moments
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """All of the learner's state. No random state: every draw follows from the run's seed and a counter."""
-
-    adapter: Arrays
-    optimizer: Moments
+from trainer.state import Arrays, Snapshot
 
 
 @dataclass(frozen=True)
@@ -81,24 +72,24 @@ class Learner:
             gate.finite_gradients(report.nonfinite_gradients),
             gate.finite_weights(weights),
             gate.fits(weights, self._shapes),
-            gate.update_norm(report.update_rms, self._limits.max_update_rms),
-            gate.probe_kl(kls[0], self._limits.max_probe_kl),
-            gate.base_kl(kls[1], self._limits.max_base_kl),
-            *(gate.best_kl(kl, self._limits.max_best_kl) for kl in kls[2:]),
+            gate.at_most("update_norm", report.update_rms, self._limits.max_update_rms),
+            gate.at_most("probe_kl", kls[0], self._limits.max_probe_kl),
+            gate.at_most("base_kl", kls[1], self._limits.max_base_kl),
+            *(gate.at_most("best_kl", kl, self._limits.max_best_kl) for kl in kls[2:]),
         )
         return Trained(report, weights, checks)
 
     def parity(self, trajectories: Sequence[Trajectory]) -> Work[float]:
         """Mean difference to a worker's log-probabilities."""
-        return (yield from measure_parity(self._policy, trajectories))
+        return measure_parity(self._policy, trajectories)
 
     def gaps(self, samples: Sequence[SampleGroup], weights: Arrays | None) -> Work[list[float]]:
         """Mean difference of each sample's log-probabilities to those of these weights; None is the base."""
         scores, positions = self._optimizer.scores, self._optimizer.options.microbatch_tokens
-        return (yield from measure_gaps(self._policy, weights, samples, scores, positions))
+        return measure_gaps(self._policy, weights, samples, scores, positions)
 
     def anchor(self, best: Arrays | None) -> None:
-        """The weights of the best version: later ones stay in its reach."""
+        """Set the weights of the best version: later ones must stay near it."""
         self._best = best
 
     def accept(self) -> None:
@@ -125,8 +116,8 @@ class Learner:
         return self._policy.config()
 
     def snapshot(self) -> Snapshot:
-        """For a checkpoint."""
-        return Snapshot(self._policy.weights(), self._optimizer.moments())
+        """All of the state, for a checkpoint."""
+        return Snapshot(self._policy.weights(), self._policy.config(), self._optimizer.moments())
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on exactly where a checkpoint was taken."""

@@ -85,18 +85,18 @@ def token_scores(
     hidden_NH, targets_N = hidden_BTH.reshape(-1, hidden_BTH.shape[-1]), targets_BT.reshape(-1)
     drawn_N = None if drawn is None else drawn.flat()
     count = len(targets_N)
-    each = math.ceil(count / math.ceil(count / chunk))
+    step = math.ceil(count / math.ceil(count / chunk))
 
     def scores_from(at: int) -> tuple[mx.array, mx.array]:
         # Targets come by the closure: a checkpoint differentiates all of its inputs.
         def scores(part_NH: mx.array) -> tuple[mx.array, mx.array]:
-            part = None if drawn_N is None else drawn_N.part(at, at + each)
-            return from_logits(head(part_NH[None])[0], targets_N[at : at + each], entropy=entropy, drawn=part)
+            part = None if drawn_N is None else drawn_N.part(at, at + step)
+            return from_logits(head(part_NH[None])[0], targets_N[at : at + step], entropy=entropy, drawn=part)
 
         again: Callable[[mx.array], tuple[mx.array, mx.array]] = mx.checkpoint(scores)
-        return again(hidden_NH[at : at + each])
+        return again(hidden_NH[at : at + step])
 
-    parts = [scores_from(at) for at in range(0, count, each)]
+    parts = [scores_from(at) for at in range(0, count, step)]
     logp_BT, entropy_BT = (
         mx.concatenate(list(values)).reshape(targets_BT.shape) for values in zip(*parts, strict=True)
     )
@@ -223,7 +223,7 @@ class PromptKeys:
         return keys, values
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """Causal, and blind to the padding."""
+        """A causal mask that hides the padding."""
         seen = 0 if self.keys is None else self.keys.shape[2]
         mask: mx.array = create_causal_mask(N, seen, window_size=window_size, left_padding=self.padding_P)
         return mask

@@ -3,11 +3,12 @@
 For a token that policy step s sampled, logpi_theta - logmu = (logpi_theta - logpi_v) + (logpi_v - logmu), with v the
 weights of step s. The first part is *staleness*: what training has changed since. The second is *mismatch*: the same
 weights through another kernel, another batch, or keys and values from before a swap. Only weights that are still at
-hand can be told apart, so tokens of older steps are left out.
+hand allow this split, so tokens of older steps are left out.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -19,8 +20,21 @@ from trainer.learn.batches import Microbatch, Sample, SampleGroup, microbatches,
 from trainer.learn.drawing import corrected
 from trainer.learn.logprobs import BatchArrays, TokenScores, row_scores, to_arrays
 from trainer.learn.policy import Policy
-from trainer.learn.reports import Distances
 from trainer.state import Arrays
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Absolute differences of log-probabilities, and k3 estimates of KL, over the tokens whose weights were at hand."""
+
+    tokens: int
+    mismatch_mean: float
+    mismatch_max: float
+    mismatch_kl: float  # of mu from v
+    staleness_mean: float
+    staleness_max: float
+    staleness_kl: float  # of v from theta
+
 
 Scores = Callable[..., TokenScores]  # (model, arrays, entropy=...)
 
@@ -32,19 +46,20 @@ def measure(
     policy_step: int,
     older: dict[int, Arrays],
 ) -> Generator[None, None, Distances]:
-    """Measure both over a train step's microbatches, before its first update; leaves the policy as it was."""
+    """Measure mismatch and staleness of a train step's microbatches, before its first update; keeps the policy."""
     mismatch: list[np.ndarray[Any, Any]] = []
     staleness: list[np.ndarray[Any, Any]] = []
     for batch in batches:
         arrays = to_arrays(batch)
-        theta_BT = _logp(policy, scores, arrays)
+        theta_BT = _logp(policy.model, scores, arrays)
         yield
         for step in sorted(set(batch.policy_step_BT[batch.mask_BT].tolist())):
             at_BT = batch.mask_BT & (batch.policy_step_BT == step)
             if step == policy_step:
                 v_BT = theta_BT
             elif step in older:
-                v_BT = _logp_with(policy, scores, arrays, older[step])
+                with _weights(policy, older[step]) as model:
+                    v_BT = _logp(model, scores, arrays)
                 yield
             else:
                 continue
@@ -53,19 +68,10 @@ def measure(
     return _summary(mismatch, staleness)
 
 
-def _logp(policy: Policy, scores: Scores, arrays: BatchArrays) -> np.ndarray[Any, Any]:
-    logp_BT = scores(policy.model, arrays, entropy=False).logp_BT
+def _logp(model: Any, scores: Scores, arrays: BatchArrays) -> np.ndarray[Any, Any]:
+    logp_BT = scores(model, arrays, entropy=False).logp_BT
     mx.eval(logp_BT)
     return np.array(logp_BT)
-
-
-def _logp_with(policy: Policy, scores: Scores, arrays: BatchArrays, weights: Arrays) -> np.ndarray[Any, Any]:
-    present = policy.weights()
-    policy.load(weights)
-    try:
-        return _logp(policy, scores, arrays)
-    finally:
-        policy.load(present)
 
 
 def _summary(mismatch: list[np.ndarray[Any, Any]], staleness: list[np.ndarray[Any, Any]]) -> Distances:
@@ -100,13 +106,13 @@ def measure_probe_kl(
     for prompt in prompts:
         tokens_1S = mx.array([list(prompt)[-_LONGEST:]])
         present_SV = _logprobs(policy.model, tokens_1S)
-        for anchor, found in zip(anchors, divergences, strict=True):
+        for anchor, distances in zip(anchors, divergences, strict=True):
             with _weights(policy, anchor) as model:
                 anchor_SV = _logprobs(model, tokens_1S)
             kl_S = (mx.exp(anchor_SV) * (anchor_SV - present_SV)).sum(axis=-1)
-            found.append(float(kl_S.mean()))
+            distances.append(float(kl_S.mean()))
             yield
-    means = [float(np.mean(found)) if found else 0.0 for found in divergences]
+    means = [float(np.mean(distances)) if distances else 0.0 for distances in divergences]
     return [mean if np.isfinite(mean) else float("inf") for mean in means]
 
 
@@ -114,26 +120,24 @@ def measure_gaps(
     policy: Policy,
     weights: Arrays | None,
     samples: Sequence[SampleGroup],
-    scores: Callable[..., TokenScores],
+    scores: Scores,
     positions: int,
 ) -> Generator[None, None, list[float]]:
     """Mean |difference| over each sample's masked tokens between its log-probabilities and those of `weights`.
 
     None is the base. In the order of the samples; leaves the policy with its present weights.
     """
-    found: dict[int, float] = {}
+    gaps: dict[int, float] = {}
     for part in microbatches(samples, lambda: positions):
         batch = pad(part)
         arrays = to_arrays(batch)
         with _weights(policy, weights) as model:
-            logp_BT = scores(model, arrays, entropy=False).logp_BT
-            mx.eval(logp_BT)
-        gap_BT = np.abs(np.array(logp_BT, np.float64) - batch.sampler_BT)
+            gap_BT = np.abs(_logp(model, scores, arrays).astype(np.float64) - batch.sampler_BT)
         rows = (sample for group in part for sample in group.samples)
         for row, sample in enumerate(rows):
-            found[id(sample)] = float(np.nan_to_num(gap_BT[row][batch.mask_BT[row]].mean(), nan=np.inf))
+            gaps[id(sample)] = float(np.nan_to_num(gap_BT[row][batch.mask_BT[row]].mean(), nan=np.inf))
         yield
-    return [found[id(sample)] for group in samples for sample in group.samples]
+    return [gaps[id(sample)] for group in samples for sample in group.samples]
 
 
 @contextmanager

@@ -47,13 +47,17 @@ class MicrobatchSize:
     @property
     def _most(self) -> int:
         """The most positions that are expected to keep the bound on memory, and that the settings allow."""
-        each = MARGIN * max(self._position_bytes, default=self.expected_bytes)
-        return min(self.largest, max(1, int(self.bound_bytes / each))) if self.bound_bytes and each else self.largest
+        position = MARGIN * max(self._position_bytes, default=self.expected_bytes)
+        return (
+            min(self.largest, max(1, int(self.bound_bytes / position)))
+            if self.bound_bytes and position
+            else self.largest
+        )
 
     def _may_fit(self, size: int) -> bool:
         """Whether a larger size than was tried keeps the bound on memory, if its positions take up to twice as much."""
-        each = 2 * max(self._position_bytes, default=self.expected_bytes)
-        return not self.bound_bytes or min(size, self.largest) * each <= self.bound_bytes
+        position = 2 * max(self._position_bytes, default=self.expected_bytes)
+        return not self.bound_bytes or min(size, self.largest) * position <= self.bound_bytes
 
     def took(self, asked: int, positions: int, tokens: int, seconds: float, nbytes: int = 0) -> None:
         """A microbatch has taken so long; it was cut to `asked` positions, and has so many with so many tokens in them.

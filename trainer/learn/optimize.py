@@ -37,11 +37,10 @@ from trainer.learn.logprobs import (
     to_arrays,
 )
 from trainer.learn.losses import LOSSES, LossInputs, StepTotals, k3, token_average, truncated_weights
-from trainer.learn.measures import measure
+from trainer.learn.measures import Distances, measure
 from trainer.learn.microbatch_size import MicrobatchSize
 from trainer.learn.options import OptimizeOptions
 from trainer.learn.policy import Policy
-from trainer.learn.reports import Distances, StepReport
 from trainer.state import Arrays, Moments
 
 log = structlog.get_logger()
@@ -49,6 +48,25 @@ log = structlog.get_logger()
 WIDTHS = (8, 4)  # widths of prompts and completions are multiples of these
 BYTES_PER_WIDTH = 12  # per position, and input or output of a linear layer; seen: 6 to 13, before one was measured
 CUDA_WIDTHS = (32, 32)  # there a new shape takes several times as long as a known one, and padding costs little
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a train step did."""
+
+    updated: bool
+    loss: float = 0.0
+    learning_rate: float = 0.0
+    grad_norm: float = 0.0
+    update_rms: float = 0.0  # root mean square of the change of the adapter's parameters
+    entropy: float = 0.0
+    clip_fraction: float = 0.0
+    kl: float = 0.0  # k3 against the base; 0 when beta is 0
+    tokens: int = 0
+    sequences: int = 0
+    seconds: float = 0.0
+    distances: Distances | None = None
+    nonfinite_gradients: int = 0  # minibatches whose update was left out
 
 
 @dataclass
@@ -108,7 +126,7 @@ class Optimizer:
         return tree_map(lambda value: value, self._adam.state)
 
     def put_back(self, kept: Any) -> None:
-        """As if what came after `kept` had not been: the moments of before, not of a step that was refused."""
+        """Restore what `kept` gave: the moments from before a train step that was refused."""
         self._adam.state = kept
 
     def moments(self) -> Moments:

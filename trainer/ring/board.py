@@ -11,8 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import msgspec
 import structlog
@@ -22,13 +21,29 @@ from shared.errors import ConflictError, ParallmError
 from shared.redis import keys
 from shared.redis.connection.faults import reason
 from shared.training import TrainerState, TrainerStatus, TrainingPoint
-from trainer.seams import BoardStore
 
 log = structlog.get_logger()
 
 BEAT_S = keys.TRAINER_TTL_S / 4
 _AWAY = (RedisError, OSError, ParallmError)
 WAIT_FOR_OWNER_S = 2.5 * keys.TRAINER_TTL_S
+
+
+class BoardStore(Protocol):
+    """Where the board is kept: in Redis (`TrainingBoard`), or behind an api (`trainer.ring.over_http.HttpBoard`)."""
+
+    policy: str
+
+    async def hold(self, owner: str, instead_of: str = "") -> str:
+        """Own the policy for TRAINER_TTL_S; the owner from now on. `instead_of`: one that is known to be dead."""
+
+    async def let_go(self, owner: str) -> None:
+        """Give the policy up, if it is `owner`'s."""
+
+    async def write(self, status: TrainerStatus) -> None: ...
+
+    async def add(self, point: TrainingPoint) -> None:
+        """One more train step on the curves."""
 
 
 class RingBoard:
@@ -54,25 +69,26 @@ class RingBoard:
         self._beating = asyncio.create_task(self._beat())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
         with contextlib.suppress(*_AWAY):
             failed = error is not None and not isinstance(error, asyncio.CancelledError)
-            told = reason(error) if isinstance(error, RedisError) else str(error)
-            problem = f"{type(error).__name__}: {told}" if failed else ""
+            text = reason(error) if isinstance(error, RedisError) else str(error)
+            problem = f"{type(error).__name__}: {text}" if failed else ""
             await self.show("failed" if failed else "ended", problem=problem)
             await self._board.let_go(self.owner)
 
     def begin(self, status: Callable[[TrainerState], TrainerStatus], stop: Callable[[], None]) -> None:
-        """See `Board`."""
+        """From now on `status` may be asked; `stop` ends the run when the policy has gone to another trainer."""
         self._status, self._stop = status, stop
 
     async def show(self, state: TrainerState, point: TrainingPoint | None = None, problem: str = "") -> None:
-        """See `Board`. A ring that is away is not waited for: the next heartbeat says the same."""
+        """What the run does now, the train step that it has just done, and what keeps it from learning.
+
+        A ring that is away is not waited for: the next heartbeat says the same.
+        """
         self._state, self._problem = state, problem[:2000]
         with contextlib.suppress(*_AWAY):
             if point is not None:

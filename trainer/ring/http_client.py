@@ -5,7 +5,6 @@ repeat; an upload whose answer was lost may leave a candidate version behind tha
 """
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx
@@ -67,9 +66,7 @@ class HttpApi:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
     async def call(

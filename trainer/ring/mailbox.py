@@ -8,6 +8,7 @@ carried out twice. Orders are read by a task of their own: waiting for one may b
 import asyncio
 from collections import deque
 from collections.abc import Collection
+from typing import Any, Protocol
 
 import msgspec
 import structlog
@@ -16,8 +17,7 @@ from shared.errors import ParallmError
 from shared.redis import keys
 from shared.redis.connection.background_reader import BackgroundReader
 from shared.redis.training.orders import Received
-from shared.training import Answer, Order
-from trainer.seams import Letter, OrderDesk, refusal
+from shared.training import Answer, Order, Refusal
 
 log = structlog.get_logger()
 
@@ -25,68 +25,84 @@ WAIT_S = 1.0
 _order = msgspec.json.Decoder(Order)
 
 
+class OrderDesk(Protocol):
+    """Where orders lie: in Redis (shared/redis/training/orders.py), or behind an api (trainer/ring/over_http.py)."""
+
+    async def take(self, consumer: str, count: int = 1) -> list[Received[bytes]]:
+        """The next orders: first those that this consumer had and did not finish, then new ones; does not wait."""
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until something new may be there."""
+
+    async def tell(self, order_id: str, answer: bytes) -> None:
+        """Answer; said again it replaces the answer."""
+
+    async def done(self, received: Received[Any]) -> None:
+        """It will not come again."""
+
+
 class RingMailbox(BackgroundReader):
     """The orders of one policy."""
 
     def __init__(self, orders: OrderDesk) -> None:
         self._orders = orders
-        self._letters: deque[Letter] = deque()
+        self._waiting: deque[Received[Order]] = deque()
         self._arrived = asyncio.Event()
-        self._kept: list[Received] = []
+        self._kept: list[Received[Order]] = []
         self._known: frozenset[str] = frozenset()
         self._seen: deque[str] = deque(maxlen=256)  # an order that was placed twice is carried out once
         self._ready = asyncio.Event()
 
     def known(self, orders: Collection[str]) -> None:
-        """See `Mailbox`; nothing is read before this is told."""
+        """Orders whose effect the weights have already; nothing is read before this is said."""
         self._known = frozenset(orders)
         self._ready.set()
 
-    async def next(self) -> Letter:
-        """See `Mailbox`."""
-        while not self._letters:
+    async def next(self) -> Received[Order]:
+        """Wait for an order; may be cancelled without loss."""
+        while not self._waiting:
             self._arrived.clear()
             await self._arrived.wait()
-        return self._letters.popleft()
+        return self._waiting.popleft()
 
-    def give_back(self, letter: Letter) -> None:
-        """See `Mailbox`."""
-        self._letters.appendleft(letter)
+    def give_back(self, received: Received[Order]) -> None:
+        """It comes first again."""
+        self._waiting.appendleft(received)
         self._arrived.set()
 
-    async def answer(self, letter: Letter, answer: Answer, *, keep: bool = False) -> None:
-        """See `Mailbox`."""
-        await self._orders.tell(letter.received.id, msgspec.json.encode(answer))
+    async def answer(self, received: Received[Order], answer: Answer, *, keep: bool = False) -> None:
+        """Tell whoever waits; with `keep` the order is done only when a checkpoint has its effect."""
+        await self._orders.tell(received.id, msgspec.json.encode(answer))
         if keep:
-            self._kept.append(letter.received)
+            self._kept.append(received)
         else:
-            await self._orders.done(letter.received)
+            await self._orders.done(received)
 
     async def saved(self) -> None:
-        """See `Mailbox`."""
+        """A checkpoint is on disk: what was kept is done."""
         kept, self._kept = self._kept, []
         for received in kept:
             await self._orders.done(received)
 
     async def _read_round(self) -> None:
         await self._ready.wait()
-        found = await self._orders.take(keys.TRAINER)
-        for received in found:
+        orders = await self._orders.take(keys.TRAINER)
+        for received in orders:
             await self._sort(received)
-        if not found:
+        if not orders:
             await self._orders.wait(WAIT_S)
 
-    async def _sort(self, received: Received) -> None:
+    async def _sort(self, received: Received[bytes]) -> None:
         if received.id in self._known or received.id in self._seen or received.too_late:
             log.info("order.left_out", order=received.id, too_late=received.too_late)
             await self._orders.done(received)
             return
         try:
-            order = _order.decode(received.body)
+            order: Order = _order.decode(received.body)
         except msgspec.DecodeError as error:
-            await self._orders.tell(received.id, msgspec.json.encode(refusal(ParallmError(f"unreadable: {error}"))))
+            await self._orders.tell(received.id, msgspec.json.encode(Refusal.of(ParallmError(f"unreadable: {error}"))))
             await self._orders.done(received)
             return
         self._seen.append(received.id)
-        self._letters.append(Letter(received, order))
+        self._waiting.append(Received(received.entry, received.id, order, received.deadline_ms, received.again))
         self._arrived.set()

@@ -1,4 +1,4 @@
-"""The trainer's seams over HTTP alone: samples from /v1/jobs, versions to /v1/adapters, the rest at /v1/trainers.
+"""A ring over HTTP alone: samples from /v1/jobs, versions to /v1/adapters, the rest at /v1/trainers.
 
 A group of samples is a job under an idempotency key that follows from the request: asking again, after an answer was
 lost or the api was restarted, finds the job that is there, so nothing is generated twice. A job that has been read is
@@ -17,6 +17,7 @@ from urllib.parse import quote
 import msgspec
 import structlog
 
+from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE
 from shared.adapters import AdapterManifest, GateCheck
 from shared.errors import (
     ConflictError,
@@ -44,9 +45,8 @@ from shared.training import (
 )
 from shared.trajectories import Reward, Trajectory
 from trainer.ring.http_client import HttpApi
+from trainer.ring.ring import Candidate, Stored
 from trainer.rollouts.groups import RolloutRequest
-from trainer.seams import Candidate, Stored
-from trainer.versions.checkpoint import ADAPTER_FILE, CONFIG_FILE
 
 log = structlog.get_logger()
 
@@ -101,12 +101,12 @@ class HttpSource:
             await asyncio.sleep(pause_s)
             pause_s = min(longest_s, 1.3 * pause_s)
             status = await self._api.call("GET", f"/v1/jobs/{status.id}", JobStatus)
-        found = await self._api.lines(f"/v1/jobs/{status.id}/results", Trajectory)
+        lines = await self._api.lines(f"/v1/jobs/{status.id}/results", Trajectory)
         with contextlib.suppress(ParallmError):
             await self._api.call("DELETE", f"/v1/jobs/{status.id}", _Done, patience_s=2)
-        if len(found) < request.n:
-            raise ServiceUnavailableError(f"job {status.id} {status.status} with {len(found)} samples: {status.error}")
-        return [msgspec.structs.replace(each, metadata=request.metadata) for each in found]
+        if len(lines) < request.n:
+            raise ServiceUnavailableError(f"job {status.id} {status.status} with {len(lines)} samples: {status.error}")
+        return [msgspec.structs.replace(line, metadata=request.metadata) for line in lines]
 
     async def _cancel(self, submitting: "asyncio.Task[JobStatus]") -> None:
         with contextlib.suppress(ParallmError):
@@ -159,7 +159,7 @@ class HttpSink:
         }
         files = {
             name: (name, await asyncio.to_thread((candidate.directory / name).read_bytes))
-            for name in (CONFIG_FILE, ADAPTER_FILE)
+            for name in (CONFIG_FILE, MLX_FILE)
         }
         return (await self._api.upload(f"{self._path}/versions", AdapterManifest, fields, files)).version
 
@@ -203,8 +203,8 @@ class HttpSink:
     async def alert(self, kind: AlertKind, message: str) -> None:
         """Log it and tell whoever listens."""
         log.warning("train.alert", adapter=self._name, kind=kind, message=message)
-        told = Alert(self._name, kind, message[:2000], time.time_ns() // 1_000_000)
-        await self._api.call("POST", f"/v1/trainers/{quote(self._name)}/alerts", _Done, told)
+        event = Alert(self._name, kind, message[:2000], time.time_ns() // 1_000_000)
+        await self._api.call("POST", f"/v1/trainers/{quote(self._name)}/alerts", _Done, event)
 
 
 class HttpBoard:
@@ -245,18 +245,18 @@ class HttpOrders:
         self._owner = owner
         self._after = "0-0"  # behind which an earlier life's unfinished orders are read; "": they all have been
 
-    async def take(self, consumer: str, count: int = 1) -> list[Received]:
+    async def take(self, consumer: str, count: int = 1) -> list[Received[bytes]]:
         """The next orders: first what an earlier life of this trainer had and did not finish."""
         try:
-            found = await self._api.call("POST", self._path, list[TakenOrder], TakeOrders(self._owner, self._after))
+            taken = await self._api.call("POST", self._path, list[TakenOrder], TakeOrders(self._owner, self._after))
         except ConflictError as error:
             log.warning("train.orders_refused", reason=str(error))
             return []
         if self._after:
-            self._after = found[-1].entry if found else ""
+            self._after = taken[-1].entry if taken else ""
         return [
-            Received(each.entry, each.id, bytes(each.order), 0 if each.too_late else _NEVER_MS, each.again)
-            for each in found
+            Received(order.entry, order.id, bytes(order.order), 0 if order.too_late else _NEVER_MS, order.again)
+            for order in taken
         ]
 
     async def wait(self, timeout_s: float) -> None:
@@ -268,7 +268,7 @@ class HttpOrders:
         said = msgspec.json.decode(answer, type=Answer)
         await self._answer(AnswerLetter(self._owner, "0-0", order_id, said))
 
-    async def done(self, received: Received) -> None:
+    async def done(self, received: Received[Any]) -> None:
         """It will not come again."""
         await self._answer(AnswerLetter(self._owner, received.entry, received.id, done=True))
 
@@ -300,19 +300,19 @@ class HttpJudges:
         sequence_class: SequenceClass = "batch",
     ) -> list[Reward]:
         """One reward a sample; time and class are the api's, by its settings and our key."""
-        missing = [lacks(options, each.prompt, each.reference) for each in samples]
-        whole = [each for each, lack in zip(samples, missing, strict=True) if not lack]
+        missing = [lacks(options, sample.prompt, sample.reference) for sample in samples]
+        whole = [sample for sample, lack in zip(samples, missing, strict=True) if not lack]
         rewards: list[Reward] = []
         for at in range(0, len(whole), TEXTS_AT_ONCE):
             part = whole[at : at + TEXTS_AT_ONCE]
             body = {
-                "completions": [each.completion for each in part],
-                "prompts": [each.prompt or "" for each in part],
-                "references": [each.reference for each in part],
+                "completions": [sample.completion for sample in part],
+                "prompts": [sample.prompt or "" for sample in part],
+                "references": [sample.reference for sample in part],
                 "reward": {"name": name, "options": options},
             }
-            found = await self._api.call("POST", "/v1/rewards/score", _Scores, body, timeout_s=SCORE_TIMEOUT_S)
-            rewards += [Reward(name, each.score, each.components, each.error or "") for each in found.data]
+            scores = await self._api.call("POST", "/v1/rewards/score", _Scores, body, timeout_s=SCORE_TIMEOUT_S)
+            rewards += [Reward(name, score.score, score.components, score.error or "") for score in scores.data]
         scored = iter(rewards)
         return [Reward(name, None, error=lack) if lack else next(scored) for lack in missing]
 

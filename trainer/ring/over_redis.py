@@ -1,4 +1,4 @@
-"""The trainer's two seams over Redis: samples come from the queue, versions go to the adapter store.
+"""A ring over Redis: samples come from the queue, versions go to the adapter store.
 
 Rollouts are sequences of the batch class, gathered under the run's own id in `finished:<run>`, exactly as a job's are.
 Ids follow from the request, so asking again after a lost answer changes nothing.
@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
 import numpy as np
 import structlog
 from redis.asyncio import Redis
 
 from shared.adapter_files.config import mlx_config
-from shared.adapter_files.formats import prepared
+from shared.adapter_files.formats import MLX_FILE, prepared
 from shared.adapter_files.tensors import read_tensors
 from shared.adapters import GateCheck
 from shared.owners import ADMINS
@@ -24,13 +25,12 @@ from shared.redis.queue.sequence_calls import SequenceCalls
 from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.redis.training.board import TrainingBoard
 from shared.seeds import derived_seed
-from shared.sequences import ModelCard, SamplingParams, SequenceResult, SequenceSpec
+from shared.sequences import ModelCard, SamplingParams, SequenceSpec
 from shared.text.codec import TextCodec
 from shared.training import AlertKind
 from shared.trajectories import Trajectory, trajectory_of
+from trainer.ring.ring import Candidate, Stored
 from trainer.rollouts.groups import RolloutRequest
-from trainer.seams import Candidate, Stored
-from trainer.versions.checkpoint import ADAPTER_FILE
 
 log = structlog.get_logger()
 
@@ -48,21 +48,23 @@ class RingSource:
         """All samples of one prompt, in order; cancelling it cancels the sequences."""
         specs = await self._specs(request)
         results = await self._calls.call(specs)
-        return [self._trajectory(request, specs[i], i, result) for i, result in enumerate(results)]
+        texts = [self._codec.decode(r.completion_ids) if r.text is None else r.text for r in results]
+        rows = zip(specs, results, texts, range(request.n), strict=True)
+        return [trajectory_of(spec, result, text, i, request.metadata) for spec, result, text, i in rows]
 
     async def _specs(self, request: RolloutRequest) -> list[SequenceSpec]:
         adapter = request.adapter
         if adapter and "@" not in adapter and not await self._store.latest(adapter):
             adapter = ""  # nothing is published yet: the policy is the base
-        s = request.sampling
+        sampling = msgspec.structs.asdict(request.sampling)
+        seed = sampling.pop("seed") or 0
         now = time.time_ns() // 1_000_000
-        fields = {name: getattr(s, name) for name in _SHARED_FIELDS}
         return [
             SequenceSpec(
                 id=f"{self._calls.owner}-{request.id}-{sample}",
                 model=self._card.name,
                 prompt_ids=request.prompt_ids,
-                sampling=SamplingParams(seed=derived_seed(s.seed or 0, sample), **fields),
+                sampling=SamplingParams(seed=derived_seed(seed, sample), **sampling),
                 sequence_class="batch",
                 group=f"{self._calls.owner}-{request.id}",
                 job=self._calls.owner,
@@ -74,19 +76,6 @@ class RingSource:
             )
             for sample in range(request.n)
         ]
-
-    def _trajectory(
-        self, request: RolloutRequest, spec: SequenceSpec, sample: int, result: SequenceResult
-    ) -> Trajectory:
-        text = self._codec.decode(result.completion_ids) if result.text is None else result.text
-        return trajectory_of(spec, result, text, sample, request.metadata)
-
-
-_SHARED_FIELDS = (
-    "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "top_logprobs",
-    "logprobs_mode",
-)  # fmt: skip
 
 
 class StoreSink:
@@ -127,7 +116,7 @@ class StoreSink:
         """See `AdapterSink`."""
         manifest = await self._store.manifest(self._name, version)
         with TemporaryDirectory(prefix="parallm-adapter-") as folder:
-            file = Path(folder, ADAPTER_FILE)
+            file = Path(folder, MLX_FILE)
             chunks = [chunk async for chunk in self._store.fetch(manifest)]
             await asyncio.to_thread(file.write_bytes, b"".join(chunks))
             tensors = await asyncio.to_thread(read_tensors, file, max_bytes=manifest.size)

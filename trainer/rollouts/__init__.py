@@ -1,7 +1,7 @@
 """From prompts to scored groups of samples.
 
-Read in this order: `groups.py` (the types, and the seam to whoever generates), `collector.py` (keeps groups coming)
-with `pacing.py` (how far ahead of training) and `staleness.py`, `episodes.py` (one group from start to end),
+Read in this order: `groups.py` (the types, who generates, and who brings groups), `collector.py` (keeps groups coming)
+with `pacing.py` (how far ahead of training), `episodes.py` (one group from start to end),
 `conversation.py` (token ids turn by turn), `environments.py` (tasks) and `scorers.py` (rewards of data sets).
 
 Other sources: `live.py` (live traffic), `atropos.py` (Atropos' run-api). Code of the user's own runs in a process that

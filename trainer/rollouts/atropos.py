@@ -14,8 +14,7 @@ Invariants.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
+from collections.abc import Awaitable, Sequence
 from typing import Any, Self
 
 import httpx
@@ -25,7 +24,7 @@ import structlog
 from shared.errors import InvalidRequestError, ServiceUnavailableError
 from shared.process.patience import Patience, patiently
 from shared.trajectories import Reward, Trajectory
-from trainer.rollouts.groups import RolloutGroup
+from trainer.rollouts.groups import IndexedSource, Lag, RolloutGroup
 
 log = structlog.get_logger()
 
@@ -84,12 +83,12 @@ class AtroposApi:
         """The next batch, or None while there are not enough groups."""
         answer = await self._ask("GET", "/batch")
         try:
-            found = msgspec.json.decode(answer, type=_Batch)
+            reply = msgspec.json.decode(answer, type=_Batch)
         except msgspec.MsgspecError as error:
             raise InvalidRequestError(f"{self.url}/batch answered something else: {error}") from error
-        if found.status == "error":
-            raise ServiceUnavailableError(f"{self.url}: {found.message}")
-        return found.batch
+        if reply.status == "error":
+            raise ServiceUnavailableError(f"{self.url}: {reply.message}")
+        return reply.batch
 
     async def queue_size(self) -> int:
         """Groups that wait for a batch."""
@@ -116,8 +115,8 @@ _FAULTS = frozenset(range(500, 600))  # that may pass
 _JSON = {"content-type": "application/json"}
 
 
-class AtroposCollector:
-    """Batches of run-api, with the interface of `trainer.rollouts.collector.Collector`.
+class AtroposCollector(IndexedSource):
+    """Batches of run-api.
 
     `pending` are groups that an earlier start had in hand: nobody can bring them again, so they count as dropped.
     """
@@ -126,40 +125,35 @@ class AtroposCollector:
         self,
         api: AtroposApi,
         registration: Registration,
-        *,
         cursor: int = 0,
-        pending: Sequence[int] = (),
         consumed: int = 0,
+        pending: Sequence[int] = (),
     ) -> None:
+        super().__init__(cursor, consumed, pending)  # the cursor counts groups received, over all starts
         self._api = api
         self._registration = registration
-        self._ready: list[RolloutGroup] = []
         self._receiving: asyncio.Task[None] | None = None
         self._said = 0.0
-        self.cursor = cursor  # groups received, over all starts
-        self.consumed = consumed
-        self.dropped: list[int] = list(pending)
 
     async def __aenter__(self) -> Self:
         await self._api.register(self._registration)
         log.info("atropos.registered", url=self._api.url, batch_size=self._registration.batch_size)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
+        """Let go of run-api."""
         if self._receiving is not None:
             self._receiving.cancel()
             await asyncio.gather(self._receiving, return_exceptions=True)
         await self._api.aclose()
 
-    async def next_batch(self, steps_done: int, lag: Callable[[RolloutGroup], int]) -> list[RolloutGroup]:
+    async def next_batch(self, steps_done: int, lag: Lag) -> list[RolloutGroup]:
         """Wait for a batch; groups that cannot be learned from are dropped, with the reason in the log."""
         pause_s = POLL_S[0]
         while True:
-            if not self._ready:
+            if not self.waiting:
                 await self._receive()
-            batch, self._ready = self._ready, []
+            batch, self.waiting = self.waiting, []
             if batch:
                 self.consumed += len(batch)
                 return batch
@@ -178,7 +172,7 @@ class AtroposCollector:
             index = self.cursor
             self.cursor += 1
             try:
-                self._ready.append(group_of(scored, index))
+                self.waiting.append(group_of(scored, index))
             except InvalidRequestError as error:
                 log.warning("atropos.dropped", env=scored.env_id, reason=str(error))
                 self.dropped.append(index)
@@ -188,27 +182,8 @@ class AtroposCollector:
             self._said = time.monotonic()
             log.info("atropos.waiting", url=self._api.url, groups_queued=await self._api.queue_size())
 
-    def give_back(self, batch: Sequence[RolloutGroup]) -> None:
-        """A batch that was handed out and not used comes first again."""
-        self.consumed -= len(batch)
-        self._ready = [*batch, *self._ready]
-
-    def discard(self, batch: Sequence[RolloutGroup]) -> None:
-        """A batch that was handed out taught nothing, because its policy is no more."""
-        self.consumed -= len(batch)
-        self.dropped += [group.index for group in batch]
-
     def pace_on(self, steps_done: int) -> None:
         """Nothing: environments pace themselves by run-api's queue."""
-
-    def pending(self) -> list[int]:
-        """Groups in hand."""
-        return [group.index for group in self._ready]
-
-    def take_dropped(self) -> list[int]:
-        """Indices dropped since the last call."""
-        dropped, self.dropped = self.dropped, []
-        return dropped
 
 
 def group_of(scored: Scored, index: int) -> RolloutGroup:
@@ -224,9 +199,9 @@ def group_of(scored: Scored, index: int) -> RolloutGroup:
         if scored.advantages is not None and given[-1] is None:
             given[-1] = _one_advantage(scored, sample)
     name = f"atropos-{index}"
-    if scored.advantages is None and any(each is not None for each in given):
+    if scored.advantages is None and any(advantage is not None for advantage in given):
         given = _beside_zeroed(scored.scores, given)
-    advantages = tuple(given) if any(each is not None for each in given) else ()
+    advantages = tuple(given) if any(advantage is not None for advantage in given) else ()
     return RolloutGroup(name, index, tuple(trajectories), advantages=advantages)
 
 
@@ -244,12 +219,12 @@ def _check(scored: Scored) -> None:
         )
     if (scored.group_overrides or {}).get("sft"):
         raise InvalidRequestError("group_overrides asks for supervised training (sft), which this trainer has not")
-    unknown = {*(scored.group_overrides or {}), *(key for each in scored.overrides or [] for key in each)}
+    unknown = {*(scored.group_overrides or {}), *(key for overrides in scored.overrides or [] for key in overrides)}
     if unknown - _KNOWN_OVERRIDES:
         log.warning("atropos.overrides_unknown", names=sorted(unknown - _KNOWN_OVERRIDES))
     for name in ("masks", "inference_logprobs", "advantages"):
         lists = getattr(scored, name)
-        if lists is not None and [len(each) for each in lists] != [len(each) for each in scored.tokens]:
+        if lists is not None and list(map(len, lists)) != list(map(len, scored.tokens)):
             raise InvalidRequestError(f"{name} and tokens differ in length")
     for tokens, mask in zip(scored.tokens, scored.masks, strict=True):
         if any(m not in (MASKED, token) for token, m in zip(tokens, mask, strict=True)):

@@ -11,16 +11,14 @@ Invariants.
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Protocol
 
 import structlog
 
 from shared.errors import ParallmError, SetupError, UnknownAdapterError
-from trainer.rollouts.groups import RolloutGroup
+from trainer.rollouts.episodes import Episodes
+from trainer.rollouts.groups import IndexedSource, Lag, RolloutGroup
 from trainer.rollouts.own_code import BlockedError
-from trainer.rollouts.pacing import Pace
-from trainer.rollouts.staleness import StaleWatch
+from trainer.rollouts.pacing import Pace, StaleWatch
 
 log = structlog.get_logger()
 
@@ -28,19 +26,12 @@ _RETRIES = 8
 _BACKOFF_S = (0.2, 5.0)  # first pause, longest pause
 
 
-class Player(Protocol):
-    """Plays one group (`trainer.rollouts.episodes.Episodes`)."""
-
-    async def play(self, index: int, adapter: str) -> RolloutGroup:
-        """The finished group of task `index`."""
-
-
-class Collector:
+class Collector(IndexedSource):
     """Runs groups in the background of an event loop; `adapter` says, at each start of one, what to sample from."""
 
     def __init__(
         self,
-        player: Player,
+        player: Episodes,
         pace: Pace,
         adapter: Callable[[], str],
         *,
@@ -49,31 +40,24 @@ class Collector:
         consumed: int = 0,
         watch: StaleWatch | None = None,
     ) -> None:
+        super().__init__(cursor, consumed)
         self._player = player
         self._watch = watch or StaleWatch()
         self._pace = pace
         self._adapter = adapter
-        self.cursor = cursor
-        self.consumed = consumed  # groups
-        self.dropped: list[int] = []  # indices, since `take_dropped`
         self._again = sorted(pending)
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._waiting: list[RolloutGroup] = []
         self._steps_done = 0
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
 
-    async def __aenter__(self) -> "Collector":
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
+        """Cancel what is under way."""
         for task in self._running.values():
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    async def next_batch(self, steps_done: int, lag: Callable[[RolloutGroup], int]) -> list[RolloutGroup]:
+    async def next_batch(self, steps_done: int, lag: Lag) -> list[RolloutGroup]:
         """B groups, each fresh enough by `lag`; waits for them. Raises what made generation impossible."""
         self._steps_done = steps_done
         while True:
@@ -81,26 +65,16 @@ class Collector:
                 raise self._failure
             self._drop_stale(lag)
             self._fill()
-            if len(self._waiting) >= self._pace.batch_groups:
+            if len(self.waiting) >= self._pace.batch_groups:
                 break
             self._changed.clear()
             await self._changed.wait()
-        self._waiting.sort(key=lambda group: group.index)
-        batch = self._waiting[: self._pace.batch_groups]
-        del self._waiting[: len(batch)]
+        self.waiting.sort(key=lambda group: group.index)
+        batch = self.waiting[: self._pace.batch_groups]
+        del self.waiting[: len(batch)]
         self.consumed += len(batch)
         self._watch.used()
         return batch
-
-    def give_back(self, batch: Sequence[RolloutGroup]) -> None:
-        """Take back a batch that was handed out and not used; it will be handed out again."""
-        self.consumed -= len(batch)
-        self._waiting += batch
-
-    def discard(self, batch: Sequence[RolloutGroup]) -> None:
-        """Take back a batch that was handed out and taught nothing, because its policy is no more."""
-        self.consumed -= len(batch)
-        self.dropped += [group.index for group in batch]
 
     def pace_on(self, steps_done: int) -> None:
         """A train step is done: more groups may start."""
@@ -109,21 +83,10 @@ class Collector:
 
     def pending(self) -> list[int]:
         """Indices that are started and neither consumed nor dropped."""
-        waiting = [group.index for group in self._waiting]
-        return sorted([*self._again, *self._running, *waiting])
-
-    def take_dropped(self) -> list[int]:
-        """Indices dropped since the last call."""
-        dropped, self.dropped = self.dropped, []
-        return dropped
-
-    @property
-    def running(self) -> int:
-        """Groups that are being generated."""
-        return len(self._running)
+        return sorted([*self._again, *self._running, *super().pending()])
 
     def _fill(self) -> None:
-        accepted = self.consumed + len(self._waiting)
+        accepted = self.consumed + len(self.waiting)
         for _ in range(self._pace.capacity(self._steps_done, accepted, len(self._running))):
             index = self._next_index()
             self._running[index] = asyncio.create_task(self._play(index), name=f"group {index}")
@@ -156,7 +119,7 @@ class Collector:
             self._failure = error
         else:
             del self._running[index]
-            self._waiting.append(group)
+            self.waiting.append(group)
         if self._failure is None:
             self._fill()
         self._changed.set()
@@ -176,12 +139,12 @@ class Collector:
             await asyncio.sleep(min(longest, pause * 2**attempt))
         raise AssertionError("unreachable")
 
-    def _drop_stale(self, lag: Callable[[RolloutGroup], int]) -> None:
-        ages = {group.index: lag(group) for group in self._waiting}
-        old = [group for group in self._waiting if self._pace.too_old(ages[group.index])]
+    def _drop_stale(self, lag: Lag) -> None:
+        ages = {group.index: lag(group) for group in self.waiting}
+        old = [group for group in self.waiting if self._pace.too_old(ages[group.index])]
         if old:
             stale = [group.index for group in old]
             log.info("groups.stale", groups=len(stale), bound=self._pace.max_lag)
             self._watch.dropped(old, ages[stale[-1]])
             self.dropped += stale
-            self._waiting = [group for group in self._waiting if group.index not in stale]
+            self.waiting = [group for group in self.waiting if group.index not in stale]

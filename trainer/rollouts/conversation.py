@@ -43,8 +43,8 @@ class ChatEncoder:
             raise SetupError("an environment with text prompts has one turn; give chat messages instead")
         reply: Message = {"role": "assistant", "content": _MARK}
         text = self._codec.render_chat([*observation.prompt, reply, *messages], **self._variables)
-        _, found, rest = text.rpartition(_MARK)
-        if not found:
+        _, mark, rest = text.rpartition(_MARK)
+        if not mark:
             raise SetupError("the chat template leaves out earlier replies: no multi-turn training with it")
         ids = self._codec.encode(rest, add_special_tokens=False)
         ended = bool(reply_ids) and reply_ids[-1] in self._codec.bundle.eos_token_ids

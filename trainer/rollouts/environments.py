@@ -10,7 +10,7 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -52,13 +52,8 @@ class Environment(Protocol):
         """Judge what the model wrote, and go on if there is more to do."""
 
 
-class Scorer(Protocol):
-    """Scores a completion against a reference; the ring's rewards, or a function of one's own."""
-
-    async def __call__(
-        self, completion: str, reference: Any, prompt: str | Sequence[Message]
-    ) -> tuple[float, dict[str, float]]:
-        """The reward and its named components."""
+Scored = tuple[float, dict[str, float]]  # the reward and its named components
+Scorer = Callable[[str, Any, str | Sequence[Message]], Awaitable[Scored]]  # of completion, reference and prompt
 
 
 class ArithmeticEnvironment:
@@ -80,7 +75,7 @@ class ArithmeticEnvironment:
         return Observation(({"role": "user", "content": task.question},), info=task.answer)
 
     async def step(self, observation: Observation, action: str) -> Outcome:
-        """Whether the whole reply is the number."""
+        """1 when the whole reply is the number, else 0."""
         return Outcome(float(action == observation.info))
 
 
@@ -115,7 +110,7 @@ class DatasetEnvironment:
         return Observation(task.prompt, info=task.reference)
 
     async def step(self, observation: Observation, action: str) -> Outcome:
-        """The scorer's word."""
+        """Score the reply."""
         value, components = await self._scorer(action, observation.info, observation.prompt)
         return Outcome(value, components=components)
 
@@ -158,12 +153,12 @@ def load_object(path: str, what: str) -> Callable[..., Any]:
     if "" not in sys.path:  # a console script does not look there by itself
         sys.path.insert(0, "")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        value = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise SetupError(f"{what} {path!r}: {error}; write it as package.module:Name") from error
-    if not callable(found):
+    if not callable(value):
         raise SetupError(f"{what} {path!r} is not callable")
-    return cast(Callable[..., Any], found)
+    return cast(Callable[..., Any], value)
 
 
 def is_observation(name: str, given: object) -> Observation:

@@ -28,42 +28,40 @@ class EpisodeOptions:
     seed: int = 0
 
 
+@dataclass(frozen=True)
 class Episodes:
     """Plays groups against an environment."""
 
-    def __init__(
-        self, source: RolloutSource, environment: Environment, conversation: ChatEncoder, options: EpisodeOptions
-    ) -> None:
-        self._source = source
-        self._environment = environment
-        self._conversation = conversation
-        self._options = options
+    source: RolloutSource
+    environment: Environment
+    conversation: ChatEncoder
+    options: EpisodeOptions
 
     async def play(self, index: int, adapter: str) -> RolloutGroup:
         """The finished group of task `index`; a sample whose reward failed carries the error and no value."""
-        options = self._options
-        observation = is_observation(self._environment.name, await self._environment.reset(index))
+        options = self.options
+        observation = is_observation(self.environment.name, await self.environment.reset(index))
         request = RolloutRequest(
             id=f"{options.run}-{index}",
-            prompt_ids=self._conversation.prompt_ids(observation),
+            prompt_ids=self.conversation.prompt_ids(observation),
             n=options.group_size,
             sampling=self._seeded(index),
             adapter=adapter,
-            metadata={"environment": self._environment.name, "index": index},
+            metadata={"environment": self.environment.name, "index": index},
             has_next_turn=options.max_turns > 1,
         )
-        sampled = await self._source.generate(request)
+        sampled = await self.source.generate(request)
         finished = await asyncio.gather(*(self._finish(request, observation, t) for t in sampled))
         return RolloutGroup(request.id, index, tuple(finished))
 
     async def _finish(self, request: RolloutRequest, observation: Observation, whole: Trajectory) -> Trajectory:
         """Step the environment through one sample until it is done; the sample with its reward."""
-        name, total, components = self._environment.name, 0.0, dict[str, float]()
+        name, total, components = self.environment.name, 0.0, dict[str, float]()
         last = whole
-        for turn in range(1, self._options.max_turns + 1):
+        for turn in range(1, self.options.max_turns + 1):
             if last.error or last.finish_reason in ("cancelled", "deadline", "error"):
                 return whole
-            action = self._conversation.text(last.completion_ids)
+            action = self.conversation.text(last.completion_ids)
             try:
                 outcome = await self._judged(observation, action)
             except SetupError:
@@ -74,23 +72,23 @@ class Episodes:
                 return whole
             total += outcome.reward
             components.update(outcome.components)
-            if outcome.done or last.finish_reason == "length" or turn == self._options.max_turns:
+            if outcome.done or last.finish_reason == "length" or turn == self.options.max_turns:
                 break
-            between = self._conversation.following(observation, last.completion_ids, outcome.messages)
-            observation = self._conversation.advance(observation, action, outcome)
+            between = self.conversation.following(observation, last.completion_ids, outcome.messages)
+            observation = self.conversation.advance(observation, action, outcome)
             last = await self._next_turn(request, whole, between, turn)
             whole = joined(whole, between, last)
         return msgspec.structs.replace(whole, reward=Reward(name, total, components))
 
     async def _judged(self, observation: Observation, action: str) -> Outcome:
-        outcome = is_outcome(self._environment.name, await self._environment.step(observation, action))
+        outcome = is_outcome(self.environment.name, await self.environment.step(observation, action))
         if outcome.reward is not None and not math.isfinite(outcome.reward):
             raise ValueError(f"the reward is {outcome.reward}")
         return outcome
 
     async def _next_turn(self, request: RolloutRequest, whole: Trajectory, between: list[int], turn: int) -> Trajectory:
         seed = derived_seed(request.sampling.seed or 0, whole.sample_index, turn)
-        (trajectory,) = await self._source.generate(
+        (trajectory,) = await self.source.generate(
             RolloutRequest(
                 id=f"{request.id}-{whole.sample_index}-{turn}",
                 prompt_ids=(*whole.prompt_ids, *whole.completion_ids, *between),
@@ -98,14 +96,14 @@ class Episodes:
                 sampling=msgspec.structs.replace(request.sampling, seed=seed),
                 adapter=request.adapter,
                 metadata=request.metadata,
-                has_next_turn=turn + 1 < self._options.max_turns,
+                has_next_turn=turn + 1 < self.options.max_turns,
             )
         )
         return trajectory
 
     def _seeded(self, index: int) -> SamplingOverrides:
-        seed = derived_seed(self._options.seed, "group", index)
-        return msgspec.structs.replace(self._options.sampling, seed=seed)
+        seed = derived_seed(self.options.seed, "group", index)
+        return msgspec.structs.replace(self.options.sampling, seed=seed)
 
 
 def _said(error: Exception) -> str:

@@ -8,9 +8,10 @@ same thing, and a source may answer with what it already has. After a restart th
 """
 
 import math
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from shared.jobs import SamplingOverrides
 from shared.trajectories import Trajectory
@@ -53,6 +54,53 @@ class RolloutGroup:
     def rewards(self) -> list[float]:
         """Rewards of the samples that have one."""
         return [t.reward.value for t in self.trajectories if t.reward is not None and t.reward.value is not None]
+
+
+Lag = Callable[[RolloutGroup], int]
+
+
+class IndexedSource(ABC):
+    """Groups that carry an index: of our own prompts (`Collector`), or of Atropos (`AtroposCollector`)."""
+
+    def __init__(self, cursor: int, consumed: int, dropped: Iterable[int] = ()) -> None:
+        self.cursor = cursor  # the next index that was never started
+        self.consumed = consumed  # groups
+        self.dropped = list(dropped)  # indices, since `take_dropped`
+        self.waiting: list[RolloutGroup] = []  # finished, and handed out to nobody
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    @abstractmethod
+    async def __aexit__(self, *_: object) -> None:
+        """End; nothing that was not handed out counts as consumed."""
+
+    @abstractmethod
+    async def next_batch(self, steps_done: int, lag: Lag) -> list[RolloutGroup]:
+        """Wait for a batch; may be cancelled without loss."""
+
+    @abstractmethod
+    def pace_on(self, steps_done: int) -> None:
+        """A train step is done: more groups may start."""
+
+    def give_back(self, batch: Sequence[RolloutGroup]) -> None:
+        """A batch that was handed out and not used comes first again."""
+        self.consumed -= len(batch)
+        self.waiting = [*batch, *self.waiting]
+
+    def discard(self, batch: Sequence[RolloutGroup]) -> None:
+        """A batch that was handed out taught nothing, because its policy is no more."""
+        self.consumed -= len(batch)
+        self.dropped += [group.index for group in batch]
+
+    def pending(self) -> list[int]:
+        """Indices that are started and neither consumed nor dropped."""
+        return [group.index for group in self.waiting]
+
+    def take_dropped(self) -> list[int]:
+        """Indices dropped since the last call."""
+        dropped, self.dropped = self.dropped, []
+        return dropped
 
 
 def mean_reward(groups: Iterable[RolloutGroup]) -> float:

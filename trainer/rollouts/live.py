@@ -14,38 +14,22 @@ is recognised.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import structlog
 
 from shared.redis.connection.background_reader import BackgroundReader
-from shared.redis.training.trajectory_queue import Delivered
+from shared.redis.training.trajectory_queue import Delivered, TrajectoryQueue
 from shared.trajectories import LiveTrajectory
-from trainer.rollouts.groups import RolloutGroup, usable
-from trainer.rollouts.staleness import StaleWatch
+from trainer.rollouts.groups import Lag, RolloutGroup, usable
+from trainer.rollouts.pacing import StaleWatch
 
 log = structlog.get_logger()
 
 READ_AT_ONCE = 64
 READ_AHEAD = 4  # batches
 WAIT_S = 1.0
-
-Lag = Callable[[RolloutGroup], int]
-
-
-class LiveQueue(Protocol):
-    """Where live trajectories come from (`shared.redis.training.trajectory_queue.TrajectoryQueue`)."""
-
-    async def read(self, count: int) -> list[Delivered]:
-        """The next ones, at once; after a restart first those that were not acknowledged."""
-
-    async def wait(self, timeout_s: float) -> None:
-        """Until there may be more."""
-
-    async def done(self, entries: list[str]) -> None:
-        """They need not come again."""
 
 
 @dataclass
@@ -67,7 +51,7 @@ class LiveCollector(BackgroundReader):
 
     def __init__(
         self,
-        queue: LiveQueue,
+        queue: TrajectoryQueue,
         per_step: int,
         max_lag: int,
         deadline_s: float,
@@ -104,10 +88,10 @@ class LiveCollector(BackgroundReader):
     async def _read_round(self) -> None:
         """Read ahead, a few batches at most; what is not read survives us in Redis."""
         try:
-            found = await self._queue.read(READ_AT_ONCE) if self._waiting < READ_AHEAD * self._per_step else []
-            for delivered in found:
+            deliveries = await self._queue.read(READ_AT_ONCE) if self._waiting < READ_AHEAD * self._per_step else []
+            for delivered in deliveries:
                 await self._take(delivered)
-            if not found:
+            if not deliveries:
                 await self._queue.wait(WAIT_S)
         finally:
             self._changed.set()
@@ -153,10 +137,10 @@ class LiveCollector(BackgroundReader):
             self._drop("unscored", [delivered.entry])
 
     def _close(self, name: str) -> None:
-        """What is here of a group is all that there will be."""
+        """End a group: the samples that have come are all that it will have."""
         members = self._open.pop(name).members
-        good = [each for each in members if usable(each.live.trajectory)]
-        self._drop("unscored", [each.entry for each in members if each not in good])
+        good = [member for member in members if usable(member.live.trajectory)]
+        self._drop("unscored", [member.entry for member in members if member not in good])
         if good:
             self._ready.append(_Ready(group_of([m.live for m in good]), tuple(m.entry for m in good)))
 

@@ -3,7 +3,7 @@
 It cannot stop the trainer: not its signals, its status, its checkpoints. A call that takes longer than its time costs
 its sample. Where it blocks the whole process, the process is ended and started again; the log names the code and the
 line at which it hung, and what other calls had under way there is asked again. So `reset` and `step` may be called
-twice for the same task: an environment is stateless (trainer/rollouts/environments.py).
+twice for the same task: an environment is stateless (trainer/rollouts/environments.py). An alert tells each cause once.
 """
 
 import asyncio
@@ -11,40 +11,40 @@ import contextlib
 import itertools
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Literal, Self
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import structlog
 
 from shared.errors import SetupError
 from shared.jobs import Message
 from shared.process.call_process import CallProcess, LostProcessError
-from trainer.rollouts.environments import Observation, Outcome
+from shared.training import AlertKind
+from trainer.rollouts.environments import Observation, Outcome, Scored
 from trainer.rollouts.own_messages import (
     Answer,
     Call,
     Failed,
-    Judged,
-    Load,
-    Loaded,
-    Observed,
+    Kind,
     Reset,
     Score,
-    Seen,
+    Start,
     Step,
     decode_answer,
     encode,
     packed,
 )
-from trainer.rollouts.own_process import NOTE, Told
+from trainer.rollouts.own_process import NOTE
 
 log = structlog.get_logger()
 
 START_S = 900.0  # for imports, and for what an environment loads when it is built
 LATE_S = 5.0  # that a process may be silent beyond the time of a call
 TRIES = 3  # of a call whose process ended, nobody knows by whose fault
+MOST_CAUSES = 64  # that alerts tell of, in a run
+TELL_AGAIN_S = 5.0  # after an alert that could not be sent; also how long the end of a run waits for the last one
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (\S+)$', re.MULTILINE)
+_LINE_NUMBER = re.compile(r":\d+\)")
 _LIBRARY = re.compile(r"[/\\](?:lib|Lib)[/\\]python|<frozen")
 
 
@@ -53,48 +53,54 @@ class OwnCodeError(Exception):
 
 
 class BlockedError(OwnCodeError):
-    """The user's code did not come to an end in its time, or ended its process."""
+    """The user's code did not finish in its time, or ended its process."""
 
 
 class OwnCode:
     """One object of the user's, and the process that it lives in."""
 
-    def __init__(
-        self, kind: Literal["environment", "reward"], path: str, options: Mapping[str, Any], timeout_s: float
-    ) -> None:
-        self.title = f"{kind} {path!r}"
-        self._load = Load(kind, path, packed(dict(options)), timeout_s)
+    kind: ClassVar[Kind]
+
+    def __init__(self, path: str, options: Mapping[str, Any], timeout_s: float) -> None:
+        self.title = f"{self.kind} {path!r}"
+        self._start = Start(self.kind, path, packed(dict(options)), timeout_s)
         self._process: _OwnProcess | None = None
         self._starting = asyncio.Lock()
         self.name = ""
+        self.on_block: Callable[[str], None] = lambda cause: None  # called for each call that did not come to an end
 
     async def __aenter__(self) -> Self:
         """Start it; SetupError when there is no such object, or when it is not what it has to be."""
         await self._running()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._process is not None:
             await self._process.close()
 
-    async def ask(self, what: Reset | Step | Score) -> Judged | Observed:
+    async def ask(self, what: Reset | Step | Score) -> Answer:
         """Carry a call out; OwnCodeError, or SetupError for what is wrong with the code as a whole."""
+        try:
+            return await self._result(what)
+        except BlockedError as blocked:
+            self.on_block(str(blocked))
+            raise
+
+    async def _result(self, what: Reset | Step | Score) -> Answer:
         named = type(what).__name__.lower()
         tries = 0
         while tries < TRIES:
             process = await self._running()
             try:
-                result = await process.ask(what)
+                answer = await process.ask(what)
             except _LostError as lost:
                 if lost.at_fault:
                     raise BlockedError(f"{self.title}: `{named}` {lost.reason}") from lost
                 tries += lost.nobody
                 continue
-            if isinstance(result, Failed):
-                raise _error(result, f"{self.title}: `{named}`")
-            return result
+            if answer.failed is not None:
+                raise _error(answer.failed, f"{self.title}: `{named}`")
+            return answer
         raise BlockedError(f"{self.title}: its process ended {TRIES} times during `{named}`")
 
     async def _running(self) -> "_OwnProcess":
@@ -102,7 +108,7 @@ class OwnCode:
             if self._process is None or self._process.ended:
                 if self._process is not None:
                     await self._process.close()
-                self._process = await _OwnProcess.start(self._load, self.title)
+                self._process = await _OwnProcess.begin(self._start, self.title)
                 self.name = self._process.name
             return self._process
 
@@ -118,25 +124,27 @@ class _LostError(Exception):
 class _OwnProcess:
     """One life of the process."""
 
-    def __init__(self, process: CallProcess, stack: Any, load: Load, title: str) -> None:
-        self._process, self._stack, self._load, self._title = process, stack, load, title
+    def __init__(self, process: CallProcess, stack: Any, start: Start, title: str) -> None:
+        self._process, self._stack, self._start, self._title = process, stack, start, title
         self._numbers = itertools.count(1)
-        self._calls: dict[int, asyncio.Future[Told]] = {}
+        self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._reading: asyncio.Task[None] | None = None
         self.ended = False
         self.name = ""
 
     @classmethod
-    async def start(cls, load: Load, title: str) -> "_OwnProcess":
+    async def begin(cls, start: Start, title: str) -> "_OwnProcess":
         stack = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         stack.write(NOTE.pack(0))
         stack.flush()
         process = await CallProcess.start("trainer.rollouts.own_process", [str(stack.fileno())], [stack.fileno()])
-        started = cls(process, stack, load, title)
+        started = cls(process, stack, start, title)
         try:
-            await process.send(encode(load))
+            await process.send(encode(start))
             async with asyncio.timeout(START_S):
-                loaded = decode_answer(await process.receive()).result
+                answer = decode_answer(await process.receive())
+            if answer.name is None:
+                raise SetupError(answer.failed.error if answer.failed is not None else f"{title}: no answer")
         except (LostProcessError, TimeoutError) as error:
             await started.close()
             ended = "its process ended" if isinstance(error, LostProcessError) else f"not loaded within {START_S:g} s"
@@ -144,16 +152,13 @@ class _OwnProcess:
         except BaseException:
             await started.close()
             raise
-        if not isinstance(loaded, Loaded):
-            await started.close()
-            raise SetupError(loaded.error if isinstance(loaded, Failed) else f"{title}: no answer")
-        started.name = loaded.name
+        started.name = answer.name
         started._reading = asyncio.create_task(started._read())
         return started
 
-    async def ask(self, what: Reset | Step | Score) -> Told:
+    async def ask(self, what: Reset | Step | Score) -> Answer:
         number = next(self._numbers)
-        future: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
         try:
             if self.ended:
@@ -174,7 +179,7 @@ class _OwnProcess:
 
     async def _read(self) -> None:
         """Hand answers out until the process ends or falls silent."""
-        silent_s = self._load.timeout_s + LATE_S
+        silent_s = self._start.timeout_s + LATE_S
         try:
             while True:
                 async with asyncio.timeout(silent_s):
@@ -184,8 +189,8 @@ class _OwnProcess:
 
     def _tell(self, answer: Answer) -> None:
         call = self._calls.get(answer.number)
-        if call is not None and not call.done() and isinstance(answer.result, Judged | Observed | Failed):
-            call.set_result(answer.result)
+        if call is not None and not call.done():
+            call.set_result(answer)
 
     def _lost(self) -> None:
         self.ended = True
@@ -194,7 +199,7 @@ class _OwnProcess:
         note = self._stack.read(NOTE.size)
         (culprit,) = NOTE.unpack(note)
         where = place(self._stack.read().decode(errors="replace"))
-        reason = f"blocked for more than {self._load.timeout_s:g} s{where}" if where else "ended its process"
+        reason = f"blocked for more than {self._start.timeout_s:g} s{where}" if where else "ended its process"
         log.error("own_code.lost", code=self._title, reason=reason, calls=len(self._calls))
         for number, call in self._calls.items():
             if not call.done():
@@ -204,35 +209,67 @@ class _OwnProcess:
 class OwnEnvironment(OwnCode):
     """An environment of the user's (trainer.rollouts.environments.Environment)."""
 
-    def __init__(self, path: str, options: Mapping[str, Any], timeout_s: float) -> None:
-        super().__init__("environment", path, options, timeout_s)
+    kind = "environment"
 
     async def reset(self, index: int) -> Observation:
         """Task number `index`."""
-        result = await self.ask(Reset(index))
-        assert isinstance(result, Observed)
-        return Observation(result.seen.prompt, result.seen.info)
+        observation = (await self.ask(Reset(index))).observation
+        assert observation is not None
+        return observation
 
     async def step(self, observation: Observation, action: str) -> Outcome:
         """Judge what the model wrote."""
-        result = await self.ask(Step(Seen(observation.prompt, observation.info), action))
-        assert isinstance(result, Judged)
-        return Outcome(result.reward, result.done, result.messages, result.info, result.components)
+        outcome = (await self.ask(Step(observation, action))).outcome
+        assert outcome is not None
+        return outcome
 
 
 class OwnFunction(OwnCode):
     """A reward function of the user's (trainer.rollouts.environments.Scorer)."""
 
-    def __init__(self, path: str, options: Mapping[str, Any], timeout_s: float) -> None:
-        super().__init__("reward", path, options, timeout_s)
+    kind = "reward"
 
-    async def __call__(
-        self, completion: str, reference: Any, prompt: str | Sequence[Message] = ""
-    ) -> tuple[float, dict[str, float]]:
+    async def __call__(self, completion: str, reference: Any, prompt: str | Sequence[Message] = "") -> Scored:
         """What it says of a completion."""
-        result = await self.ask(Score(completion, packed(reference)))
-        assert isinstance(result, Judged) and result.reward is not None
-        return result.reward, dict(result.components)
+        outcome = (await self.ask(Score(completion, packed(reference)))).outcome
+        assert outcome is not None and outcome.reward is not None
+        return outcome.reward, outcome.components
+
+
+@contextlib.asynccontextmanager
+async def alerts_of(
+    codes: Iterable[OwnCode], alert: Callable[[AlertKind, str], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """Inside the block each cause by which one of them blocks sends one alert, however many samples it costs."""
+    causes: asyncio.Queue[str | None] = asyncio.Queue()
+    known: set[str] = set()
+
+    def note(cause: str) -> None:
+        place_less = _LINE_NUMBER.sub(")", cause)  # a loop hangs now at this line of it, now at that one
+        if place_less not in known and len(known) < MOST_CAUSES:
+            known.add(place_less)
+            causes.put_nowait(cause)
+
+    for code in codes:
+        code.on_block = note
+    telling = asyncio.create_task(_tell(causes, alert))
+    try:
+        yield
+    finally:
+        causes.put_nowait(None)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(telling, TELL_AGAIN_S)
+
+
+async def _tell(causes: "asyncio.Queue[str | None]", alert: Callable[[AlertKind, str], Awaitable[None]]) -> None:
+    while (cause := await causes.get()) is not None:
+        while True:
+            try:
+                await alert("own_code_blocked", f"{cause}; every such call costs its sample")
+                break
+            except Exception as error:  # the ring may be away: that ends no run
+                log.warning("train.alert_lost", reason=type(error).__name__)
+                await asyncio.sleep(TELL_AGAIN_S)
 
 
 def place(stack: str) -> str:

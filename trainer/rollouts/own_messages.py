@@ -9,40 +9,35 @@ from typing import Any, Literal
 
 import msgspec
 
-from shared.jobs import Message
+from trainer.rollouts.environments import Observation, Outcome
+
+Kind = Literal["environment", "reward"]
 
 
-class Load(msgspec.Struct, frozen=True):
-    """The first message: what the process is for."""
+class Start(msgspec.Struct, frozen=True):
+    """The first message: what the process is for. Answered with a name."""
 
-    kind: Literal["environment", "reward"]
+    kind: Kind
     path: str  # module:name
     options: bytes
     timeout_s: float  # for one call
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """An observation."""
-
-    prompt: str | tuple[Message, ...]
-    info: bytes | None = None
-
-
 class Reset(msgspec.Struct, frozen=True, tag=True):
-    """Answered with `Seen`."""
+    """Answered with an observation."""
 
     index: int
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """Answered with `Judged`."""
+    """Answered with an outcome."""
 
-    seen: Seen
+    observation: Observation
     action: str
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):
-    """Answered with `Judged`."""
+    """Answered with an outcome."""
 
     completion: str
     reference: bytes
@@ -55,44 +50,25 @@ class Call(msgspec.Struct, frozen=True):
     what: Reset | Step | Score
 
 
-class Judged(msgspec.Struct, frozen=True, tag=True):
-    """An outcome, or a score."""
-
-    reward: float | None
-    components: dict[str, float] = {}
-    done: bool = True
-    messages: tuple[Message, ...] = ()
-    info: bytes | None = None
-
-
-class Observed(msgspec.Struct, frozen=True, tag=True):
-    """What a reset gave."""
-
-    seen: Seen
-
-
-class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `Load`."""
-
-    name: str
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class Failed(msgspec.Struct, frozen=True):
     """The call raised, or ran out of time; or the code is not what it must be, which ends the run."""
 
     error: str
     kind: Literal["raised", "late", "setup"]
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """To a call by its number; 0: to `Load`. Without a result it says that the process is alive."""
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """To a call by its number; 0: to `Start`, or, without anything else, that the process is alive."""
 
     number: int = 0
-    result: Judged | Observed | Loaded | Failed | None = None
+    name: str | None = None  # of the environment or the reward
+    observation: Observation | None = None  # `info` is bytes here
+    outcome: Outcome | None = None  # likewise
+    failed: Failed | None = None
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_load = msgspec.msgpack.Decoder(Load).decode
+decode_start = msgspec.msgpack.Decoder(Start).decode
 decode_call = msgspec.msgpack.Decoder(Call).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
 

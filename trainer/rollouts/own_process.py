@@ -36,83 +36,78 @@ from trainer.rollouts.own_messages import (
     Answer,
     Call,
     Failed,
-    Judged,
-    Load,
-    Loaded,
-    Observed,
     Reset,
     Score,
-    Seen,
-    Step,
+    Start,
     decode_call,
-    decode_load,
+    decode_start,
     encode,
+    packed,
 )
 
 BEAT_S = 0.5
 NOTE = struct.Struct("=Q")  # in front of the file that a blocked process writes its stack to
-Told = Judged | Observed | Failed
 
 
 def main() -> None:
-    """Load what we are told and answer calls until nobody asks any more."""
+    """Load the user's code and answer calls until the trainer has gone."""
     pipe, stack = CallPipe(), int(sys.argv[1])
     message = pipe.read()
     if message is None:
         return
-    load = decode_load(message)
+    start = decode_start(message)
     try:
-        code = OwnObject(load)
-    except SetupError as error:
-        pipe.write(encode(Answer(0, Failed(error.message, "setup"))))
-        return
+        code = OwnObject(start)
     except Exception as error:
-        pipe.write(encode(Answer(0, Failed(f"{load.kind} {load.path!r}: {blamed(error)}", "setup"))))
+        said = error.message if isinstance(error, SetupError) else f"{start.kind} {start.path!r}: {blamed(error)}"
+        pipe.write(encode(Answer(failed=Failed(said, "setup"))))
         return
-    pipe.write(encode(Answer(0, Loaded(code.name))))
-    asyncio.run(_Server(pipe, code, load.timeout_s, stack).run())
+    pipe.write(encode(Answer(name=code.name)))
+    asyncio.run(_Server(pipe, code, start.timeout_s, stack).run())
 
 
 class OwnObject:
     """The function or the environment."""
 
-    def __init__(self, load: Load) -> None:
-        self._options = _unpacked(load.options)
-        if load.kind == "reward":
-            self.name = load.path
-            self._function = load_object(load.path, "reward")
+    def __init__(self, start: Start) -> None:
+        self._options = _unpacked(start.options)
+        if start.kind == "reward":
+            self.name = start.path
+            self._function = load_object(start.path, "reward")
         else:
-            self._environment: Environment = load_class(load.path, self._options)
+            self._environment: Environment = load_class(start.path, self._options)
             self.name = self._environment.name
 
-    async def do(self, what: Reset | Step | Score) -> Judged | Observed:
+    async def do(self, call: Call) -> Answer:
         """Carry a call out."""
+        what = call.what
         if isinstance(what, Reset):
             observation = is_observation(self.name, await self._environment.reset(what.index))
-            return Observed(Seen(observation.prompt, self._packed(observation.info)))
+            return Answer(call.number, observation=Observation(observation.prompt, self._packed(observation.info)))
         if isinstance(what, Score):
-            return await self._score(what)
-        info = None if what.seen.info is None else _unpacked(what.seen.info)
-        outcome = is_outcome(self.name, await self._environment.step(Observation(what.seen.prompt, info), what.action))
-        return self._judged(outcome)
+            return Answer(call.number, outcome=await self._score(what))
+        info = None if what.observation.info is None else _unpacked(what.observation.info)
+        observation = Observation(what.observation.prompt, info)
+        outcome = is_outcome(self.name, await self._environment.step(observation, what.action))
+        return Answer(call.number, outcome=self._plain(outcome))
 
-    async def _score(self, what: Score) -> Judged:
+    async def _score(self, what: Score) -> Outcome:
         result = self._function(what.completion, _unpacked(what.reference), **self._options)
         if inspect.isawaitable(result):
             result = await result
         value, components = result if isinstance(result, tuple) else (result, {})
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"the reward function gave {value!r}, not a finite number")
-        return Judged(float(value), _numbers(components))
+        return Outcome(float(value), components=_numbers(components))
 
-    def _judged(self, outcome: Outcome) -> Judged:
+    def _plain(self, outcome: Outcome) -> Outcome:
         reward = None if outcome.reward is None else float(outcome.reward)
         info = self._packed(outcome.info)
-        return Judged(reward, _numbers(outcome.components), bool(outcome.done), tuple(outcome.messages), info)
+        return Outcome(reward, bool(outcome.done), tuple(outcome.messages), info, _numbers(outcome.components))
 
     def _packed(self, info: Any) -> bytes | None:
         try:
-            return None if info is None else bytes(ForkingPickler.dumps(info))
+            return None if info is None else packed(info)
         except Exception as error:
             said = f"`info` has to travel between processes, and cannot be packed: {error}"
             raise SetupError(f"environment {self.name!r}: {said}") from error
@@ -127,7 +122,7 @@ class _Clock:
         self.own_s = 0.0
 
     def had_s(self, busy_s: float) -> float:
-        """So far; `busy_s`: how long anybody has had the loop."""
+        """Seconds so far; `busy_s`: for how long any call has had the loop."""
         return time.monotonic() - busy_s - self._began_s + self.own_s
 
 
@@ -191,29 +186,29 @@ class _Server:
                 self._busy_s += time.monotonic() - since
 
         self._clocks.add(clock)
-        result = await noted(self._result(call, clock), note)
+        answer = await noted(self._result(call, clock), note)
         self._clocks.discard(clock)
         try:
-            self._say(Answer(call.number, result))
+            self._say(answer)
         except (TypeError, ValueError, OverflowError) as error:  # messages that are none
             said = f"{self._code.name!r}: what it gave cannot travel between processes: {error}"
-            self._say(Answer(call.number, Failed(said, "setup")))
+            self._say(Answer(call.number, failed=Failed(said, "setup")))
 
-    async def _result(self, call: Call, clock: _Clock) -> Told:
+    async def _result(self, call: Call, clock: _Clock) -> Answer:
         try:
             async with asyncio.timeout(None) as clock.limit:
-                return await self._code.do(call.what)
+                return await self._code.do(call)
         except SetupError as error:
-            return Failed(error.message, "setup")
+            failed = Failed(error.message, "setup")
         except Exception as error:  # whatever somebody else's code raises
-            if clock.limit is not None and clock.limit.expired():
-                return Failed(f"no end after {self._timeout_s:g} s", "late")
-            return Failed(blamed(error), "raised")
+            late = clock.limit is not None and clock.limit.expired()
+            failed = Failed(f"no end after {self._timeout_s:g} s", "late") if late else Failed(blamed(error), "raised")
+        return Answer(call.number, failed=failed)
 
 
 @types.coroutine
-def noted(work: Coroutine[Any, Any, Told], note: Callable[[bool], None]) -> Generator[Any, Any, Told]:
-    """`work`, with a note of when it has the event loop and when it has not."""
+def noted(work: Coroutine[Any, Any, Answer], note: Callable[[bool], None]) -> Generator[Any, Any, Answer]:
+    """`work`, with a call of `note` each time that it gets the event loop or gives it back."""
     resume: Callable[[Any], Any] = work.send
     given: Any = None
     while True:
@@ -221,8 +216,8 @@ def noted(work: Coroutine[Any, Any, Told], note: Callable[[bool], None]) -> Gene
         try:
             awaited = resume(given)
         except StopIteration as stop:
-            result: Told = stop.value
-            return result
+            answer: Answer = stop.value
+            return answer
         finally:
             note(False)
         try:

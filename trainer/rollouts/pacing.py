@@ -1,4 +1,4 @@
-"""How far generation may run ahead of training: pure decisions on plain numbers.
+"""How far generation may run ahead of training, and whether all that it brings is too old to learn from.
 
 Letters: B groups per train step, v train steps done, K the largest allowed age of a token in policy versions.
 
@@ -10,10 +10,12 @@ Invariants.
   checked again at consumption.
 """
 
-from collections.abc import Iterable, Mapping
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shared.frames import VersionSpan
+from trainer.rollouts.groups import RolloutGroup
 
 UNKNOWN_LAG = 1 << 30
 
@@ -54,6 +56,49 @@ def lag_of(oldest: int | None, policy_steps: Mapping[int, int], policy_step: int
         return 0
     made_in = policy_steps.get(oldest, 0 if oldest == 0 else None)
     return UNKNOWN_LAG if made_in is None else policy_step - made_in
+
+
+class StaleWatch:
+    """Counts samples dropped as too old since the last batch; says once that there are `after` of them.
+
+    A run all of whose samples are too old would wait for ever, and say nothing.
+    """
+
+    def __init__(self, what: str = "samples", after: int = 1 << 30, max_lag: int = 0) -> None:
+        self._what = what
+        self._after = after
+        self._max_lag = max_lag
+        self._count = 0
+        self._reason = ""
+        self._reported = False
+        self._due = asyncio.Event()
+
+    def dropped(self, groups: Sequence[RolloutGroup], lag: int) -> None:
+        """Count groups that were too old; `lag` is the age of the last one."""
+        self._count += sum(len(group.trajectories) for group in groups)
+        by = sorted({span.version or "the base" for t in groups[-1].trajectories for span in t.spans})
+        age = "which is no version of this run" if lag == UNKNOWN_LAG else f"{lag} policy steps behind"
+        self._reason = (
+            f"{self._count} {self._what} in a row were too old to learn from, none was fresh: the last ones were "
+            f"sampled by {', '.join(by) or 'nobody knows what'}, {age} (the bound is {self._max_lag})"
+        )
+        if self._count >= self._after and not self._reported:
+            self._due.set()
+
+    def used(self) -> None:
+        """A batch was fresh enough."""
+        self._count, self._reported = 0, False
+        self._due.clear()
+
+    async def wait(self) -> str:
+        """Until all is stale; the reason. May be cancelled without loss."""
+        await self._due.wait()
+        return self._reason
+
+    def reported(self) -> None:
+        """The alert is out: say nothing more until a batch has been fresh."""
+        self._due.clear()
+        self._reported = True
 
 
 def _number(version: str, adapter: str) -> int:

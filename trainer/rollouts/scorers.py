@@ -16,15 +16,13 @@ from typing import Any, Protocol
 from shared.errors import InvalidRequestError, ParallmError, SetupError
 from shared.jobs import Message, RewardSpec
 from shared.redis.connection.client import connect
-from shared.rewards import kinds as rewards
+from shared.rewards.kinds import CheckedReward, check
 from shared.scoring.pool import RewardPool, RewardSample
 from shared.scoring.score import Models, Rewards
 from shared.scoring.served import ServedRewards
 from shared.trajectories import Reward
-from trainer.rollouts.environments import Scorer
+from trainer.rollouts.environments import Scored, Scorer
 from trainer.rollouts.own_code import OwnFunction
-
-Scored = tuple[float, dict[str, float]]
 
 
 class Judges(Models, Protocol):
@@ -43,11 +41,14 @@ async def open_scorer(
         async with OwnFunction(reward, options, own_code_timeout_s) as function:
             yield function
         return
-    spec = _checked(reward, options)
+    checked = _checked(reward, options)
     pool = RewardPool()
     try:
-        await _check_patterns(pool, spec)
-        yield RewardScorer(Rewards(pool, judges), spec)
+        try:
+            await pool.check(checked)  # its patterns
+        except InvalidRequestError as error:
+            raise SetupError(str(error)) from error
+        yield RewardScorer(Rewards(pool, judges), checked)
     finally:
         pool.close()
 
@@ -66,27 +67,18 @@ async def ring_judges(redis: str) -> AsyncIterator[ServedRewards]:
 
 async def check_judges(reward: str, options: Mapping[str, Any], judges: Judges) -> None:
     """SetupError when a model that the reward asks has never been served."""
-    models = () if ":" in reward else rewards.served_models(_checked(reward, options))
+    models = () if ":" in reward else _checked(reward, options).served_models
     try:
         await judges.check(models)
     except ParallmError as error:
         raise SetupError(f"reward {reward!r}: {error}; start a worker for it first") from error
 
 
-async def _check_patterns(pool: RewardPool, spec: RewardSpec) -> None:
+def _checked(reward: str, options: Mapping[str, Any]) -> CheckedReward:
     try:
-        await pool.check(spec)
-    except InvalidRequestError as error:
-        raise SetupError(str(error)) from error
-
-
-def _checked(reward: str, options: Mapping[str, Any]) -> RewardSpec:
-    spec = RewardSpec(reward, dict(options))
-    try:
-        rewards.check(spec)
+        return check(RewardSpec(reward, dict(options)))
     except InvalidRequestError as error:
         raise SetupError(f"{error}; or a function of your own: package.module:function") from error
-    return spec
 
 
 @dataclass
@@ -98,8 +90,8 @@ class _Waiting:
 class RewardScorer:
     """A reward of the registry. Samples that finish together are scored in one call."""
 
-    def __init__(self, rewards: Rewards, spec: RewardSpec) -> None:
-        self._rewards, self._spec = rewards, spec
+    def __init__(self, rewards: Rewards, reward: CheckedReward) -> None:
+        self._rewards, self._reward = rewards, reward
         self._waiting: list[_Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -120,12 +112,12 @@ class RewardScorer:
         await asyncio.sleep(0)  # let the siblings ask too
         batch, self._waiting = self._waiting, []
         try:
-            scored = await self._rewards.score(self._spec, [each.sample for each in batch])
+            scored = await self._rewards.score(self._reward, [waiting.sample for waiting in batch])
         except BaseException as error:
-            for each in batch:
-                if not each.future.done():
-                    each.future.set_exception(error)
+            for waiting in batch:
+                if not waiting.future.done():
+                    waiting.future.set_exception(error)
             raise
-        for each, reward in zip(batch, scored, strict=True):
-            if not each.future.done():
-                each.future.set_result(reward)
+        for waiting, reward in zip(batch, scored, strict=True):
+            if not waiting.future.done():
+                waiting.future.set_result(reward)

@@ -35,14 +35,13 @@ _EVALUATE_EVERY = 80
 _HELD_OUT_SEED = 7
 
 
-@dataclass(frozen=True, slots=True)
-class TrainSettings:
-    """What the command line sets."""
+class Arguments(argparse.Namespace):
+    """What the command line says."""
 
     out: Path
     steps: int
-    batch_size: int
-    learning_rate: float
+    bs: int
+    lr: float
     seed: int
     eval_prompts: int
 
@@ -60,27 +59,27 @@ TrainStep = Callable[[PaddedBatch], float]  # gives the loss
 
 def main() -> None:
     """Train, report accuracy on held-out pairs, write the model folder."""
-    settings = _parse_arguments()
-    tokenizer = build_tokenizer(settings.seed)
-    model = new_model(tokenizer, settings.seed)
+    arguments = _parse_arguments()
+    tokenizer = build_tokenizer(arguments.seed)
+    model = new_model(tokenizer, arguments.seed)
     print(f"{parameter_count(model):,} parameters, vocabulary of {tokenizer.get_vocab_size()}", flush=True)
-    train(model, tokenizer, settings)
-    save_model(model, tokenizer, settings.out)
-    print(f"wrote {settings.out}")
+    train(model, tokenizer, arguments)
+    save_model(model, tokenizer, arguments.out)
+    print(f"wrote {arguments.out}")
 
 
-def train(model: llama.Model, tokenizer: Tokenizer, settings: TrainSettings) -> None:
+def train(model: llama.Model, tokenizer: Tokenizer, arguments: Arguments) -> None:
     """Run all train steps, printing loss and held-out accuracy on the way."""
-    rng = random.Random(settings.seed)
-    train_step = _compile_train_step(model, settings)
-    held_out = arithmetic_prompts(settings.eval_prompts, _HELD_OUT_SEED, split="held_out")
+    rng = random.Random(arguments.seed)
+    train_step = _compile_train_step(model, arguments)
+    held_out = arithmetic_prompts(arguments.eval_prompts, _HELD_OUT_SEED, split="held_out")
     started = time.perf_counter()
     losses: list[float] = []
-    for step in range(1, settings.steps + 1):
-        talk_share = _TALK_SHARE_FIRST if step <= settings.steps // 2 else _TALK_SHARE_THEN
-        batch = draw_batch(rng, tokenizer, settings.batch_size, talk_share)
+    for step in range(1, arguments.steps + 1):
+        talk_share = _TALK_SHARE_FIRST if step <= arguments.steps // 2 else _TALK_SHARE_THEN
+        batch = draw_batch(rng, tokenizer, arguments.bs, talk_share)
         losses.append(train_step(batch))
-        if step % _EVALUATE_EVERY == 0 or step == settings.steps:
+        if step % _EVALUATE_EVERY == 0 or step == arguments.steps:
             recent = losses[-50:]
             accuracy = greedy_accuracy(model, tokenizer, held_out)
             print(
@@ -113,9 +112,9 @@ def _encode_batch(tokenizer: Tokenizer, chats: list[Chat]) -> PaddedBatch:
     return PaddedBatch(mx.array(tokens_BT), mx.array(reply_mask_BT))
 
 
-def _compile_train_step(model: llama.Model, settings: TrainSettings) -> TrainStep:
-    warmup = optim.linear_schedule(0.0, settings.learning_rate, _WARMUP_STEPS)
-    decay = optim.cosine_decay(settings.learning_rate, max(1, settings.steps - _WARMUP_STEPS))
+def _compile_train_step(model: llama.Model, arguments: Arguments) -> TrainStep:
+    warmup = optim.linear_schedule(0.0, arguments.lr, _WARMUP_STEPS)
+    decay = optim.cosine_decay(arguments.lr, max(1, arguments.steps - _WARMUP_STEPS))
     optimizer = optim.AdamW(
         learning_rate=optim.join_schedules([warmup, decay], [_WARMUP_STEPS]),
         betas=[0.9, 0.98],
@@ -150,7 +149,7 @@ def _reply_loss(model: llama.Model, tokens_BT: mx.array, reply_mask_BT: mx.array
     return (losses_BT * mask_BT).sum() / mask_BT.sum()
 
 
-def _parse_arguments() -> TrainSettings:
+def _parse_arguments() -> Arguments:
     parser = argparse.ArgumentParser(prog="python -m trainer.tiny.train", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("models/tiny"), help="folder to write")
     parser.add_argument("--steps", type=int, default=720)
@@ -158,8 +157,7 @@ def _parse_arguments() -> TrainSettings:
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eval-prompts", type=int, default=500, help="held-out additions to measure on")
-    given = parser.parse_args()
-    return TrainSettings(given.out, given.steps, given.bs, given.lr, given.seed, given.eval_prompts)
+    return parser.parse_args(namespace=Arguments())
 
 
 if __name__ == "__main__":

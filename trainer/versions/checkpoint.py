@@ -29,24 +29,20 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from shared.adapter_files.config import read_config
+from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE
 from shared.errors import SetupError
 from shared.training import is_checkpoint_name
-from trainer.state import Arrays, Moments, RunState
+from trainer.state import Arrays, RunState, Snapshot
 
-ADAPTER_FILE = "adapters.safetensors"
-CONFIG_FILE = "adapter_config.json"
 _OPTIMIZER, _STATE, _MANIFEST = "optimizer.safetensors", "state.json", "manifest.json"
 _TEMPORARY = ".tmp-"
 _REPLACED = ".old-"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """What is saved and what comes back."""
+class Checkpoint(Snapshot):
+    """What is saved and what comes back: a learner's state, and the run's of the same moment."""
 
-    adapter: Arrays
-    adapter_config: bytes
-    optimizer: Moments
     state: RunState
 
 
@@ -72,8 +68,9 @@ class CheckpointStore:
 
     def save(self, checkpoint: Checkpoint, name: str = "") -> str:
         """Write a checkpoint, make it `latest`, prune old ones; its name (`step-<train step>` by default)."""
-        name = name or step_name(checkpoint.state.train_step)
-        check_name(name)
+        name = name or f"step-{checkpoint.state.train_step:06d}"
+        if not is_checkpoint_name(name):
+            raise SetupError(f"{name[:80]!r} is no checkpoint name: letters, digits, '.', '_', '-', at most 64")
         self._clean()
         folder = self.root / f"{_TEMPORARY}{name}"
         folder.mkdir()
@@ -95,7 +92,7 @@ class CheckpointStore:
     def load(self, name: str = "latest") -> Checkpoint | None:
         """A checkpoint by name or pointer; None when there is none yet. SetupError when the named one is damaged."""
         if name in ("latest", "best"):
-            pointed = self._pointed(name)
+            pointed = self.pointer(name)
             if pointed is None or self._manifest(pointed) is None:
                 names = self.names()
                 if not names:
@@ -113,7 +110,7 @@ class CheckpointStore:
             if damaged:
                 raise SetupError(f"checkpoint {name!r} in {self.root} is damaged: {', '.join(damaged)}")
             return Checkpoint(
-                adapter=load_file(folder / ADAPTER_FILE),
+                adapter=load_file(folder / MLX_FILE),
                 adapter_config=(folder / CONFIG_FILE).read_bytes(),
                 optimizer=load_file(folder / _OPTIMIZER),
                 state=msgspec.json.decode((folder / _STATE).read_bytes(), type=RunState),
@@ -123,8 +120,8 @@ class CheckpointStore:
 
     def names(self) -> list[str]:
         """Whole checkpoints, by train step."""
-        found = [(m.train_step, m.name) for path in self.root.iterdir() if (m := self._manifest(path.name))]
-        return [name for _, name in sorted(found)]
+        manifests = [(m.train_step, m.name) for path in self.root.iterdir() if (m := self._manifest(path.name))]
+        return [name for _, name in sorted(manifests)]
 
     def _shown(self) -> str:
         """The newest names, for a person."""
@@ -134,9 +131,12 @@ class CheckpointStore:
         """Point `best` at a checkpoint."""
         self._point("best", name)
 
-    def pointer(self, name: str) -> str | None:
+    def pointer(self, pointer: str) -> str | None:
         """The name that `latest` or `best` holds."""
-        return self._pointed(name)
+        try:
+            return (self.root / pointer).read_text()
+        except OSError:
+            return None
 
     def _manifest(self, name: str) -> _Manifest | None:
         """The manifest of a whole checkpoint; only sizes are checked here, hashes when it is loaded."""
@@ -175,30 +175,12 @@ class CheckpointStore:
         temporary.replace(self.root / pointer)
         _sync(self.root)
 
-    def _pointed(self, pointer: str) -> str | None:
-        try:
-            return (self.root / pointer).read_text()
-        except OSError:
-            return None
-
     def _prune(self) -> None:
         numbered = [name for name in self.names() if re.fullmatch(r"step-\d+", name)]
-        kept = {self._pointed("latest"), self._pointed("best")}
+        kept = {self.pointer("latest"), self.pointer("best")}
         for name in numbered[: -self._keep_n] if self._keep_n else ():
             if name not in kept:
                 shutil.rmtree(self.root / name)
-
-
-def step_name(train_step: int) -> str:
-    """The default name of a checkpoint."""
-    return f"step-{train_step:06d}"
-
-
-def check_name(name: str) -> str:
-    """The name, if it can be a checkpoint's."""
-    if not is_checkpoint_name(name):
-        raise SetupError(f"{name[:80]!r} is no checkpoint name: letters, digits, '.', '_', '-', at most 64")
-    return name
 
 
 def differences(saved: bytes, present: bytes) -> str:
@@ -211,7 +193,7 @@ def differences(saved: bytes, present: bytes) -> str:
 
 def write_adapter(folder: Path, weights: Arrays, config: bytes) -> None:
     """An adapter directory as mlx-lm reads it."""
-    save_file({name: np.ascontiguousarray(value) for name, value in weights.items()}, folder / ADAPTER_FILE)
+    save_file({name: np.ascontiguousarray(value) for name, value in weights.items()}, folder / MLX_FILE)
     (folder / CONFIG_FILE).write_text(json.dumps(json.loads(config), indent=1) + "\n")
 
 

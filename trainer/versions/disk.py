@@ -9,8 +9,9 @@ import contextlib
 import errno
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 from safetensors import SafetensorError
@@ -28,51 +29,49 @@ _NUMBER = re.compile(r"os error (\d+)")  # how safetensors, which is written in 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
 class Disk:
-    """Where a run's files go. `stop` ends the waiting: then the last checkpoint counts."""
+    """Where a run's files go."""
 
-    def __init__(
-        self,
-        folder: Path,
-        alert: Callable[[AlertKind, str], Awaitable[None]],
-        stop: asyncio.Event,
-        look_s: float = LOOK_S,
-    ) -> None:
-        self._folder = folder
-        self._alert = alert
-        self._stop = stop
-        self._look_s = look_s
+    folder: Path
+    alert: Callable[[AlertKind, str], Awaitable[None]]
+    stop: asyncio.Event  # ends the waiting: then the last checkpoint counts
+    look_s: float = LOOK_S
+
+    async def run(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """Call `function` in a thread, and again while the disk is full; what it returns."""
+        return await self.write(lambda: asyncio.to_thread(function, *arguments, **named))
 
     async def write(self, work: Callable[[], Awaitable[T]]) -> T:
-        """What `work` gives, which is asked again while the disk is full.
+        """Await `work`, and again while the disk is full; what it returns.
 
         SetupError when the run is stopped meanwhile, or may not write there at all.
         """
-        told = False
+        reported = False
         while True:
             try:
                 return await work()
             except (OSError, SafetensorError) as error:
                 number = _number(error)
                 if number in _REFUSED:
-                    raise SetupError(f"cannot write the run's files in {self._folder}: {error}") from error
+                    raise SetupError(f"cannot write the run's files in {self.folder}: {error}") from error
                 if number not in _FULL:
                     raise
-                if self._stop.is_set():
+                if self.stop.is_set():
                     raise SetupError(
-                        f"no room for the run's files in {self._folder}: {error}; the last checkpoint counts: "
+                        f"no room for the run's files in {self.folder}: {error}; the last checkpoint counts: "
                         "make room and start the same command again"
                     ) from error
-                if not told:
-                    told = True
-                    await self._tell(f"no room for the run's files in {self._folder}: {error}; training holds")
+                if not reported:
+                    reported = True
+                    await self._tell(f"no room for the run's files in {self.folder}: {error}; training holds")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), self._look_s)
+                await asyncio.wait_for(self.stop.wait(), self.look_s)
 
     async def _tell(self, message: str) -> None:
-        log.error("train.disk_full", folder=str(self._folder), hint="training goes on as soon as there is room")
+        log.error("train.disk_full", folder=str(self.folder), hint="training goes on as soon as there is room")
         try:
-            await self._alert("disk_full", message)
+            await self.alert("disk_full", message)
         except Exception as error:  # the ring may be short of room, too: that must not end a run that waits for it
             log.warning("train.alert_lost", reason=type(error).__name__)
 
@@ -81,5 +80,5 @@ def _number(error: OSError | SafetensorError) -> int | None:
     """The error's number in the operating system."""
     if isinstance(error, OSError):
         return error.errno
-    found = _NUMBER.search(str(error))
-    return int(found[1]) if found else None
+    match = _NUMBER.search(str(error))
+    return int(match[1]) if match else None

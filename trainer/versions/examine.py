@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -9,46 +10,44 @@ from shared.adapters import GateCheck, version_id
 from shared.seeds import derived_seed
 from trainer import gate
 from trainer.learn.learner import Learner
+from trainer.parts import Parts
 from trainer.rollouts.episodes import EpisodeOptions, Episodes
 from trainer.rollouts.groups import RolloutRequest, mean_reward
-from trainer.seams import Parts
 from trainer.settings import TrainSettings
 
 _PARITY_SAMPLES = 4
 
 
+@dataclass(frozen=True)
 class Examiner:
-    """Asks workers about versions; `run` begins the ids of what it asks."""
+    """Asks workers about versions."""
 
-    def __init__(
-        self, settings: TrainSettings, parts: Parts, learner: Learner, probes: Sequence[tuple[int, ...]], run: str
-    ) -> None:
-        self._settings = settings
-        self._parts = parts
-        self._learner = learner
-        self._probes = probes
-        self._run = run
+    settings: TrainSettings
+    parts: Parts
+    learner: Learner
+    probes: Sequence[tuple[int, ...]]
+    run: str  # begins the ids of what it asks
 
     async def check(self, version: int, step: int, good: float | None) -> tuple[list[GateCheck], float | None]:
         """The checks that are due at train step `step`, counted from 1, and the held-out reward if it was measured.
 
         `good`: the last good version's held-out reward.
         """
-        settings = self._settings
+        settings = self.settings
         checks: list[GateCheck] = []
         adapter = version_id(settings.adapter, version)
         if settings.parity_every and (step == 1 or step % settings.parity_every == 0):
-            samples = await self._parts.source.generate(
+            samples = await self.parts.ring.source.generate(
                 RolloutRequest(
-                    id=f"{self._run}-parity-{version}",
-                    prompt_ids=self._probes[step % len(self._probes)],
+                    id=f"{self.run}-parity-{version}",
+                    prompt_ids=self.probes[step % len(self.probes)],
                     n=_PARITY_SAMPLES,
                     sampling=msgspec.structs.replace(settings.sampling(), seed=derived_seed(settings.seed, version)),
                     adapter=adapter,
                 )
             )
-            difference = await self._parts.host.run(lambda: self._learner.parity(samples))
-            checks.append(gate.reload_parity(difference, settings.max_parity))
+            difference = await self.parts.host.run(lambda: self.learner.parity(samples))
+            checks.append(gate.at_most("reload_parity", difference, settings.max_parity))
         if not settings.evaluate_every or step % settings.evaluate_every:
             return checks, None
         reward = await self.evaluate(adapter, step - 1)
@@ -56,11 +55,11 @@ class Examiner:
 
     async def evaluate(self, adapter: str, step: int) -> float:
         """Mean reward on held-out tasks, decoded greedily with `adapter` (a name, name@k, or "" for the base)."""
-        settings = self._settings
+        settings = self.settings
         greedy = msgspec.structs.replace(settings.sampling(), temperature=0.0)
         which = adapter.replace("@", "-") or "base"
-        options = EpisodeOptions(f"{self._run}-held-out-{step}-{which}", 1, greedy, settings.max_turns, settings.seed)
-        environment = self._parts.held_out or self._parts.environment
-        episodes = Episodes(self._parts.source, environment, self._parts.conversation, options)
+        options = EpisodeOptions(f"{self.run}-held-out-{step}-{which}", 1, greedy, settings.max_turns, settings.seed)
+        environment = self.parts.held_out or self.parts.environment
+        episodes = Episodes(self.parts.ring.source, environment, self.parts.conversation, options)
         played = (episodes.play(index, adapter) for index in range(settings.evaluate_prompts))
         return mean_reward(await asyncio.gather(*played))

@@ -11,100 +11,100 @@ samples its own versions by number, so that a move changes nothing of what is un
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import structlog
 from redis.exceptions import RedisError
 
 from shared.adapters import version_id
 from shared.errors import ParallmError
-from shared.training import Answer, ForeignAction, ResumeAnswer, ResumeOrder
+from shared.redis.training.orders import Received
+from shared.training import ForeignAction, Order, Refusal, ResumeAnswer, ResumeOrder
 from trainer.inbox import Moved
-from trainer.seams import Letter, Parts, refusal
+from trainer.parts import Parts
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.versions.served import Serving
 
 log = structlog.get_logger()
 
+CarryOut = Callable[[Received[Order]], Awaitable[object]]
 LOOK_S = 1.0  # how often a run that waits looks at `latest`
 
 
+@dataclass
 class ForeignMoves:
-    """Sees them, and settles what follows."""
+    """Notices that somebody else has moved `latest`, and settles what follows."""
 
-    def __init__(self, settings: TrainSettings, parts: Parts, state: RunState, serving: Serving) -> None:
-        self._settings = settings
-        self._parts = parts
-        self._state = state
-        self._serving = serving
-        self.held = ""  # why the run is paused
+    settings: TrainSettings
+    parts: Parts
+    state: RunState
+    serving: Serving
+    held: str = ""  # why the run is paused
 
     async def look(self) -> Moved | None:
-        """The move, if somebody else has made the latest what it is; a ring that is away says nothing."""
+        """The move, if somebody else has made the latest what it is; None, too, when the ring cannot be reached."""
         latest = await self._latest()
-        return None if latest is None or self._serving.owns(latest) else Moved(latest)
+        return None if latest is None or self.serving.owns(latest) else Moved(latest)
 
     async def _latest(self) -> int | None:
-        """The latest version; None: nobody can say."""
+        """The latest version; None: the ring cannot be reached."""
         try:
-            return await self._parts.sink.latest_version()
+            return await self.parts.ring.sink.latest_version()
         except (ParallmError, RedisError, OSError) as error:
             log.warning("train.latest_unknown", error=type(error).__name__)
             return None
 
     async def wait(self) -> Moved:
-        """Until there is one."""
+        """Return once somebody has moved it."""
         while True:
             moved = await self.look()
             if moved is not None:
                 return moved
             await asyncio.sleep(LOOK_S)
 
-    async def settle(self, moved: Moved, stop: asyncio.Event, carry_out: Callable[[Letter], Awaitable[object]]) -> None:
+    async def settle(self, moved: Moved, stop: asyncio.Event, carry_out: CarryOut) -> None:
         """Alert, then do what the settings or a person say; returns when the run may go on, or is stopped."""
         await self._alert(moved)
-        action = self._settings.on_foreign_version
+        action = self.settings.on_foreign_version
         if action != "pause":
             answer = await self._resume(action, moved)
             if isinstance(answer, ResumeAnswer):
                 return
-            await self._parts.sink.alert("foreign_version", f"{answer}; the run is paused")
+            await self.parts.ring.sink.alert("foreign_version", f"{answer.message}; the run is paused")
         self.held = self._why(moved)
         try:
             await self._wait_for_person(moved, stop, carry_out)
         finally:
             self.held = ""
-        await self._parts.board.show("waiting")
+        await self.parts.ring.board.show("waiting")
 
-    async def _wait_for_person(
-        self, moved: Moved, stop: asyncio.Event, carry_out: Callable[[Letter], Awaitable[object]]
-    ) -> None:
+    async def _wait_for_person(self, moved: Moved, stop: asyncio.Event, carry_out: CarryOut) -> None:
         while not stop.is_set():
-            await self._parts.board.show("paused", problem=self.held)
-            letter = await self._next_letter(stop)
+            await self.parts.ring.board.show("paused", problem=self.held)
+            received = await self._next_order(stop)
             latest = await self._latest()
-            ours = latest is not None and self._serving.owns(latest)
+            ours = latest is not None and self.serving.owns(latest)
             if latest is not None and latest != moved.latest and not ours:
                 moved = Moved(latest)
                 self.held = self._why(moved)
                 await self._alert(moved)
-            if letter is None:
+            if received is None:
                 if ours:
                     log.info("train.resumed", because="the latest is the run's own again")
                     return
                 continue
-            if isinstance(letter.order, ResumeOrder):
-                answer = await self._resume(letter.order.action, moved)
-                told: Answer = answer if isinstance(answer, ResumeAnswer) else refusal(answer)
-                await self._parts.mailbox.answer(letter, told)
+            if isinstance(received.body, ResumeOrder):
+                answer = await self._resume(received.body.action, moved)
+                await self.parts.ring.mailbox.answer(received, answer)
                 if isinstance(answer, ResumeAnswer):
                     return
             else:
-                await carry_out(letter)
+                await carry_out(received)
 
-    async def _next_letter(self, stop: asyncio.Event) -> Letter | None:
+    async def _next_order(self, stop: asyncio.Event) -> Received[Order] | None:
         """The next order; None after a while, or when the run is stopped."""
-        order = asyncio.create_task(self._parts.mailbox.next())
+        order = asyncio.create_task(self.parts.ring.mailbox.next())
         stopped = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait((order, stopped), timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
@@ -116,36 +116,36 @@ class ForeignMoves:
             await asyncio.gather(order, return_exceptions=True)
         return None if order.cancelled() else order.result()
 
-    async def _resume(self, action: ForeignAction, moved: Moved) -> ResumeAnswer | ParallmError:
+    async def _resume(self, action: ForeignAction, moved: Moved) -> ResumeAnswer | Refusal:
         """Go on from their version, or serve ours again."""
         try:
             if action == "adopt":
-                await self._serving.adopt(moved.latest)
+                await self.serving.adopt(moved.latest)
             else:
-                await self._serving.override(f"{self._named(moved)} is overridden by the trainer")
+                await self.serving.override(f"{self._named(moved)} is overridden by the trainer")
         except ParallmError as error:
             log.error("train.not_resumed", action=action, reason=error.message)
-            return error
-        log.warning("train.resumed", action=action, version=self._state.version)
-        return ResumeAnswer(action, self._state.version)
+            return Refusal.of(error)
+        log.warning("train.resumed", action=action, version=self.state.version)
+        return ResumeAnswer(action, self.state.version)
 
     async def _alert(self, moved: Moved) -> None:
         does = {"adopt": "training goes on from it", "override": "the run's own is served again"}
-        then = does.get(self._settings.on_foreign_version, "the run is paused")
-        await self._parts.sink.alert("foreign_version", f"{self._happened(moved)}; {then}")
+        then = does.get(self.settings.on_foreign_version, "the run is paused")
+        await self.parts.ring.sink.alert("foreign_version", f"{self._happened(moved)}; {then}")
 
     def _why(self, moved: Moved) -> str:
-        own = version_id(self._settings.adapter, self._state.version)
+        own = version_id(self.settings.adapter, self.state.version)
         return (
             f"{self._happened(moved)}: POST /v1/training/resume with action adopt (train on from it) or override "
             f"(serve {own} again), or make {own} the latest"
         )
 
     def _happened(self, moved: Moved) -> str:
-        own = version_id(self._settings.adapter, self._state.version)
+        own = version_id(self.settings.adapter, self.state.version)
         if not moved.latest:
-            return f"somebody has deleted {self._settings.adapter}, of which this run serves {own}"
+            return f"somebody has deleted {self.settings.adapter}, of which this run serves {own}"
         return f"somebody has made {self._named(moved)} the latest, this run serves {own}"
 
     def _named(self, moved: Moved) -> str:
-        return version_id(self._settings.adapter, moved.latest) if moved.latest else "nothing"
+        return version_id(self.settings.adapter, moved.latest) if moved.latest else "nothing"

@@ -38,40 +38,38 @@ class _Gap:
         return self.total / self.tokens if self.tokens else 0.0
 
 
+@dataclass(frozen=True)
 class LogprobCheck:
     """Compares one update's trajectories."""
 
-    def __init__(
-        self, settings: TrainSettings, host: ComputeHost, learner: Learner, publisher: Publisher, served: int
-    ) -> None:
-        self._settings = settings
-        self._host = host
-        self._learner = learner
-        self._publisher = publisher
-        self._served = served
+    settings: TrainSettings
+    host: ComputeHost
+    learner: Learner
+    publisher: Publisher
+    served: int
 
     async def compare(self, trajectories: Sequence[LiveTrajectory]) -> int:
         """LogprobsMismatchError for the first trajectory that is not its version's; how many were not compared."""
         sampled = [live.trajectory for live in trajectories]
-        tags = [_versions(trajectory, self._settings.adapter) for trajectory in sampled]
-        named = sorted({tag for each in tags for tag in each} - {UNKNOWN}, reverse=True)
+        tags = [_versions(trajectory, self.settings.adapter) for trajectory in sampled]
+        named = sorted({tag for versions in tags for tag in versions} - {UNKNOWN}, reverse=True)
         gaps = [_Gap() for _ in sampled]
         for version in named[:VERSIONS_AT_ONCE] + ([BASE] if BASE in named[VERSIONS_AT_ONCE:] else []):
             await self._measure(version, sampled, tags, gaps)
-        bound = self._settings.max_logprob_gap
-        unnamed = [i for i, each in enumerate(tags) if set(each) == {BASE} and not gaps[i].mean <= bound]
-        if unnamed and self._served:
+        bound = self.settings.max_logprob_gap
+        unnamed = [i for i, versions in enumerate(tags) if set(versions) == {BASE} and not gaps[i].mean <= bound]
+        if unnamed and self.served:
             await self._measure_unnamed(unnamed, sampled, gaps)
         for index, gap in enumerate(gaps):
             if not gap.mean <= bound:
                 raise LogprobsMismatchError(self._complaint(index, gap.mean, tags[index]))
-        return sum(gap.tokens < sum(loss_mask(each)) for gap, each in zip(gaps, sampled, strict=True))
+        return sum(gap.tokens < sum(loss_mask(trajectory)) for gap, trajectory in zip(gaps, sampled, strict=True))
 
     async def _measure_unnamed(self, unnamed: Collection[int], sampled: list[Trajectory], gaps: list[_Gap]) -> None:
         """Again with the version that is served; the nearer one counts."""
-        tags = [(self._served if i in unnamed else UNKNOWN,) * len(t.completion_ids) for i, t in enumerate(sampled)]
+        tags = [(self.served if i in unnamed else UNKNOWN,) * len(t.completion_ids) for i, t in enumerate(sampled)]
         again = [_Gap() for _ in sampled]
-        await self._measure(self._served, sampled, tags, again)
+        await self._measure(self.served, sampled, tags, again)
         for index in unnamed:
             if again[index].tokens and again[index].mean < gaps[index].mean:
                 gaps[index] = again[index]
@@ -81,7 +79,7 @@ class LogprobCheck:
     ) -> None:
         """Compare the tokens that this version is said to have sampled."""
         try:
-            weights = await self._publisher.any_weights_of(version) if version else None
+            weights = await self.publisher.any_weights_of(version) if version else None
         except ParallmError as error:
             log.info("posted.not_compared", version=version, reason=error.message)
             return
@@ -96,16 +94,16 @@ class LogprobCheck:
             SampleGroup(str(number), prompt, tuple(sample for _, sample in members))
             for number, (prompt, members) in enumerate(by_prompt.items())
         ]
-        found = await self._run(groups, weights)
-        members = [member for each in by_prompt.values() for member in each]
-        for (index, sample), mean in zip(members, found, strict=True):
+        means = await self._run(groups, weights)
+        members = [member for samples in by_prompt.values() for member in samples]
+        for (index, sample), mean in zip(members, means, strict=True):
             gaps[index].total += mean * sum(sample.mask)
             gaps[index].tokens += sum(sample.mask)
 
     async def _run(self, groups: list[SampleGroup], weights: Arrays | None) -> list[float]:
         """In the host's thread; what breaks there (for memory, say) refuses the update, and the run goes on."""
         try:
-            return await self._host.run(lambda: self._learner.gaps(groups, weights))
+            return await self.host.run(lambda: self.learner.gaps(groups, weights))
         except Exception as error:
             log.exception("posted.broken")
             reason = f"{type(error).__name__}: {error}"
@@ -113,12 +111,12 @@ class LogprobCheck:
 
     def _complaint(self, index: int, gap: float, tags: Sequence[int]) -> str:
         versions = sorted(set(tags) - {UNKNOWN})
-        names = ", ".join(version_id(self._settings.adapter, v) if v else "the base" for v in versions)
+        names = ", ".join(version_id(self.settings.adapter, v) if v else "the base" for v in versions)
         if versions == [BASE]:
-            names += f" and of {version_id(self._settings.adapter, self._served)} (no version is named)"
+            names += f" and of {version_id(self.settings.adapter, self.served)} (no version is named)"
         return (
             f"trajectories[{index}].logprobs: {gap:.3g} nats a token, on average, from those of {names} (the bound is "
-            f"{self._settings.max_logprob_gap:g}, --max-logprob-gap): name the version that sampled them in "
+            f"{self.settings.max_logprob_gap:g}, --max-logprob-gap): name the version that sampled them in "
             "'weight_versions', with its log-probabilities of temperature 1 without filters"
         )
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import msgspec
 from safetensors.numpy import load_file
 
+from shared.adapter_files.formats import MLX_FILE
 from shared.adapters import GateCheck
 from shared.errors import AdapterRejectedError, ConflictError
 from shared.telemetry import tracing
 from trainer import gate
-from trainer.seams import AdapterSink, Candidate
+from trainer.ring.ring import AdapterSink, Candidate
 from trainer.state import Arrays, RunState
-from trainer.versions.checkpoint import ADAPTER_FILE, differences, write_adapter
+from trainer.versions.checkpoint import differences, write_adapter
 from trainer.versions.disk import Disk
 
 _SERVED = "served.json"
@@ -35,6 +36,7 @@ class Published:
         return any(check.name == _LATEST and not check.passed for check in self.checks)
 
 
+@dataclass(frozen=True)
 class Publisher:
     """From an accepted train step to a served version.
 
@@ -43,18 +45,15 @@ class Publisher:
     or rejected with all checks written down. Rejected files stay in `<folder>/rejected`.
 
     Every move of `latest` that is ours stands in `<folder>/served.json` before it is made, so that after a kill ours
-    can be told from somebody else's.
+    can be distinguished from somebody else's.
     """
 
-    def __init__(
-        self, sink: AdapterSink, folder: Path, adapter: str, config: bytes, base_sha256: str, disk: Disk
-    ) -> None:
-        self._sink = sink
-        self._disk = disk
-        self._folder = folder
-        self._adapter = adapter
-        self._config = config
-        self._base_sha256 = base_sha256
+    sink: AdapterSink
+    folder: Path
+    adapter: str
+    config: bytes
+    base_sha256: str
+    disk: Disk
 
     async def publish(
         self,
@@ -69,9 +68,9 @@ class Publisher:
 
         `if_latest`: refused (the check `latest`) when another version than this has become the latest.
         """
-        same_base = gate.same_base(self._base_sha256, await self._sink.served_base())
+        same_base = gate.same_base(self.base_sha256, await self.sink.served_base())
         with tracing.span("stage"):
-            directory = await self._disk.write(lambda: asyncio.to_thread(self._write, weights, state.train_step))
+            directory = await self.disk.run(self._write, weights, state.train_step)
             version, all_checks = await self._stage(directory, state, [*checks, same_base], metrics)
         if version and remote is not None and gate.passed(all_checks):
             with tracing.span("gate", {"parallm.version": version}):
@@ -85,10 +84,10 @@ class Publisher:
         self, directory: Path, state: RunState, checks: Sequence[GateCheck], metrics: dict[str, float]
     ) -> tuple[int, list[GateCheck]]:
         """The number that the store gives, 0 when it refuses; the checks with its own."""
-        candidate = Candidate(directory, state.train_step, state.version, self._base_sha256, metrics, tuple(checks))
+        candidate = Candidate(directory, state.train_step, state.version, self.base_sha256, metrics, tuple(checks))
         try:
             # Beside the run's folder it takes room for a copy, which is made before the store hears of it.
-            return await self._disk.write(lambda: self._sink.stage(candidate)), list(checks)
+            return await self.disk.write(lambda: self.sink.stage(candidate)), list(checks)
         except AdapterRejectedError as error:
             return 0, [*checks, GateCheck("store", False, str(error))]
 
@@ -100,23 +99,23 @@ class Publisher:
         if gate.passed(checks):
             foreign = await self._promote(version, checks, if_latest)
             if foreign is None:
-                await self._put(directory, self.version_folder(version))
+                await self.disk.run(self._keep, directory, self.version_folder(version))
                 return True
             checks.append(foreign)
         if version:
-            await self._sink.reject(version, checks)
+            await self.sink.reject(version, checks)
         if foreign is None:  # who moved `latest` is another alert's subject
-            await self._sink.alert("gate_failed", gate.failures(checks))
+            await self.sink.alert("gate_failed", gate.failures(checks))
         await self._put_away(directory, checks)
         return False
 
     async def _promote(self, version: int, checks: list[GateCheck], if_latest: int | None) -> GateCheck | None:
         """Make it the latest; what is in the way when somebody else has moved `latest` meanwhile."""
-        await self.note(version, await self._sink.latest_version() if if_latest is None else if_latest)
+        await self.note(version, await self.sink.latest_version() if if_latest is None else if_latest)
         try:
-            await self._sink.promote(version, checks, if_latest)
+            await self.sink.promote(version, checks, if_latest)
         except ConflictError:
-            latest = await self._sink.latest_version()
+            latest = await self.sink.latest_version()
             if if_latest is None or latest == version:  # an answer was lost, and said again
                 if latest == version:
                     return None
@@ -125,29 +124,26 @@ class Publisher:
         return None
 
     async def _put_away(self, directory: Path, checks: Sequence[GateCheck]) -> None:
-        rejected = self._folder / "rejected" / directory.name
-        found = msgspec.json.format(msgspec.json.encode(checks))
-        await self._disk.write(lambda: asyncio.to_thread((directory / "gate.json").write_bytes, found))
-        await self._put(directory, rejected)
-
-    async def _put(self, directory: Path, target: Path) -> None:
-        await self._disk.write(lambda: asyncio.to_thread(self._keep, directory, target))
+        rejected = self.folder / "rejected" / directory.name
+        report = msgspec.json.format(msgspec.json.encode(checks))
+        await self.disk.run((directory / "gate.json").write_bytes, report)
+        await self.disk.run(self._keep, directory, rejected)
 
     async def note(self, version: int, before: int | None = None) -> None:
         """Write down that `version` becomes the latest by our hand, after `before`."""
         mine = msgspec.json.encode([version] if before is None else [before, version])
 
         def write() -> None:
-            temporary = self._folder / "served.tmp"
+            temporary = self.folder / "served.tmp"
             temporary.write_bytes(mine)
-            temporary.replace(self._folder / _SERVED)
+            temporary.replace(self.folder / _SERVED)
 
-        await self._disk.write(lambda: asyncio.to_thread(write))
+        await self.disk.run(write)
 
     def moved_by_us(self, latest: int) -> bool:
         """Whether it was this run, in this life or an earlier one, that made this version the latest."""
         try:
-            return latest in msgspec.json.decode((self._folder / _SERVED).read_bytes(), type=list[int])
+            return latest in msgspec.json.decode((self.folder / _SERVED).read_bytes(), type=list[int])
         except (OSError, msgspec.DecodeError):
             return True  # a folder from before this was written down
 
@@ -159,7 +155,7 @@ class Publisher:
         weights = await self.any_weights_of(version)
         if version not in self.kept():
             folder = self.version_folder(version)
-            await self._disk.write(lambda: asyncio.to_thread(self._write_to, weights, folder))
+            await self.disk.run(self._write_to, weights, folder)
         return weights
 
     async def any_weights_of(self, version: int) -> Arrays:
@@ -169,26 +165,26 @@ class Publisher:
         """
         if version in self.kept():
             return await asyncio.to_thread(self.weights_of, version)
-        stored = await self._sink.fetch(version)
-        checks = [gate.same_base(self._base_sha256, stored.base_sha256), gate.finite_weights(stored.weights)]
-        differs = differences(stored.config, self._config) or gate.failures(checks)
+        stored = await self.sink.fetch(version)
+        checks = [gate.same_base(self.base_sha256, stored.base_sha256), gate.finite_weights(stored.weights)]
+        differs = differences(stored.config, self.config) or gate.failures(checks)
         if differs:
-            raise ConflictError(f"{self._adapter}@{version} does not fit this run: {differs}")
+            raise ConflictError(f"{self.adapter}@{version} does not fit this run: {differs}")
         return stored.weights
 
     def version_folder(self, version: int) -> Path:
         """Where a served version's files are kept, for a rollback."""
-        return self._folder / "versions" / str(version)
+        return self.folder / "versions" / str(version)
 
     def weights_of(self, version: int) -> Arrays:
         """The weights of a version that is still kept."""
-        return load_file(self.version_folder(version) / ADAPTER_FILE)
+        return load_file(self.version_folder(version) / MLX_FILE)
 
     def kept(self) -> set[int]:
         """The versions whose files are kept."""
-        versions = self._folder / "versions"
-        found = versions.iterdir() if versions.exists() else ()
-        return {int(path.name) for path in found if path.name.isdigit()}
+        versions = self.folder / "versions"
+        folders = versions.iterdir() if versions.exists() else ()
+        return {int(path.name) for path in folders if path.name.isdigit()}
 
     def forget(self, keep: Collection[int]) -> None:
         """Delete the files of all versions but these."""
@@ -196,12 +192,12 @@ class Publisher:
             shutil.rmtree(self.version_folder(version))
 
     def _write(self, weights: Arrays, train_step: int) -> Path:
-        return self._write_to(weights, self._folder / "candidates" / f"step-{train_step:06d}")
+        return self._write_to(weights, self.folder / "candidates" / f"step-{train_step:06d}")
 
     def _write_to(self, weights: Arrays, directory: Path) -> Path:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
-        write_adapter(directory, weights, self._config)
+        write_adapter(directory, weights, self.config)
         return directory
 
     def _keep(self, directory: Path, target: Path) -> None:

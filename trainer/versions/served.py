@@ -20,9 +20,9 @@ from trainer.inbox import Batch
 from trainer.learn.batches import Dropped
 from trainer.learn.compute import at_once
 from trainer.learn.learner import Learner, Trained
+from trainer.parts import Parts
 from trainer.rollouts.groups import RolloutGroup, mean_reward
 from trainer.rollouts.pacing import oldest_version
-from trainer.seams import Parts
 from trainer.settings import TrainSettings
 from trainer.state import Arrays, RunState
 from trainer.versions.examine import Examiner
@@ -46,12 +46,8 @@ class Serving:
         examiner: Examiner,
         state: RunState,
     ) -> None:
-        self._settings = settings
-        self._parts = parts
-        self._learner = learner
-        self._publisher = publisher
-        self._examiner = examiner
-        self._state = state
+        self._settings, self._parts, self._state = settings, parts, state
+        self._learner, self._publisher, self._examiner = learner, publisher, examiner
         # What is earned on one kind of tasks says nothing about another: live traffic that gets harder is no collapse.
         self._watches: dict[str, RewardWatch] = {}
         for tasks, standings in state.good_on.items():
@@ -99,7 +95,7 @@ class Serving:
         log.info("run.started", held_out=state.held_out)
 
     def owns(self, latest: int) -> bool:
-        """Whether this run has made the latest version what it is; before it begins: an earlier life of it."""
+        """Whether `latest` is what this run serves; before it begins, what an earlier start of it has served."""
         if self.begun:
             return latest == self._state.version
         return not latest or not self._state.version or self._publisher.moved_by_us(latest)
@@ -217,7 +213,7 @@ class Serving:
         """The local checks alone decide on weights that nobody is served yet."""
         if not gate.passed(trained.checks):
             failed = gate.failures(trained.checks)
-            await self._parts.sink.alert("gate_failed", failed)
+            await self._parts.ring.sink.alert("gate_failed", failed)
             return await self._take_back(failed, counts=not self._posted)
         await self._accept()
         self._state.unpublished += 1
@@ -247,7 +243,7 @@ class Serving:
         elif self._rollbacks >= self._settings.max_rollbacks:
             gave_up = f"{self._rollbacks} rollbacks and no better version in between; the last one: {self._rolled_back}"
         if gave_up:
-            await self._parts.sink.alert("gave_up", f"the run ends: {gave_up}")
+            await self._parts.ring.sink.alert("gave_up", f"the run ends: {gave_up}")
             raise ParallmError(gave_up)
 
     async def _count_silence(self, batch: Batch, dropped: Dropped) -> None:
@@ -255,7 +251,7 @@ class Serving:
         if self._silent == self._settings.no_signal_after:
             what = nothing_learned(dropped, batch.groups)
             reason = f"{self._silent} train steps in a row had nothing to learn from; the last one: {what}"
-            await self._parts.sink.alert("no_signal", reason)
+            await self._parts.ring.sink.alert("no_signal", reason)
 
     def _served(self, version: int) -> None:
         state = self._state
@@ -283,7 +279,7 @@ class Serving:
         log.error("version.rolled_back", bad=bad, to=target, good=good, earned=earned)
         weights = self._publisher.weights_of(target)
         served = await self._serve_again(target, weights, reason)
-        await self._parts.sink.alert("reward_collapse", reason)
+        await self._parts.ring.sink.alert("reward_collapse", reason)
         await self._parts.host.run(at_once(lambda: self._learner.load(weights)))
         state.policy_step += settings.max_lag + 1
         state.policy_steps = {v: s for v, s in state.policy_steps.items() if v <= target}
@@ -299,7 +295,7 @@ class Serving:
         """Make an older version the latest; published anew where somebody has deleted it from the store."""
         await self._publisher.note(target, self._state.version)
         try:
-            await self._parts.sink.roll_back(target, reason)
+            await self._parts.ring.sink.roll_back(target, reason)
         except UnknownAdapterError:
             return await self._publish(weights)
         return target
@@ -307,7 +303,7 @@ class Serving:
     async def _judged(self, version: int, reward: float) -> None:
         if self._state.best_reward is None or reward > self._state.best_reward:
             with contextlib.suppress(UnknownAdapterError):  # judged late, and deleted meanwhile
-                await self._parts.sink.set_best(version, reward)
+                await self._parts.ring.sink.set_best(version, reward)
                 self._state.best_reward, self._state.best_version = reward, version
                 self._rollbacks = 0
                 await self._anchor()
@@ -330,12 +326,12 @@ def tasks_of(group: RolloutGroup, batch: Batch) -> str:
 def nothing_learned(dropped: Dropped, groups: Sequence[RolloutGroup]) -> str:
     """Why a train step taught nothing, for a person."""
     samples = sum(len(group.trajectories) for group in groups)
-    found = [
+    counts = [
         (dropped.zero_variance, "groups with equal rewards"),
         (dropped.too_few, "groups without two samples to compare"),
         (dropped.cut_off, "groups that stay out of the loss, all cut off (mask_overlong)"),
         (dropped.overlong, "samples cut off at max_tokens"),
         (dropped.failed, f"samples failed, the first one: {dropped.problem[:500]}"),
     ]
-    causes = ", ".join(f"{count} {cause}" for count, cause in found if count)
+    causes = ", ".join(f"{count} {cause}" for count, cause in counts if count)
     return f"{len(groups)} groups of {samples} samples: {causes}"

@@ -1,7 +1,7 @@
 """The continuous batch on MLX: one thread owns the model, plain data goes in and comes out.
 
 Read in this order: `messages.py` (what goes in and out), `thread.py` (the thread and its loop), `engine.py` (one turn),
-`scheduler.py` (who is admitted, which prompt is fed next; pure). Then the rooms: `batch/` (the rows that decode
+`scheduler.py` (which prompt is fed next, and how much of it; pure). Then the rooms: `batch/` (the rows that decode
 together), `kv/` (keys and values that are kept), `lora/` (adapters), `sampling/` (drawing a token), `model/` (loading,
 and what differs between models and back ends). `between_steps.py` lets somebody else compute between two decode steps,
 `warm_up.py` measures the machine before the first row.

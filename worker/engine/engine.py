@@ -34,7 +34,7 @@ from worker.engine.messages import EndReason, EngineConfig, EngineStats, RowRequ
 from worker.engine.model.loader import LoadedModel, bound_freed_memory
 from worker.engine.sampling.grammars import Grammars
 from worker.engine.sampling.stop_text import RowText
-from worker.engine.scheduler import UNDISTURBED, ClassTurns, Limits, Reserved, share_prefill
+from worker.engine.scheduler import UNDISTURBED, ChunkSize, ClassTurns, Limits, Reserved, share_prefill
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Engine:
         self._limits = Limits.of(loaded.card, loaded.kv_limit_bytes)
         bound_freed_memory(self._limits.kv_limit_bytes)
         self._model = RowModel(loaded.model, adapters)
-        self._pieces = Pieces()
+        self._pieces = Pieces(ChunkSize(config.prefill_chunk, config.piece_s))
         self._class_turns = ClassTurns()
         score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
         self._prefixes = PrefixCache(
@@ -105,10 +105,10 @@ class Engine:
             try:
                 self._take(request)
             except ParallmError as error:
-                self._refuse(request, error)
+                self._events.append(request.refused(error))
             except Exception as error:
                 log.exception("engine.bad_request seq=%s", request.spec.id)
-                self._refuse(request, EngineError(f"{type(error).__name__}: {error}"))
+                self._events.append(request.refused(EngineError(f"{type(error).__name__}: {error}")))
 
     def cancel(self, seq_id: str, reason: EndReason = "cancelled") -> None:
         """End a sequence; unknown ones are ignored."""
@@ -147,7 +147,7 @@ class Engine:
         self._start(self._followers.ready(self._batch.prefilling_rows), wait=False)
         self._admit()
         of = self._class_turns.choose(self._batch.waiting | self._lane.waiting)
-        budget = self._config.prefill_chunk
+        budget = self._pieces.chunk.tokens
         if not self._batch.decoding:
             budget *= UNDISTURBED
         if of == "batch":
@@ -158,6 +158,8 @@ class Engine:
             self._prefill(share.lane, of)
         if len(self._batch):
             self._decode(share.batch, of)
+        elif not in_lane:
+            self._pieces.forget()  # nothing was computed: that says nothing of the machine's pace
 
     def settle(self) -> None:
         """Wait for the prompts' pieces under way: after their turn's events are told, before new commands are taken."""
@@ -206,17 +208,12 @@ class Engine:
             raise UnsupportedModelError("this model shows no hidden states, so it makes no embeddings", param="model")
         self._model.adapters.admit(row)
         if s.grammar and spec.kind == "generate":
-            row.place = self._grammars.open(s.grammar, row.tokens)
+            row.place = self._grammars.open(s.grammar, row.tokens, spec.tenant)
         self._rows[spec.id] = row
         # Interactive sequences wait before batch ones, each class in order of arrival.
         ahead = sum(other.spec.sequence_class == "interactive" for other in self._waiting)
         self._waiting.insert(ahead if spec.sequence_class == "interactive" else len(self._waiting), row)
         self._next_deadline = min(self._next_deadline, row.deadline_ms)
-
-    def _refuse(self, request: RowRequest, error: ParallmError) -> None:
-        position = sum(len(event.tokens) for event in request.prior)
-        finish = Finish("error", error_code=error.code or "", error_message=error.message)
-        self._events.append(TokenEvent(request.spec.id, request.attempt, position, [], [], finish=finish))
 
     def _admit(self) -> None:
         """Give rows and KV to those who wait, in order; the first one that does not fit stops the rest."""
@@ -239,7 +236,7 @@ class Engine:
         try:
             return (row.place is None or row.place.ready) and self._model.adapters.ready(row)
         except ParallmError as error:
-            self._end([row], Finish("error", error_code=error.code or "", error_message=error.message))
+            self._end([row], Finish.failed(error))
             return False
 
     def _start(self, rows: list[Row], *, wait: bool = True) -> None:
@@ -322,8 +319,7 @@ class Engine:
             if event.finish is not None:
                 ended.append(row)
             elif row.place is not None and row.place.fault:
-                finish = Finish("error", error_code=InvalidGrammarError.code or "", error_message=row.place.fault)
-                self._events.append(row.last_event(finish))
+                self._events.append(row.last_event(Finish.failed(InvalidGrammarError(row.place.fault))))
                 ended.append(row)
         self._throughput.add(len(tokens), time.monotonic())
         if ended:
@@ -371,8 +367,7 @@ class Engine:
         """A forward failed: its rows end, the engine goes on unless it keeps failing."""
         log.error("engine.forward_failed rows=%d", len(rows), exc_info=error)
         self._failures += 1
-        message = f"{type(error).__name__}: {error}"
-        self._end(rows, Finish("error", error_code=EngineError.code or "", error_message=message))
+        self._end(rows, Finish.failed(EngineError(f"{type(error).__name__}: {error}")))
         if self._failures >= FAILURES_IN_A_ROW:
             raise error
 
@@ -392,4 +387,6 @@ class Engine:
                 self._followers.remove(row)
             else:
                 self._waiting.remove(row)
+            if row.place is not None:
+                self._grammars.leave(row.place)
             self._model.adapters.release(row)

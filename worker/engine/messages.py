@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shared.frames import TokenEvent
+from shared.errors import ParallmError
+from shared.frames import Finish, TokenEvent
 from shared.process.settings import WorkerSettings
 from shared.sequences import SequenceSpec
 
@@ -25,6 +26,7 @@ class EngineConfig:
     prefill_rows: int = 32  # prompts that prefill together, at most
     prefill_chunk: int = 512  # prompt tokens between two decode steps, over all prompts; 0: measured (warm_up.py)
     prefill_area: int | None = None  # rows x width x (past + width) of a forward of prompts; None: no limit
+    piece_s: float = float("inf")  # that a piece of prompts is planned to take; a late one makes the next one smaller
     lane_s: float = float("inf")  # for the prompts in our own lane between two decode steps
     warm_up: bool = False  # decode rows of usual sizes before the first one comes; on a GPU
     kv_limit_bytes: int | None = None  # None: half of what is free after loading
@@ -47,6 +49,11 @@ class RowRequest:
     spec: SequenceSpec
     attempt: int = 1
     prior: tuple[TokenEvent, ...] = ()
+
+    def refused(self, error: ParallmError) -> TokenEvent:
+        """Its only event, when it cannot run."""
+        position = sum(len(event.tokens) for event in self.prior)
+        return TokenEvent(self.spec.id, self.attempt, position, [], [], finish=Finish.failed(error))
 
 
 @dataclass(frozen=True)

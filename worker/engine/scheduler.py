@@ -1,10 +1,6 @@
-"""Admission and prefill maths, pure: how many sequences of which class to claim, and which prompts to feed next.
+"""What to compute next, pure: which prompts to feed, how much of them at once, and what there is room for.
 
-Shares are work-conserving: when both classes wait, free rows fill up to `interactive_share` for interactive work and
-the rest for batch work; what one class leaves over the other may take, except the rows reserved for interactive. Where
-all rows are taken, interactive sequences up to their share still come in, for batch rows that are handed back.
-
-Prompts: interactive ones are fed first, and a batch prompt that has begun pauses meanwhile; but a batch prompt is never
+Interactive prompts are fed first, and a batch prompt that has begun pauses meanwhile; but a batch prompt is never
 passed more than `PASSES` times in a row. A batch prompt's piece is kept short, because whoever arrives waits for it.
 """
 
@@ -28,65 +24,9 @@ LONG_TOGETHER = 4  # long prompts that are fed in turn
 SHARE_OF_A_PIECE = 0.5  # of what a turn takes without it: the time for a piece of a batch prompt
 TRY_MORE_EVERY = 16
 RECENT = 0.05  # weight of the latest turn
-
-
-@dataclass(frozen=True)
-class Shares:
-    """How the rows are divided."""
-
-    interactive_share: float = 0.7  # of all rows, while both classes have work
-    reserved_interactive: int = 2  # rows that batch work never takes
-
-
-@dataclass(frozen=True)
-class SchedulerState:
-    """What runs now."""
-
-    interactive_rows: int
-    batch_rows: int
-    max_rows: int
-    kv_tokens_free: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to claim now; the queue's `ClaimPlan` has the same fields.
-
-    Claiming goes: up to `interactive_first`, up to `batch_first`, then the rows left over to interactive and to batch,
-    never more than `batch_max` of batch.
-    """
-
-    rows: int
-    interactive_first: int
-    batch_first: int
-    batch_max: int
-    kv_tokens: int
-
-
-def plan_claims(state: SchedulerState, shares: Shares) -> Plan:
-    """How the free rows are offered to the two classes."""
-    free = max(0, state.max_rows - state.interactive_rows - state.batch_rows)
-    if free == 0 or state.kv_tokens_free <= 0:
-        return Plan(0, 0, 0, 0, max(0, state.kv_tokens_free))
-    reserved = min(shares.reserved_interactive, state.max_rows - 1)
-    batch_max = min(free, max(0, state.max_rows - reserved - state.batch_rows))
-    interactive_goal = max(round(shares.interactive_share * state.max_rows), reserved)
-    interactive_first = min(free, max(0, interactive_goal - state.interactive_rows))
-    batch_goal = state.max_rows - interactive_goal
-    batch_first = min(free - interactive_first, batch_max, max(0, batch_goal - state.batch_rows))
-    return Plan(free, interactive_first, batch_first, batch_max, state.kv_tokens_free)
-
-
-def plan_room(state: SchedulerState, shares: Shares) -> Plan:
-    """What to claim when all rows are taken: interactive sequences, each in place of a batch row, up to their share.
-
-    One row at least stays with batch work.
-    """
-    if state.interactive_rows + state.batch_rows < state.max_rows or state.kv_tokens_free <= 0:
-        return Plan(0, 0, 0, 0, max(0, state.kv_tokens_free))
-    goal = min(round(shares.interactive_share * state.max_rows), state.max_rows - 1)
-    rows = min(state.batch_rows, max(0, goal - state.interactive_rows))
-    return Plan(rows, rows, 0, 0, state.kv_tokens_free)
+LATE = 2.0  # times the planned time: a piece that takes longer makes the next one smaller
+LEAST_OF_A_CHUNK = 0.25  # that is left of it after one late piece, which may have been the machine's fault
+GROWTH = 1.25
 
 
 @dataclass(frozen=True)
@@ -152,6 +92,32 @@ class PieceSizes:
         allowed = fixed_s / token_s * SHARE_OF_A_PIECE if token_s > 0 else 2 * self._tokens
         chunk = max(SMALLEST_PIECE, int(min(allowed, budget)))
         return min(budget, chunk * 2 if self._turns % TRY_MORE_EVERY == 0 else chunk)
+
+
+class ChunkSize:
+    """How many prompt tokens are fed between two decode steps: the chunk, or fewer after a piece that came late.
+
+    The chunk was found on an idle machine and short prompts. Where others compute, too, or a prompt has a long past,
+    as many tokens take longer, and all rows wait. `piece_s`: the time that a piece should take.
+    """
+
+    def __init__(self, chunk: int, piece_s: float) -> None:
+        self._chunk = self.tokens = chunk
+        self._piece_s = piece_s
+        self._bare_s = 0.0  # mean of recent turns without a prompt
+
+    def turn(self, tokens: int, seconds: float) -> None:
+        """One turn's prompt tokens and time."""
+        if not tokens:
+            self._bare_s += (seconds - self._bare_s) * (RECENT if self._bare_s else 1)
+            return
+        took = seconds - self._bare_s
+        planned = self._piece_s * max(1.0, tokens / self.tokens)  # while nothing decodes, several chunks go at once
+        if took > LATE * planned:
+            smaller = int(self.tokens * max(LEAST_OF_A_CHUNK, planned / took))
+            self.tokens = min(self._chunk, max(SMALLEST_PIECE, smaller))
+        elif took < planned and 2 * tokens >= self.tokens:  # fewer tell nothing of a whole piece
+            self.tokens = min(self._chunk, math.ceil(GROWTH * self.tokens))
 
 
 @dataclass(frozen=True)

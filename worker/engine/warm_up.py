@@ -53,7 +53,7 @@ def prepare(loaded: LoadedModel, config: EngineConfig) -> EngineConfig:
     forward = _timed(loaded.model)
     if not config.prefill_chunk:
         bounds, bound_s = (CPU_CHUNKS, CPU_PIECE_S) if on_cpu else (CHUNKS, PIECE_S)
-        config = replace(config, prefill_chunk=largest_chunk(forward, *bounds, bound_s))
+        config = replace(config, prefill_chunk=largest_chunk(forward, *bounds, bound_s), piece_s=bound_s)
     if on_cpu:
         return replace(config, lane_s=CPU_PIECE_S)
     width = largest_width(forward, *CHUNKS, PIECE_S)

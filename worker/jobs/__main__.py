@@ -1,39 +1,29 @@
 """`python -m worker.jobs`: the job runner."""
 
+import asyncio
+import sys
+
+from shared.errors import ServiceUnavailableError, SetupError
+from shared.process import logs
+from shared.process.garbage import leave_out_what_is_loaded
+from shared.process.lifeline import follow_parent
+from shared.process.settings import RunnerSettings, load
+from shared.redis.connection.client import require
+from shared.telemetry import tracing
+from worker.jobs.runner import run
+
 
 def main() -> None:
     """Parse the settings and run until a signal; exit code 2 when the settings are wrong, 1 when no Redis answers."""
-    # Imports stand here because every process of the reward pool imports this module, and needs none of them.
-    import asyncio
-    import sys
-
-    from shared.errors import ServiceUnavailableError, SetupError
-    from shared.process import logs
-    from shared.process.garbage import leave_out_what_is_loaded
-    from shared.process.lifeline import follow_parent
-    from shared.process.settings import RunnerSettings, load
-    from shared.redis.connection.client import require
-    from shared.telemetry import tracing
-    from worker.jobs.runner import run
-
     try:
         settings = load(RunnerSettings)
         if not settings.redis:
             raise SetupError("the job runner needs --redis URL (or PARALLM_REDIS_URL)")
         logs.configure(settings.log_level, settings.log_json)
         tracing.start(settings.otlp_endpoint, "runner")
-    except SetupError as error:
-        print(f"job runner: {error.message}", file=sys.stderr)
-        raise SystemExit(2) from None
-    follow_parent()
-    leave_out_what_is_loaded()
-
-    async def start() -> None:
-        await require(settings.redis)
-        await run(settings)
-
-    try:
-        asyncio.run(start())
+        follow_parent()
+        leave_out_what_is_loaded()
+        asyncio.run(_start(settings))
     except SetupError as error:
         print(f"job runner: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -42,6 +32,11 @@ def main() -> None:
         raise SystemExit(1) from None
     finally:
         tracing.stop()
+
+
+async def _start(settings: RunnerSettings) -> None:
+    await require(settings.redis)
+    await run(settings)
 
 
 if __name__ == "__main__":

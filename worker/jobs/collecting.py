@@ -22,6 +22,7 @@ from shared.redis import keys
 from shared.redis.connection.faults import reason
 from shared.redis.training.trajectory_intake import Settled, TrajectoryIntake
 from shared.redis.training.trajectory_queue import TrajectoryQueue
+from shared.rewards.kinds import check
 from shared.scoring.pool import RewardSample
 from shared.scoring.shares import Share
 from shared.text.codec import TextCodec
@@ -39,7 +40,7 @@ SHARES_KEPT = 256
 
 
 class Collecting:
-    """One runner's share of the collecting."""
+    """Makes trajectories of live traffic, in one runner."""
 
     def __init__(self, context: TickContext, max_entries: int, max_bytes: int) -> None:
         self._context = context
@@ -47,7 +48,7 @@ class Collecting:
         self._shares: dict[str, Share] = {}
 
     async def run(self) -> None:
-        """Collect for ever; a Redis that is away is waited for."""
+        """Collect until cancelled; while Redis is away, wait."""
         while True:
             try:
                 models = [card.name for card in await self._context.registry.models()]
@@ -62,7 +63,7 @@ class Collecting:
                 await asyncio.sleep(RETRY_S)
 
     async def collect(self, model: str) -> int:
-        """Move what has settled on; how many."""
+        """Make trajectories of settled sequences; returns how many were taken."""
         intake = TrajectoryIntake(self._context.redis, model)
         settled = await intake.read(self._context.runner, AT_ONCE)
         if not settled:
@@ -80,7 +81,7 @@ class Collecting:
         return len(settled)
 
     def _share(self, packed: bytes) -> Share:
-        """Of a scoring function, from one round to the next: one that was given up gets one more try a round."""
+        """The share of a scoring function, kept between rounds; one that was given up gets one more try a round."""
         digest = hashlib.sha256(packed).hexdigest()
         share = self._shares.pop(digest, None) or Share(LIVE, digest)
         self._shares[digest] = share
@@ -117,7 +118,7 @@ class Collecting:
             spec = RewardSpec(first.scoring, first.options)
             try:
                 with working_for(settled[indices[0]].spec.tenant):
-                    scores = await self._context.rewards.score(spec, samples, share=self._share(packed))
+                    scores = await self._context.rewards.score(check(spec), samples, share=self._share(packed))
             except ParallmError as error:  # a runner that is older than the api that admitted it
                 scores = [Reward(spec.name, None, error=error.message)] * len(samples)
             rewards.update(zip(indices, scores, strict=True))

@@ -51,14 +51,14 @@ class TickContext:
         self._queues: dict[str, SequenceQueue] = {}
 
     def rewarding(self, spec: JobSpec) -> Rewarding:
-        """What this runner has of a job's samples between finished and recorded."""
+        """The job's samples that are finished and not recorded yet, in this runner."""
         forget_unused(self._rewarding, UNUSED_S)
         if spec.id not in self._rewarding:
             self._rewarding[spec.id] = Rewarding(spec, self.rewards)
         return self._rewarding[spec.id]
 
     def forget(self, job_id: str) -> None:
-        """A job has ended."""
+        """Drop what is kept of a job that has ended."""
         self.repaired.pop(job_id, None)
         if (rewarding := self._rewarding.pop(job_id, None)) is not None:
             rewarding.close()

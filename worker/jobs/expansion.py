@@ -10,18 +10,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shared.errors import (
-    ContextLengthExceededError,
-    EmptyPromptError,
-    InvalidRequestError,
-    ParallmError,
-)
-from shared.jobs import JobInput, JobSpec, Prompt
+from shared.errors import ContextLengthExceededError, EmptyPromptError, InvalidRequestError, ParallmError
+from shared.jobs import InputLine, JobInput, JobSpec, Prompt, read_input
 from shared.seeds import seed_in_job
 from shared.sequences import ModelCard, SamplingParams, SequenceKind, SequenceSpec, vocabulary_error
 from shared.text.codec import TextCodec
-
-_input_decoder = msgspec.json.Decoder(JobInput)
 
 
 @dataclass(frozen=True)
@@ -35,7 +28,7 @@ class PreparedPrompt:
     error: ParallmError | None = None
 
 
-def prepare(index: int, line: bytes, spec: JobSpec, card: ModelCard, codec: TextCodec) -> PreparedPrompt:
+def prepare(index: int, line: InputLine, spec: JobSpec, card: ModelCard, codec: TextCodec) -> PreparedPrompt:
     """Tokenise and check one input line."""
     read = read_prompt(index, line)
     if read.error is not None:
@@ -55,12 +48,7 @@ def prepare(index: int, line: bytes, spec: JobSpec, card: ModelCard, codec: Text
     return PreparedPrompt(index, source, prompt_ids, score_ids)
 
 
-def read_input(line: bytes) -> JobInput:
-    """One input line, checked at submission."""
-    return _input_decoder.decode(line)
-
-
-def read_prompt(index: int, line: bytes) -> PreparedPrompt:
+def read_prompt(index: int, line: InputLine) -> PreparedPrompt:
     """One input line, not tokenised; with an error when it is nested deeper than this process can read."""
     try:
         return PreparedPrompt(index, read_input(line))
@@ -103,7 +91,7 @@ def _check(prompt_ids: Sequence[int], score_ids: Sequence[int], spec: JobSpec, c
 
 
 class PromptCache:
-    """Prompts that are under way, so that gathering need not tokenise again what expanding has; bounded in both."""
+    """Prompts under way, so that a result's prompt is not tokenised again; bounded in prompts and tokens."""
 
     def __init__(self, max_tokens: int = 4_000_000, max_prompts: int = 16_384) -> None:
         self._max_tokens = max_tokens
@@ -135,7 +123,7 @@ def sequence_id(job_id: str, ordinal: int) -> str:
 
 
 def ordinal_of(sequence: str) -> int:
-    """The sample that a sequence's id names."""
+    """The ordinal of the sample that a sequence's id names."""
     return int(sequence.rpartition("-")[2])
 
 
@@ -143,6 +131,7 @@ def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int, trace: str = "
     """The group of one prompt; `trace`: a traceparent."""
     first = prompt.index * spec.n
     own = prompt.source.request  # a batch's line
+    kind: SequenceKind = "score" if spec.kind == "score" else "generate"
     return [
         SequenceSpec(
             id=sequence_id(spec.id, first + sample),
@@ -150,7 +139,7 @@ def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int, trace: str = "
             prompt_ids=prompt.prompt_ids,
             sampling=sampling(spec, prompt.index, sample) if own is None else own.sampling,
             sequence_class="batch",
-            kind=_kind(spec) if own is None else own.kind,
+            kind=kind if own is None else own.kind,
             pooling="mean" if own is None else own.pooling,
             group=f"{spec.id}-p{prompt.index}" if spec.n > 1 else "",
             score_ids=prompt.score_ids,
@@ -164,10 +153,6 @@ def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int, trace: str = "
         )
         for sample in range(spec.n)
     ]
-
-
-def _kind(spec: JobSpec) -> SequenceKind:
-    return "score" if spec.kind == "score" else "generate"
 
 
 def is_sample(spec: JobSpec, seq: str) -> bool:

@@ -1,6 +1,7 @@
 """From results to result lines: trajectories, rewards, and what they add to the job's counts."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -9,6 +10,7 @@ from shared.frames import FinishReason
 from shared.jobs import JobSpec, JobUsage
 from shared.owners import working_for
 from shared.redis.jobs.ledger import Outcome, SampleRecord
+from shared.rewards.kinds import CheckedReward
 from shared.scoring.pool import RewardSample
 from shared.scoring.score import Rewards
 from shared.scoring.shares import Share
@@ -29,6 +31,14 @@ OUTCOMES: dict[FinishReason, Outcome] = {
 }
 
 
+class FinishedSample(NamedTuple):
+    """A sample that is to be scored and recorded."""
+
+    trajectory: Trajectory
+    prompt: PreparedPrompt
+    entry: bytes = b""  # of the stream of finished sequences, which it leaves when it is recorded
+
+
 def finished_trajectory(
     spec: JobSpec, ordinal: int, prompt: PreparedPrompt, result: SequenceResult, codec: TextCodec
 ) -> Trajectory:
@@ -38,6 +48,10 @@ def finished_trajectory(
     drawn_with = spec.sampling if own is None else own.sampling
     completion = prompt.score_ids if scoring else result.completion_ids
     given = prompt.source.completion
+    if scoring and isinstance(given, str):
+        text = given
+    else:
+        text = codec.decode(completion) if result.text is None else result.text
     finish = result.finish
     # What the runner cancels when the job's deadline passes has run out of time like the rest.
     late = finish.reason == "cancelled" and 0 < spec.deadline_ms <= result.timings.finished_ms
@@ -46,7 +60,7 @@ def finished_trajectory(
         sample_index=ordinal % spec.n,
         prompt_ids=prompt.prompt_ids,
         completion_ids=completion,
-        text=given if scoring and isinstance(given, str) else _text(result, completion, codec),
+        text=text,
         logprobs=result.score_logprobs if scoring else result.logprobs,
         finish_reason="deadline" if late else finish.reason,
         spans=result.spans,
@@ -109,22 +123,20 @@ def given_trajectory(prompt: PreparedPrompt, codec: TextCodec | None) -> Traject
 
 async def rewarded(
     spec: JobSpec,
+    finished: Sequence[FinishedSample],
+    reward: CheckedReward | None,
     scorer: Rewards,
-    finished: Sequence[tuple[Trajectory, PreparedPrompt]],
     share: Share | None = None,
 ) -> list[SampleRecord]:
-    """Score what was completed, and make everything ready to be recorded."""
+    """Score what was completed, and make everything ready to be recorded; without a reward it is not scored."""
     rewards: dict[int, Reward] = {}
-    if spec.reward is not None:
-        complete = [i for i, (line, _) in enumerate(finished) if OUTCOMES[line.finish_reason] == "succeeded"]
-        sources = [finished[i][1].source for i in complete]
-        samples = [
-            RewardSample(finished[i][0].text, source.reference, source.prompt, spec.model)
-            for i, source in zip(complete, sources, strict=True)
-        ]
+    if reward is not None:
+        complete = [i for i, each in enumerate(finished) if OUTCOMES[each.trajectory.finish_reason] == "succeeded"]
+        texts = [(finished[i].trajectory.text, finished[i].prompt.source) for i in complete]
+        samples = [RewardSample(text, source.reference, source.prompt, spec.model) for text, source in texts]
         with working_for(spec.tenant):
-            rewards = dict(zip(complete, await scorer.score(spec.reward, samples, share=share), strict=True))
-    return [_record(spec, trajectory, rewards.get(i)) for i, (trajectory, _) in enumerate(finished)]
+            rewards = dict(zip(complete, await scorer.score(reward, samples, share=share), strict=True))
+    return [record(spec, each.trajectory, rewards.get(i)) for i, each in enumerate(finished)]
 
 
 def count_rewards(tally: Tally, records: Sequence[SampleRecord]) -> None:
@@ -136,7 +148,8 @@ def count_rewards(tally: Tally, records: Sequence[SampleRecord]) -> None:
             tally.counter("mlx_parallm_reward_errors_total", reward.name).add()
 
 
-def _record(spec: JobSpec, trajectory: Trajectory, reward: Reward | None) -> SampleRecord:
+def record(spec: JobSpec, trajectory: Trajectory, reward: Reward | None = None) -> SampleRecord:
+    """A sample as the ledger takes it."""
     if reward is not None:
         trajectory = msgspec.structs.replace(trajectory, reward=reward)
     return SampleRecord(
@@ -146,7 +159,3 @@ def _record(spec: JobSpec, trajectory: Trajectory, reward: Reward | None) -> Sam
         usage=JobUsage(len(trajectory.prompt_ids), len(trajectory.completion_ids)),
         reward=reward,
     )
-
-
-def _text(result: SequenceResult, completion: Sequence[int], codec: TextCodec) -> str:
-    return codec.decode(completion) if result.text is None else result.text

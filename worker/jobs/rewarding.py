@@ -10,35 +10,16 @@ finished and not recorded as far as Redis knows: the next runner begins with it.
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
-import msgspec
 
 from shared.jobs import JobSpec
 from shared.redis.jobs.ledger import SampleRecord
+from shared.rewards.kinds import check
 from shared.scoring.pool import CHUNK
 from shared.scoring.score import Rewards
 from shared.scoring.shares import Share
-from shared.trajectories import Trajectory
-from worker.jobs.expansion import PreparedPrompt
-from worker.jobs.outcomes import rewarded
+from worker.jobs.outcomes import FinishedSample, rewarded
 
 MOST = 512  # samples of a job that are here at a time
-
-
-class Sample(NamedTuple):
-    """A finished sample."""
-
-    trajectory: Trajectory
-    prompt: PreparedPrompt
-    entry: bytes = b""  # of the stream of finished sequences, which it leaves when it is recorded
-
-
-class Ready(NamedTuple):
-    """Samples that can be recorded."""
-
-    entries: list[bytes]
-    records: list[SampleRecord]
 
 
 class Rewarding:
@@ -47,15 +28,15 @@ class Rewarding:
     def __init__(self, spec: JobSpec, rewards: Rewards) -> None:
         self._spec = spec
         self._rewards = rewards
+        self._reward = check(spec.reward) if spec.reward is not None else None
         self.share = Share(spec.key, spec.id)
         self.used_at = time.monotonic()
-        self._bare = False
         self._begin()
 
     def _begin(self) -> None:
         self.cursor = "0"  # in the stream of finished sequences
         self.taken_up = False  # given texts that an earlier runner had begun with
-        self._pieces: dict[asyncio.Task[list[SampleRecord]], Sequence[Sample]] = {}
+        self._pieces: dict[asyncio.Task[list[SampleRecord]], Sequence[FinishedSample]] = {}
 
     @property
     def room(self) -> int:
@@ -67,35 +48,39 @@ class Rewarding:
         """Whether samples are here."""
         return bool(self._pieces)
 
-    def add(self, samples: Sequence[Sample]) -> None:
+    def add(self, samples: Sequence[FinishedSample]) -> None:
         """Begin to score them."""
         for at in range(0, len(samples), CHUNK):
             self._start(samples[at : at + CHUNK])
 
     def end_bare(self) -> None:
-        """The job ends: from now on samples are handed out without their rewards."""
-        self._bare = True
+        """From now on hand samples out without rewards, since the job ends."""
+        self._reward = None
         pieces = {task: samples for task, samples in self._pieces.items() if not task.done()}
         for task, samples in pieces.items():
             del self._pieces[task]
             task.cancel()
             self._start(samples)
 
-    async def take(self, wait_s: float) -> Ready:
-        """What can be recorded; waits for it at most so long. Raises what scoring raised: then all begins anew."""
+    async def take(self, wait_s: float) -> tuple[list[SampleRecord], list[bytes]]:
+        """What can be recorded, and its entries; waits for it at most so long.
+
+        Raises what scoring raised; then all samples are dropped and read again.
+        """
         self.used_at = time.monotonic()
         if self._pieces:
             await asyncio.wait(self._pieces, timeout=wait_s)
-        ready = Ready([], [])
+        records: list[SampleRecord] = []
+        entries: list[bytes] = []
         for task in [task for task in self._pieces if task.done()]:
             samples = self._pieces.pop(task)
             try:
-                ready.records.extend(task.result())
+                records += task.result()
             except BaseException:
                 self.close()
                 raise
-            ready.entries.extend(sample.entry for sample in samples if sample.entry)
-        return ready
+            entries += [sample.entry for sample in samples if sample.entry]
+        return records, entries
 
     def close(self) -> None:
         """Forget all samples."""
@@ -103,14 +88,13 @@ class Rewarding:
             task.cancel()
         self._begin()
 
-    def _start(self, samples: Sequence[Sample]) -> None:
-        spec = msgspec.structs.replace(self._spec, reward=None) if self._bare else self._spec
-        finished = [(sample.trajectory, sample.prompt) for sample in samples]
-        self._pieces[asyncio.create_task(rewarded(spec, self._rewards, finished, self.share))] = samples
+    def _start(self, samples: Sequence[FinishedSample]) -> None:
+        scoring = rewarded(self._spec, samples, self._reward, self._rewards, self.share)
+        self._pieces[asyncio.create_task(scoring)] = samples
 
 
 def forget_unused(known: dict[str, Rewarding], unused_s: float) -> None:
-    """Drop those whose job has not been seen for so long: another runner has it."""
+    """Drop the samples of jobs that were not advanced here for so long: another runner has them."""
     before = time.monotonic() - unused_s
     unused: Iterable[str] = [job for job, rewarding in known.items() if rewarding.used_at < before]
     for job in unused:

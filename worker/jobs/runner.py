@@ -65,7 +65,7 @@ class RunnerWorker(Worker):  # type: ignore[misc]  # arq has no types
         self._wake = asyncio.Event()
 
     async def listen(self) -> None:
-        """Hear announcements of ticks, for ever."""
+        """Wait for announcements of ticks, until cancelled."""
         while True:
             with contextlib.suppress(RedisError, OSError):
                 async with self._context.blocking.pubsub() as channel:
@@ -75,7 +75,7 @@ class RunnerWorker(Worker):  # type: ignore[misc]  # arq has no types
             await asyncio.sleep(FALLBACK_POLL_S)
 
     async def sweep(self) -> None:
-        """Take up jobs that no runner advances, for ever."""
+        """Enqueue ticks of jobs that no runner advances, until cancelled."""
         while True:
             with contextlib.suppress(RedisError, OSError):
                 for job in await self._context.ledger.active():
@@ -84,7 +84,7 @@ class RunnerWorker(Worker):  # type: ignore[misc]  # arq has no types
             await asyncio.sleep(SWEEP_S)
 
     async def start_jobs(self, job_ids: list[bytes]) -> None:
-        """As arq's, without the ticks that run here: of a long one the mark has run out, and it waits still."""
+        """As arq's, but skips ticks that run here: a long one's mark may have expired while it is still queued."""
         running = {name.encode() for name, task in self.tasks.items() if not task.done()}
         await super().start_jobs([each for each in job_ids if each not in running])
 
@@ -104,7 +104,7 @@ class RunnerWorker(Worker):  # type: ignore[misc]  # arq has no types
                 await self._wake.wait()
 
     def handle_sig_wait_for_completion(self, signum: Any) -> None:
-        """SIGTERM and SIGINT: pick up nothing more, let the ticks come to their end, leave."""
+        """On SIGTERM and SIGINT: start no more ticks, let the running ones end, then leave."""
         self._context.stopping.set()
         super().handle_sig_wait_for_completion(signum)
 

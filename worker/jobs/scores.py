@@ -18,6 +18,7 @@ from shared.jobs import RewardSpec
 from shared.redis import keys
 from shared.redis.connection.faults import reason
 from shared.redis.training.orders import Orders, Received
+from shared.rewards.kinds import check
 from shared.scoring.pool import RewardSample
 from shared.scoring.shares import Share
 from shared.trajectories import Reward, ScoreOrder
@@ -33,7 +34,7 @@ _order = msgspec.json.Decoder(ScoreOrder)
 
 
 class Scores:
-    """One runner's share of the scoring. Scoring twice is harmless, so an order is answered first and done then."""
+    """Answers orders, in one runner. Scoring twice is harmless, so an order is answered first and marked done then."""
 
     def __init__(self, context: TickContext) -> None:
         self._context = context
@@ -41,7 +42,7 @@ class Scores:
         self._under_way: dict[str, asyncio.Task[None]] = {}  # by entry
 
     async def run(self) -> None:
-        """Answer for ever; a Redis that is away is waited for."""
+        """Answer until cancelled; while Redis is away, wait."""
         try:
             while True:
                 try:
@@ -58,7 +59,7 @@ class Scores:
             await self._end(list(self._under_way))
 
     async def _begin(self) -> int:
-        """Begin with what there is room for; how many."""
+        """Start as many orders as there is room for; returns how many."""
         self._under_way = {entry: task for entry, task in self._under_way.items() if not task.done()}
         room = AT_ONCE - len(self._under_way)
         if not room:
@@ -77,7 +78,7 @@ class Scores:
             await asyncio.wait(self._under_way.values(), timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
 
     async def _leave(self) -> None:
-        """Stop with those that were taken back."""
+        """Cancel the orders that were withdrawn."""
         await self._end(await self._orders.withdrawn(list(self._under_way)))
 
     async def _end(self, entries: Iterable[str]) -> None:
@@ -86,7 +87,7 @@ class Scores:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, received: Received) -> None:
+    async def _answer(self, received: Received[bytes]) -> None:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(received.deadline_ms / 1000 - time.time()):
@@ -98,11 +99,12 @@ class Scores:
         except Exception:
             log.exception("scores.failed")
 
-    async def _scored(self, received: Received) -> list[Reward]:
+    async def _scored(self, received: Received[bytes]) -> list[Reward]:
         try:
             order = _order.decode(received.body)
             samples = [RewardSample(text, reference) for text, reference in order.samples]
             share = Share(order.key, received.id)
-            return await self._context.rewards.score(RewardSpec(order.name, order.options), samples, share=share)
+            reward = check(RewardSpec(order.name, order.options))
+            return await self._context.rewards.score(reward, samples, share=share)
         except (msgspec.DecodeError, RecursionError, ParallmError) as error:  # of an api that is newer than we are
             return [Reward("", None, error=str(error))]

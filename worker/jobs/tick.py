@@ -84,7 +84,7 @@ async def _lease_kept(context: TickContext, job_id: str) -> AsyncIterator[None]:
 
 
 async def _advance(context: TickContext, job_id: str, number: int) -> bool:
-    """Work on the job for a while; False when it has ended."""
+    """Work on the job for about TICK_S; False when it has ended."""
     try:
         spec = await context.ledger.spec(job_id)
         with tracing.span("job tick", {**_told(spec), "parallm.job.tick": number}, link=spec.trace):

@@ -3,14 +3,15 @@
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 
 import structlog
 
 from shared.errors import QueueFullError, UnknownModelError, UnreadableMessageError
 from shared.frames import Finish
-from shared.jobs import PIN_S, TERMINAL, JobSpec, JobState, pin_owner
+from shared.jobs import PIN_S, TERMINAL, InputLine, JobSpec, JobState, pin_owner
 from shared.redis import keys
-from shared.redis.jobs.ledger import JobProgress
+from shared.redis.jobs.ledger import JobProgress, SampleRecord
 from shared.redis.queue.dead_letters import Unusable, bury
 from shared.sequences import ModelCard, SequenceResult, SequenceSpec, decode_result
 from shared.telemetry.tracing import traceparent
@@ -28,13 +29,13 @@ from worker.jobs.expansion import (
     sequences,
 )
 from worker.jobs.outcomes import (
+    FinishedSample,
     count_rewards,
     finished_trajectory,
     given_trajectory,
     impossible_trajectories,
-    rewarded,
+    record,
 )
-from worker.jobs.rewarding import Ready, Sample
 
 log = structlog.get_logger()
 
@@ -60,7 +61,7 @@ class JobWork:
 
     @classmethod
     async def on(cls, context: TickContext, spec: JobSpec) -> "JobWork":
-        """Fetch what the job's model needs; UnknownModelError when no worker has ever told of it."""
+        """With the card and the codec of the job's model; UnknownModelError when no worker has ever registered it."""
         await context.adapters.pin_all(spec.adapter, pin_owner(spec.id), PIN_S)
         card = await context.registry.card(spec.model)
         if card is None and needs_model(spec):
@@ -108,11 +109,12 @@ class JobWork:
 
     async def _enqueue(self, prompts: list[PreparedPrompt]) -> None:
         now_ms = time.time_ns() // 1_000_000
-        impossible = [(line, p) for p in prompts if p.error for line in impossible_trajectories(self._spec, p, p.error)]
-        if impossible:
-            await self._keep(Ready([], await rewarded(self._spec, self._context.rewards, impossible)))
+        spec = self._spec
+        await self._keep(
+            [record(spec, t) for p in prompts if p.error for t in impossible_trajectories(spec, p, p.error)]
+        )
         trace = traceparent()
-        groups = [sequences(self._spec, p, now_ms, trace) for p in prompts if not p.error]
+        groups = [sequences(spec, p, now_ms, trace) for p in prompts if not p.error]
         if not groups:
             return
         together: dict[tuple[str, ...], list[SequenceSpec]] = {}
@@ -121,7 +123,7 @@ class JobWork:
         for workers, specs in together.items():
             await self._queue.enqueue(specs, prefer=workers)
 
-    async def _prepare(self, lines: dict[int, bytes]) -> list[PreparedPrompt]:
+    async def _prepare(self, lines: dict[int, InputLine]) -> list[PreparedPrompt]:
         spec, card, codec = self._spec, self._card, self._codec
         assert card is not None and codec is not None
         prepared = await asyncio.to_thread(
@@ -132,7 +134,7 @@ class JobWork:
         return prepared
 
     async def _take_up(self) -> None:
-        """Score what an earlier runner had begun with and not recorded, where no stream says what has finished."""
+        """Score what an earlier runner had begun: without sequences there is no stream that says what has finished."""
         if needs_model(self._spec) or self._rewarding.taken_up:
             return
         self._rewarding.taken_up = True
@@ -140,51 +142,51 @@ class JobWork:
         lines = await self._ledger.inputs_at(self._spec.id, begun) if begun else []
         self._reward_given(dict(zip(begun, lines, strict=True)))
 
-    def _reward_given(self, lines: dict[int, bytes]) -> None:
+    def _reward_given(self, lines: dict[int, InputLine]) -> None:
         """Score texts that are there already: no sequence, no model."""
         prompts = [read_prompt(index, line) for index, line in lines.items()]
-        self._rewarding.add([Sample(self._given(prompt), prompt) for prompt in prompts])
+        self._rewarding.add([FinishedSample(self._given(prompt), prompt) for prompt in prompts])
 
     def _given(self, prompt: PreparedPrompt) -> Trajectory:
         if prompt.error is not None:
             return impossible_trajectories(self._spec, prompt, prompt.error)[0]
         return given_trajectory(prompt, self._codec)
 
-    async def _keep(self, ready: Ready) -> None:
-        """Record samples; after that they leave the stream of finished ones."""
-        if ready.records and await self._ledger.record(self._spec.id, ready.records):
-            count_rewards(self._context.tally, ready.records)
-        if ready.entries:
-            await self._context.redis.xdel(self._finished, *ready.entries)
+    async def _keep(self, records: list[SampleRecord], entries: Sequence[bytes] = ()) -> None:
+        """Record samples; after that their entries leave the stream of finished ones."""
+        if records and await self._ledger.record(self._spec.id, records):
+            count_rewards(self._context.tally, records)
+        if entries:
+            await self._context.redis.xdel(self._finished, *entries)
 
     # -- gather
 
     async def _gather(self, progress: JobProgress, wait_s: float) -> int:
-        """Read what has finished, record what has been scored; how many came or went."""
+        """Read what has finished and record what has been scored; returns how many of both."""
         rewarding = self._rewarding
         count = min(BATCH, rewarding.room) if needs_model(self._spec) else 0
         came = await self._read_finished(count, 0 if rewarding.busy else wait_s) if count > 0 else 0
-        ready = await rewarding.take(min(wait_s, AGAIN_S) if rewarding.busy else 0)
-        await self._keep(ready)
-        if needs_model(self._spec) and not (came or ready.records or rewarding.busy):
+        records, entries = await rewarding.take(min(wait_s, AGAIN_S) if rewarding.busy else 0)
+        await self._keep(records, entries)
+        if needs_model(self._spec) and not (came or records or rewarding.busy):
             await self._repair(progress)
-        return came + len(ready.records)
+        return came + len(records)
 
     async def _read_finished(self, count: int, wait_s: float) -> int:
-        """Take what workers have finished to be scored; how many came."""
+        """Hand finished sequences on to be scored; returns how many."""
         block = max(1, int(wait_s * 1000)) if wait_s > 0 else None
-        found = await self._context.blocking.xread({self._finished: self._rewarding.cursor}, count=count, block=block)
-        entries = found[0][1] if found else []
+        streams = await self._context.blocking.xread({self._finished: self._rewarding.cursor}, count=count, block=block)
+        entries = streams[0][1] if streams else []
         if not entries:
             return 0
         results = [(entry, await self._read(entry, fields)) for entry, fields in entries]
         self._rewarding.add(await self._samples([(entry, result) for entry, result in results if result is not None]))
         self._rewarding.cursor = entries[-1][0].decode()
-        await self._keep(Ready([entry for entry, result in results if result is None], []))
+        await self._keep([], [entry for entry, result in results if result is None])
         return len(entries)
 
     async def _read(self, entry: bytes, fields: dict[bytes, bytes]) -> SequenceResult | None:
-        """A result; what says nothing of a sample of ours becomes a dead letter, and a sample's an error."""
+        """A sample's result; an unreadable one becomes an error, and what is no sample of this job a dead letter."""
         packed = fields.get(b"result", b"")
         seq = fields.get(b"id", b"").decode(errors="replace")
         try:
@@ -197,13 +199,13 @@ class JobWork:
         is_ours = is_sample(self._spec, seq)
         if unreadable is not None or not is_ours:
             reason = unreadable.message if unreadable else "no sample of this job"
-            found = Unusable(self._finished, entry.decode(), seq, reason, self._context.runner, packed)
-            await bury(self._context.redis, self._spec.model, found)
+            unusable = Unusable(self._finished, entry.decode(), seq, reason, self._context.runner, packed)
+            await bury(self._context.redis, self._spec.model, unusable)
             if await self._queue.is_alive(seq):
                 return None  # its own result is still to come
         return result if is_ours else None
 
-    async def _samples(self, results: list[tuple[bytes, SequenceResult]]) -> list[Sample]:
+    async def _samples(self, results: list[tuple[bytes, SequenceResult]]) -> list[FinishedSample]:
         assert self._codec is not None
         prompts = await self._prompts_of({ordinal_of(result.id) // self._spec.n for _, result in results})
         samples = []
@@ -211,7 +213,7 @@ class JobWork:
             ordinal = ordinal_of(result.id)
             prompt = prompts[ordinal // self._spec.n]
             trajectory = finished_trajectory(self._spec, ordinal, prompt, result, self._codec)
-            samples.append(Sample(trajectory, prompt, entry))
+            samples.append(FinishedSample(trajectory, prompt, entry))
         return samples
 
     async def _prompts_of(self, indices: set[int]) -> dict[int, PreparedPrompt]:
@@ -252,7 +254,7 @@ class JobWork:
         return False
 
     def _ending(self, progress: JobProgress) -> tuple[JobState, str] | None:
-        """How the job ends before all its samples are there, and why."""
+        """The state and the reason when the job must end before all its samples are there."""
         spec, reward = self._spec, self._spec.reward
         if progress.cancelled:
             return "cancelled", ""
@@ -264,11 +266,11 @@ class JobWork:
         return None
 
     async def _end(self, state: JobState, reason: str, progress: JobProgress) -> None:
-        """Stop what is in flight, keep what it has come to, and end the job."""
+        """Cancel what is in flight, record what it has brought, and end the job."""
         until = time.monotonic() + CANCEL_GRACE_S
         self._rewarding.end_bare()
         while self._rewarding.busy:
-            await self._keep(await self._rewarding.take(LOOK_S))
+            await self._keep(*await self._rewarding.take(LOOK_S))
         while needs_model(self._spec) and progress.recorded < progress.expanded * self._spec.n:
             in_flight = (await self._in_flight(progress))[::-1]  # the queue's end first: a freed row claims its head
             for at in range(0, len(in_flight), BATCH):

@@ -6,25 +6,22 @@ is refused by name, and the client sends the turns so far as `input`.
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
+from api.generation.sampling import DrawFields
 from api.generation.structured import Schema
-from api.http.fields import HistoryModel, RequestModel, complaint
+from api.http.fields import Off, RequestModel, complaint
 from api.openai.bodies import ChatCompletionRequest
-from api.openai.responses.turns import Items, Off, known_type, messages_of, tag, without_turns
-from shared.sequences import AdapterPolicy
+from api.openai.responses.turns import Items, messages_of, without_turns
+from api.openai.tools import MAX_TOOLS, FunctionDefinition, by_type, known_type
 
 
-class FunctionTool(HistoryModel):
+class FunctionTool(FunctionDefinition):
     """A function that the model may call."""
 
     off: ClassVar[Off] = {"allowed_callers": (), "defer_loading": (False,), "output_schema": ()}
 
     type: Literal["function"]
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class FunctionChoice(RequestModel):
@@ -39,7 +36,7 @@ class AllowedFunctions(RequestModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[Annotated[FunctionChoice, known_type("function")]] = Field(min_length=1, max_length=128)
+    tools: list[Annotated[FunctionChoice, known_type("function")]] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
 # Reasoning comes as text, so there is nothing to decrypt.
@@ -83,7 +80,10 @@ class Reasoning(RequestModel):
     effort: str | None = None
 
 
-class ResponseRequest(RequestModel):
+_SAME = {*DrawFields.model_fields, "chat_template_kwargs", "parallel_tool_calls"}  # as in a chat
+
+
+class ResponseRequest(DrawFields):
     """POST /v1/responses."""
 
     off: ClassVar[Off] = {
@@ -101,20 +101,17 @@ class ResponseRequest(RequestModel):
     }
 
     input: Items
-    model: str | None = None
     instructions: str | None = Field(default=None, description="a system message before the input")
     max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=1.0, ge=0, le=2)
-    top_p: float | None = Field(default=1.0, ge=0, le=1)
     stream: bool | None = False
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    tools: list[Annotated[FunctionTool, known_type("function")]] | None = Field(default=None, max_length=128)
+    tools: list[Annotated[FunctionTool, known_type("function")]] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Annotated[
         Literal["none", "auto", "required"]
         | Annotated[
             Annotated[FunctionChoice, Tag("<function>")] | Annotated[AllowedFunctions, Tag("<allowed_tools>")],
-            Discriminator(tag),
+            by_type("function"),
         ]
         | None,
         known_type("function", "allowed_tools"),
@@ -129,37 +126,11 @@ class ResponseRequest(RequestModel):
         default=None, description="auto: of an input that does not fit the context the oldest turns go"
     )
     metadata: dict[str, str] | None = Field(default=None, description="comes back with the response")
-    user: str | None = Field(default=None, description="a session: it stays with its choice of an adapter split")
     safety_identifier: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_key: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_retention: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_options: dict[str, Any] | None = Field(default=None, description="accepted, not used")
-    # ours
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    adapter: str | None = None
-    lora_adapter: str | None = None
-    adapter_policy: AdapterPolicy | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # vLLM's, as on /v1/chat/completions
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None
-    structured_outputs: dict[str, Any] | None = None
-    priority: int | None = None
-    request_id: str | None = None
 
     @model_validator(mode="after")
     def _possible(self) -> "ResponseRequest":
@@ -187,13 +158,7 @@ class ResponseRequest(RequestModel):
             "response_format": self._format(),
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
-        for name in ("model", "temperature", "top_p", "user", "seed", "adapter", "lora_adapter", "adapter_policy",
-                     "chat_template_kwargs", "parallel_tool_calls", "top_k", "min_p", "presence_penalty",
-                     "frequency_penalty", "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
-                     "min_tokens", "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids",
-                     "bad_words", "truncate_prompt_tokens", "truncation_side", "structured_outputs", "priority",
-                     "request_id"):  # fmt: skip
-            body[name] = getattr(self, name)
+        body |= self.model_dump(mode="json", by_alias=True, exclude_unset=True, include=_SAME)
         if self.tools:
             functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools]
             body["tools"] = [{"type": "function", "function": each} for each in functions]

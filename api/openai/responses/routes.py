@@ -1,38 +1,38 @@
 """POST /v1/responses: OpenAI's newer way to ask, for text and functions, without state."""
 
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any
+from functools import partial
+from typing import Any
 
 import msgspec
-import structlog
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
 from api.generation.choice import Choice, Delta, ReplyPlan, ends_with_stop_token, usage
 from api.generation.logprobs import ChatLogprob, TokenNames
-from api.generation.plan import target_of, with_grammar
+from api.generation.plan import Asked, plan
 from api.generation.running import Generation, by_choice, gather_all
 from api.generation.splitter import Piece
-from api.generation.target import Target
+from api.generation.target import Target, target_of
 from api.generation.work import Work
-from api.http.errors import error_responses, from_fault, from_validation
+from api.http.bodies import BodyRoute
+from api.http.errors import error_responses, from_validation
 from api.http.sse import EventStream
 from api.openai.bodies import ChatCompletionRequest
-from api.openai.chat import chat_of, grammar_param, plan_chat, unused_hints, with_unused
-from api.openai.conversations import Conversation
+from api.openai.chat import asked_of, unused_hints, with_unused
+from api.openai.replies import stream_failure, written
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.items import Event, ItemWriter
 from api.openai.responses.turns import turn_starts
-from api.ring.ring import Ring, ring_of
+from api.ring.ring import Ring, TheRing
+from api.ring.room import LARGE_CHARS, LARGE_COUNT, aside
 from shared.errors import InvalidRequestError
 from shared.frames import Finish, TokenEvent
 from shared.text.codec import TextCodec
 from shared.token_events import by_token, join
 
-log = structlog.get_logger()
-
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 _NAMES = {  # of a chat's fields -> ours
     "messages": "input",
@@ -48,29 +48,26 @@ _NAMES = {  # of a chat's fields -> ours
 @router.post(
     "/v1/responses",
     summary="Respond to a text or a conversation",
-    responses={
-        200: {"description": "A response object, or server-sent events when `stream` is true"},
-        **error_responses(400, 404, 413, 429, 503, 504),
-    },
+    responses=error_responses(ok="A response object, or server-sent events when `stream` is true"),
 )
-async def create_response(body: ResponseRequest, request: Request, ring: Annotated[Ring, Depends(ring_of)]) -> Response:
+async def create_response(body: ResponseRequest, request: Request, ring: TheRing) -> Response:
     """Text, structured text and function calls; nothing is stored."""
-    target = await target_of(chat_body(body), request, ring)
-    chat, work, plan = await plan_response(ring, body, target)
-    unused = [_NAMES.get(name, name) for name in unused_hints(chat, target.served.codec)]
-    answer = Answer(body, plan, target.served.codec)
+    target = await target_of(ring, body, request)
+    codec = target.served.codec
+    chat, work, reply_plan = await plan_response(ring, body, target)
+    unused = [_NAMES.get(name, name) for name in unused_hints(chat, codec)]
+    writer = ResponseWriter(body, reply_plan, codec)
     if body.stream:
-        return with_unused(EventStream(_events(await Generation.start(ring, work), answer)), unused)
-    gathered = await gather_all(ring, request, work)
-    if gathered is None:
-        return Response(status_code=499)
-    return with_unused(Response(answer.whole(gathered[0]), media_type="application/json"), unused)
+        return with_unused(EventStream(_events(await Generation.start(ring, work), writer)), unused)
+    (events,) = await gather_all(ring, work)
+    whole = await written(events, partial(writer.whole, events))
+    return with_unused(Response(whole, media_type="application/json"), unused)
 
 
-def chat_body(body: ResponseRequest, skipped: int = 0) -> ChatCompletionRequest:
+async def chat_body(body: ResponseRequest, skipped: int = 0) -> ChatCompletionRequest:
     """The same request to /v1/chat/completions; what is wrong with it is called by our names."""
     try:
-        return body.chat(skipped)
+        return await aside(body.chat, skipped) if len(body.input) > LARGE_COUNT else body.chat(skipped)
     except ValidationError as error:
         raise _renamed(from_validation(error.errors())) from error
 
@@ -92,15 +89,13 @@ async def plan_response(
 ) -> tuple[ChatCompletionRequest, Work, ReplyPlan]:
     """The chat that a request comes to, what to ask of the workers, and what to make of their tokens."""
     try:
-        chat, rendered = await _fitting(ring, body, target)
-        work, plan = plan_chat(chat, rendered, target, ring.settings)
-        work = await with_grammar(ring, work, target, grammar_param(chat))
+        chat, asked = await _fitting(ring, body, target)
+        return chat, *await plan(ring, chat, target, asked)
     except InvalidRequestError as error:
         raise _renamed(error) from None
-    return chat, work, plan
 
 
-async def _fitting(ring: Ring, body: ResponseRequest, target: Target) -> tuple[ChatCompletionRequest, Conversation]:
+async def _fitting(ring: Ring, body: ResponseRequest, target: Target) -> tuple[ChatCompletionRequest, Asked]:
     """The chat; with `truncation: auto` without as few of its oldest turns as it takes to fit the context."""
     card, codec = target.served.card, target.served.codec
     behind = body.max_output_tokens or min(ring.settings.default_max_tokens, card.context_length // 8)
@@ -109,13 +104,13 @@ async def _fitting(ring: Ring, body: ResponseRequest, target: Target) -> tuple[C
     if body.truncation == "auto":
         last = len(turn_starts(body.messages())) - 1
     while True:  # the first look is at all of it, the others halve what is left
-        chat = chat_body(body, skipped)
-        rendered = await chat_of(codec, chat)
-        fits = len(rendered.prompt) <= most
+        chat = await chat_body(body, skipped)
+        asked = await asked_of(codec, chat, ring.settings)
+        fits = len(asked.prompts[0]) <= most
         if fits and (skipped == 0 or skipped - tried == 1):
-            return chat, rendered
+            return chat, asked
         if not fits and skipped == last:
-            return chat, rendered  # refused by whoever plans it
+            return chat, asked  # refused by whoever plans it
         if fits:
             last = skipped
         else:
@@ -123,7 +118,7 @@ async def _fitting(ring: Ring, body: ResponseRequest, target: Target) -> tuple[C
         skipped = last if last - tried == 1 else (tried + last) // 2
 
 
-class Answer:
+class ResponseWriter:
     """One response while its tokens come in."""
 
     def __init__(self, body: ResponseRequest, plan: ReplyPlan, codec: TextCodec) -> None:
@@ -160,6 +155,11 @@ class Answer:
         told = self._names.chat(tokens, delta.logprobs[: len(tokens)], delta.top_logprobs)
         marks = () if self._plan.split is None else self._plan.split.marks
         return [each for each in told if each.token not in marks]
+
+    @property
+    def is_long(self) -> bool:
+        """Whether to count the tokens of its reasoning takes so long that it is done beside the event loop."""
+        return len(self._writer.reasoning) > LARGE_CHARS
 
     @property
     def status(self) -> str:
@@ -221,11 +221,11 @@ class Answer:
         }
 
 
-async def _events(generation: Generation, answer: Answer) -> AsyncGenerator[bytes, None]:
+async def _events(generation: Generation, writer: ResponseWriter) -> AsyncGenerator[bytes, None]:
     """All bytes of a stream; it ends with the response as it has become."""
     number = 0
 
-    def written(event: Event) -> bytes:
+    def to_bytes(event: Event) -> bytes:
         nonlocal number
         data = msgspec.json.encode({**event, "sequence_number": number})
         number += 1
@@ -233,20 +233,19 @@ async def _events(generation: Generation, answer: Answer) -> AsyncGenerator[byte
 
     try:
         for name in ("created", "in_progress"):
-            yield written({"type": f"response.{name}", "response": answer.shown()})
+            yield to_bytes({"type": f"response.{name}", "response": writer.shown()})
         try:
             async for events in generation.batches():
                 for _, new in by_choice(events):
-                    out = [written(event) for event in answer.take(answer.choice.take(new))]
+                    out = [to_bytes(event) for event in writer.take(writer.choice.take(new))]
                     if out:
                         yield b"".join(out)
         except Exception as error:
-            told = from_fault(error)
-            if told.status == 500:
-                log.exception("api.stream_failed", stream=answer.shown()["id"])
+            told = stream_failure(error, writer.shown()["id"])
             detail = {"code": "rate_limit_exceeded" if told.status == 429 else "server_error", "message": told.message}
-            yield written({"type": "response.failed", "response": answer.shown(status="failed", error=detail)})
+            yield to_bytes({"type": "response.failed", "response": writer.shown(status="failed", error=detail)})
             return
-        yield written({"type": f"response.{answer.status}", "response": answer.shown()})
+        last = await aside(writer.shown) if writer.is_long else writer.shown()
+        yield to_bytes({"type": f"response.{writer.status}", "response": last})
     finally:
         generation.close()

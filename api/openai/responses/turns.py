@@ -2,26 +2,13 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
 
-from api.http.fields import HistoryModel, complaint
+from api.http.fields import HistoryModel, Off, complaint
+from api.openai.tools import by_type, known_type
 from shared.errors import InvalidRequestError
 
 MAX_ITEMS = 4096  # a chat has as many messages
-
-Off = dict[str, tuple[Any, ...]]
-
-
-def known_type(*known: str) -> BeforeValidator:
-    """Refuse things of another `type` by name."""
-
-    def check(value: Any) -> Any:
-        kind = value.get("type", known[0]) if isinstance(value, dict) else known[0]
-        if kind not in known:
-            raise complaint("type", f"type '{kind}' is not supported, only {', '.join(known)}", unsupported=True)
-        return value
-
-    return BeforeValidator(check)
 
 
 class TextPart(HistoryModel):
@@ -105,19 +92,13 @@ def _kind(value: Any) -> Any:
     return {"type": "message", **value} if isinstance(value, dict) and "type" not in value else value
 
 
-def tag(value: Any) -> str:
-    """Which kind of item it is; not an identifier, so that no error takes it for a field (api/http/errors.py)."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "message")
-    return f"<{kind}>"
-
-
 Item = Annotated[
     Annotated[
         Annotated[InputMessage, Tag("<message>")]
         | Annotated[FunctionCallItem, Tag("<function_call>")]
         | Annotated[FunctionOutputItem, Tag("<function_call_output>")]
         | Annotated[ReasoningItem, Tag("<reasoning>")],
-        Discriminator(tag),
+        by_type("message"),
     ],
     known_type("message", "function_call", "function_call_output", "reasoning"),
     BeforeValidator(_kind),

@@ -1,9 +1,9 @@
 """The dashboard: pages over the ring's snapshot, kept current by server-sent events. The browser asks no other server.
 
-`pages.py` and `batches.py` are what one looks at, `live.py` is what changes meanwhile, `actions.py` what one can do,
-`session.py` who may. `parts.py`, `curves.py` and `samples.py` read what the pages show, `render.py` writes it and sets
-the headers of every answer, `assets.py` serves scripts and styles. Everything is read from Redis through the ring;
-everything shown is escaped.
+`pages.py` and `batches.py` have the pages, `live.py` the events that keep them current, `actions.py` the buttons,
+`session.py` who may look and act. `parts.py`, `curves.py` and `samples.py` read what the pages show, `render.py` fills
+the templates and sets the headers of every answer, `assets.py` serves scripts and styles. Everything is read from Redis
+through the ring; everything shown is escaped.
 """
 
 from fastapi import APIRouter

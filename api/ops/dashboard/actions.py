@@ -1,6 +1,6 @@
-"""What one can do from the dashboard: the same as over the API, by the same stores. The answer is a line of text.
+"""The dashboard's buttons. They use the same stores as the API, and answer with a line of text.
 
-The page itself changes by its events. Without scripts the forms work, too: they lead back to their page.
+The events of a page change what it shows. The forms also work without scripts: they lead back to their page.
 """
 
 from typing import Annotated

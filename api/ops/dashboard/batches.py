@@ -78,8 +78,8 @@ class ShownLine(NamedTuple):
 
 async def batch_looks(ring: Ring, after: str = "") -> tuple[list[BatchLook], str]:
     """A page of batches, newest first, and the id after which there are more, or ""."""
-    found, more = await ring.batches.page(BATCHES_PAGE, after)
-    return [await _look(ring, record) for record in found], found[-1].spec.id if more and found else ""
+    records, more = await ring.batches.page(BATCHES_PAGE, after)
+    return [await _look(ring, record) for record in records], records[-1].spec.id if more and records else ""
 
 
 async def batch_view(ring: Ring, batch_id: str) -> BatchView:
@@ -109,7 +109,7 @@ def moments(record: BatchRecord, status: str) -> list[Moment]:
     spec = record.spec
     times = [("validating", spec.created_at), ("in progress", record.in_progress_at)]
     times += [("cancelling", record.cancelling_at), ("finalizing", record.finalizing_at)]
-    times = sorted((each for each in times if each[1]), key=lambda each: each[1])
+    times = sorted((time for time in times if time[1]), key=lambda time: time[1])
     times += [(status, record.ended_at)] if record.ended_at else []
     before = [None, *(at for _, at in times)]
     return [
@@ -138,25 +138,25 @@ async def batch(request: Request, batch_id: str, ring: TheRing, snapshots: TheSn
 @router.get("/files/{file_id}")
 async def file(request: Request, file_id: str, ring: TheRing, snapshots: TheSnapshots) -> Response:
     """A file's first lines."""
-    found = await ring.files.find(file_id)
-    about = Page(found.filename, "batches")
-    lines = await shown_lines(ring, found)
-    return page(request, "file.html", about, ring=await snapshots.read(), file=found, lines=lines)
+    stored = await ring.files.find(file_id)
+    about = Page(stored.filename, "batches")
+    lines = await shown_lines(ring, stored)
+    return page(request, "file.html", about, ring=await snapshots.read(), file=stored, lines=lines)
 
 
 @router.get("/files/{file_id}/content")
 async def file_content(file_id: str, ring: TheRing) -> Response:
     """The whole file, to be saved."""
-    found = await ring.files.find(file_id)
-    name = re.sub(r"[^A-Za-z0-9._-]", "_", found.filename)
-    headers = {"content-length": str(found.bytes), "content-disposition": f'attachment; filename="{name}"'}
-    return StreamingResponse(ring.files.read(found), headers={**HEADERS, **headers}, media_type="application/jsonl")
+    stored = await ring.files.find(file_id)
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", stored.filename)
+    headers = {"content-length": str(stored.bytes), "content-disposition": f'attachment; filename="{name}"'}
+    return StreamingResponse(ring.files.read(stored), headers={**HEADERS, **headers}, media_type="application/jsonl")
 
 
-async def shown_lines(ring: Ring, found: StoredFile) -> list[ShownLine]:
+async def shown_lines(ring: Ring, stored: StoredFile) -> list[ShownLine]:
     """The first lines of a file of requests or answers."""
     lines: list[ShownLine] = []
-    async for number, raw in ring.files.lines(found, found.bytes):
+    async for number, raw in ring.files.lines(stored, stored.bytes):
         lines.append(shown_line(number, raw))
         if len(lines) >= LINES_SHOWN:
             break

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from api.ops.ring_history import RingSample
+from api.ops.ring_view import RingSample
 from shared.training import TrainingPoint
 
 Chart = dict[str, list[Any]]

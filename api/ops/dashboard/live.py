@@ -1,10 +1,10 @@
-"""What changes while one looks: server-sent events, each the HTML of one part of the page, sent when it differs.
+"""Keeps pages current: server-sent events, each with the HTML of one part of the page, sent when that has changed.
 
-A page opens one stream. Every stream reads at its own pace and renders what it shows; the snapshot is shared.
+A page opens one stream. Every stream looks once a second and renders its own parts; the snapshot is shared.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -18,6 +18,7 @@ from api.ops.dashboard.curves import ring_charts, training_charts
 from api.ops.dashboard.parts import RewardsKept, adapter_view, job_view, letters, training_views
 from api.ops.dashboard.render import HEADERS, DashboardRoute, part
 from api.ops.dashboard.session import may_look
+from api.ops.ring_view import RingSnapshot
 from api.ops.snapshot import Snapshots, TheSnapshots
 from api.ring.ring import Ring, ring_of
 from shared.errors import ParallmError
@@ -29,18 +30,16 @@ LOOK_EVERY_S = 1.0
 STREAM_S = 15 * 60  # then the browser connects anew, and is asked for its session again
 
 Parts = dict[str, str]  # event -> its data
-Look = Callable[[], Awaitable[Parts]]
+Look = Callable[[RingSnapshot], Awaitable[Parts]]
 
 
 @router.get("/ring")
 async def ring_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
     """Of the first page."""
 
-    async def look() -> Parts:
-        snapshot = await snapshots.read()
+    async def look(snapshot: RingSnapshot) -> Parts:
         names = ("tiles", "workers", "queues", "jobs", "adapters", "trainings")
-        charts = {"curves": _json(ring_charts(snapshot.history))}
-        return {**{name: part(name, ring=snapshot, jobs=snapshot.jobs) for name in names}, **charts}
+        return _parts(names, ring=snapshot, jobs=snapshot.jobs) | {"curves": _json(ring_charts(snapshot.history))}
 
     return _stream(ring, snapshots, look)
 
@@ -49,8 +48,8 @@ async def ring_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
 async def jobs_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
     """Of the list of jobs."""
 
-    async def look() -> Parts:
-        return {"jobs": part("jobs", ring=await snapshots.read(), jobs=await ring.jobs.list(50))}
+    async def look(snapshot: RingSnapshot) -> Parts:
+        return _parts(("jobs",), ring=snapshot, jobs=await ring.jobs.list(50))
 
     return _stream(ring, snapshots, look)
 
@@ -58,13 +57,10 @@ async def jobs_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
 @router.get("/jobs/{job_id}")
 async def job_events(job_id: str, ring: TheRing, snapshots: TheSnapshots) -> Response:
     """Of one job."""
-
     kept = RewardsKept()
 
-    async def look() -> Parts:
-        view = await job_view(ring, job_id, kept)
-        shown = {name: part(name, job=view) for name in ("rewards", "job_actions")}
-        return {"job": part("job", ring=await snapshots.read(), job=view), **shown}
+    async def look(snapshot: RingSnapshot) -> Parts:
+        return _parts(("job", "rewards", "job_actions"), ring=snapshot, job=await job_view(ring, job_id, kept))
 
     return _stream(ring, snapshots, look)
 
@@ -73,8 +69,8 @@ async def job_events(job_id: str, ring: TheRing, snapshots: TheSnapshots) -> Res
 async def batches_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
     """Of the list of batches."""
 
-    async def look() -> Parts:
-        return {"batches": part("batches", ring=await snapshots.read(), batches=(await batch_looks(ring))[0])}
+    async def look(snapshot: RingSnapshot) -> Parts:
+        return _parts(("batches",), ring=snapshot, batches=(await batch_looks(ring))[0])
 
     return _stream(ring, snapshots, look)
 
@@ -83,9 +79,9 @@ async def batches_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
 async def batch_events(batch_id: str, ring: TheRing, snapshots: TheSnapshots) -> Response:
     """Of one batch."""
 
-    async def look() -> Parts:
-        view, snapshot = await batch_view(ring, batch_id), await snapshots.read()
-        return {name: part(name, ring=snapshot, batch=view) for name in ("batch", "batch_actions", "batch_files")}
+    async def look(snapshot: RingSnapshot) -> Parts:
+        names = ("batch", "batch_actions", "batch_files")
+        return _parts(names, ring=snapshot, batch=await batch_view(ring, batch_id))
 
     return _stream(ring, snapshots, look)
 
@@ -94,8 +90,8 @@ async def batch_events(batch_id: str, ring: TheRing, snapshots: TheSnapshots) ->
 async def adapters_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
     """Of the list of adapters."""
 
-    async def look() -> Parts:
-        return {"adapters": part("adapters", ring=await snapshots.read())}
+    async def look(snapshot: RingSnapshot) -> Parts:
+        return _parts(("adapters",), ring=snapshot)
 
     return _stream(ring, snapshots, look)
 
@@ -104,8 +100,8 @@ async def adapters_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
 async def adapter_events(name: str, ring: TheRing, snapshots: TheSnapshots) -> Response:
     """Of one adapter."""
 
-    async def look() -> Parts:
-        return {"adapter": part("adapter", ring=await snapshots.read(), adapter=await adapter_view(ring, name))}
+    async def look(snapshot: RingSnapshot) -> Parts:
+        return _parts(("adapter",), ring=snapshot, adapter=await adapter_view(ring, name))
 
     return _stream(ring, snapshots, look)
 
@@ -114,11 +110,13 @@ async def adapter_events(name: str, ring: TheRing, snapshots: TheSnapshots) -> R
 async def training_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
     """Of the policies' curves."""
 
-    async def look() -> Parts:
-        snapshot, runs = await snapshots.read(), await training_views(ring)
-        found = {f"run-{run.view.status.policy}": part("run", ring=snapshot, run=run) for run in runs}
-        charts = {f"curves-{run.view.status.policy}": _json(training_charts(run.points)) for run in runs}
-        return {**found, **charts}
+    async def look(snapshot: RingSnapshot) -> Parts:
+        shown: Parts = {}
+        for run in await training_views(ring):
+            policy = run.view.status.policy
+            shown[f"run-{policy}"] = part("run", ring=snapshot, run=run)
+            shown[f"curves-{policy}"] = _json(training_charts(run.points))
+        return shown
 
     return _stream(ring, snapshots, look)
 
@@ -127,31 +125,33 @@ async def training_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
 async def letters_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
     """Of the dead letters."""
 
-    async def look() -> Parts:
-        return {"letters": part("letters", ring=await snapshots.read(), letters=await letters(ring))}
+    async def look(snapshot: RingSnapshot) -> Parts:
+        return _parts(("letters",), ring=snapshot, letters=await letters(ring))
 
     return _stream(ring, snapshots, look)
 
 
-def _stream(ring: Ring, snapshots: Snapshots, look: Look) -> Response:
-    async def with_header() -> Parts:
-        return {"redis": part("redis", ring=await snapshots.read()), **await look()}
+def _parts(names: Sequence[str], **values: Any) -> Parts:
+    return {name: part(name, **values) for name in names}
 
-    stream = EventStream(_events(ring, with_header))
+
+def _stream(ring: Ring, snapshots: Snapshots, look: Look) -> Response:
+    stream = EventStream(_events(ring, snapshots, look))
     stream.headers.update(HEADERS)
     return stream
 
 
-async def _events(ring: Ring, look: Look) -> AsyncGenerator[bytes, None]:
+async def _events(ring: Ring, snapshots: Snapshots, look: Look) -> AsyncGenerator[bytes, None]:
     sent: Parts = {}
     yield b"retry: 2000\n\n"
     until = asyncio.get_running_loop().time() + STREAM_S
     while not ring.shutting_down and asyncio.get_running_loop().time() < until:
         try:
-            found = await look()
+            snapshot = await snapshots.read()
+            parts = _parts(("redis",), ring=snapshot) | await look(snapshot)
         except (ParallmError, RedisError, OSError):  # gone, or Redis is away: the page keeps what it has
-            found = {}
-        changed = {name: data for name, data in found.items() if sent.get(name) != data}
+            parts = {}
+        changed = {name: data for name, data in parts.items() if sent.get(name) != data}
         if changed:
             yield b"".join(_event(name, data) for name, data in changed.items())
             sent |= changed

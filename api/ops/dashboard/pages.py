@@ -36,11 +36,11 @@ async def jobs(
     request: Request, ring: TheRing, snapshots: TheSnapshots, before: Annotated[str, Query(max_length=200)] = ""
 ) -> Response:
     """All jobs, newest first."""
-    found = await ring.jobs.list(JOBS_PAGE, before)
-    more = found[-1].id if len(found) == JOBS_PAGE else ""
+    shown = await ring.jobs.list(JOBS_PAGE, before)
+    more = shown[-1].id if len(shown) == JOBS_PAGE else ""
     live = "" if before else "/dashboard/events/jobs"
     about = Page("Jobs", "jobs", live)
-    return page(request, "jobs.html", about, ring=await snapshots.read(), jobs=found, more=more, before=before)
+    return page(request, "jobs.html", about, ring=await snapshots.read(), jobs=shown, more=more, before=before)
 
 
 @router.get("/jobs/{job_id}")

@@ -4,14 +4,15 @@ import time
 from typing import NamedTuple
 
 from api.ops.dashboard.samples import Histogram, metadata, reward_histogram
-from api.ops.snapshot import TrainingView
+from api.ops.ring_view import TrainingView
+from api.ops.snapshot import trainings
 from api.ring.ring import Ring
 from shared.adapters import AdapterManifest
 from shared.errors import UnknownAdapterError
 from shared.jobs import TERMINAL, JobSpec, JobStatus
 from shared.redis.adapters.catalog import Acknowledgement, AdapterFlip, AdapterSummary
 from shared.redis.queue.dead_letters import DeadLetter
-from shared.redis.training.board import TrainingBoard, trained_policies
+from shared.redis.training.board import TrainingBoard
 from shared.training import Alert, TrainingPoint
 
 LETTERS_SHOWN = 100
@@ -102,13 +103,8 @@ async def adapter_view(ring: Ring, name: str) -> AdapterDetail:
 async def training_views(ring: Ring) -> list[RunView]:
     """Every policy that was ever trained, the newest first."""
     runs = []
-    for policy in await trained_policies(ring.redis):
-        board = TrainingBoard(ring.redis, policy)
-        status = await board.status()
-        if status is None:
-            continue
-        counts = {str(kind): count for kind, count in (await board.alert_counts()).items()}
-        view = TrainingView(status, bool(await board.alive()), counts)
+    for view in await trainings(ring):
+        board = TrainingBoard(ring.redis, view.status.policy)
         runs.append(RunView(view, await board.points(), await board.alerts(ALERTS_SHOWN)))
     return runs
 

@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from api.http.errors import translate
 from api.ops.dashboard.assets import address
 from api.ops.dashboard.parts import eta_ms
-from api.ops.snapshot import size
+from api.ops.ring_view import size
 from shared.errors import AuthenticationError, ParallmError
 
 POLICY = (
@@ -38,7 +38,7 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class Page:
-    """What the frame around a page needs to know of it."""
+    """What the common frame needs to know of a page."""
 
     title: str
     section: str  # which entry of the menu is lit; "": no menu
@@ -58,12 +58,12 @@ def part(template: str, **values: Any) -> str:
 
 
 def notice(message: str, *, wrong: bool = False, status: int = 200) -> Response:
-    """What an action says."""
+    """The answer to an action."""
     return HTMLResponse(part("notice", message=message, wrong=wrong), status, HEADERS)
 
 
 class DashboardRoute(APIRoute):
-    """A route whose errors are for people."""
+    """A route whose errors are pages for people."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's hook."""
@@ -92,7 +92,7 @@ def _error(request: Request, error: ParallmError) -> Response:
 
 
 def warm_up() -> None:
-    """Compile all templates now: done at the first look, it would hold up the streams of this process."""
+    """Compile all templates now: at the first request it would delay the streams of this process."""
     for name in _templates.list_templates():
         _templates.get_template(name)
 

@@ -122,10 +122,10 @@ async def sample_lines(ring: Ring, job_id: str, after: int) -> list[SampleLine]:
 
 async def sample_view(ring: Ring, status: JobStatus, ordinal: int) -> SampleView:
     """One sample; NotFoundError when it has not finished."""
-    found = await ring.jobs.results(status.id, ordinal - 1, 1) if 0 <= ordinal < status.counts.total else []
-    if not found or found[0][0] != ordinal:
+    results = await ring.jobs.results(status.id, ordinal - 1, 1) if 0 <= ordinal < status.counts.total else []
+    if not results or results[0][0] != ordinal:
         raise NotFoundError(f"sample {ordinal} of {status.id} has not finished, or there is none")
-    trajectory = msgspec.json.decode(found[0][1], type=Trajectory)
+    trajectory = msgspec.json.decode(results[0][1], type=Trajectory)
     try:
         codec: TextCodec | None = (await ring.known(status.model))[1]
     except (UnknownModelError, NotFoundError):  # the registry has forgotten the model

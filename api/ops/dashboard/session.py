@@ -1,8 +1,9 @@
 """Who may look and act. With API keys set a person signs in with one; without, the dashboard is as open as the API.
 
-The cookie holds an end and its signature under a secret made of that key's digest, so every api process takes it and
-none keeps a list; it is HttpOnly, SameSite=Strict and for /dashboard alone. A request that changes something must come
-from a page of ours: browsers say so in Origin or Sec-Fetch-Site, and one that says neither is refused.
+The cookie holds a time of expiry and its signature under a secret made of that key's digest, so every api process can
+check it and none keeps a list. It is HttpOnly, SameSite=Strict and only for /dashboard. A request that changes
+something must come from one of our pages: browsers send Origin or Sec-Fetch-Site, and a request without either is
+refused.
 """
 
 import asyncio
@@ -123,7 +124,7 @@ def _is_signed(cookie: str, keys: KeyRing) -> bool:
     if not (until.isascii() and until.isdigit()) or len(until) > 12 or int(until) < time.time():
         return False
     signatures = [_signature(int(until), key).encode() for key in keys if _looks(key)]
-    return sum(hmac.compare_digest(signature.encode(), each) for each in signatures) > 0  # looks at all of them
+    return sum(hmac.compare_digest(signature.encode(), ours) for ours in signatures) > 0  # looks at all of them
 
 
 def _inside(address: str) -> str:

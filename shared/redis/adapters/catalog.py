@@ -108,9 +108,7 @@ class AdapterCatalog:
     async def manifest(self, name: str, version: int = 0) -> AdapterManifest:
         """The manifest of a version, 0: of the latest; UnknownAdapterError."""
         number = version or await self.latest(name)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.get(keys.adapter_manifest(name, number))
-            (raw,) = await pipe.execute()
+        raw = await self._redis.get(keys.adapter_manifest(name, number))
         manifest = None if raw is None else msgspec.json.decode(raw, type=AdapterManifest)
         if manifest is None or not self._who_asks().sees(manifest.tenant):
             shown = version_id(name, version) if version else repr(name)

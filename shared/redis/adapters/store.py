@@ -165,13 +165,8 @@ class AdapterStore(AdapterPins):
             if status != b"ok":
                 _refuse(status.decode(), manifest, int(latest))
         except (AdapterRejectedError, ConflictError, asyncio.CancelledError):
-            await asyncio.shield(self._unlink(data))
+            await asyncio.shield(self._redis.unlink(data))
             raise
-
-    async def _unlink(self, key: str) -> None:
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.unlink(key)
-            await pipe.execute()
 
     # -- flipping
 
@@ -201,12 +196,7 @@ class AdapterStore(AdapterPins):
     async def _move(self, name: str, version: int | None, change: str, reason: str, if_latest: int | None) -> int:
         status, latest = await _flip(
             self._redis,
-            [
-                keys.adapter(name),
-                keys.adapter_versions(name),
-                keys.adapter_log(name),
-                keys.adapter_manifest(name, ""),
-            ],
+            [keys.adapter(name), keys.adapter_versions(name), keys.adapter_log(name), keys.adapter_manifest(name, "")],
             [
                 name,
                 "" if version is None else str(version),
@@ -328,7 +318,7 @@ class AdapterStore(AdapterPins):
 
     async def _rejected(self, name: str, versions: Sequence[int]) -> set[int]:
         raw = await self._redis.mget([keys.adapter_manifest(name, version) for version in versions]) if versions else []
-        manifests = (msgspec.json.decode(each, type=AdapterManifest) for each in raw if each is not None)
+        manifests = (msgspec.json.decode(manifest, type=AdapterManifest) for manifest in raw if manifest is not None)
         return {manifest.version for manifest in manifests if manifest.status == "rejected"}
 
     async def _ever_served(self, name: str) -> set[int]:

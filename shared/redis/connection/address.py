@@ -97,8 +97,8 @@ def shown(url: str) -> str:
 def _members(hosts: str) -> tuple[tuple[str, int], ...]:
     members: list[tuple[str, int]] = []
     for each in hosts.split(","):
-        found = _MEMBER.fullmatch(each.strip())
-        if found is None or int(found["port"] or 1) not in range(1, 65536):
+        place = _MEMBER.fullmatch(each.strip())
+        if place is None or int(place["port"] or 1) not in range(1, 65536):
             raise ValueError(f"{each!r} is no HOST:PORT of a Sentinel")
-        members.append((found["host"].strip("[]"), int(found["port"] or SENTINEL_PORT)))
+        members.append((place["host"].strip("[]"), int(place["port"] or SENTINEL_PORT)))
     return tuple(members)

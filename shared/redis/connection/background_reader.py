@@ -17,7 +17,7 @@ RETRY_S = 0.2
 
 
 class BackgroundReader(ABC):
-    """Reads round after round; what it reads from may be away for a while."""
+    """Reads in rounds; when Redis is away for a while, it waits and goes on."""
 
     _reading: "asyncio.Task[None] | None" = None
 

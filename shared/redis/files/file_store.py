@@ -15,8 +15,10 @@ from redis.asyncio import Redis
 from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownFileError
 from shared.owners import ANYBODY, Asker
 from shared.redis import keys
+from shared.redis.connection.client import ask, ask_all
 
 CHUNK_BYTES = 1 << 20
+LISTED_AT_ONCE = 256  # files that a list reads from Redis in one call
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -58,24 +60,23 @@ class FileWriter:
         """Make the file visible; ServiceUnavailableError when Redis has lost some of it in a crash."""
         if self._held:
             await self._flush()
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for number in range(self._chunks):
-                pipe.hexists(keys.file_bytes(self._id), str(number))
-            if not all(await pipe.execute()):
-                raise ServiceUnavailableError("Redis had to forget a part of the file: send it again")
+        chunks = [("HEXISTS", keys.file_bytes(self._id), number) for number in range(self._chunks)]
+        if not all(await ask_all(self._redis, chunks)):
+            raise ServiceUnavailableError("Redis had to forget a part of the file: send it again")
         now = int(time.time())
         file = StoredFile(self._id, filename, purpose, self.size, now, now + ttl_s, self._chunks, tenant)
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.expire(keys.file_bytes(self._id), ttl_s + 60)  # longer than its description
-            pipe.zadd(keys.files(), {self._id: time.time()}, nx=True)
-            pipe.zremrangebyscore(keys.files(), "-inf", now - keys.FILES_TTL_S)
-            pipe.expire(keys.files(), keys.FILES_TTL_S)
+            for listed in {keys.files(), keys.files(tenant)}:
+                pipe.zadd(listed, {self._id: time.time()}, nx=True)
+                pipe.zremrangebyscore(listed, "-inf", now - keys.FILES_TTL_S)
+                pipe.expire(listed, keys.FILES_TTL_S)
             pipe.set(keys.file(self._id), msgspec.json.encode(file), ex=ttl_s)
             await pipe.execute()
         return file
 
     async def discard(self) -> None:
-        """Delete what was written; else its time to live does."""
+        """Delete what was written. If this fails, it expires."""
         with contextlib.suppress(Exception):
             await self._redis.delete(keys.file_bytes(self._id))
 
@@ -101,7 +102,7 @@ class FileStore:
         return FileWriter(self._redis, file_id or new_file_id())
 
     async def find(self, file_id: str) -> StoredFile:
-        """A file's description; UnknownFileError."""
+        """A file's description; UnknownFileError when there is none."""
         raw = await self._redis.get(keys.file(file_id))
         if raw is None:
             raise unknown_file(file_id)
@@ -110,9 +111,7 @@ class FileStore:
     async def read(self, file: StoredFile) -> AsyncIterator[bytes]:
         """The bytes, a chunk at a time."""
         for number in range(file.chunks):
-            async with self._redis.pipeline(transaction=False) as pipe:
-                pipe.hget(keys.file_bytes(file.id), str(number))
-                (chunk,) = await pipe.execute()
+            chunk = await ask(self._redis, "HGET", keys.file_bytes(file.id), number)
             if chunk is None and await self._redis.exists(keys.file(file.id)):
                 raise ServiceUnavailableError(f"bytes of file {file.id} are missing in Redis: upload it again")
             if chunk is None:
@@ -137,28 +136,30 @@ class FileStore:
         self, purpose: str, limit: int, after: str, *, newest_first: bool, asker: Asker = ANYBODY
     ) -> tuple[list[StoredFile], bool]:
         """A page of the asker's files, and whether there are more, from the one after the file `after`."""
-        ids = [raw.decode() for raw in await self._redis.zrange(keys.files(), 0, -1, desc=newest_first)]
+        listed, start = keys.files(asker.tenant if asker.limited else ""), 0
         if after:
-            if after not in ids or (asker.limited and not asker.owns((await self.find(after)).tenant)):
+            rank = await (self._redis.zrevrank if newest_first else self._redis.zrank)(listed, after)
+            if rank is None:
                 raise unknown_file(after, "after")
-            ids = ids[ids.index(after) + 1 :]
-        found: list[StoredFile] = []
-        for at in range(0, len(ids), 256):
-            raws = await self._redis.mget([keys.file(i) for i in ids[at : at + 256]])
-            files = [msgspec.json.decode(raw, type=StoredFile) for raw in raws if raw is not None]
-            found += [file for file in files if purpose in ("", file.purpose) and asker.owns(file.tenant)]
-            if len(found) > limit:
+            start = int(rank) + 1
+        page: dict[str, StoredFile] = {}  # by id: an upload in between moves a file that we have into the next look
+        while len(page) <= limit:
+            ids = await self._redis.zrange(listed, start, start + LISTED_AT_ONCE - 1, desc=newest_first)
+            if not ids:
                 break
-        return found[:limit], len(found) > limit
+            start += len(ids)
+            raws = await self._redis.mget([keys.file(raw.decode()) for raw in ids])
+            files = [msgspec.json.decode(raw, type=StoredFile) for raw in raws if raw is not None]
+            page |= {file.id: file for file in files if purpose in ("", file.purpose)}
+        return list(page.values())[:limit], len(page) > limit
 
     async def delete(self, file_id: str) -> None:
         """Delete a file; UnknownFileError when there is none."""
-        await self.find(file_id)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.delete(keys.file(file_id))
-            pipe.delete(keys.file_bytes(file_id))
-            pipe.zrem(keys.files(), file_id)
-            await pipe.execute()
+        tenant = (await self.find(file_id)).tenant
+        unlisted = [("ZREM", listed, file_id) for listed in {keys.files(), keys.files(tenant)}]
+        # Its description goes last: until then the delete may be repeated.
+        gone = [("DEL", keys.file_bytes(file_id)), ("DEL", keys.file(file_id))]
+        await ask_all(self._redis, [*unlisted, *gone])
 
 
 def unknown_file(file_id: str, param: str | None = None) -> UnknownFileError:

@@ -17,11 +17,9 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared.errors import ConflictError, InvalidRequestError, ServiceUnavailableError
-from shared.jobs import JobInput, JobSpec
+from shared.jobs import InputLine, JobSpec
 from shared.redis import keys
-from shared.redis.connection.client import Script
-from shared.redis.jobs.ledger import ask
-from shared.rewards import kinds as rewards
+from shared.redis.connection.client import Script, ask, ask_all
 
 INTAKE_TTL_S = 3_600
 MAX_N = 4_096  # a group is enqueued as one
@@ -31,12 +29,11 @@ LISTED_S = 14 * keys.DAY_S  # a job that is listed longer than this has long exp
 
 _publish = Script("job_publish")
 _forget_key = Script("job_forget_key")
-_input_decoder = msgspec.json.Decoder(JobInput)
+
+Inputs = AsyncIterator[InputLine] | Iterable[InputLine]
 
 
-async def submit(
-    redis: Redis, spec: JobSpec, inputs: AsyncIterator[bytes] | Iterable[bytes], idempotency_key: str
-) -> tuple[str, bool]:
+async def submit(redis: Redis, spec: JobSpec, inputs: Inputs, idempotency_key: str) -> tuple[str, bool]:
     """Write the job and make it visible; its id, and whether this call created it (see JobStore.create)."""
     _check(spec)
     request = _fingerprint(spec)
@@ -86,8 +83,6 @@ def _check(spec: JobSpec) -> None:
             raise InvalidRequestError("a score job wants score_logprobs, a reward, or both", param="reward")
     if spec.kind == "rollout" and spec.reward is None:
         raise InvalidRequestError("a rollout needs a reward; use kind 'generate' without one", param="reward")
-    if spec.reward is not None:
-        rewards.check(spec.reward)
 
 
 def _fingerprint(spec: JobSpec) -> str:
@@ -98,26 +93,22 @@ def _fingerprint(spec: JobSpec) -> str:
 
 async def _make_visible(redis: Redis, job_id: str) -> bool:
     """False when there is no complete job with this id."""
-    found = await ask(redis, "HMGET", keys.job(job_id), "state", "written", "tenant")
-    if found[0] is not None:
+    state, written, tenant = await ask(redis, "HMGET", keys.job(job_id), "state", "written", "tenant")
+    if state is not None:
         return True
-    if found[1] is None:
+    if written is None:
         return False
     now = time.time()
-    async with redis.pipeline(transaction=False) as pipe:
-        listed = {keys.jobs(), keys.jobs((found[2] or b"").decode())}
-        for key in (*listed, keys.active_jobs()):
-            pipe.zadd(key, {job_id: now})
-            pipe.expire(key, keys.JOB_TTL_S)
-        for key in listed:
-            pipe.zremrangebyscore(key, "-inf", now - LISTED_S)
-        await pipe.execute()
+    listed = {keys.jobs(), keys.jobs((tenant or b"").decode())}
+    added = [("ZADD", key, now, job_id) for key in (*listed, keys.active_jobs())]
+    kept = [("EXPIRE", key, keys.JOB_TTL_S) for _, key, *_ in added]
+    await ask_all(redis, [*added, *kept, *(("ZREMRANGEBYSCORE", key, "-inf", now - LISTED_S) for key in listed)])
     return bool(await _publish(redis, [keys.job(job_id), keys.job_inputs(job_id)], [str(keys.JOB_TTL_S)]))
 
 
-async def _write(redis: Redis, spec: JobSpec, inputs: AsyncIterator[bytes] | Iterable[bytes], request: str) -> None:
+async def _write(redis: Redis, spec: JobSpec, inputs: Inputs, request: str) -> None:
     try:
-        total = await _write_inputs(redis, spec, inputs)
+        total = await _write_inputs(redis, spec.id, inputs)
         if not total:
             raise InvalidRequestError("a job needs at least one prompt", param="prompts")
         if spec.total_prompts not in (0, total):
@@ -138,8 +129,8 @@ async def _write(redis: Redis, spec: JobSpec, inputs: AsyncIterator[bytes] | Ite
         raise
 
 
-async def _write_inputs(redis: Redis, spec: JobSpec, inputs: AsyncIterator[bytes] | Iterable[bytes]) -> int:
-    key = keys.job_inputs(spec.id)
+async def _write_inputs(redis: Redis, job_id: str, inputs: Inputs) -> int:
+    key = keys.job_inputs(job_id)
     total = 0
     chunk: list[bytes] = []
     size = 0
@@ -152,13 +143,7 @@ async def _write_inputs(redis: Redis, spec: JobSpec, inputs: AsyncIterator[bytes
         if length != total:
             raise ServiceUnavailableError("the submission was interrupted: submit it again")
 
-    number = 0
-    async for raw in _lines(inputs):
-        number += 1
-        line = raw.strip()
-        if not line:
-            continue
-        _check_line(spec, number, line)
+    async for line in _lines(inputs):
         chunk.append(line)
         total += 1
         size += len(line)
@@ -170,24 +155,13 @@ async def _write_inputs(redis: Redis, spec: JobSpec, inputs: AsyncIterator[bytes
     return total
 
 
-async def _lines(inputs: AsyncIterator[bytes] | Iterable[bytes]) -> AsyncIterator[bytes]:
+async def _lines(inputs: Inputs) -> AsyncIterator[InputLine]:
     if isinstance(inputs, AsyncIterator):
         async for line in inputs:
             yield line
     else:
         for line in inputs:
             yield line
-
-
-def _check_line(spec: JobSpec, number: int, line: bytes) -> None:
-    try:
-        parsed = _input_decoder.decode(line)
-    except msgspec.MsgspecError as error:  # not JSON, or not an input
-        raise InvalidRequestError(f"input line {number}: {error}", param="prompts") from error
-    if spec.kind == "score" and parsed.completion is None:
-        raise InvalidRequestError(f"input line {number}: a score job needs `completion`", param="prompts")
-    if spec.kind == "batch" and parsed.request is None and not parsed.refused:
-        raise InvalidRequestError(f"input line {number}: a batch needs `request`", param="prompts")
 
 
 async def _discard(redis: Redis, job_id: str) -> None:

@@ -3,15 +3,15 @@
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from redis.asyncio import Redis
 
 from shared.errors import UnknownJobError
-from shared.jobs import TERMINAL, JobSpec, JobState, JobUsage
+from shared.jobs import TERMINAL, InputLine, JobSpec, JobState, JobUsage
 from shared.redis import keys
-from shared.redis.connection.client import Script
+from shared.redis.connection.client import Script, ask, ask_all, members
 from shared.trajectories import Reward
 
 Outcome = Literal["succeeded", "failed", "cancelled", "expired"]
@@ -80,7 +80,7 @@ class JobLedger:
         return int(following) if following >= 0 else None
 
     async def renew(self, job_id: str, runner: str) -> bool:
-        """Hold the lease for another while; False when it is no longer ours."""
+        """Renew the lease; False when another runner has it."""
         return bool(await _lease(self._redis, [keys.job_lease(job_id)], [runner, str(LEASE_MS)]))
 
     async def release(self, job_id: str, runner: str) -> None:
@@ -89,11 +89,8 @@ class JobLedger:
 
     async def progress(self, job_id: str) -> JobProgress:
         """Where the job stands now."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            fields = ["state", "expanded", "recorded", "complete_through", "cancel", "progress_ms"]
-            pipe.hmget(keys.job(job_id), fields)
-            pipe.time()
-            values, (seconds, micros) = await pipe.execute()
+        fields = ("state", "expanded", "recorded", "complete_through", "cancel", "progress_ms")
+        values, (seconds, micros) = await ask_all(self._redis, [("HMGET", keys.job(job_id), *fields), ("TIME",)])
         if values[0] is None:
             raise unknown_job(job_id)
         state, expanded, recorded, through, cancel, progress_ms = values
@@ -107,21 +104,16 @@ class JobLedger:
             now_ms=seconds * 1000 + micros // 1000,
         )
 
-    async def inputs(self, job_id: str, start: int, count: int) -> list[bytes]:
+    async def inputs(self, job_id: str, start: int, count: int) -> list[InputLine]:
         """Input lines of prompts [start, start + count)."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.lrange(keys.job_inputs(job_id), start, start + count - 1)
-            pipe.expire(keys.job_inputs(job_id), keys.JOB_TTL_S)
-            lines: list[bytes] = (await pipe.execute())[0]
+        key = keys.job_inputs(job_id)
+        commands = [("LRANGE", key, start, start + count - 1), ("EXPIRE", key, keys.JOB_TTL_S)]
+        lines: list[InputLine] = (await ask_all(self._redis, commands))[0]
         return lines
 
-    async def inputs_at(self, job_id: str, prompts: Sequence[int]) -> list[bytes]:
+    async def inputs_at(self, job_id: str, prompts: Sequence[int]) -> list[InputLine]:
         """Input lines of these prompts."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for prompt in prompts:
-                pipe.lindex(keys.job_inputs(job_id), prompt)
-            lines: list[bytes] = await pipe.execute()
-        return lines
+        return await ask_all(self._redis, [("LINDEX", keys.job_inputs(job_id), prompt) for prompt in prompts])
 
     async def expanded(self, job_id: str, prompts: int) -> None:
         """Move the cursor forward: the sequences of so many prompts are enqueued."""
@@ -134,7 +126,7 @@ class JobLedger:
             argv: list[str | bytes] = [str(keys.JOB_TTL_S), str(keys.RESULTS_PER_CHUNK), str(_WALK)]
             for sample in samples[at : at + _RECORD_BATCH]:
                 argv += _record_arguments(sample)
-            added, _ = await _record(self._redis, [keys.job(job_id), keys.job_results_prefix(job_id)], argv)
+            added, _ = await _record(self._redis, [keys.job(job_id), keys.job_results(job_id, "")], argv)
             if added < 0:
                 break
             new += added
@@ -162,7 +154,7 @@ class JobLedger:
         return ended
 
     async def count_fault(self, job_id: str) -> int:
-        """Note that a tick failed; how often in a row."""
+        """Note that a tick failed; returns how many have failed in a row."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hincrby(keys.job(job_id), "faults", 1)
             pipe.expire(keys.job(job_id), keys.JOB_TTL_S)
@@ -173,17 +165,16 @@ class JobLedger:
         await ask(self._redis, "HDEL", keys.job(job_id), "faults")
 
     async def active(self) -> list[ActiveJob]:
-        """The jobs that are not terminal; forgets those that have ended or never became visible."""
-        ids = [i.decode() for i in await self._redis.zrange(keys.active_jobs(), 0, -1)]
+        """The jobs that are not terminal; the others are taken off the list."""
+        ids = await members(self._redis, keys.active_jobs())
         if not ids:
             return []
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.expire(keys.active_jobs(), keys.JOB_TTL_S)
-            pipe.expire(keys.jobs(), keys.JOB_TTL_S)
-            for job_id in ids:
-                pipe.hmget(keys.job(job_id), ["state", "tick", "written"])
-                pipe.exists(keys.job_lease(job_id))
-            answers = (await pipe.execute())[2:]
+        commands: list[tuple[str | int, ...]] = [
+            ("EXPIRE", key, keys.JOB_TTL_S) for key in (keys.active_jobs(), keys.jobs())
+        ]
+        for job_id in ids:
+            commands += [("HMGET", keys.job(job_id), "state", "tick", "written"), ("EXISTS", keys.job_lease(job_id))]
+        answers = (await ask_all(self._redis, commands))[2:]
         jobs: list[ActiveJob] = []
         gone: list[str] = []
         for job_id, (state, tick, written), leased in zip(ids, answers[::2], answers[1::2], strict=True):
@@ -198,21 +189,13 @@ class JobLedger:
         return jobs
 
     async def _keep_results(self, job_id: str) -> None:
-        """All results live as long as the job that has just ended."""
-        total = (await self.spec(job_id)).total
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for chunk in range(math.ceil(total / keys.RESULTS_PER_CHUNK)):
-                pipe.expire(keys.job_results(job_id, chunk), keys.JOB_TTL_S)
-            await pipe.execute()
-
-
-async def ask(redis: Redis, *command: str | int) -> Any:
-    """One command; redis-py types its methods for both of its clients at once, so that few can be awaited."""
-    return await redis.execute_command(*command)  # type: ignore[no-untyped-call]
+        """Give all results the time to live of the job, which has just ended."""
+        chunks = range(math.ceil((await self.spec(job_id)).total / keys.RESULTS_PER_CHUNK))
+        await ask_all(self._redis, [("EXPIRE", keys.job_results(job_id, chunk), keys.JOB_TTL_S) for chunk in chunks])
 
 
 def unknown_job(job_id: str) -> UnknownJobError:
-    """No such job, said the same way everywhere."""
+    """The error for a job that is not there."""
     return UnknownJobError(f"no job {job_id!r}, or its time to live is over")
 
 

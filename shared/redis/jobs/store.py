@@ -7,45 +7,30 @@ to live, counted from the job's last change, and an unfinished submission is gon
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 from redis.asyncio import Redis
 
 from shared.errors import ConflictError
-from shared.jobs import PIN_S, TERMINAL, JobCounts, JobSpec, JobState, JobStatus, JobUsage, pin_owner
+from shared.jobs import PIN_S, TERMINAL, InputLine, JobCounts, JobSpec, JobState, JobStatus, JobUsage, pin_owner
 from shared.owners import ANYBODY, Asker
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
-from shared.redis.connection.client import Script
+from shared.redis.connection.client import Script, ask, ask_all
 from shared.redis.jobs import intake as job_intake
-from shared.redis.jobs.ledger import JobLedger, ask, decode_job_spec, unknown_job
+from shared.redis.jobs.ledger import JobLedger, decode_job_spec, unknown_job
 from shared.redis.jobs.ticks import enqueue_tick
 from shared.telemetry.tracing import traceparent
 
 _cancel = Script("job_cancel")
 INPUTS_AT_ONCE = 512
 
-_STATUS_FIELDS = [
-    "spec",
-    "state",
-    "succeeded",
-    "failed",
-    "cancelled",
-    "expired",
-    "expanded",
-    "recorded",
-    "prompt_tokens",
-    "completion_tokens",
-    "rewarded",
-    "reward_sum",
-    "reward_errors",
-    "created_ms",
-    "started_ms",
-    "finished_ms",
-    "complete_through",
-    "error",
-]
+_STATUS_FIELDS = (
+    "spec", "state", "succeeded", "failed", "cancelled", "expired", "expanded", "recorded", "prompt_tokens",
+    "completion_tokens", "rewarded", "reward_sum", "reward_errors", "created_ms", "started_ms", "finished_ms",
+    "complete_through", "error",
+)  # fmt: skip
 
 
 def new_job_id() -> str:
@@ -61,14 +46,12 @@ class JobStore:
         self._ledger = JobLedger(redis)
         self._adapters = AdapterStore(redis)
 
-    async def create(
-        self, spec: JobSpec, inputs: AsyncIterator[bytes] | Iterable[bytes], idempotency_key: str = ""
-    ) -> tuple[str, bool]:
+    async def create(self, spec: JobSpec, inputs: job_intake.Inputs, idempotency_key: str = "") -> tuple[str, bool]:
         """Store a job and let it run; returns its id, and False when the key's job existed already.
 
-        `inputs` are JSON lines of `JobInput`, read once and streamed. An empty `spec.id` gets a fresh one, and
-        `spec.total_prompts` 0 means as many as there are lines. Raises InvalidRequestError that names the wrong
-        line or field, ConflictError when the key was used for something else.
+        `inputs` are read once and streamed; they and the reward are checked by whoever took them in. An empty
+        `spec.id` gets a fresh one, and `spec.total_prompts` 0 means as many as there are inputs. Raises
+        InvalidRequestError that names the wrong field, ConflictError when the key was used for something else.
         """
         spec = msgspec.structs.replace(spec, id=spec.id or new_job_id(), trace=traceparent())
         owner = pin_owner(spec.id)
@@ -94,10 +77,10 @@ class JobStore:
 
     async def status(self, job_id: str) -> JobStatus:
         """The job as a poll sees it."""
-        found = await _statuses(self._redis, [job_id])
-        if found[0] is None:
+        (status,) = await _statuses(self._redis, [job_id])
+        if status is None:
             raise unknown_job(job_id)
-        return found[0]
+        return status
 
     async def spec(self, job_id: str) -> JobSpec:
         """What was asked for."""
@@ -123,15 +106,11 @@ class JobStore:
         spec = await self.spec(job_id)
         await self._adapters.unpin_all(spec.adapter, pin_owner(job_id))  # its runner may not have come to it yet
         chunks = range(-(-status.counts.total // keys.RESULTS_PER_CHUNK))
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for chunk in chunks:
-                pipe.unlink(keys.job_results(job_id, chunk))
-            pipe.unlink(keys.job_inputs(job_id))
-            pipe.unlink(keys.finished(spec.model, job_id))
-            pipe.unlink(keys.job(job_id))  # last: until then the delete may be repeated
-            for tenant in {"", spec.tenant}:
-                pipe.zrem(keys.jobs(tenant), job_id)
-            await pipe.execute()
+        whole = [keys.job_results(job_id, chunk) for chunk in chunks]
+        whole += [keys.job_inputs(job_id), keys.finished(spec.model, job_id)]
+        whole.append(keys.job(job_id))  # last: until then the delete may be repeated
+        listed = [("ZREM", keys.jobs(tenant), job_id) for tenant in {"", spec.tenant}]
+        await ask_all(self._redis, [*(("UNLINK", key) for key in whole), *listed])
 
     async def submit_again(self, job_id: str) -> str:
         """A new job with the spec and the inputs of another one, without its deadline; its id."""
@@ -145,7 +124,7 @@ class JobStore:
         )
         return (await self.create(fresh, self._inputs(job_id, spec.total_prompts)))[0]
 
-    async def _inputs(self, job_id: str, count: int) -> AsyncIterator[bytes]:
+    async def _inputs(self, job_id: str, count: int) -> AsyncIterator[InputLine]:
         for start in range(0, count, INPUTS_AT_ONCE):
             for line in await self._ledger.inputs(job_id, start, min(INPUTS_AT_ONCE, count - start)):
                 yield line
@@ -194,11 +173,7 @@ async def _chunk_lines(redis: Redis, job_id: str, start: int, stop: int, limit: 
 
 
 async def _statuses(redis: Redis, ids: Sequence[str]) -> list[JobStatus | None]:
-    async with redis.pipeline(transaction=False) as pipe:
-        for job_id in ids:
-            pipe.hmget(keys.job(job_id), _STATUS_FIELDS)
-        rows = await pipe.execute() if ids else []
-    return [_status(row) for row in rows]
+    return [_status(row) for row in await ask_all(redis, [("HMGET", keys.job(i), *_STATUS_FIELDS) for i in ids])]
 
 
 def _status(row: Sequence[bytes | None]) -> JobStatus | None:

@@ -37,7 +37,7 @@ class _DiscreetArq(ArqRedis):  # type: ignore[misc]  # arq has no types
 
 
 def arq_redis(redis: Redis) -> ArqRedis:
-    """arq's client over the connections of ours."""
+    """arq's client, which uses the connections of `redis`."""
     return _DiscreetArq(
         pool_or_conn=redis.connection_pool,
         job_serializer=serialize,
@@ -48,7 +48,7 @@ def arq_redis(redis: Redis) -> ArqRedis:
 
 
 async def enqueue_tick(redis: Redis, job_id: str, number: int, *, delay_s: float = 0) -> bool:
-    """Let a runner run this tick of the job; False when it waits already.
+    """Enqueue a tick of a job; False when this tick is in the queue already.
 
     Runners sleep until they are woken, so a tick without a delay starts at once.
     """

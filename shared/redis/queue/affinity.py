@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from redis.asyncio import Redis
 
 from shared.redis import keys
+from shared.redis.connection.client import ask_all
 from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from shared.sequences import SequenceSpec
 
@@ -25,7 +26,7 @@ LOOK_AGAIN_S = 1.0  # how old the view of the workers may be
 
 
 class WarmNotes:
-    """The writing side: one worker's."""
+    """Written by a worker: which prompts it computes."""
 
     def __init__(self, redis: Redis, model: str, worker_id: str) -> None:
         self._redis = redis
@@ -36,24 +37,22 @@ class WarmNotes:
         self._full = False
 
     async def note(self, specs: Sequence[SequenceSpec]) -> None:
-        """This worker computes these prompts now."""
+        """Note that this worker computes these prompts."""
         if (epoch := _epoch()) != self._epoch:
             self._epoch, self._noted, self._full = epoch, set(), False
         fresh = {mark for spec in specs for mark in marks(spec.prompt_ids, spec.adapter)} - self._noted
         if not fresh or self._full:
             return
         key = keys.warm_prefixes(self._model, epoch)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hset(key, mapping=dict.fromkeys(fresh, self._worker_id))
-            pipe.expire(key, 2 * keys.WARM_EPOCH_S)
-            pipe.hlen(key)
-            *_, notes = await pipe.execute()
+        noted = [word for mark in fresh for word in (mark, self._worker_id)]
+        commands = [("HSET", key, *noted), ("EXPIRE", key, 2 * keys.WARM_EPOCH_S), ("HLEN", key)]
+        *_, notes = await ask_all(self._redis, commands)
         self._noted |= fresh
         self._full = int(notes) >= MAX_NOTES
 
 
 class Affinity:
-    """The reading side: for whoever enqueues."""
+    """Read by those who enqueue: which workers to prefer."""
 
     def __init__(self, redis: Redis, registry: WorkerRegistry) -> None:
         self._redis = redis
@@ -61,12 +60,12 @@ class Affinity:
         self._seen: dict[str, tuple[float, list[WorkerStatus]]] = {}
 
     async def preferred(self, specs: Sequence[SequenceSpec]) -> tuple[str, ...]:
-        """Workers for sequences that are enqueued together; none: whoever is free."""
-        (found,) = await self.preferences([specs])
-        return found
+        """Workers to prefer for sequences that are enqueued together; none: any worker."""
+        (workers,) = await self.preferences([specs])
+        return workers
 
     async def preferences(self, groups: Sequence[Sequence[SequenceSpec]]) -> list[tuple[str, ...]]:
-        """Workers for each of some groups of sequences of one model."""
+        """Workers to prefer for each of several groups of sequences of one model."""
         ready = [worker for worker in await self._workers(groups[0][0].model) if worker.state == "ready"]
         if len(ready) < 2:
             return [()] * len(groups)
@@ -91,25 +90,23 @@ class Affinity:
         wanted = sorted({mark for group in groups for mark in group})
         if not wanted:
             return [""] * len(groups)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for each in (epoch - 1, epoch):
-                pipe.hmget(keys.warm_prefixes(model, each), wanted)
-            older, newer = await pipe.execute()
+        names = [keys.warm_prefixes(model, each) for each in (epoch - 1, epoch)]
+        older, newer = await ask_all(self._redis, [("HMGET", name, *wanted) for name in names])
         known = {mark: (new or old) for mark, old, new in zip(wanted, older, newer, strict=True)}
         return [next((known[mark].decode() for mark in group if known[mark]), "") for group in groups]
 
 
 def marks(prompt_ids: Sequence[int], adapter: str) -> list[bytes]:
     """Hashes of a prompt's beginnings of SHORTEST, twice as many, ... tokens; the longest first."""
-    found: list[bytes] = []
+    hashes: list[bytes] = []
     packed = array("q", prompt_ids)
     chain = hashlib.blake2b(adapter.encode(), digest_size=12)
     done, length = 0, SHORTEST
     while length <= len(packed):
         chain.update(packed[done:length].tobytes())
-        found.append(chain.copy().digest())
+        hashes.append(chain.copy().digest())
         done, length = length, 2 * length
-    return found[::-1]
+    return hashes[::-1]
 
 
 def _beginning_marks(group: Sequence[SequenceSpec]) -> list[bytes]:

@@ -11,14 +11,12 @@ from typing import Literal, NamedTuple
 import msgspec
 import structlog
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
 
 from shared.errors import ConflictError, UnknownDeadLetterError, UnreadableMessageError
 from shared.frames import Finish, TokenEvent
 from shared.owners import ADMINS, ANYBODY, Asker
 from shared.redis import keys
-from shared.redis.connection.client import Argument, Script
-from shared.redis.connection.faults import is_refusal
+from shared.redis.connection.client import Argument, Script, ask, members
 from shared.redis.tokens.log import read_tokens
 from shared.sequences import SequenceClass, SequenceSpec, decode_spec, encode
 
@@ -49,12 +47,12 @@ class DeadLetter(NamedTuple):
 
     @property
     def tenant(self) -> str:
-        """Who owns it; what cannot be read may be anybody's."""
+        """Its owner; a letter that cannot be read belongs to the admins, since it may be any tenant's."""
         return ADMINS if self.spec is None else self.spec.tenant
 
 
 class SecondLife(NamedTuple):
-    """What has become of a letter's sequence since it was requeued."""
+    """The sequence that a requeue has made of a letter."""
 
     sequence: str
     state: Literal["queued", "running", "done", "cancelled"]
@@ -63,7 +61,7 @@ class SecondLife(NamedTuple):
 
 
 class Unusable(NamedTuple):
-    """A message that nobody can work with."""
+    """A message that cannot be processed."""
 
     stream: str
     entry: str
@@ -100,7 +98,7 @@ class DeadLetters:
         """
         if before:
             model, entry = split(before)
-        models = [model] if model else [name.decode() for name in await self._redis.zrange(keys.models(), 0, -1)]
+        models = [model] if model else await members(self._redis, keys.models())
         found: list[DeadLetter] = []
         for name in models:
             found += await self._newest(name, limit, f"({entry}" if before else "+", asker)
@@ -109,12 +107,7 @@ class DeadLetters:
     async def get(self, letter_id: str) -> DeadLetter | None:
         """A letter; None when it has been requeued, dropped, or has expired."""
         model, entry = split(letter_id)
-        try:
-            entries = await self._redis.xrange(keys.dead_letters(model), entry, entry)
-        except ResponseError as error:
-            if is_refusal(error):
-                raise
-            raise unknown_letter(letter_id) from error
+        entries = await self._redis.xrange(keys.dead_letters(model), entry, entry)
         return _letter(model, *entries[0]) if entries else None
 
     async def owner(self, letter_id: str) -> str | None:
@@ -123,7 +116,7 @@ class DeadLetters:
         if letter is not None:
             return letter.tenant
         model, entry = split(letter_id)
-        state, tenant = await self._redis.hmget(keys.sequence(model, REQUEUED + entry), ["state", "tenant"])  # type: ignore[misc]
+        state, tenant = await ask(self._redis, "HMGET", keys.sequence(model, REQUEUED + entry), "state", "tenant")
         return None if state is None else (tenant or b"").decode()
 
     async def requeue(self, letter_id: str) -> tuple[str, bool]:
@@ -141,11 +134,7 @@ class DeadLetters:
         if letter.spec is None:
             raise ConflictError(f"dead letter '{letter_id}' holds no sequence that can run: {letter.unreadable}")
         spec = msgspec.structs.replace(letter.spec, id=new_id, model=model, api="", job="", group="", deadline_ms=0)
-        names = [
-            keys.dead_letters(model),
-            keys.queue(model, spec.sequence_class),
-            keys.sequence(model, new_id),
-        ]
+        names = [keys.dead_letters(model), keys.queue(model, spec.sequence_class), keys.sequence(model, new_id)]
         args: list[Argument] = [keys.GROUP, keys.JOB_TTL_S, entry, new_id, spec.kv_tokens, encode(spec), spec.tenant]
         done = int(await _REQUEUE(self._redis, names, args))
         if not done:
@@ -153,41 +142,41 @@ class DeadLetters:
         return new_id, done == 1
 
     async def drop(self, letter_id: str) -> bool:
-        """Forget a letter; False when it was not there."""
+        """Delete a letter; False when it was not there."""
         model, entry = split(letter_id)
-        try:
-            return bool(await self._redis.xdel(keys.dead_letters(model), entry))
-        except ResponseError as error:
-            if is_refusal(error):
-                raise
-            raise unknown_letter(letter_id) from error
+        return bool(await self._redis.xdel(keys.dead_letters(model), entry))
 
     async def second_life(self, letter_id: str) -> SecondLife | None:
-        """What has become of it since it was requeued; None when it was not, or too long ago."""
+        """The state of its sequence after a requeue; None when it was not requeued, or too long ago."""
         model, entry = split(letter_id)
         seq = REQUEUED + entry
-        state = await self._redis.hget(keys.sequence(model, seq), "state")  # type: ignore[misc]
+        state = await ask(self._redis, "HGET", keys.sequence(model, seq), "state")
         if state is None:
             return None
         events = await read_tokens(self._redis, model, seq, 0)
         return SecondLife(seq, state.decode(), events[-1].finish if events else None, events)
 
 
-async def bury(redis: "Redis", model: str, found: Unusable) -> bool:
+async def bury(redis: "Redis", model: str, unusable: Unusable) -> bool:
     """Take an unusable message out of its stream and keep it as a dead letter; False when it was gone."""
-    log.warning("deadletters.buried", model=model, stream=found.stream, id=found.sequence, reason=found.reason)
-    names = [found.stream, keys.dead_letters(model)]
-    args: list[Argument] = [found.group, found.entry, found.sequence, found.reason, found.found_by]
-    return bool(await _BURY(redis, names, [*args, found.message[:MESSAGE_KEPT], LETTERS_TTL_S]))
+    log.warning("deadletters.buried", model=model, stream=unusable.stream, id=unusable.sequence, reason=unusable.reason)
+    names = [unusable.stream, keys.dead_letters(model)]
+    args: list[Argument] = [unusable.group, unusable.entry, unusable.sequence, unusable.reason, unusable.found_by]
+    return bool(await _BURY(redis, names, [*args, unusable.message[:MESSAGE_KEPT], LETTERS_TTL_S]))
 
 
 def split(letter_id: str) -> tuple[str, str]:
     """Model and entry of a letter's id; UnknownDeadLetterError when it is none."""
     model, colon, entry = letter_id.rpartition(":")
     ms, dash, number = entry.partition("-")
-    if not (colon and model and dash and ms.isascii() and ms.isdigit() and number.isascii() and number.isdigit()):
+    if not (colon and model and dash and _is_64_bit(ms) and _is_64_bit(number)):
         raise unknown_letter(letter_id)
     return model, entry
+
+
+def _is_64_bit(digits: str) -> bool:
+    """Whether Redis takes it for one of the two numbers of an entry's id."""
+    return digits.isascii() and digits.isdigit() and len(digits) <= 20 and int(digits) < 2**64
 
 
 def unknown_letter(letter_id: str) -> UnknownDeadLetterError:

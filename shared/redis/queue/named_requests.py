@@ -8,6 +8,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared.redis import keys
+from shared.redis.connection.client import ask
 
 
 class NamedRequests:
@@ -17,7 +18,7 @@ class NamedRequests:
         self._redis = redis
 
     async def add(self, owner: str, name: str, model: str, request: str) -> None:
-        """Note that a request begins; said again it changes nothing."""
+        """Note that a request begins; may be repeated."""
         key = keys.named_requests(owner, name)
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.sadd(key, _entry(model, request))
@@ -25,13 +26,13 @@ class NamedRequests:
             await pipe.execute()
 
     async def remove(self, owner: str, name: str, model: str, request: str) -> None:
-        """It is over."""
-        await self._redis.srem(keys.named_requests(owner, name), _entry(model, request))  # type: ignore[misc]
+        """Remove the note of a request that has ended."""
+        await ask(self._redis, "SREM", keys.named_requests(owner, name), _entry(model, request))
 
     async def find(self, owner: str, name: str) -> list[tuple[str, str]]:
         """(model, id) of the requests of this name."""
-        found = await self._redis.smembers(keys.named_requests(owner, name))  # type: ignore[misc]
-        return sorted(msgspec.msgpack.decode(entry, type=tuple[str, str]) for entry in found)
+        entries = await ask(self._redis, "SMEMBERS", keys.named_requests(owner, name))
+        return sorted(msgspec.msgpack.decode(entry, type=tuple[str, str]) for entry in entries)
 
 
 def _entry(model: str, request: str) -> bytes:

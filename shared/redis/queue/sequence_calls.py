@@ -28,7 +28,7 @@ REPAIR_AFTER_S = 15.0  # without a result
 
 
 class SequenceCalls(BackgroundReader):
-    """Calls to the workers of one model, under `owner`, which no other process uses."""
+    """Calls to the workers of one model. `owner` is a name that no other process uses."""
 
     def __init__(self, redis: Redis, model: str, owner: str) -> None:
         self.owner = owner
@@ -87,8 +87,8 @@ class SequenceCalls(BackgroundReader):
                 await asyncio.sleep(ASK_AGAIN_S)
 
     async def _read_round(self) -> None:
-        found = await self._redis.xread({self._stream: self._last}, count=AT_ONCE, block=WAIT_MS)
-        for _, entries in found:
+        streams = await self._redis.xread({self._stream: self._last}, count=AT_ONCE, block=WAIT_MS)
+        for _, entries in streams:
             for entry, fields in entries:
                 self._last = entry.decode()
                 waiting = self._waiting.get(fields.get(b"id", b"").decode(errors="replace"))

@@ -24,7 +24,7 @@ from redis.exceptions import ResponseError
 
 from shared.errors import QueueFullError, UnreadableMessageError
 from shared.redis import keys
-from shared.redis.connection.client import Argument, Script
+from shared.redis.connection.client import Argument, Script, ask, ask_all, members
 from shared.redis.queue.dead_letters import Unusable, bury
 from shared.redis.queue.settlement import Settlement
 from shared.sequences import Claim, SequenceClass, SequenceSpec, decode_spec, encode
@@ -46,7 +46,7 @@ _RELEASE, _DEPTH, _FORWARD = Script("release"), Script("depth"), Script("forward
 
 @dataclass(frozen=True)
 class ClaimPlan:
-    """What a worker can take now (worker/engine/scheduler.py works it out)."""
+    """What a worker can take now (worker/claim_plan.py computes it)."""
 
     rows: int  # free rows
     interactive_first: int  # quotas of the first round; a group that one lets in is taken whole if the rows allow it
@@ -117,7 +117,7 @@ class SequenceQueue:
             args.append(spec.first_token_deadline_ms)
         both = sorted(CLASSES, key=lambda each: each != kind)
         names = [keys.queue(self._model, each, place) for each in both for place in ("", keys.HANDED_BACK)]
-        names += [keys.sequence(self._model, spec.id) for spec in specs]
+        names += [self._prefix + spec.id for spec in specs]
         for worker in prefer:
             names += [keys.worker(self._model, worker), *(keys.queue(self._model, each, worker) for each in both)]
         new = int(await _ENQUEUE(self._redis, names, [*args, *prefer]))
@@ -134,17 +134,14 @@ class SequenceQueue:
 
     async def is_alive(self, seq: str) -> bool:
         """Whether a sequence waits or runs."""
-        state = await self._redis.hget(keys.sequence(self._model, seq), "state")  # type: ignore[misc]
+        state = await ask(self._redis, "HGET", keys.sequence(self._model, seq), "state")
         return state in (b"queued", b"running")
 
     async def route(self, seq_ids: Sequence[str], api: str) -> None:
         """From now on `api` gets the frames of these sequences; their workers are told."""
         for seq in seq_ids:
             key = keys.sequence(self._model, seq)
-            async with self._redis.pipeline(transaction=False) as pipe:
-                pipe.hmget(key, ["state", "worker"])
-                pipe.ttl(key)
-                (state, worker), ttl = await pipe.execute()
+            (state, worker), ttl = await ask_all(self._redis, [("HMGET", key, "state", "worker"), ("TTL", key)])
             if state is None:
                 continue
             async with self._redis.pipeline(transaction=True) as pipe:
@@ -188,14 +185,14 @@ class SequenceQueue:
                 return False
 
     async def _delivered(self, streams: Sequence[str]) -> dict[Any, Any]:
-        """Up to which entry the group has had each stream."""
+        """The last entry of each stream that the consumer group has received."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for stream in streams:
                 pipe.xinfo_groups(stream)
-            found = await pipe.execute(raise_on_error=False)
+            answers = await pipe.execute(raise_on_error=False)
         ours = [
             [] if isinstance(groups, ResponseError) else [g for g in groups if g["name"] == keys.GROUP.encode()]
-            for groups in found
+            for groups in answers
         ]
         return {stream: g[0]["last-delivered-id"] if g else b"0-0" for stream, g in zip(streams, ours, strict=True)}
 
@@ -216,7 +213,7 @@ class SequenceQueue:
         late_s = time.monotonic() - self._renewed_at.get(worker_id, -math.inf)
         if held and late_s > self._lease_ms / 2000:  # we are late, perhaps, but not dead
             await self.renew(worker_id, held)
-        workers = [name.decode() for name in await self._redis.zrange(keys.workers(self._model), 0, -1)]
+        workers = await members(self._redis, keys.workers(self._model))
         nobodys = ["", keys.HANDED_BACK, keys.SUSPECTS]
         names = [*nobodys, *dict.fromkeys([worker_id, *workers])]
         args: list[Argument] = [keys.GROUP, worker_id, self._lease_ms, self._prefix, self._max_deaths, SUSPECT_AFTER]
@@ -234,7 +231,7 @@ class SequenceQueue:
         names: list[str] = []
         args: list[Argument] = [keys.GROUP, worker_id]
         for claim in claims:
-            names += [keys.sequence(self._model, claim.spec.id), claim.stream]
+            names += [self._prefix + claim.spec.id, claim.stream]
             args += [claim.entry, claim.attempt]
         began = time.monotonic()
         lost = set(await _RENEW(self._redis, names, args)) if claims else set()
@@ -255,7 +252,7 @@ class SequenceQueue:
             await _RELEASE(self._redis, self._fronts(), args)
 
     async def delete_worker_streams(self, worker_id: str) -> None:
-        """Leave a leaving worker's affinity streams to all."""
+        """Move what waits in a leaving worker's affinity streams to where any worker can claim it."""
         own = [*(keys.queue(self._model, kind, worker_id) for kind in CLASSES), keys.worker(self._model, worker_id)]
         await _FORWARD(self._redis, [*self._fronts()[:2], *own], [keys.GROUP, self._prefix, QUEUE_TTL_S])
 
@@ -263,7 +260,7 @@ class SequenceQueue:
 
     async def depth(self) -> dict[SequenceClass, QueueDepth]:
         """Waiting and leased entries by class, over all streams."""
-        workers = [name.decode() for name in await self._redis.zrange(keys.workers(self._model), 0, -1)]
+        workers = await members(self._redis, keys.workers(self._model))
         names = ["", keys.HANDED_BACK, keys.SUSPECTS, *workers]
         return {
             kind: QueueDepth(
@@ -296,7 +293,7 @@ class SequenceQueue:
         return await self._sort_out(worker_id, rows)
 
     async def _sort_out(self, worker_id: str, rows: list[list[Any]]) -> list[Claim]:
-        """Claims to run; the others are settled."""
+        """The claims that are to run; ends the others."""
         claims: list[Claim] = []
         for row in rows:
             try:
@@ -310,7 +307,7 @@ class SequenceQueue:
         return claims
 
     async def _settle(self, worker_id: str, row: list[Any]) -> Claim | None:
-        """The claim of one row, if it is to run."""
+        """The claim of one row, or None after its end was committed here."""
         stream, entry, seq, packed, attempt, api, job, verdict = row
         unreadable: UnreadableMessageError | None = None
         try:
@@ -333,10 +330,10 @@ class SequenceQueue:
 
     async def _bury(self, worker_id: str, row: list[Any], reason: str) -> None:
         stream, entry, seq, packed = row[:4]
-        found = Unusable(
+        unusable = Unusable(
             stream.decode(), entry.decode(), seq.decode(errors="replace"), reason, worker_id, packed, keys.GROUP
         )
-        await bury(self._redis, self._model, found)
+        await bury(self._redis, self._model, unusable)
 
 
 def _order(entry: bytes) -> tuple[int, int]:

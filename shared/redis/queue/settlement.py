@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from shared.errors import EngineError, ParallmError, UnreadableMessageError
 from shared.frames import Finish, TokenEvent, encode_events
 from shared.redis import keys
-from shared.redis.connection.client import Script, server_time_ms
+from shared.redis.connection.client import Script, ask_all, server_time_ms
 from shared.redis.tokens.log import read_tokens
 from shared.redis.tokens.writer import Commit, FrameWriter
 from shared.redis.training.trajectory_intake import collecting_arguments, collecting_keys
@@ -37,7 +37,7 @@ class Settlement:
         self.given_up = 0
 
     def unreadable(self, seq: str, job: str) -> SequenceSpec:
-        """Stands for a spec that this version cannot read; its end is all that happens to it."""
+        """Takes the place of a spec that this version cannot read, so that its sequence can be ended."""
         return SequenceSpec(seq, self._model, (), SamplingParams(max_tokens=0, seed=0), job=job)
 
     async def end(self, worker_id: str, claim: Claim, reason: str) -> None:
@@ -54,15 +54,12 @@ class Settlement:
 
     async def cancel(self, seq_ids: Sequence[str]) -> dict[str, str]:
         """See `SequenceQueue.cancel`."""
-        found = await self._look(seq_ids)
-        return {seq: await self._cancel(seq, fields) for seq, fields in zip(seq_ids, found, strict=True)}
+        hashes = await self._look(seq_ids)
+        return {seq: await self._cancel(seq, fields) for seq, fields in zip(seq_ids, hashes, strict=True)}
 
     async def _look(self, seq_ids: Sequence[str]) -> list[_Fields]:
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for seq in seq_ids:
-                pipe.hmget(keys.sequence(self._model, seq), ["state", "spec", "attempt", "api", "job"])
-            found: list[_Fields] = await pipe.execute()
-        return found
+        fields = ("state", "spec", "attempt", "api", "job")
+        return await ask_all(self._redis, [("HMGET", keys.sequence(self._model, seq), *fields) for seq in seq_ids])
 
     async def _cancel(self, seq: str, fields: _Fields) -> str:
         while True:
@@ -112,7 +109,7 @@ class Settlement:
         return str(answer.decode())
 
     async def _ending(self, claim: Claim, worker_id: str, finish: Finish) -> Commit:
-        """The end of a sequence behind what it has said so far; a waiting one (no `entry`) is nobody's attempt."""
+        """The end of a sequence, after its tokens so far; one that waits (no `entry`) gets an attempt of its own."""
         spec = claim.spec
         attempt = claim.attempt if claim.entry else claim.attempt + 1
         logged: list[TokenEvent] = []

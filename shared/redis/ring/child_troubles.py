@@ -1,6 +1,6 @@
-"""Processes of the ring that end again and again: their `mlx_parallm_serve` tells, `/health` shows.
+"""Processes of the ring that end again and again: their `mlx_parallm_serve` reports them, `/health` shows them.
 
-Invariant. What is not told again fades within TTL_S, so nobody's trouble outlives who tells of it.
+Invariant. A report that is not repeated expires after TTL_S, so no trouble outlives the process that reports it.
 """
 
 import time
@@ -10,6 +10,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared.redis import keys
+from shared.redis.connection.client import ask
 
 TTL_S = keys.CHILD_TROUBLES_TTL_S
 
@@ -25,19 +26,19 @@ class ChildTrouble(msgspec.Struct, frozen=True):
 
     @property
     def told(self) -> str:
-        """For people."""
+        """A sentence for people."""
         again = f", {self.times} times in a row" if self.times > 1 else ""
         return f"{self.child} on {self.host} has ended with exit code {self.exit_code}{again}; it is started again"
 
 
 class ChildTroubles:
-    """All of a ring's."""
+    """The troubles of all child processes of a ring."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
     async def tell(self, teller: str, troubles: Sequence[ChildTrouble]) -> None:
-        """What ails the children of `teller`, instead of what it told last."""
+        """Replace the troubles that `teller` has reported."""
         key, now = keys.child_troubles(), time.time_ns() // 1_000_000
         stamped = [msgspec.structs.replace(each, told_ms=now) for each in troubles]
         async with self._redis.pipeline() as pipe:
@@ -49,8 +50,8 @@ class ChildTroubles:
             await pipe.execute()
 
     async def read(self) -> list[ChildTrouble]:
-        """What was told of late."""
+        """The troubles that were reported within TTL_S."""
         oldest = time.time_ns() // 1_000_000 - 1000 * TTL_S
-        told: dict[bytes, bytes] = await self._redis.hgetall(keys.child_troubles())  # type: ignore[misc]
-        found = [each for data in told.values() for each in msgspec.json.decode(data, type=list[ChildTrouble])]
-        return sorted((each for each in found if each.told_ms > oldest), key=lambda each: (each.host, each.child))
+        notes: dict[bytes, bytes] = await ask(self._redis, "HGETALL", keys.child_troubles())
+        troubles = [each for data in notes.values() for each in msgspec.json.decode(data, type=list[ChildTrouble])]
+        return sorted((each for each in troubles if each.told_ms > oldest), key=lambda each: (each.host, each.child))

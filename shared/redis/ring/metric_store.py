@@ -9,21 +9,19 @@ import asyncio
 import contextlib
 import secrets
 import time
-from typing import Literal
 
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from shared.redis import keys
-from shared.redis.connection.client import Argument, Script
+from shared.redis.connection.client import Argument, Script, ask
 from shared.telemetry.metrics import Tally
+from shared.telemetry.spans import Role
 
 log = structlog.get_logger()
 
 WRITE_EVERY_S = 2.0
-
-Role = Literal["api", "worker", "runner"]
 
 _add = Script("metrics_add")
 
@@ -70,7 +68,5 @@ class MetricWriter:
 
 async def read_totals(redis: Redis) -> dict[str, float]:
     """The totals by field (`shared.telemetry.metrics.parse_field`)."""
-    async with redis.pipeline(transaction=False) as pipe:
-        pipe.hgetall(keys.metric_totals())
-        (found,) = await pipe.execute()
-    return {field.decode(): float(value) for field, value in found.items()}
+    totals = await ask(redis, "HGETALL", keys.metric_totals())
+    return {field.decode(): float(value) for field, value in totals.items()}

@@ -13,6 +13,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared.redis import keys
+from shared.redis.connection.client import members
 from shared.redis.ring.worker_registry import WorkerRegistry
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -28,19 +29,19 @@ class PauseOrder(msgspec.Struct, frozen=True):
 
 
 class PauseSwitch:
-    """Of one ring, all models."""
+    """The pause switch of one ring, for all models."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._registry = WorkerRegistry(redis)
 
     async def current(self) -> PauseOrder | None:
-        """The pause in force; looking at it keeps it."""
-        found = await self._redis.getex(keys.pause(), ex=keys.PAUSE_TTL_S)
-        return None if found is None else msgspec.json.decode(found, type=PauseOrder)
+        """The pause in force; reading it renews its time to live."""
+        order = await self._redis.getex(keys.pause(), ex=keys.PAUSE_TTL_S)
+        return None if order is None else msgspec.json.decode(order, type=PauseOrder)
 
     async def set(self, mode: PauseMode, *, clear_cache: bool) -> PauseOrder:
-        """Put a pause in force, in the place of an earlier one."""
+        """Put a pause in force; it replaces an earlier one."""
         order = PauseOrder(uuid.uuid4().hex[:12], mode, clear_cache, time.time_ns() // 1_000_000)
         await self._redis.set(keys.pause(), msgspec.json.encode(order), ex=keys.PAUSE_TTL_S)
         await self._tell()
@@ -52,14 +53,14 @@ class PauseSwitch:
         await self._tell()
 
     async def restless(self, order: PauseOrder | None) -> list[str]:
-        """Ids of live workers that have not yet come to rest under `order`; None: that still rest."""
+        """Ids of live workers that do not rest under `order` yet; without an order, of those that still rest."""
         wanted = "" if order is None else order.id
-        models = [name.decode() for name in await self._redis.zrange(keys.models(), 0, -1)]
+        models = await members(self._redis, keys.models())
         workers = [worker for model in models for worker in await self._registry.workers(model)]
         return [worker.id for worker in workers if worker.pause != wanted and worker.state not in ("draining", "stuck")]
 
     async def _tell(self) -> None:
         message = msgspec.msgpack.encode(("pause",))
-        for name in await self._redis.zrange(keys.models(), 0, -1):
-            for worker in await self._redis.zrange(keys.workers(name.decode()), 0, -1):
-                await self._redis.publish(keys.control_channel(worker.decode()), message)
+        for model in await members(self._redis, keys.models()):
+            for worker in await members(self._redis, keys.workers(model)):
+                await self._redis.publish(keys.control_channel(worker), message)

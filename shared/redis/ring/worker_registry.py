@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from shared.errors import NotFoundError, SetupError
 from shared.redis import keys
-from shared.redis.connection.client import server_time_ms
+from shared.redis.connection.client import ask_all, members, server_time_ms
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
 
@@ -54,7 +54,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def weights_of(card: ModelCard) -> str:
-    """What a worker's tokens depend on besides the request, by content."""
+    """Hashes of what a worker's tokens depend on besides the request."""
     return f"weights {card.base_sha256[:12]}, dtype {card.dtype}, tokenizer {card.tokenizer_sha256[:12]}"
 
 
@@ -100,13 +100,11 @@ class WorkerRegistry:
             await asyncio.sleep(LOOK_AGAIN_S)
 
     async def heartbeat(self, status: WorkerStatus) -> None:
-        """Say that a worker lives."""
+        """Write a worker's heartbeat."""
         key = keys.worker(status.model, status.id)
         fields = msgspec.structs.asdict(status)  # defaults, too: they replace what an earlier heartbeat said
         fields["adapters"] = msgspec.json.encode(status.adapters)
         fields["extra"] = msgspec.json.encode(status.extra)
-        fields["engine_silent_s"] = status.engine_silent_s  # also 0, over what stood there
-        fields["weights"] = status.weights
         fields["versions"] = msgspec.json.encode(status.versions)
         async with self._redis.pipeline() as pipe:
             pipe.hset(key, mapping=fields)
@@ -124,16 +122,15 @@ class WorkerRegistry:
             await self.register_model(*ours)
 
     async def remove(self, model: str, worker_id: str) -> None:
-        """Forget a worker that leaves in order."""
+        """Remove a worker that leaves in an orderly way."""
         async with self._redis.pipeline() as pipe:
             pipe.delete(keys.worker(model, worker_id))
             pipe.zrem(keys.workers(model), worker_id)
             await pipe.execute()
 
     async def models(self) -> list[ModelCard]:
-        """Every model that is known, served right now or not."""
-        names = await self._redis.zrange(keys.models(), 0, -1)
-        cards = [await self.card(name.decode(errors="replace")) for name in names]
+        """The cards of all known models, whether a worker lives or not."""
+        cards = [await self.card(name) for name in await members(self._redis, keys.models())]
         return [card for card in cards if card is not None]
 
     async def card(self, model: str) -> ModelCard | None:
@@ -146,39 +143,32 @@ class WorkerRegistry:
             return None
 
     async def names(self) -> list[str]:
-        """Every model that is known, by name."""
-        return sorted(name.decode() for name in await self._redis.zrange(keys.models(), 0, -1))
+        """The names of all known models."""
+        return sorted(await members(self._redis, keys.models()))
 
     async def live_models(self) -> set[str]:
         """Models that at least one live worker serves."""
-        names = [name.decode(errors="replace") for name in await self._redis.zrange(keys.models(), 0, -1)]
-        return {name for name in names if await self.workers(name)}
+        return {name for name in await members(self._redis, keys.models()) if await self.workers(name)}
 
     async def known(self, model: str) -> list[str]:
-        """Ids of a model's workers that live, or went within the hour without leaving in order."""
-        return [name.decode(errors="replace") for name in await self._redis.zrange(keys.workers(model), 0, -1)]
+        """Ids of a model's live workers, and of those that ended without `remove` within the last hour."""
+        return await members(self._redis, keys.workers(model))
 
     async def live(self, model: str) -> list[str]:
         """Ids of a model's live workers: what a worker asks with every heartbeat, so without their statuses."""
         ids = await self.known(model)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for worker_id in ids:
-                pipe.exists(keys.worker(model, worker_id))
-            found = await pipe.execute()
-        return sorted(worker_id for worker_id, lives in zip(ids, found, strict=True) if lives)
+        beats = await ask_all(self._redis, [("EXISTS", keys.worker(model, worker_id)) for worker_id in ids])
+        return sorted(worker_id for worker_id, lives in zip(ids, beats, strict=True) if lives)
 
     async def workers(self, model: str) -> list[WorkerStatus]:
         """A model's live workers, by id; prunes those gone for more than an hour."""
         ids = await self.known(model)
         if not ids:
             return []
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for worker_id in ids:
-                pipe.hgetall(keys.worker(model, worker_id))
-            found = await pipe.execute()
-        if not all(found):
+        beats = await ask_all(self._redis, [("HGETALL", keys.worker(model, worker_id)) for worker_id in ids])
+        if not all(beats):
             await self._redis.zremrangebyscore(keys.workers(model), 0, await server_time_ms(self._redis) - 3_600_000)
-        statuses = [_status(fields) for fields in found if fields]
+        statuses = [_status(fields) for fields in beats if fields]
         return sorted((status for status in statuses if status is not None), key=lambda status: status.id)
 
     async def tokenizer(self, sha256: str) -> TokenizerBundle:

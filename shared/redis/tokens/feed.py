@@ -9,8 +9,6 @@ when it asks again.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Self
 
 from shared.errors import ServiceUnavailableError
 from shared.frames import Finish, TokenEvent, is_fence
@@ -27,22 +25,12 @@ Ready = list[tuple[int, TokenEvent]]
 
 
 class SequenceCursor:
-    """Where a feed stands in one sequence."""
+    """The position of a feed in one sequence."""
 
     __slots__ = (
-        "attempt",
-        "bare_seen",
-        "due_at",
-        "feed",
-        "finished",
-        "heard_at",
-        "held",
-        "in_gap",
-        "index",
-        "pause_s",
-        "position",
-        "seq",
-    )
+        "attempt", "bare_seen", "due_at", "feed", "finished", "heard_at", "held", "in_gap", "index", "pause_s",
+        "position", "seq",
+    )  # fmt: skip
 
     def __init__(self, feed: "TokenFeed", index: int, seq: str, position: int, due_at: float, attempt: int = 0) -> None:
         self.feed = feed
@@ -105,7 +93,7 @@ class SequenceCursor:
         return True
 
     def _end_early(self, event: TokenEvent, finish: Finish) -> bool:
-        """It ended before the tokens that its reader has, so it had begun anew: no more will come."""
+        """The sequence has ended with fewer tokens than its reader has: it was started anew. End it for the reader."""
         if finish.reason not in ("cancelled", "deadline", "error"):
             finish = Finish("error", error_code=ServiceUnavailableError.code or "", error_message=LOST)
         last = TokenEvent(event.seq, event.attempt, self.position, [], [], finish=finish)
@@ -125,14 +113,14 @@ class SequenceCursor:
             self.feed.ask()
 
     def asked(self, now: float) -> None:
-        """The log has just been asked; if nothing came, ask again later."""
+        """Set the time of the next question, when the log has just been read and had nothing new."""
         if self.due_at <= now:
             self.due_at = now + self.pause_s
             self.pause_s = min(2 * self.pause_s, SILENCE_S if self.in_gap else PATIENCE_S)
 
 
 class TokenFeed:
-    """Made by `FrameReader.open`; close it when the reader goes."""
+    """The events of one request's sequences. `FrameReader.open` makes it; close it at the end."""
 
     def __init__(
         self,
@@ -172,7 +160,7 @@ class TokenFeed:
     async def next(self) -> Ready:
         """What is ready: (index of the sequence, event), at least one; [] when all sequences have ended.
 
-        Raises what `fail` was told, after what is ready.
+        Raises the error that `fail` was given, after what is ready.
         """
         while not self.ready and self.unfinished:
             if self._error is not None:
@@ -193,23 +181,15 @@ class TokenFeed:
         return not self.overrun
 
     def wake(self) -> None:
-        """Let the reader go on if there is something for it."""
+        """Wake the reader if there is something for it."""
         if self.ready or not self.unfinished:
             self._wake.set()
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will come: let the reader know."""
+        """Let `next` raise this error: nothing more will come."""
         self._error = error
         self._wake.set()
 
     def close(self) -> None:
         """Stop listening."""
         self._close(self)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -11,20 +11,18 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from shared.errors import ServiceUnavailableError
-from shared.frames import TokenEvent
+from shared.frames import events_of_chunk, events_of_frame
 from shared.redis import keys
 from shared.redis.connection.client import connect, server_time_ms
 from shared.redis.connection.faults import is_refusal, reason
 from shared.redis.tokens.feed import SequenceCursor, TokenFeed
-from shared.redis.tokens.log import events_of_chunk, events_of_frame
 
 log = structlog.get_logger()
 
@@ -40,10 +38,9 @@ PAGE = 256  # frames or chunks decoded without a pause
 class FrameReader:
     """One api process's subscription to its frames."""
 
-    def __init__(self, redis: "str | Redis", api_id: str = "") -> None:
+    def __init__(self, url: str, api_id: str = "") -> None:
         self.api_id = api_id or uuid.uuid4().hex[:8]
-        self._owns_redis = isinstance(redis, str)
-        self.redis: Redis = connect(redis) if isinstance(redis, str) else redis
+        self.redis = connect(url)
         self._cursors: dict[str, list[SequenceCursor]] = {}
         self._feeds: set[TokenFeed] = set()
         self._asked = asyncio.Event()
@@ -75,8 +72,7 @@ class FrameReader:
         with contextlib.suppress(RedisError, OSError):  # TimeoutError is an OSError
             async with asyncio.timeout(1):
                 await self.redis.delete(keys.api(self.api_id))
-        if self._owns_redis:
-            await self.redis.aclose()
+        await self.redis.aclose()
 
     def open(
         self,
@@ -97,16 +93,16 @@ class FrameReader:
 
     @property
     def streams(self) -> int:
-        """Sequences listened to."""
+        """Number of sequences that feeds listen to."""
         return len(self._cursors)
 
     def dispatch(self, data: bytes, *, live: bool = True) -> None:
         """Hand the events of one frame to their feeds."""
         now = time.monotonic()
-        found = self._cursors.get
+        cursors = self._cursors.get
         touched: set[TokenFeed] = set()
         for event in events_of_frame(data):
-            for cursor in found(event.seq, ()):
+            for cursor in cursors(event.seq, ()):
                 cursor.offer(event, now, live=live)
                 touched.add(cursor.feed)
         for feed in touched:
@@ -216,18 +212,16 @@ class FrameReader:
                 if not exists and not chunks and cursor.feed.on_lost is not None:
                     cursor.attempt = 0  # attempts are counted anew, too
                     cursor.feed.on_lost(cursor.seq, cursor.position)
-                self._offer_log(cursor, (e for _, fields in chunks for e in events_of_chunk(fields, cursor.seq)), now)
+                for _, fields in chunks:
+                    for event in events_of_chunk(fields, cursor.seq):
+                        cursor.offer(event, now, live=False, logged=True)
+                cursor.feed.wake()
             await asyncio.sleep(0)
-
-    def _offer_log(self, cursor: SequenceCursor, events: Iterable[TokenEvent], now: float) -> None:
-        for event in events:
-            cursor.offer(event, now, live=False, logged=True)
-        cursor.feed.wake()
 
     # -- heartbeat
 
     async def announce(self) -> None:
-        """Say that this process lives and reads."""
+        """Write this process's heartbeat."""
         key = keys.api(self.api_id)
         fields = {
             "host": socket.gethostname(),
@@ -257,13 +251,13 @@ class FrameReader:
             await asyncio.sleep(min(PROBE_S, REFUSED_S / 2))
 
     def _tell_of(self, refusal: Exception) -> None:
-        """Workers cannot write either: what is silent is told so, instead of waiting for its deadline."""
+        """Redis refuses workers' writes, too: feeds that hear nothing fail now, before their deadline."""
         now = time.monotonic()
         self._refused_at, self.refusal = min(self._refused_at, now), reason(refusal)
         log.warning("frames.writes_refused", error=self.refusal, since_s=round(now - self._refused_at, 1))
         if now - self._refused_at < REFUSED_S:
             return
-        told = ServiceUnavailableError(f"Redis refuses to work ({self.refusal}); send the request again later")
+        error = ServiceUnavailableError(f"Redis refuses to work ({self.refusal}); send the request again later")
         for feed in self._feeds:
             if all(cursor.heard_at < now - REFUSED_S for cursor in feed.cursors):
-                feed.fail(told)
+                feed.fail(error)

@@ -48,18 +48,16 @@ class FrameWriter:
     def __init__(self, redis: "Redis", model: str, worker_id: str) -> None:
         self._redis = redis
         self._model = model
+        self._sequence, self._log = keys.sequence(model, ""), keys.sequence_log(model, "")  # with an id behind
         self._worker_id = worker_id
         self._expired_at: dict[str, float] = {}
         self._knows_scripts = False
         self.gaps: set[str] = set()  # sequences whose logs have lost something: they are to be logged anew
 
     async def write(
-        self,
-        frames: Mapping[str, list[TokenEvent]],
-        chunks: Mapping[str, list[TokenEvent]],
-        commits: Sequence[Commit],
+        self, frames: Mapping[str, list[TokenEvent]], chunks: Mapping[str, list[TokenEvent]], commits: Sequence[Commit]
     ) -> list[bool]:
-        """Write one decode step in one round trip; says for each commit whether the end was ours.
+        """Write one decode step in one round trip; returns for each commit whether it was accepted as ours.
 
         Repeats until Redis takes it: every part is safe to repeat.
         """
@@ -129,7 +127,7 @@ class FrameWriter:
         names: list[str | bytes] = []
         args: list[str | bytes | int | float] = [keys.JOB_TTL_S, self._worker_id]
         for seq, events in chunks.items():
-            names += [keys.sequence(self._model, seq), keys.sequence_log(self._model, seq)]
+            names += [self._sequence + seq, self._log + seq]
             args += [events[0].attempt, events[0].position, events[-1].end, encode_events(events)]
         _LOG.add(pipe, names, args)
 
@@ -140,8 +138,8 @@ class FrameWriter:
             pipe,
             [
                 claim.stream,
-                keys.sequence(self._model, spec.id),
-                keys.sequence_log(self._model, spec.id),
+                self._sequence + spec.id,
+                self._log + spec.id,
                 keys.finished(self._model, spec.job),
                 keys.dead_letters(self._model),
                 *collecting_keys(self._model),

@@ -1,7 +1,7 @@
 """The board of a policy's training: a hash with totals, a bounded series of train steps, alerts, and who owns it.
 
 The trainer writes; metrics, dashboard and /v1/training/status read. Everything outlives the trainer by TRAIN_TTL_S;
-that it lives is told by the `alive` key alone, which also keeps a second trainer away from the policy.
+whether it lives, the `alive` key alone says, which also keeps a second trainer away from the policy.
 """
 
 import secrets
@@ -110,12 +110,12 @@ class TrainingBoard:
     async def points(self, limit: int = POINTS_KEPT) -> list[TrainingPoint]:
         """The newest train steps, in order, each once."""
         entries = await self._redis.xrevrange(keys.training_steps(self.policy), count=limit)
-        found: dict[int, TrainingPoint] = {}
+        steps: dict[int, TrainingPoint] = {}
         for _, fields in entries:  # the newest first: what a resumed run did again replaces what it had done
             point = _read(fields, TrainingPoint)
-            if not found or point.train_step < min(found):
-                found[point.train_step] = point
-        return [found[step] for step in sorted(found)]
+            if not steps or point.train_step < min(steps):
+                steps[point.train_step] = point
+        return [steps[step] for step in sorted(steps)]
 
     async def alerts(self, limit: int = ALERTS_KEPT) -> list[Alert]:
         """The newest alerts, newest first."""
@@ -148,8 +148,8 @@ async def ring_id(redis: Redis) -> str:
     async with redis.pipeline(transaction=True) as pipe:
         pipe.set(keys.ring_id(), secrets.token_hex(8), nx=True)
         pipe.getex(keys.ring_id(), ex=keys.RING_ID_TTL_S)
-        _, found = await pipe.execute()
-    return bytes(found).decode()
+        _, name = await pipe.execute()
+    return bytes(name).decode()
 
 
 async def trained_policies(redis: Redis) -> list[str]:

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -22,13 +22,16 @@ TAKERS = "takers"  # the consumer group
 _LOOK_S = (0.01, 0.25)  # pauses between looks for an answer, first and longest
 
 
+Body = TypeVar("Body")
+
+
 @dataclass(frozen=True)
-class Received:
-    """An order in somebody's hands."""
+class Received(Generic[Body]):
+    """An order in somebody's hands; its body is bytes until its taker has decoded it."""
 
     entry: str
     id: str
-    body: bytes
+    body: Body
     deadline_ms: int
     again: bool  # it was delivered before, to us in an earlier life or to somebody who has died
 
@@ -68,9 +71,9 @@ class Orders:
         """Wait for the answer; None when there is none in time."""
         until, pause = time.monotonic() + within_s, _LOOK_S[0]
         while True:
-            found = await self._redis.get(keys.answer(order_id))
-            if found is not None or time.monotonic() >= until:
-                return None if found is None else bytes(found)
+            raw = await self._redis.get(keys.answer(order_id))
+            if raw is not None or time.monotonic() >= until:
+                return None if raw is None else bytes(raw)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LOOK_S[1])
 
@@ -80,25 +83,25 @@ class Orders:
 
     # -- who does it
 
-    async def take(self, consumer: str, count: int = 1) -> list[Received]:
+    async def take(self, consumer: str, count: int = 1) -> list[Received[bytes]]:
         """The next orders: first those that this consumer had and did not finish, then new ones; does not wait."""
         if self._resuming:
-            found = await self.unfinished(consumer, self._resumed_at, count)
-            if found:
-                self._resumed_at = found[-1].entry
-                return found
+            orders = await self.unfinished(consumer, self._resumed_at, count)
+            if orders:
+                self._resumed_at = orders[-1].entry
+                return orders
             self._resuming = False
         return await self.fresh(consumer, count)
 
-    async def unfinished(self, consumer: str, after: str, count: int) -> list[Received]:
+    async def unfinished(self, consumer: str, after: str, count: int) -> list[Received[bytes]]:
         """Orders behind entry `after` that this consumer took and has not finished; takes nothing."""
         return await self._received(await self._read(consumer, after, count), again=True)
 
-    async def fresh(self, consumer: str, count: int) -> list[Received]:
+    async def fresh(self, consumer: str, count: int) -> list[Received[bytes]]:
         """Orders that nobody has taken."""
         return await self._received(await self._read(consumer, ">", count), again=False)
 
-    async def take_over(self, consumer: str, idle_ms: int, count: int) -> list[Received]:
+    async def take_over(self, consumer: str, idle_ms: int, count: int) -> list[Received[bytes]]:
         """Orders that somebody else took and has not finished for so long."""
         try:
             _, entries, _ = await self._redis.xautoclaim(
@@ -121,14 +124,14 @@ class Orders:
         async with self._redis.pipeline(transaction=False) as pipe:
             for entry in entries:
                 pipe.xrange(self._stream, entry, entry, count=1)
-            found = await pipe.execute()
-        return {entry for entry, there in zip(entries, found, strict=True) if not there}
+            ranges = await pipe.execute()
+        return {entry for entry, there in zip(entries, ranges, strict=True) if not there}
 
     async def tell(self, order_id: str, answer: bytes) -> None:
         """Answer; said again it replaces the answer."""
         await self._redis.set(keys.answer(order_id), answer, ex=keys.ANSWER_TTL_S)
 
-    async def done(self, received: Received) -> None:
+    async def done(self, received: Received[Any]) -> None:
         """It will not come again."""
         await self.finish(received.entry)
 
@@ -142,7 +145,7 @@ class Orders:
     async def _read(self, consumer: str, after: str, count: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
         streams: dict[Any, Any] = {self._stream: after}
         try:
-            found = await self._redis.xreadgroup(TAKERS, consumer, streams, count=count)
+            answer = await self._redis.xreadgroup(TAKERS, consumer, streams, count=count)
         except ResponseError as error:
             if code_of(error) != "NOGROUP":
                 raise
@@ -150,7 +153,7 @@ class Orders:
                 return []
             await self._make_group()
             return await self._read(consumer, after, count)
-        return [entry for _, entries in found for entry in entries]
+        return [entry for _, entries in answer for entry in entries]
 
     async def _make_group(self) -> None:
         try:
@@ -159,8 +162,8 @@ class Orders:
             if code_of(error) != "BUSYGROUP" and await self._redis.exists(self._stream):
                 raise
 
-    async def _received(self, entries: list[tuple[bytes, dict[bytes, bytes]]], *, again: bool) -> list[Received]:
-        received: list[Received] = []
+    async def _received(self, entries: list[tuple[bytes, dict[bytes, bytes]]], *, again: bool) -> list[Received[bytes]]:
+        received: list[Received[bytes]] = []
         for entry, fields in entries:
             if not fields:  # it had to make room
                 await self._redis.xack(self._stream, TAKERS, entry)

@@ -74,7 +74,7 @@ class TrajectoryIntake:
 
     async def done(self, settled: list[Settled]) -> None:
         """Their trajectories are where they belong."""
-        await self._ack([each.entry for each in settled])
+        await self._ack([entry.entry for entry in settled])
 
     async def _decoded(self, entries: list[tuple[bytes, dict[bytes, bytes] | None]]) -> list[Settled]:
         settled: list[Settled] = []

@@ -94,12 +94,12 @@ class TrajectoryQueue:
     async def _group_read(self, after: str, count: int) -> list[tuple[bytes, dict[bytes, bytes] | None]]:
         streams: dict[Any, Any] = {self._stream: after}
         try:
-            found = await self._redis.xreadgroup(TRAINERS, CONSUMER, streams, count=count)
+            answer = await self._redis.xreadgroup(TRAINERS, CONSUMER, streams, count=count)
         except ResponseError as error:
             if code_of(error) == "NOGROUP":
                 return []  # nothing was ever collected
             raise
-        return [entry for _, entries in found for entry in entries]
+        return [entry for _, entries in answer for entry in entries]
 
     async def _decoded(self, entries: list[tuple[bytes, dict[bytes, bytes] | None]]) -> list[Delivered]:
         delivered: list[Delivered] = []

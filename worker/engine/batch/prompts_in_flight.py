@@ -5,14 +5,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from worker.engine.scheduler import PieceSizes
+from worker.engine.scheduler import ChunkSize, PieceSizes
 
 
 class Pieces:
     """What one turn has begun to feed. Settled before the next turn, so at most one turn's pieces are under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk: ChunkSize) -> None:
         self.pace = PieceSizes()
+        self.chunk = chunk
         self._states: list[Any] = []
         self._positions = 0
         self._began = 0.0
@@ -38,7 +39,9 @@ class Pieces:
         if states:
             mx.eval(states)
         if began:
-            self.pace.turn(positions, time.perf_counter() - began)
+            took = time.perf_counter() - began
+            self.pace.turn(positions, took)
+            self.chunk.turn(positions, took)
 
     def forget(self) -> None:
         """Wait for nothing, and learn nothing: the turn has failed, or is settled."""

@@ -71,7 +71,7 @@ _CUDA_INNER = """
 """
 
 
-def _select(count: int, outs: str) -> str:
+def _select(count: int) -> str:
     """Pick projection j's pointers and width by the block's tile number; tiles are laid end to end."""
     text = "  int j = 0; int tile = blockIdx.x; const T* B = B0; const T* y = y0; T* o = o0; int OUT = OUT0;\n"
     for k in range(1, count):
@@ -79,7 +79,7 @@ def _select(count: int, outs: str) -> str:
             f"  if (j == {k - 1} && tile >= TILES{k - 1}) "
             f"{{ tile -= TILES{k - 1}; j = {k}; B = B{k}; y = y{k}; o = o{k}; OUT = OUT{k}; }}\n"
         )
-    return text + outs
+    return text
 
 
 _CUDA_COPY = """
@@ -145,7 +145,7 @@ _CUDA_TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.float32: "
 @lru_cache
 def _one_pass_kernel(shape: _Shape) -> Kernel:
     count = len(shape.outs)
-    source = _CUDA_BEGIN + _select(count, "") + _CUDA_COPY + _CUDA_INNER + _CUDA_EXPAND
+    source = _CUDA_BEGIN + _select(count) + _CUDA_COPY + _CUDA_INNER + _CUDA_EXPAND
     kernel: Kernel = mx.fast.cuda_kernel(
         name=f"lora_one_pass_{shape.name}",
         input_names=["x", "A", "slots", *_names("B", count), *_names("y", count)],

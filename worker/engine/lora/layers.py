@@ -86,13 +86,15 @@ class Stack:
         rank = padded_rank(rank)
         if rank <= self.rank:
             return
-        old_rank, old_a, old_bs = self.rank, self.a, self.bs
-        self.rank, self.a = rank, self._room_a(rank)
-        self.bs = [mx.zeros((self.slots, *self._shape_b(site, rank)), self.dtype) for site in self.sites]
-        self.gains = self.gains or [None] * len(self.sites)
-        if old_a is not None:
-            self.a = _widen(old_a, len(self.sites), old_rank, rank)
-            self.bs = [_lengthen(b, rank) for b in old_bs]
+        members = len(self.sites)
+        if self.a is None:
+            self.a = mx.zeros((self.slots, *self._shape_a(self.sites[0]), members * rank), self.dtype)
+            self.bs = [mx.zeros((self.slots, *self._shape_b(site, rank)), self.dtype) for site in self.sites]
+            self.gains = [None] * members
+        else:
+            self.a = _widen(self.a, members, self.rank, rank)
+            self.bs = [_pad(b, -2, rank) for b in self.bs]
+        self.rank = rank
 
     def write(self, slot: int, weights: Sequence[SiteWeights | None]) -> bool:
         """Fill a slot, one entry per site; zeros where there is none. Whether anything changed."""
@@ -102,7 +104,9 @@ class Stack:
         self.reserve(max((each.rank for each in given), default=1))
         assert self.a is not None
         columns = [
-            self._zeros_a(site) if each is None else _pad(each.a.astype(self.dtype), -1, self.rank)
+            mx.zeros((*self._shape_a(site), self.rank), self.dtype)
+            if each is None
+            else _pad(each.a.astype(self.dtype), -1, self.rank)
             for site, each in zip(self.sites, weights, strict=True)
         ]
         self.a[slot] = mx.concatenate(columns, axis=-1) if len(columns) > 1 else columns[0]
@@ -143,13 +147,6 @@ class Stack:
                 return
             gains = self.gains[index] = mx.ones((self.slots, gain.shape[0]), mx.float32)
         gains[slot] = mx.ones((), mx.float32) if gain is None else gain
-
-    def _room_a(self, rank: int) -> mx.array:
-        lead = self._shape_a(self.sites[0])
-        return mx.zeros((self.slots, *lead, len(self.sites) * rank), self.dtype)
-
-    def _zeros_a(self, site: Site) -> mx.array:
-        return mx.zeros((*self._shape_a(site), self.rank), self.dtype)
 
     def _shape_a(self, site: Site) -> tuple[int, ...]:
         return (site.experts, site.inputs) if site.kind == "switch" else (site.inputs,)
@@ -363,8 +360,3 @@ def _widen(a: mx.array, members: int, old: int, new: int) -> mx.array:
     """A [..., J*old] as [..., J*new]."""
     parts = a.reshape(*a.shape[:-1], members, old)
     return _pad(parts, -1, new).reshape(*a.shape[:-1], members * new)
-
-
-def _lengthen(b: mx.array, rank: int) -> mx.array:
-    """B [..., old, out] as [..., rank, out]."""
-    return _pad(b, -2, rank)

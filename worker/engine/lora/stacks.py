@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from worker.engine.lora.kernels import FusedProjections
 from worker.engine.lora.layers import (
@@ -34,7 +33,7 @@ from worker.engine.lora.layers import (
     follow_routing,
     padded_rank,
 )
-from worker.engine.model.sites import Site, find_sites, replace_modules, shared_inputs
+from worker.engine.model.sites import Site, find_sites, mixtures, replace_modules, shared_inputs
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +55,10 @@ class AdaptedModel:
         kernel = best_kernel(dtype)
         self._kernel_is_known = kernel is not None
         self.rows.kernel = kernel or "take"
-        self._groups = [*shared_inputs(model, self.sites), *([path] for path in self._others())]
+        others = [[path] for path, site in self.sites.items() if site.kind != "linear"]
+        self._groups = [*shared_inputs(model, self.sites), *others]
         self._stacks: dict[str, Stack] = {}  # by the group's first path
-        self._routings = self._mixtures()
+        self._routings = mixtures(model)
         self._prepared: set[tuple[int, ...]] = set()
 
     def select(self, slots: list[int], dora: bool) -> None:
@@ -106,14 +106,6 @@ class AdaptedModel:
         except Exception:
             log.exception("lora.fused_kernel_failed shape=%s", shape)
             self.rows.kernel = "take"
-
-    def _others(self) -> list[str]:
-        return [path for path, site in self.sites.items() if site.kind != "linear"]
-
-    def _mixtures(self) -> dict[int, Any]:
-        """The module that routes to each switch, by the switch's id."""
-        parents = [module for _, module in self._model.named_modules() if isinstance(module, SwitchGLU | SwitchMLP)]
-        return {id(child): parent for parent in parents for child in parent.values()}
 
     def _covering(self, group: list[str], given: AdapterWeights, old: Stack | None) -> Stack:
         """The group's stack, made anew when it lacks a site that is given."""

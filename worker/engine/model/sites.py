@@ -7,6 +7,7 @@ their deltas can share operations. Groups are found by tracing one forward, so n
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,7 +59,7 @@ class Site:
 
 def find_sites(model: Any) -> dict[str, Site]:
     """All sites by path, in the model's order."""
-    switches = _known_switches(model)
+    switches = mixtures(model).keys()
     found = (_site(path, module, switches) for path, module in model.named_modules())
     return {site.path: site for site in found if site is not None}
 
@@ -68,7 +69,7 @@ def module_shapes(model: Any) -> dict[str, tuple[int, int]]:
     return {path: (site.inputs, site.outputs) for path, site in find_sites(model).items()}
 
 
-def _site(path: str, module: Any, switches: set[int]) -> Site | None:
+def _site(path: str, module: Any, switches: Collection[int]) -> Site | None:
     if isinstance(module, _SWITCHES):
         if id(module) not in switches:
             return None  # called in a way that hides which row a token belongs to
@@ -82,10 +83,10 @@ def _site(path: str, module: Any, switches: set[int]) -> Site | None:
     return Site(path, "linear", width, rows, module)
 
 
-def _known_switches(model: Any) -> set[int]:
-    """Switches inside the two modules that sort tokens by expert, in the way that `MultiLoRASwitch` retraces."""
-    parents = (module for _, module in model.named_modules() if isinstance(module, SwitchGLU | SwitchMLP))
-    return {id(child) for parent in parents for child in parent.values() if isinstance(child, _SWITCHES)}
+def mixtures(model: Any) -> dict[int, Any]:
+    """By the id of a switch, the module that sorts tokens by expert and calls it; `MultiLoRASwitch` retraces those."""
+    parents = [module for _, module in model.named_modules() if isinstance(module, SwitchGLU | SwitchMLP)]
+    return {id(child): parent for parent in parents for child in parent.values()}
 
 
 def shared_inputs(model: Any, sites: dict[str, Site]) -> list[list[str]]:

@@ -1,8 +1,9 @@
 """Rows that must follow a grammar: where each one stands in it, and the mask of the tokens that may come next.
 
-`Grammars` compiles, in a thread beside the engine's; until then the row waits. `GrammarMasks` is the sampler's part:
-the batch looks one step ahead, so the token that a forward is fed becomes known while that forward runs. In that
-time the host moves the matchers on by it and computes the masks.
+`Grammars` compiles, in a few threads beside the engine's; until then the row waits. The compiler gives the
+interpreter's lock back while it works, and the api has seen that it takes seconds at most. `GrammarMasks` is the
+sampler's part: the batch looks one step ahead, so the token that a forward is fed becomes known while that forward
+runs. In that time the host moves the matchers on by it and computes the masks.
 
 Invariants. When a row's token at position p is drawn, its matcher has taken the p tokens before it. A matcher is used
 in the engine's thread only, once it is compiled.
@@ -10,10 +11,10 @@ in the engine's thread only, once it is compiled.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import threading
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from shared.errors import InvalidGrammarError
 from shared.text.codec import TokenizerBundle
 from shared.text.grammar import first_line, matcher_of, tokenizer_of
 
+THREADS = 2  # a slow grammar does not keep the next one waiting
 KEPT = 64  # compiled grammars; a request with n samples compiles once
 _EVERYTHING = np.int32(-1)
 
@@ -38,7 +40,7 @@ class Place:
     """Where one row stands in its grammar."""
 
     def __init__(self, compiled: Future[Compiled], tokens: Sequence[int]) -> None:
-        self._compiled = compiled
+        self.compiled = compiled
         self._begin = list(tokens)  # of earlier attempts
         self._matcher: LLMatcher | None = None
         self._ended = False  # an end-of-sequence token came after the grammar's last one
@@ -48,8 +50,8 @@ class Place:
     @property
     def ready(self) -> bool:
         """Whether the grammar is compiled; InvalidGrammarError when it cannot be."""
-        if self._matcher is None and self._compiled.done():
-            self._matcher = self._compiled.result().matcher.deep_copy()
+        if self._matcher is None and self.compiled.done():
+            self._matcher = self.compiled.result().matcher.deep_copy()
             self.restart(self._begin)
         if self.fault:
             raise InvalidGrammarError(self.fault)
@@ -64,7 +66,7 @@ class Place:
     @property
     def vocab_size(self) -> int:
         """Bits of a mask."""
-        return self._compiled.result().vocab_size
+        return self.compiled.result().vocab_size
 
     @property
     def is_over(self) -> bool:
@@ -101,45 +103,93 @@ class Place:
 
 
 class Grammars:
-    """Compiles the grammars of one model. With `wake`, in a thread, and calls it when one is ready."""
+    """Compiles the grammars of one model. With `wake`, in threads, and calls it when one is ready."""
 
     def __init__(self, bundle: TokenizerBundle, vocab_size: int, wake: Callable[[], None] | None) -> None:
         self._bundle = bundle
         self._vocab_size = vocab_size
         self._wake = wake
-        self._pool = ThreadPoolExecutor(1, "grammars") if wake is not None else None
+        self._threads = _Threads(self._compile) if wake is not None else None
         self._tokenizer: LLTokenizer | None = None
+        self._building = threading.Lock()
         self._compiled: OrderedDict[str, Future[Compiled]] = OrderedDict()
+        self._rows: Counter[Future[Compiled]] = Counter()  # that wait for it or use it
 
-    def open(self, grammar: str, tokens: Sequence[int]) -> Place:
-        """A place in a grammar behind `tokens`; it is ready later."""
+    def open(self, grammar: str, tokens: Sequence[int], owner: str = "") -> Place:
+        """A place in a grammar behind `tokens`; it is ready later. `owner`: in whose turn."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
-            compiled = self._compiled[grammar] = self._start(grammar)
+            compiled = self._compiled[grammar] = self._start(grammar, owner)
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
+        self._rows[compiled] += 1
         return Place(compiled, tokens)
 
-    def close(self) -> None:
-        """End the thread."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+    def leave(self, place: Place) -> None:
+        """Its row has gone. What nobody waits for any more is not begun."""
+        compiled = place.compiled
+        self._rows[compiled] -= 1
+        if self._rows[compiled]:
+            return
+        del self._rows[compiled]
+        if compiled.cancel():
+            self._compiled = OrderedDict(each for each in self._compiled.items() if each[1] is not compiled)
 
-    def _start(self, grammar: str) -> Future[Compiled]:
-        if self._pool is None or self._wake is None:
+    def close(self) -> None:
+        """End the threads."""
+        if self._threads is not None:
+            self._threads.close()
+
+    def _start(self, grammar: str, owner: str) -> Future[Compiled]:
+        if self._threads is None or self._wake is None:
             done: Future[Compiled] = Future()
-            try:
-                done.set_result(self._compile(grammar))
-            except InvalidGrammarError as error:
-                done.set_exception(error)
+            _run(done, self._compile, grammar)
             return done
         wake = self._wake
-        compiled = self._pool.submit(partial(self._compile, grammar))
-        compiled.add_done_callback(lambda _: wake())
+        compiled = self._threads.submit(grammar, owner)
+        compiled.add_done_callback(lambda done: None if done.cancelled() else wake())
         return compiled
 
     def _compile(self, grammar: str) -> Compiled:
-        if self._tokenizer is None:
-            self._tokenizer = tokenizer_of(self._bundle, self._vocab_size)
+        with self._building:
+            if self._tokenizer is None:
+                self._tokenizer = tokenizer_of(self._bundle, self._vocab_size)
         return Compiled(matcher_of(grammar, self._tokenizer), self._tokenizer.vocab_size)
+
+
+class _Threads:
+    """A few threads, in which owners take turns."""
+
+    def __init__(self, compile_: Callable[[str], Compiled]) -> None:
+        self._compile = compile_
+        self._pool = ThreadPoolExecutor(THREADS, "grammars")
+        self._lock = threading.Lock()
+        self._turns: dict[str, deque[tuple[Future[Compiled], str]]] = {}  # by owner, the next one first
+
+    def submit(self, grammar: str, owner: str) -> Future[Compiled]:
+        compiled: Future[Compiled] = Future()
+        with self._lock:
+            self._turns.setdefault(owner, deque()).append((compiled, grammar))
+        self._pool.submit(self._next)
+        return compiled
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _next(self) -> None:
+        with self._lock:
+            owner = next(iter(self._turns))
+            turns = self._turns.pop(owner)
+            compiled, grammar = turns.popleft()
+            if turns:
+                self._turns[owner] = turns  # behind all others
+        if compiled.set_running_or_notify_cancel():
+            _run(compiled, self._compile, grammar)
+
+
+def _run(compiled: Future[Compiled], compile_: Callable[[str], Compiled], grammar: str) -> None:
+    try:
+        compiled.set_result(compile_(grammar))
+    except Exception as error:
+        compiled.set_exception(error)

@@ -6,7 +6,7 @@ clear what they are. What was shown never changes.
 """
 
 from shared.sequences import SamplingParams
-from shared.text.codec import TextCodec, TextStream
+from shared.text.codec import TextCodec
 
 
 class StopMatcher:
@@ -59,7 +59,7 @@ class RowText:
     """Tokens in, visible text out."""
 
     def __init__(self, codec: TextCodec, sampling: SamplingParams) -> None:
-        self._stream = TextStream(codec, sampling.shown_tokens)
+        self._stream = codec.stream(sampling.shown_tokens)
         self._matcher = StopMatcher(sampling.stop, sampling.include_stop_str)
         self._owed = ""  # text that an earlier attempt had to show and did not
         self._ended = False

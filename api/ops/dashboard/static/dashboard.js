@@ -48,7 +48,7 @@
     if (low === null || high === null) return [0, 1];
     const bottom = fromZero ? 0 : low;
     const room = (high - bottom || Math.abs(high) || 1) * 0.08;
-    return [fromZero ? 0 : bottom - room, high + room];
+    return fromZero ? [0, Math.max(1, high + room)] : [bottom - room, high + room];
   }
 
   // The figures at the cursor, or the newest ones, in words: also for those who do not see the curve.

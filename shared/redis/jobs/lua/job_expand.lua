@@ -1,10 +1,9 @@
 -- Move the cursor over a job's inputs; it only goes forward.
+-- uses: clock
 -- KEYS[1] job hash
 -- ARGV[1] prompts that have been expanded into sequences
 -- Returns the cursor.
 local at = tonumber(redis.call('HGET', KEYS[1], 'expanded') or '0')
 if tonumber(ARGV[1]) <= at then return at end
-local now = redis.call('TIME')
-redis.call('HSET', KEYS[1], 'expanded', ARGV[1],
-  'progress_ms', string.format('%d', now[1] * 1000 + math.floor(now[2] / 1000)))
+redis.call('HSET', KEYS[1], 'expanded', ARGV[1], 'progress_ms', now_ms())
 return tonumber(ARGV[1])

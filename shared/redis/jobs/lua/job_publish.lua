@@ -1,13 +1,12 @@
 -- Make a completely written job visible.
+-- uses: clock
 -- KEYS[1] job hash   KEYS[2] its inputs
 -- ARGV[1] time to live of the job, seconds
 -- Returns 1 when this call made it visible, 2 when it already was, 0 when there is no complete job.
-local found = redis.call('HMGET', KEYS[1], 'state', 'written')
-if found[1] then return 2 end
-if not found[2] then return 0 end
-local now = redis.call('TIME')
-local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
-redis.call('HSET', KEYS[1], 'state', 'queued', 'created_ms', string.format('%d', now_ms))
+local job = redis.call('HMGET', KEYS[1], 'state', 'written')
+if job[1] then return 2 end
+if not job[2] then return 0 end
+redis.call('HSET', KEYS[1], 'state', 'queued', 'created_ms', now_ms())
 redis.call('EXPIRE', KEYS[1], ARGV[1])
 redis.call('EXPIRE', KEYS[2], ARGV[1])
 return 1

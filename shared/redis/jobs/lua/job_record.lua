@@ -1,4 +1,5 @@
 -- Store finished samples; each ordinal counts once, however often it is recorded. A terminal job takes no more.
+-- uses: clock
 -- KEYS[1] job hash   KEYS[2] prefix of the result chunks (the chunk number is appended; same hash tag)
 -- ARGV[1] time to live, seconds   ARGV[2] ordinals a chunk   ARGV[3] most ordinals that complete_through may walk
 -- ARGV[4...] seven a sample: ordinal, line, outcome, prompt tokens, completion tokens, reward or '', reward error 0/1
@@ -43,9 +44,8 @@ while through < last and redis.call('HEXISTS', chunk_of(through), string.format(
 end
 redis.call('HSET', KEYS[1], 'complete_through', string.format('%d', through))
 if new > 0 then
-  local now = redis.call('TIME')
   redis.call('HINCRBY', KEYS[1], 'recorded', new)
-  redis.call('HSET', KEYS[1], 'progress_ms', string.format('%d', now[1] * 1000 + math.floor(now[2] / 1000)))
+  redis.call('HSET', KEYS[1], 'progress_ms', now_ms())
   redis.call('EXPIRE', KEYS[1], ARGV[1])
 end
 return {new, through}

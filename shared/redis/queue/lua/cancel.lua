@@ -1,5 +1,5 @@
--- Cancel one sequence. Waiting: it ends here and now, if the caller knows what it has said so far. Running: marked, and
--- its worker is to be told; a later claim ends it if that worker dies.
+-- Cancel one sequence. One that waits ends at once, if the caller has read its tokens so far. One that runs is marked, and
+-- the caller tells its worker; if that worker dies, the next claim ends it.
 -- uses: bounded ending
 --
 -- KEYS[1] sequence hash   KEYS[2] its log   KEYS[3] finished stream of its job

@@ -1,5 +1,5 @@
--- End a sequence exactly once. Refused unless this worker holds it under this attempt; said again after a lost answer it
--- is accepted again and changes nothing.
+-- End a sequence exactly once. Refused unless this worker holds it under this attempt. A call that is repeated, because
+-- its answer was lost, is accepted again and changes nothing.
 -- uses: bounded ending letters
 --
 -- KEYS[1] stream   KEYS[2] sequence hash   KEYS[3] its log   KEYS[4] finished stream of its job   KEYS[5] dead letters
@@ -12,8 +12,8 @@
 -- ARGV[12] reason  of the dead letter ('' none)   ARGV[13] sequence id
 -- ARGV[14] '1' when it is collected   ARGV[15] most entries   ARGV[16] most bytes   ARGV[17] ttl   ARGV[18] their group
 -- ARGV[19] start   position of the tail's first token
--- Returns 1 when the end is ours; 2 when it is and the tail does not join on to the log: nothing is done, it is to be said
--- again with all tokens for a tail; else 0.
+-- Returns 1 when the end is accepted; 2 when it would be, but the tail does not follow the log: nothing is done, and the
+-- caller must repeat it with all tokens as the tail; else 0.
 local h = redis.call('HMGET', KEYS[2], 'state', 'attempt', 'worker', 'spec', 'job', 'logged')
 local ours = h[2] == ARGV[4] and h[3] == ARGV[2]
 if has_ended(h[1]) then return ours and 1 or 0 end

@@ -1,7 +1,7 @@
--- Take sequences away from workers that have not renewed their leases, and let the living have them: they go to the
--- handed back stream of their class, in front of what has not begun. Each takes one death along. From `suspect_after`
--- deaths on a sequence goes to the suspects, which run alone, so that innocents beside them are not given up; from
--- `max_deaths` on it is leased to the caller, who commits its end. What waits for a worker without a heartbeat moves, too.
+-- Take sequences away from workers that have not renewed their leases. They go to the handed back stream of their class,
+-- which is claimed before what has not begun, and each counts one death more. From `suspect_after` deaths on a sequence
+-- goes to the suspects, which run alone, so that others are not given up with them; from `max_deaths` on it is leased to
+-- the caller, who commits its end. What waits for a worker without a heartbeat moves, too.
 -- uses: streams
 --
 -- KEYS[1] handed back interactive  KEYS[2] handed back batch  KEYS[3] suspects interactive  KEYS[4] suspects batch
@@ -38,8 +38,8 @@ end
 
 local function reap(stream, is_batch)
   for _, pending in ipairs(redis.call('XPENDING', stream, group, 'IDLE', lease_ms, '-', '+', AT_ONCE)) do
-    local found = redis.call('XRANGE', stream, pending[1], pending[1])
-    if found[1] then settle(stream, found[1], is_batch) else redis.call('XACK', stream, group, pending[1]) end
+    local entries = redis.call('XRANGE', stream, pending[1], pending[1])
+    if entries[1] then settle(stream, entries[1], is_batch) else redis.call('XACK', stream, group, pending[1]) end
   end
 end
 

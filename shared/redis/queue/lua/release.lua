@@ -1,6 +1,6 @@
--- Hand leased sequences back: anybody can claim them at once, before what has not begun. It is no death, unless the engine
--- has failed under them: then each takes one along, as from a worker that died, and the one that would die for the last
--- time stays leased for the reaper, who gives it up.
+-- Hand leased sequences back: any worker can claim them at once, before what has not begun. No death is counted, unless
+-- the engine has failed while it ran them: then each counts one, as when a worker dies, and one whose last death
+-- this would be stays leased for the reaper, who gives it up.
 -- uses: streams
 --
 -- KEYS[1] handed back interactive  KEYS[2] handed back batch  KEYS[3] suspects interactive  KEYS[4] suspects batch

@@ -1,0 +1,94 @@
+"""What a snapshot of the ring says: types that a server sends and the client's commands read.
+
+Nothing here loads FastAPI: a command is to answer at once.
+"""
+
+import msgspec
+
+from shared.jobs import JobStatus
+from shared.redis.adapters.catalog import AdapterSummary
+from shared.redis.ring.worker_registry import WorkerStatus
+from shared.training import TrainerStatus
+
+
+def size(count: float) -> str:
+    """Bytes."""
+    value = float(count)
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"
+
+
+class RingSample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The ring at one moment."""
+
+    at_ms: int  # Unix milliseconds, by Redis
+    running: int = 0  # rows in use
+    waiting: dict[str, int] = {}  # by class
+    kv_used: float = 0.0  # 0 to 1
+    tokens: float = 0  # totals from here on
+    prompt_tokens: float = 0
+    ended: dict[str, float] = {}  # "<model>|<class>" -> sequences that have ended
+    first_token_s: float = 0  # sum over interactive sequences, and their number
+    first_tokens: float = 0
+    gap_s: float = 0  # sum of the times between two tokens of interactive sequences, and their number
+    gaps: float = 0
+
+
+class RedisInfo(msgspec.Struct, frozen=True):
+    """The server in the middle."""
+
+    version: str
+    uptime_s: int
+    used_bytes: int
+    peak_bytes: int
+    limit_bytes: int  # 0: none
+    clients: int
+    commands_per_s: int
+    persistence: str  # "AOF", "RDB" or "none"
+    keys: int
+
+
+class QueueView(msgspec.Struct, frozen=True):
+    """One class of one model's queue."""
+
+    model: str
+    sequence_class: str
+    waiting: int
+    leased: int
+    oldest_ms: int
+    ended_per_s: float  # over the last seconds
+
+
+class AdapterView(msgspec.Struct, frozen=True):
+    """An adapter's pointers, and who computes with which version."""
+
+    summary: AdapterSummary
+    loaded: dict[str, int]  # worker -> version
+
+
+class TrainingView(msgspec.Struct, frozen=True):
+    """A policy's training."""
+
+    status: TrainerStatus
+    alive: bool
+    alerts: dict[str, int]
+
+
+class RingSnapshot(msgspec.Struct, frozen=True):
+    """Everything at a glance."""
+
+    at_ms: int  # Unix milliseconds, by Redis
+    redis: RedisInfo
+    models: list[str]
+    workers: list[WorkerStatus]
+    queues: list[QueueView]
+    jobs: list[JobStatus]  # the newest
+    jobs_active: int
+    adapters: list[AdapterView]
+    trainings: list[TrainingView]
+    dead_letters: int
+    tokens_per_s: float  # decoded, over the last heartbeats
+    history: list[RingSample] = []

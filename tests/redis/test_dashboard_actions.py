@@ -1,0 +1,133 @@
+"""The dashboard over a real ring without workers: what its buttons do, and who may press them."""
+
+import asyncio
+import re
+import signal
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from shared.redis.files.batch_store import BatchSpec, BatchStore, new_batch_id
+from shared.redis.files.file_store import FileStore
+from tests.e2e.rings import Process
+from tests.redis.api_servers import Api, api
+from tests.redis.dashboard_pages import HOSTILE, SAME, dashboard, events, failed_batch, filled, finished_job
+
+
+@pytest.fixture
+async def server(redis_url: str, redis: Redis) -> AsyncIterator[Api]:
+    async with dashboard(redis_url, redis) as serving:
+        yield serving
+
+
+async def test_actions_do_what_they_say(server: Api, redis: Redis) -> None:
+    await filled(server, redis)
+    job = (await server.http.get("/v1/jobs")).json()["data"][0]["id"]
+    htmx = {**SAME, "HX-Request": "true"}
+    said = await server.http.post(f"/dashboard/jobs/{job}/cancel", headers=htmx)
+    assert (said.status_code, "cancelled" in said.text) == (200, True)
+    again = await server.http.post(f"/dashboard/jobs/{job}/retry", headers=htmx)
+    retried = (await server.http.get(f"/v1/jobs/{again.headers['hx-redirect'].rpartition('/')[2]}")).json()
+    assert (retried["status"], retried["counts"]["total"]) == ("queued", 2)
+    assert retried["metadata"] == {"note": HOSTILE, "retry_of": job}
+    rolled = await server.http.post("/dashboard/adapters/policy/rollback", data={"version": "1"}, headers=SAME)
+    assert (rolled.status_code, rolled.headers["location"]) == (303, "/dashboard/adapters/policy")
+    assert (await server.http.get("/v1/adapters/policy")).json()["latest"] == 1
+    refused = await server.http.post("/dashboard/adapters/policy/rollback", data={"version": "3"}, headers=htmx)
+    assert (refused.status_code, "did not pass its gate" in refused.text) == (409, True)
+    letter = (await server.http.get("/v1/deadletters")).json()["data"][0]["id"]
+    unreadable = await server.http.post(f"/dashboard/deadletters/{letter}/requeue", headers=htmx)
+    assert unreadable.status_code == 409
+    await server.http.post(f"/dashboard/deadletters/{letter}/drop", headers=htmx)
+    assert (await server.http.get("/v1/deadletters")).json()["data"] == []
+
+
+async def test_a_batch_is_shown_cancelled_and_its_files_saved(server: Api, redis: Redis) -> None:
+    batch, files = await failed_batch(redis)
+    page = (await server.http.get(f"/dashboard/batches/{batch}")).text
+    assert 'state failed">failed<' in page
+    assert "2 of 3 lines" in page
+    assert "took</dt><dd>1 min" in page
+    lines = (await server.http.get(f"/dashboard/files/{files[2]}")).text
+    assert re.search(r'small bad">400<.*small soft"><.*small bad">batch_expired<', lines, re.DOTALL)
+    saved = await server.http.get(f"/dashboard/files/{files[1]}/content")
+    assert saved.headers["content-disposition"] == 'attachment; filename="_script_alert__x____script_"'
+    assert saved.content == (await server.http.get(f"/v1/files/{files[1]}/content")).content
+    await FileStore(redis).delete(files[1])
+    found = await events(server, f"/dashboard/events/batches/{batch}", "deleted")
+    assert {"batch", "batch_actions", "batch_files"} <= found.keys()
+    assert (await server.http.get(f"/dashboard/files/{files[1]}")).status_code == 404
+    assert (await server.http.get("/dashboard/batches/nobody")).status_code == 404
+
+    htmx = {**SAME, "HX-Request": "true"}
+    refused = await server.http.post(f"/dashboard/batches/{batch}/cancel", headers=htmx)
+    assert (refused.status_code, "has ended" in refused.text) == (409, True)
+    waiting = BatchSpec(new_batch_id(), "/v1/completions", files[0], "24h", 1, 2**40, *files[1:], 3600)
+    await BatchStore(redis).take(waiting.id, "nobody")  # else this api would work on it
+    await BatchStore(redis).create(waiting)
+    assert "<button" in (await server.http.get(f"/dashboard/batches/{waiting.id}")).text.partition("<main")[2]
+    assert (await server.http.post(f"/dashboard/batches/{waiting.id}/cancel")).status_code == 403
+    said = await server.http.post(f"/dashboard/batches/{waiting.id}/cancel", headers=htmx)
+    assert (said.status_code, "being cancelled" in said.text) == (200, True)
+    assert (await server.http.get(f"/v1/batches/{waiting.id}")).json()["status"] == "cancelling"
+    assert "<button" not in (await server.http.get("/dashboard/batches")).text.partition("<main")[2]
+
+
+async def test_other_sites_cannot_act(server: Api, redis: Redis) -> None:
+    job = await finished_job(server, redis)
+    for headers in ({}, {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
+        response = await server.http.post(f"/dashboard/jobs/{job}/cancel", headers=headers)
+        assert response.status_code == 403
+    assert (await server.http.get(f"/v1/jobs/{job}")).json()["status"] == "queued"
+    ours = await server.http.post(f"/dashboard/jobs/{job}/cancel", headers={"Origin": server.url})
+    assert ours.status_code == 303
+
+
+async def test_with_a_key_one_signs_in(redis_url: str) -> None:
+    async with api(redis_url, api_key="a-long-secret-key") as server:
+        sent = await server.http.get("/dashboard/jobs")
+        assert (sent.status_code, sent.headers["location"]) == (303, "/dashboard/login?next=/dashboard/jobs")
+        assert (
+            await server.http.get("/dashboard/events/ring", headers={"Accept": "text/event-stream"})
+        ).status_code == 401
+        assert (await server.http.get("/dashboard/login")).status_code == 200
+        assert (await server.http.get("/v1/ring/snapshot")).status_code == 401
+        wrong = await server.http.post("/dashboard/login", data={"key": "no"}, headers=SAME)
+        assert (wrong.status_code, "set-cookie" in wrong.headers) == (401, False)
+        form = {"key": "a-long-secret-key", "next": "//evil.example"}
+        assert (await server.http.post("/dashboard/login", data=form)).status_code == 403
+        right = await server.http.post("/dashboard/login", data=form, headers=SAME)
+        assert right.headers["location"] == "/dashboard"
+        cookie = right.headers["set-cookie"]
+        assert all(word in cookie for word in ("HttpOnly", "SameSite=strict", "Path=/dashboard"))
+        assert "a-long-secret-key" not in cookie
+        assert (await server.http.get("/dashboard/jobs")).status_code == 200
+        assert (await server.http.get("/v1/jobs")).status_code == 401  # the cookie opens the dashboard alone
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False) as stranger:
+            name, _, value = cookie.partition(";")[0].partition("=")
+            until, _, signature = value.partition(".")
+            for forged in (f"{int(until) + 1}.{signature}", f"1.{signature}", until, "", "²." + signature):
+                headers = {"Cookie": f"{name}={forged}".encode()}
+                assert (await stranger.get("/dashboard", headers=headers)).status_code == 303
+            bearer = {"Authorization": "Bearer a-long-secret-key"}
+            assert (await stranger.get("/dashboard", headers=bearer)).status_code == 200
+
+
+async def test_an_open_page_does_not_hold_up_the_server_s_end(redis_url: str) -> None:
+    process = Process.start("api", "--redis", redis_url, "--port", "0")
+    try:
+        url = (await asyncio.to_thread(process.wait_for_line, r"(http://127[.\d]+:\d+)")).group(1)
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as http,
+            http.stream("GET", "/dashboard/events/ring") as response,
+        ):
+            lines = response.aiter_lines()
+            await anext(lines)
+            process.popen.send_signal(signal.SIGTERM)
+            rest = [line async for line in lines]
+    finally:
+        code = await asyncio.to_thread(process.stop)
+    assert code == 0
+    assert not any("shutting down" in line for line in rest), "it was cut off after a wait instead of ending"

@@ -1,0 +1,42 @@
+"""The table of what a worker has claimed."""
+
+from shared.frames import TokenEvent
+from shared.sequences import Claim, SamplingParams, SequenceSpec
+from worker.rows import ClaimedRow, ClaimedRows
+
+SPEC = SequenceSpec("s", "m", (1,), SamplingParams(8, 0))
+
+
+def claim(attempt: int) -> Claim:
+    return Claim(SPEC, "stream", f"0-{attempt}", attempt)
+
+
+async def test_what_concerns_an_earlier_attempt_leaves_the_newer_one_alone() -> None:
+    rows, first, second = ClaimedRows(), claim(1), claim(2)
+    rows.add(ClaimedRow.after(first, []))
+    rows.add(ClaimedRow.after(second, [TokenEvent("s", 1, 0, [5], [-0.5])]))
+    assert not rows.leave(first)
+    assert rows.attempt("s", 1) is None
+    newer = rows.attempt("s", 2)
+    assert newer is not None and newer.unlogged_tokens == 1
+    assert not rows.changed.is_set()
+    assert rows.leave(second) and not rows.leave(second)
+    assert rows.changed.is_set()
+    assert "s" not in rows and len(rows) == 0
+
+
+async def test_rows_may_leave_while_the_table_is_walked() -> None:
+    rows = ClaimedRows()
+    for number in range(3):
+        spec = SequenceSpec(f"s{number}", "m", (1,), SamplingParams(8, 0))
+        rows.add(ClaimedRow.after(Claim(spec, "stream", f"0-{number}", 1), []))
+    left = [rows.leave(row.claim) for row in rows]
+    assert left == [True] * 3
+
+
+async def test_a_row_that_only_waits_for_its_commit_occupies_no_place() -> None:
+    rows = ClaimedRows()
+    rows.add(ClaimedRow.after(claim(1), []))
+    (row,) = rows.occupying()
+    row.occupies_row = False
+    assert rows.occupying() == [] and len(rows) == 1

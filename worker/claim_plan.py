@@ -1,0 +1,84 @@
+"""How many sequences of which class to claim: pure.
+
+Shares are work-conserving: when both classes wait, free rows fill up to `interactive_share` for interactive work and
+the rest for batch work; what one class leaves over the other may take, except the rows reserved for interactive. Where
+all rows are taken, interactive sequences up to their share still come in, for batch rows that are handed back.
+"""
+
+from dataclasses import dataclass
+
+from shared.process.settings import WorkerSettings
+from shared.redis.queue.sequence_queue import ClaimPlan
+from worker.rows import ClaimedRows
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How the rows are divided."""
+
+    interactive_share: float = 0.7  # of all rows, while both classes have work
+    reserved_interactive: int = 2  # rows that batch work never takes
+
+
+@dataclass(frozen=True)
+class SchedulerState:
+    """What runs now."""
+
+    interactive_rows: int
+    batch_rows: int
+    max_rows: int
+    kv_tokens_free: int
+
+    @property
+    def rows(self) -> int:
+        """Of both classes."""
+        return self.interactive_rows + self.batch_rows
+
+    def plan(self, rows: int, interactive_first: int, batch_first: int = 0, batch_max: int = 0) -> ClaimPlan:
+        """To claim so many."""
+        kv_tokens = max(0, self.kv_tokens_free)
+        return ClaimPlan(rows, interactive_first, batch_first, batch_max, kv_tokens, worker_is_empty=self.rows == 0)
+
+
+NOTHING = ClaimPlan(0, 0, 0, 0, 0, worker_is_empty=False)
+
+
+def claim_plan(rows: ClaimedRows, settings: WorkerSettings, kv_tokens: int, *, full: bool = False) -> ClaimPlan:
+    """`kv_tokens`: positions of KV that this worker has in all. `full`: what to claim for rows that are made free."""
+    specs = [row.claim.spec for row in rows.occupying()]
+    longest = max((spec.kv_tokens for spec in specs), default=0)
+    interactive = sum(spec.sequence_class == "interactive" for spec in specs)
+    state = SchedulerState(
+        interactive_rows=interactive,
+        batch_rows=len(specs) - interactive,
+        max_rows=settings.max_batch_size,
+        kv_tokens_free=kv_tokens - len(specs) * longest,  # the batch pads to its longest
+    )
+    shares = Shares(settings.interactive_share, settings.reserved_interactive_rows)
+    return (plan_room if full else plan_claims)(state, shares)
+
+
+def plan_claims(state: SchedulerState, shares: Shares) -> ClaimPlan:
+    """How the free rows are offered to the two classes."""
+    free = max(0, state.max_rows - state.rows)
+    if free == 0 or state.kv_tokens_free <= 0:
+        return state.plan(0, 0)
+    reserved = min(shares.reserved_interactive, state.max_rows - 1)
+    batch_max = min(free, max(0, state.max_rows - reserved - state.batch_rows))
+    interactive_goal = max(round(shares.interactive_share * state.max_rows), reserved)
+    interactive_first = min(free, max(0, interactive_goal - state.interactive_rows))
+    batch_goal = state.max_rows - interactive_goal
+    batch_first = min(free - interactive_first, batch_max, max(0, batch_goal - state.batch_rows))
+    return state.plan(free, interactive_first, batch_first, batch_max)
+
+
+def plan_room(state: SchedulerState, shares: Shares) -> ClaimPlan:
+    """What to claim when all rows are taken: interactive sequences, each in place of a batch row, up to their share.
+
+    One row at least stays with batch work.
+    """
+    if state.rows < state.max_rows or state.kv_tokens_free <= 0:
+        return state.plan(0, 0)
+    goal = min(round(shares.interactive_share * state.max_rows), state.max_rows - 1)
+    rows = min(state.batch_rows, max(0, goal - state.interactive_rows))
+    return state.plan(rows, rows)
