@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 from openai.types.responses import ResponseFunctionToolCall
 
-from api.openai.bodies import ChatCompletionRequest
+from api.openai.bodies import ChatCompletionRequest, ChatMessage
 from api.openai.conversations import template_messages
-from api.openai.messages import ChatMessage
 from api.openai.responses.body import ResponseRequest
 from tests.unit.refusals import HELLO, refusal
 
