@@ -130,12 +130,13 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{mx.default_device()}, engine / stock, min-median-max of {args.rounds}")
     with tempfile.TemporaryDirectory() as folder:
-        names = args.model or ["tiny", "qwen3"]
-        if not args.model:
+        models = args.model
+        if not models:
             write_model(Path(folder) / "tiny", TINY_SHAPE)
             write_model(Path(folder) / "qwen3", QWEN3_BENCH)
-        for name in names:
-            loaded = load_model(EngineConfig(str(Path(folder) / name)))
+            models = [f"{folder}/tiny", f"{folder}/qwen3"]
+        for path in models:
+            name, loaded = Path(path).name, load_model(EngineConfig(path))
             loaded = replace(loaded, kv_limit_bytes=1 << 40)
             for rows in args.rows:
                 for title, samplings in SAMPLINGS.items():
