@@ -7,6 +7,8 @@ What a language model takes is `text` or `input_ids`; what it gives is `embeddin
 import uuid
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
@@ -16,9 +18,9 @@ from api.generation.running import gather_all
 from api.generation.sampling import StrictId
 from api.generation.target import target_of
 from api.http.bodies import BodyRoute
-from api.http.errors import error_responses, json_reply
+from api.http.errors import error_responses
 from api.http.fields import RequestModel, complaint
-from api.openai.embeddings import vectors_of
+from api.openai.embeddings import vectors_of, vectors_reply
 from api.ring.ring import TheRing
 from api.rl.act import PolicyFields
 from shared.sequences import SamplingParams
@@ -63,9 +65,10 @@ async def predict(body: PredictRequest, request: Request, ring: TheRing) -> Resp
     prompts = body.inputs.input_ids or await encoded(target.served.codec, body.inputs.text or ())
     check_prompts(prompts, card, settings, "inputs")
     outputs: dict[str, Any] = {}
+    vectors: list[npt.NDArray[np.float32]] = []
     if "embedding" in body.outputs:
         work = plain_work("predict", target, settings, prompts, UNSAMPLED, kind="embed", pooling="last")
-        outputs["embedding"] = _tensor("float32", [vector.tolist() for vector in await vectors_of(ring, work)])
+        vectors = await vectors_of(ring, work)
     if {"next_token_ids", "next_token_log_probs"} & set(body.outputs):
         room = room_for(prompts, card, 1, 1)
         greedy = SamplingParams(max_tokens=room, seed=0, temperature=0.0, top_logprobs=body.top_k)
@@ -73,14 +76,18 @@ async def predict(body: PredictRequest, request: Request, ring: TheRing) -> Resp
         tops = [next(event.top_logprobs[0] for event in events if event.top_logprobs) for events in gathered]
         outputs["next_token_ids"] = _tensor("int64", [[each.token for each in top] for top in tops])
         outputs["next_token_log_probs"] = _tensor("float32", [[each.logprob for each in top] for top in tops])
-    return json_reply(
-        {
+
+    def answer() -> dict[str, Any]:
+        if vectors:
+            outputs["embedding"] = _tensor("float32", [vector.tolist() for vector in vectors])
+        return {
             "id": f"predict-{uuid.uuid4().hex}",
             "object": "prediction",
             "model": body.model or card.name,
             "outputs": {name: outputs[name] for name in body.outputs},
         }
-    )
+
+    return await vectors_reply(vectors, answer)
 
 
 def _tensor(dtype: str, rows: list[list[Any]]) -> dict[str, Any]:

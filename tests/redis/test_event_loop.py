@@ -147,6 +147,10 @@ WORST: dict[str, tuple[str, Any]] = {
     "prompts to generate": ("/generate", {"model": MODEL, "prompts": ["a"] * VALUES}),
     "ids to generate": ("/inference/v1/generate", {"model": MODEL, "token_ids": [5] * VALUES}),
     "observations": ("/v1/rl/act", {"model": MODEL, "observations": [[_HI] * 9] * 300}),
+    "embeddings to predict": (
+        "/v1/predict",
+        {"model": MODEL, "inputs": {"text": ["a"] * 256}, "outputs": ["embedding"]},
+    ),
     "inputs to predict": ("/v1/predict", {"model": MODEL, "inputs": {"text": ["ab " * 300] * 1000}}),
     "wrong prompts of a job": ("/v1/jobs", {"kind": "generate", "model": MODEL, "prompts": [[[]]] * 90_000}),
     "prompts of a job": ("/v1/jobs", {"kind": "generate", "model": MODEL, "prompts": [[5]] * 49_000}),
