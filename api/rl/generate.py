@@ -111,11 +111,6 @@ async def generate(body: GenerateRequest, request: Request, ring: TheRing) -> Re
         answer = await written(chain.from_iterable(gathered), partial(_vllm_answer, body, reply, codec, gathered))
         return Response(answer, media_type="application/json")
     name = target.admitted.name if target.admitted is not None else settings.default_adapter
-    head = {
-        "request_id": body.request_id or request.state.request_id,
-        "policy_version": _oldest_version([spans_of(events) for events in gathered], target),
-        "step_id": body.step_id,
-    }
     metadata = {
         "batch_size": reply.choices,
         "latency_ms": round(1000 * (time.perf_counter() - began), 2),
@@ -124,8 +119,14 @@ async def generate(body: GenerateRequest, request: Request, ring: TheRing) -> Re
 
     def write() -> bytes:
         completions = _completions(body, reply, codec, gathered).items()
-        fields = {field: values if body.several else values[0] for field, values in completions}
-        return msgspec.json.encode({**head, **fields, "metadata": metadata})
+        answer = {
+            "request_id": body.request_id or request.state.request_id,
+            "policy_version": _oldest_version([spans_of(events) for events in gathered], target),
+            "step_id": body.step_id,
+            **{field: values if body.several else values[0] for field, values in completions},
+            "metadata": metadata,
+        }
+        return msgspec.json.encode(answer)
 
     return Response(await written(chain.from_iterable(gathered), write), media_type="application/json")
 
