@@ -33,7 +33,7 @@ Arrays = tuple[mx.array, ...]
 
 
 class Kind:
-    """A class of caches that we do not know."""
+    """A class of caches that we do not know: nothing of it is kept, so only `copies` and `filter` are called."""
 
     is_known = False
     is_cut = False  # at any length
