@@ -85,6 +85,16 @@ class TokenEvent(msgspec.Struct, array_like=True):
         """Position after the last token."""
         return self.position + len(self.tokens)
 
+    @property
+    def size(self) -> int:
+        """Tokens that it tells of, competitors and those of the prompt included."""
+        told = len(self.tokens)
+        if self.top_logprobs is not None:
+            told += sum(map(len, self.top_logprobs))
+        if self.prompt_logprobs is not None:
+            told += len(self.prompt_logprobs) + sum(map(len, self.prompt_top_logprobs or ()))
+        return told
+
 
 class Frame(msgspec.Struct, array_like=True):
     """All events of one decode step for one api process."""

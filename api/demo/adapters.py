@@ -105,27 +105,29 @@ class AdapterAct:
         """Whether no stream broke, and each was answered by the versions that it asked for."""
         async with httpx.AsyncClient(base_url=self._url, timeout=120) as http:
             watching = asyncio.create_task(self._stops.watch())
-            await self._upload(http, "calm", _weights(1))
-            await self._upload(http, "bold", _weights(2))
-            seen = [Seen(model) for _ in range(STREAMS) for model in (MODEL, "calm@1", "bold")]
+            calm = await self._upload(http, "calm", _weights(1))
+            first = await self._upload(http, "bold", _weights(2))
+            seen = [Seen(model) for _ in range(STREAMS) for model in (MODEL, calm, "bold")]
             streams = [asyncio.create_task(self._stream(http, stream)) for stream in seen]
             await asyncio.gather(*(stream.under_way.wait() for stream in seen))
             weights = _weights(3)
             published = time.monotonic()
-            await self._upload(http, "bold", weights)
+            second = await self._upload(http, "bold", weights)
             answered = time.monotonic()
             await asyncio.gather(*(stream.moved.wait() for stream in seen if stream.model == "bold"))
             self._over.set()
             await asyncio.gather(*streams)
             watching.cancel()
-        return self._report(seen, published, answered)
+        return self._report(seen, (first, second), published, answered)
 
-    async def _upload(self, http: httpx.AsyncClient, name: str, weights: bytes) -> None:
+    async def _upload(self, http: httpx.AsyncClient, name: str, weights: bytes) -> str:
+        """The version that it has become, as NAME@VERSION."""
         files = {
             "adapter": ("adapters.safetensors", weights),
             "config": ("adapter_config.json", json.dumps(CONFIG).encode()),
         }
-        (await http.post("/upload_adapter", data={"name": name}, files=files)).raise_for_status()
+        answer = (await http.post("/upload_adapter", data={"name": name}, files=files)).raise_for_status()
+        return f"{name}@{answer.json()['policy_version']}"
 
     async def _stream(self, http: httpx.AsyncClient, seen: Seen) -> None:
         try:
@@ -157,19 +159,21 @@ class AdapterAct:
                     seen.ended_by_us = True
                     return
 
-    def _report(self, seen: list[Seen], published: float, answered: float) -> bool:
+    def _report(self, seen: list[Seen], bold: tuple[str, str], published: float, answered: float) -> bool:
+        before_it, new = bold
         following = [stream for stream in seen if stream.model == "bold"]
-        switched = [stream.first("bold@2") for stream in following]
+        switched = [stream.first(new) for stream in following]
         end = max([answered, *switched])
         began = min((stream.arrivals[0] for stream in seen if stream.arrivals), default=published)
         before = [gap for stream in seen for gap in stream.gaps(began, published)]
         during = [gap for stream in seen for gap in stream.gaps(published, end)]
         whole = all(stream.whole for stream in seen)
         others = [stream for stream in seen if stream not in following]
-        kept = all(set(stream.versions) == {"" if stream.model == MODEL else "calm@1"} for stream in others)
-        moved = all(switched) and all(stream.versions[0] == "bold@1" for stream in following)
+        kept = all(set(stream.versions) == {"" if stream.model == MODEL else stream.model} for stream in others)
+        moved = all(switched) and all(stream.versions[0] == before_it for stream in following)
         self._console.print(
-            f"  {len(seen)} streams on {MODEL}, calm@1 and bold in one batch; bold@2 published under way: "
+            f"  {len(seen)} streams on {', '.join(sorted({stream.model for stream in others}))} and bold in one batch; "
+            f"{new} published under way: "
             f"first token of it after {1000 * (max(switched) - published):.0f} ms\n"
             f"  gap between tokens, as clients see it: median {1000 * median(before):.1f} ms before, "
             f"{1000 * median(during):.1f} ms during the load; longest {1000 * max(before):.1f} ms before, "

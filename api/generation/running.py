@@ -38,6 +38,7 @@ PIN_S = 3600.0  # of the adapter version of a request without a deadline, at mos
 DEADLINE_GRACE_S = 2.0  # the worker enforces the deadline; without a worker we do, this much later
 _TOO_LATE = "the deadline passed before the request was complete"
 PART = 256  # events that are handed on at once
+LARGE_SIZE = 4096  # of events: from here on writing them takes some 10 ms
 _settling: set["asyncio.Task[None]"] = set()
 
 Events = list[tuple[int, TokenEvent]]  # (index of the sequence, event)
@@ -118,10 +119,10 @@ class Generation:
         events, self._history = self._history, []
         while events or self.unfinished:
             events = self._checked(events or await self._next())
-            for at in range(0, len(events), PART):
+            for at, part in enumerate(_parts(events)):
                 if at:  # of a slow client, or of one that has come back: others' tokens go in between
                     await asyncio.sleep(0)
-                yield events[at : at + PART]
+                yield part
             events = []
 
     def _checked(self, events: Events) -> Events:
@@ -246,6 +247,20 @@ def raise_failure(finish: Finish) -> None:
         raise RequestCancelledError("the request was cancelled")
     if finish.reason == "error":
         raise from_code(finish.error_code, finish.error_message or "the engine failed on this sequence")
+
+
+def _parts(events: Events) -> Iterator[Events]:
+    """Neighbours together, as far as it takes no time to write them."""
+    part: Events = []
+    size = 0
+    for each in events:
+        size += each[1].size
+        if part and (size > LARGE_SIZE or len(part) == PART):
+            yield part
+            part, size = [], each[1].size
+        part.append(each)
+    if part:
+        yield part
 
 
 def by_choice(events: Events) -> Iterator[tuple[int, list[TokenEvent]]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -12,7 +13,7 @@ from starlette.responses import Response
 from api.generation.choice import DONE, Choice, Delta, ReplyPlan, shown_versions, usage
 from api.generation.logprobs import TextOffsets, TokenNames, in_parts
 from api.generation.resume import reading, remember, take_over
-from api.generation.running import Events, Generation, by_choice, gather_all
+from api.generation.running import LARGE_SIZE, Events, Generation, by_choice, gather_all
 from api.generation.splitter import Piece
 from api.generation.work import Work
 from api.http.errors import error_object, error_responses, from_fault
@@ -26,8 +27,6 @@ from shared.text.codec import TextCodec
 from shared.token_events import join
 
 log = structlog.get_logger()
-
-LARGE_TOKENS = 4096  # tokens and competitors told of: from here on writing a reply takes some 10 ms
 
 
 async def reply(ring: Ring, codec: TextCodec, work: Work, plan: ReplyPlan, stream: bool) -> Response:
@@ -46,11 +45,7 @@ async def reply(ring: Ring, codec: TextCodec, work: Work, plan: ReplyPlan, strea
 async def written(gathered: Iterable[TokenEvent], write: Callable[[], bytes]) -> bytes:
     """What `write` makes of these events. It runs beside the event loop when the answer is long, and writes what there
     may be much of `in_parts`, since bytes of all at once would be one long call under the interpreter's lock."""
-    told = 0
-    for event in gathered:
-        told += len(event.tokens) + sum(map(len, event.top_logprobs or ()))
-        told += len(event.prompt_logprobs or ()) + sum(map(len, event.prompt_top_logprobs or ()))
-    return await aside(write) if told > LARGE_TOKENS else write()
+    return await aside(write) if sum(event.size for event in gathered) > LARGE_SIZE else write()
 
 
 def stream_failure(error: Exception, stream: str) -> ParallmError:
@@ -77,7 +72,8 @@ async def stream_events(
                 if plan.endpoint == "chat" and (opening := _roles(writer, plan, choices)):
                     yield opening
                 async for events in generation.batches():
-                    if out := _chunks(writer, plan, choices, events):
+                    write = partial(_chunks, writer, plan, choices, events)
+                    if out := await written((event for _, event in events), write):
                         yield out
             except Exception as error:
                 generation.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import cache
 
@@ -20,6 +21,7 @@ from shared.text.codec import TextCodec, TokenizerBundle
 from worker.jobs.context import TickContext
 
 MODEL = "fake"
+REAP_EVERY_S = 0.5
 CHAT = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ';' }}{% endfor %}"
 Answer = Callable[[SequenceSpec], str | None]  # None: stay busy with it
 
@@ -61,7 +63,7 @@ def echo(sequence: SequenceSpec) -> str:
 
 
 class FakeWorker:
-    """Claims, answers and commits as a worker does; what it holds when it is cancelled ends as cancelled."""
+    """Claims, reaps, answers and commits as a worker does; what it holds when it is cancelled ends as cancelled."""
 
     def __init__(self, redis: Redis, answer: Answer = echo, rows: int = 64) -> None:
         self._redis = redis
@@ -74,10 +76,14 @@ class FakeWorker:
         self.most_waiting = 0
 
     async def run(self) -> None:
+        reap_at = time.monotonic() + REAP_EVERY_S
         while True:
             self.most_waiting = max(self.most_waiting, (await self._queue.depth())["batch"].waiting)
             rows = self._rows - len(self.busy)
             claims = await self._queue.claim("w1", ClaimPlan(rows, 0, rows, rows, 10**9, not self.busy))
+            if time.monotonic() > reap_at:  # else a claim whose reply is lost with its connection stays with nobody
+                claims += await self._queue.reap("w1", rows - len(claims))
+                reap_at = time.monotonic() + REAP_EVERY_S
             for claim in claims:
                 self.seen.append(claim.spec.id)
                 self.busy[claim.spec.id] = claim

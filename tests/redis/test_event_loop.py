@@ -21,6 +21,7 @@ from shared.process.garbage import leave_out_what_is_loaded
 from shared.sequences import SequenceSpec
 from tests.redis.api_servers import api
 from tests.redis.scripted_worker import MODEL, Answer, working
+from tests.waiting import wait_until
 
 LONGEST = 10  # times `known_work`: 0.1 s where that takes 0.01 s
 VALUES = 199_000
@@ -194,6 +195,38 @@ def said(spec: SequenceSpec) -> Answer:
     return Answer("ab " * (spec.sampling.max_tokens // 4), at_once=True, competitors=20, embedding=VECTOR)
 
 
+async def a_batch(http: httpx.AsyncClient) -> None:
+    """Thousands of lines: sent, looked through while the batch is validated, and sent back."""
+    body = {"model": MODEL, "prompt": "hi", "max_tokens": 4}
+    url = "/v1/completions"
+    lines = [{"custom_id": f"{at}", "method": "POST", "url": url, "body": body} for at in range(4000)]
+    lines.append({**lines[0], "method": "GET"})
+    data = b"".join(json.dumps(each).encode() + b"\n" for each in lines)
+    file = (await http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("lines.jsonl", data)})).json()
+    made = await http.post(
+        "/v1/batches", json={"input_file_id": file["id"], "endpoint": url, "completion_window": "24h"}
+    )
+    assert made.status_code == 200, made.text
+
+    async def looked_through() -> bool:
+        return (await http.get(f"/v1/batches/{made.json()['id']}")).json()["status"] == "failed"
+
+    await wait_until(looked_through, 60)
+    assert (await http.get(f"/v1/files/{file['id']}/content")).content == data
+
+
+async def a_stream_read_again(http: httpx.AsyncClient) -> None:
+    """All choices of a long stream at once."""
+    body = {"model": MODEL, "prompt": "hi", "n": 50, "logprobs": 20, "max_tokens": 190, "stream": True}
+    with_ids = {**body, "stream_options": {"include_event_ids": True}}
+    first = await http.post("/v1/completions", json=with_ids)
+    assert first.status_code == 200, first.text
+    request = json.loads(first.text.split("data: ", 2)[1].splitlines()[0])["id"]
+    again = await http.get(f"/v1/streams/{request}")
+    assert again.status_code == 200 and again.text.endswith("[DONE]\n\n"), again.text[:300]
+    assert again.text.count('"finish_reason":"stop"') == 50
+
+
 @pytest.mark.timeout(400)
 async def test_the_worst_that_each_endpoint_can_be_sent_stops_nobody_for_long(loop: Loop, redis_url: str) -> None:
     found: dict[str, float] = {}
@@ -214,5 +247,10 @@ async def test_the_worst_that_each_endpoint_can_be_sent_stops_nobody_for_long(lo
             )
             found[name] = loop.longest_s / known_work()
             print(f"{name}: {1000 * loop.longest_s:.0f} ms {answer.status_code} {answer.text[:80]} {loop.what[:100]}")
+        for name, attack in {"a batch": a_batch, "a stream read again": a_stream_read_again}.items():
+            loop.longest_s = 0.0
+            await attack(http)
+            found[name] = loop.longest_s / known_work()
+            print(f"{name}: {1000 * loop.longest_s:.0f} ms {loop.what[:100]}")
     slow = {name: round(times, 1) for name, times in found.items() if times > LONGEST}
     assert not slow, f"steps of the event loop, in times of the known work: {slow}"

@@ -23,8 +23,9 @@ from shared.redis.connection.client import connect
 from shared.redis.jobs.ledger import JobLedger
 from shared.redis.jobs.store import JobStore
 from shared.redis.jobs.ticks import arq_redis, enqueue_tick
+from shared.redis.queue.sequence_queue import ClaimPlan, SequenceQueue
 from shared.sequences import SequenceSpec
-from tests.redis.job_fakes import FakeWorker, echo, prompts, register, spec, working
+from tests.redis.job_fakes import MODEL, FakeWorker, echo, prompts, register, spec, working
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -161,6 +162,7 @@ async def test_a_job_survives_a_kill_of_redis(tmp_path: Path) -> None:
             await asyncio.sleep(0.5)
             server = EmbeddedRedis(tmp_path, port=server.port)
             server.start()
+            await lose_a_claim(redis)  # as a kill between the claim and its reply does
             status = await finish(redis, job)
         assert (status.status, status.counts.succeeded) == ("succeeded", 3000)
         assert len(await JobStore(redis).results(job, limit=4000)) == 3000
@@ -272,6 +274,13 @@ async def test_without_a_redis_the_command_says_what_to_do() -> None:
 
 async def recorded(redis: Redis, job: str, samples: int) -> bool:
     return (await JobLedger(redis).progress(job)).recorded >= samples
+
+
+async def lose_a_claim(redis: Redis) -> None:
+    async def claimed() -> bool:
+        return bool(await SequenceQueue(redis, MODEL).claim("w1", ClaimPlan(1, 0, 1, 1, 10**9, False)))
+
+    await wait_until(claimed)
 
 
 async def leased(redis: Redis, job: str) -> bool:
