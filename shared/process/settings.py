@@ -28,6 +28,7 @@ from pydantic_settings import (
 from shared.errors import SetupError
 from shared.process import nested_config
 from shared.process.foreign_flags import native
+from shared.process.ssd_settings import SsdSettings
 from shared.redis.connection import address
 from shared.sequences import LogprobsMode
 
@@ -145,7 +146,7 @@ class JoinSettings(ProcessSettings):
     redis_password: SecretStr = Field(default=SecretStr(""), description="of its Redis: an api does not tell it")
 
 
-class WorkerSettings(JoinSettings):
+class WorkerSettings(JoinSettings, SsdSettings):
     """`mlx_parallm_worker`: one per Mac."""
 
     model: str = Field(
@@ -177,9 +178,6 @@ class WorkerSettings(JoinSettings):
     reserved_interactive_rows: int = Field(default=2, ge=0, description="rows that batch work never takes")
     interactive_share: float = Field(default=0.7, ge=0, le=1, description="share of rows when both classes wait")
     kv_memory_gb: float = Field(default=0, ge=0, description="KV memory limit; 0: half of what the model left free")
-    prefix_cache_gb: float = Field(
-        default=1.0, ge=0, description="KV of earlier prompts, kept besides the KV memory; 0: none"
-    )
     block_size: int = Field(default=64, ge=16, description="tokens by which the prefix cache compares prompts")
     max_context: int = Field(default=0, ge=0, description="shorten the model's context; 0: the model's own")
     dtype: Literal["", "float32", "float16", "bfloat16"] = Field(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from worker.engine.kv.parcels import (
+    HostArray,
     Label,
     Parcel,
     UnusableParcelError,
@@ -27,12 +28,15 @@ LABEL = Label("us", (b"one", b"two"), "policy@3", "sha", (5, 6, 7), 131)
 
 
 def whole(label: Label, cut: Layers, states: Layers) -> bytes:
-    bytes_of = [as_bytes(layers) for layers in (cut, states)]
-    mx.eval(bytes_of)
-    packed = pack(Parcel(label, *map(on_host, (cut, states), bytes_of)))
+    packed = pack(Parcel(label, *([tuple(map(host_of, leaf)) for leaf in layers] for layers in (cut, states))))
     data = b"".join([packed.head, *packed.parts])
     assert len(data) == packed.nbytes
     return data
+
+
+def host_of(array: mx.array) -> HostArray:
+    mx.eval(bytes_of := as_bytes(array))
+    return on_host(array, bytes_of)
 
 
 def some_layers() -> tuple[Layers, Layers]:

@@ -22,7 +22,6 @@ import mlx.core as mx
 import msgspec
 
 from worker.engine.kv.kinds import leaves
-from worker.engine.kv.slabs import Layers
 
 FORMAT = 1
 MAX_HEADER_BYTES = 32 << 20
@@ -124,20 +123,14 @@ def _is_plain(value: object) -> bool:
 # -- in the engine's thread
 
 
-def as_bytes(layers: Layers) -> Layers:
-    """The same arrays as bytes; evaluate them before `on_host`."""
-    return [tuple(mx.contiguous(array).view(mx.uint8).flatten() for array in arrays) for arrays in layers]
+def as_bytes(array: mx.array) -> mx.array:
+    """The same array as bytes; evaluate it before `on_host`."""
+    return mx.contiguous(array).view(mx.uint8).flatten()
 
 
-def on_host(layers: Layers, bytes_of: Layers) -> HostLayers:
-    """These arrays, whose bytes are `bytes_of`, and live as long: no copy where CPU and GPU share their memory."""
-    return [
-        tuple(
-            HostArray(_NAMES[array.dtype], array.shape, memoryview(each))  # type: ignore[arg-type]
-            for array, each in zip(arrays, each_of, strict=True)
-        )
-        for arrays, each_of in zip(layers, bytes_of, strict=True)
-    ]
+def on_host(array: mx.array, bytes_of: mx.array) -> HostArray:
+    """An array whose bytes are `bytes_of`, and live as long: no copy where CPU and GPU share their memory."""
+    return HostArray(_NAMES[array.dtype], array.shape, memoryview(bytes_of))  # type: ignore[arg-type]
 
 
 def as_array(host: HostArray) -> mx.array:
