@@ -178,6 +178,11 @@ async def test_who_may_have_it_is_known_by_who_handed_it_back_or_read_the_same_b
     assert await heir.directory.holders(fresh) == {"new": "warm"}
 
 
+async def test_prompts_that_begin_alike_and_come_together_fetch_it_once(holder: Worker, heir: Worker) -> None:
+    await asyncio.gather(*(heir.fetch("holder") for _ in range(3)))
+    assert heir.engine.known == WHOLE and holder.server.given == 1 and heir.outcome("fetched") == 1
+
+
 async def test_computing_is_chosen_where_it_is_quicker(holder: Worker, heir: Worker) -> None:
     heir.token_s = 1e-9
     await heir.fetch("holder")  # the first one shows what a transfer takes
