@@ -158,7 +158,7 @@ class WorkerSettings(JoinSettings):
     )
     allow_other_weights: bool = Field(
         default=False,
-        description="join although workers of this name have other weights, dtype or tokenizer: answers will differ",
+        description="join although workers of this name have other weights, dtype, KV bits or tokenizer",
     )
     worker_id: str = Field(default="", description="default: host name and a random part")
     max_batch_size: int = Field(
@@ -181,6 +181,8 @@ class WorkerSettings(JoinSettings):
         default=1.0, ge=0, description="KV of earlier prompts, kept besides the KV memory; 0: none"
     )
     block_size: int = Field(default=64, ge=16, description="tokens by which the prefix cache compares prompts")
+    kv_bits: int = Field(default=0, ge=0, le=8, multiple_of=4, description="quantise KV to 8 or 4 bits; 0: do not")
+    kv_group_size: int = Field(default=64, ge=32, le=128, description="numbers of KV with one scale: 32, 64 or 128")
     max_context: int = Field(default=0, ge=0, description="shorten the model's context; 0: the model's own")
     dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
         default="", description="default: the model's; float32 on a Linux CPU"

@@ -3,4 +3,6 @@
 Read `kinds.py` first: how each kind of layer keeps what it has read; a new kind belongs there. Then `prefix_cache.py`:
 what sequences leave, found again by their blocks (`block_keys.py`), and by snapshots where layers cannot be cut
 (`stops.py` says at which positions). `slabs.py` copies several rows at once.
+
+`layout.py` says which caches a model's rows get; `quantised.py` holds those of 8 and 4 bits.
 """
