@@ -11,7 +11,6 @@ request leaves with `name@k`, the version of its admission; a following one leav
 """
 
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import msgspec
 from fastapi import Request
@@ -28,6 +27,7 @@ from shared.errors import (
     UnknownAdapterError,
     UnknownModelError,
 )
+from shared.process.model_aliases import meant_by
 from shared.redis.training.board import TrainingBoard
 from shared.sequences import AdapterPolicy, ModelCard
 
@@ -117,11 +117,8 @@ async def find_job_target(ring: Ring, model: str | None, adapter: str, policy: A
 
 async def meant(ring: Ring, model: str | None) -> str | None:
     """The model or adapter that a request's `model` stands for: itself, unless it is only an alias."""
-    aliases = ring.settings.aliases
-    if model is None or not aliases or await ring.live_card(model) is not None:
-        return model
-    alias = next((name for glob, name in aliases.items() if fnmatchcase(model, glob)), None)
-    if alias is None or await ring.card(model) is not None or await _is_adapter(ring, model):
+    alias = None if model is None else meant_by(model, ring.settings.model_alias)
+    if model is None or alias is None or await ring.card(model) is not None or await _is_adapter(ring, model):
         return model
     return alias
 

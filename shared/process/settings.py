@@ -28,6 +28,7 @@ from pydantic_settings import (
 from shared.errors import SetupError
 from shared.process import nested_config
 from shared.process.foreign_flags import native
+from shared.process.model_aliases import ModelAliases
 from shared.redis.connection import address
 from shared.sequences import LogprobsMode
 
@@ -227,7 +228,7 @@ class ApiSettings(ProcessSettings):
 
     host: str = Field(default="127.0.0.1", description="address to listen on; beyond this machine it takes a key")
     port: int = Field(default=8000, ge=0, le=65535, description="0: a free one")
-    model_alias: list[str] = Field(
+    model_alias: ModelAliases = Field(
         default=[],
         description="GLOB=NAME, such as claude-*=tiny: requests for a model whose name is none of ours and matches get "
         "that model or adapter; the first that matches counts",
@@ -299,22 +300,6 @@ class ApiSettings(ProcessSettings):
         description="versions of an adapter that an upload leaves, besides latest, best and used; 0: all",
     )
     max_adapter_bytes: int = Field(default=1_073_741_824, ge=1024, description="one adapter version")
-
-    @field_validator("model_alias")
-    @classmethod
-    def _globs_with_names(cls, aliases: list[str]) -> list[str]:
-        for alias in aliases:
-            glob, _, name = alias.partition("=")
-            if not glob.strip() or not name.strip():
-                raise ValueError(f"{alias!r} is not GLOB=NAME, such as claude-*=tiny")
-        return aliases
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """What requests may call a model, globs among them, and what is meant; in the order in which they count."""
-        parted = (alias.partition("=") for alias in reversed(self.model_alias))
-        found = {glob.strip(): name.strip() for glob, _, name in parted}  # the first of two for the same glob stays
-        return dict(reversed(found.items()))
 
 
 class RunnerSettings(ProcessSettings):
