@@ -5,5 +5,6 @@ names of this server), `auth.py` with `api_keys.py` (API keys), `admission.py` (
 `limits.py` (size and time of bodies). `connections.py` bounds slow clients below all of them.
 
 For routes: `bodies.py` (long bodies are read beside the event loop), `fields.py` (field types of request bodies),
-`errors.py` (every error as OpenAI's object) and `sse.py` (server-sent events: bytes to the client).
+`errors.py` (every error as OpenAI's object; `anthropic_errors.py`: as Anthropic's) and `sse.py` (server-sent events:
+bytes to the client).
 """

@@ -1,4 +1,4 @@
-"""API keys at the door, sent as `Authorization: Bearer <key>`; and where the door may stand.
+"""API keys at the door, sent as `Authorization: Bearer <key>` or as `x-api-key`; and where the door may stand.
 
 Without any key the server listens on this machine only, unless `--insecure` is said.
 """
@@ -33,7 +33,9 @@ class RequireKey:
             return
         key = self._keys.find(presented(Headers(scope=scope)))
         if key is None:
-            error = AuthenticationError("wrong or missing API key: send it as `Authorization: Bearer <key>`")
+            error = AuthenticationError(
+                "wrong or missing API key: send it as `Authorization: Bearer <key>` or as `x-api-key: <key>`"
+            )
             await error_response(error)(scope, receive, send)
             return
         scope.setdefault("state", {})["api_key"] = key
@@ -97,6 +99,6 @@ def _is_loopback(host: str) -> bool:
 
 
 def presented(headers: Headers) -> str:
-    """The key that a request carries; "" without one."""
+    """The key that a request carries, in OpenAI's header or else in Anthropic's; "" without one."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()

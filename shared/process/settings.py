@@ -28,6 +28,7 @@ from pydantic_settings import (
 from shared.errors import SetupError
 from shared.process import nested_config
 from shared.process.foreign_flags import native
+from shared.process.model_aliases import ModelAliases
 from shared.redis.connection import address
 from shared.sequences import LogprobsMode
 
@@ -229,6 +230,11 @@ class ApiSettings(ProcessSettings):
 
     host: str = Field(default="127.0.0.1", description="address to listen on; beyond this machine it takes a key")
     port: int = Field(default=8000, ge=0, le=65535, description="0: a free one")
+    model_alias: ModelAliases = Field(
+        default=[],
+        description="GLOB=NAME, such as claude-*=tiny: requests for a model whose name is none of ours and matches get "
+        "that model or adapter; the first that matches counts",
+    )
     default_max_tokens: int = Field(
         default=512,
         ge=1,
