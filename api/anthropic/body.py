@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from api.anthropic.turns import MAX_TURNS, Text, Turn, check_last, messages_of
+from api.anthropic.turns import MAX_TURNS, ChatWriter, Text, Turn, check_last
 from api.generation.sampling import DrawFields
 from api.generation.structured import Schema
 from api.generation.target import TargetFields
@@ -24,13 +24,16 @@ def _custom(value: Any) -> Any:
 class MessageTool(HistoryModel):
     """A tool that the client runs."""
 
-    off: ClassVar[Off] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
+    off: ClassVar[Off] = {"allowed_callers": (["direct"],)}
 
     type: Literal["custom"] | None = None
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = Field(default=None, description="the input follows the schema under `auto`, too")
+    defer_loading: bool | None = Field(
+        default=None, description="told of where a `tool_reference` names it, not before"
+    )
 
     def shown(self) -> dict[str, Any]:
         """The tool of a chat."""
@@ -132,27 +135,35 @@ class PromptedFields(RequestModel):
             raise complaint("output_format", "'output_format' and 'output_config.format' say the same twice")
         return self
 
-    def chat(self, template: str) -> ChatCompletionRequest:
-        """The same request to /v1/chat/completions; `template`: the model's, which says what it can be told."""
-        return ChatCompletionRequest.model_validate(self._chat(template))
+    def chat(self, template: str, *, system_anywhere: bool = True) -> ChatCompletionRequest:
+        """The same request to /v1/chat/completions; `template`: the model's, which says what it can be told.
 
-    def _chat(self, template: str) -> dict[str, Any]:
-        config = self.output_config or OutputConfig()
+        InvalidRequestError for a reference to a tool that is not there.
+        """
+        tools = self.tools or []
+        writer = ChatWriter({tool.name: tool.shown() for tool in tools}, system_anywhere=system_anywhere)
+        writer.begin(self.system or [])
+        for turn in self.messages:
+            writer.add(turn)
+        return ChatCompletionRequest.model_validate({**self._fields(template), "messages": writer.chat})
+
+    def _fields(self, template: str) -> dict[str, Any]:
+        """All but the messages."""
+        config, choice = self.output_config or OutputConfig(), self.tool_choice
         wanted = config.format or self.output_format
+        named = None if choice is None else choice.name
         body: dict[str, Any] = {
-            "messages": messages_of(self.system, self.messages),
             "continue_final_message": self.messages[-1].role == "assistant",
             "reasoning_effort": config.effort,
             "chat_template_kwargs": self._variables(template),
+            "tools": [tool.shown() for tool in self.tools or () if not tool.defer_loading or tool.name == named],
         }
         if wanted is not None:
             described = {"name": "output", "schema": wanted.schema_}
             body["response_format"] = {"type": "json_schema", "json_schema": described}
-        if self.tools:
-            body["tools"] = [tool.shown() for tool in self.tools]
-        if self.tool_choice is not None:
-            body["tool_choice"] = self.tool_choice.shown()
-            body["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        if choice is not None:
+            body["tool_choice"] = choice.shown()
+            body["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         return body
 
     def _variables(self, template: str) -> dict[str, Any]:
@@ -202,7 +213,7 @@ class MessagesRequest(DrawFields, PromptedFields):
         """Whether reasoning is part of the answer."""
         return self.thinking is None or self.thinking.type != "disabled"
 
-    def _chat(self, template: str) -> dict[str, Any]:
+    def _fields(self, template: str) -> dict[str, Any]:
         same = self.model_dump(mode="json", by_alias=True, exclude_unset=True, include=_SAME)
-        chat = {**same, **super()._chat(template), "max_tokens": self.max_tokens}
+        chat = {**same, **super()._fields(template), "max_tokens": self.max_tokens}
         return {**chat, "stop": self.stop_sequences, "include_reasoning": self.shows_thinking}
