@@ -83,6 +83,9 @@ class ThinkingConfig(RequestModel):
         return asked if self.budget_tokens is None else {**asked, "thinking_budget": self.budget_tokens}
 
 
+_NO_THINKING = ThinkingConfig(type="disabled")  # of a request that does not say
+
+
 class JsonFormat(RequestModel):
     """What the text must be."""
 
@@ -167,7 +170,7 @@ class PromptedFields(RequestModel):
         return body
 
     def _variables(self, template: str) -> dict[str, Any]:
-        asked = {} if self.thinking is None else self.thinking.variables()
+        asked = (self.thinking or _NO_THINKING).variables()
         known = {name: value for name, value in asked.items() if name in template}
         return {**known, **(self.chat_template_kwargs or {})}
 
@@ -201,7 +204,9 @@ class MessagesRequest(DrawFields, PromptedFields):
         "speed": ("standard",),
     }
 
-    max_tokens: int = Field(ge=1, description="more than the context leaves comes to what it leaves")
+    max_tokens: int = Field(
+        ge=0, description="more than the context leaves comes to what it leaves; 0: the prompt is read into the cache"
+    )
     stream: bool | None = False
     stop_sequences: list[str] | None = None
     metadata: dict[str, Any] | None = Field(default=None, description="accepted, not used and not kept")
@@ -210,10 +215,10 @@ class MessagesRequest(DrawFields, PromptedFields):
 
     @property
     def shows_thinking(self) -> bool:
-        """Whether reasoning is part of the answer."""
-        return self.thinking is None or self.thinking.type != "disabled"
+        """Whether reasoning is part of the answer: only where it is asked for."""
+        return (self.thinking or _NO_THINKING).type != "disabled"
 
     def _fields(self, template: str) -> dict[str, Any]:
         same = self.model_dump(mode="json", by_alias=True, exclude_unset=True, include=_SAME)
-        chat = {**same, **super()._fields(template), "max_tokens": self.max_tokens}
+        chat = {**same, **super()._fields(template), "max_tokens": max(1, self.max_tokens)}
         return {**chat, "stop": self.stop_sequences, "include_reasoning": self.shows_thinking}

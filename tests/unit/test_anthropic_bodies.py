@@ -151,15 +151,16 @@ def test_what_all_endpoints_share_goes_through() -> None:
         ({"type": "enabled", "budget_tokens": 2000}, {"enable_thinking": True}, ["thinking.budget_tokens"]),
         ({"type": "adaptive", "display": "omitted"}, {"enable_thinking": True}, []),
         ({"type": "disabled"}, {"enable_thinking": False}, []),
+        (None, {"enable_thinking": False}, []),
     ],
 )
 def test_thinking_is_the_template_s_switch(thinking: Any, variables: Any, unused: list[str]) -> None:
     body = request(thinking=thinking)
     made = body.chat(THINKS)
     shown = {name: value for name, value in (made.chat_template_kwargs or {}).items() if name == "enable_thinking"}
-    assert (shown, made.include_reasoning) == (variables, thinking["type"] != "disabled")
+    assert (shown, made.include_reasoning) == (variables, variables["enable_thinking"])
     assert body.unused(THINKS) == unused
-    assert "thinking" in body.unused("<think></think>"), "a template without the switch"
+    assert ("thinking" in body.unused("<think></think>")) == (thinking is not None), "a template without the switch"
     assert request(thinking={"type": "disabled"}).unused("no such marks") == []
     budget = request(thinking={"type": "enabled", "budget_tokens": 7}).chat(THINKS + "{{ thinking_budget }}")
     assert (budget.chat_template_kwargs or {})["thinking_budget"] == 7
@@ -215,7 +216,7 @@ TOOL = {"name": "f", "input_schema": {}}
     ("fields", "named"),
     [
         ({"topp": 1}, "topp"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
