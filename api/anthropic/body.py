@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from api.anthropic.turns import MAX_TURNS, Text, Turn, check_last, messages_of
+from api.anthropic.turns import MAX_TURNS, ChatWriter, Text, Turn, check_last
 from api.generation.sampling import DrawFields
 from api.generation.structured import Schema
 from api.generation.target import TargetFields
@@ -24,13 +24,16 @@ def _custom(value: Any) -> Any:
 class MessageTool(HistoryModel):
     """A tool that the client runs."""
 
-    off: ClassVar[Off] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
+    off: ClassVar[Off] = {"allowed_callers": (["direct"],)}
 
     type: Literal["custom"] | None = None
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = Field(default=None, description="the input follows the schema under `auto`, too")
+    defer_loading: bool | None = Field(
+        default=None, description="told of where a `tool_reference` names it, not before"
+    )
 
     def shown(self) -> dict[str, Any]:
         """The tool of a chat."""
@@ -78,6 +81,9 @@ class ThinkingConfig(RequestModel):
         """What the templates of reasoning models call the switch and the budget."""
         asked = {"enable_thinking": self.type != "disabled", "thinking": self.type != "disabled"}
         return asked if self.budget_tokens is None else {**asked, "thinking_budget": self.budget_tokens}
+
+
+_NO_THINKING = ThinkingConfig(type="disabled")  # of a request that does not say
 
 
 class JsonFormat(RequestModel):
@@ -132,31 +138,39 @@ class PromptedFields(RequestModel):
             raise complaint("output_format", "'output_format' and 'output_config.format' say the same twice")
         return self
 
-    def chat(self, template: str) -> ChatCompletionRequest:
-        """The same request to /v1/chat/completions; `template`: the model's, which says what it can be told."""
-        return ChatCompletionRequest.model_validate(self._chat(template))
+    def chat(self, template: str, *, system_anywhere: bool = True) -> ChatCompletionRequest:
+        """The same request to /v1/chat/completions; `template`: the model's, which says what it can be told.
 
-    def _chat(self, template: str) -> dict[str, Any]:
-        config = self.output_config or OutputConfig()
+        InvalidRequestError for a reference to a tool that is not there.
+        """
+        tools = self.tools or []
+        writer = ChatWriter({tool.name: tool.shown() for tool in tools}, system_anywhere=system_anywhere)
+        writer.begin(self.system or [])
+        for turn in self.messages:
+            writer.add(turn)
+        return ChatCompletionRequest.model_validate({**self._fields(template), "messages": writer.chat})
+
+    def _fields(self, template: str) -> dict[str, Any]:
+        """All but the messages."""
+        config, choice = self.output_config or OutputConfig(), self.tool_choice
         wanted = config.format or self.output_format
+        named = None if choice is None else choice.name
         body: dict[str, Any] = {
-            "messages": messages_of(self.system, self.messages),
             "continue_final_message": self.messages[-1].role == "assistant",
             "reasoning_effort": config.effort,
             "chat_template_kwargs": self._variables(template),
+            "tools": [tool.shown() for tool in self.tools or () if not tool.defer_loading or tool.name == named],
         }
         if wanted is not None:
             described = {"name": "output", "schema": wanted.schema_}
             body["response_format"] = {"type": "json_schema", "json_schema": described}
-        if self.tools:
-            body["tools"] = [tool.shown() for tool in self.tools]
-        if self.tool_choice is not None:
-            body["tool_choice"] = self.tool_choice.shown()
-            body["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        if choice is not None:
+            body["tool_choice"] = choice.shown()
+            body["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         return body
 
     def _variables(self, template: str) -> dict[str, Any]:
-        asked = {} if self.thinking is None else self.thinking.variables()
+        asked = (self.thinking or _NO_THINKING).variables()
         known = {name: value for name, value in asked.items() if name in template}
         return {**known, **(self.chat_template_kwargs or {})}
 
@@ -190,7 +204,9 @@ class MessagesRequest(DrawFields, PromptedFields):
         "speed": ("standard",),
     }
 
-    max_tokens: int = Field(ge=1, description="more than the context leaves comes to what it leaves")
+    max_tokens: int = Field(
+        ge=0, description="more than the context leaves comes to what it leaves; 0: the prompt is read into the cache"
+    )
     stream: bool | None = False
     stop_sequences: list[str] | None = None
     metadata: dict[str, Any] | None = Field(default=None, description="accepted, not used and not kept")
@@ -199,10 +215,10 @@ class MessagesRequest(DrawFields, PromptedFields):
 
     @property
     def shows_thinking(self) -> bool:
-        """Whether reasoning is part of the answer."""
-        return self.thinking is None or self.thinking.type != "disabled"
+        """Whether reasoning is part of the answer: only where it is asked for."""
+        return (self.thinking or _NO_THINKING).type != "disabled"
 
-    def _chat(self, template: str) -> dict[str, Any]:
+    def _fields(self, template: str) -> dict[str, Any]:
         same = self.model_dump(mode="json", by_alias=True, exclude_unset=True, include=_SAME)
-        chat = {**same, **super()._chat(template), "max_tokens": self.max_tokens}
+        chat = {**same, **super()._fields(template), "max_tokens": max(1, self.max_tokens)}
         return {**chat, "stop": self.stop_sequences, "include_reasoning": self.shows_thinking}

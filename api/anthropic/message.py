@@ -44,7 +44,7 @@ class MessageWriter:
     def take(self, tokens: list[TokenEvent]) -> list[Event]:
         """The events of tokens that have come."""
         delta: Delta = self._choice.take(tokens)
-        events = self._writer.take(delta.piece or Piece(content=delta.text))
+        events = self._writer.take(delta.piece or Piece(content=delta.text)) if self._body.max_tokens else []
         if delta.finish is not None:
             self._finish, self._called = delta.finish, delta.calls_ended_it
             events += self._writer.end()
@@ -81,6 +81,8 @@ class MessageWriter:
         finish = self._finish
         assert finish is not None, "asked before the end"
         match = finish.stop_match if isinstance(finish.stop_match, str) else None
+        if not self._body.max_tokens:  # a token was drawn, and is nobody's
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
         if self._called and finish.reason == "stop":
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if match is not None:
@@ -97,7 +99,7 @@ class MessageWriter:
             "input_tokens": counts.prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
-            "output_tokens": counts.completion_tokens,
+            "output_tokens": min(counts.completion_tokens, self._body.max_tokens),
             # Counted by encoding the text again.
             "output_tokens_details": {"thinking_tokens": len(self._codec.encode(thought, False)) if thought else 0},
             "service_tier": "standard",

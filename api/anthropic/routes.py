@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -100,11 +100,22 @@ async def count_tokens(body: CountRequest, request: Request, ring: TheRing) -> T
 
 async def _chat(body: PromptedFields, codec: TextCodec, request: Request) -> ChatCompletionRequest:
     """The chat that a request comes to; what is wrong with it is called by our names."""
-    make = partial(body.chat, codec.bundle.chat_template)
+    make = partial(body.chat, codec.bundle.chat_template, system_anywhere=takes_system_anywhere(codec))
     try:
         return await aside(make) if len(await request.body()) > LONG_BYTES else make()
     except ValidationError as error:
         raise _renamed(from_validation(error.errors())) from error
+
+
+@lru_cache(maxsize=16)  # models
+def takes_system_anywhere(codec: TextCodec) -> bool:
+    """Whether the model's template shows what the system says in the middle: many refuse it, some leave it out."""
+    said = [{"role": role, "content": f"a {role} speaks"} for role in ("system", "user", "assistant", "user", "system")]
+    said[-1]["content"] = "in the middle"
+    try:
+        return said[-1]["content"] in codec.render_chat(said)
+    except InvalidRequestError:
+        return False
 
 
 async def _asked(ring: Ring, codec: TextCodec, chat: ChatCompletionRequest) -> Asked:

@@ -6,13 +6,14 @@ in its prefix cache when the next turn is asked for.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
 
 from api.http.fields import HistoryModel, Off, RequestModel, complaint
 from api.openai.tools import by_type, known_type
+from shared.errors import InvalidRequestError
 
 MAX_TURNS = 4096  # a chat has as many messages
 # What Claude Code writes for Anthropic's billing before its system prompt: `x-anthropic-billing-header: ...; cch=...;`
@@ -57,6 +58,21 @@ _ONE_OR_MANY = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "
 Text = Annotated[list[Annotated[TextBlock, known_type("text")]], BeforeValidator(_parts), _ONE_OR_MANY]
 
 
+class ToolReferenceBlock(HistoryModel):
+    """A tool that a search for tools has found: from here on the model knows it."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+ResultPart = Annotated[
+    Annotated[
+        Annotated[TextBlock, Tag("<text>")] | Annotated[ToolReferenceBlock, Tag("<tool_reference>")], by_type("text")
+    ],
+    known_type("text", "tool_reference"),
+]
+
+
 class ToolResultBlock(HistoryModel):
     """What a call brought."""
 
@@ -64,7 +80,7 @@ class ToolResultBlock(HistoryModel):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Text | None = None
+    content: Annotated[list[ResultPart], BeforeValidator(_parts), _ONE_OR_MANY] | None = None
     is_error: bool | None = None
 
 
@@ -97,17 +113,77 @@ def check_last(turns: Sequence[Turn]) -> None:
         raise complaint("messages", reason)
 
 
-def messages_of(system: list[TextBlock] | None, turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """The turns as messages of a chat. Turns of one role that follow each other are one, as Anthropic has them."""
-    chat: list[dict[str, Any]] = []
-    if told := "\n".join(filter(None, (without_telemetry(block.text) for block in system or ()))):
-        chat.append({"role": "system", "content": told})
-    for turn in turns:
+class ChatWriter:
+    """Writes turns as messages of a chat. Turns of one role that follow each other are one, as Anthropic has them.
+
+    `tools`: the definitions of those that results may refer to. `system_anywhere`: whether the model's template has a
+    place for what the system says in the middle of a conversation; else the user says it.
+    """
+
+    def __init__(self, tools: Mapping[str, dict[str, Any]], *, system_anywhere: bool = True) -> None:
+        self._tools = tools
+        self._system_role = "system" if system_anywhere else "user"
+        self.chat: list[dict[str, Any]] = []
+
+    def begin(self, system: Sequence[TextBlock]) -> None:
+        """The system prompt, without what is not meant for a model."""
+        if told := "\n".join(filter(None, (without_telemetry(block.text) for block in system))):
+            self.chat.append({"role": "system", "content": told})
+
+    def add(self, turn: Turn) -> None:
+        """The next turn."""
         if turn.role == "assistant":
-            _add_answer(chat, turn.content)
-        else:
-            _add_said(chat, turn.role, turn.content)
-    return chat
+            self._add_answer(turn.content)
+            return
+        role = self._system_role if turn.role == "system" and self.chat else turn.role
+        texts = []
+        for block in turn.content:
+            if isinstance(block, TextBlock):
+                texts.append(block.text)
+            elif isinstance(block, ToolResultBlock):
+                self._say(role, texts)
+                texts = []
+                self.chat.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": self._result(block)})
+        if texts or not turn.content:
+            self._say(role, texts)
+
+    def _say(self, role: str, texts: list[str]) -> None:
+        if self.chat and self.chat[-1]["role"] == role:
+            texts = [self.chat.pop()["content"], *texts]
+        elif not texts:
+            return
+        self.chat.append({"role": role, "content": "\n".join(texts)})
+
+    def _result(self, block: ToolResultBlock) -> str:
+        parts = block.content or ()
+        text = "\n".join(part.text if isinstance(part, TextBlock) else self._definition(part) for part in parts)
+        return f"Error: {text}" if block.is_error else text
+
+    def _definition(self, found: ToolReferenceBlock) -> str:
+        """Of a tool that was found. It stands here and not among the others, so that what is before it in the prompt
+        stays as it was."""
+        if found.tool_name not in self._tools:
+            raise InvalidRequestError(f"no tool is named '{found.tool_name[:128]}'", param="messages")
+        return f"<tools>\n{json.dumps(self._tools[found.tool_name], ensure_ascii=False)}\n</tools>"
+
+    def _add_answer(self, blocks: Sequence[RequestModel]) -> None:
+        """A turn of the model: reasoning, text, calls."""
+        calls = [
+            {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": json.dumps(block.input)}}
+            for block in blocks
+            if isinstance(block, ToolUseBlock)
+        ]
+        thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+        message: dict[str, Any] = {"role": "assistant", "content": _text(blocks)}
+        if self.chat and self.chat[-1]["role"] == "assistant" and "tool_calls" not in self.chat[-1]:
+            earlier = self.chat.pop()
+            message["content"] = earlier["content"] + message["content"]
+            thought = earlier.get("reasoning_content", "") + thought
+        if thought:
+            message["reasoning_content"] = thought
+        if calls:
+            message["tool_calls"] = calls
+        self.chat.append(message)
 
 
 def without_telemetry(text: str) -> str:
@@ -117,53 +193,6 @@ def without_telemetry(text: str) -> str:
     while found := _TELEMETRY.match(text, at):
         at = found.end()
     return text[at:]
-
-
-def _add_said(chat: list[dict[str, Any]], role: str, blocks: Sequence[RequestModel]) -> None:
-    """A turn of the user or the system: its texts, and what calls have brought."""
-    texts = []
-    for block in blocks:
-        if isinstance(block, TextBlock):
-            texts.append(block.text)
-        elif isinstance(block, ToolResultBlock):
-            _say(chat, role, texts)
-            texts = []
-            chat.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)})
-    if texts or not blocks:
-        _say(chat, role, texts)
-
-
-def _say(chat: list[dict[str, Any]], role: str, texts: list[str]) -> None:
-    if chat and chat[-1]["role"] == role:
-        texts = [chat.pop()["content"], *texts]
-    elif not texts:
-        return
-    chat.append({"role": role, "content": "\n".join(texts)})
-
-
-def _result(block: ToolResultBlock) -> str:
-    text = "\n".join(part.text for part in block.content or ())
-    return f"Error: {text}" if block.is_error else text
-
-
-def _add_answer(chat: list[dict[str, Any]], blocks: Sequence[RequestModel]) -> None:
-    """A turn of the model: reasoning, text, calls."""
-    calls = [
-        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": json.dumps(block.input)}}
-        for block in blocks
-        if isinstance(block, ToolUseBlock)
-    ]
-    thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
-    message: dict[str, Any] = {"role": "assistant", "content": _text(blocks)}
-    if chat and chat[-1]["role"] == "assistant" and "tool_calls" not in chat[-1]:
-        earlier = chat.pop()
-        message["content"] = earlier["content"] + message["content"]
-        thought = earlier.get("reasoning_content", "") + thought
-    if thought:
-        message["reasoning_content"] = thought
-    if calls:
-        message["tool_calls"] = calls
-    chat.append(message)
 
 
 def _text(blocks: Sequence[RequestModel]) -> str:

@@ -58,7 +58,8 @@ async def worker(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 def body(word: str, **fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "max_tokens": 200, "messages": [{"role": "user", "content": word}], **fields}
+    turns = [{"role": "user", "content": word}]
+    return {"model": MODEL, "max_tokens": 200, "messages": turns, "thinking": {"type": "adaptive"}, **fields}
 
 
 async def whole(server: Api, word: str, **fields: Any) -> dict[str, Any]:
@@ -152,6 +153,8 @@ async def test_a_choice_of_no_tools_hides_them_from_the_model(server: Api, worke
 async def test_thinking_is_switched_and_shown_as_it_is_asked_for(server: Api, worker: ScriptedWorker) -> None:
     await whole(server, "say", thinking={"type": "disabled"})
     assert codec().decode(worker.specs[-1].prompt_ids).endswith("<think></think>")
+    await whole(server, "say", thinking=None)
+    assert codec().decode(worker.specs[-1].prompt_ids).endswith("<think></think>"), "unasked there is none"
     hidden = await whole(server, "think", thinking={"type": "adaptive", "display": "omitted"})
     assert hidden["content"][0]["thinking"] == "" and hidden["content"][0]["signature"]
     answer = await server.post(PATH, body("say", thinking={"type": "enabled", "budget_tokens": 1024}))
@@ -169,6 +172,13 @@ async def test_more_tokens_than_the_context_leaves_are_those_that_it_leaves(
     refused = await server.post(PATH, body("a" * 5000))
     assert refused.status_code == 400
     assert refused.json()["error"]["message"].startswith("prompt is too long: 50"), "clients shorten on these words"
+
+
+async def test_no_tokens_at_all_read_the_prompt_into_the_cache(server: Api, worker: ScriptedWorker) -> None:
+    read = await whole(server, "say", max_tokens=0)
+    assert (read["content"], read["stop_reason"], read["usage"]["output_tokens"]) == ([], "max_tokens", 0)
+    assert worker.specs[-1].sampling.max_tokens == 1
+    assert told(accumulated(await streamed(server, "say", max_tokens=0))) == told(read)
 
 
 async def test_what_has_begun_is_gone_on_with(server: Api, worker: ScriptedWorker) -> None:

@@ -8,9 +8,13 @@ from pydantic import ValidationError
 
 from api.anthropic.blocks import BlockWriter
 from api.anthropic.body import CountRequest, MessagesRequest
-from api.anthropic.turns import messages_of, without_telemetry
+from api.anthropic.routes import takes_system_anywhere
+from api.anthropic.turns import ChatWriter, without_telemetry
 from api.generation.splitter import CallPart, Piece
 from api.http.errors import from_validation
+from shared.errors import InvalidRequestError
+from shared.text.codec import TextCodec, TokenizerBundle
+from tests.unit.api_texts import CHAT, bundle
 
 HELLO = [{"role": "user", "content": "hi"}]
 USE = {"type": "tool_use", "id": "toolu_1", "name": "clock", "input": {"zone": "UTC"}}
@@ -23,7 +27,11 @@ def request(**fields: Any) -> MessagesRequest:
 
 def chat(messages: list[dict[str, Any]], system: Any = None) -> list[dict[str, Any]]:
     body = request(messages=messages, system=system)
-    return messages_of(body.system, body.messages)
+    writer = ChatWriter({"clock": {"name": "clock"}})
+    writer.begin(body.system or [])
+    for turn in body.messages:
+        writer.add(turn)
+    return writer.chat
 
 
 def text(*texts: str, **more: Any) -> list[dict[str, Any]]:
@@ -143,18 +151,60 @@ def test_what_all_endpoints_share_goes_through() -> None:
         ({"type": "enabled", "budget_tokens": 2000}, {"enable_thinking": True}, ["thinking.budget_tokens"]),
         ({"type": "adaptive", "display": "omitted"}, {"enable_thinking": True}, []),
         ({"type": "disabled"}, {"enable_thinking": False}, []),
+        (None, {"enable_thinking": False}, []),
     ],
 )
 def test_thinking_is_the_template_s_switch(thinking: Any, variables: Any, unused: list[str]) -> None:
     body = request(thinking=thinking)
     made = body.chat(THINKS)
     shown = {name: value for name, value in (made.chat_template_kwargs or {}).items() if name == "enable_thinking"}
-    assert (shown, made.include_reasoning) == (variables, thinking["type"] != "disabled")
+    assert (shown, made.include_reasoning) == (variables, variables["enable_thinking"])
     assert body.unused(THINKS) == unused
-    assert "thinking" in body.unused("<think></think>"), "a template without the switch"
+    assert ("thinking" in body.unused("<think></think>")) == (thinking is not None), "a template without the switch"
     assert request(thinking={"type": "disabled"}).unused("no such marks") == []
     budget = request(thinking={"type": "enabled", "budget_tokens": 7}).chat(THINKS + "{{ thinking_budget }}")
     assert (budget.chat_template_kwargs or {})["thinking_budget"] == 7
+
+
+def test_a_deferred_tool_is_told_of_where_a_search_has_found_it() -> None:
+    found = [{"type": "tool_reference", "tool_name": "later"}, *text("That is it.")]
+    search = {**USE, "name": "search"}
+    turns = [
+        *HELLO,
+        {"role": "assistant", "content": [search]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": found}]},
+    ]
+    tools = [{"name": "search", "input_schema": {}}, {"name": "later", "input_schema": {}, "defer_loading": True}]
+    made = request(messages=turns, tools=tools).chat("")
+    assert [tool.function.name for tool in made.tools or ()] == ["search"]
+    shown, said = str(made.messages[-1].content).split("\n</tools>\n")
+    assert json.loads(shown.removeprefix("<tools>\n"))["function"]["name"] == "later" and said == "That is it."
+    named = request(tools=tools, tool_choice={"type": "tool", "name": "later"}).chat("").tools
+    assert [tool.function.name for tool in named or ()] == ["search", "later"]
+    with pytest.raises(InvalidRequestError, match="no tool is named 'later'"):
+        request(messages=turns, tools=tools[:1]).chat("")
+
+
+def test_what_the_system_says_in_the_middle_is_the_user_s_where_the_template_has_no_place_for_it() -> None:
+    turns = [*HELLO, {"role": "system", "content": "brief"}, {"role": "assistant", "content": "ok"}, *HELLO]
+    made = request(system="s", messages=turns).chat("", system_anywhere=False).messages
+    said = [(each.role, each.content) for each in made]
+    assert said == [("system", "s"), ("user", "hi\nbrief"), ("assistant", "ok"), ("user", "hi")]
+    first = request(messages=[{"role": "system", "content": "s"}, *HELLO]).chat("", system_anywhere=False).messages
+    assert [each.role for each in first] == ["system", "user"]
+
+
+@pytest.mark.parametrize(
+    ("template", "takes"),
+    [
+        (CHAT, True),
+        ("{{ messages[0].content }}{{ messages[1].content }}", False),
+        ("{% if messages[-1].role == 'system' %}{{ raise_exception('first') }}{% endif %}", False),
+    ],
+)
+def test_a_template_is_asked_whether_it_takes_what_the_system_says_in_the_middle(template: str, takes: bool) -> None:
+    shown = TokenizerBundle(bundle().tokenizer_json, template, bundle().eos_token_ids, bundle().special_tokens)
+    assert takes_system_anywhere(TextCodec(shown)) == takes
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
@@ -166,7 +216,7 @@ TOOL = {"name": "f", "input_schema": {}}
     ("fields", "named"),
     [
         ({"topp": 1}, "topp"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
@@ -175,7 +225,7 @@ TOOL = {"name": "f", "input_schema": {}}
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"system": [IMAGE]}, "system[0].type"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tools": [{**TOOL, "allowed_callers": ["code_execution_20260120"]}]}, "tools[0].allowed_callers"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
