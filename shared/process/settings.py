@@ -297,9 +297,7 @@ class ApiSettings(ProcessSettings):
     default_adapter: str = Field(default="policy", description="adapter of requests that name none: /generate, uploads")
     adapter_dirs: list[Path] = Field(default=[], description="folders that /load_adapter may read; none: refused")
     adapter_keep_n: int = Field(
-        default=16,
-        ge=0,
-        description="versions of an adapter that an upload leaves, besides latest, best and used; 0: all",
+        default=16, ge=0, description="versions that an upload leaves, besides latest, best and used; 0: all"
     )
     max_adapter_bytes: int = Field(default=1_073_741_824, ge=1024, description="one adapter version")
 
