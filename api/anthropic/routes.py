@@ -1,6 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's way to ask, answered as a chat."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
@@ -146,10 +147,10 @@ async def _planned(
 
 
 def _renamed(error: InvalidRequestError) -> InvalidRequestError:
-    theirs = error.param or ""
-    bare = theirs.partition(".")[0].partition("[")[0]
-    error.param = "messages" if bare == "messages" else _NAMES.get(bare, theirs) or None
-    error.message = error.message.replace(f"'{theirs}'", f"'{error.param}'")
+    if theirs := error.param:
+        bare = theirs.partition(".")[0].partition("[")[0]
+        error.param = "messages" if bare == "messages" else _NAMES.get(bare, theirs)
+        error.message = error.message.replace(f"'{theirs}'", f"'{error.param}'")
     return error
 
 
@@ -159,11 +160,12 @@ async def _events(generation: Generation, writer: MessageWriter, request_id: str
         yield writer.start()
         said = time.monotonic()
         try:
-            async for events in _with_silence(generation.batches()):
-                out = [event for _, new in by_choice(events or []) for event in writer.take(new)]
-                if out or time.monotonic() - said >= PING_EVERY_S:
-                    said = time.monotonic()
-                    yield lines(out) or PING
+            async with contextlib.aclosing(_with_silence(generation.batches())) as batches:
+                async for events in batches:
+                    out = [event for _, new in by_choice(events or []) for event in writer.take(new)]
+                    if out or events is None or time.monotonic() - said >= PING_EVERY_S:
+                        said = time.monotonic()
+                        yield lines(out) or PING
             yield await aside(writer.last) if writer.is_long else writer.last()
         except Exception as error:
             yield to_bytes(anthropic_error(stream_failure(error, writer.id), request_id), "error")

@@ -237,6 +237,7 @@ TOOL = {"name": "f", "input_schema": {}}
         ({"speed": "fast"}, "speed"),
         ({"service_tier": "priority"}, "service_tier"),
         ({"stop": "x"}, "stop"),
+        ({"top_k": 2**64}, "top_k"),
     ],
 )  # fmt: skip
 def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
