@@ -1,9 +1,5 @@
-"""API keys at the door, sent as `Authorization: Bearer <key>` or as `x-api-key`; and where the door may stand.
+"""API keys at the door, sent as `Authorization: Bearer <key>` or as `x-api-key`."""
 
-Without any key the server listens on this machine only, unless `--insecure` is said.
-"""
-
-import ipaddress
 from collections.abc import Sequence
 
 import structlog
@@ -13,8 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api.http.api_keys import KeyRing
 from api.http.errors import error_response
 from api.ring.caller import ApiKey, calling
-from shared.errors import AuthenticationError, ForbiddenError, SetupError
-from shared.process.settings import ApiSettings
+from shared.errors import AuthenticationError, ForbiddenError
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping", "/metrics"})
 
@@ -77,25 +72,6 @@ def key_of(scope: Scope) -> ApiKey | None:
     """The key that came with a request; None when the server wants none."""
     found: ApiKey | None = scope.get("state", {}).get("api_key")
     return found
-
-
-def check_exposure(settings: ApiSettings) -> None:
-    """SetupError when anybody on the network could ask."""
-    if settings.uds or settings.insecure or _is_loopback(settings.host) or KeyRing.of(settings):
-        return
-    raise SetupError(
-        f"--host {settings.host} without an API key lets anybody who reaches this machine in: set --api-key or "
-        "--api-key-file (mlx_parallm key new makes a key), or say --insecure"
-    )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def presented(headers: Headers) -> str:
