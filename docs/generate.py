@@ -65,8 +65,9 @@ def settings_section() -> list[str]:
 
 def table(title: str, kind: type[ProcessSettings]) -> list[str]:
     lines = [f"### {title}", "", "| flag | environment | default | meaning |", "|---|---|---|---|"]
+    inherited = {name for base in kind.__mro__[1:] if issubclass(base, ProcessSettings) for name in base.model_fields}
     for name, field in kind.model_fields.items():
-        if name not in kind.__annotations__:
+        if name in inherited and name not in kind.__annotations__:
             continue
         variable = "PARALLM_REDIS_URL" if name == "redis" else f"PARALLM_{name.upper()}"
         default = shown(field.get_default(call_default_factory=True))

@@ -9,8 +9,9 @@ is pinned in the store, so that nobody deletes it meanwhile. Belongs to the even
 """
 
 import asyncio
+import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -71,6 +72,7 @@ class AdapterSync:
         self._bringing: dict[str, asyncio.Lock] = {}
         self._pointed: dict[str, int] = {}  # what the engine was told
         self._acknowledged: dict[str, tuple[int, float]] = {}
+        self._lasting: dict[str, str] = {}
         self._news = asyncio.Event()
 
     @property
@@ -200,6 +202,18 @@ class AdapterSync:
                 self._engine.withdraw_adapter(version)
                 await provided.file.aclose()
 
+    async def tell_lasting(self, workers: Collection[str], dtype: str) -> None:
+        """Tell the engine whose KV is worth keeping on disk: a trained policy's other versions are dead soon.
+
+        A worker pins what it computes with, which says nothing of the next days: `workers` do not count.
+        """
+        provided = [each.manifest for each in self._provided.values()]
+        lasting = {name: await self._store.lasting(name, workers) for name in {each.name for each in provided}}
+        kept = {each.id: _digest(each, dtype) for each in provided if each.version in lasting[each.name]}
+        if kept != self._lasting:
+            self._lasting = kept
+            self._engine.keep_on_disk(kept)
+
     async def close(self) -> None:
         """Let go of everything: files and pins."""
         for provided in self._provided.values():
@@ -210,6 +224,12 @@ class AdapterSync:
                 except (RedisError, OSError):
                     break
         self._provided.clear()
+
+
+def _digest(manifest: AdapterManifest, dtype: str) -> str:
+    """Of all that a version changes in what is computed: its name and number may mean another one in another ring."""
+    whole = f"{manifest.sha256} {manifest.kind} {manifest.rank} {manifest.scale!r} {dtype}"
+    return hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
 
 
 def _version_so_far(choice: AdapterChoice, prior: Iterable[TokenEvent]) -> int:

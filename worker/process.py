@@ -371,10 +371,13 @@ class WorkerProcess:
         await self._registry.heartbeat(self._status())
         await self._count()
         await self._adapters.tend()
-        self._others = [other for other in await self._registry.live(self._card.name) if other != self.id]
+        live = await self._registry.live(self._card.name)
+        if self._settings.ssd and self._settings.ssd_cache_dir:
+            await self._adapters.tell_lasting(live, self._settings.adapter_dtype)
+        self._others = [other for other in live if other != self.id]
 
     async def _count(self) -> None:
-        self._counts.gather(self._queue, self._engine.stats().prefix)
+        self._counts.gather(self._queue, self._engine.stats())
         await self._metrics.write()
 
 

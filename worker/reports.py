@@ -12,7 +12,7 @@ from shared.telemetry import tracing
 from shared.telemetry.metrics import Counter, Histogram, Tally
 from shared.telemetry.spans import Past
 from worker.engine.batch.adapters import AdapterStats
-from worker.engine.messages import EngineStats, PrefixStats
+from worker.engine.messages import EngineStats
 from worker.rows import ClaimedRow, now_ms
 
 ROWS_OF = "adapter_rows:"  # before a version: rows that use it
@@ -67,9 +67,12 @@ def worker_status(
 
 def _extra(card: ModelCard, settings: WorkerSettings, stats: EngineStats, adapters: AdapterStats) -> dict[str, float]:
     prefix: dict[str, float] = {f"prefix_{name}": value for name, value in asdict(stats.prefix).items()}
+    if settings.ssd and settings.ssd_cache_dir is not None:
+        prefix |= {f"disk_{name}": value for name, value in asdict(stats.disk).items()}
     room = max(0.0, settings.prefix_cache_gb * 1e9 - stats.prefix.bytes)
     return {
         **prefix,
+        "prefix_limit_bytes": settings.prefix_cache_gb * 1e9,
         "prefix_free_blocks": room // (settings.block_size * max(1, card.kv_bytes_per_token)),
         "kv_bytes_per_token": card.kv_bytes_per_token,
         "adapter_slots": settings.adapter_slots,
@@ -204,6 +207,16 @@ class SequenceCounts:
         return self._tally.histogram(name, self._model)
 
 
+FIGURES_OF_DISK = {
+    "hits": "hits",
+    "hit_tokens": "hit_tokens",
+    "written_bytes": "written_bytes",
+    "evicted": "evicted_files",
+    "dropped": "dropped_files",
+    "errors": "errors",
+}  # by the engine's name: the metric's
+
+
 class WorkerCounts:
     """What else the worker counts: read from where it is known, before every write."""
 
@@ -214,6 +227,10 @@ class WorkerCounts:
         self._given_up = tally.counter("mlx_parallm_dead_letters_total", model)
         self._evicted = tally.counter("mlx_parallm_prefix_cache_evicted_blocks_total", model)
         self._evicted_snapshots = tally.counter("mlx_parallm_prefix_cache_evicted_snapshots_total", model)
+        self._of_disk = {
+            figure: tally.counter(f"mlx_parallm_ssd_cache_{name}_total", model)
+            for figure, name in FIGURES_OF_DISK.items()
+        }
         self._swaps = tally.counter("mlx_parallm_lora_swaps_total", model)
         self._swap = tally.histogram("mlx_parallm_lora_swap_seconds", model)
         self._swap_s = 0.0
@@ -225,13 +242,15 @@ class WorkerCounts:
             self._swap.observe((stats.swap_s - self._swap_s) / new, new)
             self._swaps.value, self._swap_s = float(stats.swaps), stats.swap_s
 
-    def gather(self, queue: SequenceQueue, prefix: PrefixStats) -> None:
+    def gather(self, queue: SequenceQueue, stats: EngineStats) -> None:
         """Take over what others have counted since the worker's start."""
         self.sequences.settle()
         self._reclaimed.value = float(queue.reclaimed)
         self._given_up.value = float(queue.given_up)
-        self._evicted.value = float(prefix.evicted_blocks)
-        self._evicted_snapshots.value = float(prefix.evicted_snapshots)
+        self._evicted.value = float(stats.prefix.evicted_blocks)
+        self._evicted_snapshots.value = float(stats.prefix.evicted_snapshots)
+        for figure, counter in self._of_disk.items():
+            counter.value = float(getattr(stats.disk, figure))
 
 
 def _seconds(begin_ms: int, end_ms: int) -> float:

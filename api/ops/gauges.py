@@ -88,6 +88,10 @@ def _worker(gauges: Gauges, worker: WorkerStatus, now_ms: int) -> None:
         "adapter_slots_used": worker.extra.get("adapter_slots_used", 0),
         "prefix_cache_bytes": worker.extra.get("prefix_bytes", 0),
         "prefix_cache_snapshot_bytes": worker.extra.get("prefix_snapshot_bytes", 0),
+        "ssd_cache_bytes": worker.extra.get("disk_bytes", 0),
+        "ssd_cache_limit_bytes": worker.extra.get("disk_limit_bytes", 0),
+        "ssd_cache_files": worker.extra.get("disk_files", 0),
+        "ssd_cache_waiting_files": worker.extra.get("disk_waiting", 0),
     }
     for name, value in figures.items():
         gauges[f"mlx_parallm_{name}"][worker.model, worker.id] = value

@@ -9,6 +9,7 @@ import asyncio
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Response
+from msgspec import structs
 from pydantic import BaseModel, Field
 from redis.exceptions import RedisError
 
@@ -29,6 +30,17 @@ ANSWER_WITHIN_S = 2.0  # Redis
 Status = Literal["ok", "paused", "degraded", "overloaded", "shutting_down"]
 
 
+class CacheHealth(BaseModel):
+    """A tier of a worker's prefix cache: KV of earlier prompts, in memory or in files."""
+
+    bytes: int = Field(description="in use; of files those of all workers that share the folder")
+    limit_bytes: int = Field(description="0: no bound")
+    hits: int = Field(description="prompts that it had KV for, since the worker's start")
+    evicted: int = Field(description="blocks, or files, that went for room or age")
+    dropped: int = Field(default=0, description="files that were not written")
+    errors: int = Field(default=0, description="of the disk, and damaged files")
+
+
 class WorkerHealth(BaseModel):
     """A live worker."""
 
@@ -42,6 +54,8 @@ class WorkerHealth(BaseModel):
     tokens_per_s: float
     kv_bytes: int
     kv_limit_bytes: int
+    memory_cache: CacheHealth
+    ssd_cache: CacheHealth | None = Field(description="null: no folder is named")
 
 
 class ModelHealth(BaseModel):
@@ -126,7 +140,7 @@ async def _look(ring: Ring, report: Health) -> None:
         workers = await ring.registry.workers(card.name)
         if not workers:
             continue
-        report.workers += [WorkerHealth.model_validate(worker, from_attributes=True) for worker in workers]
+        report.workers += [_worker(worker) for worker in workers]
         depth = await ring.queue(card.name).depth()
         memory = _memory(workers)
         report.models[card.name] = ModelHealth(
@@ -147,6 +161,21 @@ async def _look(ring: Ring, report: Health) -> None:
     report.reasons += [trouble.told for trouble in await ChildTroubles(ring.redis).read()]
     order = await PauseSwitch(ring.redis).current()
     report.paused = None if order is None else order.mode
+
+
+def _worker(worker: WorkerStatus) -> WorkerHealth:
+    said = worker.extra
+    memory = CacheHealth(
+        bytes=int(said.get("prefix_bytes", 0)),
+        limit_bytes=int(said.get("prefix_limit_bytes", 0)),
+        hits=int(said.get("prefix_hits", 0)),
+        evicted=int(said.get("prefix_evicted_blocks", 0)),
+    )
+    names = CacheHealth.model_fields
+    files = {name: int(said.get(f"disk_{name}", 0)) for name in names} if "disk_bytes" in said else None
+    return WorkerHealth.model_validate(
+        structs.asdict(worker) | {"memory_cache": memory, "ssd_cache": files and CacheHealth(**files)}
+    )
 
 
 def _memory(workers: list[WorkerStatus]) -> float:

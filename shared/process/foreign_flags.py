@@ -10,17 +10,11 @@ from collections.abc import Collection
 
 from shared.errors import SetupError
 
-_SSD = "KV of earlier prompts is kept in memory alone; --prefix-cache-gb says how much"
 _SPECULATION = "there is no speculative decoding: rows decode in one continuous batch"
 _TENSOR_PARALLEL = (
     "a model is not split over machines or processes: each worker holds all of it; "
     "add workers with --workers N, or mlx_parallm_worker on another machine"
 )
-_SSD_FLAGS = (
-    "ssd-cache-dir", "no-ssd", "ssd-ttl-days", "ssd-policy", "ssd-durability", "ssd-async-writes",
-    "no-ssd-async-writes", "ssd-writer-queue-size", "ssd-persistent-max-retries", "ssd-flush-interval-s",
-    "ssd-max-size-gb",
-)  # fmt: skip
 _SPECULATION_FLAGS = (
     "spec-decode", "num-speculative-tokens", "spec-decode-disable-batch-size", "ngram-max", "ngram-min",
     "no-ngram-prompt-lookup", "draft-model-path", "draft-model-quantize", "draft-context-len",
@@ -38,11 +32,10 @@ REFUSED = {
     "num-blocks": "KV memory is given in bytes: --kv-memory-gb, and --prefix-cache-gb for earlier prompts",
     "max-kv-size": "KV is bounded by memory, --kv-memory-gb, and a sequence by --max-context",
     "sequence-cache-size": "earlier prompts are kept by memory, not by number: --prefix-cache-gb",
-    **dict.fromkeys(_SSD_FLAGS, _SSD),
     **dict.fromkeys(_SPECULATION_FLAGS, _SPECULATION),
     **dict.fromkeys(_TENSOR_PARALLEL_FLAGS, _TENSOR_PARALLEL),
 }
-ALREADY_SO = {("no-ssd", ""), ("spec-decode", "none"), ("distributed-mode", "off")}
+ALREADY_SO = {("spec-decode", "none"), ("distributed-mode", "off")}
 WITHOUT_EFFECT = {
     "flush-interval-ms": "requests are not gathered: a new one joins the running batch at its next step",
     "share-model": "any ring can be joined, with the line that is printed when the server is ready; weights are not "

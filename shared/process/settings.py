@@ -29,6 +29,7 @@ from shared.errors import SetupError
 from shared.process import nested_config
 from shared.process.foreign_flags import native
 from shared.process.model_aliases import ModelAliases
+from shared.process.ssd_settings import SsdSettings
 from shared.redis.connection import address
 from shared.sequences import LogprobsMode
 
@@ -146,7 +147,7 @@ class JoinSettings(ProcessSettings):
     redis_password: SecretStr = Field(default=SecretStr(""), description="of its Redis: an api does not tell it")
 
 
-class WorkerSettings(JoinSettings):
+class WorkerSettings(JoinSettings, SsdSettings):
     """`mlx_parallm_worker`: one per Mac."""
 
     model: str = Field(
@@ -178,9 +179,6 @@ class WorkerSettings(JoinSettings):
     reserved_interactive_rows: int = Field(default=2, ge=0, description="rows that batch work never takes")
     interactive_share: float = Field(default=0.7, ge=0, le=1, description="share of rows when both classes wait")
     kv_memory_gb: float = Field(default=0, ge=0, description="KV memory limit; 0: half of what the model left free")
-    prefix_cache_gb: float = Field(
-        default=1.0, ge=0, description="KV of earlier prompts, kept besides the KV memory; 0: none"
-    )
     block_size: int = Field(default=64, ge=16, description="tokens by which the prefix cache compares prompts")
     kv_bits: int = Field(default=0, ge=0, le=8, multiple_of=4, description="quantise KV to 8 or 4 bits; 0: do not")
     kv_group_size: int = Field(default=64, ge=32, le=128, description="numbers of KV with one scale: 32, 64 or 128")

@@ -125,6 +125,10 @@ _OURS = (
     _gauge("mlx_parallm_adapter_slots_used", _WORKER, "adapter slots that hold a version"),
     _gauge("mlx_parallm_prefix_cache_bytes", _WORKER, "KV kept of earlier prompts and answers"),
     _gauge("mlx_parallm_prefix_cache_snapshot_bytes", _WORKER, "of it, states of layers that cannot be cut"),
+    _gauge("mlx_parallm_ssd_cache_bytes", _WORKER, "files of KV in the worker's folder, which others may share"),
+    _gauge("mlx_parallm_ssd_cache_limit_bytes", _WORKER, "what they may come to; 0: no bound, or no folder"),
+    _gauge("mlx_parallm_ssd_cache_files", _WORKER, "of them, files of the worker's model"),
+    _gauge("mlx_parallm_ssd_cache_waiting_files", _WORKER, "files that wait to be written"),
     _gauge("mlx_parallm_adapter_latest_version", ("adapter",), "the version that a bare name means"),
     _gauge("mlx_parallm_adapter_loaded_version", ("adapter", "worker"), "the version that a worker computes with"),
     _gauge("mlx_parallm_jobs_active", (), "jobs that have not ended"),
@@ -139,6 +143,14 @@ _OURS = (
     _histogram("mlx_parallm_lora_swap_seconds", _MODEL, _SWAP, "from the start of a slot's writing to its remap"),
     _counter("mlx_parallm_prefix_cache_evicted_blocks_total", _MODEL, "blocks that the prefix cache has dropped"),
     _counter("mlx_parallm_prefix_cache_evicted_snapshots_total", _MODEL, "snapshots that it has dropped"),
+    _counter("mlx_parallm_ssd_cache_hits_total", _MODEL, "prompts for which KV came from files"),
+    _counter("mlx_parallm_ssd_cache_hit_tokens_total", _MODEL, "their tokens that came from there"),
+    _counter("mlx_parallm_ssd_cache_written_bytes_total", _MODEL, "bytes of KV written to files"),
+    _counter(
+        "mlx_parallm_ssd_cache_evicted_files_total", _MODEL, "files removed to make room, or because of their age"
+    ),
+    _counter("mlx_parallm_ssd_cache_dropped_files_total", _MODEL, "files not written: too many waited, or no room"),
+    _counter("mlx_parallm_ssd_cache_errors_total", _MODEL, "errors of the disk, and damaged files that were removed"),
     _histogram(
         "mlx_parallm_api_loop_lag_seconds", (), _LAG, "how late event loops of api processes come, 20 times a second"
     ),

@@ -4,7 +4,8 @@ import pytest
 
 from shared.errors import SetupError
 from shared.process.foreign_flags import REFUSED, WITHOUT_EFFECT, native
-from shared.process.settings import ServeSettings, load
+from shared.process.settings import ServeSettings, WorkerSettings, load
+from worker.engine.messages import DiskConfig, engine_config
 
 TAKEN = """
 --model-path x --lora-rank 16 --enable-rl-training --atropos-url http://localhost:8001 --host 0.0.0.0 --port 8000
@@ -12,6 +13,10 @@ TAKEN = """
 --max-request-bytes 1048576 --block-size 16 --prefill-batch-size 4 --max-queue-size 128 --max-prompt-tokens 32768
 --request-timeout-s 120 --first-token-timeout-s 300 --max-concurrent-requests 64 --memory-pressure-threshold 0.9
 --kv-bits 8 --kv-group-size 64 --no-ssd --spec-decode none --distributed-mode=off --mode inference --share-model
+"""
+SSD = """
+--ssd-cache-dir kv --ssd-ttl-days 7 --ssd-policy write_through --ssd-durability persistent --no-ssd-async-writes
+--ssd-writer-queue-size 512 --ssd-persistent-max-retries 3 --ssd-flush-interval-s 1.0 --ssd-max-size-gb 2
 """
 
 
@@ -22,6 +27,30 @@ def test_a_command_line_of_another_server_means_here_what_it_means_there(capsys:
     assert (settings.lora_rank, settings.max_queue_size, settings.log_level) == (16, 128, "INFO")
     said = capsys.readouterr().err
     assert "--flush-interval-ms has no effect" in said and "--share-model has no effect" in said
+
+
+def test_the_flags_of_an_ssd_cache_reach_the_engine() -> None:
+    disk = engine_config(load(ServeSettings, SSD.split()).of(WorkerSettings)).disk
+    expected = DiskConfig(
+        "kv", True, True, False, queue_size=512, max_retries=3, flush_interval_s=1, max_bytes=2 * 10**9
+    )
+    assert disk == expected
+    assert engine_config(load(WorkerSettings, [*SSD.split(), "--no-ssd"])).disk is None
+    assert engine_config(load(WorkerSettings, [])).disk is None, "no folder is filled that nobody has named"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--ssd-policy write_through", "--ssd-policy needs a folder: --ssd-cache-dir"),
+        ("--ssd-max-size-gb 10", "--ssd-max-size-gb needs a folder"),
+        ("--ssd-cache-dir kv --prefix-cache-gb 0", "--prefix-cache-gb must not be 0"),
+        ("--ssd-cache-dir kv --ssd-policy always", "evict_only"),
+    ],
+)
+def test_ssd_flags_that_would_do_nothing_are_refused(line: str, said: str) -> None:
+    with pytest.raises(SetupError, match=said):
+        load(ServeSettings, line.split())
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -23,13 +23,13 @@ from shared.sequences import SequenceClass
 from shared.text.codec import TextCodec
 from worker.engine.batch.adapters import Adapters
 from worker.engine.batch.keeping import Keeping
-from worker.engine.batch.prefill_lane import Followers, PrefillLane, PrefillTask, report_of, task_for
+from worker.engine.batch.prefill_lane import Followers, PrefillLane, PrefillTask, promote, report_of, task_for
 from worker.engine.batch.prompt_group import Entry
 from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import NO_DEADLINE, Row
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.running_batch import RunningBatch
-from worker.engine.kv.prefix_cache import PrefixCache
+from worker.engine.kv.disk.tiered_cache import prefix_cache
 from worker.engine.messages import EndReason, EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
 from worker.engine.model.loader import LoadedModel, bound_freed_memory
 from worker.engine.sampling.grammars import Grammars
@@ -62,9 +62,8 @@ class Engine:
         self._pieces = Pieces(ChunkSize(config.prefill_chunk, config.piece_s))
         self._class_turns = ClassTurns()
         score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
-        self._prefixes = PrefixCache(
-            config.prefix_cache_bytes, config.block_size, loaded.card.base_sha256 + loaded.kv.name, self._model.new_kv()
-        )
+        self._prefixes = prefix_cache(config, loaded.card, self._model.new_kv(), wake)
+        self.keep_on_disk = self._prefixes.last
         self._keeping = Keeping(self._prefixes, loaded.card.kv_bytes_per_token, config.keep_bytes)
         self._batch = RunningBatch(self._model, config, self._pieces, self._keeping)
         self._lane = PrefillLane(
@@ -86,7 +85,7 @@ class Engine:
     def busy(self) -> bool:
         """Whether the next turn has anything to do."""
         waits_only = self._frozen or (self._stalled and len(self._rows) == len(self._waiting))
-        return bool(self._events or self._loading or (self._rows and not waits_only))
+        return bool(self._events or self._loading or self._prefixes.busy or (self._rows and not waits_only))
 
     @property
     def has_rows(self) -> bool:
@@ -135,6 +134,8 @@ class Engine:
     def turn(self) -> StepOutput:
         """One turn of the loop."""
         self._expire()
+        with mx.stream(self._batch.stream):
+            self._prefixes.work()
         if not self._frozen:
             self._compute()
         self._load_adapters()
@@ -182,11 +183,14 @@ class Engine:
             last_step_ms=time.monotonic_ns() // 1_000_000,
             tokens_per_s=self._throughput.rate,
             prefix=self._prefixes.stats,
+            disk=self._prefixes.disk,
         )
 
-    def close(self) -> None:
-        """End what runs beside the engine's thread."""
+    def close(self, *, keep: bool = False) -> None:
+        """End what runs beside the engine's thread; `keep` cached KV on disk, if there is one."""
         self._grammars.close()
+        with mx.stream(self._batch.stream):
+            self._prefixes.close(keep=keep)
 
     # -- in
 
@@ -209,6 +213,7 @@ class Engine:
         self._model.adapters.admit(row)
         if s.grammar and spec.kind == "generate":
             row.place = self._grammars.open(s.grammar, row.tokens, spec.tenant)
+        promote(row, self._model.adapters, self._prefixes)
         self._rows[spec.id] = row
         # Interactive sequences wait before batch ones, each class in order of arrival.
         ahead = sum(other.spec.sequence_class == "interactive" for other in self._waiting)
@@ -232,9 +237,11 @@ class Engine:
         self._start(admitted)
 
     def _can_start(self, row: Row) -> bool:
-        """Whether its grammar is compiled and its adapter loaded."""
+        """Whether its grammar is compiled, its adapter loaded, and KV of it in memory that was on disk."""
         try:
-            return (row.place is None or row.place.ready) and self._model.adapters.ready(row)
+            is_ready = (row.place is None or row.place.ready) and self._model.adapters.ready(row)
+            promote(row, self._model.adapters, self._prefixes)
+            return is_ready and not row.promotion.waits
         except ParallmError as error:
             self._end([row], Finish.failed(error))
             return False
@@ -389,4 +396,5 @@ class Engine:
                 self._waiting.remove(row)
             if row.place is not None:
                 self._grammars.leave(row.place)
+            row.promotion.cancel()
             self._model.adapters.release(row)

@@ -17,6 +17,21 @@ EndReason = Literal["cancelled", "deadline", "abort"]  # why a row ends that did
 
 
 @dataclass(frozen=True)
+class DiskConfig:
+    """KV that has left memory, kept in files."""
+
+    folder: str  # the workers of a machine may share it
+    write_through: bool = False  # files are written when KV is stored, not when it is evicted from memory
+    durable: bool = False  # synced and tried again, so that a power cut or a moment's trouble loses little
+    async_writes: bool = True  # in a thread; else the engine's thread writes, and rows wait
+    queue_size: int = 512  # files that wait to be written, at most; more are dropped
+    max_retries: int = 3  # where it is durable
+    flush_interval_s: float = 1.0  # for which files are gathered
+    max_bytes: int = 50 * 10**9  # of the folder; 0: no bound
+    ttl_s: float = 7 * 86_400.0  # since the last use; 0: no bound
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """How to load the model and how much of it runs at once."""
 
@@ -41,6 +56,7 @@ class EngineConfig:
     kv_bits: int = 0  # of each number of KV, 8 or 4; 0: the model's dtype
     kv_group_size: int = 64  # numbers that share a scale
     keep_bytes: int = 128 << 20  # of prompts' KV copied into the prefix cache between two decode steps, about
+    disk: DiskConfig | None = None  # where KV goes that the prefix cache has no room for; None: nowhere
     guest_share: float = 0.2  # of the thread's time that guests get while rows decode; 0: none
 
 
@@ -82,6 +98,22 @@ class PrefixStats:
 
 
 @dataclass(frozen=True)
+class DiskStats:
+    """The prefix cache's files at one time; counters since start."""
+
+    bytes: int = 0  # of the folder, which other workers may use, too
+    limit_bytes: int = 0  # 0: no bound, or no folder
+    files: int = 0  # of this model
+    waiting: int = 0  # to be written
+    hits: int = 0  # prompts for which KV came from files
+    hit_tokens: int = 0
+    written_bytes: int = 0
+    evicted: int = 0  # files that this worker has removed, for room or age
+    dropped: int = 0  # files that were not written: too many waited, there was no room, or the disk refused
+    errors: int = 0  # of the disk, and files that were damaged or not ours
+
+
+@dataclass(frozen=True)
 class GuestStats:
     """A snapshot of the work of guests since start."""
 
@@ -107,6 +139,7 @@ class EngineStats:
     tokens_per_s: float = 0.0  # over the last seconds
     prefix: PrefixStats = field(default_factory=PrefixStats)
     guests: GuestStats = field(default_factory=GuestStats)
+    disk: DiskStats = field(default_factory=DiskStats)
 
 
 OnStep = Callable[[StepOutput], None]
@@ -147,5 +180,22 @@ def engine_config(s: WorkerSettings) -> EngineConfig:
         block_size=s.block_size,
         kv_bits=s.kv_bits,
         kv_group_size=s.kv_group_size,
+        disk=_disk_config(s),
         guest_share=s.training_share,
+    )
+
+
+def _disk_config(s: WorkerSettings) -> DiskConfig | None:
+    if s.ssd_cache_dir is None or not s.ssd:
+        return None
+    return DiskConfig(
+        folder=str(s.ssd_cache_dir),
+        write_through=s.ssd_policy == "write_through",
+        durable=s.ssd_durability == "persistent",
+        async_writes=s.ssd_async_writes,
+        queue_size=s.ssd_writer_queue_size,
+        max_retries=s.ssd_persistent_max_retries,
+        flush_interval_s=s.ssd_flush_interval_s,
+        max_bytes=int(s.ssd_max_size_gb * 1e9),
+        ttl_s=s.ssd_ttl_days * 86_400,
     )

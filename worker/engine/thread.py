@@ -132,6 +132,10 @@ class EngineThread:
         """The latest version of `name`; 0: none any more. Followers switch once it is loaded."""
         self._on_slots(lambda slots: slots.point(name, version))
 
+    def keep_on_disk(self, versions: dict[str, str]) -> None:
+        """Adapter versions whose KV is worth files, and digests of their weights; the base always is."""
+        self._command(lambda engine: engine.keep_on_disk(versions))
+
     def adapter_stats(self) -> AdapterStats:
         """The latest snapshot."""
         return AdapterStats() if self._slots is None else self._slots.stats
@@ -210,6 +214,7 @@ class EngineThread:
         engine = Engine(loaded, self._config, self._slots, self._wake_up)
         self._stats = engine.stats()
         ready.set_result(loaded)
+        in_order = False
         try:
             while self._next_commands(engine):
                 began = time.perf_counter()
@@ -220,10 +225,11 @@ class EngineThread:
                     self._on_step(output)  # a token waits neither for a prompt nor for a guest
                 engine.settle()
                 self._guests.between_steps(decoding=engine.decoding, decode_s=decode_s)
+            in_order = True
         finally:
             with self._wake:
                 self._guests.close()
-            engine.close()
+            engine.close(keep=in_order)
             if self._slots is not None:
                 self._slots.close()
 

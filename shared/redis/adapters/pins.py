@@ -3,6 +3,9 @@
 Both are use, so both put off the expiry of the version and of what leads to it.
 """
 
+import time
+from collections.abc import Collection
+
 from shared.adapters import AdapterRef, version_id
 from shared.errors import UnknownAdapterError
 from shared.redis import keys
@@ -41,6 +44,17 @@ class AdapterPins(AdapterCatalog):
         """End what `pin_all` began."""
         for name, version in _named_versions(reference):
             await self.unpin(name, version, owner)
+
+    async def lasting(self, name: str, besides: Collection[str]) -> set[int]:
+        """Versions that will be asked for again: latest, best, and those that anybody pins besides these owners."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hmget(keys.adapter(name), ["latest", "best"])
+            pipe.zrangebyscore(keys.adapter_pins(name), int(time.time() * 1000), "+inf")
+            heads, pins = await pipe.execute()
+        owners = (pin.decode().split(":", 1) for pin in pins)
+        return {int(head) for head in heads if head} | {
+            int(version) for version, owner in owners if owner not in besides
+        }
 
     async def acknowledge(self, worker: str, name: str, version: int) -> None:
         """A worker says which version it has loaded; again at times, so that the version does not expire."""

@@ -21,6 +21,7 @@ from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Row, RowTag
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.running_batch import RunningBatch
+from worker.engine.kv.entries import UNASKED
 from worker.engine.kv.prefix_cache import PrefixCache
 from worker.engine.kv.slabs import KvRows
 from worker.engine.model.pooling import Pool
@@ -71,6 +72,13 @@ def task_for(row: Row, adapter: str = "") -> PrefillTask:
         return PrefillTask([row], ids, 0, adapter, row.sampling.prompt_logprobs or 0)
     score_from = len(row.spec.prompt_ids) - 1 if row.spec.kind == "score" else len(ids) - 1
     return PrefillTask([row], ids, score_from, adapter)
+
+
+def promote(row: Row, adapters: Adapters, prefixes: PrefixCache) -> None:
+    """Have KV brought to memory that a row could start from, once, as soon as its version is known."""
+    version = adapters.version(row)
+    if row.promotion is UNASKED and (version or not row.spec.adapter):
+        row.promotion = prefixes.promotion(row.context, version, task_for(row).score_from)
 
 
 def wants_prompt_logprobs(row: Row) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from msgspec import structs
 
 from shared.frames import Finish, TokenEvent, TokenLogprob
+from worker.engine.kv.entries import UNASKED
 from worker.engine.messages import RowRequest
 from worker.engine.sampling.draw import Draw
 from worker.engine.sampling.grammars import Place
@@ -35,6 +36,7 @@ class Row:
         "place",
         "position",
         "prior",
+        "promotion",
         "reserved_tokens",
         "sampling",
         "spec",
@@ -59,6 +61,7 @@ class Row:
         self.reserved_tokens = self.spec.kv_tokens
         self.admitted = False  # holds a place and KV; until then it waits
         self.cached_tokens = 0  # of the prompt, from the prefix cache
+        self.promotion = UNASKED  # of KV that it waits for
         self.kv_versions: set[str] = set()  # that its KV has been computed with
 
     @property

@@ -26,10 +26,11 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from worker.engine.kv.block_keys import BlockKeys
+from worker.engine.kv.entries import NOTHING, Promotion, Segment, Snapshot
 from worker.engine.kv.kinds import kind_of, leaves, restored
 from worker.engine.kv.slabs import Cut, KvRows, Layers, Slab, State, Wanted, copy_rows, copy_states
 from worker.engine.kv.stops import Stops
-from worker.engine.messages import PrefixStats
+from worker.engine.messages import DiskStats, PrefixStats
 
 ENTRY_BYTES = 256  # what a block's keys take at least; in a model without cut layers it holds nothing else
 
@@ -52,25 +53,6 @@ class Prefix:
     kv: list[Any] = field(default_factory=list)
 
 
-@dataclass(eq=False)
-class _Segment:
-    """Blocks that were stored together."""
-
-    keys: list[bytes]  # of its blocks
-    cut: Cut
-
-
-@dataclass(eq=False)
-class _Snapshot:
-    """What is needed at one position beside the blocks before it."""
-
-    key: bytes  # of the last whole block before it
-    tail: tuple[int, ...]  # ids between that block and the position
-    length: int  # ids in all
-    state: State
-    rest: Cut | None  # of the tail
-
-
 class PrefixCache:
     """KV of sequences, up to `limit_bytes`. `new_kv` is an example of the model's caches."""
 
@@ -82,9 +64,9 @@ class PrefixCache:
         self._block_size = block_size
         self._keys = BlockKeys(base_sha256, block_size)
         self._stops = Stops(block_size, limit_bytes)
-        self._blocks: dict[bytes, _Segment] = {}
-        self._snapshots: dict[bytes, dict[tuple[int, ...], _Snapshot]] = {}
-        self._order: OrderedDict[_Segment | _Snapshot, None] = OrderedDict()  # least recently used first
+        self._blocks: dict[bytes, Segment] = {}
+        self._snapshots: dict[bytes, dict[tuple[int, ...], Snapshot]] = {}
+        self._order: OrderedDict[Segment | Snapshot, None] = OrderedDict()  # least recently used first
         self._bytes = self._hits = self._misses = self._hit_tokens = self._evicted = 0
         self._snapshot_bytes = self._snapshot_count = self._evicted_snapshots = 0
 
@@ -136,7 +118,7 @@ class PrefixCache:
 
     def _beginning(
         self, ids: Sequence[int], version: str, at_most: int
-    ) -> tuple[dict[_Segment, int], _Snapshot | None, int]:
+    ) -> tuple[dict[Segment, int], Snapshot | None, int]:
         """The longest stored beginning: blocks of each segment, the snapshot that it ends at, and its length."""
         keys = list(self._keys.chain(ids, version))
         if not self.needs_snapshots:
@@ -149,7 +131,7 @@ class PrefixCache:
                 return self._find(iter(keys[:count])), snapshot, snapshot.length
         return {}, None, 0
 
-    def _snapshot_behind(self, key: bytes, ids: Sequence[int], at_most: int) -> _Snapshot | None:
+    def _snapshot_behind(self, key: bytes, ids: Sequence[int], at_most: int) -> Snapshot | None:
         """The longest snapshot of these ids between this block and the next one's end."""
         fitting = (
             snapshot
@@ -158,15 +140,46 @@ class PrefixCache:
         )
         return max(fitting, key=lambda snapshot: snapshot.length, default=None)
 
-    def _find(self, keys: Iterator[bytes]) -> dict[_Segment, int]:
+    def _find(self, keys: Iterator[bytes]) -> dict[Segment, int]:
         """The segments along a chain, as far as it is known, and how many blocks of each are shared."""
-        runs: dict[_Segment, int] = {}
+        runs: dict[Segment, int] = {}
         for key in keys:
             segment = self._blocks.get(key)
             if segment is None:
                 break
             runs[segment] = runs.get(segment, 0) + 1
         return runs
+
+    # -- a tier below (disk/tiered_cache.py); there is none here
+
+    @property
+    def busy(self) -> bool:
+        """Whether `work` has anything to do."""
+        return False
+
+    @property
+    def disk(self) -> DiskStats:
+        """The files."""
+        return DiskStats()
+
+    def promotion(self, ids: Sequence[int], version: str, at_most: int) -> Promotion:
+        """Bring to memory what is known of these ids elsewhere."""
+        return NOTHING
+
+    def work(self) -> None:
+        """Move a little between the tiers; called between two steps."""
+
+    def last(self, versions: dict[str, str]) -> None:
+        """Adapter versions whose KV is worth keeping elsewhere, and digests of their weights."""
+
+    def close(self, *, keep: bool) -> None:
+        """End; `keep` what is in memory, if there is a place."""
+
+    def _added(self, entry: Segment | Snapshot) -> None:
+        """Called when an entry has been stored."""
+
+    def _leaves(self, entry: Segment | Snapshot) -> None:
+        """Called before an entry is dropped for want of room."""
 
     # -- what is worth storing
 
@@ -213,7 +226,9 @@ class PrefixCache:
 
     def _store_blocks(self, places: list[int], prompts: Sequence[Prompt], kv: KvRows) -> list[int]:
         """Keep what is new of the prompts at these places; those that begin with new blocks of another are left."""
-        chains: list[tuple[list[_Segment], list[bytes]]] = []  # what is known of a prompt, and the keys of the rest
+        chains: list[
+            tuple[list[Segment], list[bytes], str]
+        ] = []  # what is known of a prompt; keys of the rest; version
         wanted: list[Wanted] = []
         begun: set[bytes] = set()
         left: list[int] = []
@@ -230,19 +245,22 @@ class PrefixCache:
             start, size = kv.starts[place], self._block_size
             part = Wanted(kv.rows[place], start + known * size, start + len(keys) * size)
             if self._bytes_of(kv, part) <= self._limit:
-                chains.append((list(parents), keys[known:]))
+                chains.append((list(parents), keys[known:], prompts[place].version))
                 wanted.append(part)
-        for (parents_of, keys), cut in zip(chains, copy_rows(kv.layers, wanted), strict=True):
-            segment = _Segment(keys, cut)
-            self._use(cut)
-            self._blocks.update(dict.fromkeys(keys, segment))
-            self._order[segment] = None
-            self._touch([*parents_of, segment])
+        for (parents_of, keys, version), cut in zip(chains, copy_rows(kv.layers, wanted), strict=True):
+            self._add_segment(Segment(keys, cut, version), parents_of)
         return left
+
+    def _add_segment(self, segment: Segment, parents: list[Segment]) -> None:
+        self._use(segment.cut)
+        self._blocks.update(dict.fromkeys(segment.keys, segment))
+        self._order[segment] = None
+        self._touch([*parents, segment])
+        self._added(segment)
 
     def _store_snapshots(self, prompts: Sequence[Prompt], kv: KvRows) -> None:
         """Keep the states of these rows, whose blocks are stored."""
-        ends: dict[tuple[bytes, tuple[int, ...]], tuple[int, list[_Segment]]] = {}
+        ends: dict[tuple[bytes, tuple[int, ...]], tuple[int, list[Segment]]] = {}
         for place, prompt in enumerate(prompts):
             keys = list(self._keys.chain(prompt.ids, prompt.version))
             key = keys[-1] if keys else self._keys.root(prompt.version)
@@ -261,14 +279,18 @@ class PrefixCache:
             return
         rests = self._rests([tail for _, tail in ends], places, lengths, kv)
         for at, ((key, tail), (_, runs_of)) in enumerate(ends.items()):
-            snapshot = _Snapshot(key, tail, lengths[at], states[at], rests.get(at))
-            self._use(snapshot.state)
-            if snapshot.rest:
-                self._use(snapshot.rest)
-            self._snapshots.setdefault(key, {})[tail] = snapshot
-            self._snapshot_count += 1
-            self._order[snapshot] = None
-            self._touch(runs_of, snapshot)
+            version = prompts[places[at]].version
+            self._add_snapshot(Snapshot(key, tail, lengths[at], states[at], rests.get(at), version), runs_of)
+
+    def _add_snapshot(self, snapshot: Snapshot, runs: list[Segment]) -> None:
+        self._use(snapshot.state)
+        if snapshot.rest:
+            self._use(snapshot.rest)
+        self._snapshots.setdefault(snapshot.key, {})[snapshot.tail] = snapshot
+        self._snapshot_count += 1
+        self._order[snapshot] = None
+        self._touch(runs, snapshot)
+        self._added(snapshot)
 
     @staticmethod
     def _rests(tails: list[tuple[int, ...]], places: list[int], lengths: list[int], kv: KvRows) -> dict[int, Cut]:
@@ -303,7 +325,7 @@ class PrefixCache:
         if slab.of_states:
             self._snapshot_bytes += sign * slab.nbytes
 
-    def _take_out(self, runs: dict[_Segment, int], snapshot: _Snapshot | None) -> None:
+    def _take_out(self, runs: dict[Segment, int], snapshot: Snapshot | None) -> None:
         """Copy what a hit uses out of slabs that others share."""
         for segment in runs:
             segment.cut = self._alone(segment.cut)
@@ -321,13 +343,14 @@ class PrefixCache:
 
     def _shrink(self) -> None:
         while self._bytes > self._limit or len(self._blocks) > self._limit // ENTRY_BYTES:
+            self._leaves(next(iter(self._order)))
             self._evict()
 
     @staticmethod
     def _bytes_of(kv: KvRows, part: Wanted) -> int:
         return Cut(Slab(kv.layers), part.row, part.start, part.length).nbytes
 
-    def _touch(self, chain: list[_Segment], snapshot: _Snapshot | None = None) -> None:
+    def _touch(self, chain: list[Segment], snapshot: Snapshot | None = None) -> None:
         """Renew a snapshot, and then the segments before it, parents last."""
         if snapshot:
             self._order.move_to_end(snapshot)
@@ -336,7 +359,7 @@ class PrefixCache:
 
     def _evict(self) -> None:
         oldest, _ = self._order.popitem(last=False)
-        if isinstance(oldest, _Segment):
+        if isinstance(oldest, Segment):
             for key in oldest.keys:
                 del self._blocks[key]
             self._release(oldest.cut)

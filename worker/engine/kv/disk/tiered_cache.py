@@ -1,0 +1,263 @@
+"""A prefix cache whose KV goes to disk when it leaves memory, and comes back while the row that wants it still waits.
+
+Files are found by the keys of their blocks, in memory, so a look-up costs no I/O. What is longer on disk than in memory
+is read in threads (tier.py) and put back as if it had been stored. A row waits for that as long as a slow disk takes,
+then starts with what has come.
+
+Invariants. As PrefixCache's. Only KV of the base and of adapter versions that somebody has called lasting
+(`lasting`) is written, and read only where the version's weights are those that it was computed with.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shared.sequences import ModelCard
+from worker.engine.kv.disk.index import Entry
+from worker.engine.kv.disk.tier import DiskTier
+from worker.engine.kv.entries import NOTHING, Promotion, Segment, Snapshot
+from worker.engine.kv.parcels import Label, identity_of
+from worker.engine.kv.prefix_cache import PrefixCache
+from worker.engine.kv.slabs import Cut, Layers, Slab, State
+from worker.engine.messages import DiskStats, EngineConfig
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING = 2  # half of the cache's bytes may wait to be written, besides it
+PATIENCE_S = 1.0
+REST_S = 30.0  # in which nothing is read, after a row has waited in vain
+SLOW_DISK = 200e6  # bytes a second that a row waits for, beside
+
+
+class _FromDisk(Promotion):
+    """What one row waits for."""
+
+    def __init__(self, keys: list[bytes], ids: Sequence[int], version: str, at_most: int, entries: list[Entry]) -> None:
+        self.keys, self.ids, self.version, self.at_most = keys, ids, version, at_most
+        self.pending = {entry.name for entry in entries}
+        self.until = time.monotonic() + PATIENCE_S + sum(entry.size for entry in entries) / SLOW_DISK
+        self.known = 0  # ids that memory had before
+
+    @property
+    def waits(self) -> bool:
+        return bool(self.pending) and time.monotonic() < self.until
+
+    @property
+    def came_late(self) -> bool:
+        return bool(self.pending) and time.monotonic() >= self.until
+
+    def cancel(self) -> None:
+        self.pending.clear()
+
+
+class TieredCache(PrefixCache):
+    """A prefix cache over a disk tier."""
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        block_size: int,
+        base_sha256: str,
+        new_kv: Sequence[Any],
+        tier: DiskTier,
+        *,
+        through: bool,
+    ) -> None:
+        super().__init__(limit_bytes, block_size, base_sha256, new_kv)
+        self._tier = tier
+        self._through = through
+        self._lasting: dict[str, str] = {"": ""}  # version -> digest of its weights
+        self._promotions: list[_FromDisk] = []
+        self._rests_until = 0.0
+
+    @property
+    def disk(self) -> DiskStats:
+        """The files."""
+        return self._tier.stats
+
+    @property
+    def busy(self) -> bool:
+        """Whether `work` has anything to do."""
+        return self._tier.busy
+
+    def last(self, versions: dict[str, str]) -> None:
+        """Keep KV of these adapter versions on disk, too, and no others'; by version the digest of its weights."""
+        self._lasting = {"": "", **versions}
+
+    # -- out
+
+    def _leaves(self, entry: Segment | Snapshot) -> None:
+        self._offer(entry)
+
+    def _added(self, entry: Segment | Snapshot) -> None:
+        if self._through:
+            self._offer(entry)
+
+    def _offer(self, entry: Segment | Snapshot) -> None:
+        weights = self._lasting.get(entry.version)
+        if weights is None:
+            return
+        if isinstance(entry, Segment):
+            self._tier.offer_blocks(entry.keys, entry.cut, entry.version, weights)
+        else:
+            self._tier.offer_snapshot(
+                entry.key, entry.tail, entry.length, entry.state, entry.rest, entry.version, weights
+            )
+
+    def _offer_all(self) -> None:
+        """What was used last goes first, so beginnings go before what follows them."""
+        for entry in reversed(self._order):
+            self._offer(entry)
+
+    # -- in
+
+    def promotion(self, ids: Sequence[int], version: str, at_most: int) -> Promotion:
+        """Bring to memory what disk has of these ids beyond that."""
+        if not self._limit or at_most < self._block_size or version not in self._lasting:
+            return NOTHING
+        if time.monotonic() < self._rests_until:
+            return NOTHING
+        keys = list(self._keys.chain(ids, version))
+        entries = self._on_disk(keys, ids, version, at_most)
+        if not entries:
+            return NOTHING
+        promotion = _FromDisk(keys, ids, version, at_most, entries)
+        promotion.known = self.known(ids, version, at_most)
+        self._promotions.append(promotion)
+        for entry in entries:
+            self._tier.want(entry, lambda: promotion.waits)
+        return promotion
+
+    def _on_disk(self, keys: list[bytes], ids: Sequence[int], version: str, at_most: int) -> list[Entry]:
+        """The files to read, in order; [] where memory has as much."""
+        in_memory = sum(self._find(iter(keys)).values())
+        chain = self._chain(keys, in_memory, version)  # the file of each block from there on
+        if not self.needs_snapshots:
+            return self._within_limit(chain[: -(-at_most // self._block_size) - in_memory])
+        known = self.known(ids, version, at_most)
+        for count in range(min(in_memory + len(chain), at_most // self._block_size), -1, -1):
+            if (count + 1) * self._block_size <= known:
+                break
+            key = keys[count - 1] if count else self._keys.root(version)
+            behind = [entry for entry in self._tier.index.snapshots(key) if known < entry.label.length <= at_most]
+            fitting = [entry for entry in behind if self._is_usable(entry, version) and _continues(entry.label, ids)]
+            if not fitting:
+                continue
+            longest = max(fitting, key=lambda entry: entry.label.length)
+            blocks = chain[: max(0, count - in_memory)]
+            entries = [*dict.fromkeys(blocks), longest]
+            if sum(entry.size for entry in entries) <= self._limit:
+                return entries
+        return []
+
+    def _chain(self, keys: list[bytes], start: int, version: str) -> list[Entry]:
+        chain: list[Entry] = []
+        for key in keys[start:]:
+            entry = self._tier.index.block(key)
+            if entry is None or not self._is_usable(entry, version):
+                break
+            chain.append(entry)
+        return chain
+
+    def _is_usable(self, entry: Entry, version: str) -> bool:
+        if entry.label.version == version and entry.label.weights == self._lasting[version]:
+            return True
+        self._tier.remove(entry)  # another ring's version of this name and number
+        return False
+
+    def _within_limit(self, chain: list[Entry]) -> list[Entry]:
+        entries: list[Entry] = []
+        left = self._limit
+        for entry in dict.fromkeys(chain):
+            left -= entry.size
+            if left < 0:
+                break
+            entries.append(entry)
+        return entries
+
+    # -- between two steps
+
+    def work(self) -> None:
+        """Move a little between memory and disk; what goes wrong there costs no row anything."""
+        try:
+            self._take()
+        except Exception:
+            log.exception("kv.disk_tier_failed")
+            self._tier.give_up()
+            for promotion in self._promotions:
+                promotion.cancel()
+        for promotion in [each for each in self._promotions if not each.waits]:
+            self._promotions.remove(promotion)
+            if promotion.came_late:
+                self._rests_until = time.monotonic() + REST_S
+                log.warning("kv.disk_is_slow files=%d rests_s=%.0f", len(promotion.pending), REST_S)
+            gained = self.known(promotion.ids, promotion.version, promotion.at_most) - promotion.known
+            if gained > 0:
+                self._tier.hits += 1
+                self._tier.hit_tokens += gained
+
+    def _take(self) -> None:
+        for entry, cut, states in self._tier.work():
+            wanted = [each for each in self._promotions if entry.name in each.pending]
+            for promotion in wanted:
+                if cut is None:
+                    promotion.pending.clear()  # what comes behind it is of no use
+                else:
+                    self._put(promotion, entry.label, cut, states)
+                    promotion.pending.discard(entry.name)
+            self._shrink()
+
+    def _put(self, promotion: _FromDisk, label: Label, cut: Layers, states: Layers) -> None:
+        """Store what a file held, if its beginning is in memory and it is not."""
+        runs = self._find(iter(promotion.keys))
+        known, keys = sum(runs.values()), promotion.keys
+        if label.tail is not None:
+            count = 0 if label.keys[0] == self._keys.root(promotion.version) else keys.index(label.keys[0]) + 1
+            if count <= known and label.tail not in self._snapshots.get(label.keys[0], {}):
+                self._put_snapshot(label, cut, states, list(self._find(iter(keys[:count]))))
+            return
+        if known == len(keys) or keys[known] not in label.keys:
+            return
+        skipped, size = label.keys.index(keys[known]), self._block_size
+        new = list(label.keys[skipped:])
+        part = Cut(Slab(cut), 0, skipped * size, len(new) * size)
+        self._add_segment(Segment(new, part.alone() if skipped else part, label.version), list(runs))
+
+    def _put_snapshot(self, label: Label, cut: Layers, states: Layers, runs: list[Segment]) -> None:
+        state = State(Slab(states, of_states=True), 0)
+        self._stops.state_bytes = self._stops.state_bytes or state.slab.nbytes
+        tail = label.tail or ()
+        rest = Cut(Slab(cut), 0, 0, len(tail)) if cut else None
+        self._add_snapshot(Snapshot(label.keys[0], tail, label.length, state, rest, label.version), runs)
+
+    def clear(self) -> None:
+        """Forget everything, in files, too."""
+        for promotion in self._promotions:
+            promotion.cancel()
+        self._tier.clear()
+        super().clear()
+
+    def close(self, *, keep: bool) -> None:
+        """End; with `keep`, what is in memory is written, as far as a few seconds take us."""
+        self._tier.close(self._offer_all if keep else None)
+
+
+def prefix_cache(
+    config: EngineConfig, card: ModelCard, new_kv: Sequence[Any], wake: Callable[[], None] | None
+) -> PrefixCache:
+    """The prefix cache of an engine, over a disk tier where its configuration has one. `new_kv`: empty caches."""
+    limit, block_size, base = config.prefix_cache_bytes, config.block_size, card.base_sha256
+    if config.disk is None or not limit:
+        return PrefixCache(limit, block_size, base, new_kv)
+    identity = identity_of(base, card.dtype, block_size, new_kv)
+    tier = DiskTier(config.disk, base, identity, block_size, limit // MOST_WAITING, wake)
+    return TieredCache(limit, block_size, base, new_kv, tier, through=config.disk.write_through)
+
+
+def _continues(label: Label, ids: Sequence[int]) -> bool:
+    """Whether these ids go on with the tail of a snapshot."""
+    tail = label.tail or ()
+    return tuple(ids[label.length - len(tail) : label.length]) == tail

@@ -1,0 +1,43 @@
+"""What a prefix cache holds, and what a row waits for that is to come into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from worker.engine.kv.slabs import Cut, State
+
+
+class Promotion:
+    """KV that is on its way to memory, and that a row waits for; this one is of nothing."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the row should."""
+        return False
+
+    def cancel(self) -> None:
+        """The row has gone."""
+
+
+UNASKED, NOTHING = Promotion(), Promotion()  # of a row that nobody has looked for yet; where there is none
+
+
+@dataclass(eq=False)
+class Segment:
+    """Blocks that were stored together."""
+
+    keys: list[bytes]  # of its blocks
+    cut: Cut
+    version: str
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """What is needed at one position beside the blocks before it."""
+
+    key: bytes  # of the last whole block before it
+    tail: tuple[int, ...]  # ids between that block and the position
+    length: int  # ids in all
+    state: State
+    rest: Cut | None  # of the tail
+    version: str
