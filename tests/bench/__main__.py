@@ -17,6 +17,7 @@ MEASUREMENTS = {
     "hosted": "a trainer in the engine's thread: what decoding keeps, what training gets, memory",
     "prefix": "a second request on a prefix, a group of samples, and prompts that share nothing",
     "turns": "a second turn of a chat over a cold prompt, for layers of each kind",
+    "kv_bits": "KV in 8 and 4 bits: rows in the same memory, and decode speed over full precision",
     "overload": "goodput and first tokens at four times the sustainable rate; slow readers; 1,000 streams",
     "redis_scaling": "how many workers and apis one Redis carries: simulated workers with a timed model",
     "adapter_publish": "from a publish to the first token of the new version at each of 2 workers",
