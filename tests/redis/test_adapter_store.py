@@ -148,6 +148,17 @@ async def test_what_is_pinned_or_latest_is_not_deleted(store: AdapterStore) -> N
         await store.pin("policy", 1, "w1", 60)
 
 
+async def test_latest_best_and_what_others_pin_lasts(store: AdapterStore) -> None:
+    for seed in range(5):
+        await publish(store, seed=seed)
+    await store.set_best("policy", 2, 0.9)
+    for version, owner in ((1, "w1"), (3, "job:with:colons"), (3, "w1"), (5, "w2")):
+        await store.pin("policy", version, owner, 60)
+    assert await store.lasting("policy", {"w1", "w2"}) == {2, 3, 5}
+    assert await store.lasting("policy", {"w2"}) == {1, 2, 3, 5}
+    assert await store.lasting("nobody", ()) == set()
+
+
 async def test_a_pin_ends_by_itself(store: AdapterStore) -> None:
     await publish(store)
     await publish(store, seed=1)
