@@ -1,4 +1,4 @@
-"""How claimed sequences come to a worker's engine, once their adapters are there, and how they go back to the queue."""
+"""How claimed sequences come to a worker's engine, with their adapters and others' KV, and how they go back."""
 
 import asyncio
 import contextlib
@@ -14,6 +14,7 @@ from shared.redis.connection.faults import reason
 from shared.redis.queue.sequence_queue import SequenceQueue
 from worker.adapter_sync import AdapterSync
 from worker.engine.messages import RowRequest
+from worker.peers.exchange import KvExchange
 from worker.publisher import TokenPublisher
 from worker.rows import ClaimedRow, ClaimedRows
 
@@ -32,7 +33,9 @@ class Preparing:
         submit: Callable[[list[RowRequest]], None],
         submitted: Callable[[list[ClaimedRow]], Awaitable[None]],
         publish: Callable[[list[TokenEvent]], None],
+        peers: KvExchange,
     ) -> None:
+        self._peers = peers
         self._adapters = adapters
         self._rows = rows
         self._submit = submit
@@ -40,25 +43,38 @@ class Preparing:
         self._publish = publish
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def take(self, requests: list[RowRequest]) -> None:
-        """Sequences to run; those of one adapter go together."""
-        self._submit([request for request in requests if not request.spec.adapter])
-        for adapter in {request.spec.adapter for request in requests} - {""}:
-            alike = [request for request in requests if request.spec.adapter == adapter]
-            task = asyncio.create_task(self._submit_together(alike))
+    async def take(self, requests: list[RowRequest]) -> None:
+        """Sequences to run; those of one adapter go together, and those of one prompt whose KV another worker has."""
+        holders = await self._peers.holders(requests)
+        self._submit([request for request in requests if not (request.spec.adapter or request.spec.id in holders)])
+        alike: dict[tuple[str, str, object], list[RowRequest]] = {}
+        for request in requests:
+            spec, holder = request.spec, holders.get(request.spec.id, "")
+            if spec.adapter or holder:
+                prompt = (spec.prompt_ids, spec.id if request.prior else "") if holder else ()
+                alike.setdefault((spec.adapter, holder, prompt), []).append(request)
+        for (_, holder, _), together in alike.items():
+            task = asyncio.create_task(self._submit_together(together, holder))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _submit_together(self, requests: list[RowRequest]) -> None:
+    async def _submit_together(self, requests: list[RowRequest], holder: str) -> None:
         prepared = [request for request in [await self._prepare(request) for request in requests] if request]
+        if holder and prepared:
+            await self._peers.fetch(prepared[0], holder, lambda: any(map(self._is_ours, prepared)))
+            prepared = list(filter(self._is_ours, prepared))
         self._submit(prepared)
         rows = [self._rows.get(request.spec.id) for request in prepared]
         await self._submitted([row for row in rows if row is not None])
 
+    def _is_ours(self, request: RowRequest) -> bool:
+        """Whether it has neither ended nor gone meanwhile."""
+        return self._rows.attempt(request.spec.id, request.attempt) is not None
+
     async def _prepare(self, request: RowRequest) -> RowRequest | None:
         """The request with its adapter resolved; None when the sequence has ended or gone."""
         spec = request.spec
-        while self._rows.attempt(spec.id, request.attempt) is not None:
+        while self._is_ours(request):
             try:
                 return replace(request, spec=await self._adapters.prepare(spec, request.prior))
             except (RedisError, OSError) as error:

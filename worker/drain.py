@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 from shared.redis.connection.faults import reason
 from shared.redis.queue.sequence_queue import SequenceQueue
 from worker.claims import LAST_WORDS_S, Returns
+from worker.peers.exchange import KvExchange
 from worker.rows import ClaimedRows
 
 log = structlog.get_logger()
@@ -22,7 +23,16 @@ log = structlog.get_logger()
 class Farewell:
     """The end of one worker."""
 
-    def __init__(self, redis: Redis, queue: SequenceQueue, worker_id: str, returns: Returns, rows: ClaimedRows) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        queue: SequenceQueue,
+        worker_id: str,
+        returns: Returns,
+        rows: ClaimedRows,
+        peers: KvExchange,
+    ) -> None:
+        self._peers = peers
         self._redis = redis
         self._queue = queue
         self._worker_id = worker_id
@@ -57,7 +67,9 @@ class Farewell:
             await asyncio.sleep(LAST_WORDS_S / 3)
 
     async def hand_back(self, *, failed: bool) -> None:
-        """Give what is left to the others at once; `failed`: the engine has, over these rows."""
+        """Give what is left to the others at once, and let them fetch its KV; `failed`: the engine has, over these."""
+        if not failed and self._rows.occupying():
+            await self._peers.set_aside()
         rows = self._rows.occupying()
         try:
             async with asyncio.timeout(2 * LAST_WORDS_S):
@@ -67,3 +79,6 @@ class Farewell:
                 await self._queue.delete_worker_streams(self._worker_id)
         except (RedisError, OSError) as error:
             log.warning("worker.redis_trouble", loop="hand_back", error=reason(error), sequences=len(rows))
+            return
+        if not failed:
+            await self._peers.linger([row.id for row in rows])

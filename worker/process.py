@@ -47,6 +47,7 @@ from worker.engine.thread import EngineThread
 from worker.engine_watch import EngineWatch
 from worker.guest import Guest, Lodging, Workplace
 from worker.pause import Pause
+from worker.peers.exchange import KvExchange
 from worker.publisher import TokenPublisher
 from worker.reports import Identity, WorkerCounts, worker_status
 from worker.rows import ClaimedRow, ClaimedRows, now_ms
@@ -98,7 +99,8 @@ class WorkerProcess:
             self._lodging.open(Workplace(self._engine, loaded), self._stop)
             await self._serve()
         finally:
-            for last_word in (self._registry.remove(self._card.name, self.id), self._count(), self._adapters.close()):
+            gone = self._registry.remove(self._card.name, self.id)
+            for last_word in (gone, self._peers.close(), self._count(), self._adapters.close()):
                 with contextlib.suppress(RedisError, OSError):  # TimeoutError is an OSError
                     async with asyncio.timeout(1):
                         await last_word
@@ -136,10 +138,12 @@ class WorkerProcess:
             stale_after_s=0.8 * self._lease_s,
             counts=self._counts.sequences,
         )
+        self._peers = KvExchange(self._settings, self._redis, self._engine, card, self.id)
+        self._peers.open(tally)
         self._returns = Returns(self._queue, self.id, self.rows, self._publisher, self._engine.cancel)
         self._pause = Pause(PauseSwitch(self._redis), self._engine, self._returns, self.rows, tell=self._beat)
         self._preparing = Preparing(
-            self._adapters, self.rows, self._engine.submit, self._submitted, self._publisher.take
+            self._adapters, self.rows, self._engine.submit, self._submitted, self._publisher.take, self._peers
         )
         self._cache_resets = CacheResets(self._redis, self._engine, self.id)
         self._orders = ControlChannel(
@@ -178,7 +182,7 @@ class WorkerProcess:
             await self._stop.wait()
             await self._lodging.close(hopeless=self._death is not None)  # a train step may still need rows
             await _cancel(claiming)
-            farewell = Farewell(self._redis, self._queue, self.id, self._returns, self.rows)
+            farewell = Farewell(self._redis, self._queue, self.id, self._returns, self.rows, self._peers)
             if self._death is None:
                 self._state = "draining"
                 with contextlib.suppress(RedisError, OSError):
@@ -251,7 +255,7 @@ class WorkerProcess:
             self.rows.add(ClaimedRow.after(claim, prior))
             requests.append(RowRequest(claim.spec, claim.attempt, tuple(prior)))
         gone = self._returns.make_room(len(self.rows.occupying()) - self._settings.max_batch_size)
-        self._preparing.take(requests)
+        await self._preparing.take(requests)
         if gone:
             self._counts.sequences.preemptions.add(len(gone))
             await self._returns.hand_back(gone)
@@ -365,10 +369,12 @@ class WorkerProcess:
             loaded=self._adapters.loaded,
             tokens_per_s=(self._publisher.tokens - tokens) / max(1e-3, now - then),
             silent_s=self._watch.silent_s,
+            kv_address=self._peers.address,
         )
 
     async def _beat(self) -> None:
         await self._registry.heartbeat(self._status())
+        await self._peers.tend()
         await self._count()
         await self._adapters.tend()
         live = await self._registry.live(self._card.name)

@@ -39,6 +39,7 @@ def worker_status(
     loaded: dict[str, int],
     tokens_per_s: float,
     silent_s: float,
+    kv_address: str = "",
 ) -> WorkerStatus:
     """The heartbeat of this moment."""
     return WorkerStatus(
@@ -61,6 +62,7 @@ def worker_status(
         adapters=loaded,
         engine_silent_s=round(min(silent_s, 1e9), 1),
         versions=tuple(adapters.loaded),
+        kv_address=kv_address,
         extra=_extra(who.card, settings, stats, adapters),
     )
 

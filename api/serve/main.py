@@ -30,6 +30,7 @@ from shared.process import nested_config
 from shared.process.discovery import join
 from shared.process.lifeline import follow_parent
 from shared.process.logs import configure
+from shared.process.peer_settings import LINGER_S
 from shared.process.settings import ApiSettings, RunnerSettings, ServeSettings, WorkerSettings, load
 from shared.redis.connection.address import shown
 from shared.redis.connection.client import answers, connect, require
@@ -190,7 +191,7 @@ def worker_spec(settings: ServeSettings, index: int) -> ChildSpec:
         f"worker {index}",
         "worker",
         environment,
-        stop_timeout_s=settings.drain_grace_s + (20 if hosts else 10),
+        stop_timeout_s=settings.drain_grace_s + (20 if hosts else 10) + (LINGER_S if settings.kv_transfer else 0),
         ends=part.end_with_guest,
     )
 

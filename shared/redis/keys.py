@@ -25,6 +25,7 @@ BATCH_TTL_S = 8 * DAY_S  # a day longer than the longest completion window
 BATCH_LEASE_MS = 4_000  # renewed every second; losing it too early only costs doing the same again
 IDEMPOTENCY_TTL_S = DAY_S
 REQUEST_TTL_S = SEQUENCE_TTL_S
+PEER_SECRET_TTL_S = DAY_S  # refreshed with every heartbeat of a worker that transfers KV
 PAUSE_TTL_S = DAY_S  # refreshed by every worker that looks
 WARM_EPOCH_S = 300  # hints of warm prefixes go after one to two of these
 ADAPTER_TTL_S = 30 * DAY_S  # from the last publish of an adapter, or its last use by a worker
@@ -90,7 +91,7 @@ def queue(model: str, sequence_class: str, worker: str = "") -> str:
 
 suspect_turn = Key("parallm:{*}:suspect-turn", "string", "worker", "5 s", "which worker runs empty for a suspect")
 reap_turn = Key("parallm:{*}:reap-turn", "string", "worker", "a twelfth of a lease", "who looked for dead workers last")
-# Fields: spec, state, attempt, deaths, worker, api, cancel, deadline, stream and entry
+# Fields: spec, state, attempt, deaths, worker, api, cancel, deadline, stream, entry, kv_at (who handed it back last)
 sequence = Key("parallm:{*}:seq:*", "hash", "api or job runner", "1 h after its end", "one sequence's state")
 sequence_log = Key("parallm:{*}:out:*", "stream", "worker", "1 h after its end", "one sequence's tokens, in chunks")
 finished = Key("parallm:{*}:finished:*", "stream", "job runner", "7 d", "results that no tick has recorded yet")
@@ -105,6 +106,10 @@ workers = Key("parallm:{*}:workers", "sorted set", "worker", "7 d", "worker ids 
 # One hash an epoch: hash of a prompt's beginning -> worker
 warm_prefixes = Key(
     "parallm:{*}:warm:*", "hash", "worker", "10 min, bounded", "which worker computed which prefix last"
+)
+# 32 random bytes. Its name begins in another way than all others, so that no pattern of another role's reads it
+peer_secret = Key(
+    "parallm-peers:secret", "string", "worker", "1 d, refreshed", "by which workers that transfer KV know one another"
 )
 pause = Key("parallm:pause", "string", "api", "1 d, refreshed", "the pause in force, JSON")
 child_troubles = Key(

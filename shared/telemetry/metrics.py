@@ -151,6 +151,15 @@ _OURS = (
     ),
     _counter("mlx_parallm_ssd_cache_dropped_files_total", _MODEL, "files not written: too many waited, or no room"),
     _counter("mlx_parallm_ssd_cache_errors_total", _MODEL, "errors of the disk, and damaged files that were removed"),
+    _counter(
+        "mlx_parallm_kv_fetches_total",
+        (*_MODEL, "outcome"),
+        "KV asked of another worker: fetched, computed (which was quicker), refused, failed",
+    ),
+    _counter("mlx_parallm_kv_fetched_tokens_total", _MODEL, "tokens whose KV came from another worker"),
+    _counter("mlx_parallm_kv_fetched_bytes_total", _MODEL, "KV received from other workers"),
+    _counter("mlx_parallm_kv_given_bytes_total", _MODEL, "KV sent to other workers"),
+    _histogram("mlx_parallm_kv_fetch_seconds", _MODEL, _FIRST_TOKEN, "of one transfer of KV between two workers"),
     _histogram(
         "mlx_parallm_api_loop_lag_seconds", (), _LAG, "how late event loops of api processes come, 20 times a second"
     ),

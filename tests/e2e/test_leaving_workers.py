@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,9 +40,15 @@ def worker(
         process.stop()
 
 
-async def told(url: str, seed: int, tokens: list[int] | None = None, max_tokens: int = 60) -> list[int]:
+async def told(
+    url: str,
+    seed: int,
+    tokens: list[int] | None = None,
+    max_tokens: int = 60,
+    prompt: str | list[int] = "Count to 60.",
+) -> list[int]:
     """The tokens that a client has seen when the stream ends in order."""
-    body = {"model": MODEL, "prompt": "Count to 60.", "max_tokens": max_tokens, "ignore_eos": True, "seed": seed}
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "seed": seed}
     body |= {"stream": True, "return_token_ids": True}
     tokens = [] if tokens is None else tokens
 
@@ -128,6 +135,31 @@ async def test_what_a_leaving_worker_cannot_finish_goes_on_elsewhere_at_once(wor
         assert len(await asyncio.wait_for(stream, 60)) == 900
         assert heir.printed("worker.took_over"), heir.output
         assert await told(workerless.url, 6, max_tokens=900) == seen, "the tokens changed with the worker"
+
+
+async def test_a_worker_that_leaves_hands_the_kv_of_its_rows_on(workerless: Ring, tmp_path: Path) -> None:
+    """The heir computes nothing of what the leaver had read, and the tokens are what they would have been."""
+    prompt = [(7 * at * at + at) % 250 for at in range(1500)]
+    transfer = ("--kv-transfer", "--drain-grace-s", "0")
+    seen: list[int] = []
+    with (
+        worker(workerless, tmp_path / "heir", "heir", *transfer) as heir,
+        worker(workerless, tmp_path, "leaver", *transfer) as leaver,
+    ):
+        with stopped(heir):
+            stream = asyncio.create_task(told(workerless.url, 1, seen, max_tokens=300, prompt=prompt))
+            await wait_until(lambda: len(seen) > 50, 20)
+        assert await asyncio.to_thread(leaver.stop) == 0
+        assert len(await asyncio.wait_for(stream, 60)) == 300
+        (fetched,) = heir.printed("kv.fetched")
+        assert json.loads(fetched)["tokens"] >= 1500, "all that the leaver had read and written, to a block"
+        assert leaver.printed("kv.lingered"), leaver.output
+    async with httpx.AsyncClient(base_url=workerless.url, timeout=20) as http:
+        counts = (await http.get("/metrics")).text
+    assert re.search(r"^mlx_parallm_kv_fetched_tokens_total\{.*\} 1[5-9]\d\d", counts, re.MULTILINE), counts
+    assert re.search(r"^vllm:prefix_cache_hits_total\{.*\} 1500", counts, re.MULTILINE), counts
+    with worker(workerless, tmp_path, "alone"):
+        assert await told(workerless.url, 1, max_tokens=300, prompt=prompt) == seen
 
 
 @contextmanager

@@ -352,7 +352,7 @@ def test_kv_of_lasting_versions_alone_is_kept_and_only_for_their_own_weights(
     def tokens_and_cached(lasting: dict[str, str], version: str) -> tuple[list[int], int]:
         with AdapterBench(llama, made, block_size=BLOCK, disk=tier) as bench:
             bench.provide()
-            bench.engine.keep_on_disk(lasting)
+            bench.engine.prefixes.last(lasting)
             bench.submit(row("one", prompt, version))
             bench.run()
             return bench.tokens("one"), cached(bench, "one")

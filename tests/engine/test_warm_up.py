@@ -86,7 +86,7 @@ def test_a_late_piece_makes_the_next_ones_smaller_and_changes_no_token(llama: Lo
 
 def test_a_bursts_prompts_are_kept_over_some_steps(llama: LoadedModel) -> None:
     bench, stored = Bench(llama, max_rows=8, prefill_rows=8, prefill_chunk=1024, keep_bytes=1), list[int]()
-    cache = bench.engine._prefixes
+    cache = bench.engine.prefixes
     store = cache.store
 
     def counted(prompts: object, kv: object, **options: bool) -> None:

@@ -63,7 +63,7 @@ class Engine:
         self._class_turns = ClassTurns()
         score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
         self._prefixes = prefix_cache(config, loaded.card, self._model.new_kv(), wake)
-        self.keep_on_disk = self._prefixes.last
+        self.prefixes = self._prefixes  # for whoever moves KV between it and disks or other workers
         self._keeping = Keeping(self._prefixes, loaded.card.kv_bytes_per_token, config.keep_bytes)
         self._batch = RunningBatch(self._model, config, self._pieces, self._keeping)
         self._lane = PrefillLane(
@@ -127,6 +127,16 @@ class Engine:
         if rows:
             self._restart([row for row in self._rows.values() if row.admitted])
 
+    def set_aside(self) -> None:
+        """Compute no more, and keep the KV of all rows: others fetch it and go on with them."""
+        if not self._frozen:
+            self.settle()
+            with mx.stream(self._batch.stream):
+                self._tell(self._batch.stop_ahead())
+                self._batch.set_aside()
+                self._lane.set_aside()
+        self._frozen = True
+
     def thaw(self) -> None:
         """Go on where `freeze` stopped."""
         self._frozen = False
@@ -184,6 +194,7 @@ class Engine:
             tokens_per_s=self._throughput.rate,
             prefix=self._prefixes.stats,
             disk=self._prefixes.disk,
+            prefill_token_s=self._pieces.token_s,
         )
 
     def close(self, *, keep: bool = False) -> None:
@@ -196,16 +207,14 @@ class Engine:
 
     def _take(self, request: RowRequest) -> None:
         spec = request.spec
-        refusal = self._limits.refusal(spec)
-        if refusal is not None:
+        if refusal := self._limits.refusal(spec):
             raise refusal
         if spec.id in self._rows:
             self._leave([self._rows[spec.id]])  # claimed again: the newer attempt is the one that counts
         s = spec.sampling
         text = RowText(self._codec, s) if s.stop and spec.kind == "generate" else None
         row = Row(request, self._eos_ids, text)
-        finish = row.resume() if spec.kind == "generate" else None
-        if finish is not None:
+        if spec.kind == "generate" and (finish := row.resume()):
             self._events.append(row.last_event(finish))
             return
         if spec.kind == "embed" and not self._model.embeds:
@@ -258,13 +267,8 @@ class Engine:
 
     def _insert(self, task: PrefillTask) -> None:
         """Let the batch prefill what is not cached."""
-        version = self._model.adapters.version(task.rows[0])
         with mx.stream(self._batch.stream):
-            prefix = self._prefixes.longest(task.ids, version, len(task.ids) - 1)
-        stops = self._prefixes.stops(task.ids, version, prefix.length)
-        for row in task.rows:
-            row.take_kv(prefix.length, {version} if prefix.length else set())
-        self._batch.insert(Entry(list(task.rows), task.ids[prefix.length :], prefix.kv or None, prefix.length, stops))
+            self._batch.insert(task.entry(self._model.adapters.version(task.rows[0]), self._prefixes))
 
     # -- through
 
@@ -289,8 +293,7 @@ class Engine:
             for row in task.rows:
                 row.take_kv(task.cached, task.kv_versions)
             self._scored(task)
-            rows = [row for row in task.rows if row.spec.kind == "generate"]
-            if rows:
+            if rows := [row for row in task.rows if row.spec.kind == "generate"]:
                 self._batch.insert(Entry(rows, task.ids[-1:], task.kv if task.done else None, task.done))
             if time.perf_counter() > until:
                 return
@@ -313,15 +316,14 @@ class Engine:
             self._give_up_batch(error)
             return
         self._failures = 0
-        if not tokens:
-            return
-        self._steps += 1
+        if tokens:
+            self._steps += 1
+            self._tell(tokens)
+
+    def _tell(self, tokens: list[tuple[Row, int]]) -> None:
         ended: list[Row] = []
         for row, token in tokens:
-            draw, index = row.draws.popleft()
-            top = row.sampling.top_logprobs
-            tops = None if top is None else draw.top_logprobs(index, top)
-            event = row.event(token, draw.logprob(index), tops, draw.versions[index])
+            event = row.next_event(token)
             self._events.append(event)
             if event.finish is not None:
                 ended.append(row)
@@ -362,8 +364,6 @@ class Engine:
 
     def _expire(self) -> None:
         """End the rows whose deadline has passed."""
-        if self._next_deadline == NO_DEADLINE:
-            return
         now = time.time_ns() // 1_000_000
         if now < self._next_deadline:
             return

@@ -137,6 +137,7 @@ class EngineStats:
     tokens: int = 0  # completion tokens since start
     last_step_ms: int = 0  # monotonic; now when the engine is idle: an old value means that it is stuck
     tokens_per_s: float = 0.0  # over the last seconds
+    prefill_token_s: float = 0.0  # that a prompt's token has taken lately; 0: none was fed
     prefix: PrefixStats = field(default_factory=PrefixStats)
     guests: GuestStats = field(default_factory=GuestStats)
     disk: DiskStats = field(default_factory=DiskStats)

@@ -20,12 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+from mlx_lm.generate import generation_stream
 
 from shared.adapters import AdapterManifest
 from shared.errors import SetupError
 from worker.engine.batch.adapters import AdapterStats, SlotConfig
 from worker.engine.between_steps import Guests, T, Work
 from worker.engine.engine import Engine
+from worker.engine.kv.sharing import SharedCache
 from worker.engine.lora.slots import AdapterSlots
 from worker.engine.messages import (
     EndReason,
@@ -109,6 +111,38 @@ class EngineThread:
 
         self._command(clear)
 
+    def set_aside(self) -> Future[None]:
+        """Compute no more, and keep all rows' KV; done when everything that was computed has been told."""
+        future: Future[None] = Future()
+
+        def run(engine: Engine) -> None:
+            try:
+                engine.set_aside()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                self._command(lambda engine: future.set_result(None))  # after this turn's events
+
+        future.set_running_or_notify_cancel()
+        self._command(run)
+        return future
+
+    def on_kv(self, call: Callable[[SharedCache], T]) -> Future[T]:
+        """Call with the cache of prefixes, in thread G between two turns; what comes of it."""
+        future: Future[T] = Future()
+
+        def run(engine: Engine) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                with mx.stream(generation_stream):
+                    future.set_result(call(engine.prefixes))
+            except Exception as error:
+                future.set_exception(error)
+
+        self._command(run)
+        return future
+
     def run_between_steps(self, start: Callable[[], Work[T]]) -> Future[T]:
         """Call `start` in thread G and advance what it gives by units between decode steps (between_steps.py).
 
@@ -134,7 +168,7 @@ class EngineThread:
 
     def keep_on_disk(self, versions: dict[str, str]) -> None:
         """Adapter versions whose KV is worth files, and digests of their weights; the base always is."""
-        self._command(lambda engine: engine.keep_on_disk(versions))
+        self._command(lambda engine: engine.prefixes.last(versions))
 
     def adapter_stats(self) -> AdapterStats:
         """The latest snapshot."""

@@ -69,7 +69,7 @@ class Affinity:
         ready = [worker for worker in await self._workers(groups[0][0].model) if worker.state == "ready"]
         if len(ready) < 2:
             return [()] * len(groups)
-        warm = await self._warm([_beginning_marks(group) for group in groups], groups[0][0].model)
+        warm = await _warm(self._redis, [_beginning_marks(group) for group in groups], groups[0][0].model)
         ids = {worker.id for worker in ready}
         return [
             (worker,) if worker in ids else _holders(group[0].adapter, ready)
@@ -84,16 +84,23 @@ class Affinity:
             self._seen[model] = (time.monotonic(), seen)
         return seen
 
-    async def _warm(self, groups: Sequence[list[bytes]], model: str) -> list[str]:
-        """The worker of each group's longest known mark, "" where none is known."""
-        epoch = _epoch()
-        wanted = sorted({mark for group in groups for mark in group})
-        if not wanted:
-            return [""] * len(groups)
-        names = [keys.warm_prefixes(model, each) for each in (epoch - 1, epoch)]
-        older, newer = await ask_all(self._redis, [("HMGET", name, *wanted) for name in names])
-        known = {mark: (new or old) for mark, old, new in zip(wanted, older, newer, strict=True)}
-        return [next((known[mark].decode() for mark in group if known[mark]), "") for group in groups]
+
+async def holders(redis: Redis, model: str, specs: Sequence[SequenceSpec]) -> dict[str, str]:
+    """By sequence, the worker that computed its prompt's beginning last, where one is known."""
+    workers = await _warm(redis, [marks(spec.prompt_ids, spec.adapter) for spec in specs], model)
+    return {spec.id: worker for spec, worker in zip(specs, workers, strict=True) if worker}
+
+
+async def _warm(redis: Redis, groups: Sequence[list[bytes]], model: str) -> list[str]:
+    """The worker of each group's longest known mark, "" where none is known."""
+    epoch = _epoch()
+    wanted = sorted({mark for group in groups for mark in group})
+    if not wanted:
+        return [""] * len(groups)
+    names = [keys.warm_prefixes(model, each) for each in (epoch - 1, epoch)]
+    older, newer = await ask_all(redis, [("HMGET", name, *wanted) for name in names])
+    known = {mark: (new or old) for mark, old, new in zip(wanted, older, newer, strict=True)}
+    return [next((known[mark].decode() for mark in group if known[mark]), "") for group in groups]
 
 
 def marks(prompt_ids: Sequence[int], adapter: str) -> list[bytes]:

@@ -51,6 +51,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     pause: str = ""  # id of the pause that it has come to rest under
     weights: str = ""  # what it computes with: `weights_of` its card
     versions: tuple[str, ...] = ()  # every adapter version that is loaded, as name@k
+    kv_address: str = ""  # HOST:PORT where other workers fetch KV; "": they cannot
 
 
 def weights_of(card: ModelCard) -> str:

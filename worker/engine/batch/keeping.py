@@ -63,6 +63,11 @@ class Keeping:
         except Exception:  # the answers are told by now, and others decode on
             log.exception("engine.answers_not_kept rows=%d", len(pairs))
 
+    def set_aside(self, rows: list[Row], unfed: int, kv: RowsKv) -> None:
+        """Rows that others go on with, who fetch their KV from here."""
+        for row in rows:
+            self._store([row], [row.context[: len(row.context) - unfed]], kv, at_end=True)
+
     def _within_bytes(
         self, rows: list[Row], lengths: list[int], row_bytes: int, id_bytes: int = 0
     ) -> list[tuple[Row, int]]:

@@ -17,6 +17,7 @@ from shared.frames import Finish, TokenEvent, TokenLogprob
 from shared.sequences import SequenceClass
 from worker.engine.batch.adapters import Adapters
 from worker.engine.batch.keeping import Keeping
+from worker.engine.batch.prompt_group import Entry
 from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Row, RowTag
 from worker.engine.batch.row_model import RowModel
@@ -61,6 +62,14 @@ class PrefillTask:
     def left(self) -> int:
         """Ids that still have to be fed."""
         return len(self.ids) - (self.pool is None) - self.done
+
+    def entry(self, version: str, prefixes: PrefixCache) -> Entry:
+        """For the batch, to prefill what is not cached."""
+        prefix = prefixes.longest(self.ids, version, len(self.ids) - 1)
+        for row in self.rows:
+            row.take_kv(prefix.length, {version} if prefix.length else set())
+        stops = prefixes.stops(self.ids, version, prefix.length)
+        return Entry(list(self.rows), self.ids[prefix.length :], prefix.kv or None, prefix.length, stops)
 
 
 def task_for(row: Row, adapter: str = "") -> PrefillTask:
@@ -201,6 +210,16 @@ class PrefillLane:
             self._keeping.at_stops([row], [task.done], lambda _: KvRows.of(task.kv))
         if not task.left:
             self._keeping.prompt(row, task.done, lambda _: KvRows.of(task.kv))
+
+    def set_aside(self) -> None:
+        """Keep the KV of prompts that are half fed: their rows go on elsewhere."""
+        for task in self._tasks:
+            if task.done and task.pool is None:
+                task.rows[0].kv_versions |= task.kv_versions
+                self._set_aside(task)
+
+    def _set_aside(self, task: PrefillTask) -> None:
+        self._keeping.at_stops(task.rows[:1], [task.done], lambda _: KvRows.of(task.kv))
 
     def _embed(self, task: PrefillTask, pool: Pool, length: int) -> None:
         ids_1L = mx.array(task.ids[task.done : task.done + length])[None]

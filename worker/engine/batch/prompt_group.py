@@ -118,6 +118,11 @@ class PromptGroup:
         places = [place for place in self._places if place.pass_stop()]
         return [place.row for place in places], [place.done for place in places]
 
+    @property
+    def progress(self) -> tuple[list[Row], list[int]]:
+        """Its rows, and how many ids each has read."""
+        return [place.row for place in self._places], [place.done for place in self._places]
+
     def stop_between(self, row: Row, low: int, high: int) -> bool:
         """Store a row's states there, too; False when it is past that, or others would have to stop with it."""
         place = next(place for place in self._places if place.row is row)

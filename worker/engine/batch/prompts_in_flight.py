@@ -5,7 +5,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from worker.engine.scheduler import ChunkSize, PieceSizes
+from worker.engine.scheduler import SMALLEST_PIECE, ChunkSize, PieceSizes
+
+LATELY = 0.2  # weight of the latest piece
 
 
 class Pieces:
@@ -14,6 +16,7 @@ class Pieces:
     def __init__(self, chunk: ChunkSize) -> None:
         self.pace = PieceSizes()
         self.chunk = chunk
+        self.token_s = 0.0  # that one position has taken lately, what else ran beside it included; 0: not known
         self._states: list[Any] = []
         self._positions = 0
         self._began = 0.0
@@ -42,6 +45,8 @@ class Pieces:
             took = time.perf_counter() - began
             self.pace.turn(positions, took)
             self.chunk.turn(positions, took)
+            if positions >= SMALLEST_PIECE:
+                self.token_s += (took / positions - self.token_s) * (LATELY if self.token_s else 1.0)
 
     def forget(self) -> None:
         """Wait for nothing, and learn nothing: the turn has failed, or is settled."""

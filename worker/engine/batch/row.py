@@ -142,6 +142,13 @@ class Row:
         tops = None if top is None else [top]
         return TokenEvent(self.spec.id, self.attempt, position, [token], [logprob], tops, text, version, finish)
 
+    def next_event(self, token: int) -> TokenEvent:
+        """Take a token that was drawn, and make the event that tells of it."""
+        draw, index = self.draws.popleft()
+        top = self.sampling.top_logprobs
+        tops = None if top is None else draw.top_logprobs(index, top)
+        return self.event(token, draw.logprob(index), tops, draw.versions[index])
+
     def last_event(self, finish: Finish) -> TokenEvent:
         """An event without tokens that ends the sequence; it carries the text that was held back."""
         text = None if self.text is None else self.text.flush()

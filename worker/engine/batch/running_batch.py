@@ -250,6 +250,16 @@ class RunningBatch:
         self._untold, self.unfed = set(rows), 1
         return self._told(rows, self._next_B, untold)
 
+    def stop_ahead(self) -> list[tuple[Row, int]]:
+        """Tell what has been drawn, and feed it no more: each row's KV ends before its last token."""
+        return self._tell() if self._cache else []
+
+    def set_aside(self) -> None:
+        """Keep the KV of all rows, which go on elsewhere."""
+        self._keeping.set_aside(list(self._decoding_rows), self.unfed, self.kv_of)
+        for group in self._groups:
+            self._keeping.at_stops(*group.progress, group.kv_of)
+
     def _told(self, rows: Sequence[Row], inputs_B: mx.array, untold: set[Row]) -> list[tuple[Row, int]]:
         fed = cast(list[int], inputs_B.tolist())
         tokens = [(row, token) for row, token in zip(rows, fed, strict=True) if row not in untold]

@@ -19,6 +19,7 @@ for a = 7, #ARGV, 3 do
     local front = deaths >= suspect_after and 3 or 1
     if entry and not (max_deaths and deaths >= max_deaths) then
       if max_deaths then redis.call('HSET', prefix .. ARGV[a], 'deaths', deaths) end
+      redis.call('HSET', prefix .. ARGV[a], 'kv_at', worker) -- whoever goes on with it may get its KV there
       move(h[4], group, entry, KEYS[front + (ARGV[a + 2] == '1' and 1 or 0)], prefix, ttl)
       released = released + 1
     end

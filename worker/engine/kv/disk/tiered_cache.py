@@ -20,8 +20,7 @@ from worker.engine.kv.disk.index import Entry
 from worker.engine.kv.disk.tier import DiskTier
 from worker.engine.kv.entries import NOTHING, Promotion, Segment, Snapshot
 from worker.engine.kv.parcels import Label, identity_of
-from worker.engine.kv.prefix_cache import PrefixCache
-from worker.engine.kv.slabs import Cut, Layers, Slab, State
+from worker.engine.kv.sharing import SharedCache
 from worker.engine.messages import DiskStats, EngineConfig
 
 log = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ class _FromDisk(Promotion):
         self.pending.clear()
 
 
-class TieredCache(PrefixCache):
+class TieredCache(SharedCache):
     """A prefix cache over a disk tier."""
 
     def __init__(
@@ -62,11 +61,12 @@ class TieredCache(PrefixCache):
         block_size: int,
         base_sha256: str,
         new_kv: Sequence[Any],
+        identity: str,
         tier: DiskTier,
         *,
         through: bool,
     ) -> None:
-        super().__init__(limit_bytes, block_size, base_sha256, new_kv)
+        super().__init__(limit_bytes, block_size, base_sha256, new_kv, identity)
         self._tier = tier
         self._through = through
         self._lasting: dict[str, str] = {"": ""}  # version -> digest of its weights
@@ -206,32 +206,9 @@ class TieredCache(PrefixCache):
                 if cut is None:
                     promotion.pending.clear()  # what comes behind it is of no use
                 else:
-                    self._put(promotion, entry.label, cut, states)
+                    self.put(entry.label, promotion.keys, cut, states)
                     promotion.pending.discard(entry.name)
             self._shrink()
-
-    def _put(self, promotion: _FromDisk, label: Label, cut: Layers, states: Layers) -> None:
-        """Store what a file held, if its beginning is in memory and it is not."""
-        runs = self._find(iter(promotion.keys))
-        known, keys = sum(runs.values()), promotion.keys
-        if label.tail is not None:
-            count = 0 if label.keys[0] == self._keys.root(promotion.version) else keys.index(label.keys[0]) + 1
-            if count <= known and label.tail not in self._snapshots.get(label.keys[0], {}):
-                self._put_snapshot(label, cut, states, list(self._find(iter(keys[:count]))))
-            return
-        if known == len(keys) or keys[known] not in label.keys:
-            return
-        skipped, size = label.keys.index(keys[known]), self._block_size
-        new = list(label.keys[skipped:])
-        part = Cut(Slab(cut), 0, skipped * size, len(new) * size)
-        self._add_segment(Segment(new, part.alone() if skipped else part, label.version), list(runs))
-
-    def _put_snapshot(self, label: Label, cut: Layers, states: Layers, runs: list[Segment]) -> None:
-        state = State(Slab(states, of_states=True), 0)
-        self._stops.state_bytes = self._stops.state_bytes or state.slab.nbytes
-        tail = label.tail or ()
-        rest = Cut(Slab(cut), 0, 0, len(tail)) if cut else None
-        self._add_snapshot(Snapshot(label.keys[0], tail, label.length, state, rest, label.version), runs)
 
     def clear(self) -> None:
         """Forget everything, in files, too."""
@@ -247,14 +224,14 @@ class TieredCache(PrefixCache):
 
 def prefix_cache(
     config: EngineConfig, card: ModelCard, new_kv: Sequence[Any], wake: Callable[[], None] | None
-) -> PrefixCache:
+) -> SharedCache:
     """The prefix cache of an engine, over a disk tier where its configuration has one. `new_kv`: empty caches."""
     limit, block_size, base = config.prefix_cache_bytes, config.block_size, card.base_sha256
-    if config.disk is None or not limit:
-        return PrefixCache(limit, block_size, base, new_kv)
     identity = identity_of(base, card.dtype, block_size, new_kv)
+    if config.disk is None or not limit:
+        return SharedCache(limit, block_size, base, new_kv, identity)
     tier = DiskTier(config.disk, base, identity, block_size, limit // MOST_WAITING, wake)
-    return TieredCache(limit, block_size, base, new_kv, tier, through=config.disk.write_through)
+    return TieredCache(limit, block_size, base, new_kv, identity, tier, through=config.disk.write_through)
 
 
 def _continues(label: Label, ids: Sequence[int]) -> bool:

@@ -1,0 +1,150 @@
+"""KV that one engine gives to another: the row goes on as if it had never moved, and what does not fit is refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generation_stream
+
+from tests.engine.conftest import Bench, prompt_of, spec
+from tests.engine.kv_models import small
+from worker.engine.kv.parcels import Parcel, UnusableParcelError, pack, unpack
+from worker.engine.kv.sharing import Offered, SharedCache
+from worker.engine.model.loader import LoadedModel
+
+T = TypeVar("T")
+BLOCK = 16
+
+
+def bench(loaded: LoadedModel) -> Bench:
+    return Bench(loaded, block_size=BLOCK)
+
+
+def offered(cache: SharedCache, ids: list[int], at_most: int, known: int = 0, blocks: int = 0) -> Offered | None:
+    return cache.offer(ids, "", known, blocks, at_most, 1 << 30)
+
+
+def parcels(giver: SharedCache, offer: Offered) -> list[Parcel]:
+    """As they come out of the bytes that go over the wire."""
+    given = []
+    for at in range(len(offer.sizes)):
+        giver.begin(offer.number, at)
+        packed = pack(giver.finish(offer.number, at))
+        given.append(unpack(b"".join([packed.head, *packed.parts]), giver.identity))
+    giver.drop(offer.number)
+    return given
+
+
+def on_kv(bench: Bench, call: Callable[[SharedCache], T]) -> T:
+    with mx.stream(generation_stream):
+        return call(bench.engine.prefixes)
+
+
+def moved(giver: Bench, taker: Bench, ids: list[int]) -> int:
+    """Let one have what the other has of these ids; the length that a hit has then."""
+    offer = on_kv(giver, lambda cache: offered(cache, ids, len(ids) - 1))
+    assert offer is not None
+    for parcel in on_kv(giver, lambda cache: parcels(cache, offer)):
+        on_kv(taker, lambda cache, parcel=parcel: cache.take(cache.held(ids, "", 0), parcel))
+    assert on_kv(taker, lambda cache: cache.known(ids, "", len(ids) - 1)) == offer.length
+    return offer.length
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5", "deepseek_v3", "mamba2"])
+@pytest.mark.parametrize("length", [70, 20])
+def test_a_row_goes_on_in_another_engine_with_the_kv_of_the_first(name: str, length: int, llama: LoadedModel) -> None:
+    loaded = small(name, llama)
+    each = spec("s", prompt_of(length), max_tokens=40)
+    whole = bench(loaded)
+    whole.submit(each)
+    whole.run()
+    first, second = bench(loaded), bench(loaded)
+    first.submit(each, spec("beside", prompt_of(33, 1), max_tokens=40))
+    first.until(lambda: len(first.tokens("s")) > 20)
+    first.engine.set_aside()
+    first.turn()
+    prior = tuple(first.events["s"])
+    ids = [*each.prompt_ids, *first.tokens("s")]
+    read = moved(first, second, ids)
+    is_cut = name in ("llama", "deepseek_v3")
+    assert read == ((len(ids) - 1) // BLOCK * BLOCK if is_cut else len(ids) - 1), "computed again"
+    second.submit(each, prior=prior, attempt=2)
+    second.run()
+    assert first.tokens("s") + second.tokens("s") == whole.tokens("s")
+    assert second.finish("s").cached_tokens == min(read, length)
+
+
+def test_what_is_set_aside_is_told_and_nothing_is_computed_after_it(llama: LoadedModel) -> None:
+    first = bench(llama)
+    first.submit(spec("s", prompt_of(40), max_tokens=500), spec("long", prompt_of(900, 1)))
+    first.until(lambda: len(first.tokens("s")) > 3)
+    first.engine.set_aside()
+    first.turn()
+    told = len(first.tokens("s"))
+    first.turn()
+    assert len(first.tokens("s")) == told
+    fed = on_kv(first, lambda cache: cache.known(prompt_of(900, 1), "", 899))
+    assert 0 < fed < 899, "of a prompt that was half fed, that half"
+
+
+def test_only_what_the_other_lacks_is_offered_and_only_what_it_has_room_for(llama: LoadedModel) -> None:
+    ids = prompt_of(10 * BLOCK)
+    one = bench(llama)
+    one.submit(spec("s", ids))
+    one.run()
+    cache = one.engine.prefixes
+    whole = offered(cache, ids, len(ids) - 1)
+    rest = offered(cache, ids, len(ids) - 1, known=6 * BLOCK, blocks=6)
+    assert whole and rest and sum(rest.sizes) < sum(whole.sizes)
+    assert [key for parcel in parcels(cache, rest) for key in parcel.label.keys] == [
+        key for parcel in parcels(cache, whole) for key in parcel.label.keys
+    ][6:]
+    assert offered(cache, ids, len(ids) - 1, known=len(ids) - 1, blocks=10) is None
+    assert cache.offer(ids, "policy@1", 0, 0, len(ids) - 1, 1 << 30) is None, "another version's"
+    assert cache.offer(ids, "", 0, 0, len(ids) - 1, 10) is None, "no room for a byte of it"
+    assert offered(cache, prompt_of(10 * BLOCK, 1), len(ids) - 1) is None
+
+
+def test_a_long_prompt_goes_in_parcels_of_bounded_size(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = BLOCK * llama.card.kv_bytes_per_token
+    monkeypatch.setattr("worker.engine.kv.sharing.PIECE_BYTES", 3 * block)
+    monkeypatch.setattr("worker.engine.kv.sharing.PROBE_BYTES", 1)
+    ids = prompt_of(10 * BLOCK)
+    one, other = bench(llama), bench(llama)
+    one.submit(spec("s", ids))
+    one.run()
+    assert moved(one, other, ids) == len(ids) - 1
+    offer = on_kv(one, lambda cache: offered(cache, ids, len(ids) - 1))
+    assert offer and sum(offer.sizes) == 10 * block and max(offer.sizes) == 3 * block
+    assert offer.sizes[0] == block, "the first one is small: the others are judged by it"
+
+
+def test_what_is_not_of_the_prompt_or_of_another_layout_is_not_stored(llama: LoadedModel) -> None:
+    ids = prompt_of(4 * BLOCK)
+    one, other = bench(llama), bench(llama)
+    one.submit(spec("s", ids))
+    one.run()
+    offer = on_kv(one, lambda cache: offered(cache, ids, len(ids) - 1))
+    assert offer
+    (parcel, *_) = on_kv(one, lambda cache: parcels(cache, offer))
+    cache = other.engine.prefixes
+    label, leaf = parcel.label, parcel.cut[0]
+    for wrong in (
+        replace(parcel, cut=parcel.cut[1:]),
+        replace(parcel, cut=[tuple(replace(array, shape=array.shape[::-1]) for array in leaf), *parcel.cut[1:]]),
+        replace(parcel, states=parcel.cut),
+        replace(parcel, label=type(label)("others", label.keys)),
+        replace(parcel, label=type(label)(label.identity, label.keys, "policy@1")),
+        replace(parcel, label=type(label)(label.identity, (b"x" * 16, *label.keys[1:]))),
+        replace(parcel, label=type(label)(label.identity, label.keys, tail=(1, 2), length=2)),
+        replace(parcel, label=type(label)(label.identity, ())),
+    ):
+        with pytest.raises(UnusableParcelError):
+            cache.take(cache.held(ids, "", 0), wrong)
+        with pytest.raises(UnusableParcelError):
+            cache.take(cache.held(prompt_of(4 * BLOCK, 9), "", 0), parcel)
+    assert cache.stats.blocks == 0
+    cache.take(cache.held(ids, "", 0), parcel)
+    assert cache.stats.blocks == len(label.keys)

@@ -1,0 +1,329 @@
+"""KV from another worker: fetched and checked; whatever the other one does, the sequence is computed all the same."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import mlx.core as mx
+import msgspec
+import pytest
+from mlx_lm.models.cache import KVCache
+from redis.asyncio import Redis
+from structlog.testing import capture_logs
+
+from shared.redis import keys
+from shared.redis.connection.client import ask
+from shared.redis.queue.affinity import WarmNotes
+from shared.sequences import SequenceSpec
+from shared.telemetry.metrics import Tally
+from tests.redis.sequences import MODEL, plan, queue, spec
+from worker.engine.kv.prefix_cache import Prompt
+from worker.engine.kv.sharing import SharedCache
+from worker.engine.kv.slabs import KvRows
+from worker.engine.messages import RowRequest
+from worker.peers import client, server, wire
+from worker.peers.directory import Directory
+from worker.peers.fetching import FetchCounts, Fetching
+from worker.peers.server import PeerServer
+from worker.peers.store import EngineStore
+from worker.peers.wire import Ask, Channel, Connection, Go, Offer, PeerError
+
+T = TypeVar("T")
+BLOCK = 16
+IDS = tuple(range(400))
+WHOLE = 399  # ids of a hit; the last one is fed in any case
+Answer = Callable[[Channel, Connection], Awaitable[None]]
+
+
+def of(seq: str, ids: tuple[int, ...]) -> SequenceSpec:
+    return msgspec.structs.replace(spec(seq), prompt_ids=ids)
+
+
+class Engine:
+    """A cache of prefixes, asked from the loop as an engine's thread is."""
+
+    def __init__(self, identity: str = "model") -> None:
+        self.cache = SharedCache(1 << 30, BLOCK, "base", [KVCache()], identity)
+
+    def on_kv(self, call: Callable[[SharedCache], T]) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(call(self.cache))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def read(self) -> None:
+        kv, values = KVCache(), mx.repeat(mx.array(IDS, mx.float32)[None, None, :, None], 8, axis=-1)
+        kv.update_and_fetch(values, -values)
+        self.cache.store([Prompt(IDS, "")], KvRows.of([kv]))
+
+    @property
+    def known(self) -> int:
+        return self.cache.known(IDS, "", len(IDS) - 1)
+
+
+class Worker:
+    """The part of a worker that fetches."""
+
+    def __init__(self, redis: Redis, name: str, identity: str = "model") -> None:
+        self.redis, self.name, self.engine, self.tally = redis, name, Engine(identity), Tally()
+        self.store = EngineStore(self.engine)
+        self.directory = Directory(redis, MODEL, name)
+        self.token_s = 0.0
+        counts = FetchCounts(self.tally, MODEL)
+        self.fetching = Fetching(
+            self.directory, self.store, counts, 1 << 30, lambda: self.token_s, lambda spec: spec.adapter
+        )
+        self.server = PeerServer(self.store, lambda: self.directory.secret)
+
+    async def listen(self) -> int:
+        await self.directory.look()
+        port = self.server.listen("127.0.0.1")
+        await tell(self.redis, self.name, port)
+        return port
+
+    async def fetch(self, holder: str, is_wanted: bool = True) -> None:
+        await self.directory.look()
+        request = RowRequest(of("s", IDS))
+        await self.fetching.fetch(request, holder, lambda: is_wanted)
+
+    def outcome(self, name: str) -> float:
+        return self.tally.fields()[f"mlx_parallm_kv_fetches_total|{MODEL}|{name}"]
+
+
+async def tell(redis: Redis, worker: str, port: int) -> None:
+    await ask(redis, "HSET", keys.worker(MODEL, worker), "kv_address", f"127.0.0.1:{port}")
+    await ask(redis, "EXPIRE", keys.worker(MODEL, worker), 10)
+
+
+@pytest.fixture
+async def holder(redis: Redis) -> AsyncIterator[Worker]:
+    made = Worker(redis, "holder")
+    made.engine.read()
+    await made.listen()
+    yield made
+    await made.server.close()
+    made.store.close()
+
+
+@pytest.fixture
+async def heir(redis: Redis) -> AsyncIterator[Worker]:
+    made = Worker(redis, "heir")
+    yield made
+    made.store.close()
+
+
+@contextlib.asynccontextmanager
+async def rogue(worker: Worker, answer: Answer, *, proves: bool = True) -> AsyncIterator[None]:
+    """Somebody else in the place of a worker; one that `proves` it knows the secret answers what was asked of it."""
+    await worker.directory.look()
+    loop = asyncio.get_running_loop()
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening.setblocking(False)
+    await tell(worker.redis, "rogue", listening.getsockname()[1])
+
+    async def serve() -> None:
+        sock, _ = await loop.sock_accept(listening)
+        connection = Connection(sock)
+        try:
+            secret = worker.directory.secret if proves else b"x" * 32
+            with contextlib.suppress(PeerError):
+                await answer(await wire.admit(connection, secret), connection)
+        finally:
+            connection.close()
+
+    serving = asyncio.create_task(serve())
+    try:
+        yield
+    finally:
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+        listening.close()
+
+
+async def test_kv_comes_from_the_worker_that_has_it(holder: Worker, heir: Worker) -> None:
+    await heir.fetch("holder")
+    assert heir.engine.known == WHOLE
+    (kv,) = heir.engine.cache.longest(IDS, "", WHOLE).kv
+    assert kv.keys[0, 0, :, 0].tolist() == list(IDS[:WHOLE])
+    assert heir.outcome("fetched") == 1 and heir.outcome("failed") == 0
+    assert heir.tally.fields()[f"mlx_parallm_kv_fetched_tokens_total|{MODEL}"] == WHOLE
+    assert heir.tally.fields()[f"mlx_parallm_kv_fetched_bytes_total|{MODEL}"] == holder.server.bytes > 0
+    assert holder.server.given == 1 and not holder.engine.cache._offers, "nothing is held for anybody any more"
+    await heir.fetch("holder")
+    assert holder.server.given == 1, "it is here by now"
+
+
+async def test_who_may_have_it_is_known_by_who_handed_it_back_or_read_the_same_beginning(
+    redis: Redis, heir: Worker
+) -> None:
+    work = queue(redis)
+    await work.enqueue([of("s", IDS)])
+    (claim,) = await work.claim("holder", plan(1))
+    await work.release("holder", [claim])
+    (claim,) = await work.claim("heir", plan(1))
+    assert await heir.directory.holders([RowRequest(claim.spec, claim.attempt)]) == {"s": "holder"}
+    assert await Directory(redis, MODEL, "holder").holders([RowRequest(claim.spec, claim.attempt)]) == {}
+    await WarmNotes(redis, MODEL, "warm").note([of("other", IDS[:300])])
+    fresh = [RowRequest(of("new", IDS)), RowRequest(of("short", IDS[:20]))]
+    assert await heir.directory.holders(fresh) == {"new": "warm"}
+
+
+async def test_computing_is_chosen_where_it_is_quicker(holder: Worker, heir: Worker) -> None:
+    heir.token_s = 1e-9
+    await heir.fetch("holder")  # the first one shows what a transfer takes
+    before = holder.server.bytes
+    heir.engine.cache.clear()
+    await heir.fetch("holder")
+    assert holder.server.bytes == before and heir.engine.known == 0
+    assert heir.outcome("computed") >= 1
+
+
+async def test_a_worker_of_another_model_gives_nothing_and_is_asked_again(redis: Redis, holder: Worker) -> None:
+    other = Worker(redis, "other", identity="another model")
+    await other.fetch("holder")
+    await other.fetch("holder")
+    assert other.engine.known == 0 and other.outcome("refused") == 2 and other.outcome("failed") == 0
+    other.store.close()
+
+
+async def send_garbage(channel: Channel, connection: Connection) -> None:
+    await channel.hear(Ask)
+    await channel.say(Offer(WHOLE, [1000]))
+    await channel.hear(Go)
+    await channel.send(b"\x08\0\0\0\0\0\0\0garbage!", [memoryview(bytes(900))])
+
+
+async def close_midway(channel: Channel, connection: Connection) -> None:
+    await channel.hear(Ask)
+    await channel.say(Offer(WHOLE, [1000]))
+    await channel.hear(Go)
+    await connection.write(bytes(20))
+
+
+async def flood(channel: Channel, connection: Connection) -> None:
+    await channel.hear(Ask)
+    await channel.say(Offer(WHOLE, [1000]))
+    await channel.hear(Go)
+    await channel.send(b"x" * 10, [memoryview(bytes(1 << 22))])
+
+
+async def stall(channel: Channel, connection: Connection) -> None:
+    await channel.hear(Ask)
+    await asyncio.sleep(60)
+
+
+async def forge(channel: Channel, connection: Connection) -> None:
+    await channel.hear(Ask)
+    await connection.write(bytes([0, 0, 0, 1, *bytes(8), *bytes(32), 0]))
+
+
+async def promise_too_much(channel: Channel, connection: Connection) -> None:
+    await channel.hear(Ask)
+    await channel.say(Offer(WHOLE, [1 << 60]))
+
+
+async def say_what_is_no_message(channel: Channel, connection: Connection) -> None:
+    await channel.hear(Ask)
+    await channel.send(b"\xc1")
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (send_garbage, "cannot be used"),
+        (close_midway, "closed the connection"),
+        (flood, "announced"),
+        (stall, "stalled"),
+        (forge, "not authentic"),
+        (promise_too_much, "are the limit"),
+        (say_what_is_no_message, "no Offer"),
+    ],
+)
+async def test_a_peer_that_does_not_do_its_part_costs_one_line(
+    heir: Worker, answer: Answer, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "STALL_S", 0.2)
+    async with rogue(heir, answer):
+        with capture_logs() as lines:
+            await heir.fetch("rogue")
+            await heir.fetch("rogue")
+    (line,) = [line for line in lines if line["log_level"] != "debug"]
+    assert line["event"] == "kv.not_fetched" and why in line["reason"], line
+    assert heir.engine.known == 0 and heir.outcome("failed") == 1, "and it is left alone for a while"
+
+
+async def test_nobody_is_believed_who_does_not_know_the_secret(heir: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "STALL_S", 0.5)
+    async with rogue(heir, stall, proves=False):
+        with capture_logs() as lines:
+            await heir.fetch("rogue")
+    assert heir.engine.known == 0 and heir.outcome("failed") == 1
+    assert heir.directory.secret.hex() not in str(lines)
+
+
+async def test_nobody_gets_anything_who_does_not_know_the_secret(
+    redis: Redis, holder: Worker, heir: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await heir.directory.look()
+    assert heir.directory.secret == holder.directory.secret, "one secret a ring"
+    address = await heir.directory.address("holder")
+    assert address is not None
+    asking = Ask("model", "", list(IDS), 0, 0, 399, 1 << 30)
+    with pytest.raises(PeerError):
+        async with client.asked(*address, b"y" * 32, asking):
+            raise AssertionError("it was let in")
+    monkeypatch.setattr(server, "HANDSHAKE_S", 0.1)
+    reader, writer = await asyncio.open_connection(*address)
+    heard = await asyncio.wait_for(reader.read(), 10)
+    assert len(heard) == len(wire.MAGIC) + wire.NONCE, "who says nothing hears nothing but a nonce"
+    writer.close()
+    await heir.fetch("holder")
+    assert heir.engine.known == WHOLE, "and others are served on"
+
+
+async def test_what_came_before_a_peer_died_is_of_use(
+    holder: Worker, heir: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.engine.kv.sharing.PROBE_BYTES", 1)
+    monkeypatch.setattr("worker.engine.kv.sharing.PIECE_BYTES", 1)
+    pack = server.Connection.write
+
+    async def dies(self: Connection, data: bytes | memoryview) -> None:
+        if holder.server.bytes > 8000:
+            raise PeerError("killed")
+        await pack(self, data)
+
+    monkeypatch.setattr(server.Connection, "write", dies)
+    await heir.fetch("holder")
+    assert 0 < heir.engine.known < WHOLE and heir.outcome("failed") == 1
+    assert heir.tally.fields().get(f"mlx_parallm_kv_fetched_tokens_total|{MODEL}", 0) == 0
+
+
+async def test_a_fetch_ends_when_its_row_has_gone(
+    holder: Worker, heir: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await heir.fetch("holder", is_wanted=False)
+    assert holder.server.bytes == 0 and heir.engine.known == 0
+
+
+async def test_the_server_gives_to_so_many_at_once_and_no_more(
+    holder: Worker, heir: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_TRANSFERS", 0)
+    await heir.fetch("holder")
+    assert heir.outcome("refused") == 1 and holder.server.refused == 1
+
+
+async def test_a_redis_that_has_lost_the_secret_gets_one_that_all_know(redis: Redis, holder: Worker) -> None:
+    await redis.delete(keys.peer_secret())
+    before, other = holder.directory.secret, Directory(redis, MODEL, "other")
+    await other.look()
+    await holder.directory.look()
+    assert before != other.secret == holder.directory.secret
+    assert 0 < await redis.ttl(keys.peer_secret()) <= keys.PEER_SECRET_TTL_S

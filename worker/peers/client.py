@@ -1,0 +1,69 @@
+"""Gets KV from another worker: one connection, one question, parcels one after another."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from worker.engine.kv.parcels import Parcel, UnusableParcelError, unpack
+from worker.peers.wire import Ask, Channel, Connection, Go, Offer, PeerError, PeerRefusalError, greet
+
+CONNECT_S = 2.0
+
+
+class Transfer:
+    """An answer to a question, and what comes of it."""
+
+    def __init__(self, channel: Channel, ask: Ask, offer: Offer) -> None:
+        self._channel = channel
+        self._identity = ask.identity
+        self.offer = offer
+        self.bytes = 0  # that have come
+
+    async def parcels(self) -> AsyncIterator[Parcel]:
+        """All that was offered, each of them checked. PeerError."""
+        await self._channel.say(Go())
+        for size in self.offer.sizes:
+            data = await self._channel.receive(2 * size + (1 << 20))  # what describes the arrays comes on top
+            self.bytes += len(data)
+            try:
+                yield await asyncio.to_thread(unpack, data, self._identity)
+            except UnusableParcelError as error:
+                raise PeerError(f"a parcel cannot be used: {error}") from error
+
+
+@asynccontextmanager
+async def asked(host: str, port: int, secret: bytes, ask: Ask) -> AsyncIterator[Transfer]:
+    """What a peer offers, while the connection lasts. PeerError."""
+    connection = Connection(await _connect(host, port))
+    try:
+        channel = await greet(connection, secret)
+        await channel.say(ask)
+        offer = await channel.hear(Offer)
+        if offer.refusal:
+            raise PeerRefusalError(offer.refusal[:200])
+        if sum(offer.sizes) > ask.most_bytes or any(size < 0 for size in offer.sizes):
+            raise PeerError(f"it offers {sum(offer.sizes)} bytes, and {ask.most_bytes} are the limit")
+        yield Transfer(channel, ask, offer)
+    finally:
+        connection.close()
+
+
+async def _connect(host: str, port: int) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            family, kind, protocol, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+            sock = socket.socket(family, kind, protocol)
+            try:
+                sock.setblocking(False)
+                await loop.sock_connect(sock, address)
+            except BaseException:
+                sock.close()
+                raise
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return sock
+    except TimeoutError as error:
+        raise PeerError(f"it does not answer within {CONNECT_S:.0f} s") from error
+    except OSError as error:
+        raise PeerError(f"it cannot be reached: {error.strerror or error}") from error

@@ -1,0 +1,98 @@
+"""What Redis tells of KV of other workers: who may have which, where they listen, and the secret that the ring shares.
+
+No KV is in Redis, nor what it was computed from: hashes of beginnings of prompts, ids of workers, addresses. The secret
+is made by the worker that is first and found by the others. It is looked at with every heartbeat, so a Redis that has
+lost it gets a new one, and all workers know that within a few seconds.
+"""
+
+import secrets
+import socket
+
+from redis.asyncio import Redis
+
+from shared.process.settings import WorkerSettings
+from shared.redis import keys
+from shared.redis.connection.address import SentinelAddress, is_sentinel
+from shared.redis.connection.client import Argument, ask_all
+from shared.redis.queue.affinity import holders
+from worker.engine.messages import RowRequest
+from worker.peers.pace import LEAST_IDS
+
+SECRET_BYTES = 32
+
+
+class Directory:
+    """Of one worker."""
+
+    def __init__(self, redis: Redis, model: str, worker_id: str) -> None:
+        self._redis = redis
+        self._model = model
+        self._worker_id = worker_id
+        self.secret = b""  # "": not known, so nobody is let in
+
+    async def look(self) -> None:
+        """Know the secret, and keep it."""
+        key = keys.peer_secret()
+        commands: list[tuple[Argument, ...]] = [
+            ("SET", key, secrets.token_bytes(SECRET_BYTES), "NX", "EX", keys.PEER_SECRET_TTL_S),
+            ("EXPIRE", key, keys.PEER_SECRET_TTL_S),
+            ("GET", key),
+        ]
+        *_, secret = await ask_all(self._redis, commands)
+        self.secret = secret if secret and len(secret) == SECRET_BYTES else b""
+
+    async def holders(self, requests: list[RowRequest]) -> dict[str, str]:
+        """By sequence, the other worker that may have its KV: it has handed it back, or read the same beginning."""
+        long = [each for each in requests if each.spec.kind == "generate" and _length(each) > LEAST_IDS]
+        found: dict[str, str] = {}
+        if warm := await holders(self._redis, self._model, [each.spec for each in long]):
+            found |= warm
+        moved = [each.spec.id for each in long if each.attempt > 1]
+        commands = [("HGET", keys.sequence(self._model, seq), "kv_at") for seq in moved]
+        for seq, worker in zip(moved, await ask_all(self._redis, commands) if commands else [], strict=True):
+            if worker:
+                found[seq] = worker.decode()
+        return {seq: worker for seq, worker in found.items() if worker != self._worker_id}
+
+    async def address(self, worker: str) -> tuple[str, int] | None:
+        """Where a worker listens; None: nowhere, or it is gone."""
+        (told,) = await ask_all(self._redis, [("HGET", keys.worker(self._model, worker), "kv_address")])
+        host, _, port = (told or b"").decode().rpartition(":")
+        return (host, int(port)) if host and port.isdigit() else None
+
+    async def waiting(self, sequences: list[str]) -> int:
+        """How many of these nobody has taken yet."""
+        commands = [("HGET", keys.sequence(self._model, seq), "state") for seq in sequences]
+        return sum(state == b"queued" for state in await ask_all(self._redis, commands)) if commands else 0
+
+    async def others(self) -> int:
+        """How many workers of our model listen, besides us."""
+        (ids,) = await ask_all(self._redis, [("ZRANGE", keys.workers(self._model), 0, -1)])
+        workers = [worker.decode() for worker in ids if worker.decode() != self._worker_id]
+        commands = [("HGET", keys.worker(self._model, worker), "kv_address") for worker in workers]
+        return sum(bool(told) for told in await ask_all(self._redis, commands)) if commands else 0
+
+
+def own_address(settings: WorkerSettings) -> str:
+    """Of this machine, as others reach it: what the settings say, else where it speaks to Redis from."""
+    if settings.kv_transfer_host:
+        return settings.kv_transfer_host
+    host, port = _redis_at(settings.redis)
+    if not host:
+        return "127.0.0.1"
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _redis_at(url: str) -> tuple[str, int]:
+    """Where Redis, or the first of its Sentinels, is; "": on this machine."""
+    if is_sentinel(url):
+        return SentinelAddress.parse(url).sentinels[0]
+    kwargs = Redis.from_url(url).connection_pool.connection_kwargs
+    return str(kwargs.get("host", "")), int(kwargs.get("port", 6379))
+
+
+def _length(request: RowRequest) -> int:
+    return len(request.spec.prompt_ids) + sum(len(event.tokens) for event in request.prior)

@@ -1,0 +1,155 @@
+"""KV between this worker and the others of its ring: all that the worker's process needs to know of it.
+
+Does nothing unless the settings say so. A worker without a secret (Redis refuses it, or has not answered yet) lets
+nobody in and asks nobody, and says so once.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from shared.errors import SetupError
+from shared.process.peer_settings import LINGER_S
+from shared.process.settings import WorkerSettings
+from shared.redis.connection.faults import reason
+from shared.sequences import ModelCard, SequenceSpec
+from shared.telemetry.metrics import Tally
+from worker.engine.messages import RowRequest
+from worker.engine.thread import EngineThread
+from worker.peers.directory import Directory, own_address
+from worker.peers.fetching import FetchCounts, Fetching
+from worker.peers.server import PeerServer
+from worker.peers.store import EngineStore
+
+log = structlog.get_logger()
+
+SET_ASIDE_S = 5.0
+QUIET_S = 1.0  # nobody has fetched for so long, and nothing waits: nobody will
+LOOK_EVERY_S = 0.2
+
+
+class KvExchange:
+    """Of one worker."""
+
+    def __init__(
+        self, settings: WorkerSettings, redis: Redis, engine: EngineThread, card: ModelCard, worker_id: str
+    ) -> None:
+        self.on = settings.kv_transfer
+        self.address = ""  # where others fetch; "": they cannot
+        self._settings = settings
+        self._engine = engine
+        self._directory = Directory(redis, card.name, worker_id)
+        self._model = card.name
+        self._store = EngineStore(engine)
+        self._server = PeerServer(self._store, lambda: self._directory.secret)
+        self._trouble = ""
+
+    def open(self, tally: Tally) -> None:
+        """Listen. SetupError where the settings name no address of this machine."""
+        if not self.on:
+            return
+        counts = FetchCounts(tally, self._model)
+        most_bytes = int(self._settings.prefix_cache_gb * 1e9)
+        self._fetching = Fetching(
+            self._directory,
+            self._store,
+            counts,
+            most_bytes,
+            lambda: self._engine.stats().prefill_token_s,
+            self._version,
+        )
+        self._given = tally.counter("mlx_parallm_kv_given_bytes_total", self._model)
+        try:
+            host = own_address(self._settings)
+            port = self._server.listen(host)
+        except OSError as error:
+            wish = self._settings.kv_transfer_host
+            raise SetupError(
+                f"--kv-transfer-host {wish}: {error.strerror or error}; give an address of this machine that the other "
+                "workers reach"
+                if wish
+                else f"--kv-transfer: cannot listen for other workers: {error.strerror or error}"
+            ) from error
+        self.address = f"{host}:{port}"
+        log.info("kv.listens", address=self.address)
+
+    async def tend(self) -> None:
+        """With every heartbeat."""
+        if not self.on:
+            return
+        self._tell()
+        try:
+            await self._directory.look()
+            self._trouble = ""
+        except RedisError as error:
+            if reason(error) != self._trouble:
+                self._trouble = reason(error)
+                log.warning("kv.no_secret", error=self._trouble, hint="mlx_parallm acl prints the rights of a worker")
+
+    async def close(self) -> None:
+        """Cut everybody off."""
+        await self._server.close()
+        self._store.close()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.on:
+            self._given.value = float(self._server.bytes)
+
+    # -- coming
+
+    async def holders(self, requests: list[RowRequest]) -> dict[str, str]:
+        """By sequence, another worker that may have its KV."""
+        if not self.on or not self._directory.secret:
+            return {}
+        try:
+            return await self._directory.holders(requests)
+        except (RedisError, OSError):
+            return {}
+
+    async def fetch(self, request: RowRequest, worker: str, is_wanted: Callable[[], bool]) -> None:
+        """Have a request's KV here if that is quicker than computing it."""
+        await self._fetching.fetch(request, worker, is_wanted)
+
+    def _version(self, spec: SequenceSpec) -> str | None:
+        """The adapter version that a row will compute with; None: not known yet."""
+        if "@" in spec.adapter or not spec.adapter:
+            return spec.adapter
+        return self._engine.adapter_stats().serving.get(spec.adapter)
+
+    # -- leaving
+
+    async def set_aside(self) -> None:
+        """Stop the engine, and keep the KV of its rows, so that others can go on with them."""
+        if not self.on or not await self._has_heirs():
+            return
+        try:
+            async with asyncio.timeout(SET_ASIDE_S):
+                await asyncio.wrap_future(self._engine.set_aside())
+        except Exception as error:  # they compute it, then
+            log.warning("kv.not_set_aside", error=repr(error))
+
+    async def linger(self, sequences: list[str]) -> None:
+        """Stay while somebody fetches what was handed back, or may come to; LINGER_S at most."""
+        if not self.on or not sequences or not await self._has_heirs():
+            return
+        began = busy_at = time.monotonic()
+        with contextlib.suppress(RedisError, OSError):  # TimeoutError is an OSError
+            async with asyncio.timeout(LINGER_S):
+                while time.monotonic() - max(busy_at, self._server.used_at) < QUIET_S:
+                    if self._server.transfers or await self._directory.waiting(sequences):
+                        busy_at = time.monotonic()
+                    await asyncio.sleep(LOOK_EVERY_S)
+        log.info("kv.lingered", seconds=round(time.monotonic() - began, 1), given=self._server.given)
+
+    async def _has_heirs(self) -> bool:
+        try:
+            async with asyncio.timeout(QUIET_S):
+                return bool(self.address and await self._directory.others())
+        except (RedisError, OSError):
+            return False

@@ -1,0 +1,175 @@
+"""Before a sequence goes to the engine: get its KV from the worker that has it, if that is quicker than computing it.
+
+Invariants. Nothing that a peer does or leaves undone costs a sequence more than FETCH_S, and nothing it sends is stored
+unchecked: whatever goes wrong, the row is computed as if there were no peer, and one line of the log says why. A peer
+that failed is left alone for REST_S. At most MOST_AT_ONCE transfers come in at a time; who waits for its turn longer
+than QUEUE_S computes.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+from redis.exceptions import RedisError
+
+from shared.redis.connection.faults import reason
+from shared.sequences import SequenceSpec
+from shared.telemetry.metrics import Tally
+from worker.engine.kv.sharing import Held
+from worker.engine.messages import RowRequest
+from worker.peers.client import Transfer, asked
+from worker.peers.directory import Directory
+from worker.peers.pace import LEAST_IDS, Job, goes_on, is_quicker, recent
+from worker.peers.store import EngineStore
+from worker.peers.wire import Ask, PeerError, PeerRefusalError
+
+log = structlog.get_logger()
+
+FETCH_S = 30.0
+REST_S = 30.0
+MOST_AT_ONCE = 4
+QUEUE_S = 10.0
+PEERS_KNOWN = 64  # whose pace is remembered
+
+
+class FetchCounts:
+    """What comes of it."""
+
+    def __init__(self, tally: Tally, model: str) -> None:
+        self._outcomes = {
+            outcome: tally.counter("mlx_parallm_kv_fetches_total", model, outcome)
+            for outcome in ("fetched", "computed", "refused", "failed")
+        }
+        self.tokens = tally.counter("mlx_parallm_kv_fetched_tokens_total", model)
+        self.bytes = tally.counter("mlx_parallm_kv_fetched_bytes_total", model)
+        self.seconds = tally.histogram("mlx_parallm_kv_fetch_seconds", model)
+
+    def outcome(self, name: str) -> None:
+        """Count one."""
+        self._outcomes[name].add()
+
+
+@dataclass
+class _Peer:
+    bytes_per_s: float = 0.0  # 0: not measured
+    rests_until: float = 0.0
+
+
+class Fetching:
+    """Of one worker. `token_s`: what a prompt's token takes here (0: not known); `version_of`: see Engine."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        store: EngineStore,
+        counts: FetchCounts,
+        most_bytes: int,
+        token_s: Callable[[], float],
+        version_of: Callable[[SequenceSpec], str | None],
+    ) -> None:
+        self._directory = directory
+        self._store = store
+        self._counts = counts
+        self._most_bytes = most_bytes
+        self._token_s = token_s
+        self._version_of = version_of
+        self._peers: dict[str, _Peer] = {}
+        self._turns = asyncio.Semaphore(MOST_AT_ONCE)
+
+    async def fetch(self, request: RowRequest, worker: str, is_wanted: Callable[[], bool]) -> None:
+        """Have the KV of a request here, if `worker` has it and that pays; in any case return."""
+        version = self._version_of(request.spec)
+        peer = self._peers.setdefault(worker, _Peer())
+        if version is None or not await self._turn():
+            return
+        try:
+            if time.monotonic() > peer.rests_until and is_wanted():
+                async with asyncio.timeout(FETCH_S):
+                    await self._fetch(request, version, worker, peer, is_wanted)
+        except TimeoutError:
+            self._fail(request, worker, f"not done within {FETCH_S:.0f} s")
+        except PeerRefusalError as error:
+            self._counts.outcome("refused")
+            log.info("kv.refused", sequence=request.spec.id, peer=worker, reason=str(error))
+        except PeerError as error:
+            self._fail(request, worker, str(error))
+        except (RedisError, OSError) as error:
+            self._fail(request, worker, reason(error))
+        except Exception as error:
+            log.exception("kv.fetch_broke", sequence=request.spec.id, peer=worker)
+            self._fail(request, worker, type(error).__name__)
+        finally:
+            self._turns.release()
+            while len(self._peers) > PEERS_KNOWN:
+                del self._peers[next(iter(self._peers))]
+
+    async def _turn(self) -> bool:
+        try:
+            async with asyncio.timeout(QUEUE_S):
+                return await self._turns.acquire()
+        except TimeoutError:
+            self._counts.outcome("computed")
+            return False
+
+    async def _fetch(
+        self, request: RowRequest, version: str, worker: str, peer: _Peer, is_wanted: Callable[[], bool]
+    ) -> None:
+        ids = [*request.spec.prompt_ids, *(token for event in request.prior for token in event.tokens)]
+        prompt = await self._store.held(ids, version, len(ids) - 1)
+        if len(ids) - 1 - prompt.length < LEAST_IDS:
+            return
+        address = await self._directory.address(worker)
+        if address is None or not self._directory.secret:
+            return
+        identity = await self._store.identity()
+        ask = Ask(identity, version, ids, prompt.length, prompt.blocks, len(ids) - 1, self._most_bytes)
+        async with asked(*address, self._directory.secret, ask) as transfer:
+            job = Job(transfer.offer.length - prompt.length, sum(transfer.offer.sizes))
+            if not transfer.offer.sizes:
+                return
+            if not is_quicker(job, self._token_s(), peer.bytes_per_s):
+                self._counts.outcome("computed")
+                return
+            began = time.monotonic()
+            try:
+                done = await self._receive(transfer, job, prompt, is_wanted)
+            finally:
+                self._count(transfer, time.monotonic() - began, peer)
+        gained = (await self._store.held(ids, version, len(ids) - 1)).length - prompt.length
+        self._counts.outcome("fetched" if done else "computed")
+        self._counts.tokens.add(max(0, gained))
+        log.info(
+            "kv.fetched" if done else "kv.fetch_stopped",
+            sequence=request.spec.id, peer=worker, tokens=gained, bytes=transfer.bytes,
+            ms=round(1000 * (time.monotonic() - began)),
+        )  # fmt: skip
+
+    async def _receive(self, transfer: Transfer, job: Job, prompt: Held, is_wanted: Callable[[], bool]) -> bool:
+        """Store parcels as they come; whether it was all of them."""
+        began = time.monotonic()
+        storing: asyncio.Task[None] | None = None
+        try:
+            async for parcel in transfer.parcels():
+                if storing is not None:
+                    await storing
+                storing = asyncio.create_task(self._store.take(prompt, parcel))
+                seconds = time.monotonic() - began
+                if not is_wanted() or not goes_on(job, transfer.bytes, seconds, self._token_s()):
+                    return False
+            return True
+        finally:
+            if storing is not None:
+                await storing
+
+    def _count(self, transfer: Transfer, seconds: float, peer: _Peer) -> None:
+        self._counts.bytes.add(transfer.bytes)
+        self._counts.seconds.observe(seconds)
+        if transfer.bytes:
+            peer.bytes_per_s = recent(peer.bytes_per_s, transfer.bytes / max(1e-6, seconds))
+
+    def _fail(self, request: RowRequest, worker: str, why: str) -> None:
+        self._counts.outcome("failed")
+        self._peers[worker].rests_until = time.monotonic() + REST_S
+        log.warning("kv.not_fetched", sequence=request.spec.id, peer=worker, reason=why)

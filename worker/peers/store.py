@@ -1,0 +1,77 @@
+"""The engine's cache of prefixes, as the server and the client of KV see it: from the event loop, in plain bytes."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+from worker.engine.kv.parcels import Packed, Parcel, UnusableParcelError, pack
+from worker.engine.kv.sharing import Held, SharedCache
+from worker.peers.wire import Ask, Offer, PeerError
+
+T = TypeVar("T")
+
+ENGINE_S = 10.0  # for one answer of the engine, which may be in the middle of a step
+
+
+class KvOwner(Protocol):
+    """What is needed of an engine's thread."""
+
+    def on_kv(self, call: Callable[[SharedCache], T]) -> Future[T]: ...
+
+
+class EngineStore:
+    """Of one worker."""
+
+    def __init__(self, engine: KvOwner) -> None:
+        self._engine = engine
+        self._packing = ThreadPoolExecutor(2, "kv-parcels")
+
+    def close(self) -> None:
+        """Nothing is packed any more."""
+        self._packing.shutdown(wait=False, cancel_futures=True)
+
+    async def identity(self) -> str:
+        """Of what this engine computes with."""
+        return await self._ask(lambda cache: cache.identity)
+
+    async def held(self, ids: list[int], version: str, at_most: int) -> Held:
+        """What is here of a prompt."""
+        return await self._ask(lambda cache: cache.held(ids, version, at_most))
+
+    async def take(self, prompt: Held, parcel: Parcel) -> None:
+        """Store a parcel. PeerError when it is not what was asked for."""
+        try:
+            await self._ask(lambda cache: cache.take(prompt, parcel))
+        except UnusableParcelError as error:
+            raise PeerError(f"a parcel cannot be used: {error}") from error
+
+    async def offer(self, ask: Ask) -> tuple[int, Offer]:
+        """What there is for somebody who asks; its number is 0 when that is nothing."""
+
+        def look(cache: SharedCache) -> tuple[int, Offer]:
+            if cache.identity != ask.identity:
+                return 0, Offer(refusal="another model, dtype, layout or release of mlx-lm computes here")
+            at_most = min(ask.at_most, len(ask.ids))
+            offered = cache.offer(ask.ids, ask.version, ask.known, max(0, ask.blocks), at_most, ask.most_bytes)
+            return (offered.number, Offer(offered.length, offered.sizes)) if offered else (0, Offer())
+
+        return await self._ask(look)
+
+    async def parcel(self, offer: int, number: int) -> Packed:
+        """A part of an offer, ready to be sent."""
+        await self._ask(lambda cache: cache.begin(offer, number))
+        parcel = await self._ask(lambda cache: cache.finish(offer, number))
+        return await asyncio.get_running_loop().run_in_executor(self._packing, pack, parcel)
+
+    def drop(self, offer: int) -> None:
+        """Nobody fetches it any more."""
+        if offer:
+            self._engine.on_kv(lambda cache: cache.drop(offer))
+
+    async def _ask(self, call: Callable[[SharedCache], T]) -> T:
+        try:
+            async with asyncio.timeout(ENGINE_S):
+                return await asyncio.wrap_future(self._engine.on_kv(call))
+        except TimeoutError as error:
+            raise PeerError(f"our engine has not answered within {ENGINE_S:.0f} s") from error

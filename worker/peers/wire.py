@@ -1,0 +1,188 @@
+"""Bytes between two workers: a handshake by the ring's secret, then frames that nobody else can have written.
+
+The server begins with a nonce, the client answers with its own and with a proof over both, and the server proves that
+it knows the secret, too. Everything up to there has a fixed size: nothing of a stranger is parsed.
+
+A frame is `sizes of head and body | MAC | head | body`. The MAC is keyed for this connection alone and covers the
+sender, the frame's number, the sizes and the head. A message is all head (msgpack). A parcel of KV
+(engine/kv/parcels.py) has a body, whose SHA-256 stands in its head, so each byte is covered once. Nothing is encrypted.
+
+Whoever waits for bytes waits STALL_S for the next ones at most.
+"""
+
+import asyncio
+import hmac
+import secrets
+import socket
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+MAGIC = b"PLMKV001"
+NONCE = 32
+STALL_S = 5.0  # without a byte
+HEAD_BYTES = 40 << 20  # of a frame, at most
+ASK_BYTES = 8 << 20
+PARCEL_BYTES = 1 << 30
+_SIZES = 12  # 4 of the head's size, 8 of the body's
+_MAC = 32
+_CHUNK = 1 << 20  # handed to a socket at once
+
+T = TypeVar("T")
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+class PeerError(Exception):
+    """The other worker does not do its part; the message says how."""
+
+
+class PeerRefusalError(PeerError):
+    """It is well, and gives nothing now."""
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """What one worker wants: KV of the beginning of these ids."""
+
+    identity: str  # of what it computes with (engine/kv/parcels.py)
+    version: str  # of the adapter; "": none
+    ids: list[int]
+    known: int  # ids that a hit has there
+    blocks: int  # that are there
+    at_most: int  # ids that are of use
+    most_bytes: int
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What the other one has."""
+
+    length: int = 0  # ids, those that are known included; 0: nothing more than is known
+    sizes: list[int] = []  # of the parcels that follow, about
+    refusal: str = ""  # why it gives nothing
+
+
+class Go(msgspec.Struct, frozen=True):
+    """Send the parcels."""
+
+
+class Connection:
+    """Raw bytes to and from one peer."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._loop = asyncio.get_running_loop()
+
+    def close(self) -> None:
+        """At once."""
+        self._socket.close()
+
+    async def read(self, size: int) -> bytearray:
+        """So many bytes."""
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            count = await self._within(self._loop.sock_recv_into(self._socket, view[:_CHUNK]))
+            if not count:
+                raise PeerError("it closed the connection")
+            view = view[count:]
+        return data
+
+    async def write(self, data: bytes | memoryview) -> None:
+        """All of it; not so much at once that a slow reader would look like one that stalls."""
+        view = memoryview(data)
+        if view.nbytes:
+            view = view.cast("B")
+        while view:
+            await self._within(self._loop.sock_sendall(self._socket, view[:_CHUNK]))
+            view = view[_CHUNK:]
+
+    @staticmethod
+    async def _within(step: Coroutine[Any, Any, T]) -> T:
+        try:
+            async with asyncio.timeout(STALL_S):
+                return await step
+        except TimeoutError as error:
+            raise PeerError(f"it stalled for {STALL_S:.0f} s") from error
+        except OSError as error:
+            raise PeerError(f"the connection broke: {error.strerror or error}") from error
+
+
+class Channel:
+    """Frames to and from a peer that has proved that it belongs to the ring."""
+
+    def __init__(self, connection: Connection, ours: bytes, theirs: bytes) -> None:
+        self._connection = connection
+        self._ours, self._theirs = ours, theirs
+        self._sent = self._received = 0
+
+    async def say(self, message: msgspec.Struct) -> None:
+        """Send a message."""
+        await self.send(msgspec.msgpack.encode(message))
+
+    async def send(self, head: bytes, body: Sequence[memoryview] = ()) -> None:
+        """Send a frame; what the body holds is the head's to vouch for."""
+        sizes = len(head).to_bytes(4, "big") + sum(part.nbytes for part in body).to_bytes(8, "big")
+        mac = await asyncio.to_thread(_mac, self._ours, self._sent, sizes, head)
+        self._sent += 1
+        await self._connection.write(sizes + mac + head)
+        for part in body:
+            await self._connection.write(part)
+
+    async def hear(self, kind: type[M], most: int = ASK_BYTES) -> M:
+        """The next message."""
+        data = await self.receive(most)
+        try:
+            return await asyncio.to_thread(msgspec.msgpack.decode, data, type=kind)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise PeerError(f"it sent what is no {kind.__name__}") from error
+
+    async def receive(self, most: int = PARCEL_BYTES) -> bytearray:
+        """The next frame, head and body in one."""
+        begin = await self._connection.read(_SIZES + _MAC)
+        head_size, body_size = int.from_bytes(begin[:4], "big"), int.from_bytes(begin[4:_SIZES], "big")
+        if head_size > HEAD_BYTES or head_size + body_size > most:
+            raise PeerError(f"it announced {head_size + body_size} bytes, and {most} are the limit")
+        data = await self._connection.read(head_size + body_size)
+        head = memoryview(data)[:head_size]
+        mac = await asyncio.to_thread(_mac, self._theirs, self._received, begin[:_SIZES], head)
+        if not hmac.compare_digest(mac, begin[_SIZES:]):
+            raise PeerError("it sent bytes that are not authentic")
+        self._received += 1
+        return data
+
+
+async def greet(connection: Connection, secret: bytes) -> Channel:
+    """The client's part of the handshake."""
+    begin = bytes(await connection.read(len(MAGIC) + NONCE))
+    if not begin.startswith(MAGIC):
+        raise PeerError("it does not speak as our workers do")
+    ours = secrets.token_bytes(NONCE)
+    nonces = begin + ours
+    await connection.write(ours + _proof(secret, b"client", nonces))
+    proof = await connection.read(_MAC)
+    if not hmac.compare_digest(bytes(proof), _proof(secret, b"server", nonces)):
+        raise PeerError("it does not know the secret of this ring")
+    return Channel(connection, _proof(secret, b"from client", nonces), _proof(secret, b"from server", nonces))
+
+
+async def admit(connection: Connection, secret: bytes) -> Channel:
+    """The server's part."""
+    begin = MAGIC + secrets.token_bytes(NONCE)
+    await connection.write(begin)
+    answer = bytes(await connection.read(NONCE + _MAC))
+    nonces = begin + answer[:NONCE]
+    if not hmac.compare_digest(answer[NONCE:], _proof(secret, b"client", nonces)):
+        raise PeerError("it does not know the secret of this ring")
+    await connection.write(_proof(secret, b"server", nonces))
+    return Channel(connection, _proof(secret, b"from server", nonces), _proof(secret, b"from client", nonces))
+
+
+def _proof(secret: bytes, role: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret, role + b"\n" + nonces, "sha256")
+
+
+def _mac(key: bytes, number: int, sizes: bytes | bytearray, head: bytes | memoryview) -> bytes:
+    mac = hmac.new(key, number.to_bytes(8, "big") + sizes, "sha256")
+    mac.update(head)
+    return mac.digest()
