@@ -30,7 +30,9 @@ def config(folder: Path, **changes: Any) -> Path:
     """The recipe for sixteen tasks, in a file, with half its samples."""
     recipe = yaml.safe_load((ROOT / "trainer/recipes/tiny-fixed.yaml").read_bytes())
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(recipe | {"run_dir": str(folder / "run"), "group_size": 8} | changes))
+    path.write_text(
+        yaml.safe_dump(recipe | {"run_dir": str(folder / "run"), "group_size": 8, "probe_prompts": 2} | changes)
+    )
     return path
 
 

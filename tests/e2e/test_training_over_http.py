@@ -19,7 +19,16 @@ from tests.waiting import wait_until
 from trainer.metrics import read
 
 KEY = "a-key-that-is-long-enough"
-RECIPE = ("--config", str(ROOT / "trainer/recipes/tiny-fixed.yaml"), "--prompts-per-step", "4", "--group-size", "8")
+RECIPE = (
+    "--config",
+    str(ROOT / "trainer/recipes/tiny-fixed.yaml"),
+    "--prompts-per-step",
+    "4",
+    "--group-size",
+    "8",
+    "--probe-prompts",
+    "2",
+)
 
 
 @pytest.fixture(scope="module")
