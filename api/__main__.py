@@ -12,8 +12,8 @@ import structlog
 import uvicorn
 
 from api.app import create_app, find_routes
-from api.http.auth import check_exposure
 from api.http.connections import bounded, raise_file_limit
+from api.http.exposure import check_exposure
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.process.garbage import leave_out_what_is_loaded
 from shared.process.lifeline import follow_parent

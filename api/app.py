@@ -10,6 +10,7 @@ from fastapi import Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from api.adapters import routes as adapters
+from api.anthropic import routes as messages
 from api.batches import batch_routes as batches
 from api.batches import file_routes as files
 from api.batches.work import BatchWork
@@ -65,7 +66,7 @@ def guard(app: FastAPI, settings: ApiSettings) -> None:
             allow_origins=settings.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", "x-next-after", "x-parallm-unused-parameters"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-next-after", "x-parallm-unused-parameters"],
         )
     hosts = allowed_hosts(settings, keys=bool(keys))
     if hosts is not None:
@@ -76,7 +77,7 @@ log = structlog.get_logger()
 
 ROUTED = (
     *(completions, chat, embeddings, files, batches, responses, classifications, models, replies, abortions),
-    *(similarities, render, server_info),
+    *(similarities, render, server_info, messages),
     *(act, predict, jobs, adapters, address, generate, pause, prefix_cache, tokenize, training, trainers, rewards),
     *(health, deadletters, metrics, snapshot, dashboard),
 )

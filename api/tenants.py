@@ -74,6 +74,9 @@ RULES: dict[str, Rule] = {
     "GET /v1/batches": LIST,
     "GET /v1/batches/{batch_id}": SEE_BATCH,
     "POST /v1/batches/{batch_id}/cancel": CHANGE_BATCH,
+    # Anthropic's
+    "POST /v1/messages": WORK,
+    "POST /v1/messages/count_tokens": WORK,
     # jobs and calls of training code
     "POST /v1/jobs": WORK,
     "GET /v1/jobs": LIST,

@@ -166,6 +166,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     created: int = 0  # Unix seconds
     schema: int = SCHEMA
     modules: dict[str, tuple[int, int]] = {}  # that adapters may adapt: path -> (in, out); empty: not known
+    kv: str = ""  # how KV is quantised, like "8 bits, groups of 64, 28 of 28 caches"; "": it is not
     sources: tuple[str, ...] = ()  # what its workers were given as --model: hub names, folders; requests may say these
 
 

@@ -19,6 +19,11 @@ from api.serve.embedded_redis import EmbeddedRedis
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# What each of these processes does first (tests/startup/sitecustomize.py).
+ROOT = Path(__file__).parents[1]
+os.environ["PARALLM_TEST_SCANS"] = str(ROOT / ".pytest_cache" / "transformers")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests/startup"), os.environ.get("PYTHONPATH")]))
+
 # Files that take 20 s and more.
 LONGEST = frozenset(
     {"test_bad_input", "test_batches", "test_chaos", "test_deaths", "test_demo", "test_event_loop", "test_guests"}

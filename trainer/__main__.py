@@ -13,15 +13,8 @@ from shared.process import logs
 from shared.process.settings import load
 from shared.telemetry import tracing
 from trainer import stopping
-from trainer.learn.compute import ThreadHost, at_once
-from trainer.loop import TrainLoop
-from trainer.run import train
 from trainer.settings import TrainSettings
-from worker.engine.messages import EngineConfig
 from worker.engine.model import fast_blas
-from worker.engine.model.loader import LoadedModel, load_model
-
-fast_blas.install()
 
 log = structlog.get_logger()
 
@@ -32,6 +25,8 @@ def main(argv: list[str] | None = None) -> int:
         settings = load(TrainSettings, argv)
         logs.configure(settings.log_level, settings.log_json)
         tracing.start(settings.otlp_endpoint, "trainer")
+        settings.check()
+        fast_blas.install()
         return asyncio.run(_train(settings))
     except ParallmError as error:
         print(f"mlx_parallm_train: {error}", file=sys.stderr)
@@ -45,6 +40,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _train(settings: TrainSettings) -> int:
+    # These import mlx, so only after fast_blas.install.
+    from trainer.learn.compute import ThreadHost, at_once
+    from trainer.loop import TrainLoop
+    from trainer.run import train
+    from worker.engine.messages import EngineConfig
+    from worker.engine.model.loader import LoadedModel, load_model
+
     running = asyncio.current_task()
     assert running is not None
 

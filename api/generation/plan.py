@@ -49,6 +49,7 @@ class Asked:
     prompt_param: str = "prompt"  # the fields to blame
     max_tokens_param: str = "max_tokens"
     grammar_param: str = "structured_outputs"
+    clamp: bool = False  # more tokens than the context leaves come to what it leaves, whatever the setting
     logprobs: int | None = None  # None: none; k: with the k most likely tokens
     echo: Sequence[str | list[int]] = ()  # the prompts as they were given, to come before their completions
     grammar: str = ""
@@ -99,7 +100,7 @@ def unchecked_plan(body: SamplingFields, target: Target, asked: Asked, settings:
             asked.max_tokens,
             asked.default_tokens,
             param=asked.max_tokens_param,
-            clamp=settings.clamp_max_tokens,
+            clamp=asked.clamp or settings.clamp_max_tokens,
         ),
         top_logprobs=_top(asked.logprobs, card) or None,
         prompt_logprobs=max(scored, default=None),

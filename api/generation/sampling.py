@@ -84,7 +84,7 @@ class DrawFields(PromptFields):
     )
     stop: Stop
     # vLLM's
-    top_k: int | None = Field(default=0, ge=-1, description="0 or -1: off")
+    top_k: int | None = Field(default=0, ge=-1, lt=2**31, description="0 or -1: off")
     min_p: float | None = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float | None = Field(default=1.0, gt=0, le=10)
     stop_token_ids: list[StrictId] | None = Field(default=None, max_length=1024)

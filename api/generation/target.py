@@ -4,6 +4,8 @@
 version (`name@k`) or a weighted split (`a@1:0.9,b@2:0.1`); `adapter` and `lora_adapter` name adapters only. The base of
 an adapter is the model with its manifest's `base_sha256`.
 
+A name that is none of these may be an alias (`--model-alias`): what it stands for is looked up in its place.
+
 Invariants. A split is decided here, by a hash of the session, so that a session stays with its choice. A pinned
 request leaves with `name@k`, the version of its admission; a following one leaves with the bare name.
 """
@@ -15,6 +17,7 @@ from fastapi import Request
 from pydantic import Field, model_validator
 
 from api.http.fields import RequestModel, complaint
+from api.ring.caller import asker
 from api.ring.ring import Ring, ServedModel
 from shared.adapters import AdapterManifest, AdapterRef, ResolvedAdapter
 from shared.errors import (
@@ -24,6 +27,7 @@ from shared.errors import (
     UnknownAdapterError,
     UnknownModelError,
 )
+from shared.process.model_aliases import meant_by
 from shared.redis.training.board import TrainingBoard
 from shared.sequences import AdapterPolicy, ModelCard
 
@@ -79,6 +83,7 @@ async def find_target(
     ring: Ring, model: str | None, adapter: str = "", policy: AdapterPolicy = "pin", *, session: str
 ) -> Target:
     """The target of one request; UnknownModelError, UnknownAdapterError, or InvalidRequestError for a wrong pair."""
+    model = await meant(ring, model)
     if not adapter and (model is None or await ring.live_card(model) is not None):
         return Target(await ring.served(model))
     base, reference = await _parted(ring, model, adapter)
@@ -93,6 +98,7 @@ async def find_target(
 
 async def find_job_target(ring: Ring, model: str | None, adapter: str, policy: AdapterPolicy) -> JobTarget:
     """The target of a job; pinned, each name in it becomes its latest version."""
+    model = await meant(ring, model)
     base, reference = await _parted(ring, model, adapter)
     if not reference:
         return JobTarget((await ring.known(base))[0] if base else (await ring.served(None)).card)
@@ -107,6 +113,23 @@ async def find_job_target(ring: Ring, model: str | None, adapter: str, policy: A
             msgspec.structs.replace(choice, version=each.version) for choice, each in zip(choices, found, strict=True)
         )
     return JobTarget(card, str(AdapterRef(choices)))
+
+
+async def meant(ring: Ring, model: str | None) -> str | None:
+    """The model or adapter that a request's `model` stands for: itself, unless it is only an alias."""
+    alias = None if model is None else meant_by(model, ring.settings.model_alias)
+    if model is None or alias is None or await ring.card(model) is not None or await _is_adapter(ring, model):
+        return model
+    return alias
+
+
+async def _is_adapter(ring: Ring, model: str) -> bool:
+    try:
+        choices = AdapterRef.parse(model).choices
+    except InvalidRequestError:
+        return False
+    owner = await ring.adapters.owner(choices[0].name)
+    return owner is not None and asker().sees(owner)
 
 
 async def card_of_base(ring: Ring, base_sha256: str) -> ModelCard:

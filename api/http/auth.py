@@ -1,9 +1,5 @@
-"""API keys at the door, sent as `Authorization: Bearer <key>`; and where the door may stand.
+"""API keys at the door, sent as `Authorization: Bearer <key>` or as `x-api-key`."""
 
-Without any key the server listens on this machine only, unless `--insecure` is said.
-"""
-
-import ipaddress
 from collections.abc import Sequence
 
 import structlog
@@ -13,8 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api.http.api_keys import KeyRing
 from api.http.errors import error_response
 from api.ring.caller import ApiKey, calling
-from shared.errors import AuthenticationError, ForbiddenError, SetupError
-from shared.process.settings import ApiSettings
+from shared.errors import AuthenticationError, ForbiddenError
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping", "/metrics"})
 
@@ -33,7 +28,9 @@ class RequireKey:
             return
         key = self._keys.find(presented(Headers(scope=scope)))
         if key is None:
-            error = AuthenticationError("wrong or missing API key: send it as `Authorization: Bearer <key>`")
+            error = AuthenticationError(
+                "wrong or missing API key: send it as `Authorization: Bearer <key>` or as `x-api-key: <key>`"
+            )
             await error_response(error)(scope, receive, send)
             return
         scope.setdefault("state", {})["api_key"] = key
@@ -77,26 +74,7 @@ def key_of(scope: Scope) -> ApiKey | None:
     return found
 
 
-def check_exposure(settings: ApiSettings) -> None:
-    """SetupError when anybody on the network could ask."""
-    if settings.uds or settings.insecure or _is_loopback(settings.host) or KeyRing.of(settings):
-        return
-    raise SetupError(
-        f"--host {settings.host} without an API key lets anybody who reaches this machine in: set --api-key or "
-        "--api-key-file (mlx_parallm key new makes a key), or say --insecure"
-    )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def presented(headers: Headers) -> str:
-    """The key that a request carries; "" without one."""
+    """The key that a request carries, in OpenAI's header or else in Anthropic's; "" without one."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()

@@ -11,6 +11,7 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.http.anthropic_errors import speaks_anthropic
 from api.http.auth import OPEN_PATHS
 from api.http.errors import error_response, from_fault
 from api.ring.caller import Client, client
@@ -55,8 +56,10 @@ class RequestContext:
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                status, headers = message["status"], MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if speaks_anthropic(scope):
+                    headers["request-id"] = request_id
             if len(message.get("body", b"")) > PART_BYTES:
                 await _send_in_parts(message, send)
             else:

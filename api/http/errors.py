@@ -1,4 +1,5 @@
-"""Every error leaves as OpenAI's object: `{"error": {"message", "type", "param", "code"}}`.
+"""Every error leaves as OpenAI's object: `{"error": {"message", "type", "param", "code"}}`; where a request speaks
+Anthropic's protocol, as theirs (api/http/anthropic_errors.py).
 
 Our own errors carry their status; here pydantic's, Starlette's and Redis's are translated into ours.
 """
@@ -18,7 +19,9 @@ from redis.exceptions import RedisError, WatchError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from api.http.anthropic_errors import anthropic_error, speaks_anthropic, status_of
 from api.http.fields import RequestModel
 from shared.errors import (
     InvalidRequestError,
@@ -84,7 +87,23 @@ def error_response(error: ParallmError) -> Response:
         headers["Retry-After"] = str(error.retry_after_s)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return Response(error_object(error), error.status, headers, "application/json")
+    return ErrorResponse(error, headers)
+
+
+class ErrorResponse(Response):
+    """An error in the shape of the protocol that its request speaks."""
+
+    def __init__(self, error: ParallmError, headers: dict[str, str]) -> None:
+        super().__init__(error_object(error), error.status, headers, "application/json")
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if speaks_anthropic(scope):
+            self.status_code = status_of(self._error)
+            self.body = anthropic_error(self._error, scope.get("state", {}).get("request_id", ""))
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
 
 
 class BodyError(HTTPException):
@@ -242,4 +261,4 @@ def describe_errors(app: FastAPI) -> None:
 def _correct(responses: dict[str, Any]) -> None:
     if responses.pop("422", None) is not None:
         responses.setdefault("400", _BAD)
-    responses["default"] = _ANY
+    responses.setdefault("default", _ANY)

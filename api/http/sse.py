@@ -17,19 +17,24 @@ T = TypeVar("T")
 
 log = structlog.get_logger()
 
-_CUT_OFF = b"data: %s\n\ndata: [DONE]\n\n" % error_object(ServiceUnavailableError("the server is shutting down"))
+SHUTTING_DOWN = ServiceUnavailableError("the server is shutting down")
+_CUT_OFF = b"data: %s\n\ndata: [DONE]\n\n" % error_object(SHUTTING_DOWN)
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class EventStream(Response):
-    """Sends what `events` yields, each item in one write. The generator is closed when the client disconnects."""
+    """Sends what `events` yields, each item in one write. The generator is closed when the client disconnects.
+
+    `cut_off`: what a client is told last when the server ends before its stream does.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], cut_off: bytes = _CUT_OFF) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._events = events
+        self._cut_off = cut_off
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -38,7 +43,7 @@ class EventStream(Response):
             if await until_disconnected(self._pump(send), receive) is None:
                 log.info("api.client_left", path=scope["path"])
         except asyncio.CancelledError:  # the server has waited long enough for us at shutdown
-            await send({"type": "http.response.body", "body": _CUT_OFF})
+            await send({"type": "http.response.body", "body": self._cut_off})
             raise
 
     async def _pump(self, send: Send) -> bool:

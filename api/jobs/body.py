@@ -58,7 +58,7 @@ class JobBody(RequestModel):
     max_tokens: int = Field(default=256, ge=1)
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, ge=0, le=1)
-    top_k: int = Field(default=0, ge=-1)
+    top_k: int = Field(default=0, ge=-1, lt=2**31)
     min_p: float = Field(default=0.0, ge=0, le=1)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)

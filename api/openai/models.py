@@ -1,14 +1,18 @@
-"""GET /v1/models: the models that a live worker serves, and the adapters of them."""
+"""GET /v1/models: the models that a live worker serves, and the adapters of them; for Anthropic's clients as theirs."""
 
+from datetime import UTC, datetime
 from typing import Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
+from api.generation.target import meant
+from api.http.anthropic_errors import speaks_anthropic
 from api.http.errors import error_responses
 from api.ring.ring import Ring, TheRing
 from shared.adapters import AdapterManifest, AdapterRef
 from shared.errors import InvalidRequestError, UnknownAdapterError, UnknownModelError
+from shared.process.model_aliases import plain_names
 from shared.sequences import ModelCard
 
 router = APIRouter(tags=["openai"])
@@ -34,27 +38,77 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
+class AnthropicModel(BaseModel):
+    """The same to a client of Anthropic's, which says so by its header `anthropic-version`."""
+
+    type: Literal["model"] = "model"
+    id: str
+    display_name: str
+    created_at: str = Field(description="when it was first served")
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int = Field(description="prompt and completion together")
+    max_tokens: int
+
+    @classmethod
+    def of(cls, model: Model) -> "AnthropicModel":
+        """A model as Anthropic shows it."""
+        created = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        most = model.max_model_len
+        return cls(id=model.id, display_name=model.root, created_at=created, max_input_tokens=most, max_tokens=most)
+
+
+class AnthropicModelList(BaseModel):
+    """All served models, on one page."""
+
+    data: list[AnthropicModel]
+    has_more: Literal[False] = False
+    first_id: str | None
+    last_id: str | None
+
+
 @router.get("/v1/models", summary="List models")
 @router.get("/models", include_in_schema=False)
-async def list_models(ring: TheRing) -> ModelList:
-    """Models with at least one live worker, and the adapters that such a worker can serve."""
+async def list_models(request: Request, ring: TheRing) -> ModelList | AnthropicModelList:
+    """Models with at least one live worker, the adapters that such a worker can serve, and aliases of both."""
     cards = await ring.live_models()
     models = [_described(cards[name]) for name in sorted(cards)]
     for name, latest in sorted((await ring.adapters.pointers()).items()):
         if latest and (adapter := await _adapter(ring, name)) is not None:
             models.append(adapter)
-    return ModelList(data=models)
+    models += await _aliases(ring, models)
+    if not speaks_anthropic(request.scope):
+        return ModelList(data=models)
+    shown = [AnthropicModel.of(model) for model in models]
+    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
+    return AnthropicModelList(data=shown, first_id=first, last_id=last)
 
 
 @router.get("/v1/models/{name:path}", summary="Describe a model", responses=error_responses(404))
 @router.get("/models/{name:path}", include_in_schema=False)
-async def describe_model(name: str, ring: TheRing) -> Model:
-    """One model with a live worker, or an adapter (`name` or `name@k`) of one."""
-    card = await ring.live_card(name)
-    model = _described(card) if card is not None else await _adapter(ring, name)
+async def describe_model(name: str, request: Request, ring: TheRing) -> Model | AnthropicModel:
+    """One model with a live worker, an adapter (`name` or `name@k`) of one, or what an alias stands for."""
+    known = await meant(ring, name) or name
+    model = await _found(ring, known)
     if model is None:
         raise UnknownModelError(f"model '{name}' does not exist or has no live worker", param="model")
-    return model
+    if known != name:
+        model = model.model_copy(update={"id": name})
+    return AnthropicModel.of(model) if speaks_anthropic(request.scope) else model
+
+
+async def _aliases(ring: Ring, models: list[Model]) -> list[Model]:
+    """Those that are names, not globs, and stand for something that is served."""
+    taken, shown = {model.id for model in models}, []
+    for name, target in plain_names(ring.settings.model_alias).items():
+        if name not in taken and (model := await _found(ring, target)) is not None:
+            shown.append(model.model_copy(update={"id": name}))
+    return shown
+
+
+async def _found(ring: Ring, name: str) -> Model | None:
+    """A model with a live worker, or an adapter of one."""
+    card = await ring.live_card(name)
+    return _described(card) if card is not None else await _adapter(ring, name)
 
 
 async def _adapter(ring: Ring, reference: str) -> Model | None:

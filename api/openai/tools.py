@@ -24,7 +24,7 @@ MAX_FORCED_CALLS = 16  # of one completion: a weak model would call for ever
 class FunctionDefinition(HistoryModel):
     """A function that the model may call."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="a JSON schema; absent: no parameters")
     strict: bool | None = Field(default=None, description="arguments follow the schema under `auto`, too")

@@ -83,6 +83,7 @@ def _worker(gauges: Gauges, worker: WorkerStatus, now_ms: int) -> None:
         "worker_kv_bytes": worker.kv_bytes,
         "worker_kv_limit_bytes": worker.kv_limit_bytes,
         "worker_heartbeat_age_seconds": max(0, now_ms - worker.heartbeat_ms) / 1000,
+        "kv_bytes_per_token": worker.extra.get("kv_bytes_per_token", 0),
         "adapter_slots": worker.extra.get("adapter_slots", 0),
         "adapter_slots_used": worker.extra.get("adapter_slots_used", 0),
         "prefix_cache_bytes": worker.extra.get("prefix_bytes", 0),

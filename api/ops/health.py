@@ -65,6 +65,7 @@ class ModelHealth(BaseModel):
     leased: dict[str, int] = Field(description="sequences in workers' hands, by class")
     oldest_ms: int = Field(description="age of the one that waits longest")
     memory: float = Field(description="share of KV memory given out by the worker with most room")
+    kv: str = Field(description="how KV is quantised, and how many of a row's caches; empty: it is not")
 
 
 class Utilization(BaseModel):
@@ -147,6 +148,7 @@ async def _look(ring: Ring, report: Health) -> None:
             leased={kind: queue.leased for kind, queue in depth.items()},
             oldest_ms=max((queue.oldest_ms for queue in depth.values()), default=0),
             memory=round(memory, 4),
+            kv=card.kv,
         )
         report.queue_depth += sum(queue.waiting for queue in depth.values())
         use, waiting = report.utilization, depth["interactive"].waiting

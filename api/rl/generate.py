@@ -20,7 +20,7 @@ from api.generation.logprobs import floored
 from api.generation.plan import Asked, encoded, plan
 from api.generation.running import gather_all
 from api.generation.sampling import SamplingFields, StrictId
-from api.generation.target import Target, find_target
+from api.generation.target import Target, find_target, meant
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import Off, complaint
@@ -133,7 +133,7 @@ async def generate(body: GenerateRequest, request: Request, ring: TheRing) -> Re
 
 async def _policy_target(body: GenerateRequest, request: Request, ring: Ring) -> Target:
     """The version that a request demands, else the newest of its adapter."""
-    model: str | None = body.model
+    model = await meant(ring, body.model)
     adapter = body.adapter or body.lora_adapter or ""
     session, default = body.user or request.state.request_id, ring.settings.default_adapter
     policy = body.adapter_policy or "pin"

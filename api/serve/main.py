@@ -7,6 +7,7 @@ here.
 
 import asyncio
 import contextlib
+import http.client
 import os
 import signal
 import socket
@@ -15,14 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import structlog
 import yaml
 from pydantic import SecretStr
 from redis.exceptions import RedisError
 
 from api.http.api_keys import KeyRing
-from api.http.auth import check_exposure
+from api.http.exposure import check_exposure
 from api.serve.embedded_redis import EmbeddedRedis
 from api.serve.supervisor import ChildSpec, Supervisor, wait_for
 from shared.errors import ServiceUnavailableError, SetupError
@@ -43,6 +43,7 @@ TRAINER = "trainer.hosted:HostedTrainer"
 TRAINER_FLAGS = ("lora_rank", "atropos_url")  # of ours that are the hosted trainer's settings
 SECRETS = ("PARALLM_API_KEY", "PARALLM_CONNECT_KEY", "PARALLM_REDIS_PASSWORD")
 READY_TIMEOUT_S = 600.0  # a large model loads for minutes
+READY_ANSWER_S = 5.0
 REDIS_LOOK_S = 0.2
 TELL_EVERY_S = 1.0
 LAST_LOOK_S = 1.0  # at the end: without Redis no child can finish anything
@@ -267,7 +268,7 @@ async def _announce(settings: ServeSettings, listener: socket.socket | None) -> 
         print(f"ParaLLM trains {settings.model}, without HTTP", flush=True)
     else:
         url = f"unix:{settings.uds}" if settings.uds else "http://{}:{}".format(*listener.getsockname()[:2])
-        if not await _ready(url, settings):
+        if not await _ready(listener, settings):
             log.error("serve.not_ready", after_s=READY_TIMEOUT_S)
             return
         print(f"ParaLLM is ready: {url}" + ("" if settings.uds else "/v1"), flush=True)
@@ -275,18 +276,25 @@ async def _announce(settings: ServeSettings, listener: socket.socket | None) -> 
     print(f"join with another worker: {joining}", flush=True)
 
 
-async def _ready(url: str, settings: ServeSettings) -> bool:
-    transport = httpx.AsyncHTTPTransport(uds=settings.uds) if settings.uds else None
-    base_url = "http://localhost" if settings.uds else url
-    async with httpx.AsyncClient(base_url=base_url, transport=transport, timeout=5, trust_env=False) as client:
+async def _ready(listener: socket.socket, settings: ServeSettings) -> bool:
+    path = "/readyz" if settings.workers else "/livez"
 
-        async def ready() -> bool:
-            with contextlib.suppress(httpx.HTTPError):
-                path = "/readyz" if settings.workers else "/livez"
-                return (await client.get(path)).status_code == 200
-            return False
+    async def ready() -> bool:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return await asyncio.to_thread(_status, listener, path) == 200
+        return False
 
-        return await wait_for(ready, READY_TIMEOUT_S)
+    return await wait_for(ready, READY_TIMEOUT_S)
+
+
+def _status(listener: socket.socket, path: str) -> int:
+    """What an api answers on the address of its listening socket."""
+    connection = http.client.HTTPConnection("localhost")
+    with socket.socket(listener.family) as connection.sock:
+        connection.sock.settimeout(READY_ANSWER_S)
+        connection.sock.connect(listener.getsockname())
+        connection.request("GET", path)
+        return connection.getresponse().status
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ _TENSOR_PARALLEL = (
     "a model is not split over machines or processes: each worker holds all of it; "
     "add workers with --workers N, or mlx_parallm_worker on another machine"
 )
-_QUANTIZED_KV = "KV is kept in the model's dtype; --kv-memory-gb bounds it"
 _SPECULATION_FLAGS = (
     "spec-decode", "num-speculative-tokens", "spec-decode-disable-batch-size", "ngram-max", "ngram-min",
     "no-ngram-prompt-lookup", "draft-model-path", "draft-model-quantize", "draft-context-len",
@@ -33,7 +32,6 @@ REFUSED = {
     "num-blocks": "KV memory is given in bytes: --kv-memory-gb, and --prefix-cache-gb for earlier prompts",
     "max-kv-size": "KV is bounded by memory, --kv-memory-gb, and a sequence by --max-context",
     "sequence-cache-size": "earlier prompts are kept by memory, not by number: --prefix-cache-gb",
-    **dict.fromkeys(("kv-bits", "kv-group-size"), _QUANTIZED_KV),
     **dict.fromkeys(_SPECULATION_FLAGS, _SPECULATION),
     **dict.fromkeys(_TENSOR_PARALLEL_FLAGS, _TENSOR_PARALLEL),
 }

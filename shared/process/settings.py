@@ -28,6 +28,7 @@ from pydantic_settings import (
 from shared.errors import SetupError
 from shared.process import nested_config
 from shared.process.foreign_flags import native
+from shared.process.model_aliases import ModelAliases
 from shared.process.peer_settings import PeerSettings
 from shared.process.ssd_settings import SsdSettings
 from shared.redis.connection import address
@@ -160,7 +161,7 @@ class WorkerSettings(JoinSettings, SsdSettings, PeerSettings):
     )
     allow_other_weights: bool = Field(
         default=False,
-        description="join although workers of this name have other weights, dtype or tokenizer: answers will differ",
+        description="join although workers of this name have other weights, dtype, KV bits or tokenizer",
     )
     worker_id: str = Field(default="", description="default: host name and a random part")
     max_batch_size: int = Field(
@@ -180,6 +181,8 @@ class WorkerSettings(JoinSettings, SsdSettings, PeerSettings):
     interactive_share: float = Field(default=0.7, ge=0, le=1, description="share of rows when both classes wait")
     kv_memory_gb: float = Field(default=0, ge=0, description="KV memory limit; 0: half of what the model left free")
     block_size: int = Field(default=64, ge=16, description="tokens by which the prefix cache compares prompts")
+    kv_bits: int = Field(default=0, ge=0, le=8, multiple_of=4, description="quantise KV to 8 or 4 bits; 0: do not")
+    kv_group_size: int = Field(default=64, ge=32, le=128, description="numbers of KV with one scale: 32, 64 or 128")
     max_context: int = Field(default=0, ge=0, description="shorten the model's context; 0: the model's own")
     dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
         default="", description="default: the model's; float32 on a Linux CPU"
@@ -226,6 +229,11 @@ class ApiSettings(ProcessSettings):
 
     host: str = Field(default="127.0.0.1", description="address to listen on; beyond this machine it takes a key")
     port: int = Field(default=8000, ge=0, le=65535, description="0: a free one")
+    model_alias: ModelAliases = Field(
+        default=[],
+        description="GLOB=NAME, such as claude-*=tiny: requests for a model whose name is none of ours and matches get "
+        "that model or adapter; the first that matches counts",
+    )
     default_max_tokens: int = Field(
         default=512,
         ge=1,
@@ -288,9 +296,7 @@ class ApiSettings(ProcessSettings):
     default_adapter: str = Field(default="policy", description="adapter of requests that name none: /generate, uploads")
     adapter_dirs: list[Path] = Field(default=[], description="folders that /load_adapter may read; none: refused")
     adapter_keep_n: int = Field(
-        default=16,
-        ge=0,
-        description="versions of an adapter that an upload leaves, besides latest, best and used; 0: all",
+        default=16, ge=0, description="versions that an upload leaves, besides latest, best and used; 0: all"
     )
     max_adapter_bytes: int = Field(default=1_073_741_824, ge=1024, description="one adapter version")
 

@@ -117,6 +117,7 @@ _OURS = (
     _gauge("mlx_parallm_worker_rows", _WORKER, "rows in use"),
     _gauge("mlx_parallm_worker_max_rows", _WORKER, "rows there are"),
     _gauge("mlx_parallm_worker_tokens_per_second", _WORKER, "tokens decoded, over the last heartbeat"),
+    _gauge("mlx_parallm_kv_bytes_per_token", _WORKER, "KV memory that a token takes, quantised if KV is"),
     _gauge("mlx_parallm_worker_kv_bytes", _WORKER, "KV memory that rows hold"),
     _gauge("mlx_parallm_worker_kv_limit_bytes", _WORKER, "KV memory there is"),
     _gauge("mlx_parallm_worker_heartbeat_age_seconds", _WORKER, "since the worker's last heartbeat"),

@@ -74,7 +74,7 @@ def main() -> int:
     for path in absent:
         print(f"skipped {path.name:24s} needs tests/clients/requirements-load.txt", flush=True)
     chosen = [path for path in chosen if path not in absent]
-    with tempfile.TemporaryDirectory() as folder, ring(Path(folder)) as server:
+    with tempfile.TemporaryDirectory() as folder, ring(Path(folder), "--model-alias", f"claude-*={MODEL}") as server:
         passed = [run(script, python, arguments.node, server.url) for script in chosen]
     print(f"{sum(passed)} passed, {len(passed) - sum(passed)} failed")
     return 0 if all(passed) else 1

@@ -2,7 +2,7 @@
 wrong, and raw bytes. `python -m tests.e2e.bad_input URL --examples 300` runs long against a server that you started.
 
 No answer may be a 5xx (504 where the request set itself a deadline, 503 where it needs a trainer), none may take longer
-than PATIENCE_S, every error is OpenAI's object, and afterwards the server answers as before.
+than PATIENCE_S, every error is OpenAI's or Anthropic's object, and afterwards the server answers as before.
 """
 
 import argparse
@@ -31,6 +31,7 @@ VALID: dict[str, dict[str, Any]] = {
         "prompt": "12+35=",
         "max_tokens": 4,
         "temperature": 0.5,
+        "top_k": 5,
         "stop": ["x"],
         "n": 2,
         "collect_trajectory": True,
@@ -60,6 +61,21 @@ VALID: dict[str, dict[str, Any]] = {
         "truncation": "auto",
         "include": ["message.output_text.logprobs"],
     },
+    "/v1/messages": {
+        "model": MODEL,
+        "max_tokens": 4,
+        "system": [{"type": "text", "text": "brief", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "x"}]},
+        ],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}, {"name": "g", "input_schema": {}}],
+        "tool_choice": {"type": "auto"},
+        "thinking": {"type": "adaptive"},
+        "stop_sequences": ["x"],
+    },
+    "/v1/messages/count_tokens": {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]},
     "/detokenize": {"model": MODEL, "tokens": [5, 6, 7]},
     "/v1/jobs": {
         "kind": "rollout",
@@ -132,7 +148,7 @@ class Findings:
         try:
             response = send()
             for _ in range(40):
-                if response.status_code != 503 or "more to do" not in response.text:
+                if response.status_code not in (503, 529) or "more to do" not in response.text:
                     break
                 time.sleep(0.25)  # the machine is busy, and the server says so: once more, as a client would
                 response = send()
@@ -146,8 +162,9 @@ class Findings:
             self.wrong.append(f"{what}: {status} {response.text[:300]}")
         elif status >= 400:
             try:
-                error = json.loads(response.text)["error"]
-                assert set(error) >= {"message", "type", "param", "code"}
+                told = json.loads(response.text)
+                theirs = {"param", "code"} if "type" not in told else set()  # Anthropic's object has none
+                assert set(told["error"]) >= {"message", "type", *theirs}
             except Exception:
                 self.wrong.append(f"{what}: {status} is no error object: {response.text[:300]}")
 

@@ -100,7 +100,7 @@ async def test_a_stream_resumes_on_another_api_after_its_own_died(two_workers: R
 
 async def test_a_killed_worker_costs_no_sample_and_doubles_none(two_workers: Ring) -> None:
     async with InferenceClient(two_workers.url) as client:
-        submitted = await client.submit(*job(prompts=24, n=4, max_tokens=160))
+        submitted = await client.submit(*job(prompts=24, n=4, max_tokens=96))
         victim = (await asyncio.to_thread(two_workers.workers))[0]
 
         async def has_rows() -> bool:
@@ -113,7 +113,7 @@ async def test_a_killed_worker_costs_no_sample_and_doubles_none(two_workers: Rin
     assert status.status == "succeeded"
     assert status.counts.succeeded == 96
     assert places(lines) == [(p, s) for p in range(24) for s in range(4)]
-    assert all(len(line.completion_ids) == len(line.logprobs) == 160 for line in lines)
+    assert all(len(line.completion_ids) == len(line.logprobs) == 96 for line in lines)
     assert max(line.attempt for line in lines) >= 2, "the killed worker had nothing in hand"
 
 
@@ -140,7 +140,7 @@ async def pid_of_its_worker(served: Ring, request: str) -> int:
 async def test_a_killed_redis_is_started_again_and_the_job_goes_on(two_workers: Ring) -> None:
     redis = connect(two_workers.redis_url)
     async with InferenceClient(two_workers.url) as client:
-        submitted = await client.submit(*job(prompts=24, n=4, max_tokens=160))
+        submitted = await client.submit(*job(prompts=24, n=4, max_tokens=96))
 
         async def has_rows() -> bool:
             return (await client.status(submitted.id)).counts.running > 0

@@ -27,10 +27,12 @@ HOSTED = ("--mode", "inference_and_training", "--log-json", "true")
 
 
 def config(folder: Path, **changes: Any) -> Path:
-    """The recipe for sixteen tasks, in a file."""
+    """The recipe for sixteen tasks, in a file, with half its samples."""
     recipe = yaml.safe_load((ROOT / "trainer/recipes/tiny-fixed.yaml").read_bytes())
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(recipe | {"run_dir": str(folder / "run")} | changes))
+    path.write_text(
+        yaml.safe_dump(recipe | {"run_dir": str(folder / "run"), "group_size": 8, "probe_prompts": 2} | changes)
+    )
     return path
 
 
@@ -115,7 +117,7 @@ async def test_it_learns_while_streams_go_on_and_goes_on_after_a_kill(hosted: Ri
 
 
 def test_training_that_fails_says_why_and_the_worker_serves_on(tmp_path: Path) -> None:
-    file = config(tmp_path, learning_rate=1.0, warmup_steps=0, max_rejections=2, evaluate_every=0)
+    file = config(tmp_path, learning_rate=1.0, warmup_steps=0, max_rejections=2, evaluate_every=0, prompts_per_step=4)
     with ring(tmp_path / "ring", *HOSTED, "--train-config", str(file)) as served:
         served.server.wait_for_line(r"failed the gate.*training\.failed")
         served.server.wait_for_line(r"worker\.guest_left")
@@ -125,12 +127,16 @@ def test_training_that_fails_says_why_and_the_worker_serves_on(tmp_path: Path) -
             f"{served.url}/v1/chat/completions", json={**ASK, "stream": False, "model": MODEL}, timeout=30
         )
         assert answer.status_code == 200, answer.text
-        (worker,) = served.workers()
-        assert worker.extra["guest_units"] > 0
+
+        async def computed() -> bool:  # told with its next heartbeat
+            (worker,) = await asyncio.to_thread(served.workers)
+            return worker.extra["guest_units"] > 0
+
+        asyncio.run(wait_until(computed, timeout_s=30))
 
 
 def test_training_only_ends_with_the_training(tmp_path: Path) -> None:
-    file = config(tmp_path, evaluate_every=0, steps=2)
+    file = config(tmp_path, evaluate_every=0, steps=2, prompts_per_step=4)
     done = subprocess.run(
         [
             sys.executable, "-m", "api.serve.main", "--model", f"models/{MODEL}", "--data-dir", str(tmp_path / "ring"),

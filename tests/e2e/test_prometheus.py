@@ -124,6 +124,7 @@ async def chat(url: str) -> None:
                 await http.post("/v1/chat/completions", json={**body, "model": model})
             job = {"kind": "rollout", "model": MODEL, "prompts": ["1+1="], "references": ["2"]}
             await http.post("/v1/jobs", json={**job, "reward": {"name": "exact"}})
+            await asyncio.sleep(0.1)
 
 
 def wait_for_samples(server: Prometheus, timeout_s: float = 90) -> None:

@@ -17,7 +17,7 @@ ASK = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "tem
 
 def test_the_policy_learns_while_chats_on_it_go_on(served: Ring, tmp_path: Path) -> None:
     recipe = str(ROOT / "trainer/recipes/tiny-fixed.yaml")
-    sizes = ("--steps", "8", "--learning-rate", "0.003", "--evaluate-every", "4")
+    sizes = ("--steps", "8", "--group-size", "8", "--learning-rate", "0.003", "--evaluate-every", "4")
     with training(served, tmp_path, "--config", recipe, *sizes) as trainer:
         answers = asyncio.run(chat_until_trained(served, trainer))
         assert trainer.wait(10) == 0, trainer.output

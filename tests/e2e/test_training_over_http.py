@@ -19,7 +19,16 @@ from tests.waiting import wait_until
 from trainer.metrics import read
 
 KEY = "a-key-that-is-long-enough"
-RECIPE = ("--config", str(ROOT / "trainer/recipes/tiny-fixed.yaml"), "--prompts-per-step", "8")
+RECIPE = (
+    "--config",
+    str(ROOT / "trainer/recipes/tiny-fixed.yaml"),
+    "--prompts-per-step",
+    "4",
+    "--group-size",
+    "8",
+    "--probe-prompts",
+    "2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +94,7 @@ def test_it_learns_shows_itself_and_leaves_no_jobs(keyed: Ring, http: httpx.Clie
         found: list[dict[str, Any]] = http.get("/v1/jobs", params={"limit": 1000}).json()["data"]
         return found
 
-    assert len(left()) <= 32, "what was read is deleted; the two batches that were under way at the end are cancelled"
+    assert len(left()) <= 16, "what was read is deleted; the two batches that were under way at the end are cancelled"
     asyncio.run(wait_until(lambda: all(job["status"] in ("cancelled", "succeeded") for job in left()), timeout_s=30))
 
 

@@ -46,3 +46,15 @@ def test_a_stop_string_ends_an_answer(tiny: LoadedModel) -> None:
     bench.run()
     assert bench.text("s") == whole[: whole.index(stop)]
     assert bench.finish("s").stop_match == stop
+
+
+def test_kv_of_8_bits_predicts_what_full_precision_does(tiny: LoadedModel) -> None:
+    quantised = load_model(EngineConfig(str(FOLDER), kv_bits=8, kv_group_size=32))
+    assert quantised.card.kv == "8 bits, groups of 32, 3 of 3 caches"
+    codec, logprobs = TextCodec(tiny.tokenizer), []
+    ids = [id_ for each in QUESTIONS for id_ in codec.encode_chat([{"role": "user", "content": each}])]
+    for loaded in (tiny, quantised):
+        logits = loaded.model(mx.array([ids]), cache=loaded.kv.new(loaded.model))[0]
+        logprobs.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+    divergence = (mx.exp(logprobs[0]) * (logprobs[0] - logprobs[1])).sum(axis=-1)
+    assert 0 < divergence.mean().item() < 1e-3

@@ -7,7 +7,7 @@ import pytest
 import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from worker.engine.kv.parcels import (
     HostArray,
@@ -22,6 +22,7 @@ from worker.engine.kv.parcels import (
     pack,
     unpack,
 )
+from worker.engine.kv.quantised import Packing, QuantisedKVCache
 from worker.engine.kv.slabs import Layers
 
 LABEL = Label("us", (b"one", b"two"), "policy@3", "sha", (5, 6, 7), 131)
@@ -122,9 +123,9 @@ def test_an_identity_tells_apart_all_that_kv_depends_on() -> None:
         identity_of("base", "bfloat16", 64, [KVCache(), ArraysCache(3)]),
         identity_of("base", "bfloat16", 64, [RotatingKVCache(16), ArraysCache(2)]),
         identity_of("base", "bfloat16", 64, [RotatingKVCache(32), ArraysCache(2)]),
-        identity_of("base", "bfloat16", 64, [QuantizedKVCache(64, 8), ArraysCache(2)]),
-        identity_of("base", "bfloat16", 64, [QuantizedKVCache(64, 4), ArraysCache(2)]),
-        identity_of("base", "bfloat16", 64, [QuantizedKVCache(32, 4), ArraysCache(2)]),
+        identity_of("base", "bfloat16", 64, [QuantisedKVCache(Packing(8, 64, mx.bfloat16)), ArraysCache(2)]),
+        identity_of("base", "bfloat16", 64, [QuantisedKVCache(Packing(4, 64, mx.bfloat16)), ArraysCache(2)]),
+        identity_of("base", "bfloat16", 64, [QuantisedKVCache(Packing(4, 32, mx.bfloat16)), ArraysCache(2)]),
     }
     assert len(identities) == 10
     assert identity_of("base", "bfloat16", 64, [KVCache(), ArraysCache(2)]) in identities

@@ -8,6 +8,7 @@ import pytest
 
 from shared.sequences import SequenceSpec
 from tests.engine.conftest import Bench, prompt_of, spec
+from tests.engine.kv_models import small
 from worker.engine.model.loader import LoadedModel
 
 
@@ -80,9 +81,10 @@ class Schedule:
         self.bench.run(5000)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_tokens_are_those_of_a_sequence_alone_whatever_the_schedule(llama: LoadedModel, seed: int) -> None:
-    schedule = Schedule(llama, seed)
+@pytest.mark.parametrize(("seed", "name"), [(0, "llama"), (1, "llama"), (2, "llama"), (3, "llama 8")])
+def test_tokens_are_those_of_a_sequence_alone_whatever_the_schedule(llama: LoadedModel, seed: int, name: str) -> None:
+    loaded = llama if name == "llama" else small(name, llama)
+    schedule = Schedule(loaded, seed)
     schedule.run()
     engine, batch = schedule.bench.engine, schedule.bench.engine._batch
     assert not (engine._rows or engine._waiting or engine._reserved.bytes or engine._lane._tasks)
@@ -90,7 +92,7 @@ def test_tokens_are_those_of_a_sequence_alone_whatever_the_schedule(llama: Loade
     for seq in schedule.specs:
         reason = schedule.bench.finish(seq).reason
         assert reason == "length" or (reason == "cancelled" and seq in schedule.cancelled)
-    alone = Bench(llama, max_rows=64, prefix_cache_bytes=0, prefill_rows=1, prefill_chunk=4096)
+    alone = Bench(loaded, max_rows=64, prefix_cache_bytes=0, prefill_rows=1, prefill_chunk=4096)
     for seq, each in schedule.specs.items():
         alone.submit(msgspec.structs.replace(each, group="", sequence_class="interactive"))
         alone.run()

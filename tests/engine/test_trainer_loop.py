@@ -33,6 +33,7 @@ SMALL: dict[str, Any] = {
     "parity_every": 3,
     "distances_every": 2,
     "checkpoint_every": 2,
+    "probe_prompts": 2,  # each costs several forward passes a train step
 }
 
 

@@ -59,6 +59,8 @@ def named(adapter: str, file: str) -> dict[str, dict[str, Any]]:
         "POST /v1/chat/completions": {"json": {"model": MODEL, "adapter": f"{adapter}@1", **CHAT}},
         "POST /v1/embeddings": {"json": {"model": adapter, "input": "hi"}},
         "POST /v1/responses": {"json": {"model": adapter, "input": "hi"}},
+        "POST /v1/messages": {"json": {"model": adapter, "max_tokens": 9, **CHAT}, "headers": {"x-request-id": "r"}},
+        "POST /v1/messages/count_tokens": {"json": {"model": adapter, **CHAT}, "headers": {"x-request-id": "r"}},
         "POST /v1/classifications": {"json": {"model": adapter, "input": "hi", "labels": ["a", "b"]}},
         "POST /v1/chat/completions/render": {"json": {"model": adapter, **CHAT}},
         "POST /classify": {"json": {"model": adapter, "input": "hi", "labels": ["a", "b"]}},

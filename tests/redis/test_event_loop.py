@@ -84,6 +84,10 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [_HI], "max_tokens": 4, **fields}
 
 
+def message(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [_HI], "max_tokens": 4, **fields}
+
+
 def schema(described: Any) -> dict[str, Any]:
     return chat(structured_outputs={"json": described})
 
@@ -93,6 +97,7 @@ RULES = "root ::= r0\n" + "\n".join(f'r{i} ::= "a" r{i + 1}' for i in range(600)
 LARK = "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(5000)) + '\nr5000: "x"'
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "é"}] * 8}] * 1100
 CALLS = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}] * 4900}]
+USES = [{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}] * 4900}, _HI]
 TOOL = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(80)}}
 PATTERNS = {"patternProperties": {f"^a{at}[a-z]*b": {} for at in range(60)}, "type": "object"}
 
@@ -133,6 +138,18 @@ WORST: dict[str, tuple[str, Any]] = {
     ),
     "items": ("/v1/responses", {"model": MODEL, "input": [_HI] * 9990, "store": False}),
     "wrong items": ("/v1/responses", {"model": MODEL, "input": [{"type": "reasoning", "summary": [{}]}] * 4900}),
+    "a long turn": ("/v1/messages", message(messages=[{"role": "user", "content": MEGABYTE}])),
+    "many turns": ("/v1/messages", message(messages=[_HI] * 4096)),
+    "many blocks": ("/v1/messages", message(messages=PARTS)),
+    "wrong blocks": ("/v1/messages", message(messages=[{"role": "user", "content": [{"type": "x"}] * 9900}])),
+    "many uses of tools": ("/v1/messages", message(messages=USES)),
+    "lines for billing": ("/v1/messages", message(system="x-anthropic-a: 1\n" * 50_000)),
+    "blanks before the system prompt": ("/v1/messages", message(system=[{"type": "text", "text": " " * 900_000}])),
+    "tools of messages": (
+        "/v1/messages",
+        message(tools=[{"name": f"f{i}", "input_schema": TOOL} for i in range(115)], tool_choice={"type": "any"}),
+    ),
+    "turns to count": ("/v1/messages/count_tokens", {"model": MODEL, "messages": PARTS}),
     "many inputs": ("/v1/embeddings", {"model": MODEL, "input": ["ab " * 150] * 2000}),
     "a template of places": (
         "/v1/classifications",

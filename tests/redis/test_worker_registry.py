@@ -106,7 +106,7 @@ def working(worker: str, of: ModelCard, **fields: Any) -> WorkerStatus:
     return msgspec.structs.replace(status(worker, of.name), weights=weights_of(of), **fields)
 
 
-OTHERS = [{"base_sha256": "other"}, {"dtype": "bfloat16"}, {"tokenizer_sha256": "0" * 64}]
+OTHERS = [{"base_sha256": "other"}, {"dtype": "bfloat16"}, {"tokenizer_sha256": "0" * 64}, {"kv": "8 bits"}]
 
 
 @pytest.mark.parametrize("difference", OTHERS)

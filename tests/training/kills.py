@@ -42,6 +42,7 @@ parity_every: 5
 evaluate_every: 4
 evaluate_prompts: 8
 checkpoint_every: 2
+probe_prompts: 2
 """
 GROUPS = 4
 

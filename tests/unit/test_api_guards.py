@@ -15,7 +15,8 @@ from pydantic import SecretStr
 from api.app import create_app, guard
 from api.http import errors
 from api.http.api_keys import KeyRing, line_of, new_key
-from api.http.auth import OwnOrigin, check_exposure
+from api.http.auth import OwnOrigin
+from api.http.exposure import check_exposure
 from api.http.limits import MAX_JSON_DEPTH, check_shape
 from api.load import Load
 from shared.errors import InvalidRequestError, SetupError

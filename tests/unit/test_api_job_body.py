@@ -122,6 +122,7 @@ def test_ids_outside_the_vocabulary_are_refused_with_their_place() -> None:
         ({"n": 0}, "n"),
         ({"kind": "train"}, "kind"),
         ({"temperature": -1}, "temperature"),
+        ({"top_k": 2**64}, "top_k"),
         ({"logprobs_mode": "raw_logits"}, "logprobs_mode"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"prompt": "x"}, "prompt"),

@@ -3,7 +3,8 @@ import pytest
 
 from api.ops.ring_address import address_of
 from shared.errors import ServiceUnavailableError, SetupError
-from shared.process.discovery import api_url, find_redis, join
+from shared.process.discovery import join
+from shared.process.ring_query import api_url, find_redis
 from shared.process.settings import JoinSettings, ServeSettings, WorkerSettings, load
 from trainer.settings import TrainSettings
 

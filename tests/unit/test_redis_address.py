@@ -4,7 +4,7 @@ import pytest
 
 from api.ops.ring_address import address_of
 from shared.errors import SetupError
-from shared.process.discovery import find_redis
+from shared.process.ring_query import find_redis
 from shared.redis.connection.address import SentinelAddress, is_sentinel, shown
 from shared.redis.connection.client import connect, require
 

@@ -62,6 +62,12 @@ def test_a_command_tells_its_version(kind: type[ProcessSettings], capsys: pytest
     assert CliRunner().invoke(cli.app, ["--version"]).stdout == f"{version()}\n"
 
 
+@pytest.mark.parametrize("flags", [["--kv-bits", "5"], ["--kv-bits", "16"], ["--kv-group-size", "16"]])
+def test_kv_of_other_bits_or_groups_than_mlx_reads_is_refused(flags: list[str]) -> None:
+    with pytest.raises(SetupError, match=flags[0][2:].replace("-", "_")):
+        load(WorkerSettings, flags)
+
+
 def test_a_prefill_chunk_is_measured_or_enough_for_a_forward() -> None:
     assert load(WorkerSettings, []).prefill_chunk == 0
     assert load(WorkerSettings, ["--prefill-chunk", "16"]).prefill_chunk == 16

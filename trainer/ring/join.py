@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from shared.errors import SetupError, UnknownModelError
-from shared.process.discovery import api_url, ring_url
+from shared.process.discovery import ring_url
+from shared.process.ring_query import api_url
 from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.redis.queue.sequence_calls import SequenceCalls

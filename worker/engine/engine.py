@@ -58,7 +58,7 @@ class Engine:
         self._grammars = Grammars(loaded.tokenizer, loaded.card.vocab_size, wake)
         self._limits = Limits.of(loaded.card, loaded.kv_limit_bytes)
         bound_freed_memory(self._limits.kv_limit_bytes)
-        self._model = RowModel(loaded.model, adapters)
+        self._model = RowModel(loaded.model, adapters, loaded.kv)
         self._pieces = Pieces(ChunkSize(config.prefill_chunk, config.piece_s))
         self._class_turns = ClassTurns()
         score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)

@@ -53,6 +53,8 @@ class EngineConfig:
     between_steps_s: float = 0.005  # time for loading adapters between two decode steps
     prefix_cache_bytes: int = 1 << 30  # KV of earlier prompts, besides `kv_limit_bytes`; 0: none is kept
     block_size: int = 64  # tokens by which prefixes are compared and kept
+    kv_bits: int = 0  # of each number of KV, 8 or 4; 0: the model's dtype
+    kv_group_size: int = 64  # numbers that share a scale
     keep_bytes: int = 128 << 20  # of prompts' KV copied into the prefix cache between two decode steps, about
     disk: DiskConfig | None = None  # where KV goes that the prefix cache has no room for; None: nowhere
     guest_share: float = 0.2  # of the thread's time that guests get while rows decode; 0: none
@@ -177,6 +179,8 @@ def engine_config(s: WorkerSettings) -> EngineConfig:
         trust_remote_code=s.trust_remote_code,
         prefix_cache_bytes=int(s.prefix_cache_gb * 1e9),
         block_size=s.block_size,
+        kv_bits=s.kv_bits,
+        kv_group_size=s.kv_group_size,
         disk=_disk_config(s),
         guest_share=s.training_share,
     )

@@ -19,7 +19,6 @@ from itertools import count
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
 from shared.sequences import SamplingParams, SequenceSpec
 from worker.engine.engine import Engine
@@ -50,7 +49,7 @@ def prepare(loaded: LoadedModel, config: EngineConfig) -> EngineConfig:
     """The configuration with what was measured; what can be warmed up is. In the engine's thread, before any row."""
     began = time.perf_counter()
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    forward = _timed(loaded.model)
+    forward = _timed(loaded)
     if not config.prefill_chunk:
         bounds, bound_s = (CPU_CHUNKS, CPU_PIECE_S) if on_cpu else (CHUNKS, PIECE_S)
         config = replace(config, prefill_chunk=largest_chunk(forward, *bounds, bound_s), piece_s=bound_s)
@@ -90,14 +89,14 @@ def largest_width(forward: Forward, fewest: int, most: int, bound_s: float) -> i
     return best
 
 
-def _timed(model: Any) -> Forward:
+def _timed(loaded: LoadedModel) -> Forward:
     """The quicker of two forwards, after one that makes what they need."""
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
 
     def once(rows: int, width: int) -> float:
         began = time.perf_counter()
-        caches = [cache.merge([cache] * rows) for cache in make_prompt_cache(model)]
-        model(mx.zeros((rows, width), mx.int32), cache=caches)
+        caches = [cache.merge([cache] * rows) for cache in loaded.kv.new(loaded.model)]
+        loaded.model(mx.zeros((rows, width), mx.int32), cache=caches)
         mx.eval([cache.state for cache in caches])
         return time.perf_counter() - began
 

@@ -56,7 +56,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def weights_of(card: ModelCard) -> str:
     """Hashes of what a worker's tokens depend on besides the request."""
-    return f"weights {card.base_sha256[:12]}, dtype {card.dtype}, tokenizer {card.tokenizer_sha256[:12]}"
+    kv = f", KV of {card.kv}" if card.kv else ""
+    return f"weights {card.base_sha256[:12]}, dtype {card.dtype}, tokenizer {card.tokenizer_sha256[:12]}{kv}"
 
 
 class WorkerRegistry:
@@ -192,7 +193,8 @@ def _differs(ours: WorkerStatus, others: list[WorkerStatus]) -> str:
     return (
         f"model {ours.model!r} is being served with something else: {named}; this worker has {ours.weights}. "
         "Requests move between the workers of a model, so their answers would differ. Load the same (--model, "
-        "--dtype), serve this one as another (--served-model-name NAME), or say that you mean it: --allow-other-weights"
+        "--dtype, --kv-bits, --kv-group-size), serve this one as another (--served-model-name NAME), or say that you "
+        "mean it: --allow-other-weights"
     )
 
 

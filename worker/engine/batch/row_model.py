@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
 from worker.engine.batch.adapters import Adapters, NoAdapters
 from worker.engine.batch.row import Row, RowTag
+from worker.engine.kv.layout import KvLayout
 from worker.engine.model.batching import takes_padding
 from worker.engine.model.pooling import hidden_states
 
@@ -19,8 +19,9 @@ from worker.engine.model.pooling import hidden_states
 class RowModel:
     """Wraps a loaded mlx-lm model."""
 
-    def __init__(self, model: Any, adapters: Adapters | None = None) -> None:
+    def __init__(self, model: Any, adapters: Adapters | None, kv: KvLayout) -> None:
         self.model = model
+        self._kv = kv
         self.adapters: Adapters = adapters or NoAdapters()
         self.takes_padding = takes_padding(model)
         self.rows: tuple[Row, ...] = ()
@@ -30,8 +31,7 @@ class RowModel:
 
     def new_kv(self) -> list[Any]:
         """Empty KV of one row, one cache per layer."""
-        kv: list[Any] = make_prompt_cache(self.model)
-        return kv
+        return self._kv.new(self.model)
 
     def hidden(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
         """Hidden states [B, L, H] behind the last norm; only of models that `embeds` says have them."""

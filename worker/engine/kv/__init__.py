@@ -5,4 +5,6 @@ what sequences leave (`entries.py`), found again by their blocks (`block_keys.py
 be cut (`stops.py` says at which positions). `slabs.py` copies several rows at once. `sharing.py` gives KV away
 and takes it in, as bytes that are checked when they are read (`parcels.py`); `disk/` keeps in files what memory has no
 room for.
+
+`layout.py` says which caches a model's rows get; `quantised.py` holds those of 8 and 4 bits.
 """

@@ -3,15 +3,16 @@
 A model's caches come as a list of mlx-lm's (mlx_lm/models/cache.py), some of them `CacheList`s of several. A *leaf* is
 one cache that holds arrays itself, of one row or of a batch:
 
-- plain: keys and values of every position; can be cut at any length. A batch pads its rows on the left.
+- plain: keys and values of every position; can be cut at any length. A batch pads its rows on the left. Quantised, they
+  are packed (quantised.py) and otherwise the same.
 - window: keys and values of the last `max_size` positions.
 - recurrent: a state of fixed size, which is replaced with every token.
 
 The last two cannot be cut: what they hold belongs to one position, and is kept as a *state* of that position. Of any
 other class nothing is kept; its own methods put it into a batch and filter it.
 
-A new kind (quantised, say) is a class with these methods and an entry in `_KINDS`; what is cut at any length may hold
-any number of arrays, with positions on axis 2.
+A new kind is a class with these methods and an entry in `_KINDS`; what is cut at any length may hold any number of
+arrays, with positions on axis 2.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from mlx_lm.models.cache import (
     KVCache,
     RotatingKVCache,
 )
+
+from worker.engine.kv.quantised import BatchQuantisedKVCache, QuantisedKVCache
 
 Arrays = tuple[mx.array, ...]
 
@@ -73,13 +76,13 @@ class _Plain(Kind):
         return () if cache.keys is None else (cache.keys, cache.values)
 
     def restored(self, new: Any, arrays: Arrays, length: int) -> Any:
-        cache = KVCache()
+        cache = self._row(new)
         cache.keys, cache.values = arrays
         cache.offset = length
         return cache
 
     def copies(self, cache: Any, rows: int) -> Any:
-        batch = BatchKVCache([0] * rows)
+        batch = self._batch(cache, [0] * rows)
         if cache.keys is not None:
             batch.keys, batch.values = (_repeated(each, rows) for each in cache.keys_and_values())
             batch.offset = batch.offset + cache.offset
@@ -94,6 +97,21 @@ class _Plain(Kind):
             cache._idx -= shift
         cache.offset = cache.offset[index]
         cache.left_padding = cache.left_padding[index] - shift
+
+    def _row(self, like: Any) -> Any:
+        """An empty one."""
+        return KVCache()
+
+    def _batch(self, like: Any, padding: list[int]) -> Any:
+        return BatchKVCache(padding)
+
+
+class _Quantised(_Plain):
+    def _row(self, like: Any) -> Any:
+        return QuantisedKVCache(like.packing)
+
+    def _batch(self, like: Any, padding: list[int]) -> Any:
+        return BatchQuantisedKVCache(like.packing, padding)
 
 
 class _Window(Kind):
@@ -152,10 +170,12 @@ class _Recurrent(Kind):
 
 
 _OTHER = Kind()
-_PLAIN, _WINDOW, _RECURRENT = _Plain(), _Window(), _Recurrent()
+_PLAIN, _QUANTISED, _WINDOW, _RECURRENT = _Plain(), _Quantised(), _Window(), _Recurrent()
 _KINDS: dict[type, Kind] = {
     KVCache: _PLAIN,
     BatchKVCache: _PLAIN,
+    QuantisedKVCache: _QUANTISED,
+    BatchQuantisedKVCache: _QUANTISED,
     RotatingKVCache: _WINDOW,
     BatchRotatingKVCache: _WINDOW,
     ArraysCache: _RECURRENT,
@@ -195,7 +215,7 @@ def keep_rows(caches: Sequence[Any], keep: list[int], padding: Sequence[int]) ->
 
 def copies(caches: Sequence[Any], rows: int) -> list[Any]:
     """Batched caches of equal rows."""
-    return _mapped(caches, lambda leaf: kind_of(leaf).copies(leaf, rows))
+    return mapped(caches, lambda leaf: kind_of(leaf).copies(leaf, rows))
 
 
 def restored(new_kv: Sequence[Any], cut: Sequence[Arrays], states: Sequence[Arrays], length: int) -> list[Any]:
@@ -206,12 +226,13 @@ def restored(new_kv: Sequence[Any], cut: Sequence[Arrays], states: Sequence[Arra
         kind = kind_of(new)
         return kind.restored(new, next(cuts if kind.is_cut else others), length)
 
-    return _mapped(new_kv, leaf_of)
+    return mapped(new_kv, leaf_of)
 
 
-def _mapped(caches: Sequence[Any], leaf_of: Callable[[Any], Any]) -> list[Any]:
+def mapped(caches: Sequence[Any], leaf_of: Callable[[Any], Any]) -> list[Any]:
+    """Caches with other leaves, made of these in order."""
     return [
-        CacheList(*_mapped(cache.caches, leaf_of)) if type(cache) is CacheList else leaf_of(cache) for cache in caches
+        CacheList(*mapped(cache.caches, leaf_of)) if type(cache) is CacheList else leaf_of(cache) for cache in caches
     ]
 
 

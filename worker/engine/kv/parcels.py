@@ -10,6 +10,7 @@ handles plain memory and may run anywhere.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -117,7 +118,7 @@ def _layout(leaf: Any) -> list[str]:
 
 
 def _is_plain(value: object) -> bool:
-    return isinstance(value, int | float | str)
+    return isinstance(value, int | float | str) or dataclasses.is_dataclass(value)
 
 
 # -- in the engine's thread

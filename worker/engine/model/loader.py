@@ -9,17 +9,17 @@ import hashlib
 import os
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm.utils
-from mlx_lm.models.cache import make_prompt_cache
 
 from shared.errors import SetupError
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
+from worker.engine.kv.layout import KvLayout, layout_of
 from worker.engine.messages import EngineConfig
 from worker.engine.model import cuda_graphs
 from worker.engine.model.sites import module_shapes
@@ -41,6 +41,7 @@ class LoadedModel:
     config: dict[str, Any]  # the model's config.json
     path: Path
     kv_limit_bytes: int
+    kv: KvLayout = field(default_factory=KvLayout)
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -56,7 +57,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     _set_dtype(model, config.dtype)
     mx.eval(model.parameters())
     bundle = export_tokenizer(tokenizer)
-    kv_bytes, vocab, dtype = _measure(model)
+    kv = layout_of(model, config.kv_bits, config.kv_group_size)
+    kv_bytes, vocab, dtype = _measure(model, kv)
     card = ModelCard(
         name=config.served_name or config.model.rstrip("/").rsplit("/", 1)[-1],
         context_length=_context_length(model_config, config.max_context),
@@ -67,12 +69,13 @@ def load_model(config: EngineConfig) -> LoadedModel:
         kv_bytes_per_token=kv_bytes,
         dtype=dtype,
         quantization=_quantization(model_config),
+        kv=kv.name,
         created=int(time.time()),
         modules=module_shapes(model),
         sources=(config.model,),
     )
     limit = config.kv_limit_bytes or free_bytes() // 2
-    return LoadedModel(card, bundle, model, model_config, path, limit)
+    return LoadedModel(card, bundle, model, model_config, path, limit, kv)
 
 
 def _find(name: str) -> Path:
@@ -99,9 +102,9 @@ def _set_dtype(model: Any, dtype: str | None) -> None:
     model.set_dtype(_DTYPES[dtype])
 
 
-def _measure(model: Any) -> tuple[int, int, str]:
+def _measure(model: Any, kv: KvLayout) -> tuple[int, int, str]:
     """KV bytes per position, vocabulary size and activation dtype, by a forward of one token."""
-    caches = make_prompt_cache(model)
+    caches = kv.new(model)
     logits_1LV = model(mx.zeros((1, 1), mx.int32), cache=caches)
     mx.eval(logits_1LV, [cache.state for cache in caches])
     per_token = sum(map(_bytes_per_position, caches))

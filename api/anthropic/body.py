@@ -1,0 +1,224 @@
+"""The bodies of POST /v1/messages and /v1/messages/count_tokens, and the chat that they come to."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from api.anthropic.turns import MAX_TURNS, ChatWriter, Text, Turn, check_last
+from api.generation.sampling import DrawFields
+from api.generation.structured import Schema
+from api.generation.target import TargetFields
+from api.http.fields import HistoryModel, Off, RequestModel, complaint
+from api.openai.bodies import ChatCompletionRequest
+from api.openai.tools import MAX_TOOLS, known_type
+
+
+def _custom(value: Any) -> Any:
+    """Refuse the tools that Anthropic's servers run or define: they have a `type` other than `custom`."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in (None, "custom"):
+        raise complaint("type", f"tools of type '{kind}' are not supported, only your own", unsupported=True)
+    return value
+
+
+class MessageTool(HistoryModel):
+    """A tool that the client runs."""
+
+    off: ClassVar[Off] = {"allowed_callers": (["direct"],)}
+
+    type: Literal["custom"] | None = None
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = Field(default=None, description="the input follows the schema under `auto`, too")
+    defer_loading: bool | None = Field(
+        default=None, description="told of where a `tool_reference` names it, not before"
+    )
+
+    def shown(self) -> dict[str, Any]:
+        """The tool of a chat."""
+        function = {"name": self.name, "description": self.description, "strict": self.strict}
+        given = {name: value for name, value in function.items() if value is not None}
+        return {"type": "function", "function": {**given, "parameters": self.input_schema}}
+
+
+class MessageToolChoice(RequestModel):
+    """Whether a tool is to be used, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = Field(default=None, description="goes with `tool`")
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _named(self) -> "MessageToolChoice":
+        if (self.type == "tool") != (self.name is not None):
+            raise complaint("name", "'name' goes with type 'tool', and with no other")
+        return self
+
+    def shown(self) -> Any:
+        """The choice of a chat."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class ThinkingConfig(RequestModel):
+    """Whether the model reasons first, where its template has a switch for that, and how its reasoning is shown."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(default=None, ge=1, description="goes with `enabled`; for templates that know it")
+    display: Literal["summarized", "omitted"] | None = Field(
+        default=None, description="omitted: thinking blocks come without their text; else it comes whole"
+    )
+
+    @model_validator(mode="after")
+    def _budgeted(self) -> "ThinkingConfig":
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            raise complaint("budget_tokens", "'budget_tokens' goes with type 'enabled', and with no other")
+        return self
+
+    def variables(self) -> dict[str, Any]:
+        """What the templates of reasoning models call the switch and the budget."""
+        asked = {"enable_thinking": self.type != "disabled", "thinking": self.type != "disabled"}
+        return asked if self.budget_tokens is None else {**asked, "thinking_budget": self.budget_tokens}
+
+
+_NO_THINKING = ThinkingConfig(type="disabled")  # of a request that does not say
+
+
+class JsonFormat(RequestModel):
+    """What the text must be."""
+
+    type: Literal["json_schema"]
+    schema_: Schema = Field(alias="schema")
+
+
+class OutputConfig(RequestModel):
+    """How the answer comes."""
+
+    off: ClassVar[Off] = {"task_budget": ()}
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        default=None, description="for templates that know `reasoning_effort`"
+    )
+    format: JsonFormat | None = None
+
+
+class ClearThinking(RequestModel):
+    """Claude Code says with it that the thinking of earlier turns stays, which it does anyway."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(RequestModel):
+    """What is to be left out of earlier turns: nothing, so far."""
+
+    edits: list[Annotated[ClearThinking, known_type("clear_thinking_20251015")]] = Field(default_factory=list)
+
+
+class PromptedFields(RequestModel):
+    """All that becomes the prompt."""
+
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_TURNS)]
+    system: Text | None = Field(default=None, description="a text, or text blocks")
+    tools: Annotated[list[Annotated[MessageTool, BeforeValidator(_custom)]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: MessageToolChoice | None = Field(default=None, description="default: auto, if there are tools")
+    thinking: Annotated[ThinkingConfig, known_type("enabled", "adaptive", "disabled")] | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = Field(default=None, description="the older form of `output_config.format`")
+    context_management: ContextManagement | None = None
+    cache_control: dict[str, Any] | None = Field(default=None, description="accepted: the cache is automatic")
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="variables of the chat template")
+
+    @model_validator(mode="after")
+    def _possible(self) -> "PromptedFields":
+        check_last(self.messages)
+        if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
+            raise complaint("output_format", "'output_format' and 'output_config.format' say the same twice")
+        return self
+
+    def chat(self, template: str, *, system_anywhere: bool = True) -> ChatCompletionRequest:
+        """The same request to /v1/chat/completions; `template`: the model's, which says what it can be told.
+
+        InvalidRequestError for a reference to a tool that is not there.
+        """
+        tools = self.tools or []
+        writer = ChatWriter({tool.name: tool.shown() for tool in tools}, system_anywhere=system_anywhere)
+        writer.begin(self.system or [])
+        for turn in self.messages:
+            writer.add(turn)
+        return ChatCompletionRequest.model_validate({**self._fields(template), "messages": writer.chat})
+
+    def _fields(self, template: str) -> dict[str, Any]:
+        """All but the messages."""
+        config, choice = self.output_config or OutputConfig(), self.tool_choice
+        wanted = config.format or self.output_format
+        named = None if choice is None else choice.name
+        body: dict[str, Any] = {
+            "continue_final_message": self.messages[-1].role == "assistant",
+            "reasoning_effort": config.effort,
+            "chat_template_kwargs": self._variables(template),
+            "tools": [tool.shown() for tool in self.tools or () if not tool.defer_loading or tool.name == named],
+        }
+        if wanted is not None:
+            described = {"name": "output", "schema": wanted.schema_}
+            body["response_format"] = {"type": "json_schema", "json_schema": described}
+        if choice is not None:
+            body["tool_choice"] = choice.shown()
+            body["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        return body
+
+    def _variables(self, template: str) -> dict[str, Any]:
+        asked = (self.thinking or _NO_THINKING).variables()
+        known = {name: value for name, value in asked.items() if name in template}
+        return {**known, **(self.chat_template_kwargs or {})}
+
+    def unused(self, template: str) -> list[str]:
+        """What the template has no variable for: the answer's headers tell of it."""
+        if self.thinking is None:
+            return []
+        nothing_to_switch = self.thinking.type == "disabled" and "think" not in template.lower()
+        unused = [] if "thinking" in template or nothing_to_switch else ["thinking"]
+        budgeted = self.thinking.budget_tokens is None or "thinking_budget" in template
+        return unused if budgeted else [*unused, "thinking.budget_tokens"]
+
+
+class CountRequest(TargetFields, PromptedFields):
+    """POST /v1/messages/count_tokens."""
+
+    off: ClassVar[Off] = {"speed": ("standard",), "mcp_servers": ([],)}
+
+
+_SAME = {*DrawFields.model_fields} - {"stop"}  # as in a chat
+
+
+class MessagesRequest(DrawFields, PromptedFields):
+    """POST /v1/messages."""
+
+    off: ClassVar[Off] = {
+        "stop": (),
+        "container": (),
+        "inference_geo": (),
+        "mcp_servers": ([],),
+        "speed": ("standard",),
+    }
+
+    max_tokens: int = Field(
+        ge=0, description="more than the context leaves comes to what it leaves; 0: the prompt is read into the cache"
+    )
+    stream: bool | None = False
+    stop_sequences: list[str] | None = None
+    metadata: dict[str, Any] | None = Field(default=None, description="accepted, not used and not kept")
+    service_tier: Literal["auto", "standard_only"] | None = Field(default=None, description="there is one tier")
+    diagnostics: dict[str, Any] | None = Field(default=None, description="answered with `unavailable`")
+
+    @property
+    def shows_thinking(self) -> bool:
+        """Whether reasoning is part of the answer: only where it is asked for."""
+        return (self.thinking or _NO_THINKING).type != "disabled"
+
+    def _fields(self, template: str) -> dict[str, Any]:
+        same = self.model_dump(mode="json", by_alias=True, exclude_unset=True, include=_SAME)
+        chat = {**same, **super()._fields(template), "max_tokens": max(1, self.max_tokens)}
+        return {**chat, "stop": self.stop_sequences, "include_reasoning": self.shows_thinking}

@@ -1,0 +1,34 @@
+"""What requests may call a model besides its name: `--model-alias GLOB=NAME`."""
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+
+def _checked(aliases: list[str]) -> list[str]:
+    for alias in aliases:
+        if not all(part.strip() for part in alias.partition("=")):
+            raise ValueError(f"{alias!r} is not GLOB=NAME, such as claude-*=tiny")
+    return aliases
+
+
+ModelAliases = Annotated[list[str], AfterValidator(_checked)]
+
+
+def meant_by(name: str, aliases: Sequence[str]) -> str | None:
+    """What the first alias that matches stands for; None: no alias matches."""
+    return next((target for glob, target in _pairs(aliases) if fnmatchcase(name, glob)), None)
+
+
+def plain_names(aliases: Sequence[str]) -> dict[str, str]:
+    """The aliases that are names, not globs, and what each stands for."""
+    names = [glob for glob, _ in _pairs(aliases) if not any(letter in glob for letter in "*?[")]
+    return {name: meant_by(name, aliases) or "" for name in names}
+
+
+def _pairs(aliases: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for alias in aliases:
+        glob, _, name = alias.partition("=")
+        yield glob.strip(), name.strip()

@@ -1,0 +1,103 @@
+"""The anthropic package: messages whole and streamed, tools, structured output, betas, counts, models, its errors."""
+
+import os
+from typing import Literal
+
+import anthropic
+import pydantic
+
+MODEL = "claude-of-the-tests"  # an alias of the served model
+URL = os.environ["PARALLM_URL"]
+client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
+HELLO = [{"role": "user", "content": "hello"}]
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+WEATHER = {"name": "weather", "description": "of a city", "input_schema": {**CITY, "additionalProperties": False}}
+
+
+class City(pydantic.BaseModel):
+    name: Literal["Rome", "Oslo"]
+    rainy: bool
+
+
+def said(**fields):
+    return {"model": MODEL, "max_tokens": 24, "messages": HELLO, "extra_body": {"temperature": 0}, **fields}
+
+
+def messages() -> None:
+    whole = client.messages.create(**said())
+    with client.messages.stream(**said()) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == whole.content[0].text
+    assert [block.to_dict() for block in final.content] == [block.to_dict() for block in whole.content]
+    assert (final.stop_reason, final.stop_sequence) == (whole.stop_reason, whole.stop_sequence)
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    count = client.messages.count_tokens(model=MODEL, messages=HELLO)
+    assert count.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+    stop = whole.content[0].text[3:6]
+    stopped = client.messages.create(**said(stop_sequences=[stop]))
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
+    again = client.messages.create(
+        **said(messages=[*HELLO, {"role": "assistant", "content": whole.content[0].text[:4]}])
+    )
+    assert again.stop_reason in ("end_turn", "max_tokens")
+
+
+def tools() -> None:
+    fields = said(max_tokens=300, tools=[WEATHER], tool_choice={"type": "any", "disable_parallel_tool_use": True})
+    whole = client.messages.create(**fields)
+    with client.messages.stream(**fields) as stream:
+        streamed = stream.get_final_message()
+    (use,) = whole.content
+    assert use.type == "tool_use" and whole.stop_reason == streamed.stop_reason == "tool_use"
+    assert use.input["city"] in ("Rome", "Oslo") and streamed.content[0].input == use.input
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny"}
+    turns = [*HELLO, whole.to_param(), {"role": "user", "content": [result]}]
+    assert client.messages.create(**said(messages=turns, tools=[WEATHER])).usage.output_tokens
+
+
+def structured() -> None:
+    parsed = client.messages.parse(**said(max_tokens=400, output_format=City)).parsed_output
+    assert isinstance(parsed, City)
+
+
+def betas() -> None:
+    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    answer = client.beta.messages.create(
+        **said(system=system, metadata={"user_id": "somebody"}, thinking={"type": "adaptive"}),
+        betas=["context-management-2025-06-27", "interleaved-thinking-2025-05-14"],
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    )
+    assert answer.type == "message" and answer.context_management.applied_edits == []
+
+
+def models() -> None:
+    listed = list(client.models.list())
+    assert [model.id for model in listed] == [os.environ["PARALLM_MODEL_NAME"]]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def errors() -> None:
+    for wrong, kind, named in (
+        ({"model": "nobody"}, anthropic.NotFoundError, "not_found_error"),
+        ({"messages": []}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"extra_body": {"nonsense": 1}}, anthropic.BadRequestError, "invalid_request_error"),
+        (
+            {"messages": [{"role": "user", "content": "a " * 600_000}]},
+            anthropic.ContentTooLargeError,
+            "request_too_large",
+        ),
+    ):
+        for stream in (False, True):
+            try:
+                client.messages.create(**said(**wrong), stream=stream)
+            except kind as error:
+                assert error.body["error"]["message"] and error.request_id, error
+                assert error.body["error"]["type"] == named
+            else:
+                raise AssertionError(f"{list(wrong)} was taken")
+
+
+for part in (messages, tools, structured, betas, models, errors):
+    part()
+print(f"anthropic {anthropic.__version__}: messages, tools, structured output, betas, models, errors")
