@@ -102,7 +102,7 @@ async def use(url: str, adapter: Path) -> None:
 
 def test_every_process_works_under_its_minimal_user(server: EmbeddedRedis, tmp_path: Path) -> None:
     write(tmp_path / "lora", CONFIG, weights(3))
-    worker = ("--model", f"models/{MODEL}", "--adapter-cache-dir", str(tmp_path / "cache"))
+    worker = ("--model", f"models/{MODEL}", "--adapter-cache-dir", str(tmp_path / "cache"), "--kv-transfer")
     with (
         started("api", server, "api", r"api\.listening", "--port", "0") as api,
         started("worker.jobs", server, "runner", r"runner\.ready"),
@@ -144,6 +144,7 @@ JOB = keys.job("x")
         ("runner", "SET parallm:tokenizer:x 1"),
         ("trainer", f"HGETALL {JOB}"),
         ("trainer", "GET parallm:limit:x"),
+        *((role, "GET parallm-peers:secret") for role in ROLES if role != "worker"),
         ("viewer", f"HSET {MINE} state done"),
         ("viewer", "SUBSCRIBE parallm:api:x:live"),
         ("viewer", "PUBLISH parallm:ctl:w cancel"),
