@@ -39,7 +39,8 @@ def worker_status(
     loaded: dict[str, int],
     tokens_per_s: float,
     silent_s: float,
-    kv_address: str = "",
+    kv_address: str,
+    peers: dict[str, float],
 ) -> WorkerStatus:
     """The heartbeat of this moment."""
     return WorkerStatus(
@@ -63,7 +64,7 @@ def worker_status(
         engine_silent_s=round(min(silent_s, 1e9), 1),
         versions=tuple(adapters.loaded),
         kv_address=kv_address,
-        extra=_extra(who.card, settings, stats, adapters),
+        extra={**_extra(who.card, settings, stats, adapters), **peers},
     )
 
 

@@ -154,12 +154,20 @@ async def test_a_worker_that_leaves_hands_the_kv_of_its_rows_on(workerless: Ring
         (fetched,) = heir.printed("kv.fetched")
         assert json.loads(fetched)["tokens"] >= 832, "all that the leaver had read and written, to a block"
         assert leaver.printed("kv.lingered"), leaver.output
+        await wait_until(lambda: fetches_shown(workerless), 20)
     async with httpx.AsyncClient(base_url=workerless.url, timeout=20) as http:
         counts = (await http.get("/metrics")).text
     assert re.search(r"^mlx_parallm_kv_fetched_tokens_total\{.*\} (8[3-9]|9\d|1\d\d)\d", counts, re.MULTILINE), counts
     assert re.search(r"^vllm:prefix_cache_hits_total\{.*\} 832", counts, re.MULTILINE), counts
     with worker(workerless, tmp_path, "alone"):
         assert await told(workerless.url, 1, max_tokens=300, prompt=prompt) == seen
+
+
+async def fetches_shown(served: Ring) -> bool:
+    """Whether the dashboard says that a worker has got KV from another one."""
+    async with httpx.AsyncClient(base_url=served.url, timeout=20) as http:
+        page = (await http.get("/dashboard")).text
+    return re.search(r"from workers [^<]*, 1 hit<", page) is not None
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class KvExchange:
         """Listen. SetupError where the settings name no address of this machine."""
         if not self.on:
             return
-        counts = FetchCounts(tally, self._model)
+        self._counts = counts = FetchCounts(tally, self._model)
         most_bytes = int(self._settings.prefix_cache_gb * 1e9)
         self._fetching = Fetching(
             self._directory,
@@ -93,6 +93,11 @@ class KvExchange:
             if reason(error) != self._trouble:
                 self._trouble = reason(error)
                 log.warning("kv.no_secret", error=self._trouble)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What the heartbeat says of it."""
+        return self._counts.figures if self.address else {}
 
     async def close(self) -> None:
         """Cut everybody off."""

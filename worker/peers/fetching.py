@@ -47,6 +47,12 @@ class FetchCounts:
         self.bytes = tally.counter("mlx_parallm_kv_fetched_bytes_total", model)
         self.seconds = tally.histogram("mlx_parallm_kv_fetch_seconds", model)
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """For the heartbeat."""
+        fetched, failed = (self._outcomes[name].value for name in ("fetched", "failed"))
+        return {"peer_bytes": self.bytes.value, "peer_hits": fetched, "peer_errors": failed}
+
     def outcome(self, name: str) -> None:
         """Count one."""
         self._outcomes[name].add()
