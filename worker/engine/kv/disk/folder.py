@@ -88,6 +88,10 @@ class Folder:
                     found[entry.name.removesuffix(FILE)] = entry.stat().st_size
         return found
 
+    def changed_at(self) -> float:
+        """When this model's files became more or fewer, Unix time."""
+        return self._place.stat().st_mtime
+
     def head(self, name: str, most: int) -> bytes:
         """A file's first bytes, as safetensors says how many: its header; at most so many."""
         with self._path(name).open("rb") as file:

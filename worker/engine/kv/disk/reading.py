@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from worker.engine.kv.disk.folder import Folder
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 2.0  # for files of other workers
 EXPIRE_EVERY_S = 60.0
+CLOCK_S = 1.0  # of a file system, at the coarsest
 
 
 class Errands:
@@ -55,17 +57,22 @@ class Shelf:
         self._index = index
         self._identity = identity
         self._trouble = ""
+        self._seen = 0.0  # the change of the folder that all is known of
         self._counting = threading.Lock()
         self.errors = 0
 
     def look(self) -> None:
         """Know of all files that are there, by their first bytes."""
         try:
+            began, changed_at = time.time(), self._folder.changed_at()
+            if changed_at == self._seen:
+                return
             sizes = self._folder.sizes()
             known = self._index.names
             self._index.discard(name for name in known if name not in sizes)
             for name in sizes.keys() - known:
                 self._learn(name, sizes[name])
+            self._seen = changed_at if changed_at < began - CLOCK_S else 0.0  # another may come within the same tick
         except FileNotFoundError:  # removed while we run; the next write makes it again
             self._index.discard(self._index.names)
         except OSError as error:
