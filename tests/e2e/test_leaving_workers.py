@@ -139,7 +139,7 @@ async def test_what_a_leaving_worker_cannot_finish_goes_on_elsewhere_at_once(wor
 
 async def test_a_worker_that_leaves_hands_the_kv_of_its_rows_on(workerless: Ring, tmp_path: Path) -> None:
     """The heir computes nothing of what the leaver had read, and the tokens are what they would have been."""
-    prompt = [(7 * at * at + at) % 250 for at in range(1500)]
+    prompt = [(7 * at * at + at) % 250 for at in range(832)]  # 13 blocks
     transfer = ("--kv-transfer", "--drain-grace-s", "0", "--engine-stall-s", "60")  # one is stopped for a while
     seen: list[int] = []
     with (
@@ -148,16 +148,16 @@ async def test_a_worker_that_leaves_hands_the_kv_of_its_rows_on(workerless: Ring
     ):
         with stopped(heir):
             stream = asyncio.create_task(told(workerless.url, 1, seen, max_tokens=300, prompt=prompt))
-            await wait_until(lambda: len(seen) > 50, 20)
+            await wait_until(lambda: len(seen) > 50, 60)
         assert await asyncio.to_thread(leaver.stop) == 0
         assert len(await asyncio.wait_for(stream, 60)) == 300
         (fetched,) = heir.printed("kv.fetched")
-        assert json.loads(fetched)["tokens"] >= 1500, "all that the leaver had read and written, to a block"
+        assert json.loads(fetched)["tokens"] >= 832, "all that the leaver had read and written, to a block"
         assert leaver.printed("kv.lingered"), leaver.output
     async with httpx.AsyncClient(base_url=workerless.url, timeout=20) as http:
         counts = (await http.get("/metrics")).text
-    assert re.search(r"^mlx_parallm_kv_fetched_tokens_total\{.*\} 1[5-9]\d\d", counts, re.MULTILINE), counts
-    assert re.search(r"^vllm:prefix_cache_hits_total\{.*\} 1500", counts, re.MULTILINE), counts
+    assert re.search(r"^mlx_parallm_kv_fetched_tokens_total\{.*\} (8[3-9]|9\d|1\d\d)\d", counts, re.MULTILINE), counts
+    assert re.search(r"^vllm:prefix_cache_hits_total\{.*\} 832", counts, re.MULTILINE), counts
     with worker(workerless, tmp_path, "alone"):
         assert await told(workerless.url, 1, max_tokens=300, prompt=prompt) == seen
 

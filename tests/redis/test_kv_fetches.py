@@ -5,7 +5,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import msgspec
@@ -14,18 +14,22 @@ from mlx_lm.models.cache import KVCache
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
+from shared.errors import SetupError
+from shared.process.settings import WorkerSettings, load
 from shared.redis import keys
 from shared.redis.connection.client import ask
 from shared.redis.queue.affinity import WarmNotes
-from shared.sequences import SequenceSpec
+from shared.sequences import ModelCard, SequenceSpec
 from shared.telemetry.metrics import Tally
 from tests.redis.sequences import MODEL, plan, queue, spec
+from worker.engine.kv.parcels import unpack
 from worker.engine.kv.prefix_cache import Prompt
 from worker.engine.kv.sharing import SharedCache
 from worker.engine.kv.slabs import KvRows
 from worker.engine.messages import RowRequest
 from worker.peers import client, server, wire
 from worker.peers.directory import Directory
+from worker.peers.exchange import KvExchange
 from worker.peers.fetching import FetchCounts, Fetching
 from worker.peers.server import PeerServer
 from worker.peers.store import EngineStore
@@ -71,7 +75,7 @@ class Worker:
 
     def __init__(self, redis: Redis, name: str, identity: str = "model") -> None:
         self.redis, self.name, self.engine, self.tally = redis, name, Engine(identity), Tally()
-        self.store = EngineStore(self.engine)
+        self.store = EngineStore(self.engine, 1000)
         self.directory = Directory(redis, MODEL, name)
         self.token_s = 0.0
         counts = FetchCounts(self.tally, MODEL)
@@ -174,6 +178,11 @@ async def test_who_may_have_it_is_known_by_who_handed_it_back_or_read_the_same_b
     assert await heir.directory.holders(fresh) == {"new": "warm"}
 
 
+async def test_prompts_that_begin_alike_and_come_together_fetch_it_once(holder: Worker, heir: Worker) -> None:
+    await asyncio.gather(*(heir.fetch("holder") for _ in range(3)))
+    assert heir.engine.known == WHOLE and holder.server.given == 1 and heir.outcome("fetched") == 1
+
+
 async def test_computing_is_chosen_where_it_is_quicker(holder: Worker, heir: Worker) -> None:
     heir.token_s = 1e-9
     await heir.fetch("holder")  # the first one shows what a transfer takes
@@ -190,6 +199,28 @@ async def test_a_worker_of_another_model_gives_nothing_and_is_asked_again(redis:
     await other.fetch("holder")
     assert other.engine.known == 0 and other.outcome("refused") == 2 and other.outcome("failed") == 0
     other.store.close()
+
+
+async def test_what_was_asked_for_before_a_reset_is_not_stored_after_it(holder: Worker, heir: Worker) -> None:
+    prompt = heir.engine.cache.held(IDS, "", 399)
+    offer = holder.engine.cache.offer(IDS, "", 0, 0, 399, 1 << 30)
+    assert offer is not None
+    packed = await holder.store.parcel(offer.number, 0)
+    parcel = unpack(b"".join([packed.head, *packed.parts]), "model")
+    heir.engine.cache.clear()
+    holder.engine.cache.clear()
+    with pytest.raises(PeerError, match="forget"):
+        await heir.store.take(prompt, parcel)
+    with pytest.raises(PeerError, match="forget"):
+        await holder.store.parcel(offer.number, 0)
+    assert heir.engine.known == 0
+
+
+async def test_nobody_is_asked_about_a_prompt_whose_log_probabilities_are_wanted(redis: Redis, heir: Worker) -> None:
+    await WarmNotes(redis, MODEL, "warm").note([of("other", IDS)])
+    sampling = msgspec.structs.replace(spec("s").sampling, prompt_logprobs=1)
+    assert await heir.directory.holders([RowRequest(of("plain", IDS))]) == {"plain": "warm"}
+    assert await heir.directory.holders([RowRequest(msgspec.structs.replace(of("s", IDS), sampling=sampling))]) == {}
 
 
 async def send_garbage(channel: Channel, connection: Connection) -> None:
@@ -327,3 +358,19 @@ async def test_a_redis_that_has_lost_the_secret_gets_one_that_all_know(redis: Re
     await holder.directory.look()
     assert before != other.secret == holder.directory.secret
     assert 0 < await redis.ttl(keys.peer_secret()) <= keys.PEER_SECRET_TTL_S
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "203.0.113.7", "no.such.host.invalid"])
+async def test_an_address_that_others_could_not_be_told_ends_the_start(redis: Redis, host: str) -> None:
+    settings = load(WorkerSettings, ["--kv-transfer", "--kv-transfer-host", host])
+    engine: Any = Engine()
+    card = ModelCard(MODEL, 1000, 300, (1,), "", "", 8, "float32")
+    exchange = KvExchange(settings, redis, engine, card, "w")
+    with pytest.raises(SetupError, match="kv-transfer-host"):
+        exchange.open(Tally())
+    await exchange.close()
+
+
+def test_a_worker_without_a_prefix_cache_has_nothing_to_transfer() -> None:
+    with pytest.raises(SetupError, match="prefix-cache-gb"):
+        load(WorkerSettings, ["--kv-transfer", "--prefix-cache-gb", "0"])

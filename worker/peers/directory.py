@@ -43,7 +43,7 @@ class Directory:
 
     async def holders(self, requests: list[RowRequest]) -> dict[str, str]:
         """By sequence, the other worker that may have its KV: it has handed it back, or read the same beginning."""
-        long = [each for each in requests if each.spec.kind == "generate" and _length(each) > LEAST_IDS]
+        long = [each for each in requests if _may_use_kv(each) and _length(each) > LEAST_IDS]
         found: dict[str, str] = {}
         if warm := await holders(self._redis, self._model, [each.spec for each in long]):
             found |= warm
@@ -92,6 +92,11 @@ def _redis_at(url: str) -> tuple[str, int]:
         return SentinelAddress.parse(url).sentinels[0]
     kwargs = Redis.from_url(url).connection_pool.connection_kwargs
     return str(kwargs.get("host", "")), int(kwargs.get("port", 6379))
+
+
+def _may_use_kv(request: RowRequest) -> bool:
+    """Not where the prompt's log-probabilities are wanted, which are computed in any case."""
+    return request.spec.kind == "generate" and request.spec.sampling.prompt_logprobs is None
 
 
 def _length(request: RowRequest) -> int:

@@ -31,6 +31,7 @@ log = structlog.get_logger()
 SET_ASIDE_S = 5.0
 QUIET_S = 1.0  # nobody has fetched for so long, and nothing waits: nobody will
 LOOK_EVERY_S = 0.2
+EVERYWHERE = ("0.0.0.0", "::", "*")
 
 
 class KvExchange:
@@ -45,7 +46,7 @@ class KvExchange:
         self._engine = engine
         self._directory = Directory(redis, card.name, worker_id)
         self._model = card.name
-        self._store = EngineStore(engine)
+        self._store = EngineStore(engine, card.context_length)
         self._server = PeerServer(self._store, lambda: self._directory.secret)
         self._trouble = ""
 
@@ -64,16 +65,18 @@ class KvExchange:
             self._version,
         )
         self._given = tally.counter("mlx_parallm_kv_given_bytes_total", self._model)
+        wish = self._settings.kv_transfer_host
+        if wish in EVERYWHERE:
+            raise SetupError(f"--kv-transfer-host {wish}: that is no address that the other workers could be told")
         try:
             host = own_address(self._settings)
             port = self._server.listen(host)
         except OSError as error:
-            wish = self._settings.kv_transfer_host
+            flag = f"--kv-transfer-host {wish}" if wish else "--kv-transfer"
+            why = error.strerror or str(error)
             raise SetupError(
-                f"--kv-transfer-host {wish}: {error.strerror or error}; give an address of this machine that the other "
-                "workers reach"
-                if wish
-                else f"--kv-transfer: cannot listen for other workers: {error.strerror or error}"
+                f"{flag}: cannot listen there for the other workers: {why}; give an address of this "
+                "machine with --kv-transfer-host"
             ) from error
         self.address = f"{host}:{port}"
         log.info("kv.listens", address=self.address)
@@ -89,7 +92,7 @@ class KvExchange:
         except RedisError as error:
             if reason(error) != self._trouble:
                 self._trouble = reason(error)
-                log.warning("kv.no_secret", error=self._trouble, hint="mlx_parallm acl prints the rights of a worker")
+                log.warning("kv.no_secret", error=self._trouble)
 
     async def close(self) -> None:
         """Cut everybody off."""

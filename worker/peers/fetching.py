@@ -3,13 +3,14 @@
 Invariants. Nothing that a peer does or leaves undone costs a sequence more than FETCH_S, and nothing it sends is stored
 unchecked: whatever goes wrong, the row is computed as if there were no peer, and one line of the log says why. A peer
 that failed is left alone for REST_S. At most MOST_AT_ONCE transfers come in at a time; who waits for its turn longer
-than QUEUE_S computes.
+than QUEUE_S computes. Of prompts that begin alike one is fetched after the other.
 """
 
 import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import structlog
 from redis.exceptions import RedisError
@@ -51,6 +52,17 @@ class FetchCounts:
         self._outcomes[name].add()
 
 
+@dataclass(frozen=True)
+class _Wish:
+    """What is to be fetched for one request, from whom, and whether anybody still waits for it."""
+
+    sequence: str
+    ids: list[int]
+    version: str
+    worker: str
+    is_wanted: Callable[[], bool]
+
+
 @dataclass
 class _Peer:
     bytes_per_s: float = 0.0  # 0: not measured
@@ -77,31 +89,43 @@ class Fetching:
         self._version_of = version_of
         self._peers: dict[str, _Peer] = {}
         self._turns = asyncio.Semaphore(MOST_AT_ONCE)
+        self._alike: WeakValueDictionary[tuple[str, str, tuple[int, ...]], asyncio.Lock] = WeakValueDictionary()
 
     async def fetch(self, request: RowRequest, worker: str, is_wanted: Callable[[], bool]) -> None:
         """Have the KV of a request here, if `worker` has it and that pays; in any case return."""
         version = self._version_of(request.spec)
-        peer = self._peers.setdefault(worker, _Peer())
-        if version is None or not await self._turn():
+        if version is None:
+            return
+        ids = [*request.spec.prompt_ids, *(token for event in request.prior for token in event.tokens)]
+        wish = _Wish(request.spec.id, ids, version, worker, is_wanted)
+        beginning = (worker, version, tuple(ids[:LEAST_IDS]))
+        async with self._alike.setdefault(beginning, asyncio.Lock()):  # the next one finds what this one has fetched
+            if await self._turn():
+                try:
+                    await self._within_time(wish)
+                finally:
+                    self._turns.release()
+
+    async def _within_time(self, wish: _Wish) -> None:
+        peer = self._peers.setdefault(wish.worker, _Peer())
+        if time.monotonic() < peer.rests_until or not wish.is_wanted():
             return
         try:
-            if time.monotonic() > peer.rests_until and is_wanted():
-                async with asyncio.timeout(FETCH_S):
-                    await self._fetch(request, version, worker, peer, is_wanted)
+            async with asyncio.timeout(FETCH_S):
+                await self._fetch(wish, peer)
         except TimeoutError:
-            self._fail(request, worker, f"not done within {FETCH_S:.0f} s")
+            self._fail(wish, peer, f"not done within {FETCH_S:.0f} s")
         except PeerRefusalError as error:
             self._counts.outcome("refused")
-            log.info("kv.refused", sequence=request.spec.id, peer=worker, reason=str(error))
+            log.info("kv.refused", sequence=wish.sequence, peer=wish.worker, reason=str(error))
         except PeerError as error:
-            self._fail(request, worker, str(error))
+            self._fail(wish, peer, str(error))
         except (RedisError, OSError) as error:
-            self._fail(request, worker, reason(error))
+            self._fail(wish, peer, reason(error))
         except Exception as error:
-            log.exception("kv.fetch_broke", sequence=request.spec.id, peer=worker)
-            self._fail(request, worker, type(error).__name__)
+            log.exception("kv.fetch_broke", sequence=wish.sequence, peer=wish.worker)
+            self._fail(wish, peer, type(error).__name__)
         finally:
-            self._turns.release()
             while len(self._peers) > PEERS_KNOWN:
                 del self._peers[next(iter(self._peers))]
 
@@ -113,14 +137,12 @@ class Fetching:
             self._counts.outcome("computed")
             return False
 
-    async def _fetch(
-        self, request: RowRequest, version: str, worker: str, peer: _Peer, is_wanted: Callable[[], bool]
-    ) -> None:
-        ids = [*request.spec.prompt_ids, *(token for event in request.prior for token in event.tokens)]
+    async def _fetch(self, wish: _Wish, peer: _Peer) -> None:
+        ids, version = wish.ids, wish.version
         prompt = await self._store.held(ids, version, len(ids) - 1)
         if len(ids) - 1 - prompt.length < LEAST_IDS:
             return
-        address = await self._directory.address(worker)
+        address = await self._directory.address(wish.worker)
         if address is None or not self._directory.secret:
             return
         identity = await self._store.identity()
@@ -134,7 +156,7 @@ class Fetching:
                 return
             began = time.monotonic()
             try:
-                done = await self._receive(transfer, job, prompt, is_wanted)
+                done = await self._receive(transfer, job, prompt, wish.is_wanted)
             finally:
                 self._count(transfer, time.monotonic() - began, peer)
         gained = (await self._store.held(ids, version, len(ids) - 1)).length - prompt.length
@@ -142,7 +164,7 @@ class Fetching:
         self._counts.tokens.add(max(0, gained))
         log.info(
             "kv.fetched" if done else "kv.fetch_stopped",
-            sequence=request.spec.id, peer=worker, tokens=gained, bytes=transfer.bytes,
+            sequence=wish.sequence, peer=wish.worker, tokens=gained, bytes=transfer.bytes,
             ms=round(1000 * (time.monotonic() - began)),
         )  # fmt: skip
 
@@ -169,7 +191,7 @@ class Fetching:
         if transfer.bytes:
             peer.bytes_per_s = recent(peer.bytes_per_s, transfer.bytes / max(1e-6, seconds))
 
-    def _fail(self, request: RowRequest, worker: str, why: str) -> None:
+    def _fail(self, wish: _Wish, peer: _Peer, why: str) -> None:
         self._counts.outcome("failed")
-        self._peers[worker].rests_until = time.monotonic() + REST_S
-        log.warning("kv.not_fetched", sequence=request.spec.id, peer=worker, reason=why)
+        peer.rests_until = time.monotonic() + REST_S
+        log.warning("kv.not_fetched", sequence=wish.sequence, peer=wish.worker, reason=why)

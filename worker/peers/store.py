@@ -23,8 +23,10 @@ class KvOwner(Protocol):
 class EngineStore:
     """Of one worker."""
 
-    def __init__(self, engine: KvOwner) -> None:
+    def __init__(self, engine: KvOwner, most_ids: int) -> None:
+        """`most_ids`: of a prompt that may be asked for; the model's context."""
         self._engine = engine
+        self._most_ids = most_ids
         self._packing = ThreadPoolExecutor(2, "kv-parcels")
 
     def close(self) -> None:
@@ -56,6 +58,8 @@ class EngineStore:
             offered = cache.offer(ask.ids, ask.version, ask.known, max(0, ask.blocks), at_most, ask.most_bytes)
             return (offered.number, Offer(offered.length, offered.sizes)) if offered else (0, Offer())
 
+        if len(ask.ids) > self._most_ids:
+            return 0, Offer(refusal=f"{len(ask.ids)} ids are more than the model's context")
         return await self._ask(look)
 
     async def parcel(self, offer: int, number: int) -> Packed:
@@ -75,3 +79,5 @@ class EngineStore:
                 return await asyncio.wrap_future(self._engine.on_kv(call))
         except TimeoutError as error:
             raise PeerError(f"our engine has not answered within {ENGINE_S:.0f} s") from error
+        except LookupError as error:
+            raise PeerError("our cache was told to forget it") from error

@@ -65,8 +65,11 @@ class Keeping:
 
     def set_aside(self, rows: list[Row], unfed: int, kv: RowsKv) -> None:
         """Rows that others go on with, who fetch their KV from here."""
+        left = self._prefixes.limit_bytes
         for row in rows:
-            self._store([row], [row.context[: len(row.context) - unfed]], kv, at_end=True)
+            left -= len(row.context) * self._bytes_per_token
+            if left > 0:  # else it would drive out what was kept just now
+                self._store([row], [row.context[: len(row.context) - unfed]], kv, at_end=True)
 
     def _within_bytes(
         self, rows: list[Row], lengths: list[int], row_bytes: int, id_bytes: int = 0

@@ -86,6 +86,11 @@ class PrefixCache:
         )
 
     @property
+    def limit_bytes(self) -> int:
+        """That it holds at most; 0: nothing is kept."""
+        return self._limit
+
+    @property
     def state_bytes(self) -> int:
         """Of one snapshot; 0 until there has been one."""
         return self._stops.state_bytes

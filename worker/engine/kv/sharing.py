@@ -54,6 +54,7 @@ class Held:
     keys: list[bytes]  # of all its blocks
     length: int  # that a hit would have
     blocks: int  # that are here
+    resets: int  # of the cache, before
 
 
 @dataclass(eq=False)
@@ -83,12 +84,20 @@ class SharedCache(PrefixCache):
         self.identity = identity
         self._cut_leaves = sum(kind_of(leaf).is_cut for leaf in leaves(new_kv))
         self._offers: dict[int, list[_Piece]] = {}
+        self._resets = 0
         self._numbers = itertools.count(1)
 
     def held(self, ids: Sequence[int], version: str, at_most: int) -> Held:
         """What is here now; a hit has `at_most` ids."""
         keys = list(self._keys.chain(ids, version))
-        return Held(ids, version, keys, self.known(ids, version, at_most), sum(self._find(iter(keys)).values()))
+        blocks = sum(self._find(iter(keys)).values())
+        return Held(ids, version, keys, self.known(ids, version, at_most), blocks, self._resets)
+
+    def clear(self) -> None:
+        """Forget everything: what is on its way out or in, too."""
+        self._resets += 1
+        self._offers.clear()
+        super().clear()
 
     # -- giving
 
@@ -129,7 +138,7 @@ class SharedCache(PrefixCache):
                 at, most = at + count, PIECE_BYTES
 
     def begin(self, number: int, at: int) -> None:
-        """Begin to copy a piece of an offer."""
+        """Begin to copy a piece of an offer; LookupError when that was forgotten."""
         piece = self._offers[number][at]
         piece.bytes_of = [as_bytes(array) for layers in piece.layers for arrays in layers for array in arrays]
         mx.async_eval(piece.bytes_of)  # type: ignore[no-untyped-call]
@@ -188,6 +197,8 @@ class SharedCache(PrefixCache):
     def _check(self, parcel: Parcel, prompt: Held) -> None:
         """Whether a parcel is of this prompt, and what a forward can compute with."""
         label, tail = parcel.label, parcel.label.tail
+        if prompt.resets != self._resets:
+            raise UnusableParcelError("the cache was told to forget everything meanwhile")
         if label.identity != self.identity or label.version != prompt.version or not label.keys:
             raise UnusableParcelError("of another model or adapter version")
         if not (self._is_of_blocks(label, prompt) if tail is None else self._is_snapshot_of(label, tail, prompt)):
