@@ -140,7 +140,7 @@ async def test_what_a_leaving_worker_cannot_finish_goes_on_elsewhere_at_once(wor
 async def test_a_worker_that_leaves_hands_the_kv_of_its_rows_on(workerless: Ring, tmp_path: Path) -> None:
     """The heir computes nothing of what the leaver had read, and the tokens are what they would have been."""
     prompt = [(7 * at * at + at) % 250 for at in range(832)]  # 13 blocks
-    transfer = ("--kv-transfer", "--drain-grace-s", "0")
+    transfer = ("--kv-transfer", "--drain-grace-s", "0", "--engine-stall-s", "60")  # one is stopped for a while
     seen: list[int] = []
     with (
         worker(workerless, tmp_path / "heir", "heir", *transfer) as heir,

@@ -10,12 +10,26 @@ from typing import Any
 
 import httpx
 import uvicorn
+from fastapi import FastAPI
+from starlette.routing import BaseRoute
 
 from api.app import create_app
 from api.http.connections import bounded
 from api.ring.ring import Ring
 from shared.process.settings import ApiSettings
 from tests.waiting import wait_until
+
+_routes: list[BaseRoute] = []
+
+
+def _with_known_routes(app: FastAPI) -> FastAPI:
+    """FastAPI builds what it knows of each route when an app is first asked, a fifth of a second for all of ours.
+
+    It depends on nothing of one app, so all apps of this test process have the routes of the first one.
+    """
+    _routes.extend(app.router.routes if not _routes else ())
+    app.router.routes[:] = _routes
+    return app
 
 
 class _Server(uvicorn.Server):
@@ -88,7 +102,7 @@ class Events:
 async def api(redis_url: str, *, send_buffer: int = 0, **settings: Any) -> AsyncIterator[Api]:
     """One api process in the ring of `redis_url`; `send_buffer` bounds what the kernel holds for each client."""
     parsed = ApiSettings(redis=redis_url, **settings)
-    app = create_app(parsed)
+    app = _with_known_routes(create_app(parsed))
     config = uvicorn.Config(app, http=bounded(parsed.slow_reader_s), lifespan="on", log_config=None, access_log=False)
     server = _Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
