@@ -41,7 +41,11 @@ async def test_a_killed_worker_goes_on_from_disk(tmp_path: Path) -> None:
             await worker(lambda cache: (cache["hits"], cache["errors"], cache["limit_bytes"]) == (1, 0, 50 * 10**9))
             metrics = (await http.get("/metrics")).text
             assert f'mlx_parallm_ssd_cache_hits_total{{model_name="{MODEL}"}} 1.0' in metrics
-            page = (await http.get("/dashboard")).text
-            assert "on disk" in page and "50 GB, 1 hit" in page
+
+            async def shown() -> bool:  # the page gathers what it shows once in a while
+                page = (await http.get("/dashboard")).text
+                return "on disk" in page and "50 GB, 1 hit" in page
+
+            await wait_until(shown, timeout_s=60)
             (await http.post("/reset_prefix_cache")).raise_for_status()
             await wait_until(lambda: not list(folder.glob("*/*.safetensors")), timeout_s=60)

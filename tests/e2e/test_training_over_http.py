@@ -2,8 +2,7 @@
 
 import asyncio
 import contextlib
-import os
-import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,10 @@ def http(keyed: Ring) -> Iterator[httpx.Client]:
     headers = {"Authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=keyed.url, timeout=60, trust_env=False, headers=headers) as client:
         yield client
+
+
+def is_api(process: psutil.Process) -> bool:
+    return "api" in process.cmdline()[1:4]
 
 
 @contextlib.contextmanager
@@ -117,12 +120,16 @@ def test_a_killed_one_resumes_and_an_api_that_dies_meanwhile_is_waited_for(
         process.popen.wait()
     with trainer(keyed, tmp_path, "hard", *flags) as process:
         process.wait_for_line(r'"step": "5/8"')
-        (api,) = [
-            each for each in psutil.Process(keyed.server.popen.pid).children() if "api" in each.cmdline()[1:4]
-        ]  # fmt: skip
-        os.kill(api.pid, signal.SIGKILL)
+        while not process.printed("train.api_away"):  # it is told of a question that the api was asked, and left open
+            assert process.popen.poll() is None, process.output
+            (api,) = [each for each in psutil.Process(keyed.server.popen.pid).children() if is_api(each)]
+            api.suspend()
+            time.sleep(1)  # the trainer asks twice a second
+            api.kill()
+            with contextlib.suppress(AssertionError):
+                asyncio.run(wait_until(lambda: bool(process.printed("train.api_away")), timeout_s=10))
         assert process.wait(120) == 0, process.output
-    assert process.printed("run.resumed") and process.printed("train.api_away")
+    assert process.printed("run.resumed")
     lines = read(tmp_path / "hard" / "metrics.jsonl")
     assert [line.train_step for line in lines] == list(range(8))
     assert all(line.failed == 0 for line in lines)
