@@ -2,6 +2,7 @@
 
 import asyncio
 import faulthandler
+import itertools
 import signal
 from collections.abc import Callable
 from types import FrameType
@@ -16,16 +17,14 @@ def obey(stop: Callable[[], None], stopping: Callable[[], bool], end: Callable[[
     standard error where each thread hangs, and ends the process.
     """
     loop = asyncio.get_running_loop()
-    said = False
+    signals_before = itertools.count()  # `next` is one step: the second signal may come while the first is handled
 
     def asked(number: int, frame: FrameType | None) -> None:
-        nonlocal said
-        if said or stopping():
+        if next(signals_before) or stopping():
             faulthandler.dump_traceback_later(LEAVE_S, exit=True)
             loop.call_soon_threadsafe(end)
         else:
             loop.call_soon_threadsafe(stop)
-        said = True
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, asked)

@@ -7,13 +7,20 @@ import sys
 import pytest
 
 SCRIPT = """
-import asyncio, sys, time
+import asyncio, signal, sys, time
 from trainer import stopping
 stopping.LEAVE_S = 0.5
 
 async def main(hang):
-    running, asked = asyncio.current_task(), []
-    stopping.obey(lambda: asked.append(1), lambda: bool(asked), running.cancel)
+    running, asked, raised = asyncio.current_task(), [], []
+
+    def is_stopping():
+        if hang == "within" and not raised:  # the second signal, while the first one is handled
+            raised.append(1)
+            signal.raise_signal(signal.SIGINT)
+        return bool(asked)
+
+    stopping.obey(lambda: asked.append(1), is_stopping, running.cancel)
     print("ready", flush=True)
     if hang == "loop":
         while True:
@@ -41,6 +48,7 @@ finally:
     [
         ("nothing", 1, 0, "stopped"),
         ("after", 2, 130, "cancelled"),
+        ("within", 1, 130, "cancelled"),
         ("loop", 2, 1, "most recent call first"),
         ("thread", 2, 1, "most recent call first"),
     ],
