@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from shared.frames import Finish, TokenEvent
 from shared.sequences import SamplingParams, SequenceSpec
+from tests.engine.kv_models import Model, small
 from tests.engine.small_models import LLAMA, QWEN3, write_model
 from worker.engine.engine import Engine
 from worker.engine.messages import EngineConfig, RowRequest
@@ -30,6 +32,12 @@ def llama(llama_folder: Path) -> LoadedModel:
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder = write_model(tmp_path_factory.mktemp("models") / "qwen3", QWEN3)
     return load_model(EngineConfig(str(folder)))
+
+
+@pytest.fixture(scope="module")
+def model_of(llama: LoadedModel) -> Model:
+    """Models of each kind of KV, by name."""
+    return cache(lambda name: small(name, llama))
 
 
 @pytest.fixture(params=["llama", "qwen3"])

@@ -1,6 +1,7 @@
 """Small models with random weights, one or more for each way in which a layer keeps what it has read."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,8 @@ from mlx.utils import tree_map
 
 from worker.engine.kv.layout import layout_of
 from worker.engine.model.loader import LoadedModel
+
+Model = Callable[[str], LoadedModel]  # by name
 
 VOCAB, WINDOW = 320, 24
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

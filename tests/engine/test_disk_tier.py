@@ -4,7 +4,6 @@ import importlib.metadata
 import logging
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,26 +16,13 @@ from hypothesis import strategies as st
 from shared.sequences import SequenceSpec
 from tests.engine.adapter_bench import AdapterBench, make_versions, row
 from tests.engine.conftest import Bench, prompt_of, spec
-from tests.engine.kv_models import small
+from tests.engine.kv_models import Model
 from worker.engine.kv.disk import folder, writing
 from worker.engine.messages import DiskConfig
 from worker.engine.model.loader import LoadedModel
 
 BLOCK = 16
-Model = Callable[[str], LoadedModel]
 KINDS = ("llama", "deepseek_v3", "gemma3_text", "qwen3_5", "lfm2", "mamba2")
-
-
-@pytest.fixture(scope="module")
-def model_of(llama: LoadedModel) -> Model:
-    made: dict[str, LoadedModel] = {}
-
-    def of(name: str) -> LoadedModel:
-        if name not in made:
-            made[name] = small(name, llama)
-        return made[name]
-
-    return of
 
 
 def bench_of(

@@ -1,7 +1,5 @@
 """What layers of every kind have read is found again: the tokens of a cold run, from fewer ids."""
 
-from collections.abc import Callable
-
 import mlx.core as mx
 import msgspec
 import pytest
@@ -10,25 +8,12 @@ from hypothesis import strategies as st
 
 from shared.sequences import SequenceSpec
 from tests.engine.conftest import Bench, prompt_of, spec
-from tests.engine.kv_models import CONFIGS, PLAIN, QUANTISED, RECURRENT, WINDOW, WINDOWED, small
+from tests.engine.kv_models import CONFIGS, PLAIN, QUANTISED, RECURRENT, WINDOW, WINDOWED, Model
 from worker.engine.kv.prefix_cache import PrefixCache, Prompt
 from worker.engine.kv.slabs import KvRows
 from worker.engine.model.loader import LoadedModel
 
 BLOCK = 16
-Model = Callable[[str], LoadedModel]
-
-
-@pytest.fixture(scope="module")
-def model_of(llama: LoadedModel) -> Model:
-    made: dict[str, LoadedModel] = {}
-
-    def of(name: str) -> LoadedModel:
-        if name not in made:
-            made[name] = small(name, llama)
-        return made[name]
-
-    return of
 
 
 def bench_of(loaded: LoadedModel, **config: object) -> Bench:
