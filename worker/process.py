@@ -379,7 +379,7 @@ class WorkerProcess:
         await self._count()
         await self._adapters.tend()
         live = await self._registry.live(self._card.name)
-        if self._settings.ssd and self._settings.ssd_cache_dir:
+        if self._settings.ssd_folder is not None:
             await self._adapters.tell_lasting(live, self._settings.adapter_dtype)
         self._others = [other for other in live if other != self.id]
 

@@ -70,7 +70,7 @@ def worker_status(
 
 def _extra(card: ModelCard, settings: WorkerSettings, stats: EngineStats, adapters: AdapterStats) -> dict[str, float]:
     prefix: dict[str, float] = {f"prefix_{name}": value for name, value in asdict(stats.prefix).items()}
-    if settings.ssd and settings.ssd_cache_dir is not None:
+    if settings.ssd_folder is not None:
         prefix |= {f"disk_{name}": value for name, value in asdict(stats.disk).items()}
     room = max(0.0, settings.prefix_cache_gb * 1e9 - stats.prefix.bytes)
     return {

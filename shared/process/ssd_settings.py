@@ -34,6 +34,11 @@ class SsdSettings(BaseModel):
     ssd_flush_interval_s: float = Field(default=1, ge=0, description="for which files are gathered before a write")
     ssd_max_size_gb: float = Field(default=50, ge=0, description="size of that folder, all files together; 0: no bound")
 
+    @property
+    def ssd_folder(self) -> Path | None:
+        """Where KV is kept; None: nowhere."""
+        return self.ssd_cache_dir if self.ssd else None
+
     @model_validator(mode="after")
     def _would_do_something(self) -> Self:
         if not self.ssd:

@@ -46,14 +46,14 @@ class DiskTalk(Talk):
         self.worked: list[
             float
         ] = []  # seconds of its own time that the thread has spent on the disk tier, turn by turn
-        work = self._engine._prefixes.work
+        work = self._engine.prefixes.work
 
         def timed() -> None:
             began = time.thread_time()
             work()
             self.worked.append(time.thread_time() - began)
 
-        self._engine._prefixes.work = timed  # type: ignore[method-assign]
+        self._engine.prefixes.work = timed  # type: ignore[method-assign]
 
     def until_known(self, files: int) -> None:
         """Wait until the engine has looked over its folder."""
@@ -130,7 +130,7 @@ def gaps(talk: DiskTalk, prompts: list[list[int]]) -> tuple[list[float], list[fl
             seqs = talk.turn()
             stats, now = engine.stats(), time.perf_counter()
             is_fed = stats.prefilling > 0 or f"prompt {at}" in seqs or stats.rows > STREAMS
-            is_busy = stats.waiting > 0 or stats.disk.waiting > 0 or engine._prefixes.busy
+            is_busy = stats.waiting > 0 or stats.disk.waiting > 0 or engine.prefixes.busy
             if last and not is_fed:
                 (beside if is_busy else alone).append(now - last)
             last = 0.0 if is_fed else now

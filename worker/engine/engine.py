@@ -62,14 +62,13 @@ class Engine:
         self._pieces = Pieces(ChunkSize(config.prefill_chunk, config.piece_s))
         self._class_turns = ClassTurns()
         score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
-        self._prefixes = prefix_cache(config, loaded.card, self._model.new_kv(), wake)
-        self.prefixes = self._prefixes  # for whoever moves KV between it and disks or other workers
-        self._keeping = Keeping(self._prefixes, loaded.card.kv_bytes_per_token, config.keep_bytes)
+        self.prefixes = prefix_cache(config, loaded.card, self._model.new_kv(), wake)  # peers and disks move its KV
+        self._keeping = Keeping(self.prefixes, loaded.card.kv_bytes_per_token, config.keep_bytes)
         self._batch = RunningBatch(self._model, config, self._pieces, self._keeping)
         self._lane = PrefillLane(
-            self._model, self._prefixes, self._keeping, max(1, score_positions), self._pieces, config.prefill_area
+            self._model, self.prefixes, self._keeping, max(1, score_positions), self._pieces, config.prefill_area
         )
-        self._followers = Followers(self._prefixes, self._model.adapters)
+        self._followers = Followers(self.prefixes, self._model.adapters)
         self._waiting: deque[Row] = deque()
         self._rows: dict[str, Row] = {}
         self._reserved = Reserved(self._limits, config.max_rows)
@@ -85,7 +84,7 @@ class Engine:
     def busy(self) -> bool:
         """Whether the next turn has anything to do."""
         waits_only = self._frozen or (self._stalled and len(self._rows) == len(self._waiting))
-        return bool(self._events or self._loading or self._prefixes.busy or (self._rows and not waits_only))
+        return bool(self._events or self._loading or self.prefixes.busy or (self._rows and not waits_only))
 
     @property
     def has_rows(self) -> bool:
@@ -123,7 +122,7 @@ class Engine:
 
     def clear_cache(self, *, rows: bool) -> None:
         """Forget KV of earlier prompts; with `rows` that of running rows, too, which compute theirs again."""
-        self._prefixes.clear()
+        self.prefixes.clear()
         if rows:
             self._restart([row for row in self._rows.values() if row.admitted])
 
@@ -145,7 +144,7 @@ class Engine:
         """One turn of the loop."""
         self._expire()
         with mx.stream(self._batch.stream):
-            self._prefixes.work()
+            self.prefixes.work()
         if not self._frozen:
             self._compute()
         self._load_adapters()
@@ -192,8 +191,8 @@ class Engine:
             tokens=self._throughput.tokens,
             last_step_ms=time.monotonic_ns() // 1_000_000,
             tokens_per_s=self._throughput.rate,
-            prefix=self._prefixes.stats,
-            disk=self._prefixes.disk,
+            prefix=self.prefixes.stats,
+            disk=self.prefixes.disk,
             prefill_token_s=self._pieces.token_s,
         )
 
@@ -201,7 +200,7 @@ class Engine:
         """End what runs beside the engine's thread; `keep` cached KV on disk, if there is one."""
         self._grammars.close()
         with mx.stream(self._batch.stream):
-            self._prefixes.close(keep=keep)
+            self.prefixes.close(keep=keep)
 
     # -- in
 
@@ -222,7 +221,7 @@ class Engine:
         self._model.adapters.admit(row)
         if s.grammar and spec.kind == "generate":
             row.place = self._grammars.open(s.grammar, row.tokens, spec.tenant)
-        promote(row, self._model.adapters, self._prefixes)
+        promote(row, self._model.adapters, self.prefixes)
         self._rows[spec.id] = row
         # Interactive sequences wait before batch ones, each class in order of arrival.
         ahead = sum(other.spec.sequence_class == "interactive" for other in self._waiting)
@@ -249,7 +248,7 @@ class Engine:
         """Whether its grammar is compiled, its adapter loaded, and KV of it in memory that was on disk."""
         try:
             is_ready = (row.place is None or row.place.ready) and self._model.adapters.ready(row)
-            promote(row, self._model.adapters, self._prefixes)
+            promote(row, self._model.adapters, self.prefixes)
             return is_ready and not row.promotion.waits
         except ParallmError as error:
             self._end([row], Finish.failed(error))
@@ -268,7 +267,7 @@ class Engine:
     def _insert(self, task: PrefillTask) -> None:
         """Let the batch prefill what is not cached."""
         with mx.stream(self._batch.stream):
-            self._batch.insert(task.entry(self._model.adapters.version(task.rows[0]), self._prefixes))
+            self._batch.insert(task.entry(self._model.adapters.version(task.rows[0]), self.prefixes))
 
     # -- through
 

@@ -187,10 +187,10 @@ def engine_config(s: WorkerSettings) -> EngineConfig:
 
 
 def _disk_config(s: WorkerSettings) -> DiskConfig | None:
-    if s.ssd_cache_dir is None or not s.ssd:
+    if s.ssd_folder is None:
         return None
     return DiskConfig(
-        folder=str(s.ssd_cache_dir),
+        folder=str(s.ssd_folder),
         write_through=s.ssd_policy == "write_through",
         durable=s.ssd_durability == "persistent",
         async_writes=s.ssd_async_writes,

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from shared.process.settings import WorkerSettings
 from shared.redis import keys
 from shared.redis.connection.address import SentinelAddress, is_sentinel
-from shared.redis.connection.client import Argument, ask_all
+from shared.redis.connection.client import Argument, ask_all, members
 from shared.redis.queue.affinity import holders
 from worker.engine.messages import RowRequest
 from worker.peers.pace import LEAST_IDS
@@ -67,9 +67,10 @@ class Directory:
 
     async def others(self) -> int:
         """How many workers of our model listen, besides us."""
-        (ids,) = await ask_all(self._redis, [("ZRANGE", keys.workers(self._model), 0, -1)])
-        workers = [worker.decode() for worker in ids if worker.decode() != self._worker_id]
-        commands = [("HGET", keys.worker(self._model, worker), "kv_address") for worker in workers]
+        workers = await members(self._redis, keys.workers(self._model))
+        commands = [
+            ("HGET", keys.worker(self._model, name), "kv_address") for name in workers if name != self._worker_id
+        ]
         return sum(bool(told) for told in await ask_all(self._redis, commands)) if commands else 0
 
 

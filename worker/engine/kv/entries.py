@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from worker.engine.kv.slabs import Cut, State
@@ -41,3 +42,8 @@ class Snapshot:
     state: State
     rest: Cut | None  # of the tail
     version: str
+
+
+def go_on_with(ids: Sequence[int], tail: tuple[int, ...], length: int) -> bool:
+    """Whether these ids have a snapshot's tail right before its position."""
+    return tuple(ids[length - len(tail) : length]) == tail

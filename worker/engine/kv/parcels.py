@@ -15,14 +15,17 @@ import hashlib
 import importlib.metadata
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import msgspec
 
 from worker.engine.kv.kinds import leaves
+
+T = TypeVar("T")
 
 FORMAT = 1
 MAX_HEADER_BYTES = 32 << 20
@@ -119,6 +122,12 @@ def _layout(leaf: Any) -> list[str]:
 
 def _is_plain(value: object) -> bool:
     return isinstance(value, int | float | str) or dataclasses.is_dataclass(value)
+
+
+def arranged(flat: Iterable[T], *layouts: Sequence[Sequence[object]]) -> list[list[tuple[T, ...]]]:
+    """Things that stand for arrays, one after another, arranged as the arrays are in these layers."""
+    things = iter(flat)
+    return [[tuple(islice(things, len(leaf))) for leaf in layers] for layers in layouts]
 
 
 # -- in the engine's thread

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from worker.engine.kv.block_keys import BlockKeys
-from worker.engine.kv.entries import NOTHING, Promotion, Segment, Snapshot
+from worker.engine.kv.entries import NOTHING, Promotion, Segment, Snapshot, go_on_with
 from worker.engine.kv.kinds import kind_of, leaves, restored
 from worker.engine.kv.slabs import Cut, KvRows, Layers, Slab, State, Wanted, copy_rows, copy_states
 from worker.engine.kv.stops import Stops
@@ -141,7 +141,7 @@ class PrefixCache:
         fitting = (
             snapshot
             for tail, snapshot in self._snapshots.get(key, {}).items()
-            if snapshot.length <= at_most and tuple(ids[snapshot.length - len(tail) : snapshot.length]) == tail
+            if snapshot.length <= at_most and go_on_with(ids, tail, snapshot.length)
         )
         return max(fitting, key=lambda snapshot: snapshot.length, default=None)
 

@@ -17,13 +17,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from worker.engine.kv.entries import Segment, Snapshot
+from worker.engine.kv.entries import Segment, Snapshot, go_on_with
 from worker.engine.kv.kinds import kind_of, leaves
 from worker.engine.kv.parcels import (
     HostArray,
     Label,
     Parcel,
     UnusableParcelError,
+    arranged,
     as_array,
     as_bytes,
     on_host,
@@ -70,8 +71,12 @@ class _Piece:
         return self.cut.layers(self.cut.length) if self.cut else [], self.state.layers() if self.state else []
 
     @property
+    def arrays(self) -> Iterator[mx.array]:
+        return (array for layers in self.layers for leaf in layers for array in leaf)
+
+    @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for layers in self.layers for arrays in layers for array in arrays)
+        return sum(array.nbytes for array in self.arrays)
 
 
 class SharedCache(PrefixCache):
@@ -140,19 +145,17 @@ class SharedCache(PrefixCache):
     def begin(self, number: int, at: int) -> None:
         """Begin to copy a piece of an offer; LookupError when that was forgotten."""
         piece = self._offers[number][at]
-        piece.bytes_of = [as_bytes(array) for layers in piece.layers for arrays in layers for array in arrays]
+        piece.bytes_of = [as_bytes(array) for array in piece.arrays]
         mx.async_eval(piece.bytes_of)  # type: ignore[no-untyped-call]
 
     def finish(self, number: int, at: int) -> Parcel:
         """A piece whose copy has begun, in memory of nobody's but the parcel's."""
         piece = self._offers[number][at]
-        copies = iter(piece.bytes_of)
-        cut, states = (
-            [tuple(_own(on_host(array, next(copies))) for array in arrays) for arrays in layers]
-            for layers in piece.layers
-        )
+        cut, states = piece.layers
+        own = (_own(on_host(array, copy)) for array, copy in zip(piece.arrays, piece.bytes_of, strict=True))
+        parcel = Parcel(piece.label, *arranged(own, cut, states))
         piece.bytes_of = []
-        return Parcel(piece.label, cut, states)
+        return parcel
 
     def drop(self, number: int) -> None:
         """Nobody fetches an offer any more."""
@@ -163,11 +166,9 @@ class SharedCache(PrefixCache):
     def take(self, prompt: Held, parcel: Parcel) -> None:
         """Store a parcel of a prompt, if what comes before it is here and it is not. UnusableParcelError."""
         self._check(parcel, prompt)
-        arrays = {id(host): as_array(host) for host in parcel.arrays}
-        mx.async_eval(list(arrays.values()))  # type: ignore[no-untyped-call]
-        cut, states = (
-            [tuple(arrays[id(host)] for host in leaf) for leaf in layers] for layers in (parcel.cut, parcel.states)
-        )
+        arrays = [as_array(host) for host in parcel.arrays]
+        mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+        cut, states = arranged(arrays, parcel.cut, parcel.states)
         self.put(parcel.label, prompt.keys, cut, states)
         self._shrink()
 
@@ -224,7 +225,7 @@ class SharedCache(PrefixCache):
         if before != at * self._block_size or not 0 <= at <= len(prompt.keys):
             return False
         key = prompt.keys[at - 1] if at else self._keys.root(prompt.version)
-        return label.keys == (key,) and tuple(prompt.ids[before : label.length]) == tail
+        return label.keys == (key,) and go_on_with(prompt.ids, tail, label.length)
 
 
 def _own(host: HostArray) -> HostArray:

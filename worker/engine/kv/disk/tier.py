@@ -26,7 +26,7 @@ from worker.engine.kv.disk.folder import Folder
 from worker.engine.kv.disk.index import Entry, Index
 from worker.engine.kv.disk.reading import EXPIRE_EVERY_S, LOOK_EVERY_S, Errands, Shelf
 from worker.engine.kv.disk.writing import Job, Writer
-from worker.engine.kv.parcels import Label, Parcel, as_array, as_bytes, on_host
+from worker.engine.kv.parcels import Label, Parcel, arranged, as_array, as_bytes, on_host
 from worker.engine.kv.slabs import Cut, Layers, State
 from worker.engine.messages import DiskConfig, DiskStats
 
@@ -235,11 +235,8 @@ class DiskTier:
             mx.async_eval(begun)  # type: ignore[no-untyped-call]
 
     def _hand_over(self, done: _Copies) -> None:
-        copies = iter(done.copies)
-        host = [
-            [tuple(on_host(array, next(copies)) for array in arrays) for arrays in layers]
-            for layers in (done.cut, done.states)
-        ]
+        arrays = (array for leaf in (*done.cut, *done.states) for array in leaf)
+        host = arranged(map(on_host, arrays, done.copies), done.cut, done.states)
         label = done.piece.label
         waits = sum(self._waiting.values()) > self._most_waiting_bytes // 2 or 2 * len(self._waiting) > (
             self._config.queue_size
@@ -305,11 +302,7 @@ class DiskTier:
             if len(upload.arrays) == sum(1 for _ in upload.parcel.arrays):
                 self._upload = None
                 mx.async_eval(upload.arrays)  # type: ignore[no-untyped-call]
-                arrays = iter(upload.arrays)
-                cut, states = (
-                    [tuple(next(arrays) for _ in leaf) for leaf in layers]
-                    for layers in (upload.parcel.cut, upload.parcel.states)
-                )
+                cut, states = arranged(upload.arrays, upload.parcel.cut, upload.parcel.states)
                 yield self._taken(upload.entry, cut, states)
             if time.perf_counter() > until:
                 return

@@ -18,8 +18,8 @@ from typing import Any
 from shared.sequences import ModelCard
 from worker.engine.kv.disk.index import Entry
 from worker.engine.kv.disk.tier import DiskTier
-from worker.engine.kv.entries import NOTHING, Promotion, Segment, Snapshot
-from worker.engine.kv.parcels import Label, identity_of
+from worker.engine.kv.entries import NOTHING, Promotion, Segment, Snapshot, go_on_with
+from worker.engine.kv.parcels import identity_of
 from worker.engine.kv.sharing import SharedCache
 from worker.engine.messages import DiskStats, EngineConfig
 
@@ -143,7 +143,11 @@ class TieredCache(SharedCache):
                 break
             key = keys[count - 1] if count else self._keys.root(version)
             behind = [entry for entry in self._tier.index.snapshots(key) if known < entry.label.length <= at_most]
-            fitting = [entry for entry in behind if self._is_usable(entry, version) and _continues(entry.label, ids)]
+            fitting = [
+                entry
+                for entry in behind
+                if self._is_usable(entry, version) and go_on_with(ids, entry.label.tail or (), entry.label.length)
+            ]
             if not fitting:
                 continue
             longest = max(fitting, key=lambda entry: entry.label.length)
@@ -232,9 +236,3 @@ def prefix_cache(
         return SharedCache(limit, block_size, base, new_kv, identity)
     tier = DiskTier(config.disk, base, identity, block_size, limit // MOST_WAITING, wake)
     return TieredCache(limit, block_size, base, new_kv, identity, tier, through=config.disk.write_through)
-
-
-def _continues(label: Label, ids: Sequence[int]) -> bool:
-    """Whether these ids go on with the tail of a snapshot."""
-    tail = label.tail or ()
-    return tuple(ids[label.length - len(tail) : label.length]) == tail
