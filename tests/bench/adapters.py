@@ -30,8 +30,10 @@ from shared.text.codec import TokenizerBundle
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL
 from worker.engine.batch.adapters import SlotConfig
 from worker.engine.engine import Engine
+from worker.engine.kv import cuda_attention
 from worker.engine.lora.slots import AdapterSlots
 from worker.engine.messages import EngineConfig, RowRequest
+from worker.engine.model import cuda_graphs
 from worker.engine.model.loader import LoadedModel
 
 ROUNDS, STEPS, PROMPT = 5, 24, 32
@@ -55,6 +57,8 @@ def random_model(shape: dict[str, Any], dtype: str) -> LoadedModel:
 
 def in_memory(config: dict[str, Any], dtype: str = "float32") -> LoadedModel:
     """A model of mlx-lm with random weights, which the tokenizer cannot spell."""
+    cuda_graphs.prepare()
+    cuda_attention.install()
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(0)
     model = module.Model(module.ModelArgs.from_dict(config))

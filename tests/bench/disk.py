@@ -1,4 +1,4 @@
-"""KV on disk: `python -m tests.bench.disk [--rounds 3] [--kind NAME] [--folder DIR]`.
+"""KV on disk: `python -m tests.bench.disk [--rounds 3] [--kind NAME | --qwen3 4b] [--folder DIR]`.
 
 First, a worker ends and another one starts: time to the first token of a second turn whose first one is on disk, over
 that of a prompt of the same length that nobody has read. Then, what running streams notice: their gaps while prompts
@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.bench.adapters import in_memory
-from tests.bench.turns import ANSWER, KINDS, PROMPT, QUESTION, SHAPE, Talk
+from tests.bench.turns import ANSWER, KINDS, PROMPT, QUESTION, SHAPE, Talk, choose, chosen
 from worker.engine.engine import Engine
 from worker.engine.messages import DiskConfig, EngineConfig, RowRequest
 from worker.engine.model.loader import LoadedModel
@@ -169,12 +169,11 @@ def main() -> None:
     """Measure each kind."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--kind", choices=list(KINDS), action="append")
+    choose(parser)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: the temporary one")
     args = parser.parse_args()
     print(f"after a restart, second turn after {PROMPT} tokens and an answer of {ANSWER}, first token: disk / cold")
-    for kind in args.kind or KINDS:
-        loaded = in_memory(SHAPE | KINDS[kind])
+    for kind, loaded in chosen(args):
         with TemporaryDirectory(dir=args.folder) as folder:
             after_a_restart(loaded, Path(folder))
             pairs = [after_a_restart(loaded, Path(folder)) for _ in range(args.rounds)]

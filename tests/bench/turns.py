@@ -1,4 +1,4 @@
-"""A conversation's second turn: `python -m tests.bench.turns [--rounds 3] [--kind NAME]`.
+"""A conversation's second turn: `python -m tests.bench.turns [--rounds 3] [--kind NAME | --qwen3 4b]`.
 
 Time to the second turn's first token over that of a prompt of the same length that nobody has read, for models whose
 layers keep what they have read in different ways: random weights, so large that feeding the prompt is what takes time.
@@ -12,11 +12,12 @@ fast_blas.install()
 import argparse
 import random
 import time
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
 from shared.sequences import SamplingParams, SequenceSpec
-from tests.bench.adapters import in_memory
+from tests.bench.adapters import SHAPES, in_memory, random_model
 from worker.engine.engine import Engine
 from worker.engine.messages import EngineConfig, RowRequest
 from worker.engine.model.loader import LoadedModel
@@ -79,15 +80,30 @@ def second_turn(talk: Talk) -> tuple[float, float]:
     return warm_s, cold_s
 
 
+def choose(parser: argparse.ArgumentParser) -> None:
+    """Arguments that say which models are measured."""
+    parser.add_argument("--kind", choices=list(KINDS), action="append")
+    parser.add_argument("--qwen3", choices=list(SHAPES), help="instead: one of this shape in bfloat16, for a GPU")
+
+
+def chosen(args: argparse.Namespace) -> Iterator[tuple[str, LoadedModel]]:
+    """Their names and they, made one after another."""
+    if args.qwen3:
+        yield args.qwen3, random_model(SHAPES[args.qwen3], "bfloat16")
+        return
+    for kind in args.kind or KINDS:
+        yield kind, in_memory(SHAPE | KINDS[kind])
+
+
 def main() -> None:
     """Measure each kind."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--kind", choices=list(KINDS), action="append")
+    choose(parser)
     args = parser.parse_args()
     print(f"second turn after {PROMPT} tokens and an answer of {ANSWER}, first token: warm / cold")
-    for kind in args.kind or KINDS:
-        talk = Talk(in_memory(SHAPE | KINDS[kind]))
+    for kind, loaded in chosen(args):
+        talk = Talk(loaded)
         second_turn(talk)
         pairs = [second_turn(talk) for _ in range(args.rounds)]
         warm, cold = (1e3 * median(each) for each in zip(*pairs, strict=True))

@@ -16,6 +16,7 @@ from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.kv_models import GROUP, QUANTISED, small
 from tests.engine.small_models import LLAMA, TINY_SHAPE, write_model
 from worker.engine.batch.adapters import SlotConfig
+from worker.engine.kv import cuda_attention
 from worker.engine.kv.kinds import leaves
 from worker.engine.kv.layout import layout_of
 from worker.engine.kv.quantised import BatchQuantisedKVCache, Packing
@@ -165,15 +166,16 @@ def test_a_model_that_cannot_read_it_is_refused() -> None:
 def test_only_layers_whose_attention_can_are_decoded_from_their_codes(llama: LoadedModel) -> None:
     found = {name: small(name, llama).kv.packings for name in ("llama 4", "gpt_oss 4", "deepseek_v3 8", "lfm2 4")}
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    fused = {name: {each.quantised_attention for each in each if each} for name, each in found.items()}
-    assert fused == {"llama 4": {on_cpu}, "gpt_oss 4": {False}, "deepseek_v3 8": {False}, "lfm2 4": {on_cpu}}
+    here = "parts" if on_cpu else "packed" if cuda_attention.install() else "unpacked"
+    read = {name: {each.read for each in each if each} for name, each in found.items()}
+    assert read == {"llama 4": {here}, "gpt_oss 4": {"unpacked"}, "deepseek_v3 8": {"unpacked"}, "lfm2 4": {here}}
     assert found["lfm2 4"][0] is None, "its recurrent layer stays as it is"
 
 
 def test_what_was_written_is_read_back_the_same_in_a_step_and_in_a_piece(llama: LoadedModel) -> None:
     packing = small("llama 8", llama).kv.packings[0]
     assert packing is not None
-    batch = BatchQuantisedKVCache(packing, [0, 3])
+    batch = BatchQuantisedKVCache(replace(packing, read="parts"), [0, 3])
     kv = mx.random.normal((2, 1, 6, GROUP), key=mx.random.key(1))
     before, _ = batch.update_and_fetch(kv, kv)
     assert not hasattr(batch, "bits")

@@ -14,8 +14,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from shared.errors import SetupError
+from worker.engine.kv import cuda_attention
 from worker.engine.kv.kinds import leaves, mapped
-from worker.engine.kv.quantised import QUANTISED_ATTENTION, Packing, QuantisedKVCache
+from worker.engine.kv.quantised import Packing, QuantisedKVCache, Read
 
 _GROUP_SIZES = (32, 64, 128)
 _TRIAL = [[1, 2, 3], [4]]  # token ids that are fed to try a layout: a piece of a prompt, and a decode step
@@ -90,10 +91,12 @@ def _obstacle(leaf: Any, group_size: int) -> str:
 
 
 def _decoding_quantised(model: Any, layout: KvLayout, logits: mx.array) -> KvLayout:
-    """The layout with quantised attention in decode steps, where this device is better with it and the model can."""
-    if mx.default_device().type not in QUANTISED_ATTENTION:
+    """The layout with decode steps that read KV packed, where this device is better with it and the model can."""
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    if not on_cpu and not cuda_attention.install():
         return layout
-    packings = tuple(packing and replace(packing, quantised_attention=True) for packing in layout.packings)
+    read: Read = "parts" if on_cpu else "packed"
+    packings = tuple(packing and replace(packing, read=read) for packing in layout.packings)
     quantised = KvLayout(packings)
     try:
         found = _fed(model, quantised.new(model))

@@ -9,23 +9,24 @@ how its prompt was cut into pieces, nor on whether it was found in the prefix ca
 
 - unpacked to the model's dtype, one layer at a time, by elementwise operations, which take views of any strides. The
   model sees plain keys and values, so this serves every kind of attention;
-- as codes, scales and biases, from which mlx-lm's quantised attention computes (`QUANTISED_ATTENTION` says where).
+- as it is packed, in decode steps: from codes, scales and biases mlx-lm's quantised attention computes on a CPU, from
+  whole positions `cuda_attention.py` on CUDA (`Packing.read`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 # Milliseconds of a decode step's attention in one layer of 8 rows, 2,048 positions and 8 heads of 128, fp32 on 2 cores:
 # 70 plain, 310 unpacked and 200 quantised at 8 bits, 270 and 60 at 4. Of wider pieces quantised attention is 5 to 8
-# times slower than unpacking, which costs them next to nothing. Not measured on Metal and CUDA: `quantized_matmul`
-# without transposing, which reads values, was wrong for some shapes on Metal, and is slow on CUDA (docs/workers.md).
-QUANTISED_ATTENTION = frozenset({mx.DeviceType.cpu})  # devices that decode with it, where the model can
+# times slower than unpacking, which costs them next to nothing. Not measured on Metal, where `quantized_matmul` without
+# transposing, which reads values, was wrong for some shapes; CUDA has none for these (docs/workers.md).
+Read = Literal["unpacked", "parts", "packed"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Packing:
     bits: int
     group_size: int
     dtype: mx.Dtype
-    quantised_attention: bool = False  # in decode steps
+    read: Read = "unpacked"  # by decode steps
 
     def pack(self, array: mx.array) -> mx.array:
         """[..., dim] of numbers as [..., words] of uint32."""
@@ -92,11 +93,19 @@ class _Quantised:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Write these positions; all positions, as the model's attention reads them."""
         packing, dims = self.packing, (keys.shape[-1], values.shape[-1])
-        packed = super().update_and_fetch(packing.pack(keys), packing.pack(values))  # type: ignore[misc]
-        self._is_decoding = packing.quantised_attention and keys.shape[2] == 1
+        packed = super().update_and_fetch(*self._packed(keys, values))  # type: ignore[misc]
+        self._is_decoding = packing.read != "unpacked" and keys.shape[2] == 1
+        if self._is_decoding and packing.read == "packed":
+            return packed  # type: ignore[no-any-return]
         read = packing.parts if self._is_decoding else packing.unpack
         readable = [read(array, dim) for array, dim in zip(packed, dims, strict=True)]
         return readable[0], readable[1]
+
+    def _packed(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if keys.shape != values.shape:
+            return self.packing.pack(keys), self.packing.pack(values)
+        both = self.packing.pack(mx.concatenate([keys, values], axis=1))  # half as many operations in a decode step
+        return both[:, : keys.shape[1]], both[:, keys.shape[1] :]
 
     @property
     def bits(self) -> int:

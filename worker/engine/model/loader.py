@@ -19,6 +19,7 @@ import mlx_lm.utils
 from shared.errors import SetupError
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
+from worker.engine.kv import cuda_attention
 from worker.engine.kv.layout import KvLayout, layout_of
 from worker.engine.messages import EngineConfig
 from worker.engine.model import cuda_graphs
@@ -47,6 +48,7 @@ class LoadedModel:
 def load_model(config: EngineConfig) -> LoadedModel:
     """Load by folder or hub name; `SetupError` says what is wrong."""
     cuda_graphs.prepare()
+    cuda_attention.install()
     path = _find(config.model)
     try:
         model, tokenizer, model_config = mlx_lm.utils.load(

@@ -1,0 +1,104 @@
+"""Attention of decode steps on CUDA: as MLX's own, for every shape that it takes; left alone where it has none."""
+
+import mlx.core as mx
+import pytest
+
+from worker.engine.kv import cuda_attention
+from worker.engine.kv.quantised import Packing
+
+ROWS, SCALE = 3, 0.11
+needs_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
+
+
+def drawn(*shape: int, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
+    return mx.random.normal(shape).astype(dtype)
+
+
+def wanted(
+    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None, sinks: mx.array | None = None
+) -> mx.array:
+    """By its definition, in fp32."""
+    shared_by = queries.shape[1] // keys.shape[1]
+    queries, keys, values = (each.astype(mx.float32) for each in (queries, keys, values))
+    keys, values = mx.repeat(keys, shared_by, 1), mx.repeat(values, shared_by, 1)
+    scores = SCALE * (queries[..., 0, None, :] * keys).sum(-1)
+    if mask is not None:
+        scores = mx.where(mask[:, :, 0], scores, -mx.inf)
+    if sinks is not None:
+        sink = mx.broadcast_to(sinks.astype(mx.float32)[None, :, None], (*scores.shape[:2], 1))
+        scores = mx.concatenate([scores, sink], -1)
+    weights = mx.softmax(scores, -1)[..., : keys.shape[2]]
+    return (weights[..., None] * values).sum(2, keepdims=True)
+
+
+def padded_on_the_left(positions: int) -> mx.array:
+    return mx.arange(positions)[None, None, None] >= mx.array([0, positions // 3, positions - 1])[:, None, None, None]
+
+
+@needs_cuda
+def test_plain_kv_of_every_type_and_size() -> None:
+    """Few of all combinations: the kernels of each one are compiled anew."""
+    for dtype, size, heads, kv_heads in (
+        (mx.bfloat16, 128, 8, 2),
+        (mx.bfloat16, 64, 14, 2),
+        (mx.float16, 64, 2, 2),
+        (mx.float16, 256, 8, 4),
+        (mx.float32, 256, 6, 2),
+        (mx.float32, 128, 4, 4),
+    ):
+        check_plain(dtype, size, heads, kv_heads)
+
+
+def check_plain(dtype: mx.Dtype, size: int, heads: int, kv_heads: int) -> None:
+    for positions in (64, 300, 2001):
+        queries = drawn(ROWS, 1, heads, size, dtype=dtype).swapaxes(1, 2)
+        keys, values = (drawn(ROWS, kv_heads, 2048, size, dtype=dtype)[..., :positions, :] for _ in range(2))
+        sinks = drawn(heads, dtype=dtype)
+        for mask, sink in ((None, None), (padded_on_the_left(positions), sinks)):
+            close = wanted(queries, keys, values, mask, sink)
+            out = cuda_attention.attention(queries, keys, values, SCALE, mask, sink)
+            assert mx.allclose(out.astype(mx.float32), close, atol=2e-2 if dtype != mx.float32 else 1e-5)
+
+
+@needs_cuda
+def test_packed_kv_of_every_number_of_bits() -> None:
+    for bits, size, group_size, dtype, kv_heads in (
+        (8, 64, 64, mx.bfloat16, 2),
+        (8, 128, 64, mx.bfloat16, 8),
+        (4, 128, 32, mx.bfloat16, 4),
+        (4, 256, 128, mx.float16, 2),
+        (8, 128, 32, mx.float32, 2),
+    ):
+        packing = Packing(bits, group_size, dtype)
+        queries = drawn(ROWS, 8, 1, size, dtype=dtype)
+        packed = [packing.pack(drawn(ROWS, kv_heads, 1024, size, dtype=dtype))[..., :777, :] for _ in range(2)]
+        mask = padded_on_the_left(777)
+        keys, values = (packing.unpack(each, size) for each in packed)
+        out = cuda_attention.attention(queries, *packed, SCALE, mask, packing=packing)
+        close = wanted(queries, keys, values, mask)
+        assert mx.allclose(out.astype(mx.float32), close, atol=2e-2 if dtype != mx.float32 else 1e-4)
+
+
+def test_it_takes_only_what_it_is_made_for() -> None:
+    queries, keys = mx.zeros((2, 4, 1, 64)), mx.zeros((2, 2, 100, 64))
+    seen = mx.ones((2, 1, 1, 100), mx.bool_)
+    for mask in (None, "causal", seen):
+        assert cuda_attention.is_for(queries, keys, keys, mask)
+    assert not cuda_attention.is_for(queries, keys, keys, seen.astype(mx.float32)), "an additive mask"
+    assert not cuda_attention.is_for(queries, keys, keys, mx.ones((2, 4, 1, 100), mx.bool_)), "a mask for each head"
+    assert not cuda_attention.is_for(mx.zeros((2, 4, 2, 64)), keys, keys, None), "two queries a row"
+    assert not cuda_attention.is_for(queries, keys[:, :, :10], keys[:, :, :10], None), "few positions"
+    assert not cuda_attention.is_for(queries, keys, mx.zeros((2, 2, 100, 32)), None), "values of another size"
+    assert not cuda_attention.is_for(
+        mx.zeros((2, 4, 1, 80)), mx.zeros((2, 2, 100, 80)), mx.zeros((2, 2, 100, 80)), None
+    )
+    packed = mx.zeros((2, 2, 100, 17), mx.uint32)
+    assert cuda_attention.is_for(queries, packed, packed, seen, Packing(8, 64, mx.float32))
+    assert not cuda_attention.is_for(queries, packed, packed, seen)
+
+
+@pytest.mark.skipif(mx.cuda.is_available(), reason="of a machine without CUDA")
+def test_without_cuda_mlxs_attention_stays() -> None:
+    before = mx.fast.scaled_dot_product_attention
+    assert not cuda_attention.install()
+    assert mx.fast.scaled_dot_product_attention is before
