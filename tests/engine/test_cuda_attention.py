@@ -72,9 +72,12 @@ def test_packed_kv_of_every_number_of_bits() -> None:
         packing = Packing(bits, group_size, dtype)
         queries = drawn(ROWS, 8, 1, size, dtype=dtype)
         packed = [packing.pack(drawn(ROWS, kv_heads, 1024, size, dtype=dtype))[..., :777, :] for _ in range(2)]
+        one = [each[..., 5:6, :] for each in (drawn(ROWS, kv_heads, 9, size, dtype=dtype) for _ in range(2))]
+        for told, each in zip(cuda_attention.pack(*one, bits, group_size), one, strict=True):
+            assert mx.array_equal(told, packing.pack(each))
         mask = padded_on_the_left(777)
         keys, values = (packing.unpack(each, size) for each in packed)
-        out = cuda_attention.attention(queries, *packed, SCALE, mask, packing=packing)
+        out = cuda_attention.attention(queries, *packed, SCALE, mask, bits=bits, group_size=group_size)
         close = wanted(queries, keys, values, mask)
         assert mx.allclose(out.astype(mx.float32), close, atol=2e-2 if dtype != mx.float32 else 1e-4)
 
@@ -93,7 +96,7 @@ def test_it_takes_only_what_it_is_made_for() -> None:
         mx.zeros((2, 4, 1, 80)), mx.zeros((2, 2, 100, 80)), mx.zeros((2, 2, 100, 80)), None
     )
     packed = mx.zeros((2, 2, 100, 17), mx.uint32)
-    assert cuda_attention.is_for(queries, packed, packed, seen, Packing(8, 64, mx.float32))
+    assert cuda_attention.is_for(queries, packed, packed, seen, bits=8)
     assert not cuda_attention.is_for(queries, packed, packed, seen)
 
 

@@ -14,9 +14,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from shared.errors import SetupError
-from worker.engine.kv import cuda_attention
 from worker.engine.kv.kinds import leaves, mapped
-from worker.engine.kv.quantised import Packing, QuantisedKVCache, Read
+from worker.engine.kv.quantised import Packing, QuantisedKVCache, Read, install_cuda
 
 _GROUP_SIZES = (32, 64, 128)
 _TRIAL = [[1, 2, 3], [4]]  # token ids that are fed to try a layout: a piece of a prompt, and a decode step
@@ -93,7 +92,7 @@ def _obstacle(leaf: Any, group_size: int) -> str:
 def _decoding_quantised(model: Any, layout: KvLayout, logits: mx.array) -> KvLayout:
     """The layout with decode steps that read KV packed, where this device is better with it and the model can."""
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    if not on_cpu and not cuda_attention.install():
+    if not on_cpu and not install_cuda():
         return layout
     read: Read = "parts" if on_cpu else "packed"
     packings = tuple(packing and replace(packing, read=read) for packing in layout.packings)

@@ -17,10 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import mlx.core as mx
+from mlx_lm.models import base
 from mlx_lm.models.cache import BatchKVCache, KVCache
+
+from worker.engine.kv import cuda_attention
 
 # Milliseconds of a decode step's attention in one layer of 8 rows, 2,048 positions and 8 heads of 128, fp32 on 2 cores:
 # 70 plain, 310 unpacked and 200 quantised at 8 bits, 270 and 60 at 4. Of wider pieces quantised attention is 5 to 8
@@ -84,6 +88,25 @@ def _scaled_pairs(codes: mx.array, scales: mx.array, biases: mx.array) -> mx.arr
     return ((codes >> mx.array([0, 4], mx.uint8)) & 15).astype(scales.dtype) * scales + biases
 
 
+@cache
+def install_cuda() -> bool:
+    """Put CUDA's kernels before mlx-lm's quantised attention, in this process; False without CUDA."""
+    if not cuda_attention.install():
+        return False
+
+    def attention(
+        queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, group_size: int, bits: int
+    ) -> mx.array:
+        if cuda_attention.is_for(queries, keys, values, mask, bits):
+            return cuda_attention.attention(queries, keys, values, scale, mask, bits=bits, group_size=group_size)
+        packing, size = Packing(bits, group_size, queries.dtype), queries.shape[-1]
+        readable = (packing.unpack(array, size) for array in (keys, values))
+        return mx.fast.scaled_dot_product_attention(queries, *readable, scale=scale, mask=mask)
+
+    base.quantized_scaled_dot_product_attention = attention
+    return True
+
+
 class _Quantised:
     """What both have beside mlx-lm's: `keys` and `values` are packed, and who updates them gets them readable."""
 
@@ -102,10 +125,11 @@ class _Quantised:
         return readable[0], readable[1]
 
     def _packed(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if keys.shape != values.shape:
-            return self.packing.pack(keys), self.packing.pack(values)
-        both = self.packing.pack(mx.concatenate([keys, values], axis=1))  # half as many operations in a decode step
-        return both[:, : keys.shape[1]], both[:, keys.shape[1] :]
+        packing = self.packing
+        if packing.read == "packed" and keys.shape[2] == 1 and cuda_attention.packs(keys, values):
+            keys, values = keys.astype(packing.dtype), values.astype(packing.dtype)
+            return cuda_attention.pack(keys, values, packing.bits, packing.group_size)
+        return packing.pack(keys), packing.pack(values)
 
     @property
     def bits(self) -> int:
