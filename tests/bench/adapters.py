@@ -30,7 +30,7 @@ from shared.text.codec import TokenizerBundle
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL
 from worker.engine.batch.adapters import SlotConfig
 from worker.engine.engine import Engine
-from worker.engine.kv import cuda_attention
+from worker.engine.kv.cuda import attention as cuda_attention
 from worker.engine.lora.slots import AdapterSlots
 from worker.engine.messages import EngineConfig, RowRequest
 from worker.engine.model import cuda_graphs

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from worker.engine.kv import cuda_attention
+from worker.engine.kv.cuda import attention as cuda_attention
 from worker.engine.kv.quantised import Packing
 
 ROWS, SCALE = 3, 0.11

@@ -16,7 +16,7 @@ from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.kv_models import GROUP, QUANTISED, small
 from tests.engine.small_models import LLAMA, TINY_SHAPE, write_model
 from worker.engine.batch.adapters import SlotConfig
-from worker.engine.kv import cuda_attention
+from worker.engine.kv.cuda import attention as cuda_attention
 from worker.engine.kv.kinds import leaves
 from worker.engine.kv.layout import layout_of
 from worker.engine.kv.quantised import BatchQuantisedKVCache, Packing

@@ -6,6 +6,6 @@ be cut (`stops.py` says at which positions). `slabs.py` copies several rows at o
 and takes it in, as bytes that are checked when they are read (`parcels.py`); `disk/` keeps in files what memory has no
 room for.
 
-`layout.py` says which caches a model's rows get; `quantised.py` holds those of 8 and 4 bits. `cuda_attention.py` reads
-both in decode steps on CUDA.
+`layout.py` says which caches a model's rows get; `quantised.py` holds those of 8 and 4 bits. `cuda/` reads both in
+decode steps on CUDA.
 """

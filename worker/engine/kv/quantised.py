@@ -10,7 +10,7 @@ how its prompt was cut into pieces, nor on whether it was found in the prefix ca
 - unpacked to the model's dtype, one layer at a time, by elementwise operations, which take views of any strides. The
   model sees plain keys and values, so this serves every kind of attention;
 - as it is packed, in decode steps: from codes, scales and biases mlx-lm's quantised attention computes on a CPU, from
-  whole positions `cuda_attention.py` on CUDA (`Packing.read`).
+  whole positions `cuda/` on CUDA (`Packing.read`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from worker.engine.kv import cuda_attention
+from worker.engine.kv.cuda import attention as cuda_attention
 
 # Milliseconds of a decode step's attention in one layer of 8 rows, 2,048 positions and 8 heads of 128, fp32 on 2 cores:
 # 70 plain, 310 unpacked and 200 quantised at 8 bits, 270 and 60 at 4. Of wider pieces quantised attention is 5 to 8

@@ -19,7 +19,7 @@ import mlx_lm.utils
 from shared.errors import SetupError
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
-from worker.engine.kv import cuda_attention
+from worker.engine.kv.cuda import attention as cuda_attention
 from worker.engine.kv.layout import KvLayout, layout_of
 from worker.engine.messages import EngineConfig
 from worker.engine.model import cuda_graphs
