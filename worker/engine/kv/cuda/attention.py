@@ -10,9 +10,9 @@ Packed KV (`kv/quantised.py`) would have to be unpacked in memory first. These k
 - `join.cu`: adds up a row's stretches (flash decoding: Dao et al., 2023), and the attention sink if the model has one.
 - `pack.cu`: packs what a step adds, in one operation in place of nine, which took 1.4 ms with 36 layers.
 
-`install()` puts the first two before `mx.fast.scaled_dot_product_attention`; `kv/quantised.py` puts them before mlx-lm's
-quantised attention. What they are not made for goes on to MLX's own: several queries a row, additive masks, other head
-sizes, few positions.
+`install()` puts the first two before `mx.fast.scaled_dot_product_attention`; `kv/quantised.py` puts them before
+mlx-lm's quantised attention. What they are not made for goes on to MLX's own: several queries a row, additive masks,
+other head sizes, few positions.
 """
 
 from __future__ import annotations
