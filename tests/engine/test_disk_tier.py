@@ -17,7 +17,7 @@ from shared.sequences import SequenceSpec
 from tests.engine.adapter_bench import AdapterBench, make_versions, row
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.kv_models import Model
-from worker.engine.kv.disk import folder, writing
+from worker.engine.kv.disk import folder, tiered_cache, writing
 from worker.engine.messages import DiskConfig
 from worker.engine.model.loader import LoadedModel
 
@@ -68,6 +68,22 @@ def test_a_second_turn_after_a_restart_goes_on_from_disk(name: str, model_of: Mo
     assert after.tokens("two") == cold_tokens(loaded, two)
     stats = after.engine.stats().disk
     assert (stats.hits, stats.errors, stats.dropped) == (1, 0, 0) and stats.hit_tokens >= cached(after, "two")
+
+
+def test_where_computing_is_quicker_nothing_is_read_for_a_while(
+    llama: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiered_cache, "LOSS_S", -1e9)  # every disk is slower than this
+    before = bench_of(llama, tmp_path)
+    first = [spec(f"first {at}", prompt_of(150, at)) for at in range(tiered_cache.LOSSES + 1)]
+    run(before, *first)
+    before.engine.close(keep=True)
+    after = bench_of(llama, tmp_path)
+    run(after, spec("new", prompt_of(150, 99)))  # so that it knows what computing takes
+    second = [spec(f"second {at}", [*each.prompt_ids, 7]) for at, each in enumerate(first)]
+    run(after, *second)
+    assert [cached(after, each.id) > 100 for each in second] == [True] * tiered_cache.LOSSES + [False]
+    assert after.tokens(second[-1].id) == cold_tokens(llama, second[-1])
 
 
 # -- any schedule

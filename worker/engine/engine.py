@@ -62,7 +62,8 @@ class Engine:
         self._pieces = Pieces(ChunkSize(config.prefill_chunk, config.piece_s))
         self._class_turns = ClassTurns()
         score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
-        self.prefixes = prefix_cache(config, loaded.card, self._model.new_kv(), wake)  # peers and disks move its KV
+        new_kv, pieces = self._model.new_kv(), self._pieces
+        self.prefixes = prefix_cache(config, loaded.card, new_kv, wake, lambda: pieces.token_s)  # moved by peers, disks
         self._keeping = Keeping(self.prefixes, loaded.card.kv_bytes_per_token, config.keep_bytes)
         self._batch = RunningBatch(self._model, config, self._pieces, self._keeping)
         self._lane = PrefillLane(

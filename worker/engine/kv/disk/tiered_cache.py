@@ -29,6 +29,8 @@ MOST_WAITING = 2  # half of the cache's bytes may wait to be written, besides it
 PATIENCE_S = 1.0
 REST_S = 30.0  # in which nothing is read, after a row has waited in vain
 SLOW_DISK = 200e6  # bytes a second that a row waits for, beside
+LOSS_S = 0.05  # that a row waits longer for its KV than computing it would have taken, at least, to be counted
+LOSSES = 3  # one after another, and nothing is read for a while: small models on fast GPUs are quicker than disks
 
 
 class _FromDisk(Promotion):
@@ -37,7 +39,8 @@ class _FromDisk(Promotion):
     def __init__(self, keys: list[bytes], ids: Sequence[int], version: str, at_most: int, entries: list[Entry]) -> None:
         self.keys, self.ids, self.version, self.at_most = keys, ids, version, at_most
         self.pending = {entry.name for entry in entries}
-        self.until = time.monotonic() + PATIENCE_S + sum(entry.size for entry in entries) / SLOW_DISK
+        self.began = time.monotonic()
+        self.until = self.began + PATIENCE_S + sum(entry.size for entry in entries) / SLOW_DISK
         self.known = 0  # ids that memory had before
 
     @property
@@ -65,13 +68,17 @@ class TieredCache(SharedCache):
         tier: DiskTier,
         *,
         through: bool,
+        token_s: Callable[[], float],
     ) -> None:
+        """`token_s`: what a prompt's token takes to compute (0: not known)."""
         super().__init__(limit_bytes, block_size, base_sha256, new_kv, identity)
         self._tier = tier
         self._through = through
         self._lasting: dict[str, str] = {"": ""}  # version -> digest of its weights
         self._promotions: list[_FromDisk] = []
         self._rests_until = 0.0
+        self._token_s = token_s
+        self._losses = 0
 
     @property
     def disk(self) -> DiskStats:
@@ -202,6 +209,17 @@ class TieredCache(SharedCache):
             if gained > 0:
                 self._tier.hits += 1
                 self._tier.hit_tokens += gained
+                self._compare(time.monotonic() - promotion.began, gained)
+
+    def _compare(self, took_s: float, tokens: int) -> None:
+        """Read no more for a while where computing is quicker."""
+        token_s = self._token_s()
+        lost = token_s > 0 and took_s > tokens * token_s + LOSS_S
+        self._losses = self._losses + 1 if lost else 0
+        if self._losses == LOSSES:
+            self._losses = 0
+            self._rests_until = time.monotonic() + REST_S
+            log.info("kv.disk_is_slower_than_computing tokens=%d took_s=%.3f rests_s=%.0f", tokens, took_s, REST_S)
 
     def _take(self) -> None:
         for entry, cut, states in self._tier.work():
@@ -227,7 +245,11 @@ class TieredCache(SharedCache):
 
 
 def prefix_cache(
-    config: EngineConfig, card: ModelCard, new_kv: Sequence[Any], wake: Callable[[], None] | None
+    config: EngineConfig,
+    card: ModelCard,
+    new_kv: Sequence[Any],
+    wake: Callable[[], None] | None,
+    token_s: Callable[[], float],
 ) -> SharedCache:
     """The prefix cache of an engine, over a disk tier where its configuration has one. `new_kv`: empty caches."""
     limit, block_size, base = config.prefix_cache_bytes, config.block_size, card.base_sha256
@@ -235,4 +257,5 @@ def prefix_cache(
     if config.disk is None or not limit:
         return SharedCache(limit, block_size, base, new_kv, identity)
     tier = DiskTier(config.disk, base, identity, block_size, limit // MOST_WAITING, wake)
-    return TieredCache(limit, block_size, base, new_kv, identity, tier, through=config.disk.write_through)
+    through = config.disk.write_through
+    return TieredCache(limit, block_size, base, new_kv, identity, tier, through=through, token_s=token_s)
