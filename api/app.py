@@ -26,6 +26,7 @@ from api.http.errors import describe_errors
 from api.http.hosts import OwnHost, allowed_hosts
 from api.http.limits import BodyLimit
 from api.jobs import routes as jobs
+from api.jobs import stream as job_streams
 from api.openai import (
     abortions,
     chat,
@@ -92,7 +93,21 @@ ROUTED = (
         abortions,
     ),
     *(similarities, render, server_info, messages),
-    *(act, predict, jobs, adapters, address, generate, pause, prefix_cache, tokenize, training, trainers, rewards),
+    *(
+        act,
+        predict,
+        jobs,
+        job_streams,
+        adapters,
+        address,
+        generate,
+        pause,
+        prefix_cache,
+        tokenize,
+        training,
+        trainers,
+        rewards,
+    ),
     *(health, deadletters, metrics, snapshot, dashboard),
 )
 

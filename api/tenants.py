@@ -94,6 +94,7 @@ RULES: dict[str, Rule] = {
     "GET /v1/jobs": LIST,
     "GET /v1/jobs/{job_id}": SEE_JOB,
     "GET /v1/jobs/{job_id}/results": SEE_JOB,
+    "GET /v1/jobs/{job_id}/stream": SEE_JOB,
     "POST /v1/jobs/{job_id}/cancel": CHANGE_JOB,
     "DELETE /v1/jobs/{job_id}": CHANGE_JOB,
     "POST /v1/jobs/{job_id}/retry": CHANGE_JOB,

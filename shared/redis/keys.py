@@ -145,6 +145,7 @@ job = Key("parallm:job:{*}", "hash", "api", "7 d", "one job's spec, state, count
 job_inputs = Key("parallm:job:{*}:inputs", "list", "api", "7 d", "input lines, JSON")
 # By job and chunk, RESULTS_PER_CHUNK ordinals a hash; with the chunk "": what these keys begin with
 job_results = Key("parallm:job:{*}:results:*", "hash", "job runner", "7 d", "trajectories, JSON, by ordinal")
+job_order = Key("parallm:job:{*}:order", "list", "job runner", "7 d", "ordinals as they were recorded")
 job_lease = Key("parallm:job:{*}:lease", "string", "job runner", "10 s", "which runner advances the job")
 _jobs = Key("parallm:jobs", "sorted set", "api", "7 d", "job ids by creation")
 _jobs_of = Key("parallm:jobs:of:*", "sorted set", "api", "7 d", "job ids of one tenant by creation")
