@@ -79,6 +79,7 @@ async def test_a_stored_response_is_found_listed_and_deleted(client: AsyncOpenAI
 
 async def test_a_conversation_grows_by_its_responses(client: AsyncOpenAI, worker: ScriptedWorker) -> None:
     begun: list[Any] = [{"type": "message", "role": "user", "content": "one"}]
+    assert (await client.conversations.items.list((await client.conversations.create(items=[])).id)).data == []
     made = await client.conversations.create(items=begun, metadata={"topic": "sums"})
     assert (await client.conversations.retrieve(made.id)).metadata == {"topic": "sums"}
     await client.conversations.update(made.id, metadata={"topic": "none"})

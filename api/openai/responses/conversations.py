@@ -5,7 +5,7 @@ import time
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 from starlette.responses import Response
 
 from api.http.bodies import BodyRoute
@@ -24,10 +24,16 @@ _Text = Annotated[str, Field(max_length=512)]
 Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], _Text], Field(max_length=16)]
 
 
+def _none_for_none(value: Any) -> Any:
+    return None if value == [] else value
+
+
 class ConversationBody(RequestModel):
     """POST /v1/conversations."""
 
-    items: Items | None = Field(default=None, description="what it begins with")
+    items: Annotated[Items | None, BeforeValidator(_none_for_none)] = Field(
+        default=None, description="what it begins with"
+    )
     metadata: Metadata | None = None
 
 
