@@ -50,6 +50,7 @@ from api.rl import act, generate, predict, rewards, tokenize
 from api.tenants import keep_apart
 from api.training import remote_trainers as trainers
 from api.training import routes as training
+from api.webhooks.work import WebhookWork
 from shared.process.settings import ApiSettings
 from shared.telemetry.metrics import Tally
 
@@ -150,7 +151,7 @@ def _life(settings: ApiSettings, tally: Tally) -> Callable[[FastAPI], AbstractAs
         app.state.snapshots = Snapshots(ring)
         sampling = asyncio.create_task(sample_forever(ring, app.state.snapshots))
         app.state.background = BackgroundWork(ring)
-        work = [asyncio.create_task(each.run()) for each in (BatchWork(ring), app.state.background)]
+        work = [asyncio.create_task(each.run()) for each in (BatchWork(ring), app.state.background, WebhookWork(ring))]
         log.info("api.started", api=ring.api_id)
         try:
             yield

@@ -194,10 +194,9 @@ kept_events = Key(
 )
 kept_uses = Key("parallm:kept:{*}:uses", "sorted set", "api", "a day longer", "what is kept, by its last use")
 kept_sizes = Key("parallm:kept:{*}:sizes", "hash", "api", "a day longer", "bytes of each, and of `all`")
-# "<keeper> <id>" by the time in Unix milliseconds from which on any api process may take it
-background_responses = Key(
-    "parallm:background", "sorted set", "api", "8 d, refreshed", "responses that go on without their client"
-)
+# Entries by the time in Unix milliseconds from which on one api process may take them. Lists: background, webhooks
+due = Key("parallm:{*}:due", "sorted set", "api or job runner", "8 d, refreshed", "what is to be done, and when")
+due_owners = Key("parallm:{*}:due:owners", "hash", "api", "8 d, refreshed", "which process has taken which entry")
 
 
 def keeper(owner: str) -> str:

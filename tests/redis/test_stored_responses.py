@@ -186,7 +186,7 @@ async def test_a_background_response_outlives_the_process_that_took_it_in(
         assert [event.sequence_number for event in whole] == list(range(len(whole)))
         items = (await client.conversations.items.list(made.id, order="asc")).data
         assert [item.role for item in items] == ["user", "assistant"]  # type: ignore[union-attr]
-        assert await second.ring.redis.zcard(keys.background_responses()) == 0
+        assert await second.ring.redis.zcard(keys.due("background")) == 0
     assert len(worker.specs) == 1, "it was computed once"
 
 

@@ -30,6 +30,7 @@ from api.openai.responses.writer import ResponseWriter
 from api.ring.caller import acting_for, asker, key_name
 from api.ring.ring import Ring
 from api.ring.room import LARGE_COUNT, aside
+from api.webhooks.body import webhook_of
 from shared.errors import (
     ConflictError,
     NotFoundError,
@@ -43,14 +44,17 @@ from shared.frames import TokenEvent
 from shared.redis import keys
 from shared.redis.connection.client import Argument
 from shared.redis.connection.faults import reason
+from shared.redis.due import webhooks
 from shared.redis.due.due_list import DueList
 from shared.redis.kept.response_store import RUNNING, StoredResponse
 from shared.redis.tokens.log import read_tokens
 from shared.sequences import SequenceSpec, decode_spec, encode
 from shared.token_events import by_token
+from shared.webhooks import Webhook
 
 log = structlog.get_logger()
 
+LIST = "background"  # of what is due: "<keeper> <id>"
 AT_ONCE = 1024  # responses that one process reads
 LOOK_S = 1.0
 AGAIN_MS = 2_000  # after which a response is tried again when Redis or the workers are away
@@ -67,6 +71,7 @@ class Run(msgspec.Struct, frozen=True):
     tenant: str
     key: str
     before: int  # ids of the prompt that the turn before has
+    webhook: Webhook | None = None
 
 
 def sse(event: Event, number: int) -> bytes:
@@ -89,9 +94,10 @@ async def begin(
     run = Run(
         spec=encode(spec),
         plan=msgspec.json.encode(msgspec.structs.replace(plan, prompts=(), deadline_ms=deadline_ms)),
-        request=body.model_dump_json(by_alias=True, exclude_none=True, exclude={"input"}).encode(),
+        request=body.model_dump_json(by_alias=True, exclude_none=True, exclude={"input", "webhook"}).encode(),
         tenant=asker().tenant,
         key=key_name(),
+        webhook=webhook_of(ring, body.webhook),
         before=len(history) if history and list(prompt[: len(history)]) == history else 0,
     )
     base = plan.id.rpartition("-")[2][:24]
@@ -109,15 +115,17 @@ async def begin(
     )
     if not await ring.responses.put(who, writer.id, stored, "new"):
         raise ConflictError(f"there is a response {writer.id!r} already", param="request_id")
-    due, entry = DueList(ring.redis, keys.background_responses()), f"{who} {writer.id}"
+    due, entry = DueList(ring.redis, LIST), f"{who} {writer.id}"
     try:
         await due.add(entry, keys.BACKGROUND_LEASE_MS)  # should we die before it is enqueued
         await _pin(ring, spec, settings.background_timeout_s)
         await ring.queue(work.model).enqueue([spec], prefer=await ring.affinity.preferred([spec]))
-        await due.again([entry], 0)
+        if run.webhook is not None:
+            await webhooks.wait_for(ring.redis, "response", who, writer.id)
+        await due.hasten(entry)
     except ParallmError:  # refused as a whole
         await ring.responses.forget(who, writer.id)
-        await due.done(entry)
+        await due.drop(entry)
         raise
     return stored
 
@@ -132,8 +140,11 @@ async def cancel(ring: Ring, response_id: str, stored: StoredResponse) -> Stored
     who = keeper()
     shown = msgspec.json.decode(stored.body, type=dict[str, msgspec.Raw])
     body = msgspec.json.encode({**shown, "status": "cancelled"})
-    if stored.state in RUNNING and await ring.responses.change(who, response_id, state="cancelled", body=body):
+    if stored.state in RUNNING and await ring.responses.change(
+        who, response_id, state="cancelled", body=body, ended_at=int(time.time())
+    ):
         await _stop(ring, stored)
+        await webhooks.hasten(ring.redis, "response", who, response_id)
         await ring.responses.keep_events(who, response_id)
         log.info("response.cancelled", response=response_id)
     return await ring.responses.find(who, response_id)
@@ -187,7 +198,7 @@ class BackgroundWork:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._due = DueList(ring.redis, keys.background_responses())
+        self._due = DueList(ring.redis, LIST)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._news = asyncio.Event()
 
@@ -202,7 +213,7 @@ class BackgroundWork:
             while True:
                 with contextlib.suppress(RedisError, OSError):
                     if time.monotonic() - renewed > keys.BACKGROUND_LEASE_MS / 4000 and self._tasks:
-                        await self._due.again(list(self._tasks), keys.BACKGROUND_LEASE_MS)
+                        await self._due.renew(list(self._tasks), keys.BACKGROUND_LEASE_MS)
                         renewed = time.monotonic()
                     await self._take()
                 with contextlib.suppress(TimeoutError):
@@ -332,9 +343,11 @@ class _Reading:
             "output": joined(given),
             "ids": ids,
             "told": self._number,
+            "ended_at": int(time.time()),
         }
         await self._ring.responses.change(self._who, self._id, state=state, **fields)
         await self._ring.responses.keep_events(self._who, self._id)
+        await webhooks.hasten(self._ring.redis, "response", self._who, self._id)
         if "@" in self._spec.adapter:
             await self._ring.adapters.unpin_all(self._spec.adapter, self._spec.id)
         log.info("response.ended", response=self._id, state=state)

@@ -14,6 +14,7 @@ from api.http.fields import Off, RequestModel, complaint
 from api.openai.bodies import ChatCompletionRequest
 from api.openai.responses.turns import Items, messages_of, without_turns
 from api.openai.tools import MAX_TOOLS, FunctionDefinition, by_type, known_type
+from api.webhooks.body import WebhookBody
 
 MAX_NAME = 256  # letters in the name of a response or a conversation
 
@@ -110,6 +111,7 @@ class ResponseRequest(DrawFields):
 
     input: Items
     instructions: str | None = Field(default=None, description="a system message before the input")
+    webhook: WebhookBody | None = Field(default=None, description="with `background`: who is told of its end")
     store: bool | None = Field(
         default=None, description="keep the response, for others to follow it and for GET; default: if the server does"
     )
@@ -156,6 +158,8 @@ class ResponseRequest(DrawFields):
     def _possible(self) -> "ResponseRequest":
         if self.conversation is not None and self.previous_response_id is not None:
             raise complaint("previous_response_id", "'conversation' and 'previous_response_id' exclude each other")
+        if self.webhook is not None and not self.background:
+            raise complaint("webhook", "'webhook' needs 'background': who waits for the answer hears of its end")
         if self.background and self.store is False:
             raise complaint("background", "'background' needs 'store': somebody has to find the response")
         if self.top_logprobs and not self.wants_logprobs:

@@ -12,6 +12,7 @@ from shared.errors import UnknownJobError
 from shared.jobs import TERMINAL, InputLine, JobSpec, JobState, JobUsage
 from shared.redis import keys
 from shared.redis.connection.client import Script, ask, ask_all, members
+from shared.redis.due import webhooks
 from shared.trajectories import Reward
 
 Outcome = Literal["succeeded", "failed", "cancelled", "expired"]
@@ -152,6 +153,7 @@ class JobLedger:
             with contextlib.suppress(UnknownJobError):  # whoever saw its end has deleted it
                 await self._keep_results(job_id)
             await self._redis.zrem(keys.active_jobs(), job_id)
+            await webhooks.hasten(self._redis, "job", job_id)
         return ended
 
     async def count_fault(self, job_id: str) -> int:

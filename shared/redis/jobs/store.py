@@ -18,6 +18,7 @@ from shared.owners import ANYBODY, Asker
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import Script, ask, ask_all
+from shared.redis.due import webhooks
 from shared.redis.jobs import intake as job_intake
 from shared.redis.jobs.ledger import JobLedger, decode_job_spec, unknown_job
 from shared.redis.jobs.ticks import enqueue_tick
@@ -62,6 +63,8 @@ class JobStore:
         finally:
             if not created:
                 await self._adapters.unpin_all(spec.adapter, owner)
+        if spec.webhook is not None and (created or (await self.status(job_id)).status not in TERMINAL):
+            await webhooks.wait_for(self._redis, "job", job_id)
         if created:
             await enqueue_tick(self._redis, job_id, 0)
         return job_id, created

@@ -36,6 +36,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
     run: bytes = b""  # msgpack: how to go on with it (api/openai/responses/background.py); b"": nothing does
     streams: int = 0  # its events are kept, too
     told: int = 0  # so many of them, when it has ended
+    ended_at: int = 0  # Unix seconds, of one with `run`
 
 
 class Turn(NamedTuple):
@@ -75,7 +76,7 @@ class ResponseStore:
         if "state" not in fields:
             raise unknown_response(response_id)
         fields |= {name: fields[name].decode() for name in ("state", "previous", "conversation") if name in fields}
-        fields |= {name: int(fields[name]) for name in ("streams", "told") if name in fields}
+        fields |= {name: int(fields[name]) for name in ("streams", "told", "ended_at") if name in fields}
         return msgspec.convert(fields, StoredResponse)
 
     async def state(self, keeper: str, response_id: str) -> str:
