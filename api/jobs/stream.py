@@ -23,7 +23,7 @@ from shared.jobs import TERMINAL
 router = APIRouter(tags=["jobs"])
 
 PAGE = 64  # trajectories, before others' tokens go in between
-LOOK_S = 0.2
+LOOK_S, LONGEST_LOOK_S = 0.1, 1.0  # between two looks: longer and longer while nothing finishes
 SILENCE_S = 15.0  # before a line that says nothing, so that no proxy takes the connection for dead
 _PLACE = re.compile(r"[0-9]{1,9}")
 
@@ -52,11 +52,11 @@ async def stream_job(
 
 
 async def _events(ring: Ring, job_id: str, start: int) -> AsyncGenerator[bytes, None]:
-    spoke = time.monotonic()
+    spoke, pause_s = time.monotonic(), LOOK_S
     while not ring.shutting_down:
         state, found = await ring.jobs.recorded(job_id, start, PAGE)
         if found:
-            start, spoke = found[-1][0] + 1, time.monotonic()
+            start, spoke, pause_s = found[-1][0] + 1, time.monotonic(), LOOK_S
             yield b"".join(b"id: %d\nevent: trajectory\ndata: %s\n\n" % each for each in found)
             continue
         if not state or state in TERMINAL:
@@ -65,7 +65,8 @@ async def _events(ring: Ring, job_id: str, start: int) -> AsyncGenerator[bytes, 
         if time.monotonic() - spoke > SILENCE_S:
             spoke = time.monotonic()
             yield b": the job goes on\n\n"
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(pause_s)
+        pause_s = min(LONGEST_LOOK_S, 1.5 * pause_s)
     yield _END
 
 

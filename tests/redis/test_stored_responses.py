@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import openai
@@ -9,6 +10,7 @@ import pytest
 from openai import AsyncOpenAI
 from redis.asyncio import Redis
 
+from shared.errors import UnknownModelError
 from shared.frames import Finish
 from shared.redis import keys
 from shared.sequences import SequenceSpec
@@ -218,6 +220,41 @@ async def test_what_is_kept_stays_within_its_bound_and_its_time(redis_url: str, 
         for name in made[2:]:
             await server.http.delete(f"/v1/responses/{name}")
         assert await server.ring.redis.hgetall(keys.kept_sizes(keys.keeper(""))) == {b"all": b"0"}  # type: ignore[misc]
+
+
+async def test_what_runs_is_not_let_go_and_leaves_room_for_no_more(redis_url: str, worker: ScriptedWorker) -> None:
+    body = {"input": "hold", "background": True, "metadata": {"x": "y" * 200_000}}
+    async with api(redis_url, response_store_mb=1) as server:
+        made = [await server.post("/v1/responses", body) for _ in range(3)]
+        assert [answer.status_code for answer in made] == [200, 200, 429], made[-1].text
+        assert made[-1].headers["retry-after"]
+        await server.post("/v1/responses", {"input": "hi"})
+        running = [(await server.http.get(f"/v1/responses/{each.json()['id']}")).json()["status"] for each in made[:2]]
+        assert set(running) <= {"queued", "in_progress"}
+        worker.go.set()
+        for each in made[:2]:
+            await wait_until(partial(has_ended, server, each.json()["id"]))
+        assert (await server.post("/v1/responses", body)).status_code == 200
+        talk = (await server.post("/v1/conversations", {"items": "x" * 700_000})).json()["id"]
+        full = await server.post(f"/v1/conversations/{talk}/items", {"items": "x" * 700_000})
+        assert full.status_code == 400 and full.json()["error"]["param"] == "conversation"
+
+
+async def has_ended(server: Api, name: str) -> bool:
+    return (await server.http.get(f"/v1/responses/{name}")).json()["status"] == "completed"
+
+
+async def test_a_background_response_that_nobody_can_read_ends_as_failed(
+    client: AsyncOpenAI, server: Api, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unknown(name: str) -> Any:
+        raise UnknownModelError(f"model {name!r} does not exist")
+
+    monkeypatch.setattr(server.ring, "known", unknown)
+    begun = await client.responses.create(model=MODEL, input="hold", background=True)
+    failed = await ended(client, begun.id)
+    assert failed.status == "failed" and "does not exist" in failed.error.message
+    assert await server.ring.redis.zcard(keys.due("background")) == 0
 
 
 async def test_a_server_that_keeps_nothing_says_so(redis_url: str, worker: ScriptedWorker, redis: Redis) -> None:

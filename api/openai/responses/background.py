@@ -59,7 +59,7 @@ AT_ONCE = 1024  # responses that one process reads
 LOOK_S = 1.0
 AGAIN_MS = 2_000  # after which a response is tried again when Redis or the workers are away
 AT_A_TIME = 256  # tokens, before others' go in between
-WATCH_S = 0.1
+WATCH_S, LONGEST_WATCH_S = 0.05, 1.0  # between two looks at a stream: longer and longer while nothing is said
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -166,15 +166,17 @@ async def _stop(ring: Ring, stored: StoredResponse) -> None:
 
 async def watch(ring: Ring, who: str, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
     """The events of a response behind number `after`, as they come, to its end."""
+    pause_s = WATCH_S
     while not ring.shutting_down:
         state, found = await ring.responses.events(who, response_id, after)
         if found:
-            after = found[-1][0]
+            after, pause_s = found[-1][0], WATCH_S
             yield b"".join(event for _, event in found)
             continue
         if state not in RUNNING:
             break
-        await asyncio.sleep(WATCH_S)
+        await asyncio.sleep(pause_s)
+        pause_s = min(LONGEST_WATCH_S, 1.5 * pause_s)
     if ring.shutting_down:
         return
     with contextlib.suppress(UnknownResponseError):  # deleted meanwhile
@@ -250,10 +252,19 @@ class BackgroundWork:
             log.info("response.waits", response=response_id, error=reason(error))
             with contextlib.suppress(RedisError, OSError):
                 await self._due.again([entry], AGAIN_MS)
-        except Exception:  # tried again, it would fail again
-            log.exception("response.lost", response=response_id)
-            with contextlib.suppress(RedisError, OSError):
+        except Exception as error:  # tried again, it would fail again
+            told = stream_failure(error, response_id)
+            with contextlib.suppress(RedisError, OSError, UnknownResponseError):
+                await self._fail(who, response_id, told.message)
                 await self._due.done(entry)
+
+    async def _fail(self, who: str, response_id: str, why: str) -> None:
+        """End a response that nobody could even begin to read."""
+        shown = msgspec.json.decode((await self._ring.responses.find(who, response_id)).body)
+        shown |= {"status": "failed", "error": {"code": "server_error", "message": why}}
+        fields: dict[str, Argument] = {"body": msgspec.json.encode(shown), "ended_at": int(time.time())}
+        await self._ring.responses.change(who, response_id, state="failed", **fields)
+        await webhooks.hasten(self._ring.redis, "response", who, response_id)
 
 
 class _Reading:

@@ -20,8 +20,9 @@ from api.ring.ring import Ring
 from api.ring.room import aside
 from shared.errors import ConflictError, InvalidRequestError, UnsupportedParameterError
 from shared.redis import keys
-from shared.redis.kept.conversation_store import MAX_ITEMS
 from shared.redis.kept.response_store import RUNNING, Turn, unknown_response
+
+MAX_TURNS = 1024  # responses in a row: Redis looks at all of them in one call
 
 _items: TypeAdapter[list[Item]] = TypeAdapter(Items)
 _ids_decoder = msgspec.msgpack.Decoder(tuple[int, list[int]])
@@ -65,7 +66,7 @@ async def history_of(ring: Ring, body: ResponseRequest) -> History:
 
 async def _followed(ring: Ring, last: str) -> History:
     most_bytes = ring.settings.max_request_bytes
-    turns, too_long = await ring.responses.chain(keeper(), last, MAX_ITEMS, most_bytes)
+    turns, too_long = await ring.responses.chain(keeper(), last, MAX_TURNS, most_bytes)
     for turn in reversed(turns):
         _check_turn(turn, last)
     raws = [raw for turn in turns for raw in (turn.input, turn.output)]
@@ -102,7 +103,7 @@ def _check_size(ring: Ring, raws: Sequence[bytes], param: str) -> None:
 def _too_long(ring: Ring, param: str) -> InvalidRequestError:
     most = ring.settings.max_request_bytes
     return InvalidRequestError(
-        f"what was said so far has more than {most} bytes (--max-request-bytes): begin another conversation",
+        f"what was said so far has more than {MAX_TURNS} turns or {most} bytes (--max-request-bytes): begin anew",
         param=param,
     )
 

@@ -73,6 +73,11 @@ class ConversationStore:
         done = await _add(self._redis, names, [*self._keeping.arguments(keeper, name), MAX_ITEMS, ids, *flat])
         if not done:
             raise unknown_conversation(name)
+        if done == -2:
+            raise InvalidRequestError(
+                "the conversation has more bytes than are kept (--response-store-mb): begin another one",
+                param="conversation",
+            )
         if done < 0:
             raise InvalidRequestError(
                 f"a conversation has at most {MAX_ITEMS} items: begin another one", param="conversation"

@@ -5,6 +5,7 @@ from typing import Literal
 
 from redis.asyncio import Redis
 
+from shared.errors import QueueFullError
 from shared.redis import keys
 from shared.redis.connection.client import Argument, Script
 
@@ -30,10 +31,20 @@ class Keeping:
         self._terms = terms
 
     async def put(self, keeper: str, name: str, fields: dict[str, Argument], when: When = "any") -> bool:
-        """Write fields of a thing; False when it is not there, there already, or over, where `when` asks for that."""
+        """Write fields of a thing; False when it is not there, there already, or over, where `when` asks for that.
+
+        QueueFullError for a new one that finds no room beside those that still run.
+        """
         flat = [part for pair in fields.items() for part in pair]
         arguments = self.arguments(keeper, name)
-        return bool(await _put(self._redis, self.names(keeper, name), [*arguments, when, *flat]))
+        done = await _put(self._redis, self.names(keeper, name), [*arguments, when, *flat])
+        if done < 0:
+            raise QueueFullError(
+                f"the responses of this key that still run fill its {self._terms.bytes >> 20} MiB "
+                "(--response-store-mb); try again when some have ended",
+                retry_after_s=5,
+            )
+        return bool(done)
 
     async def forget(self, keeper: str, name: str) -> bool:
         """Forget a thing; False when it was not there."""
