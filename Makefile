@@ -4,8 +4,8 @@
 # make quick   check, then the tests that need neither Redis nor processes
 # make check   format, lint, types and layers
 # make bench   measurements (never run by the tests)
-# make clients real clients (openai, anthropic, litellm, langchain, instructor, lm-eval, verifiers; guidellm with LOAD=1,
-#              which brings PyTorch along), in an environment of their own
+# make clients real clients (openai, openai-agents, anthropic, litellm, langchain, instructor, lm-eval, verifiers; guidellm
+#              with LOAD=1, which brings PyTorch along), in environments of their own
 # make chaos   kill, freeze and cut off the processes under load, for MINUTES=30 (never run by the tests)
 # make docs    write docs/reference.md from the code
 # make lock    resolve requirements.lock anew
@@ -75,6 +75,9 @@ clients: setup
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt \
 	  $(if $(LOAD),-r tests/clients/requirements-load.txt)
 	$(BIN)/python -m tests.clients --python .venv-clients/bin/python
+	test -x .venv-agents/bin/python || $(BIN)/python -m venv .venv-agents
+	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements-agents.txt
+	$(BIN)/python -m tests.clients --python .venv-agents/bin/python openai_agents_sessions
 
 docs: setup
 	PYTHONPATH=. $(BIN)/python docs/generate.py

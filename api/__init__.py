@@ -5,9 +5,10 @@
     tenants.py    who may see what; one rule for every route
     load.py       what is under way in this process, and which queues are full
 
-A request comes in through `http/` (keys, limits, errors), is read by a room of routes (`openai/`, `anthropic/`, `rl/`,
-`jobs/`, `batches/`, `adapters/`, `training/`, `ops/`), and becomes sequences in `generation/`, which talks to Redis
-through `ring/`. The api computes nothing with a model and imports no MLX.
+A request comes in through `http/` (keys, limits, errors), is read by a room of routes (`openai/`, `anthropic/`,
+`rl/`, `jobs/`, `batches/`, `adapters/`, `training/`, `ops/`), and becomes sequences in `generation/`, which talks to
+Redis through `ring/`. `webhooks/` tells others of the end of what takes long. The api computes nothing with a model
+and imports no MLX.
 
 Besides: `serve/` starts every process of a machine, `cli/` is the client, `demo/` is what `make demo` runs.
 """

@@ -26,6 +26,7 @@ from api.http.errors import describe_errors
 from api.http.hosts import OwnHost, allowed_hosts
 from api.http.limits import BodyLimit
 from api.jobs import routes as jobs
+from api.jobs import stream as job_streams
 from api.openai import (
     abortions,
     chat,
@@ -37,7 +38,9 @@ from api.openai import (
     replies,
     similarities,
 )
+from api.openai.responses import conversations
 from api.openai.responses import routes as responses
+from api.openai.responses.background import BackgroundWork
 from api.ops import dashboard, deadletters, health, metrics, pause, prefix_cache, server_info, snapshot
 from api.ops import ring_address as address
 from api.ops.history_sampler import sample_forever
@@ -47,6 +50,7 @@ from api.rl import act, generate, predict, rewards, tokenize
 from api.tenants import keep_apart
 from api.training import remote_trainers as trainers
 from api.training import routes as training
+from api.webhooks.work import WebhookWork
 from shared.process.settings import ApiSettings
 from shared.telemetry.metrics import Tally
 
@@ -76,9 +80,35 @@ def guard(app: FastAPI, settings: ApiSettings) -> None:
 log = structlog.get_logger()
 
 ROUTED = (
-    *(completions, chat, embeddings, files, batches, responses, classifications, models, replies, abortions),
+    *(
+        completions,
+        chat,
+        embeddings,
+        files,
+        batches,
+        responses,
+        conversations,
+        classifications,
+        models,
+        replies,
+        abortions,
+    ),
     *(similarities, render, server_info, messages),
-    *(act, predict, jobs, adapters, address, generate, pause, prefix_cache, tokenize, training, trainers, rewards),
+    *(
+        act,
+        predict,
+        jobs,
+        job_streams,
+        adapters,
+        address,
+        generate,
+        pause,
+        prefix_cache,
+        tokenize,
+        training,
+        trainers,
+        rewards,
+    ),
     *(health, deadletters, metrics, snapshot, dashboard),
 )
 
@@ -120,15 +150,17 @@ def _life(settings: ApiSettings, tally: Tally) -> Callable[[FastAPI], AbstractAs
         await ring.start()
         app.state.snapshots = Snapshots(ring)
         sampling = asyncio.create_task(sample_forever(ring, app.state.snapshots))
-        batch_work = asyncio.create_task(BatchWork(ring).run())
+        app.state.background = BackgroundWork(ring)
+        work = [asyncio.create_task(each.run()) for each in (BatchWork(ring), app.state.background, WebhookWork(ring))]
         log.info("api.started", api=ring.api_id)
         try:
             yield
         finally:
             ring.shutting_down = True
             sampling.cancel()
-            batch_work.cancel()
-            await asyncio.gather(sampling, batch_work, return_exceptions=True)
+            for task in work:
+                task.cancel()
+            await asyncio.gather(sampling, *work, return_exceptions=True)
             stop_lingering()
             await settled()
             await ring.stop()

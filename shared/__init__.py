@@ -11,6 +11,7 @@ Nothing here imports MLX or FastAPI, so every process can import all of it. Read
     training.py      what a trainer tells, is asked and answers
     errors.py        every error, with its HTTP status
     owners.py        whose a thing is
+    webhooks.py      who wants to be told of an end
     seeds.py         seeds that follow from other seeds
 
 Then `redis/`, which moves these types. `rewards/` and `scoring/` compute rewards, `text/` turns text into token ids and

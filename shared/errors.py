@@ -90,6 +90,14 @@ class UnknownBatchError(NotFoundError, code="batch_not_found"):
     """No such batch, or its time to live is over."""
 
 
+class UnknownResponseError(NotFoundError, code="response_not_found"):
+    """No such stored response of this key's: never stored, deleted, or its time to live is over."""
+
+
+class UnknownConversationError(NotFoundError, code="conversation_not_found"):
+    """No such conversation of this key's, or no such item in it."""
+
+
 class UnknownAdapterError(NotFoundError, code="adapter_not_found"):
     """No adapter, or no such version of it."""
 

@@ -11,6 +11,7 @@ import msgspec
 
 from shared.errors import InvalidRequestError
 from shared.sequences import AdapterPolicy, LogprobsMode, Pooling, SamplingParams, SequenceKind
+from shared.webhooks import Webhook
 
 JobKind = Literal["generate", "rollout", "score", "batch"]
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
@@ -74,6 +75,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     trace: str = ""  # W3C traceparent of the request that submitted it; "": it was not traced
     tenant: str = ""  # who owns it, and its sequences (shared/owners.py)
     key: str = ""  # name of the API key that submitted it; its jobs share the reward processes' time
+    webhook: Webhook | None = None  # who is told of its end
 
     @property
     def total(self) -> int:

@@ -17,6 +17,7 @@ from api.http.fields import RequestModel
 from api.ring.caller import asker, key_name
 from api.ring.ring import Ring, ring_of
 from api.tenants import check
+from api.webhooks.body import WebhookBody, webhook_of
 from shared.errors import ConflictError, InvalidRequestError, UnknownBatchError, UnknownJobError
 from shared.jobs import TERMINAL, JobStatus
 from shared.redis.files.batch_store import ENDED, BatchRecord, BatchSpec, new_batch_id
@@ -51,6 +52,7 @@ class BatchBody(RequestModel):
     )
     metadata: Metadata | None = Field(default=None, max_length=16)
     output_expires_after: ExpiresAfter | None = None
+    webhook: WebhookBody | None = Field(default=None, description="who is told of its end")
 
 
 @router.post(
@@ -79,6 +81,7 @@ async def create_batch(body: BatchBody, ring: TheRing, idempotency_key: Idempote
         metadata=body.metadata or {},
         tenant=tenant,
         key=key_name(),
+        webhook=webhook_of(ring, body.webhook),
     )
     with contextlib.suppress(UnknownBatchError):
         return await _shown(ring, _same(await ring.batches.find(spec.id), spec))

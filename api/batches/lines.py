@@ -24,7 +24,8 @@ from api.openai.bodies import ChatCompletionRequest, CompletionRequest
 from api.openai.embeddings import EmbeddingRequest, embeddings_answer, plan_embeddings
 from api.openai.replies import whole_body
 from api.openai.responses.body import ResponseRequest
-from api.openai.responses.routes import ResponseWriter, plan_response
+from api.openai.responses.planning import plan_response
+from api.openai.responses.writer import ResponseWriter
 from api.ring.ring import Ring
 from api.ring.room import aside
 from shared.errors import (
@@ -186,6 +187,11 @@ async def _plan_response(ring: Ring, line: BatchLine, target: Target) -> list[Jo
     body = await _valid(ResponseRequest, line)
     if body.stream:
         raise UnsupportedParameterError("a batch's answers are not streamed", param="stream")
+    for name in ("store", "previous_response_id", "conversation", "background"):
+        if getattr(body, name):
+            raise UnsupportedParameterError(
+                "the lines of a batch stand alone, and their answers in its file", param=name
+            )
     _, work, reply_plan = await plan_response(ring, body, target)
     asked = body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
     return _inputs(line, work, plan=_bare(reply_plan), response=asked)

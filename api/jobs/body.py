@@ -11,6 +11,7 @@ from api.generation.sampling import MAX_TOP_LOGPROBS, StrictId
 from api.http.fields import LogitBias, RequestModel, Stop, complaint
 from api.http.limits import MAX_JSON_DEPTH, is_deep
 from api.ring.room import aside
+from api.webhooks.body import WebhookBody
 from shared.errors import InvalidRequestError
 from shared.jobs import InputLine, JobInput, JobKind, JobSpec, Prompt, RewardSpec, SamplingOverrides, input_line
 from shared.sequences import AdapterPolicy, LogprobsMode, ModelCard, vocabulary_error
@@ -81,6 +82,7 @@ class JobBody(RequestModel):
     lora_adapter: str = Field(default="", description="the same as `adapter`")
     adapter_policy: AdapterPolicy = "follow"
     deadline_s: float | None = Field(default=None, gt=0, description="what has not finished by then expires")
+    webhook: WebhookBody | None = Field(default=None, description="who is told of its end")
     idempotency_key: str = Field(default="", max_length=256, description="submitting again gives the same job")
 
     @model_validator(mode="after")

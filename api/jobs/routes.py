@@ -18,6 +18,7 @@ from api.jobs.body import JobBody, upload_inputs
 from api.ring.caller import asker, key_name
 from api.ring.ring import Ring, ring_of
 from api.ring.room import aside
+from api.webhooks.body import webhook_of
 from shared.adapters import AdapterRef
 from shared.errors import InvalidRequestError
 from shared.jobs import TERMINAL, JobSpec, JobStatus
@@ -122,7 +123,7 @@ async def _checked_spec(ring: Ring, body: JobBody, target: JobTarget) -> JobSpec
     spec = msgspec.structs.replace(spec, tenant=asker().tenant)
     if spec.reward is not None:
         await check_scoring(ring, check(spec.reward), "reward.options")
-    return msgspec.structs.replace(spec, key=key_name())
+    return msgspec.structs.replace(spec, key=key_name(), webhook=webhook_of(ring, body.webhook))
 
 
 async def _accepted(ring: Ring, job_id: str) -> Response:

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions: messages through the model's chat template, then as any completion."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -38,8 +39,10 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     return with_unused(response, unused_hints(body, codec))
 
 
-async def asked_of(codec: TextCodec, body: ChatCompletionRequest, settings: ApiSettings) -> Asked:
-    """The chat as the model gets it, and what only this endpoint knows of it."""
+async def asked_of(
+    codec: TextCodec, body: ChatCompletionRequest, settings: ApiSettings, begun: Sequence[int] = ()
+) -> Asked:
+    """The chat as the model gets it, and what only this endpoint knows of it; `begun` as in `conversation`."""
     wanted, blamed = "", "tools"
     if body.response_format is not None and body.response_format.type != "text":
         wanted, blamed = grammar_of_format(body.response_format), "response_format"
@@ -49,7 +52,7 @@ async def asked_of(codec: TextCodec, body: ChatCompletionRequest, settings: ApiS
     if body.tools or body.tool_choice:
         tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     variables = {name: value for name, value in _hints(body).items() if name in codec.bundle.chat_template}
-    chat = await conversation(codec, body, tools, wanted, **variables)
+    chat = await conversation(codec, body, tools, wanted, begun, **variables)
     newer = body.max_completion_tokens is not None
     return Asked(
         endpoint="chat",

@@ -61,11 +61,20 @@ class Conversation:
 
 
 async def conversation(
-    codec: TextCodec, body: ChatCompletionRequest, tools: ToolUse | None = None, wanted: str = "", **variables: Any
+    codec: TextCodec,
+    body: ChatCompletionRequest,
+    tools: ToolUse | None = None,
+    wanted: str = "",
+    begun: Sequence[int] = (),
+    **variables: Any,
 ) -> Conversation:
     """Render and encode a chat; `wanted` is the grammar of its answer's content. InvalidRequestError when the template
-    refuses it."""
-    text, ids = await _encoded(codec, body, tools, variables)
+    refuses it.
+
+    `begun`: ids of an earlier turn, answer included. Where the text begins with theirs, the ids begin with them: text
+    that a model has written may have other ids when it is encoded, and then no KV of it would be found.
+    """
+    text, ids = await _encoded(codec, body, tools, variables, begun)
     if tools is not None:
         wanted = tools.grammar(codec, wanted)
     marks, thinking = _reasoning(codec, body, text)
@@ -108,15 +117,19 @@ async def encoded_chat(codec: TextCodec, body: ChatFields) -> list[int]:
 
 
 async def _encoded(
-    codec: TextCodec, body: ChatFields, tools: ToolUse | None, variables: dict[str, Any]
+    codec: TextCodec, body: ChatFields, tools: ToolUse | None, variables: dict[str, Any], begun: Sequence[int] = ()
 ) -> tuple[str, list[int]]:
     """Text and ids of a chat, of which the template writes the special tokens itself; beside the loop when large."""
 
     def encode() -> tuple[str, list[int]]:
         text = _rendered(codec, body, tools, variables)
+        before = codec.decode(begun, skip_special_tokens=False) if begun else ""
+        if before and text.startswith(before):
+            return text, [*begun, *codec.encode(text[len(before) :], False)]
         return text, codec.encode(text, bool(body.add_special_tokens))
 
-    return await aside(encode) if _is_large(body.messages, tools) else encode()
+    large = _is_large(body.messages, tools) or len(begun) > LARGE_CHARS
+    return await aside(encode) if large else encode()
 
 
 def _is_large(messages: Sequence[ChatMessage], tools: ToolUse | None) -> bool:

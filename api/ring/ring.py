@@ -22,6 +22,9 @@ from shared.redis.connection.client import connect
 from shared.redis.files.batch_store import BatchStore
 from shared.redis.files.file_store import FileStore
 from shared.redis.jobs.store import JobStore
+from shared.redis.kept.conversation_store import ConversationStore
+from shared.redis.kept.keeping import Terms
+from shared.redis.kept.response_store import ResponseStore
 from shared.redis.queue.affinity import Affinity
 from shared.redis.queue.dead_letters import DeadLetters
 from shared.redis.queue.sequence_queue import CLASSES, SequenceQueue
@@ -72,6 +75,9 @@ class Ring:
         self.jobs = JobStore(self.redis)
         self.files = FileStore(self.redis)
         self.batches = BatchStore(self.redis)
+        terms = Terms(settings.response_ttl_s, settings.response_store_mb << 20)
+        self.responses = ResponseStore(self.redis, terms)
+        self.conversations = ConversationStore(self.redis, terms)
         self.dead_letters = DeadLetters(self.redis)
         self.adapters = AdapterStore(self.redis, keep_n=settings.adapter_keep_n, who_asks=asker)
         self.frames = FrameReader(settings.redis, self.api_id)

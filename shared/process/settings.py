@@ -30,7 +30,9 @@ from shared.process import nested_config
 from shared.process.foreign_flags import native
 from shared.process.model_aliases import ModelAliases
 from shared.process.peer_settings import PeerSettings
+from shared.process.response_settings import ResponseSettings
 from shared.process.ssd_settings import SsdSettings
+from shared.process.webhook_settings import WebhookSettings
 from shared.redis.connection import address
 from shared.sequences import LogprobsMode
 
@@ -224,7 +226,7 @@ class WorkerSettings(JoinSettings, SsdSettings, PeerSettings):
         return tokens
 
 
-class ApiSettings(ProcessSettings):
+class ApiSettings(ProcessSettings, ResponseSettings, WebhookSettings):
     """The HTTP front end."""
 
     host: str = Field(default="127.0.0.1", description="address to listen on; beyond this machine it takes a key")

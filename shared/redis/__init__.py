@@ -6,6 +6,8 @@ Read `keys.py` first: every key with its name, type, owner and time to live. The
     tokens/      token frames and logs, on their way back to an api
     jobs/        durable jobs and their ticks
     files/       files and batches
+    kept/        responses and conversations that are kept between requests
+    due/         what is to be done from some time on, by whichever process looks first
     adapters/    adapter versions and their pointers
     training/    live trajectories, orders to a trainer, its board
     ring/        workers' heartbeats, the pause switch, summed metrics

@@ -22,6 +22,9 @@ JOB_TTL_S = 7 * DAY_S  # from its last change
 FILE_UPLOAD_TTL_S = 3_600  # of bytes without a description: a torn upload
 FILES_TTL_S = 30 * DAY_S  # the longest that a file may live
 BATCH_TTL_S = 8 * DAY_S  # a day longer than the longest completion window
+KEPT_EVENTS_TTL_S = DAY_S  # while they are written
+DUE_TTL_S = 8 * DAY_S  # of a list of what is due, from its last change
+BACKGROUND_LEASE_MS = 12_000  # far below API_TTL_S, after which a worker takes nobody for the reader
 BATCH_LEASE_MS = 4_000  # renewed every second; losing it too early only costs doing the same again
 IDEMPOTENCY_TTL_S = DAY_S
 REQUEST_TTL_S = SEQUENCE_TTL_S
@@ -142,6 +145,7 @@ job = Key("parallm:job:{*}", "hash", "api", "7 d", "one job's spec, state, count
 job_inputs = Key("parallm:job:{*}:inputs", "list", "api", "7 d", "input lines, JSON")
 # By job and chunk, RESULTS_PER_CHUNK ordinals a hash; with the chunk "": what these keys begin with
 job_results = Key("parallm:job:{*}:results:*", "hash", "job runner", "7 d", "trajectories, JSON, by ordinal")
+job_order = Key("parallm:job:{*}:order", "list", "job runner", "7 d", "ordinals as they were recorded")
 job_lease = Key("parallm:job:{*}:lease", "string", "job runner", "10 s", "which runner advances the job")
 _jobs = Key("parallm:jobs", "sorted set", "api", "7 d", "job ids by creation")
 _jobs_of = Key("parallm:jobs:of:*", "sorted set", "api", "7 d", "job ids of one tenant by creation")
@@ -177,6 +181,27 @@ _tenant_batches = Key(
 pending_batches = Key(
     "parallm:batches:pending", "sorted set", "api", "8 d, refreshed", "ids of batches not yet terminal"
 )
+
+
+# -- responses and conversations, by who keeps them: a digest of the tenant's or API key's name (`keeper`)
+
+_kept_ttl = "as the setting says; 7 d, from the last use"
+# A response's fields: state, body, input, output, previous, ids, ...; a conversation's: body, next, ids, and its items
+kept = Key("parallm:kept:{*}:thing:*", "hash", "api", _kept_ttl, "a stored response or a conversation")
+kept_order = Key("parallm:kept:{*}:order:*", "sorted set", "api", _kept_ttl, "item ids of a conversation in order")
+kept_events = Key(
+    "parallm:kept:{*}:events:*", "stream", "api", "1 d; 1 h after its end", "what the stream of a response has said"
+)
+kept_uses = Key("parallm:kept:{*}:uses", "sorted set", "api", "a day longer", "what is kept, by its last use")
+kept_sizes = Key("parallm:kept:{*}:sizes", "hash", "api", "a day longer", "bytes of each, and of `all`")
+# Entries by the time in Unix milliseconds from which on one api process may take them. Lists: background, webhooks
+due = Key("parallm:{*}:due", "sorted set", "api or job runner", "8 d, refreshed", "what is to be done, and when")
+due_owners = Key("parallm:{*}:due:owners", "hash", "api", "8 d, refreshed", "which process has taken which entry")
+
+
+def keeper(owner: str) -> str:
+    """Whose responses and conversations these are, in names of keys."""
+    return hashlib.sha256(owner.encode()).hexdigest()[:32]
 
 
 def files(tenant: str = "") -> str:

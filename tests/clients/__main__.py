@@ -3,7 +3,8 @@
 Starts `mlx_parallm_serve` with the tiny model and runs each script of tests/clients/scripts with the interpreter that
 has the clients (tests/clients/requirements.txt), and those for Node where `--node` names a folder with their packages.
 A script proves what its docstring says, and exits 0 when it holds. The load generator brings PyTorch along, so it has a
-requirements file of its own (requirements-load.txt), and its script is skipped where it is not installed.
+requirements file of its own (requirements-load.txt), and its script is skipped where it is not installed; so are those
+of openai-agents (requirements-agents.txt).
 """
 
 import argparse
@@ -18,7 +19,9 @@ from tests.e2e.rings import MODEL, ROOT, ring
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 300
-NEEDS = {"guidellm_load": "guidellm"}  # scripts whose client is heavy, and therefore not in requirements.txt
+# Scripts whose client is not in requirements.txt: it is heavy, or its pins do not go with those of others.
+NEEDS = {"guidellm_load": "guidellm", "openai_agents_sessions": "agents"}
+APART = {"guidellm": "requirements-load.txt", "agents": "requirements-agents.txt"}
 
 
 def run(script: Path, python: str, node: Path | None, url: str) -> bool:
@@ -72,7 +75,7 @@ def main() -> int:
     python = str(Path(found).absolute()) if (found := shutil.which(arguments.python)) else arguments.python
     absent = [path for path in chosen if path.stem in NEEDS and not has(python, NEEDS[path.stem])]
     for path in absent:
-        print(f"skipped {path.name:24s} needs tests/clients/requirements-load.txt", flush=True)
+        print(f"skipped {path.name:24s} needs tests/clients/{APART[NEEDS[path.stem]]}", flush=True)
     chosen = [path for path in chosen if path not in absent]
     with tempfile.TemporaryDirectory() as folder, ring(Path(folder), "--model-alias", f"claude-*={MODEL}") as server:
         passed = [run(script, python, arguments.node, server.url) for script in chosen]

@@ -29,7 +29,7 @@ COMMANDS = re.findall(r"^\$R (.+?)\s*(?:# .*)?$", PAGE.read_text(), re.MULTILINE
 MAY_BE_EMPTY = (
     "deadletters", "XPENDING", "CONSUMERS", "SLOWLOG", "queue:batch'", ":out:", "jobs:active", "$WORKER", ":finished:",
     "batches:pending", ":pins", ":collected'", ":trajectories'", "orders", ":answer:", ":limit:", "arq:",
-    ":of:acme", "parallm:children", "parallm:named:",
+    ":of:acme", "parallm:children", "parallm:named:", ":due",
 )  # fmt: skip
 MAY_BE_ABSENT = (
     "parallm:pause",
@@ -69,6 +69,10 @@ async def filled(served: Ring, redis: Redis) -> dict[str, str]:
         file = (await http.post("/v1/files", files=sent, data={"purpose": "batch"})).json()["id"]
         batch_body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
         batch = (await http.post("/v1/batches", json=batch_body)).json()["id"]
+        talk = (await http.post("/v1/conversations", json={"items": "hello"})).json()["id"]
+        asked = {"model": MODEL, "input": "hello", "background": True, "stream": True, "max_output_tokens": 4}
+        said = await http.post("/v1/responses", json=asked)
+        response = re.findall(r'"id":"(resp_\w+)"', said.text)[0]
     async with InferenceClient(served.url) as client:
         await client.wait(job)
     await publish(AdapterStore(redis), base="some other base")
@@ -92,7 +96,8 @@ async def filled(served: Ring, redis: Redis) -> dict[str, str]:
     assert card is not None
     return {
         "WORKER": worker.id, "JOB": job, "SEQ": f"{job}-0", "API": re.findall(r"{(.+)}", apis[0])[0], "FILE": file,
-        "BATCH": batch, "REQUEST": request_id, "TOKENIZER": card.tokenizer_sha256,
+        "BATCH": batch, "REQUEST": request_id, "TOKENIZER": card.tokenizer_sha256, "KEEPER": keys.keeper(""),
+        "RESPONSE": response, "TALK": talk,
     }  # fmt: skip
 
 

@@ -54,11 +54,23 @@ BODIES: dict[str, dict[str, Any]] = {  # of routes that name a thing in their pa
 def named(adapter: str, file: str) -> dict[str, dict[str, Any]]:
     """A request of every route that names an adapter, a policy or a file elsewhere than in its path."""
     upload = {"data": {"name": adapter}, "files": files(mlx_config())}
+    said, talk = f"/v1/responses/resp_{adapter}", f"/v1/conversations/conv_{adapter}"
     return {
         "POST /v1/completions": {"json": {"model": adapter, "prompt": "hi"}},
         "POST /v1/chat/completions": {"json": {"model": MODEL, "adapter": f"{adapter}@1", **CHAT}},
         "POST /v1/embeddings": {"json": {"model": adapter, "input": "hi"}},
         "POST /v1/responses": {"json": {"model": adapter, "input": "hi"}},
+        "GET /v1/responses/{response_id}": {"path": said},
+        "DELETE /v1/responses/{response_id}": {"path": said},
+        "POST /v1/responses/{response_id}/cancel": {"path": f"{said}/cancel"},
+        "GET /v1/responses/{response_id}/input_items": {"path": f"{said}/input_items"},
+        "GET /v1/conversations/{conversation_id}": {"path": talk},
+        "POST /v1/conversations/{conversation_id}": {"path": talk, "json": {"metadata": {}}},
+        "DELETE /v1/conversations/{conversation_id}": {"path": talk},
+        "GET /v1/conversations/{conversation_id}/items": {"path": f"{talk}/items"},
+        "POST /v1/conversations/{conversation_id}/items": {"path": f"{talk}/items", "json": {"items": "hi"}},
+        "GET /v1/conversations/{conversation_id}/items/{item_id}": {"path": f"{talk}/items/i"},
+        "DELETE /v1/conversations/{conversation_id}/items/{item_id}": {"path": f"{talk}/items/i"},
         "POST /v1/messages": {"json": {"model": adapter, "max_tokens": 9, **CHAT}, "headers": {"x-request-id": "r"}},
         "POST /v1/messages/count_tokens": {"json": {"model": adapter, **CHAT}, "headers": {"x-request-id": "r"}},
         "POST /v1/classifications": {"json": {"model": adapter, "input": "hi", "labels": ["a", "b"]}},
@@ -100,7 +112,7 @@ def named(adapter: str, file: str) -> dict[str, dict[str, Any]]:
 
 
 MAKES = {"POST /v1/adapters", "POST /upload_adapter", "POST /load_adapter", "POST /v1/load_lora_adapter"}
-NAMES_NOTHING = {"POST /v1/files", "POST /abort_requests", "POST /v1/training/resume"}
+NAMES_NOTHING = {"POST /v1/files", "POST /v1/conversations", "POST /abort_requests", "POST /v1/training/resume"}
 
 
 class Ring:
@@ -171,6 +183,10 @@ async def make(ring: Ring, redis: Redis) -> None:
     )
     async with request as response:
         (chunk, *_) = await Events(response).all()
+    kept = {"model": MODEL, "input": "hi", "request_id": "hers"}
+    assert (await ring.ask("alice", "POST /v1/responses", json=kept)).status_code == 200
+    talk = b'{"id":"conv_hers","created_at":1,"metadata":{}}'
+    await ring.server.ring.conversations.create(keys.keeper("acme"), "conv_hers", talk)
     ring.things = {
         "file": file,
         "batch": (await ring.ask("alice", "POST /v1/batches", json=batch)).json()["id"],
@@ -231,6 +247,9 @@ async def check_visible(ring: Ring, who: str) -> None:
 
 async def check_nothing_has_changed(ring: Ring) -> None:
     await check_visible(ring, "alice")
+    for path in ("/v1/responses/resp_hers", "/v1/conversations/conv_hers"):
+        answer = await ring.ask("anna", f"GET {path}")
+        assert answer.status_code == 200, (path, answer.text)
     job = (await ring.ask("alice", f"GET /v1/jobs/{ring.things['job']}")).json()
     batch = (await ring.ask("alice", f"GET /v1/batches/{ring.things['batch']}")).json()
     adapter = (await ring.ask("alice", "GET /v1/adapters/hers")).json()

@@ -177,3 +177,57 @@ async def test_results_are_json_lines_in_order_with_the_place_to_go_on(server: A
     assert await results("?limit=2&after=1") == ([3], "3")
     assert await results("?complete_only=true") == ([0, 1], "1")
     assert await results("?after=3") == ([], "3")
+
+
+def told(lines: list[str]) -> list[tuple[str, str, Any]]:
+    """(id, event, data) of each server-sent event."""
+    events = []
+    for block in "\n".join(lines).split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
+        if fields:
+            events.append((fields.get("id", ""), fields["event"], json.loads(fields["data"])))
+    return events
+
+
+async def test_a_job_is_watched_as_its_samples_finish_and_again_behind_any_of_them(
+    server: Api, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.jobs.stream.SILENCE_S", 0.0)
+    job_id = (await server.post("/v1/jobs", {**JOB, "prompts": ["a"] * 4})).json()["id"]
+    ledger = JobLedger(server.ring.redis)
+    assert await ledger.begin(job_id, "runner", 0) is not None
+    path, lines = f"/v1/jobs/{job_id}/stream", list[str]()
+    async with server.http.stream("GET", path) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        reading = response.aiter_lines()
+        lines.append(await anext(reading))
+        assert lines[0].startswith(":"), "a job that is silent says so"
+        for ordinal in (3, 0, 0, 2):
+            await ledger.record(job_id, [SampleRecord(ordinal, b'{"n":%d}' % ordinal, "succeeded")])
+        lines += [line async for line in _until(reading, "id: 2")]
+    async with api(redis_url) as other, other.http.stream("GET", path, headers={"Last-Event-ID": "0"}) as response:
+        await ledger.record(job_id, [SampleRecord(1, b'{"n":1}', "succeeded")])
+        assert await ledger.finish(job_id, "succeeded")
+        rest = told([line async for line in response.aiter_lines()])
+    assert [(name, data["n"]) for name, event, data in rest[:-1]] == [("1", 0), ("2", 2), ("3", 1)]
+    assert rest[-1][1] == "status" and rest[-1][2]["status"] == "succeeded"
+    whole = told((await server.http.get(path)).text.splitlines())
+    assert whole[1:] == rest and whole[0] == ("0", "trajectory", {"n": 3})
+    assert told((await server.http.get(path, headers={"Last-Event-ID": "3"})).text.splitlines()) == rest[-1:]
+    await server.http.delete(f"/v1/jobs/{job_id}")
+    assert (await server.http.get(path)).status_code == 404
+    assert not await server.ring.redis.exists(keys.job_order(job_id))
+
+
+async def _until(lines: AsyncIterator[str], last: str) -> AsyncIterator[str]:
+    async for line in lines:
+        yield line
+        if line == last:
+            return
+
+
+@pytest.mark.parametrize("wrong", ["x", "-1", "1.5", "9" * 30, "\u0663".encode()])
+async def test_a_place_that_is_none_is_refused(server: Api, wrong: Any) -> None:
+    job_id = (await server.post("/v1/jobs", {**JOB, "prompts": ["a"]})).json()["id"]
+    refused = await server.http.get(f"/v1/jobs/{job_id}/stream", headers={"Last-Event-ID": wrong})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "Last-Event-ID"

@@ -98,6 +98,7 @@ LARK = "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(5000)) + '
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "é"}] * 8}] * 1100
 CALLS = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}] * 4900}]
 USES = [{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}] * 4900}, _HI]
+SAID = [{"role": "user", "content": "x" * 6} for _ in range(15)] + [{"type": "reasoning", "summary": []}] * 4000
 TOOL = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(80)}}
 PATTERNS = {"patternProperties": {f"^a{at}[a-z]*b": {} for at in range(60)}, "type": "object"}
 
@@ -137,6 +138,12 @@ WORST: dict[str, tuple[str, Any]] = {
         chat(tools=[{"type": "function", "function": {"name": f"f{i}", "parameters": TOOL}} for i in range(115)]),
     ),
     "items": ("/v1/responses", {"model": MODEL, "input": [_HI] * 9990, "store": False}),
+    "items to be kept": ("/v1/responses", {"model": MODEL, "input": SAID}),
+    "a response in the background": ("/v1/responses", {"model": MODEL, "input": SAID, "background": True}),
+    "items of a conversation": ("/v1/conversations", {"items": [_HI] * 4096}),
+    "a long item of a conversation": ("/v1/conversations", {"items": MEGABYTE}),
+    "wrong items of a conversation": ("/v1/conversations", {"items": [{"type": "reasoning", "summary": [{}]}] * 4900}),
+    "metadata of a conversation": ("/v1/conversations", {"metadata": {f"k{i}": "v" for i in range(60_000)}}),
     "wrong items": ("/v1/responses", {"model": MODEL, "input": [{"type": "reasoning", "summary": [{}]}] * 4900}),
     "a long turn": ("/v1/messages", message(messages=[{"role": "user", "content": MEGABYTE}])),
     "many turns": ("/v1/messages", message(messages=[_HI] * 4096)),
@@ -196,6 +203,30 @@ WORST: dict[str, tuple[str, Any]] = {
 }
 
 
+async def a_long_history(http: httpx.AsyncClient) -> None:
+    """Many items, told in a conversation and in a response, asked for again and followed."""
+    items = [_HI] * 2048
+    talk = (await http.post("/v1/conversations", json={"items": items})).json()["id"]
+    path = f"/v1/conversations/{talk}/items"
+    assert (await http.post(path, json={"items": items})).status_code == 200
+    assert len((await http.get(path, params={"limit": 100})).json()["data"]) == 100
+    refused = await http.post("/v1/responses", json={"model": MODEL, "input": "hi", "conversation": talk})
+    assert refused.status_code == 400, refused.text
+    made = await http.post("/v1/responses", json={"model": MODEL, "input": SAID})
+    assert made.status_code == 200, made.text
+    name = made.json()["id"]
+    assert (await http.get(f"/v1/responses/{name}/input_items")).json()["has_more"]
+    followed = {
+        "model": MODEL,
+        "input": "hi",
+        "previous_response_id": name,
+        "truncation": "auto",
+        "max_output_tokens": 9,
+    }
+    last = await http.post("/v1/responses", json=followed)
+    assert last.status_code == 200, last.text
+
+
 def known_work() -> float:
     """Seconds of computing that this machine takes right now for work of known size: the least of three."""
     taken = []
@@ -244,6 +275,9 @@ async def a_stream_read_again(http: httpx.AsyncClient) -> None:
     assert again.text.count('"finish_reason":"stop"') == 50
 
 
+ATTACKS = {"a batch": a_batch, "a stream read again": a_stream_read_again, "a long history": a_long_history}
+
+
 @pytest.mark.timeout(400)
 async def test_the_worst_that_each_endpoint_can_be_sent_stops_nobody_for_long(loop: Loop, redis_url: str) -> None:
     found: dict[str, float] = {}
@@ -264,7 +298,7 @@ async def test_the_worst_that_each_endpoint_can_be_sent_stops_nobody_for_long(lo
             )
             found[name] = loop.longest_s / known_work()
             print(f"{name}: {1000 * loop.longest_s:.0f} ms {answer.status_code} {answer.text[:80]} {loop.what[:100]}")
-        for name, attack in {"a batch": a_batch, "a stream read again": a_stream_read_again}.items():
+        for name, attack in ATTACKS.items():
             loop.longest_s = 0.0
             await attack(http)
             found[name] = loop.longest_s / known_work()

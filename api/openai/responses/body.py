@@ -1,12 +1,12 @@
 """The body of POST /v1/responses, and the chat that it comes to.
 
-Nothing is kept between two requests: what would need it (`store`, `previous_response_id`, `conversation`, `background`)
-is refused by name, and the client sends the turns so far as `input`.
+What comes before its `input` (`previous_response_id`, `conversation`) is looked up elsewhere (`history.py`) and put in
+front of it.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from api.generation.sampling import DrawFields
 from api.generation.structured import Schema
@@ -14,6 +14,9 @@ from api.http.fields import Off, RequestModel, complaint
 from api.openai.bodies import ChatCompletionRequest
 from api.openai.responses.turns import Items, messages_of, without_turns
 from api.openai.tools import MAX_TOOLS, FunctionDefinition, by_type, known_type
+from api.webhooks.body import WebhookBody
+
+MAX_NAME = 256  # letters in the name of a response or a conversation
 
 
 class FunctionTool(FunctionDefinition):
@@ -80,6 +83,16 @@ class Reasoning(RequestModel):
     effort: str | None = None
 
 
+class ConversationName(RequestModel):
+    """Which conversation."""
+
+    id: str = Field(min_length=1, max_length=MAX_NAME)
+
+
+def _named_conversation(value: Any) -> Any:
+    return {"id": value} if isinstance(value, str) else value
+
+
 _SAME = {*DrawFields.model_fields, "chat_template_kwargs", "parallel_tool_calls"}  # as in a chat
 
 
@@ -87,10 +100,6 @@ class ResponseRequest(DrawFields):
     """POST /v1/responses."""
 
     off: ClassVar[Off] = {
-        "store": (False,),
-        "previous_response_id": (),
-        "conversation": (),
-        "background": (False,),
         "prompt": (),
         "stream_options": ({}, {"include_obfuscation": False}),
         "service_tier": ("auto", "default"),
@@ -102,6 +111,19 @@ class ResponseRequest(DrawFields):
 
     input: Items
     instructions: str | None = Field(default=None, description="a system message before the input")
+    webhook: WebhookBody | None = Field(default=None, description="with `background`: who is told of its end")
+    store: bool | None = Field(
+        default=None, description="keep the response, for others to follow it and for GET; default: if the server does"
+    )
+    previous_response_id: str | None = Field(
+        default=None, min_length=1, max_length=MAX_NAME, description="what was said up to there comes before the input"
+    )
+    conversation: Annotated[ConversationName | None, BeforeValidator(_named_conversation)] = Field(
+        default=None, description="its items come before the input; input and output are added to it"
+    )
+    background: bool | None = Field(
+        default=False, description="answer at once, with a response that goes on without its client"
+    )
     max_output_tokens: int | None = Field(default=None, ge=1)
     stream: bool | None = False
     text: TextConfig | None = None
@@ -134,6 +156,12 @@ class ResponseRequest(DrawFields):
 
     @model_validator(mode="after")
     def _possible(self) -> "ResponseRequest":
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise complaint("previous_response_id", "'conversation' and 'previous_response_id' exclude each other")
+        if self.webhook is not None and not self.background:
+            raise complaint("webhook", "'webhook' needs 'background': who waits for the answer hears of its end")
+        if self.background and self.store is False:
+            raise complaint("background", "'background' needs 'store': somebody has to find the response")
         if self.top_logprobs and not self.wants_logprobs:
             raise complaint("top_logprobs", f"'top_logprobs' needs 'include': [\"{LOGPROBS}\"]")
         return self

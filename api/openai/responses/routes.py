@@ -1,235 +1,81 @@
-"""POST /v1/responses: OpenAI's newer way to ask, for text and functions, without state."""
+"""POST /v1/responses: OpenAI's newer way to ask, for text and functions; and the routes of stored responses."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-import msgspec
-from fastapi import APIRouter, Request
-from pydantic import ValidationError
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from api.generation.choice import Choice, Delta, ReplyPlan, ends_with_stop_token, usage
-from api.generation.logprobs import ChatLogprob, TokenNames
-from api.generation.plan import Asked, plan
 from api.generation.running import Generation, by_choice, gather_all
-from api.generation.splitter import Piece
-from api.generation.target import Target, target_of
-from api.generation.work import Work
-from api.http.bodies import BodyRoute
-from api.http.errors import error_responses, from_validation
+from api.generation.target import target_of
+from api.http.bodies import LONG_BYTES, BodyRoute
+from api.http.errors import error_responses
 from api.http.sse import EventStream
-from api.openai.bodies import ChatCompletionRequest
-from api.openai.chat import asked_of, unused_hints, with_unused
+from api.openai.chat import unused_hints, with_unused
 from api.openai.replies import stream_failure, written
+from api.openai.responses import background
+from api.openai.responses.background import sse
 from api.openai.responses.body import ResponseRequest
-from api.openai.responses.items import Event, ItemWriter
-from api.openai.responses.turns import turn_starts
-from api.ring.ring import Ring, TheRing
-from api.ring.room import LARGE_CHARS, LARGE_COUNT, aside
+from api.openai.responses.history import history_of, is_stored, keeper, own_ids
+from api.openai.responses.items import Event
+from api.openai.responses.kept import ItemPage, Order, entries, keep, page, whole
+from api.openai.responses.planning import NAMES, plan_response
+from api.openai.responses.writer import ResponseWriter
+from api.ring.ring import TheRing
+from api.ring.room import aside
 from shared.errors import InvalidRequestError
-from shared.frames import Finish, TokenEvent
-from shared.text.codec import TextCodec
-from shared.token_events import by_token, join
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
-
-_NAMES = {  # of a chat's fields -> ours
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "prompt": "input",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-    "verbosity": "text.verbosity",
-    "logprobs": "top_logprobs",
-}
 
 
 @router.post(
     "/v1/responses",
     summary="Respond to a text or a conversation",
-    responses=error_responses(ok="A response object, or server-sent events when `stream` is true"),
+    responses=error_responses(404, 409, ok="A response object, or server-sent events when `stream` is true"),
 )
 async def create_response(body: ResponseRequest, request: Request, ring: TheRing) -> Response:
-    """Text, structured text and function calls; nothing is stored."""
+    """Text, structured text and function calls, behind what was said before."""
+    stored = is_stored(ring, body)
+    body.store = stored
+    history = await history_of(ring, body)
     target = await target_of(ring, body, request)
     codec = target.served.codec
-    chat, work, reply_plan = await plan_response(ring, body, target)
-    unused = [_NAMES.get(name, name) for name in unused_hints(chat, codec)]
+    asked = body.model_copy(update={"input": [*history.items, *body.input]}) if history.items else body
+    chat, work, reply_plan = await plan_response(ring, asked, target, history.ids)
+    unused = [NAMES.get(name, name) for name in unused_hints(chat, codec)]
     writer = ResponseWriter(body, reply_plan, codec)
+    if body.background:
+        begun = await background.begin(ring, body, work, reply_plan, writer, history.ids)
+        request.app.state.background.look()
+        if body.stream:
+            return with_unused(EventStream(background.watch(ring, keeper(), writer.id, -1)), unused)
+        return with_unused(Response(whole(begun), media_type="application/json"), unused)
+
+    async def kept() -> None:
+        if stored or body.conversation is not None:
+            before = history.ids if body.conversation is None else ()
+            ids = own_ids(before, reply_plan.prompts[0], writer.tokens)
+            await keep(ring, keeper(), body, writer, reply_plan.id.rpartition("-")[2][:24], ids)
+
     if body.stream:
-        return with_unused(EventStream(_events(await Generation.start(ring, work), writer)), unused)
+        return with_unused(EventStream(_events(await Generation.start(ring, work), writer, kept)), unused)
     (events,) = await gather_all(ring, work)
-    whole = await written(events, partial(writer.whole, events))
-    return with_unused(Response(whole, media_type="application/json"), unused)
+    answer = await written(events, partial(writer.whole, events))
+    await kept()
+    return with_unused(Response(answer, media_type="application/json"), unused)
 
 
-async def chat_body(body: ResponseRequest, skipped: int = 0) -> ChatCompletionRequest:
-    """The same request to /v1/chat/completions; what is wrong with it is called by our names."""
-    try:
-        return await aside(body.chat, skipped) if len(body.input) > LARGE_COUNT else body.chat(skipped)
-    except ValidationError as error:
-        raise _renamed(from_validation(error.errors())) from error
-
-
-def _renamed(error: InvalidRequestError) -> InvalidRequestError:
-    theirs = error.param
-    field, dot, rest = (error.param or "").partition(".")
-    bare, bracket, index = field.partition("[")
-    if bare == "messages":
-        error.param = "input"
-    else:
-        error.param = (_NAMES.get(bare, bare) + bracket + index + dot + rest) or None
-    error.message = error.message.replace(f"'{theirs}'", f"'{error.param}'")
-    return error
-
-
-async def plan_response(
-    ring: Ring, body: ResponseRequest, target: Target
-) -> tuple[ChatCompletionRequest, Work, ReplyPlan]:
-    """The chat that a request comes to, what to ask of the workers, and what to make of their tokens."""
-    try:
-        chat, asked = await _fitting(ring, body, target)
-        return chat, *await plan(ring, chat, target, asked)
-    except InvalidRequestError as error:
-        raise _renamed(error) from None
-
-
-async def _fitting(ring: Ring, body: ResponseRequest, target: Target) -> tuple[ChatCompletionRequest, Asked]:
-    """The chat; with `truncation: auto` without as few of its oldest turns as it takes to fit the context."""
-    card, codec = target.served.card, target.served.codec
-    behind = body.max_output_tokens or min(ring.settings.default_max_tokens, card.context_length // 8)
-    most = min(ring.settings.max_prompt_tokens or card.context_length, card.context_length - behind)
-    skipped, last, tried = 0, 0, -1
-    if body.truncation == "auto":
-        last = len(turn_starts(body.messages())) - 1
-    while True:  # the first look is at all of it, the others halve what is left
-        chat = await chat_body(body, skipped)
-        asked = await asked_of(codec, chat, ring.settings)
-        fits = len(asked.prompts[0]) <= most
-        if fits and (skipped == 0 or skipped - tried == 1):
-            return chat, asked
-        if not fits and skipped == last:
-            return chat, asked  # refused by whoever plans it
-        if fits:
-            last = skipped
-        else:
-            tried = skipped
-        skipped = last if last - tried == 1 else (tried + last) // 2
-
-
-class ResponseWriter:
-    """One response while its tokens come in."""
-
-    def __init__(self, body: ResponseRequest, plan: ReplyPlan, codec: TextCodec) -> None:
-        self._body = body
-        self._plan = plan
-        self._codec = codec
-        self._names = TokenNames(codec, by_id=False)
-        self._name = plan.id.rpartition("-")[2]
-        self._writer = ItemWriter(self._name[:24])
-        self._finish: Finish | None = None
-        self.choice = Choice(plan, codec)
-
-    def whole(self, events: list[TokenEvent]) -> bytes:
-        """JSON of the response that all of its events make; with log-probabilities token by token, which says whose
-        they are."""
-        for event in by_token(events) if self._body.wants_logprobs else [join(events)]:
-            self.take(self.choice.take([event]))
-        return msgspec.json.encode(self.shown())
-
-    def take(self, delta: Delta) -> list[Event]:
-        """The events of a delta."""
-        logprobs = self._logprobs(delta) if self._body.wants_logprobs else ()
-        events = self._writer.take(delta.piece or Piece(content=delta.text), logprobs)
-        if delta.finish is not None:
-            self._finish = delta.finish
-            events += self._writer.end(incomplete=delta.finish.reason == "length")
-        return events
-
-    def _logprobs(self, delta: Delta) -> list[ChatLogprob]:
-        """Of the delta's tokens that may be text: neither what ends the completion nor a mark."""
-        tokens, finish = delta.tokens, delta.finish
-        if finish is not None and ends_with_stop_token(tokens, finish, self._plan.eos_token_ids):
-            tokens = tokens[:-1]
-        told = self._names.chat(tokens, delta.logprobs[: len(tokens)], delta.top_logprobs)
-        marks = () if self._plan.split is None else self._plan.split.marks
-        return [each for each in told if each.token not in marks]
-
-    @property
-    def is_long(self) -> bool:
-        """Whether to count the tokens of its reasoning takes so long that it is done beside the event loop."""
-        return len(self._writer.reasoning) > LARGE_CHARS
-
-    @property
-    def status(self) -> str:
-        """in_progress, completed or incomplete."""
-        if self._finish is None:
-            return "in_progress"
-        return "incomplete" if self._finish.reason == "length" else "completed"
-
-    def shown(self, **changed: Any) -> dict[str, Any]:
-        """The response object as it is now."""
-        body, cut = self._body, self.status == "incomplete"
-        given = body.model_dump(by_alias=True, exclude_none=True, include={"tools", "tool_choice", "reasoning"})
-        wanted = body.text.format if body.text is not None else None
-        verbosity = body.text.verbosity if body.text is not None else None
-        shown_verbosity = {} if verbosity is None else {"verbosity": verbosity}
-        shown_format = {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
-        return {
-            "id": f"resp_{self._plan.name or self._name}",
-            "object": "response",
-            "created_at": self._plan.created,
-            "status": self.status,
-            "background": False,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "model": self._plan.model,
-            "output": self._writer.items,
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None, **given.get("reasoning", {})},
-            "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": shown_format, **shown_verbosity},
-            "tool_choice": given.get("tool_choice", "auto"),
-            "tools": [{"parameters": {}, "strict": False, **tool} for tool in given.get("tools", [])],
-            "top_logprobs": body.top_logprobs or 0,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
-            "truncation": body.truncation or "disabled",
-            **({} if body.max_tool_calls is None else {"max_tool_calls": body.max_tool_calls}),
-            "metadata": body.metadata or {},
-            **({} if body.user is None else {"user": body.user}),
-            **({} if self._finish is None else {"usage": self._usage()}),
-            **changed,
-        }
-
-    def _usage(self) -> dict[str, Any]:
-        counts = usage(self._plan, [self.choice])
-        thought = self._writer.reasoning
-        return {
-            "input_tokens": counts.prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": counts.prompt_tokens_details.cached_tokens,
-                "cache_write_tokens": 0,
-            },
-            "output_tokens": counts.completion_tokens,
-            # Counted by encoding the text again.
-            "output_tokens_details": {"reasoning_tokens": len(self._codec.encode(thought, False)) if thought else 0},
-            "total_tokens": counts.total_tokens,
-        }
-
-
-async def _events(generation: Generation, writer: ResponseWriter) -> AsyncGenerator[bytes, None]:
-    """All bytes of a stream; it ends with the response as it has become."""
+async def _events(
+    generation: Generation, writer: ResponseWriter, kept: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[bytes, None]:
+    """All bytes of a stream; it ends with the response as it has become, once that is kept."""
     number = 0
 
     def to_bytes(event: Event) -> bytes:
         nonlocal number
-        data = msgspec.json.encode({**event, "sequence_number": number})
         number += 1
-        return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), data)
+        return sse(event, number - 1)
 
     try:
         for name in ("created", "in_progress"):
@@ -240,6 +86,7 @@ async def _events(generation: Generation, writer: ResponseWriter) -> AsyncGenera
                     out = [to_bytes(event) for event in writer.take(writer.choice.take(new))]
                     if out:
                         yield b"".join(out)
+            await kept()
         except Exception as error:
             told = stream_failure(error, writer.shown()["id"])
             detail = {"code": "rate_limit_exceeded" if told.status == 429 else "server_error", "message": told.message}
@@ -249,3 +96,73 @@ async def _events(generation: Generation, writer: ResponseWriter) -> AsyncGenera
         yield to_bytes({"type": f"response.{writer.status}", "response": last})
     finally:
         generation.close()
+
+
+@router.get(
+    "/v1/responses/{response_id}",
+    summary="Get a stored response",
+    response_class=Response,
+    responses=error_responses(400, 404, ok="The response object, or with `stream` the events of its stream"),
+)
+async def get_response(
+    response_id: str,
+    ring: TheRing,
+    stream: Annotated[
+        bool, Query(description="the events of a response that was asked for with both of `background` and `stream`")
+    ] = False,
+    starting_after: Annotated[int | None, Query(ge=-1, description="`sequence_number` of the last event seen")] = None,
+) -> Response:
+    """As it is now."""
+    who = keeper()
+    stored = await ring.responses.find(who, response_id)
+    if not stream:
+        if starting_after is not None:
+            raise InvalidRequestError("'starting_after' goes with 'stream'", param="starting_after")
+        return Response(whole(stored), media_type="application/json")
+    if not stored.streams:
+        raise InvalidRequestError(
+            "only a response that was asked for with 'background' and 'stream' has events to send again", param="stream"
+        )
+    after = -1 if starting_after is None else starting_after
+    await background.check_watchable(ring, who, response_id, stored, after)
+    return EventStream(background.watch(ring, who, response_id, after))
+
+
+@router.delete("/v1/responses/{response_id}", summary="Delete a stored response", responses=error_responses(404))
+async def delete_response(response_id: str, ring: TheRing) -> dict[str, Any]:
+    """One that runs is cancelled. Nothing can follow it any more."""
+    await background.forget(ring, response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.post(
+    "/v1/responses/{response_id}/cancel",
+    summary="Cancel a background response",
+    response_class=Response,
+    responses=error_responses(400, 404, ok="The response object"),
+)
+async def cancel_response(response_id: str, ring: TheRing) -> Response:
+    """One that has ended stays as it is."""
+    stored = await ring.responses.find(keeper(), response_id)
+    if not stored.run:
+        raise InvalidRequestError("only a response with 'background' can be cancelled", param="response_id")
+    return Response(whole(await background.cancel(ring, response_id, stored)), media_type="application/json")
+
+
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    summary="List the input of a stored response",
+    response_class=Response,
+    responses={200: {"model": ItemPage}, **error_responses(404)},
+)
+async def list_input_items(
+    response_id: str,
+    ring: TheRing,
+    after: Annotated[str, Query(description="the item behind which to go on")] = "",
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Order = "desc",
+) -> Response:
+    """Its own items, without those of the responses that it follows."""
+    raw = (await ring.responses.find(keeper(), response_id)).input
+    found = await aside(entries, raw) if len(raw) > LONG_BYTES else entries(raw)
+    return page(found, after, limit, order)

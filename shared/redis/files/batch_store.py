@@ -20,6 +20,8 @@ from shared.errors import UnknownBatchError
 from shared.owners import ANYBODY, Asker
 from shared.redis import keys
 from shared.redis.connection.client import Script, ask_all, members
+from shared.redis.due import webhooks
+from shared.webhooks import Webhook
 
 BatchState = Literal["validating", "in_progress", "completed", "failed", "expired", "cancelled"]
 READ_AT_ONCE = 128  # batches that one call to Redis reads: decoding them takes some milliseconds
@@ -44,6 +46,7 @@ class BatchSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, str] = {}
     tenant: str = ""  # who owns it, its job and its files (shared/owners.py)
     key: str = ""  # the name of the API key that made it; api processes work on it in this key's turn
+    webhook: Webhook | None = None  # who is told of its end
 
 
 class BatchError(msgspec.Struct, frozen=True):
@@ -104,6 +107,8 @@ class BatchStore:
         old = [("ZREMRANGEBYSCORE", key, "-inf", spec.created_at - 2 * keys.BATCH_TTL_S) for key in lists]
         kept = [("EXPIRE", key, keys.BATCH_TTL_S) for key in lists]
         await ask_all(self._redis, [*added, *old, *kept])
+        if spec.webhook is not None:
+            await webhooks.wait_for(self._redis, "batch", spec.id)
 
     async def find(self, batch_id: str) -> BatchRecord:
         """A batch by its id; UnknownBatchError when there is none."""
@@ -151,6 +156,8 @@ class BatchStore:
         """Enter a terminal state; False when the batch was in one."""
         ended = await self.change(batch_id, **fields, ended_at=int(time.time()), state=state)
         await self._redis.zrem(keys.pending_batches(), batch_id)
+        if ended:
+            await webhooks.hasten(self._redis, "batch", batch_id)
         return ended
 
     async def take(self, batch_id: str, owner: str) -> bool:

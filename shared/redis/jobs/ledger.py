@@ -12,6 +12,7 @@ from shared.errors import UnknownJobError
 from shared.jobs import TERMINAL, InputLine, JobSpec, JobState, JobUsage
 from shared.redis import keys
 from shared.redis.connection.client import Script, ask, ask_all, members
+from shared.redis.due import webhooks
 from shared.trajectories import Reward
 
 Outcome = Literal["succeeded", "failed", "cancelled", "expired"]
@@ -126,7 +127,8 @@ class JobLedger:
             argv: list[str | bytes] = [str(keys.JOB_TTL_S), str(keys.RESULTS_PER_CHUNK), str(_WALK)]
             for sample in samples[at : at + _RECORD_BATCH]:
                 argv += _record_arguments(sample)
-            added, _ = await _record(self._redis, [keys.job(job_id), keys.job_results(job_id, "")], argv)
+            names = [keys.job(job_id), keys.job_results(job_id, ""), keys.job_order(job_id)]
+            added, _ = await _record(self._redis, names, argv)
             if added < 0:
                 break
             new += added
@@ -151,6 +153,7 @@ class JobLedger:
             with contextlib.suppress(UnknownJobError):  # whoever saw its end has deleted it
                 await self._keep_results(job_id)
             await self._redis.zrem(keys.active_jobs(), job_id)
+            await webhooks.hasten(self._redis, "job", job_id)
         return ended
 
     async def count_fault(self, job_id: str) -> int:
@@ -191,7 +194,8 @@ class JobLedger:
     async def _keep_results(self, job_id: str) -> None:
         """Give all results the time to live of the job, which has just ended."""
         chunks = range(math.ceil((await self.spec(job_id)).total / keys.RESULTS_PER_CHUNK))
-        await ask_all(self._redis, [("EXPIRE", keys.job_results(job_id, chunk), keys.JOB_TTL_S) for chunk in chunks])
+        kept = [*(keys.job_results(job_id, chunk) for chunk in chunks), keys.job_order(job_id)]
+        await ask_all(self._redis, [("EXPIRE", key, keys.JOB_TTL_S) for key in kept])
 
 
 def unknown_job(job_id: str) -> UnknownJobError:

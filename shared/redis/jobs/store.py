@@ -18,6 +18,7 @@ from shared.owners import ANYBODY, Asker
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import Script, ask, ask_all
+from shared.redis.due import webhooks
 from shared.redis.jobs import intake as job_intake
 from shared.redis.jobs.ledger import JobLedger, decode_job_spec, unknown_job
 from shared.redis.jobs.ticks import enqueue_tick
@@ -62,6 +63,8 @@ class JobStore:
         finally:
             if not created:
                 await self._adapters.unpin_all(spec.adapter, owner)
+        if spec.webhook is not None and (created or (await self.status(job_id)).status not in TERMINAL):
+            await webhooks.wait_for(self._redis, "job", job_id)
         if created:
             await enqueue_tick(self._redis, job_id, 0)
         return job_id, created
@@ -107,7 +110,7 @@ class JobStore:
         await self._adapters.unpin_all(spec.adapter, pin_owner(job_id))  # its runner may not have come to it yet
         chunks = range(-(-status.counts.total // keys.RESULTS_PER_CHUNK))
         whole = [keys.job_results(job_id, chunk) for chunk in chunks]
-        whole += [keys.job_inputs(job_id), keys.finished(spec.model, job_id)]
+        whole += [keys.job_inputs(job_id), keys.job_order(job_id), keys.finished(spec.model, job_id)]
         whole.append(keys.job(job_id))  # last: until then the delete may be repeated
         listed = [("ZREM", keys.jobs(tenant), job_id) for tenant in {"", spec.tenant}]
         await ask_all(self._redis, [*(("UNLINK", key) for key in whole), *listed])
@@ -148,6 +151,20 @@ class JobStore:
             lines += await _chunk_lines(self._redis, job_id, start, stop, limit - len(lines))
             start = stop
         return lines
+
+    async def recorded(self, job_id: str, start: int, limit: int) -> tuple[str, list[tuple[int, bytes]]]:
+        """The job's state, "" when it is gone, and (place, trajectory JSON) of the next samples in the order in which
+        they were recorded, from place `start` on: in a terminal state all that there will be."""
+        commands = [
+            ("HGET", keys.job(job_id), "state"),
+            ("LRANGE", keys.job_order(job_id), start, start + limit - 1),
+        ]
+        state, ordinals = await ask_all(self._redis, commands)
+        found = [
+            ("HGET", keys.job_results(job_id, int(ordinal) // keys.RESULTS_PER_CHUNK), ordinal) for ordinal in ordinals
+        ]
+        lines = await ask_all(self._redis, found) if found else []
+        return (state or b"").decode(), [(at, line) for at, line in enumerate(lines, start) if line is not None]
 
     async def list(self, limit: int = 20, before: str = "", asker: Asker = ANYBODY) -> list[JobStatus]:
         """The asker's newest jobs, or those older than the job `before`."""

@@ -1,6 +1,7 @@
 -- Store finished samples; each ordinal counts once, however often it is recorded. A terminal job takes no more.
 -- uses: clock
 -- KEYS[1] job hash   KEYS[2] prefix of the result chunks (the chunk number is appended; same hash tag)
+-- KEYS[3] list of ordinals in the order in which they are recorded
 -- ARGV[1] time to live, seconds   ARGV[2] ordinals a chunk   ARGV[3] most ordinals that complete_through may walk
 -- ARGV[4...] seven a sample: ordinal, line, outcome, prompt tokens, completion tokens, reward or '', reward error 0/1
 -- Returns {samples that were new, complete_through}, or {-1, 0} when the job is terminal or unknown.
@@ -20,6 +21,7 @@ for i = 4, #ARGV, 7 do
   local chunk = chunk_of(tonumber(ARGV[i]))
   if redis.call('HSETNX', chunk, ARGV[i], ARGV[i + 1]) == 1 then
     new = new + 1
+    redis.call('RPUSH', KEYS[3], ARGV[i])
     touched[chunk] = true
     add(ARGV[i + 2], 1)
     add('prompt_tokens', tonumber(ARGV[i + 3]))
@@ -47,5 +49,6 @@ if new > 0 then
   redis.call('HINCRBY', KEYS[1], 'recorded', new)
   redis.call('HSET', KEYS[1], 'progress_ms', now_ms())
   redis.call('EXPIRE', KEYS[1], ARGV[1])
+  redis.call('EXPIRE', KEYS[3], ARGV[1])
 end
 return {new, through}

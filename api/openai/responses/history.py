@@ -1,0 +1,147 @@
+"""What comes before a request's input: the turns of `previous_response_id`, or the items of `conversation`.
+
+They come with the ids of the last prompt and its answer, so that the next prompt begins with the same ids and finds
+their KV.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from pydantic import TypeAdapter
+
+from api.generation.running import owner
+from api.http.bodies import LONG_BYTES
+from api.openai.responses.body import ResponseRequest
+from api.openai.responses.turns import Item, Items
+from api.ring.ring import Ring
+from api.ring.room import aside
+from shared.errors import ConflictError, InvalidRequestError, UnsupportedParameterError
+from shared.redis import keys
+from shared.redis.kept.response_store import RUNNING, Turn, unknown_response
+
+MAX_TURNS = 1024  # responses in a row: Redis looks at all of them in one call
+
+_items: TypeAdapter[list[Item]] = TypeAdapter(Items)
+_ids_decoder = msgspec.msgpack.Decoder(tuple[int, list[int]])
+
+
+@dataclass(frozen=True)
+class History:
+    """What was said, and the ids of all of it up to the end of the last answer."""
+
+    items: list[Item] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+
+
+def keeper() -> str:
+    """Whose responses and conversations a request of this task sees."""
+    return keys.keeper(owner())
+
+
+def is_stored(ring: Ring, body: ResponseRequest) -> bool:
+    """Whether to store the response; UnsupportedParameterError when the request needs what this server does not do."""
+    if ring.settings.response_ttl_s:
+        return body.store is not False
+    for name in ("store", "previous_response_id", "conversation", "background"):
+        if getattr(body, name):
+            reason = "this server keeps nothing between two requests (--response-ttl-s 0)"
+            raise UnsupportedParameterError(f"'{name}': {reason}", param=name)
+    return False
+
+
+async def history_of(ring: Ring, body: ResponseRequest) -> History:
+    """What comes before the input; UnknownResponseError, UnknownConversationError, or why nothing can follow it."""
+    if body.previous_response_id is not None:
+        return await _followed(ring, body.previous_response_id)
+    if body.conversation is None:
+        return History()
+    found = await ring.conversations.find(keeper(), body.conversation.id)
+    raws = [raw for _, raw in found.items]
+    _check_size(ring, raws, "conversation")
+    return await _read(raws, [found.ids])
+
+
+async def _followed(ring: Ring, last: str) -> History:
+    most_bytes = ring.settings.max_request_bytes
+    turns, too_long = await ring.responses.chain(keeper(), last, MAX_TURNS, most_bytes)
+    for turn in reversed(turns):
+        _check_turn(turn, last)
+    raws = [raw for turn in turns for raw in (turn.input, turn.output)]
+    if too_long:
+        raise _too_long(ring, "previous_response_id")
+    _check_size(ring, raws, "previous_response_id")
+    return await _read(raws, [turn.ids for turn in turns])
+
+
+def _check_turn(turn: Turn, last: str) -> None:
+    """That another one can follow it."""
+    param = "previous_response_id"
+    if not turn.state:
+        error = unknown_response(turn.id, param)
+        if turn.id != last:
+            error.message = f"response {last[:200]!r} follows {turn.id[:200]!r}, which is not stored any more"
+        raise error
+    if turn.conversation:
+        raise InvalidRequestError(
+            f"response {turn.id[:200]!r} belongs to conversation {turn.conversation!r}: go on with 'conversation'",
+            param=param,
+        )
+    if turn.state in RUNNING:
+        raise ConflictError(f"response {turn.id[:200]!r} has not ended yet", param=param)
+    if turn.state in ("failed", "cancelled"):
+        raise ConflictError(f"response {turn.id[:200]!r} has {turn.state}, and has no answer to follow", param=param)
+
+
+def _check_size(ring: Ring, raws: Sequence[bytes], param: str) -> None:
+    if sum(map(len, raws)) > ring.settings.max_request_bytes:
+        raise _too_long(ring, param)
+
+
+def _too_long(ring: Ring, param: str) -> InvalidRequestError:
+    most = ring.settings.max_request_bytes
+    return InvalidRequestError(
+        f"what was said so far has more than {MAX_TURNS} turns or {most} bytes (--max-request-bytes): begin anew",
+        param=param,
+    )
+
+
+async def _read(raws: Sequence[bytes], ids: Sequence[bytes]) -> History:
+    size = sum(map(len, raws)) + sum(map(len, ids))
+    return await aside(_decoded, raws, ids) if size > LONG_BYTES else _decoded(raws, ids)
+
+
+def _decoded(raws: Sequence[bytes], ids: Sequence[bytes]) -> History:
+    found: list[Any] = []
+    for raw in raws:
+        value = json.loads(raw)
+        found += value if isinstance(value, list) else [value]
+    for item in found:
+        for part in item["content"] if isinstance(item.get("content"), list) else ():
+            part.pop("logprobs", None)  # of no use to the model
+    return History(_items.validate_python(found) if found else [], _joined_ids(ids))
+
+
+def _joined_ids(ids: Sequence[bytes]) -> list[int]:
+    """The ids of the last turn: its own, behind so many of the turn before as it says. [] when some are missing."""
+    parts: list[list[int]] = []
+    wanted = 0
+    for raw in reversed(ids):
+        if not raw:
+            return []
+        before, own = _ids_decoder.decode(raw)
+        if parts and before + len(own) != wanted:
+            return []
+        parts.append(own)
+        wanted = before
+        if not before:
+            return [token for part in reversed(parts) for token in part]
+    return []
+
+
+def own_ids(history: Sequence[int], prompt: Sequence[int], answer: Iterable[int]) -> bytes:
+    """Ids of a turn as they are stored: without those of the turn before, when its prompt begins with them."""
+    before = len(history) if history and list(prompt[: len(history)]) == list(history) else 0
+    return msgspec.msgpack.encode((before, [*prompt[before:], *answer]))

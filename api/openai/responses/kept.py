@@ -1,0 +1,130 @@
+"""Responses and their items as they are kept, and as a client gets them back."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from api.http.bodies import LONG_BYTES
+from api.http.errors import json_reply
+from api.openai.responses.body import ResponseRequest
+from api.openai.responses.turns import FunctionCallItem, FunctionOutputItem, InputMessage, Item
+from api.openai.responses.writer import ResponseWriter
+from api.ring.ring import Ring
+from api.ring.room import LARGE_COUNT, aside
+from shared.errors import NotFoundError
+from shared.redis.kept.response_store import StoredResponse
+
+Order = Literal["asc", "desc"]
+Entry = tuple[str, bytes]  # an item's id and its JSON
+
+
+def shown_items(items: Sequence[Item], base: str) -> list[Entry]:
+    """Items of an input as a client gets them back, under ids of their own that begin with `base`."""
+    return [(name, msgspec.json.encode(shown)) for name, shown in (_shown(*each, base) for each in enumerate(items))]
+
+
+def _shown(at: int, item: Item, base: str) -> tuple[str, dict[str, Any]]:
+    if isinstance(item, InputMessage):
+        name = f"msg_{base}i{at:04d}"
+        written: dict[str, Any] = {"type": "output_text", "annotations": [], "logprobs": []}
+        part = written if item.role == "assistant" else {"type": "input_text"}
+        content = [{**part, "text": each.text} for each in item.content]
+        return name, {"id": name, "type": "message", "role": item.role, "status": "completed", "content": content}
+    if isinstance(item, FunctionCallItem):
+        name = f"fc_{base}i{at:04d}"
+        called = {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+        return name, {"id": name, "type": "function_call", "status": "completed", **called}
+    if isinstance(item, FunctionOutputItem):
+        name = f"fco_{base}i{at:04d}"
+        output = "".join(part.text for part in item.output)
+        shown = {"type": "function_call_output", "call_id": item.call_id, "output": output}
+        return name, {"id": name, **shown, "status": "completed"}
+    name = f"rs_{base}i{at:04d}"
+    summary = [part.model_dump() for part in item.summary]
+    content = [part.model_dump() for part in item.content or ()]
+    return name, {"id": name, "type": "reasoning", "summary": summary, "content": content, "status": "completed"}
+
+
+def without_output(shown: dict[str, Any]) -> bytes:
+    """JSON of a response object as it is stored."""
+    return msgspec.json.encode({name: value for name, value in shown.items() if name != "output"})
+
+
+def joined(entries: Sequence[Entry]) -> bytes:
+    """JSON of the items."""
+    return b"[%s]" % b",".join(raw for _, raw in entries)
+
+
+async def keep(ring: Ring, who: str, body: ResponseRequest, writer: ResponseWriter, base: str, ids: bytes) -> None:
+    """Keep an answered response, and add its items to its conversation; both may be repeated."""
+
+    def write() -> tuple[list[Entry], list[Entry], bytes]:
+        output = [(item["id"], msgspec.json.encode(item)) for item in writer.output]
+        return shown_items(body.input, base), output, without_output(writer.shown())
+
+    large = len(body.input) > LARGE_COUNT or writer.is_long or len(writer.tokens) > LONG_BYTES // 8
+    given, output, shown = await aside(write) if large else write()
+    name = "" if body.conversation is None else body.conversation.id
+    if name:
+        await ring.conversations.add(who, name, [*given, *output], ids)
+    if body.store is False:
+        return
+    stored = StoredResponse(
+        state=writer.status,
+        body=shown,
+        input=joined(given),
+        output=joined(output),
+        previous=body.previous_response_id or "",
+        conversation=name,
+        ids=ids,
+    )
+    await ring.responses.put(who, writer.id, stored)
+
+
+def whole(stored: StoredResponse) -> bytes:
+    """JSON of a response object out of what is stored."""
+    shown = msgspec.json.decode(stored.body, type=dict[str, msgspec.Raw])
+    return msgspec.json.encode({**shown, "output": msgspec.Raw(stored.output)})
+
+
+def entries(raw: bytes) -> list[Entry]:
+    """The items of a stored list, with their ids."""
+    found = msgspec.json.decode(raw, type=list[msgspec.Raw])
+    return [(msgspec.json.decode(each, type=_Named).id, bytes(each)) for each in found]
+
+
+class _Named(msgspec.Struct):
+    id: str
+
+
+class ItemPage(BaseModel):
+    """A page of items."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def page(found: Sequence[Entry], after: str, limit: int, order: Order) -> Response:
+    """The response with the items behind `after`; NotFoundError when that is none of them."""
+    ordered = list(found) if order == "asc" else list(reversed(found))
+    start = 0
+    if after:
+        start = next((at + 1 for at, (name, _) in enumerate(ordered) if name == after), 0)
+        if not start:
+            raise NotFoundError(f"no item {after[:200]!r}", param="after")
+    shown = ordered[start : start + limit]
+    return json_reply(
+        {
+            "object": "list",
+            "data": [msgspec.Raw(raw) for _, raw in shown],
+            "first_id": shown[0][0] if shown else None,
+            "last_id": shown[-1][0] if shown else None,
+            "has_more": start + limit < len(ordered),
+        }
+    )

@@ -1,0 +1,87 @@
+"""From a request to /v1/responses to work: the chat that it comes to, planned as any chat."""
+
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from api.generation.choice import ReplyPlan
+from api.generation.plan import Asked, plan
+from api.generation.target import Target
+from api.generation.work import Work
+from api.http.errors import from_validation
+from api.openai.bodies import ChatCompletionRequest
+from api.openai.chat import asked_of
+from api.openai.responses.body import ResponseRequest
+from api.openai.responses.turns import turn_starts
+from api.ring.ring import Ring
+from api.ring.room import LARGE_COUNT, aside
+from shared.errors import InvalidRequestError
+
+NAMES = {  # of a chat's fields -> ours
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "prompt": "input",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
+    "logprobs": "top_logprobs",
+}
+
+
+async def chat_body(body: ResponseRequest, skipped: int = 0) -> ChatCompletionRequest:
+    """The same request to /v1/chat/completions; what is wrong with it is called by our names."""
+    try:
+        return await aside(body.chat, skipped) if len(body.input) > LARGE_COUNT else body.chat(skipped)
+    except ValidationError as error:
+        raise _renamed(from_validation(error.errors())) from error
+
+
+def _renamed(error: InvalidRequestError) -> InvalidRequestError:
+    theirs = error.param
+    field, dot, rest = (error.param or "").partition(".")
+    bare, bracket, index = field.partition("[")
+    if bare == "messages":
+        error.param = "input"
+    else:
+        error.param = (NAMES.get(bare, bare) + bracket + index + dot + rest) or None
+    error.message = error.message.replace(f"'{theirs}'", f"'{error.param}'")
+    return error
+
+
+async def plan_response(
+    ring: Ring, body: ResponseRequest, target: Target, begun: Sequence[int] = ()
+) -> tuple[ChatCompletionRequest, Work, ReplyPlan]:
+    """The chat that a request comes to, what to ask of the workers, and what to make of their tokens.
+
+    `begun`: ids of the last turn's prompt and answer, with which this one's begin if they mean the same text.
+    """
+    try:
+        chat, asked = await _fitting(ring, body, target, begun)
+        return chat, *await plan(ring, chat, target, asked)
+    except InvalidRequestError as error:
+        raise _renamed(error) from None
+
+
+async def _fitting(
+    ring: Ring, body: ResponseRequest, target: Target, begun: Sequence[int]
+) -> tuple[ChatCompletionRequest, Asked]:
+    """The chat; with `truncation: auto` without as few of its oldest turns as it takes to fit the context."""
+    card, codec = target.served.card, target.served.codec
+    behind = body.max_output_tokens or min(ring.settings.default_max_tokens, card.context_length // 8)
+    most = min(ring.settings.max_prompt_tokens or card.context_length, card.context_length - behind)
+    skipped, last, tried = 0, 0, -1
+    if body.truncation == "auto":
+        last = len(turn_starts(body.messages())) - 1
+    while True:  # the first look is at all of it, the others halve what is left
+        chat = await chat_body(body, skipped)
+        asked = await asked_of(codec, chat, ring.settings, begun)
+        fits = len(asked.prompts[0]) <= most
+        if fits and (skipped == 0 or skipped - tried == 1):
+            return chat, asked
+        if not fits and skipped == last:
+            return chat, asked  # refused by whoever plans it
+        if fits:
+            last = skipped
+        else:
+            tried = skipped
+        skipped = last if last - tried == 1 else (tried + last) // 2

@@ -1,0 +1,61 @@
+"""A list of what is due: each entry has a time from which on one process may take it.
+
+To take an entry moves its time into the future: that is the taker's lease. It renews the lease while it works, and a
+taker that dies leaves the entry to whoever looks when the lease is over. So an entry has one owner at a time, what a
+former owner says of it does not count, and it is there until its owner says that it is done.
+"""
+
+import secrets
+from collections.abc import Iterable
+
+from redis.asyncio import Redis
+
+from shared.redis import keys
+from shared.redis.connection.client import Argument, Script
+
+_add = Script("due_add")
+_take = Script("due_take")
+_move = Script("due_move")
+_hasten = Script("due_hasten")
+
+
+class DueList:
+    """The list of one name, in the hands of one process."""
+
+    def __init__(self, redis: Redis, name: str) -> None:
+        self._redis = redis
+        self._keys = [keys.due(name), keys.due_owners(name)]
+        self._owner = secrets.token_hex(8)
+
+    async def add(self, entry: str, in_ms: int = 0) -> None:
+        """Add an entry that is due in so long; one that is there keeps its time."""
+        await _add(self._redis, self._keys, [entry, in_ms, keys.DUE_TTL_S])
+
+    async def take(self, most: int, lease_ms: int) -> list[str]:
+        """At most so many of the entries that are due, which nobody else gets while the lease lasts."""
+        taken = await _take(self._redis, self._keys, [most, lease_ms, keys.DUE_TTL_S, self._owner])
+        return [entry.decode() for entry in taken]
+
+    async def renew(self, entries: Iterable[str], lease_ms: int) -> None:
+        """Renew the leases of entries that are still this process's."""
+        await self._move("renew", lease_ms, entries)
+
+    async def again(self, entries: Iterable[str], in_ms: int) -> None:
+        """Give entries back, due in so long from now, or at once when somebody has asked for that."""
+        await self._move("again", in_ms, entries)
+
+    async def done(self, entry: str) -> None:
+        """Remove an entry of this process's."""
+        await self._move("done", 0, [entry])
+
+    async def hasten(self, entry: str) -> None:
+        """Make an entry due now, or as soon as its owner gives it back; nothing when it is not there."""
+        await _hasten(self._redis, self._keys, [entry])
+
+    async def drop(self, entry: str) -> None:
+        """Remove an entry, whoever has it."""
+        await self._move("drop", 0, [entry])
+
+    async def _move(self, how: str, in_ms: int, entries: Iterable[str]) -> None:
+        arguments: list[Argument] = [how, in_ms, keys.DUE_TTL_S, self._owner, *entries]
+        await _move(self._redis, self._keys, arguments)
