@@ -14,6 +14,7 @@ import structlog
 
 from api.http.connections import raise_file_limit
 from api.serve.embedded_redis import EmbeddedRedis
+from shared.process.garbage import leave_out_what_is_loaded
 
 # The tests start hundreds of processes, and each would compile all of our code anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -54,6 +55,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         longest_first = sorted(paths, key=lambda path: path.stem not in LONGEST)
         place |= {path: (i + 0.5) / len(paths) for i, path in enumerate(longest_first)}
     items.sort(key=lambda item: (item.path.parent.name == "unit", place[item.path], str(item.path)))
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: a million objects that no collection of garbage has to look at from here on."""
+    leave_out_what_is_loaded()
 
 
 @pytest.fixture(autouse=True)

@@ -63,16 +63,23 @@ class Streams:
     async def run(self, model: str) -> None:
         async with httpx.AsyncClient(base_url=self._url, timeout=60) as http:
             while self._going:
-                async with http.stream("POST", "/v1/chat/completions", json={**ASK, "model": model}) as answer:
-                    assert answer.status_code == 200, await answer.aread()
-                    lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
-                assert lines[-1] == "data: [DONE]"
-                chunks = [json.loads(line[6:]) for line in lines[:-1]]
-                reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
-                assert reasons[-1] in ("stop", "length")
-                self.answers[model] += 1
-                if model == MODEL:
-                    self.texts.add("".join(c["delta"].get("content") or "" for k in chunks for c in k["choices"]))
+                await wait_until(lambda: self._answered(http, model), timeout_s=90)
+
+    async def _answered(self, http: httpx.AsyncClient, model: str) -> bool:
+        async with http.stream("POST", "/v1/chat/completions", json={**ASK, "model": model}) as answer:
+            if answer.status_code == 503:  # the only worker was killed, and the next one is not there yet
+                assert "no live worker serves" in (text := (await answer.aread()).decode()), text
+                return not self._going
+            assert answer.status_code == 200, await answer.aread()
+            lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
+        assert lines[-1] == "data: [DONE]"
+        chunks = [json.loads(line[6:]) for line in lines[:-1]]
+        reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+        assert reasons[-1] in ("stop", "length")
+        self.answers[model] += 1
+        if model == MODEL:
+            self.texts.add("".join(c["delta"].get("content") or "" for k in chunks for c in k["choices"]))
+        return True
 
     @contextlib.asynccontextmanager
     async def going(self) -> Any:

@@ -22,7 +22,7 @@ from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
 
 CONFIGURATION = ROOT / "deploy/prometheus.yml"
 BOARD = ROOT / "deploy/grafana/parallm.json"
-SCRAPE_S = 2
+SCRAPE_S = 1
 WINDOW = "30s"  # for $__rate_interval: Grafana takes at least four scrapes
 
 _HISTOGRAMS = (

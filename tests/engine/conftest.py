@@ -126,8 +126,8 @@ def bench(llama: LoadedModel) -> Bench:
 
 
 def spec(seq: str, prompt: list[int], *, group: str = "", deadline_ms: int = 0, **sampling: object) -> SequenceSpec:
-    """A sequence; greedy, 12 tokens and without end-of-sequence unless said otherwise."""
-    params = {"max_tokens": 12, "seed": 0, "temperature": 0.0, "ignore_eos": True} | sampling
+    """A sequence; greedy, 8 tokens and without end-of-sequence unless said otherwise."""
+    params = {"max_tokens": 8, "seed": 0, "temperature": 0.0, "ignore_eos": True} | sampling
     return SequenceSpec(
         seq,
         "m",

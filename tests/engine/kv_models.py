@@ -1,7 +1,7 @@
 """Small models with random weights, one or more for each way in which a layer keeps what it has read."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +60,15 @@ PLAIN, WINDOWED, RECURRENT = (
 QUANTISED = ("llama 4", "qwen3 8", "lfm2 4", "qwen3_5 8", "gemma3_text 8", "gpt_oss 4", "deepseek_v3 8")
 GROUP = 32  # divides the heads of these models, which are wider than the others'
 WIDER = {"hidden_size": 64, "head_dim": GROUP, "kv_lora_rank": GROUP, "qk_rope_head_dim": GROUP, "block_dim": 64}
+
+
+def in_one_piece(loaded: LoadedModel, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[list[int], list[float]]:
+    """Where each of these tokens stands, the likeliest one, and its own log-probability: of one forward without us."""
+    ids = mx.array([[*prompt, *tokens[:-1]]])
+    logits_TV = loaded.model(ids, cache=loaded.kv.new(loaded.model))[0, len(prompt) - 1 :].astype(mx.float32)
+    told_T1 = mx.take_along_axis(logits_TV, mx.array(list(tokens))[:, None], axis=-1)
+    logprobs_T = told_T1[:, 0] - mx.logsumexp(logits_TV, axis=-1)
+    return mx.argmax(logits_TV, axis=-1).tolist(), logprobs_T.tolist()  # type: ignore[return-value]
 
 
 def small(name: str, llama: LoadedModel) -> LoadedModel:

@@ -219,4 +219,4 @@ def test_a_newer_attempt_takes_the_place_of_an_older_one(bench: Bench) -> None:
     bench.submit(spec("s", [1, 2]), attempt=2)
     bench.run()
     assert {event.attempt for event in bench.events["s"]} == {2}
-    assert len(bench.tokens("s")) == 12
+    assert len(bench.tokens("s")) == 8

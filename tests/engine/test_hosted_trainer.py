@@ -48,21 +48,21 @@ class EndlessRows(Outbox):
 
 
 async def test_both_hosts_make_the_same_weights_of_the_same_run(tmp_path: Path) -> None:
-    separate = settings(tmp_path / "separate", max_lag=0, steps=3)
+    separate = settings(tmp_path / "separate", max_lag=0, steps=2)
     await train(separate)
     outbox = EndlessRows()
-    engine = EngineThread(EngineConfig("models/tiny"), outbox.on_step, outbox.on_death, SlotConfig())
+    engine = EngineThread(EngineConfig("models/tiny", guest_share=0.5), outbox.on_step, outbox.on_death, SlotConfig())
     outbox.engine, loaded = engine, engine.start()
     outbox.begin(4)
     sink, host = MemorySink(), EngineHost(engine)
-    inside = settings(tmp_path / "inside", max_lag=0, steps=3)
+    inside = settings(tmp_path / "inside", max_lag=0, steps=2)
     source = InProcessSource(host, loaded.model, inside.adapter_shape(), sink, loaded.card.eos_token_ids)
     await train(inside, sink, host=host, source=source, model=loaded.model)
     stats = engine.stats().guests
     outbox.wait(lambda: outbox.finished("0"))
     assert engine.stop() and outbox.death is None
     assert stats.units_beside_rows > 3
-    name = "policy/checkpoints/step-000003/adapters.safetensors"
+    name = "policy/checkpoints/step-000002/adapters.safetensors"
     assert (tmp_path / "inside" / name).read_bytes() == (tmp_path / "separate" / name).read_bytes()
 
 

@@ -141,7 +141,7 @@ def test_an_exact_repetition_feeds_one_token(llama: LoadedModel) -> None:
 
 def test_what_rows_write_behind_a_shared_prefix_stays_theirs(llama: LoadedModel) -> None:
     shared = prompt_of(64)
-    specs = [spec(f"s{at}", [*shared, at, at + 1], max_tokens=80) for at in range(4)]
+    specs = [spec(f"s{at}", [*shared, at, at + 1], max_tokens=24) for at in range(4)]
     expected = alone(llama, *specs)
     bench = Bench(llama)
     for one in specs:
@@ -221,7 +221,7 @@ def test_a_full_cache_stays_within_its_limit(llama: LoadedModel) -> None:
 
 def test_an_equal_prompt_that_comes_while_one_is_prefilled_starts_from_its_kv(llama: LoadedModel) -> None:
     bench = Bench(llama, prefill_chunk=64)
-    bench.submit(spec("decoding", prompt_of(3), max_tokens=300))
+    bench.submit(spec("decoding", prompt_of(3), max_tokens=100))
     bench.until(lambda: len(bench.tokens("decoding")) > 2)
     prompt = prompt_of(500)
     bench.submit(spec("first", prompt))
@@ -243,7 +243,7 @@ def test_an_equal_prompt_that_comes_while_one_is_prefilled_starts_from_its_kv(ll
 
 def test_a_row_does_not_wait_for_a_leader_that_has_left(llama: LoadedModel) -> None:
     bench = Bench(llama, prefill_chunk=64)
-    bench.submit(spec("decoding", prompt_of(3), max_tokens=300))
+    bench.submit(spec("decoding", prompt_of(3), max_tokens=100))
     bench.until(lambda: len(bench.tokens("decoding")) > 2)
     for seq in ("leader", "cancelled", "follower"):
         bench.submit(spec(seq, prompt_of(500)))
@@ -294,7 +294,7 @@ def test_kv_of_two_versions_is_not_kept(adapters: AdapterBench, rows: int) -> No
     adapters.publish("a@1")
     adapters.load("a@1")
     adapters.provide("b@1")
-    adapters.submit(row("decoding", prompt_of(3), "b@1", max_tokens=200))
+    adapters.submit(row("decoding", prompt_of(3), "b@1", max_tokens=60))
     adapters.until(lambda: len(adapters.tokens("decoding")) > 2)
     prompt = prompt_of(500)
     adapters.submit(*(row(f"f{at}", prompt, "a", adapter_policy="follow", max_tokens=4) for at in range(rows)))

@@ -93,9 +93,13 @@ def test_tokens_are_those_of_a_sequence_alone_whatever_the_schedule(llama: Loade
         reason = schedule.bench.finish(seq).reason
         assert reason == "length" or (reason == "cancelled" and seq in schedule.cancelled)
     alone = Bench(loaded, max_rows=64, prefix_cache_bytes=0, prefill_rows=1, prefill_chunk=4096)
+    equals: dict[bytes, list[int]] = {}  # by what decides its tokens
     for seq, each in schedule.specs.items():
-        alone.submit(msgspec.structs.replace(each, group="", sequence_class="interactive"))
-        alone.run()
+        what = msgspec.json.encode((each.prompt_ids, each.sampling))
+        if what not in equals:
+            alone.submit(msgspec.structs.replace(each, group="", sequence_class="interactive"))
+            alone.run()
+            equals[what] = alone.tokens(seq)
         told = schedule.bench.tokens(seq)
-        assert told == alone.tokens(seq)[: len(told)]
+        assert told == equals[what][: len(told)]
         assert seq in schedule.cancelled or len(told) == each.sampling.max_tokens

@@ -6,6 +6,8 @@ from shared.frames import TokenEvent
 from tests.engine.conftest import Bench, prompt_of, spec
 from worker.engine.model.loader import LoadedModel
 
+WHOLE: dict[tuple[str, str], Bench] = {}  # each in one attempt
+
 
 @pytest.mark.parametrize(
     "sampling",
@@ -22,9 +24,11 @@ from worker.engine.model.loader import LoadedModel
 @pytest.mark.parametrize("after", [1, 5, 15])
 def test_the_second_attempt_continues_identically(model: LoadedModel, sampling: dict[str, object], after: int) -> None:
     each = spec("s", prompt_of(20), **({"max_tokens": 20} | sampling))
-    whole = Bench(model)
-    whole.submit(each)
-    whole.run()
+    whole = WHOLE.get((model.card.name, str(sampling)))
+    if whole is None:
+        whole = WHOLE[model.card.name, str(sampling)] = Bench(model)
+        whole.submit(each)
+        whole.run()
     prior = tuple(whole.events["s"][:after])
     second = Bench(model)
     second.submit(spec("other", prompt_of(50), temperature=1.0))

@@ -89,7 +89,7 @@ def test_stats_stay_fresh_while_it_idles(engine: EngineThread, outbox: Outbox) -
     while engine.stats().rows and time.monotonic() < deadline:
         pass
     stats = engine.stats()
-    assert (stats.rows, stats.waiting, stats.tokens, stats.kv_bytes) == (0, 0, 12, 0)
+    assert (stats.rows, stats.waiting, stats.tokens, stats.kv_bytes) == (0, 0, 8, 0)
     assert stats.kv_limit_bytes > 0
     asked_ms = time.monotonic_ns() // 1_000_000
     deadline = time.monotonic() + 10

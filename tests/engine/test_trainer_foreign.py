@@ -219,7 +219,9 @@ async def test_a_killed_run_takes_what_it_has_served_after_its_checkpoint_for_it
 
     sink = Killed()
     with pytest.raises(RuntimeError, match="killed"):
-        await train(settings(tmp_path, steps=6, parity_every=0, evaluate_every=3, evaluate_prompts=2), sink)
+        await train(
+            settings(tmp_path, steps=6, group_size=8, parity_every=0, evaluate_every=3, evaluate_prompts=2), sink
+        )
     assert sink.latest == 4
     state, _ = await train(settings(tmp_path, steps=6, parity_every=0), sink)
     assert state.train_step == 6 and sink.alerts == []

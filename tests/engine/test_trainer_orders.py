@@ -180,7 +180,7 @@ async def test_a_run_without_signal_says_so_once(tmp_path: Path) -> None:
     sink = MemorySink()
     state, _ = await train(settings(tmp_path, steps=4, no_signal_after=2), sink, environment=Silent(count=8))
     assert [kind for kind, _ in sink.alerts] == ["no_signal"]
-    assert "the last one: 4 groups of 32 samples: 4 groups with equal rewards" in sink.alerts[0][1]
+    assert "the last one: 4 groups of 16 samples: 4 groups with equal rewards" in sink.alerts[0][1]
     assert state.train_step == 4 and state.policy_step == 0
 
 
@@ -192,7 +192,7 @@ async def test_a_run_whose_samples_all_fail_says_why(tmp_path: Path) -> None:
     sink = MemorySink()
     await train(settings(tmp_path, steps=2, no_signal_after=2), sink, environment=Broken(count=8))
     ((kind, message),) = sink.alerts
-    assert kind == "no_signal" and "32 samples failed, the first one: KeyError: 'answer' (test_" in message
+    assert kind == "no_signal" and "16 samples failed, the first one: KeyError: 'answer' (test_" in message
 
 
 async def test_a_posted_update_that_breaks_is_refused_and_all_is_as_before(

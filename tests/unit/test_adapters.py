@@ -1,7 +1,7 @@
 """References to adapters: what they mean, and what is no reference."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.adapters import AdapterChoice, AdapterRef, check_name
@@ -20,6 +20,7 @@ def refs(draw: st.DrawFn) -> AdapterRef:
     return AdapterRef(tuple(AdapterChoice(name, version, draw(weights)) for name, version in pairs))
 
 
+@settings(max_examples=50)
 @given(refs())
 def test_a_reference_survives_being_written_and_read(ref: AdapterRef) -> None:
     assert AdapterRef.parse(str(ref)) == ref
@@ -34,6 +35,7 @@ def test_any_text_is_a_reference_or_refused(text: str) -> None:
     assert AdapterRef.parse(str(ref)) == ref
 
 
+@settings(max_examples=30)
 @given(refs(), st.text(max_size=20))
 def test_a_session_keeps_its_choice(ref: AdapterRef, session: str) -> None:
     assert ref.choose(session) is ref.choose(session)

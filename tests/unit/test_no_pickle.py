@@ -35,8 +35,12 @@ def sources() -> list[Path]:
 
 def test_no_module_of_ours_imports_what_unpickles_or_runs_text() -> None:
     found: list[str] = []
+    words = UNPICKLERS | BUILTINS | {"allow_pickle"}
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        if not any(word in text for word in words):
+            continue
+        for node in ast.walk(ast.parse(text)):
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [alias.name.split(".")[0] for alias in node.names]
