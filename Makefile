@@ -62,7 +62,7 @@ test: setup tools check
 
 # The loop of a change: what needs no Redis and starts no processes.
 quick: setup check
-	$(BIN)/pytest -n $(CORES) --dist loadfile tests/unit tests/engine
+	$(BIN)/pytest -n $(CORES) --dist loadfile --no-loadscope-reorder tests/unit tests/engine
 
 bench: setup
 	$(BIN)/python -m tests.bench

@@ -25,11 +25,12 @@ ROOT = Path(__file__).parents[1]
 os.environ["PARALLM_TEST_SCANS"] = str(ROOT / ".pytest_cache" / "transformers")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests/startup"), os.environ.get("PYTHONPATH")]))
 
-# Files that take 20 s and more.
+# Files that take about 20 s and more.
 LONGEST = frozenset(
     {"test_bad_input", "test_batches", "test_chaos", "test_deaths", "test_demo", "test_event_loop", "test_guests"}
-    | {"test_hosted", "test_leaving_workers", "test_readme", "test_trainer_kills", "test_trainer_loop"}
-    | {"test_training", "test_training_api", "test_training_over_http", "test_examples"}
+    | {"test_hosted", "test_jobs_runner", "test_kv_kinds", "test_leaving_workers", "test_prometheus", "test_readme"}
+    | {"test_trainer_kills", "test_trainer_loop", "test_training", "test_training_api", "test_training_over_http"}
+    | {"test_examples"}
 )
 
 
@@ -40,7 +41,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mix the layers when several processes share the files (`make test`), which take them in this order.
+    """Mix the layers when several processes share the files (`make test`, `make quick`), which take them in this order.
 
     Else all that starts real processes would run at the same time, and a long file might begin when all else is done:
     the longest of each layer come first, and what starts no process comes last, to fill up.

@@ -1,5 +1,6 @@
 """KV in 8 and 4 bits: as mlx-lm quantises it, close to what it stands for, smaller, and refused where it cannot be."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,13 +102,19 @@ def test_rows_of_several_adapters_share_the_batch(llama_folder: Path, tmp_path: 
     folder = write_model(tmp_path / "llama", TINY_SHAPE)
     loaded = load_model(EngineConfig(str(folder), kv_bits=8, kv_group_size=32))
     made = make_adapter(loaded.model, tmp_path / "adapters", keys=("self_attn.k_proj", "self_attn.v_proj"))
-    slots = AdapterSlots(loaded, SlotConfig(), lambda: None)
+    read = threading.Event()
+    slots = AdapterSlots(loaded, SlotConfig(), read.set)
     slots.provide(made.path, made.manifest)
     bench = Bench(loaded)
     bench.engine._model.adapters = slots
     specs = [msgspec.structs.replace(spec(f"s{at}", prompt_of(40)), adapter="a@1" if at else None) for at in range(2)]
     bench.submit(*specs)
     bench.run()
+    while bench.engine.has_rows:  # the adapter is read beside the turns
+        assert read.wait(20)
+        read.clear()
+        bench.turn()
+        bench.run()
     assert bench.tokens("s0") != bench.tokens("s1")
     reference = replace(loaded, model=made.reference, kv=layout_of(made.reference, 8, 32))
     alone = Bench(reference)

@@ -68,7 +68,7 @@ def test_text_that_an_earlier_attempt_owed_comes_with_the_first_event(llama: Loa
 
 def test_earlier_attempts_that_already_ended_it_bring_a_finish_without_tokens(bench: Bench) -> None:
     full = (TokenEvent("s", 1, 0, [1] * 12, [0.0] * 12),)
-    bench.submit(spec("s", [1, 2]), prior=full, attempt=3)
+    bench.submit(spec("s", [1, 2], max_tokens=12), prior=full, attempt=3)
     stopped = (TokenEvent("t", 1, 0, [1, 7], [0.0] * 2),)
     bench.submit(spec("t", [1, 2], stop_token_ids=(7,)), prior=stopped, attempt=3)
     text = (TokenEvent("u", 1, 0, [*b"abSTOP"], [0.0] * 6, text="a"),)
