@@ -63,7 +63,9 @@ class WebhookWork:
         self._hosts: Counter[str] = Counter()
 
     async def run(self) -> None:
-        """Send what is due, for ever."""
+        """Send what is due, for ever; a process that may send none leaves them to others."""
+        if not self._ring.settings.webhook_hosts:
+            return
         limits = httpx.Limits(max_keepalive_connections=0)
         async with httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=TRY_S, limits=limits) as client:
             try:
@@ -117,14 +119,13 @@ class WebhookWork:
         """Try once; whether the entry has been given back for another try."""
         host, settings = httpx.URL(webhook.url).host, self._ring.settings
         told = {"kind": kind, "id": ended.name, "host": host}
-        if why := refusal(webhook.url, settings):  # the operator's mind has changed
-            log.warning("webhook.refused", **told, reason=why)
-            return False
         if self._hosts[host] >= AT_ONE_HOST:
             await self._due.again([entry], MOMENT_MS)
             return True
         self._hosts[host] += 1
         try:
+            if why := refusal(webhook.url, settings):  # as this process is set up now; another one may send it
+                raise NotSentError(why)
             event_id, payload = _message(kind, ended)
             await send(client, webhook.url, webhook.secret, event_id, payload, settings.webhook_private)
         except NotSentError as error:

@@ -234,7 +234,9 @@ async def test_what_runs_is_not_let_go_and_leaves_room_for_no_more(redis_url: st
         worker.go.set()
         for each in made[:2]:
             await wait_until(partial(has_ended, server, each.json()["id"]))
-        assert (await server.post("/v1/responses", body)).status_code == 200
+        last = await server.post("/v1/responses", body)
+        assert last.status_code == 200, last.text
+        await wait_until(partial(has_ended, server, last.json()["id"]))
         talk = (await server.post("/v1/conversations", {"items": "x" * 700_000})).json()["id"]
         full = await server.post(f"/v1/conversations/{talk}/items", {"items": "x" * 700_000})
         assert full.status_code == 400 and full.json()["error"]["param"] == "conversation"

@@ -155,6 +155,22 @@ async def test_a_process_that_dies_in_a_try_leaves_it_to_another_one(
     assert len(receiver.came) == 2 and len({headers["webhook-id"] for _, headers, _ in receiver.came}) == 1
 
 
+async def test_a_process_that_sends_none_leaves_them_to_others(
+    redis_url: str, worker: ScriptedWorker, receiver: Receiver, redis: Redis
+) -> None:
+    elsewhere = {"webhook_hosts": ["other.example"], "webhook_private": True}
+    async with (
+        api(redis_url) as without,
+        api(redis_url, **elsewhere),
+        api(redis_url, webhook_hosts=[f"localhost:{receiver.port}"], webhook_private=True) as server,
+    ):
+        jobs = [await submit(server, receiver) for _ in range(4)]
+        for job_id in jobs:
+            await end(without, job_id)
+        await wait_until(lambda: is_over(redis))
+    assert {event["data"]["id"] for event in receiver.events()} == set(jobs) and len(receiver.came) == 4
+
+
 async def test_an_end_that_nobody_could_tell_of_is_found(
     server: Api, receiver: Receiver, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

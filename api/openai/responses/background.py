@@ -23,7 +23,7 @@ from api.generation.running import Generation, by_choice
 from api.generation.work import Work
 from api.openai.replies import stream_failure
 from api.openai.responses.body import ResponseRequest
-from api.openai.responses.history import keeper, own_ids
+from api.openai.responses.history import keeper, own_ids, shared_ids
 from api.openai.responses.items import Event
 from api.openai.responses.kept import entries, joined, shown_items, whole, without_output
 from api.openai.responses.writer import ResponseWriter
@@ -86,20 +86,7 @@ async def begin(
     """Store a response that is to go on by itself, and enqueue its sequence; QueueFullError, PausedError."""
     await ring.check_pause()
     who, settings = keeper(), ring.settings
-    deadline_ms = int(1000 * (time.time() + settings.background_timeout_s))
-    work = msgspec.structs.replace(work, deadline_ms=deadline_ms)
-    (spec,) = work.specs(ring.api_id, 0, "batch", "", asker().tenant)
-    spec = msgspec.structs.replace(spec, has_next_turn=True)
-    prompt = plan.prompts[0]
-    run = Run(
-        spec=encode(spec),
-        plan=msgspec.json.encode(msgspec.structs.replace(plan, prompts=(), deadline_ms=deadline_ms)),
-        request=body.model_dump_json(by_alias=True, exclude_none=True, exclude={"input", "webhook"}).encode(),
-        tenant=asker().tenant,
-        key=key_name(),
-        webhook=webhook_of(ring, body.webhook),
-        before=len(history) if history and list(prompt[: len(history)]) == history else 0,
-    )
+    spec, run = _run_of(ring, body, work, plan, history)
     base = plan.id.rpartition("-")[2][:24]
     given = (
         await aside(shown_items, body.input, base) if len(body.input) > LARGE_COUNT else shown_items(body.input, base)
@@ -128,6 +115,24 @@ async def begin(
         await due.drop(entry)
         raise
     return stored
+
+
+def _run_of(
+    ring: Ring, body: ResponseRequest, work: Work, plan: ReplyPlan, history: list[int]
+) -> tuple[SequenceSpec, Run]:
+    deadline_ms = int(1000 * (time.time() + ring.settings.background_timeout_s))
+    (spec,) = msgspec.structs.replace(work, deadline_ms=deadline_ms).specs(ring.api_id, 0, "batch", "", asker().tenant)
+    spec = msgspec.structs.replace(spec, has_next_turn=True)
+    run = Run(
+        spec=encode(spec),
+        plan=msgspec.json.encode(msgspec.structs.replace(plan, prompts=(), deadline_ms=deadline_ms)),
+        request=body.model_dump_json(by_alias=True, exclude_none=True, exclude={"input", "webhook"}).encode(),
+        tenant=asker().tenant,
+        key=key_name(),
+        webhook=webhook_of(ring, body.webhook),
+        before=shared_ids(history, plan.prompts[0]),
+    )
+    return spec, run
 
 
 async def _pin(ring: Ring, spec: SequenceSpec, seconds: float) -> None:

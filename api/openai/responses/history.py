@@ -141,7 +141,12 @@ def _joined_ids(ids: Sequence[bytes]) -> list[int]:
     return []
 
 
+def shared_ids(history: Sequence[int], prompt: Sequence[int]) -> int:
+    """How many ids the turn before and a prompt have in common: all of that turn's, or none."""
+    return len(history) if list(prompt[: len(history)]) == list(history) else 0
+
+
 def own_ids(history: Sequence[int], prompt: Sequence[int], answer: Iterable[int]) -> bytes:
     """Ids of a turn as they are stored: without those of the turn before, when its prompt begins with them."""
-    before = len(history) if history and list(prompt[: len(history)]) == list(history) else 0
+    before = shared_ids(history, prompt)
     return msgspec.msgpack.encode((before, [*prompt[before:], *answer]))
