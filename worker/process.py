@@ -140,7 +140,7 @@ class WorkerProcess:
         )
         self._peers = KvExchange(self._settings, self._redis, self._engine, card, self.id)
         self._peers.open(tally)
-        self._returns = Returns(self._queue, self.id, self.rows, self._publisher, self._engine.cancel)
+        self._returns = Returns(self._queue, self.id, self.rows, self._publisher, self._engine)
         self._pause = Pause(PauseSwitch(self._redis), self._engine, self._returns, self.rows, tell=self._beat)
         self._preparing = Preparing(
             self._adapters, self.rows, self._engine.submit, self._submitted, self._publisher.take, self._peers
