@@ -5,6 +5,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -22,11 +23,13 @@ from shared.redis.queue.affinity import WarmNotes
 from shared.sequences import ModelCard, SequenceSpec
 from shared.telemetry.metrics import Tally
 from tests.redis.sequences import MODEL, plan, queue, spec
+from worker.engine.kv.disk.tier import DiskTier
+from worker.engine.kv.disk.tiered_cache import TieredCache
 from worker.engine.kv.parcels import unpack
 from worker.engine.kv.prefix_cache import Prompt
 from worker.engine.kv.sharing import SharedCache
 from worker.engine.kv.slabs import KvRows
-from worker.engine.messages import RowRequest
+from worker.engine.messages import DiskConfig, RowRequest
 from worker.peers import client, server, wire
 from worker.peers.directory import Directory
 from worker.peers.exchange import KvExchange
@@ -50,7 +53,7 @@ class Engine:
     """A cache of prefixes, asked from the loop as an engine's thread is."""
 
     def __init__(self, identity: str = "model") -> None:
-        self.cache = SharedCache(1 << 30, BLOCK, "base", [KVCache()], identity)
+        self.cache: SharedCache = SharedCache(1 << 30, BLOCK, "base", [KVCache()], identity)
 
     def on_kv(self, call: Callable[[SharedCache], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -60,10 +63,10 @@ class Engine:
             future.set_exception(error)
         return future
 
-    def read(self) -> None:
-        kv, values = KVCache(), mx.repeat(mx.array(IDS, mx.float32)[None, None, :, None], 8, axis=-1)
+    def read(self, ids: tuple[int, ...] = IDS) -> None:
+        kv, values = KVCache(), mx.repeat(mx.array(ids, mx.float32)[None, None, :, None], 8, axis=-1)
         kv.update_and_fetch(values, -values)
-        self.cache.store([Prompt(IDS, "")], KvRows.of([kv]))
+        self.cache.store([Prompt(ids, "")], KvRows.of([kv]))
 
     @property
     def known(self) -> int:
@@ -161,6 +164,37 @@ async def test_kv_comes_from_the_worker_that_has_it(holder: Worker, heir: Worker
     assert holder.server.given == 1 and not holder.engine.cache._offers, "nothing is held for anybody any more"
     await heir.fetch("holder")
     assert holder.server.given == 1, "it is here by now"
+
+
+@pytest.mark.parametrize(("stored", "given"), [(0, 25), (240, 10), (400, 0)])
+async def test_only_what_our_own_disk_lacks_is_asked_for(
+    stored: int, given: int, holder: Worker, heir: Worker, tmp_path: Path
+) -> None:
+    """`given`: blocks of 16 that come from the other worker; 10 are more than it takes to ask at all."""
+
+    def cache_on_disk() -> TieredCache:
+        tier = DiskTier(DiskConfig(str(tmp_path)), "base", "model", BLOCK, 1 << 30, None)
+        return TieredCache(1 << 30, BLOCK, "base", [KVCache()], "model", tier, through=True)
+
+    before = Engine()
+    before.cache = cache_on_disk()
+    before.read(IDS[:stored])
+    before.cache.close(keep=True)
+    heir.engine.cache = cache = cache_on_disk()
+
+    async def turn() -> None:
+        while True:
+            cache.work()
+            await asyncio.sleep(0.001)
+
+    turning = asyncio.create_task(turn())
+    await heir.fetch("holder")
+    turning.cancel()
+    assert heir.engine.known >= WHOLE - 15
+    assert holder.server.given == bool(given)
+    arrays = given * BLOCK * 2 * 8 * 4  # keys and values of 8 numbers in fp32
+    assert arrays <= holder.server.bytes <= arrays + 5000 * bool(given), "with what describes them"
+    cache.close(keep=False)
 
 
 async def test_who_may_have_it_is_known_by_who_handed_it_back_or_read_the_same_beginning(

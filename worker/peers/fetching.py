@@ -1,9 +1,10 @@
 """Before a sequence goes to the engine: get its KV from the worker that has it, if that is quicker than computing it.
 
 Invariants. Nothing that a peer does or leaves undone costs a sequence more than FETCH_S, and nothing it sends is stored
-unchecked: whatever goes wrong, the row is computed as if there were no peer, and one line of the log says why. A peer
-that failed is left alone for REST_S. At most MOST_AT_ONCE transfers come in at a time; who waits for its turn longer
-than QUEUE_S computes. Of prompts that begin alike one is fetched after the other.
+unchecked: whatever goes wrong, the row is computed as if there were no peer, and one line of the log says why. It is
+asked for what neither our memory nor our disk has. A peer that failed is left alone for REST_S. At most MOST_AT_ONCE
+transfers come in at a time; who waits for its turn longer than QUEUE_S computes. Of prompts that begin alike one is
+fetched after the other.
 """
 
 import asyncio
@@ -145,12 +146,16 @@ class Fetching:
 
     async def _fetch(self, wish: _Wish, peer: _Peer) -> None:
         ids, version = wish.ids, wish.version
-        prompt = await self._store.held(ids, version, len(ids) - 1)
-        if len(ids) - 1 - prompt.length < LEAST_IDS:
+        prompt = await self._lacking(ids, version)
+        if prompt is None:
             return
         address = await self._directory.address(wish.worker)
         if address is None or not self._directory.secret:
             return
+        if await self._store.promoted(ids, version, len(ids) - 1):
+            prompt = await self._lacking(ids, version)
+            if prompt is None:
+                return
         identity = await self._store.identity()
         ask = Ask(identity, version, ids, prompt.length, prompt.blocks, len(ids) - 1, self._most_bytes)
         async with asked(*address, self._directory.secret, ask) as transfer:
@@ -173,6 +178,11 @@ class Fetching:
             sequence=wish.sequence, peer=wish.worker, tokens=gained, bytes=transfer.bytes,
             ms=round(1000 * (time.monotonic() - began)),
         )  # fmt: skip
+
+    async def _lacking(self, ids: list[int], version: str) -> Held | None:
+        """What is in our memory of a prompt; None when the rest is not worth asking for."""
+        prompt = await self._store.held(ids, version, len(ids) - 1)
+        return prompt if len(ids) - 1 - prompt.length >= LEAST_IDS else None
 
     async def _receive(self, transfer: Transfer, job: Job, prompt: Held, is_wanted: Callable[[], bool]) -> bool:
         """Store parcels as they come; whether it was all of them."""

@@ -5,12 +5,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
+from worker.engine.kv.entries import NOTHING
 from worker.engine.kv.parcels import Packed, Parcel, UnusableParcelError, pack
 from worker.engine.kv.sharing import Held, SharedCache
 from worker.peers.wire import Ask, Offer, PeerError
 
 T = TypeVar("T")
 
+LOOK_EVERY_S = 0.01
 ENGINE_S = 10.0  # for one answer of the engine, which may be in the middle of a step
 
 
@@ -40,6 +42,15 @@ class EngineStore:
     async def held(self, ids: list[int], version: str, at_most: int) -> Held:
         """What is here of a prompt."""
         return await self._ask(lambda cache: cache.held(ids, version, at_most))
+
+    async def promoted(self, ids: list[int], version: str, at_most: int) -> bool:
+        """Have KV of a prompt in memory that our own disk has; whether there was any."""
+        promotion = await self._ask(lambda cache: cache.promotion(ids, version, at_most))
+        if promotion is NOTHING:
+            return False
+        while promotion.waits:  # noqa: ASYNC110 - the engine's thread, and time, end it
+            await asyncio.sleep(LOOK_EVERY_S)
+        return True
 
     async def take(self, prompt: Held, parcel: Parcel) -> None:
         """Store a parcel. PeerError when it is not what was asked for."""
