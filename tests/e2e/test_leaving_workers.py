@@ -164,6 +164,28 @@ async def test_a_worker_that_leaves_hands_the_kv_of_its_rows_on(workerless: Ring
         assert await told(workerless.url, 1, max_tokens=300, prompt=prompt) == seen
 
 
+async def test_a_restarted_worker_finds_what_its_rows_had_read_on_disk(workerless: Ring, tmp_path: Path) -> None:
+    prompt = [(13 * at * at + at) % 250 for at in range(832)]
+    tier = ("--ssd-cache-dir", str(tmp_path / "kv"), "--drain-grace-s", "0")
+    seen: list[int] = []
+    with worker(workerless, tmp_path, "before", *tier) as before:
+        stream = asyncio.create_task(told(workerless.url, 4, seen, max_tokens=300, prompt=prompt))
+        await wait_until(lambda: len(seen) > 100, 60)
+        assert await asyncio.to_thread(before.stop) == 0
+    assert before.printed("worker.handed_back") and len(seen) < 300, before.output
+    with worker(workerless, tmp_path, "after", *tier) as after:
+        assert len(await asyncio.wait_for(stream, 60)) == 300
+
+        async def is_shown() -> bool:
+            (status,) = await asyncio.to_thread(workerless.workers)
+            return status.extra["disk_hits"] == 1
+
+        await wait_until(is_shown, 20)
+        assert after.printed("worker.took_over"), after.output
+    with worker(workerless, tmp_path, "alone"):
+        assert await told(workerless.url, 4, max_tokens=300, prompt=prompt) == seen, "the tokens changed"
+
+
 @pytest.mark.parametrize("killed", ["leaver", "heir"])
 async def test_a_kill_in_the_middle_of_a_transfer_costs_a_prefill_and_nothing_else(
     killed: str, workerless: Ring, tmp_path: Path

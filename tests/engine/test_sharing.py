@@ -122,6 +122,22 @@ def test_a_row_that_made_room_comes_back_to_its_kv(name: str, llama: LoadedModel
     assert [torn.tokens(seq) for seq in ("beside", "g1")] == [whole.tokens(seq) for seq in ("beside", "g1")]
 
 
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_rows_that_a_pause_sends_back_leave_their_kv_unless_it_is_to_be_forgotten(
+    clear_cache: bool, llama: LoadedModel
+) -> None:
+    paused = bench(llama)
+    paused.submit(one := spec("s", prompt_of(70), max_tokens=60))
+    paused.until(lambda: len(paused.tokens("s")) > 20)
+    paused.engine.freeze(clear_cache=clear_cache)
+    paused.engine.set_aside(["s"])
+    paused.turn()
+    assert not paused.engine.has_rows
+    ids = [*one.prompt_ids, *paused.tokens("s")]
+    known = on_kv(paused, lambda cache: cache.known(ids, "", len(ids) - 1))
+    assert known == (0 if clear_cache else (len(ids) - 1) // BLOCK * BLOCK)
+
+
 def test_only_what_the_other_lacks_is_offered_and_only_what_it_has_room_for(llama: LoadedModel) -> None:
     ids = prompt_of(10 * BLOCK)
     one = bench(llama)

@@ -30,7 +30,7 @@ from worker.engine.kv.prefix_cache import Prompt
 from worker.engine.kv.sharing import SharedCache
 from worker.engine.kv.slabs import KvRows
 from worker.engine.messages import DiskConfig, RowRequest
-from worker.peers import client, server, wire
+from worker.peers import client, server, store, wire
 from worker.peers.directory import Directory
 from worker.peers.exchange import KvExchange
 from worker.peers.fetching import FetchCounts, Fetching
@@ -166,21 +166,20 @@ async def test_kv_comes_from_the_worker_that_has_it(holder: Worker, heir: Worker
     assert holder.server.given == 1, "it is here by now"
 
 
-@pytest.mark.parametrize(("stored", "given"), [(0, 25), (240, 10), (400, 0)])
-async def test_only_what_our_own_disk_lacks_is_asked_for(
-    stored: int, given: int, holder: Worker, heir: Worker, tmp_path: Path
-) -> None:
-    """`given`: blocks of 16 that come from the other worker; 10 are more than it takes to ask at all."""
+def cache_on_disk(folder: Path) -> TieredCache:
+    tier = DiskTier(DiskConfig(str(folder)), "base", "model", BLOCK, 1 << 30, None)
+    return TieredCache(1 << 30, BLOCK, "base", [KVCache()], "model", tier, through=True)
 
-    def cache_on_disk() -> TieredCache:
-        tier = DiskTier(DiskConfig(str(tmp_path)), "base", "model", BLOCK, 1 << 30, None)
-        return TieredCache(1 << 30, BLOCK, "base", [KVCache()], "model", tier, through=True)
 
+@contextlib.asynccontextmanager
+async def on_disk(worker: Worker, folder: Path, ids: tuple[int, ...]) -> AsyncIterator[None]:
+    """A worker that has started anew over files of the KV of these ids."""
     before = Engine()
-    before.cache = cache_on_disk()
-    before.read(IDS[:stored])
+    before.cache = cache_on_disk(folder)
+    before.read(ids)
     before.cache.close(keep=True)
-    heir.engine.cache = cache = cache_on_disk()
+    worker.engine.cache = cache = cache_on_disk(folder)
+    assert worker.engine.known == 0
 
     async def turn() -> None:
         while True:
@@ -188,13 +187,41 @@ async def test_only_what_our_own_disk_lacks_is_asked_for(
             await asyncio.sleep(0.001)
 
     turning = asyncio.create_task(turn())
-    await heir.fetch("holder")
+    yield
     turning.cancel()
-    assert heir.engine.known >= WHOLE - 15
+    cache.close(keep=False)
+
+
+@pytest.mark.parametrize(("stored", "given"), [(0, 25), (240, 10), (400, 0)])
+async def test_only_what_our_own_disk_lacks_is_asked_for(
+    stored: int, given: int, holder: Worker, heir: Worker, tmp_path: Path
+) -> None:
+    async with on_disk(heir, tmp_path, IDS[:stored]):
+        await heir.fetch("holder")
+        assert heir.engine.known == WHOLE
     assert holder.server.given == bool(given)
     arrays = given * BLOCK * 2 * 8 * 4  # keys and values of 8 numbers in fp32
     assert arrays <= holder.server.bytes <= arrays + 5000 * bool(given), "with what describes them"
-    cache.close(keep=False)
+
+
+async def test_a_worker_gives_what_its_disk_has(holder: Worker, heir: Worker, tmp_path: Path) -> None:
+    async with on_disk(holder, tmp_path, IDS):
+        await heir.fetch("holder")
+    assert heir.engine.known == WHOLE and holder.server.given == 1
+    other = Ask("another model", "", list(IDS), 0, 0, WHOLE, 1 << 30)
+    number, offer = await holder.store.offer(other)
+    assert (number, bool(offer.refusal)) == (0, True)
+
+
+async def test_a_disk_that_hangs_holds_nobody_up(
+    holder: Worker, heir: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither who asks nor who is asked: what is in memory by then counts."""
+    monkeypatch.setattr(store, "DISK_S", 0.05)
+    async with on_disk(heir, tmp_path, IDS):
+        monkeypatch.setattr(heir.engine.cache, "work", lambda: None)
+        await heir.fetch("holder")
+        assert holder.server.given == 1 and heir.engine.known == WHOLE
 
 
 async def test_who_may_have_it_is_known_by_who_handed_it_back_or_read_the_same_beginning(

@@ -146,16 +146,12 @@ class Fetching:
 
     async def _fetch(self, wish: _Wish, peer: _Peer) -> None:
         ids, version = wish.ids, wish.version
-        prompt = await self._lacking(ids, version)
-        if prompt is None:
+        prompt = await self._store.gathered(ids, version, len(ids) - 1)
+        if len(ids) - 1 - prompt.length < LEAST_IDS:
             return
         address = await self._directory.address(wish.worker)
         if address is None or not self._directory.secret:
             return
-        if await self._store.promoted(ids, version, len(ids) - 1):
-            prompt = await self._lacking(ids, version)
-            if prompt is None:
-                return
         identity = await self._store.identity()
         ask = Ask(identity, version, ids, prompt.length, prompt.blocks, len(ids) - 1, self._most_bytes)
         async with asked(*address, self._directory.secret, ask) as transfer:
@@ -178,11 +174,6 @@ class Fetching:
             sequence=wish.sequence, peer=wish.worker, tokens=gained, bytes=transfer.bytes,
             ms=round(1000 * (time.monotonic() - began)),
         )  # fmt: skip
-
-    async def _lacking(self, ids: list[int], version: str) -> Held | None:
-        """What is in our memory of a prompt; None when the rest is not worth asking for."""
-        prompt = await self._store.held(ids, version, len(ids) - 1)
-        return prompt if len(ids) - 1 - prompt.length >= LEAST_IDS else None
 
     async def _receive(self, transfer: Transfer, job: Job, prompt: Held, is_wanted: Callable[[], bool]) -> bool:
         """Store parcels as they come; whether it was all of them."""
