@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import mlx.core as mx
+import msgspec
 import pytest
 from mlx_lm.generate import generation_stream
 
@@ -120,6 +121,19 @@ def test_a_row_that_made_room_comes_back_to_its_kv(name: str, llama: LoadedModel
         told = [token for event in events for token in event.tokens]
         assert told + torn.tokens(seq) == whole.tokens(seq)
     assert [torn.tokens(seq) for seq in ("beside", "g1")] == [whole.tokens(seq) for seq in ("beside", "g1")]
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_others_whose_first_token_is_told_then_leave_their_prompt_all_the_same(turns: int, llama: LoadedModel) -> None:
+    torn = bench(llama)
+    torn.submit(spec("s", prompt_of(70), max_tokens=60))
+    torn.until(lambda: len(torn.tokens("s")) > 20)
+    torn.submit(msgspec.structs.replace(spec("job", prompt_of(50, 1), max_tokens=9), sequence_class="batch"))
+    for _ in range(turns):
+        torn.turn()
+    torn.engine.set_aside(["s"])
+    torn.run()
+    assert on_kv(torn, lambda cache: cache.known(prompt_of(50, 1), "", 49)) == 3 * BLOCK
 
 
 @pytest.mark.parametrize("clear_cache", [False, True])

@@ -252,7 +252,11 @@ class RunningBatch:
 
     def stop_ahead(self) -> list[tuple[Row, int]]:
         """Tell what has been drawn, and feed it no more: each row's KV ends before its last token."""
-        return self._tell() if self._cache else []
+        if not self._cache:
+            return []
+        tokens = self._tell()
+        self._keeping.prompts(self.started, self.kv_of)  # the next step knows only those that start in it
+        return tokens
 
     def set_aside(self, rows: Iterable[Row]) -> None:
         """Keep the KV of rows that are about to leave and go on later, or elsewhere."""
