@@ -69,6 +69,18 @@ def test_a_row_is_counted_by_what_it_keeps(llama_folder: Path) -> None:
     assert [bench.finish(f"s{at}").reason for at in range(4)] == ["length"] * 4
 
 
+def test_a_burst_of_prompts_of_all_lengths_is_not_copied_at_the_width_of_the_longest(llama_folder: Path) -> None:
+    """A long and a short prompt's states in one slab would both take the long one's bytes."""
+    loaded = load_model(EngineConfig(str(llama_folder), max_kv_size=64))
+    token = loaded.card.kv_bytes_per_token
+    bench = Bench(loaded, prefill_rows=8, prefill_chunk=1024, block_size=BLOCK, keep_bytes=150 * token)
+    lengths = (20, 21, 62, 22, 23)
+    bench.submit(*(spec(f"s{at}", prompt_of(length, at)) for at, length in enumerate(lengths)))
+    bench.turn()
+    stats = bench.engine.stats().prefix
+    assert stats.snapshots > 1 and stats.snapshot_bytes <= (150 + 61) * token, "a row more than the limit, at most"
+
+
 def test_a_bound_beyond_the_context_changes_nothing(llama_folder: Path) -> None:
     loaded = load_model(EngineConfig(str(llama_folder), max_kv_size=1024, max_context=100))
     assert (loaded.card.kv_window, loaded.kv.bound) == (0, 0)

@@ -52,14 +52,14 @@ class Keeping:
 
     def at_stops(self, rows: list[Row], lengths: list[int], kv: RowsKv) -> None:
         """Rows whose prompts have been fed up to a stop, which is so many ids."""
-        pairs = self._within_bytes(rows, lengths, lambda _: self._prefixes.state_bytes)
+        pairs = self._within_bytes(rows, lengths, self._state_bytes)
         self._store([row for row, _ in pairs], [row.context[:length] for row, length in pairs], kv, at_end=True)
 
     def answers(self, rows: list[Row], unfed: int, kv: RowsKv) -> None:
         """Rows that have finished; the KV of their last `unfed` tokens is not there."""
         kept = [row for row in rows if row.may_go_on]
         lengths = [len(row.context) - unfed for row in kept]
-        pairs = self._within_bytes(kept, lengths, lambda length: self._prefixes.state_bytes + self._kv_bytes(length))
+        pairs = self._within_bytes(kept, lengths, lambda length: self._state_bytes(length) + self._kv_bytes(length))
         try:
             self._store([row for row, _ in pairs], [row.context[:length] for row, length in pairs], kv, at_end=True)
         except Exception:  # the answers are told by now, and others decode on
@@ -77,12 +77,19 @@ class Keeping:
         self, rows: list[Row], lengths: list[int], bytes_of: Callable[[int], int]
     ) -> list[tuple[Row, int]]:
         """As many as may be copied at once, at least one."""
-        pairs, left = [], self._bytes_at_once
+        pairs, total, widest = list[tuple[Row, int]](), 0, 0
         for row, length in zip(rows, lengths, strict=True):
-            if left > 0:
+            nbytes = bytes_of(length)
+            padded = len(pairs) * max(widest, nbytes)  # states of several rows are as wide as the widest
+            if (padded if self._prefixes.needs_snapshots else total) < self._bytes_at_once:
                 pairs.append((row, length))
-            left -= bytes_of(length)
+                total, widest = total + nbytes, max(widest, nbytes)
         return pairs
+
+    def _state_bytes(self, length: int) -> int:
+        """Of what is stored of a row besides blocks."""
+        known = self._prefixes.state_bytes
+        return known if self._prefixes.has_blocks else max(known, self._kv_bytes(length))
 
     def remove(self, rows: Iterable[Row]) -> None:
         """They have left, or compute their context again."""
