@@ -23,7 +23,7 @@ from worker.rows import ClaimedRow, ClaimedRows
 log = structlog.get_logger()
 
 LAST_WORDS_S = 3.0  # for each of them, to a Redis that may be away
-SET_ASIDE_S = 5.0  # for an engine that may be in the middle of a step
+SET_ASIDE_S = 3.0  # for an engine that may be in the middle of a step
 
 
 class Preparing:
