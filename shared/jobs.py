@@ -76,6 +76,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str = ""  # who owns it, and its sequences (shared/owners.py)
     key: str = ""  # name of the API key that submitted it; its jobs share the reward processes' time
     webhook: Webhook | None = None  # who is told of its end
+    has_next_turn: bool = False  # prompts of a later job may begin with these and their samples
 
     @property
     def total(self) -> int:

@@ -166,8 +166,14 @@ class ModelCard(msgspec.Struct, frozen=True):
     created: int = 0  # Unix seconds
     schema: int = SCHEMA
     modules: dict[str, tuple[int, int]] = {}  # that adapters may adapt: path -> (in, out); empty: not known
-    kv: str = ""  # how KV is quantised, like "8 bits, groups of 64, 28 of 28 caches"; "": it is not
+    kv: str = ""  # how KV is quantised or bounded, like "8 bits, groups of 64, 28 of 28 caches"; "": it is not
+    kv_window: int = 0  # positions of KV that a row holds at most, however long it is; 0: all
     sources: tuple[str, ...] = ()  # what its workers were given as --model: hub names, folders; requests may say these
+
+
+def held(positions: int, window: int) -> int:
+    """Of so many positions, those that a row keeps KV of, where a card's `kv_window` is this."""
+    return min(positions, window) if window else positions
 
 
 def vocabulary_error(

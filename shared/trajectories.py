@@ -52,7 +52,7 @@ class Trajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: tuple[float | None, ...] = ()  # kind "batch", where the line asks for them
     prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # likewise
     embedding: bytes = b""  # kind "batch", likewise: fp32, little-endian (base64 in JSON)
-    cached_tokens: int = 0  # kind "batch": prompt tokens whose KV came from the prefix cache
+    cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     loss_mask: tuple[int, ...] = ()  # per completion token: 1 the model's own, 0 a tool's words; (): all 1
     # Raw: the model's own, temperature 1 without filters. Processed: those of what was drawn from, which `drawn` says
     logprobs_mode: LogprobsMode = "raw_logprobs"

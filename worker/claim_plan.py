@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from shared.process.settings import WorkerSettings
 from shared.redis.queue.sequence_queue import ClaimPlan
+from shared.sequences import ModelCard, held
 from worker.rows import ClaimedRows
 
 
@@ -28,6 +29,7 @@ class SchedulerState:
     batch_rows: int
     max_rows: int
     kv_tokens_free: int
+    kv_window: int = 0  # positions that a row holds at most; 0: all
 
     @property
     def rows(self) -> int:
@@ -37,14 +39,18 @@ class SchedulerState:
     def plan(self, rows: int, interactive_first: int, batch_first: int = 0, batch_max: int = 0) -> ClaimPlan:
         """To claim so many."""
         kv_tokens = max(0, self.kv_tokens_free)
-        return ClaimPlan(rows, interactive_first, batch_first, batch_max, kv_tokens, worker_is_empty=self.rows == 0)
+        is_empty = self.rows == 0
+        return ClaimPlan(rows, interactive_first, batch_first, batch_max, kv_tokens, is_empty, self.kv_window)
 
 
 NOTHING = ClaimPlan(0, 0, 0, 0, 0, worker_is_empty=False)
 
 
-def claim_plan(rows: ClaimedRows, settings: WorkerSettings, kv_tokens: int, *, full: bool = False) -> ClaimPlan:
-    """`kv_tokens`: positions of KV that this worker has in all. `full`: what to claim for rows that are made free."""
+def claim_plan(
+    rows: ClaimedRows, settings: WorkerSettings, card: ModelCard, kv_limit_bytes: int, *, full: bool = False
+) -> ClaimPlan:
+    """`kv_limit_bytes`: of this worker in all. `full`: what to claim for rows that are made free."""
+    kv_tokens = kv_limit_bytes // max(1, card.kv_bytes_per_token)
     specs = [row.claim.spec for row in rows.occupying()]
     longest = max((spec.kv_tokens for spec in specs), default=0)
     interactive = sum(spec.sequence_class == "interactive" for spec in specs)
@@ -52,7 +58,8 @@ def claim_plan(rows: ClaimedRows, settings: WorkerSettings, kv_tokens: int, *, f
         interactive_rows=interactive,
         batch_rows=len(specs) - interactive,
         max_rows=settings.max_batch_size,
-        kv_tokens_free=kv_tokens - len(specs) * longest,  # the batch pads to its longest
+        kv_tokens_free=kv_tokens - len(specs) * held(longest, card.kv_window),  # the batch pads to its longest
+        kv_window=card.kv_window,
     )
     shares = Shares(settings.interactive_share, settings.reserved_interactive_rows)
     return (plan_room if full else plan_claims)(state, shares)

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import Protocol
 
 import structlog
 from redis.exceptions import RedisError
@@ -21,6 +23,7 @@ from worker.rows import ClaimedRow, ClaimedRows
 log = structlog.get_logger()
 
 LAST_WORDS_S = 3.0  # for each of them, to a Redis that may be away
+SET_ASIDE_S = 3.0  # for an engine that may be in the middle of a step
 
 
 class Preparing:
@@ -87,8 +90,19 @@ class Preparing:
         return None
 
 
+class RowsOwner(Protocol):
+    """What is needed of an engine's thread."""
+
+    def set_aside(self, seq_ids: list[str]) -> Future[None]: ...
+
+    def cancel(self, seq_id: str) -> None: ...
+
+
 class Returns:
-    """How rows of one worker go back to the queue before their end; `cancel` ends a row in the engine."""
+    """How rows of one worker go back to the queue before their end.
+
+    The engine lets them go with their KV in its prefix cache, so that whoever goes on with them need not compute it.
+    """
 
     def __init__(
         self,
@@ -96,32 +110,32 @@ class Returns:
         worker_id: str,
         rows: ClaimedRows,
         publisher: TokenPublisher,
-        cancel: Callable[[str], None],
+        engine: RowsOwner,
     ) -> None:
         self._queue = queue
         self._worker_id = worker_id
         self._rows = rows
         self._publisher = publisher
-        self._cancel = cancel
+        self._engine = engine
 
     def make_room(self, rows: int) -> list[ClaimedRow]:
-        """End this many rows of jobs in the engine, so that what is submitted next finds a place."""
+        """Have the engine let go of this many rows of jobs, so that what is submitted next finds a place."""
         gone = victims(self._rows, rows)
-        for row in gone:
-            row.occupies_row = False
-            self._cancel(row.id)
+        if gone:
+            self._engine.set_aside([row.id for row in gone])
         return gone
 
     async def hand_back(self, rows: list[ClaimedRow], *, failed: bool = False) -> None:
-        """Give them back; those that the engine still has go with all their tokens in the log.
+        """Give them back with all their tokens in the log, but for those that end meanwhile.
 
         Should Redis have gone, their leases run out. `failed`: the engine has, over these rows.
         """
-        unlogged = [row for row in rows if row.occupies_row]
-        if unlogged:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORDS_S):
-                    await self._publisher.log_all(unlogged)
+        if not failed:
+            await self._set_aside(rows)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._publisher.log_all(rows)
+        rows = [row for row in rows if row.occupies_row]
         for row in rows:
             row.occupies_row = False  # what the engine still says of it is dropped
         try:
@@ -129,7 +143,16 @@ class Returns:
         finally:
             for row in rows:
                 if self._rows.leave(row.claim):
-                    self._cancel(row.id)  # should it have reached the engine only now, from its adapter
+                    self._engine.cancel(row.id)  # should it have reached the engine only now, from its adapter
+
+    async def _set_aside(self, rows: list[ClaimedRow]) -> None:
+        """Return when the engine has let go of these rows, and everything that it has said of them is here."""
+        try:
+            async with asyncio.timeout(SET_ASIDE_S):
+                ours = [row.id for row in rows if self._rows.get(row.id) is row]
+                await asyncio.wrap_future(self._engine.set_aside(ours))
+        except Exception as error:  # they are computed again, then
+            log.warning("worker.not_set_aside", sequences=len(rows), error=repr(error))
 
 
 def victims(rows: Iterable[ClaimedRow], most: int) -> list[ClaimedRow]:

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 
 from shared.redis.connection.faults import reason
 from shared.redis.queue.sequence_queue import SequenceQueue
-from worker.claims import LAST_WORDS_S, Returns
+from worker.claims import LAST_WORDS_S, SET_ASIDE_S, Returns
 from worker.peers.exchange import KvExchange
 from worker.rows import ClaimedRows
 
@@ -68,11 +68,9 @@ class Farewell:
 
     async def hand_back(self, *, failed: bool) -> None:
         """Give what is left to the others at once, and let them fetch its KV; `failed`: the engine has, over these."""
-        if not failed and self._rows.occupying():
-            await self._peers.set_aside()
         rows = self._rows.occupying()
         try:
-            async with asyncio.timeout(2 * LAST_WORDS_S):
+            async with asyncio.timeout(SET_ASIDE_S + 2 * LAST_WORDS_S):
                 if rows:
                     await self._returns.hand_back(rows, failed=failed)
                     log.info("worker.handed_back", sequences=len(rows))

@@ -140,7 +140,7 @@ class WorkerProcess:
         )
         self._peers = KvExchange(self._settings, self._redis, self._engine, card, self.id)
         self._peers.open(tally)
-        self._returns = Returns(self._queue, self.id, self.rows, self._publisher, self._engine.cancel)
+        self._returns = Returns(self._queue, self.id, self.rows, self._publisher, self._engine)
         self._pause = Pause(PauseSwitch(self._redis), self._engine, self._returns, self.rows, tell=self._beat)
         self._preparing = Preparing(
             self._adapters, self.rows, self._engine.submit, self._submitted, self._publisher.take, self._peers
@@ -240,8 +240,8 @@ class WorkerProcess:
     def _plan(self, *, full: bool = False) -> ClaimPlan:
         if self._pause.on:
             return NOTHING
-        kv_tokens = self._engine.stats().kv_limit_bytes // max(1, self._card.kv_bytes_per_token)
-        return claim_plan(self.rows, self._settings, kv_tokens, full=full)
+        kv_limit_bytes = self._engine.stats().kv_limit_bytes
+        return claim_plan(self.rows, self._settings, self._card, kv_limit_bytes, full=full)
 
     async def _admit(self, claims: list[Claim]) -> None:
         requests: list[RowRequest] = []

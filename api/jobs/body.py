@@ -81,6 +81,10 @@ class JobBody(RequestModel):
     adapter: str = Field(default="", description="an adapter, a version of it (`name@k`), or a split by weight")
     lora_adapter: str = Field(default="", description="the same as `adapter`")
     adapter_policy: AdapterPolicy = "follow"
+    has_next_turn: bool = Field(
+        default=False,
+        description="prompts of later jobs will begin with these and their completions: the KV of both is kept",
+    )
     deadline_s: float | None = Field(default=None, gt=0, description="what has not finished by then expires")
     webhook: WebhookBody | None = Field(default=None, description="who is told of its end")
     idempotency_key: str = Field(default="", max_length=256, description="submitting again gives the same job")
@@ -89,6 +93,8 @@ class JobBody(RequestModel):
     def _lengths_match(self) -> "JobBody":
         if self.min_tokens > self.max_tokens:
             raise complaint("min_tokens", f"more than 'max_tokens' ({self.max_tokens})")
+        if self.has_next_turn and self.kind == "score":
+            raise complaint("has_next_turn", "a job of kind score writes nothing that could go on")
         if self.adapter and self.lora_adapter and self.adapter != self.lora_adapter:
             raise complaint("adapter", "'adapter' and 'lora_adapter' name different adapters")
         for name in ("references", "completions", "metadata"):
@@ -118,6 +124,7 @@ class JobBody(RequestModel):
             metadata=self.metadata if isinstance(self.metadata, dict) else {},
             deadline_ms=now + int(1000 * self.deadline_s) if self.deadline_s else 0,
             created_ms=now,
+            has_next_turn=self.has_next_turn,
         )
 
     def _sampling(self, logprobs_mode: LogprobsMode) -> SamplingOverrides:

@@ -65,7 +65,9 @@ class ModelHealth(BaseModel):
     leased: dict[str, int] = Field(description="sequences in workers' hands, by class")
     oldest_ms: int = Field(description="age of the one that waits longest")
     memory: float = Field(description="share of KV memory given out by the worker with most room")
-    kv: str = Field(description="how KV is quantised, and how many of a row's caches; empty: it is not")
+    kv: str = Field(
+        description="how KV is quantised, and how many of a row's caches, or how it is bounded; empty: neither"
+    )
 
 
 class Utilization(BaseModel):

@@ -30,8 +30,6 @@ REFUSED = {
     "max-generation-tokens": "a request's 'max_tokens' is bounded by the model's context; --max-context shortens it",
     "completion-batch-size": "there is one batch, of --max-batch-size rows",
     "num-blocks": "KV memory is given in bytes: --kv-memory-gb, and --prefix-cache-gb for earlier prompts",
-    "max-kv-size": "a row forgets nothing that it has read: KV is bounded by memory, --kv-memory-gb (--kv-bits makes "
-    "it smaller), and a sequence by --max-context",
     "sequence-cache-size": "earlier prompts are kept by memory, not by number: --prefix-cache-gb",
     **dict.fromkeys(_SPECULATION_FLAGS, _SPECULATION),
     **dict.fromkeys(_TENSOR_PARALLEL_FLAGS, _TENSOR_PARALLEL),

@@ -28,8 +28,8 @@ from pydantic_settings import (
 from shared.errors import SetupError
 from shared.process import nested_config
 from shared.process.foreign_flags import native
+from shared.process.kv_settings import KvSettings, PeerSettings
 from shared.process.model_aliases import ModelAliases
-from shared.process.peer_settings import PeerSettings
 from shared.process.response_settings import ResponseSettings
 from shared.process.ssd_settings import SsdSettings
 from shared.process.webhook_settings import WebhookSettings
@@ -150,7 +150,7 @@ class JoinSettings(ProcessSettings):
     redis_password: SecretStr = Field(default=SecretStr(""), description="of its Redis: an api does not tell it")
 
 
-class WorkerSettings(JoinSettings, SsdSettings, PeerSettings):
+class WorkerSettings(JoinSettings, KvSettings, SsdSettings, PeerSettings):
     """`mlx_parallm_worker`: one per Mac."""
 
     model: str = Field(
@@ -181,10 +181,6 @@ class WorkerSettings(JoinSettings, SsdSettings, PeerSettings):
     )
     reserved_interactive_rows: int = Field(default=2, ge=0, description="rows that batch work never takes")
     interactive_share: float = Field(default=0.7, ge=0, le=1, description="share of rows when both classes wait")
-    kv_memory_gb: float = Field(default=0, ge=0, description="KV memory limit; 0: half of what the model left free")
-    block_size: int = Field(default=64, ge=16, description="tokens by which the prefix cache compares prompts")
-    kv_bits: int = Field(default=0, ge=0, le=8, multiple_of=4, description="quantise KV to 8 or 4 bits; 0: do not")
-    kv_group_size: int = Field(default=64, ge=32, le=128, description="numbers of KV with one scale: 32, 64 or 128")
     max_context: int = Field(default=0, ge=0, description="shorten the model's context; 0: the model's own")
     dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
         default="", description="default: the model's; float32 on a Linux CPU"

@@ -5,13 +5,14 @@ import json
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.e2e.faulty_worker import BLOCK, DIE, FREEZE
+from tests.e2e.hanging_peer import HANGS
 from tests.e2e.rings import MODEL, Process, Ring, ring
 from tests.waiting import wait_until
 
@@ -161,6 +162,59 @@ async def test_a_worker_that_leaves_hands_the_kv_of_its_rows_on(workerless: Ring
     assert re.search(r"^vllm:prefix_cache_hits_total\{.*\} 832", counts, re.MULTILINE), counts
     with worker(workerless, tmp_path, "alone"):
         assert await told(workerless.url, 1, max_tokens=300, prompt=prompt) == seen
+
+
+async def test_a_restarted_worker_finds_what_its_rows_had_read_on_disk(workerless: Ring, tmp_path: Path) -> None:
+    prompt = [(13 * at * at + at) % 250 for at in range(832)]
+    tier = ("--ssd-cache-dir", str(tmp_path / "kv"), "--drain-grace-s", "0")
+    seen: list[int] = []
+    with worker(workerless, tmp_path, "before", *tier) as before:
+        stream = asyncio.create_task(told(workerless.url, 4, seen, max_tokens=300, prompt=prompt))
+        await wait_until(lambda: len(seen) > 100, 60)
+        assert await asyncio.to_thread(before.stop) == 0
+    assert before.printed("worker.handed_back") and len(seen) < 300, before.output
+    with worker(workerless, tmp_path, "after", *tier) as after:
+        assert len(await asyncio.wait_for(stream, 60)) == 300
+
+        async def is_shown() -> bool:
+            (status,) = await asyncio.to_thread(workerless.workers)
+            return status.extra["disk_hits"] == 1
+
+        await wait_until(is_shown, 20)
+        assert after.printed("worker.took_over"), after.output
+    with worker(workerless, tmp_path, "alone"):
+        assert await told(workerless.url, 4, max_tokens=300, prompt=prompt) == seen, "the tokens changed"
+
+
+@pytest.mark.parametrize("killed", ["leaver", "heir"])
+async def test_a_kill_in_the_middle_of_a_transfer_costs_a_prefill_and_nothing_else(
+    killed: str, workerless: Ring, tmp_path: Path
+) -> None:
+    prompt = [(len(killed) * at * at + at) % 250 for at in range(832)]
+    transfer = ("--kv-transfer", "--drain-grace-s", "0", "--engine-stall-s", "60")
+    module = {"leaver": "worker", "heir": "worker"} | {killed: "tests.e2e.hanging_peer"}
+    seen: list[int] = []
+    with ExitStack() as stack:
+        heir = stack.enter_context(worker(workerless, tmp_path / "heir", "heir", *transfer, module=module["heir"]))
+        leaver = stack.enter_context(worker(workerless, tmp_path, "leaver", *transfer, module=module["leaver"]))
+        with stopped(heir):
+            stream = asyncio.create_task(told(workerless.url, 2, seen, max_tokens=300, prompt=prompt))
+            await wait_until(lambda: len(seen) > 50, 60)
+        leaver.popen.send_signal(signal.SIGTERM)
+        hanging = leaver if killed == "leaver" else heir
+        await wait_until(lambda: bool(hanging.printed(HANGS)), 30)
+        assert len(seen) < 300
+        hanging.popen.kill()
+        if killed == "heir":
+            assert await asyncio.to_thread(leaver.wait, 60) == 0, "nobody fetches any more: it ends"
+            heir = stack.enter_context(worker(workerless, tmp_path / "spare", "spare", *transfer))
+        assert len(await asyncio.wait_for(stream, 60)) == 300
+        assert heir.printed("worker.took_over"), heir.output
+        assert not heir.printed("kv.fetched"), heir.output
+        if killed == "leaver":
+            (why,) = heir.printed("kv.not_fetched")
+            assert json.loads(why)["reason"] == "it closed the connection"
+        assert await told(workerless.url, 2, max_tokens=300, prompt=prompt) == seen, "the tokens changed"
 
 
 async def fetches_shown(served: Ring) -> bool:

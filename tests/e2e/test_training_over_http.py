@@ -12,10 +12,14 @@ import httpx
 import psutil
 import pytest
 
+from shared.jobs import SamplingOverrides
 from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
 from tests.e2e.test_training_api import pair
 from tests.waiting import wait_until
 from trainer.metrics import read
+from trainer.ring.http_client import HttpApi
+from trainer.ring.over_http import HttpSource
+from trainer.rollouts.groups import RolloutRequest
 
 KEY = "a-key-that-is-long-enough"
 RECIPE = (
@@ -99,6 +103,28 @@ def test_it_learns_shows_itself_and_leaves_no_jobs(keyed: Ring, http: httpx.Clie
 
     assert len(left()) <= 16, "what was read is deleted; the two batches that were under way at the end are cancelled"
     asyncio.run(wait_until(lambda: all(job["status"] in ("cancelled", "succeeded") for job in left()), timeout_s=30))
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_next_turn_goes_on_from_the_kv_of_the_answer(keyed: Ring, goes_on: bool) -> None:
+    prompt = tuple(10 + (7 * at + goes_on) % 400 for at in range(130))
+    sampling = SamplingOverrides(max_tokens=150, ignore_eos=True, seed=5)
+
+    async def played() -> list[tuple[int, int]]:
+        async with HttpApi(keyed.url, KEY, patience_s=10) as api:
+            source = HttpSource(api, MODEL, f"run-{goes_on}", 60.0)
+            first = RolloutRequest("turn-0", prompt, 2, sampling, "", has_next_turn=goes_on)
+            read = []
+            for sample in await source.generate(first):
+                ids = (*prompt, *sample.completion_ids, 11, 12, 13)
+                again = RolloutRequest(f"turn-1-{sample.sample_index}", ids, 1, sampling, "")
+                (turn,) = await source.generate(again)
+                read.append((len(ids), turn.cached_tokens))
+            return read
+
+    read = asyncio.run(played())
+    assert [length for length, _ in read] == [283, 283]
+    assert [cached for _, cached in read] == [256 if goes_on else 128] * 2, "to a block of 64"
 
 
 def test_a_policy_has_one_trainer(keyed: Ring, http: httpx.Client, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import mlx.core as mx
 import msgspec
 from mlx.utils import tree_map
 
+from worker.engine.kv.kinds import window_of
 from worker.engine.kv.layout import layout_of
 from worker.engine.model.loader import LoadedModel
 
@@ -57,6 +58,7 @@ PLAIN, WINDOWED, RECURRENT = (
     ("gemma3_text", "gpt_oss"),
     ("qwen3_5", "lfm2", "jamba", "falcon_h1", "mamba2"),
 )
+BOUNDED = ("llama last-24", "qwen3_5 last-24", "gemma3_text last-40", "gpt_oss last-24", "deepseek_v3 last-24")
 QUANTISED = ("llama 4", "qwen3 8", "lfm2 4", "qwen3_5 8", "gemma3_text 8", "gpt_oss 4", "deepseek_v3 8")
 GROUP = 32  # divides the heads of these models, which are wider than the others'
 WIDER = {"hidden_size": 64, "head_dim": GROUP, "kv_lora_rank": GROUP, "qk_rope_head_dim": GROUP, "block_dim": 64}
@@ -72,8 +74,12 @@ def in_one_piece(loaded: LoadedModel, prompt: Sequence[int], tokens: Sequence[in
 
 
 def small(name: str, llama: LoadedModel) -> LoadedModel:
-    """A model of mlx-lm whose tokens depend on all that it has read; its name and, where KV is quantised, the bits."""
-    of, _, bits = name.partition(" ")
+    """A model of mlx-lm whose tokens depend on all that it reads: its name and, where KV is quantised or bounded, how.
+
+    That is the bits, or `last-` and the positions.
+    """
+    of, _, how = name.partition(" ")
+    bits, bound = ("", int(how.removeprefix("last-"))) if how.startswith("last-") else (how, 0)
     module = importlib.import_module(f"mlx_lm.models.{of}")
     mx.random.seed(0)
     config = {"model_type": of} | SIZES | CONFIGS[of]
@@ -82,5 +88,6 @@ def small(name: str, llama: LoadedModel) -> LoadedModel:
         config |= {"text_config": config["text_config"] | WIDER} if "text_config" in config else {}
     model = module.Model(module.ModelArgs.from_dict(config))
     model.update(tree_map(lambda weight: weight + 0.3 * mx.random.normal(weight.shape), model.parameters()))
-    card = msgspec.structs.replace(llama.card, vocab_size=VOCAB)
-    return replace(llama, model=model, card=card, kv=layout_of(model, int(bits or 0), GROUP))
+    kv = layout_of(model, int(bits or 0), GROUP, bound)
+    card = msgspec.structs.replace(llama.card, vocab_size=VOCAB, kv_window=window_of(kv.new(model)))
+    return replace(llama, model=model, card=card, kv=kv)

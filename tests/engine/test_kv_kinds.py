@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 
 from shared.sequences import SequenceSpec
 from tests.engine.conftest import Bench, prompt_of, spec
-from tests.engine.kv_models import CONFIGS, PLAIN, QUANTISED, RECURRENT, WINDOW, WINDOWED, Model, in_one_piece
+from tests.engine.kv_models import (
+    BOUNDED,
+    CONFIGS,
+    PLAIN,
+    QUANTISED,
+    RECURRENT,
+    WINDOW,
+    WINDOWED,
+    Model,
+    in_one_piece,
+)
 from worker.engine.kv.prefix_cache import PrefixCache, Prompt
 from worker.engine.kv.slabs import KvRows
 from worker.engine.model.loader import LoadedModel
@@ -108,7 +118,7 @@ def test_a_beginning_that_others_share_is_found_where_they_part(name: str, model
     check_like_cold(loaded, bench, *specs)
 
 
-@pytest.mark.parametrize("name", [*sorted(CONFIGS), *QUANTISED])
+@pytest.mark.parametrize("name", [*sorted(CONFIGS), *QUANTISED, *BOUNDED[:2]])
 def test_hits_and_misses_of_any_length_decode_in_one_batch(name: str, model_of: Model) -> None:
     loaded = model_of(name)
     bench, shared = bench_of(loaded), prompt_of(70)
@@ -124,7 +134,7 @@ def test_hits_and_misses_of_any_length_decode_in_one_batch(name: str, model_of: 
     check_like_cold(loaded, bench, *specs)
 
 
-@pytest.mark.parametrize("name", ["llama", *WINDOWED, *RECURRENT, *QUANTISED[1:3]])
+@pytest.mark.parametrize("name", ["llama", *WINDOWED, *RECURRENT, *QUANTISED[1:3], *BOUNDED[:2]])
 def test_a_group_has_one_prefill_and_goes_on_as_rows(name: str, model_of: Model) -> None:
     loaded = model_of(name)
     bench = bench_of(loaded)
@@ -165,7 +175,7 @@ ACTIONS = st.one_of(
 LIMIT = 16 << 10  # of the KV of a few prompts
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "lfm2 4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "lfm2 4", "llama last-24"])
 @settings(deadline=None, max_examples=10)
 @given(schedule=st.lists(ACTIONS, min_size=8, max_size=24))
 def test_any_schedule_gives_the_tokens_of_cold_runs(

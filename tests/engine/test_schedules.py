@@ -47,7 +47,7 @@ class Schedule:
         self.bench.submit(*chosen)
 
     def disturb(self) -> None:
-        """Cancel somebody, pause or go on, or let some rows begin again as an adapter's new version does."""
+        """Cancel somebody, pause or go on, have some rows go and come back, or begin again as for a new version."""
         engine, chance = self.bench.engine, self.random.random()
         if chance < 0.15 and self.specs:
             self.cancelled.add(seq := self.random.choice(list(self.specs)))
@@ -57,8 +57,19 @@ class Schedule:
         elif chance < 0.27:
             admitted = [row for row in engine._rows.values() if row.admitted]
             engine._restart(self.random.sample(admitted, len(admitted) // 2))
+        elif chance < 0.4:
+            self.come_back(self.random.sample(list(engine._rows), len(engine._rows) // 2))
         elif chance > 0.6:
             engine.thaw()
+
+    def come_back(self, seqs: list[str]) -> None:
+        """Set rows aside, and submit them again with what they have told."""
+        self.bench.engine.set_aside(seqs)
+        self.bench.turn()
+        for seq in seqs:
+            told = tuple(self.bench.events.get(seq, []))
+            if not told or told[-1].finish is None:
+                self.bench.submit(self.specs[seq], prior=told, attempt=2)
 
     def check(self) -> None:
         """A row is in exactly one place."""
@@ -81,7 +92,9 @@ class Schedule:
         self.bench.run(5000)
 
 
-@pytest.mark.parametrize(("seed", "name"), [(0, "llama"), (1, "llama"), (2, "llama"), (3, "llama 8")])
+@pytest.mark.parametrize(
+    ("seed", "name"), [(0, "llama"), (1, "llama"), (2, "llama"), (3, "llama 8"), (4, "llama last-24")]
+)
 def test_tokens_are_those_of_a_sequence_alone_whatever_the_schedule(llama: LoadedModel, seed: int, name: str) -> None:
     loaded = llama if name == "llama" else small(name, llama)
     schedule = Schedule(loaded, seed)

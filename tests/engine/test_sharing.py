@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import mlx.core as mx
+import msgspec
 import pytest
 from mlx_lm.generate import generation_stream
 
@@ -63,7 +64,7 @@ def test_a_row_goes_on_in_another_engine_with_the_kv_of_the_first(name: str, len
     first, second = bench(loaded), bench(loaded)
     first.submit(each, spec("beside", prompt_of(33, 1), max_tokens=40))
     first.until(lambda: len(first.tokens("s")) > 20)
-    first.engine.set_aside()
+    first.engine.set_aside(["s", "beside"])
     first.turn()
     prior = tuple(first.events["s"])
     ids = [*each.prompt_ids, *first.tokens("s")]
@@ -80,13 +81,75 @@ def test_what_is_set_aside_is_told_and_nothing_is_computed_after_it(llama: Loade
     first = bench(llama)
     first.submit(spec("s", prompt_of(40), max_tokens=500), spec("long", prompt_of(900, 1)))
     first.until(lambda: len(first.tokens("s")) > 3)
-    first.engine.set_aside()
+    first.engine.set_aside(["s", "long", "unknown"])
     first.turn()
     told = len(first.tokens("s"))
     first.turn()
-    assert len(first.tokens("s")) == told
+    assert len(first.tokens("s")) == told and first.engine.stats().rows == 0
     fed = on_kv(first, lambda cache: cache.known(prompt_of(900, 1), "", 899))
     assert 0 < fed < 899, "of a prompt that was half fed, that half"
+
+
+@pytest.mark.parametrize("name", ["llama", "llama 8", "llama last-24", "gemma3_text", "qwen3_5", "mamba2"])
+def test_a_row_that_made_room_comes_back_to_its_kv(name: str, llama: LoadedModel) -> None:
+    loaded = small(name, llama)
+    one, beside = spec("s", prompt_of(70), max_tokens=60), spec("beside", prompt_of(33, 1), max_tokens=60)
+    group = [spec(f"g{at}", prompt_of(50, 2), group="g", temperature=1.0, seed=at, max_tokens=60) for at in range(2)]
+    whole, torn = bench(loaded), bench(loaded)
+    for each in (whole, torn):
+        each.submit(one, beside, *group)
+    whole.run()
+    torn.until(lambda: len(torn.tokens("s")) > 20)
+    torn.engine.set_aside(["s", "g0"])
+    torn.turn()
+    before = {seq: tuple(torn.events.pop(seq)) for seq in ("s", "g0")}
+    torn.turn()
+    assert not {"s", "g0"} & set(torn.events) and torn.engine.stats().rows == 2
+    known = torn.engine.stats().prefix.hit_tokens
+    for each in (one, group[0]):
+        torn.submit(each, prior=before[each.id], attempt=2)
+    torn.run()
+    found = torn.engine.stats().prefix.hit_tokens - known
+    lengths = [
+        len(each.prompt_ids) + sum(len(event.tokens) for event in before[each.id]) - 1 for each in (one, group[0])
+    ]
+    is_cut = torn.engine.prefixes.needs_snapshots is False
+    assert found == sum(length // BLOCK * BLOCK if is_cut else length for length in lengths), (
+        "the rest is computed again"
+    )
+    for seq, events in before.items():
+        told = [token for event in events for token in event.tokens]
+        assert told + torn.tokens(seq) == whole.tokens(seq)
+    assert [torn.tokens(seq) for seq in ("beside", "g1")] == [whole.tokens(seq) for seq in ("beside", "g1")]
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_others_whose_first_token_is_told_then_leave_their_prompt_all_the_same(turns: int, llama: LoadedModel) -> None:
+    torn = bench(llama)
+    torn.submit(spec("s", prompt_of(70), max_tokens=60))
+    torn.until(lambda: len(torn.tokens("s")) > 20)
+    torn.submit(msgspec.structs.replace(spec("job", prompt_of(50, 1), max_tokens=9), sequence_class="batch"))
+    for _ in range(turns):
+        torn.turn()
+    torn.engine.set_aside(["s"])
+    torn.run()
+    assert on_kv(torn, lambda cache: cache.known(prompt_of(50, 1), "", 49)) == 3 * BLOCK
+
+
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_rows_that_a_pause_sends_back_leave_their_kv_unless_it_is_to_be_forgotten(
+    clear_cache: bool, llama: LoadedModel
+) -> None:
+    paused = bench(llama)
+    paused.submit(one := spec("s", prompt_of(70), max_tokens=60))
+    paused.until(lambda: len(paused.tokens("s")) > 20)
+    paused.engine.freeze(clear_cache=clear_cache)
+    paused.engine.set_aside(["s"])
+    paused.turn()
+    assert not paused.engine.has_rows
+    ids = [*one.prompt_ids, *paused.tokens("s")]
+    known = on_kv(paused, lambda cache: cache.known(ids, "", len(ids) - 1))
+    assert known == (0 if clear_cache else (len(ids) - 1) // BLOCK * BLOCK)
 
 
 def test_only_what_the_other_lacks_is_offered_and_only_what_it_has_room_for(llama: LoadedModel) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -22,12 +23,14 @@ from shared.redis.queue.affinity import WarmNotes
 from shared.sequences import ModelCard, SequenceSpec
 from shared.telemetry.metrics import Tally
 from tests.redis.sequences import MODEL, plan, queue, spec
+from worker.engine.kv.disk.tier import DiskTier
+from worker.engine.kv.disk.tiered_cache import TieredCache
 from worker.engine.kv.parcels import unpack
 from worker.engine.kv.prefix_cache import Prompt
 from worker.engine.kv.sharing import SharedCache
 from worker.engine.kv.slabs import KvRows
-from worker.engine.messages import RowRequest
-from worker.peers import client, server, wire
+from worker.engine.messages import DiskConfig, RowRequest
+from worker.peers import client, server, store, wire
 from worker.peers.directory import Directory
 from worker.peers.exchange import KvExchange
 from worker.peers.fetching import FetchCounts, Fetching
@@ -50,7 +53,7 @@ class Engine:
     """A cache of prefixes, asked from the loop as an engine's thread is."""
 
     def __init__(self, identity: str = "model") -> None:
-        self.cache = SharedCache(1 << 30, BLOCK, "base", [KVCache()], identity)
+        self.cache: SharedCache = SharedCache(1 << 30, BLOCK, "base", [KVCache()], identity)
 
     def on_kv(self, call: Callable[[SharedCache], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -60,10 +63,10 @@ class Engine:
             future.set_exception(error)
         return future
 
-    def read(self) -> None:
-        kv, values = KVCache(), mx.repeat(mx.array(IDS, mx.float32)[None, None, :, None], 8, axis=-1)
+    def read(self, ids: tuple[int, ...] = IDS) -> None:
+        kv, values = KVCache(), mx.repeat(mx.array(ids, mx.float32)[None, None, :, None], 8, axis=-1)
         kv.update_and_fetch(values, -values)
-        self.cache.store([Prompt(IDS, "")], KvRows.of([kv]))
+        self.cache.store([Prompt(ids, "")], KvRows.of([kv]))
 
     @property
     def known(self) -> int:
@@ -161,6 +164,64 @@ async def test_kv_comes_from_the_worker_that_has_it(holder: Worker, heir: Worker
     assert holder.server.given == 1 and not holder.engine.cache._offers, "nothing is held for anybody any more"
     await heir.fetch("holder")
     assert holder.server.given == 1, "it is here by now"
+
+
+def cache_on_disk(folder: Path) -> TieredCache:
+    tier = DiskTier(DiskConfig(str(folder)), "base", "model", BLOCK, 1 << 30, None)
+    return TieredCache(1 << 30, BLOCK, "base", [KVCache()], "model", tier, through=True)
+
+
+@contextlib.asynccontextmanager
+async def on_disk(worker: Worker, folder: Path, ids: tuple[int, ...]) -> AsyncIterator[None]:
+    """A worker that has started anew over files of the KV of these ids."""
+    before = Engine()
+    before.cache = cache_on_disk(folder)
+    before.read(ids)
+    before.cache.close(keep=True)
+    worker.engine.cache = cache = cache_on_disk(folder)
+    assert worker.engine.known == 0
+
+    async def turn() -> None:
+        while True:
+            cache.work()
+            await asyncio.sleep(0.001)
+
+    turning = asyncio.create_task(turn())
+    yield
+    turning.cancel()
+    cache.close(keep=False)
+
+
+@pytest.mark.parametrize(("stored", "given"), [(0, 25), (240, 10), (400, 0)])
+async def test_only_what_our_own_disk_lacks_is_asked_for(
+    stored: int, given: int, holder: Worker, heir: Worker, tmp_path: Path
+) -> None:
+    async with on_disk(heir, tmp_path, IDS[:stored]):
+        await heir.fetch("holder")
+        assert heir.engine.known == WHOLE
+    assert holder.server.given == bool(given)
+    arrays = given * BLOCK * 2 * 8 * 4  # keys and values of 8 numbers in fp32
+    assert arrays <= holder.server.bytes <= arrays + 5000 * bool(given), "with what describes them"
+
+
+async def test_a_worker_gives_what_its_disk_has(holder: Worker, heir: Worker, tmp_path: Path) -> None:
+    async with on_disk(holder, tmp_path, IDS):
+        await heir.fetch("holder")
+    assert heir.engine.known == WHOLE and holder.server.given == 1
+    other = Ask("another model", "", list(IDS), 0, 0, WHOLE, 1 << 30)
+    number, offer = await holder.store.offer(other)
+    assert (number, bool(offer.refusal)) == (0, True)
+
+
+async def test_a_disk_that_hangs_holds_nobody_up(
+    holder: Worker, heir: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither who asks nor who is asked: what is in memory by then counts."""
+    monkeypatch.setattr(store, "DISK_S", 0.05)
+    async with on_disk(heir, tmp_path, IDS):
+        monkeypatch.setattr(heir.engine.cache, "work", lambda: None)
+        await heir.fetch("holder")
+        assert holder.server.given == 1 and heir.engine.known == WHOLE
 
 
 async def test_who_may_have_it_is_known_by_who_handed_it_back_or_read_the_same_beginning(

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 from redis.asyncio import Redis
@@ -135,6 +136,13 @@ async def test_what_does_not_fit_the_kv_budget_waits_with_all_behind_it(redis: R
     await q.enqueue([spec("batch", kind="batch", kv=10)])
     assert ids(await q.claim("w1", plan(8, batch_first=4, kv=50))) == ["small"], "else the large one would starve"
     assert ids(await q.claim("w1", plan(8, batch_first=4, kv=120))) == ["large", "next", "batch"]
+
+
+async def test_a_sequence_takes_no_more_of_the_kv_budget_than_a_row_can_hold(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([spec("small", kv=10), spec("large", kv=100), spec("next", kv=100), spec("last", kv=10)])
+    bounded = replace(plan(8, kv=70), kv_window=30)
+    assert ids(await q.claim("w1", bounded)) == ["small", "large", "next"]
 
 
 async def test_an_empty_worker_takes_one_sequence_beyond_its_kv_budget(redis: Redis) -> None:

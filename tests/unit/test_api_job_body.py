@@ -127,6 +127,7 @@ def test_ids_outside_the_vocabulary_are_refused_with_their_place() -> None:
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"prompt": "x"}, "prompt"),
         ({"deadline_s": 0}, "deadline_s"),
+        ({"kind": "score", "has_next_turn": True}, "has_next_turn"),
         ({"reward": {"strict": True}}, "reward.name"),
     ],
 )

@@ -1,7 +1,9 @@
 """The table of what a worker has claimed."""
 
 from shared.frames import TokenEvent
-from shared.sequences import Claim, SamplingParams, SequenceSpec
+from shared.process.settings import WorkerSettings, load
+from shared.sequences import Claim, ModelCard, SamplingParams, SequenceSpec
+from worker.claim_plan import claim_plan
 from worker.rows import ClaimedRow, ClaimedRows
 
 SPEC = SequenceSpec("s", "m", (1,), SamplingParams(8, 0))
@@ -40,3 +42,15 @@ async def test_a_row_that_only_waits_for_its_commit_occupies_no_place() -> None:
     (row,) = rows.occupying()
     row.occupies_row = False
     assert rows.occupying() == [] and len(rows) == 1
+
+
+def test_rows_are_counted_by_what_they_can_hold() -> None:
+    """100 positions; two rows of 60 each leave none, and 40 where a row keeps its last 30."""
+    rows, settings = ClaimedRows(), load(WorkerSettings, [])
+    for number in range(2):
+        spec = SequenceSpec(f"s{number}", "m", (1,) * 50, SamplingParams(10, 0))
+        rows.add(ClaimedRow.after(Claim(spec, "stream", f"0-{number}", 1), []))
+    for window, free in ((0, 0), (30, 40)):
+        card = ModelCard("m", 1000, 10, (), "", "", kv_bytes_per_token=8, dtype="float32", kv_window=window)
+        plan = claim_plan(rows, settings, card, 800)
+        assert (plan.kv_tokens, plan.kv_window) == (free, window)

@@ -13,6 +13,7 @@ TAKEN = """
 --max-request-bytes 1048576 --block-size 16 --prefill-batch-size 4 --max-queue-size 128 --max-prompt-tokens 32768
 --request-timeout-s 120 --first-token-timeout-s 300 --max-concurrent-requests 64 --memory-pressure-threshold 0.9
 --kv-bits 8 --kv-group-size 64 --no-ssd --spec-decode none --distributed-mode=off --mode inference --share-model
+--max-kv-size 4096
 """
 SSD = """
 --ssd-cache-dir kv --ssd-ttl-days 7 --ssd-policy write_through --ssd-durability persistent --no-ssd-async-writes
@@ -23,7 +24,7 @@ SSD = """
 def test_a_command_line_of_another_server_means_here_what_it_means_there(capsys: pytest.CaptureFixture[str]) -> None:
     settings = load(ServeSettings, TAKEN.split())
     assert (settings.model, settings.max_batch_size, settings.default_max_tokens) == ("x", 5, 128)
-    assert (settings.kv_bits, settings.kv_group_size) == (8, 64)
+    assert (settings.kv_bits, settings.kv_group_size, settings.max_kv_size) == (8, 64, 4096)
     assert (settings.lora_rank, settings.max_queue_size, settings.log_level) == (16, 128, "INFO")
     said = capsys.readouterr().err
     assert "--flush-interval-ms has no effect" in said and "--share-model has no effect" in said

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,12 @@ async def test_a_group_is_one_job_which_is_read_and_deleted(fake: FakeApi, api: 
         60.0,
     )
     assert fake.deleted == ["job-1"]
+
+
+@pytest.mark.parametrize("has_next_turn", [False, True])
+async def test_a_group_of_an_episode_says_that_it_goes_on(fake: FakeApi, api: HttpApi, has_next_turn: bool) -> None:
+    await HttpSource(api, "m", "run", 60.0).generate(replace(ASKED, has_next_turn=has_next_turn))
+    assert fake.bodies[0].get("has_next_turn", False) == has_next_turn
 
 
 async def test_a_lost_answer_generates_nothing_twice(fake: FakeApi, api: HttpApi) -> None:

@@ -124,12 +124,14 @@ class HttpSource:
             except UnknownAdapterError:
                 adapter = ""  # nothing is published yet: the policy is the base
         sampling = {name: value for name, value in msgspec.to_builtins(request.sampling).items() if value is not None}
+        goes_on = {"has_next_turn": True} if request.has_next_turn else {}
         return {
             "kind": "generate",
             "model": self._model,
             "prompts": [request.prompt_ids],
             "n": request.n,
             **sampling,
+            **goes_on,
             "adapter": adapter,
             "adapter_policy": "pin" if "@" in adapter else "follow",
             "deadline_s": self._deadline_s,

@@ -64,7 +64,7 @@ class Engine:
         score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
         new_kv, pieces = self._model.new_kv(), self._pieces
         self.prefixes = prefix_cache(config, loaded.card, new_kv, wake, lambda: pieces.token_s)  # moved by peers, disks
-        self._keeping = Keeping(self.prefixes, loaded.card.kv_bytes_per_token, config.keep_bytes)
+        self._keeping = Keeping(self.prefixes, self._limits.kv_bytes, config.keep_bytes)
         self._batch = RunningBatch(self._model, config, self._pieces, self._keeping)
         self._lane = PrefillLane(
             self._model, self.prefixes, self._keeping, max(1, score_positions), self._pieces, config.prefill_area
@@ -127,15 +127,15 @@ class Engine:
         if rows:
             self._restart([row for row in self._rows.values() if row.admitted])
 
-    def set_aside(self) -> None:
-        """Compute no more, and keep the KV of all rows: others fetch it and go on with them."""
-        if not self._frozen:
-            self.settle()
-            with mx.stream(self._batch.stream):
-                self._tell(self._batch.stop_ahead())
-                self._batch.set_aside()
-                self._lane.set_aside()
-        self._frozen = True
+    def set_aside(self, seq_ids: Iterable[str]) -> None:
+        """Let rows go without a last word and keep their KV: they go on later, here or elsewhere."""
+        self.settle()
+        with mx.stream(self._batch.stream):
+            self._tell(self._batch.stop_ahead())
+            rows = [self._rows[seq] for seq in seq_ids if seq in self._rows]
+            self._batch.set_aside(rows)
+            self._lane.set_aside(rows)
+        self._leave(rows)
 
     def thaw(self) -> None:
         """Go on where `freeze` stopped."""

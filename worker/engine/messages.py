@@ -55,6 +55,7 @@ class EngineConfig:
     block_size: int = 64  # tokens by which prefixes are compared and kept
     kv_bits: int = 0  # of each number of KV, 8 or 4; 0: the model's dtype
     kv_group_size: int = 64  # numbers that share a scale
+    max_kv_size: int = 0  # positions that a layer of full attention holds, the last ones; 0: all
     keep_bytes: int = 128 << 20  # of prompts' KV copied into the prefix cache between two decode steps, about
     disk: DiskConfig | None = None  # where KV goes that the prefix cache has no room for; None: nowhere
     guest_share: float = 0.2  # of the thread's time that guests get while rows decode; 0: none
@@ -181,6 +182,7 @@ def engine_config(s: WorkerSettings) -> EngineConfig:
         block_size=s.block_size,
         kv_bits=s.kv_bits,
         kv_group_size=s.kv_group_size,
+        max_kv_size=s.max_kv_size,
         disk=_disk_config(s),
         guest_share=s.training_share,
     )

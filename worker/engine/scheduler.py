@@ -14,7 +14,7 @@ from shared.errors import (
     InvalidRequestError,
     ParallmError,
 )
-from shared.sequences import ModelCard, SequenceClass, SequenceSpec, vocabulary_error
+from shared.sequences import ModelCard, SequenceClass, SequenceSpec, held, vocabulary_error
 
 SMALLEST_PIECE = 64  # tokens of a batch prompt in one turn: fewer waste a forward
 NARROWEST = 256  # tokens that one prompt is fed at least, however long its past: more forwards would cost more
@@ -191,11 +191,16 @@ class Limits:
     context_length: int
     kv_bytes_per_token: int
     kv_limit_bytes: int
+    kv_window: int = 0  # positions that a row holds at most; 0: all
 
     @classmethod
     def of(cls, card: ModelCard, kv_limit_bytes: int) -> "Limits":
         """Those of a model on this worker."""
-        return cls(card.vocab_size, card.context_length, card.kv_bytes_per_token, kv_limit_bytes)
+        return cls(card.vocab_size, card.context_length, card.kv_bytes_per_token, kv_limit_bytes, card.kv_window)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Of a row that comes to have so many."""
+        return held(tokens, self.kv_window) * self.kv_bytes_per_token
 
     def refusal(self, spec: SequenceSpec) -> ParallmError | None:
         """Why this sequence can never run here; None when it can."""
@@ -215,10 +220,9 @@ class Limits:
                 f"{len(spec.prompt_ids)} prompt tokens and {wanted - len(spec.prompt_ids)} to come exceed "
                 f"the model's context of {self.context_length}"
             )
-        if wanted * self.kv_bytes_per_token > self.kv_limit_bytes:
+        if self.kv_bytes(wanted) > self.kv_limit_bytes:
             return ContextLengthExceededError(
-                f"{wanted} tokens need {wanted * self.kv_bytes_per_token} bytes of KV; "
-                f"this worker has {self.kv_limit_bytes}"
+                f"{wanted} tokens need {self.kv_bytes(wanted)} bytes of KV; this worker has {self.kv_limit_bytes}"
             )
         return None
 
@@ -253,4 +257,4 @@ class Reserved:
         self._tokens.remove(tokens)
 
     def _bytes(self, tokens: list[int]) -> int:
-        return len(tokens) * max(tokens, default=0) * self._limits.kv_bytes_per_token
+        return len(tokens) * self._limits.kv_bytes(max(tokens, default=0))

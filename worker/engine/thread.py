@@ -111,13 +111,13 @@ class EngineThread:
 
         self._command(clear)
 
-    def set_aside(self) -> Future[None]:
-        """Compute no more, and keep all rows' KV; done when everything that was computed has been told."""
+    def set_aside(self, seq_ids: list[str]) -> Future[None]:
+        """Let rows go, and keep their KV; done when everything that was computed of them has been told."""
         future: Future[None] = Future()
 
         def run(engine: Engine) -> None:
             try:
-                engine.set_aside()
+                engine.set_aside(seq_ids)
             except Exception as error:
                 future.set_exception(error)
             else:

@@ -150,6 +150,7 @@ def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int, trace: str = "
             enqueued_ms=now_ms,
             trace=trace,
             tenant=spec.tenant,
+            has_next_turn=spec.has_next_turn,
         )
         for sample in range(spec.n)
     ]

@@ -71,7 +71,7 @@ def finished_trajectory(
         prompt_logprobs=() if own is None else result.prompt_logprobs,
         prompt_top_logprobs=() if own is None else result.prompt_top_logprobs,
         embedding=result.embedding,
-        cached_tokens=0 if own is None else finish.cached_tokens,
+        cached_tokens=finish.cached_tokens,
         worker=result.worker,
         attempt=result.attempt,
         timings=result.timings,

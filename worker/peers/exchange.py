@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from shared.errors import SetupError
-from shared.process.peer_settings import LINGER_S
+from shared.process.kv_settings import LINGER_S
 from shared.process.settings import WorkerSettings
 from shared.redis.connection.faults import reason
 from shared.sequences import ModelCard, SequenceSpec
@@ -28,7 +28,6 @@ from worker.peers.store import EngineStore
 
 log = structlog.get_logger()
 
-SET_ASIDE_S = 5.0
 QUIET_S = 1.0  # nobody has fetched for so long, and nothing waits: nobody will
 LOOK_EVERY_S = 0.2
 EVERYWHERE = ("0.0.0.0", "::", "*")
@@ -131,16 +130,6 @@ class KvExchange:
         return self._engine.adapter_stats().serving.get(spec.adapter)
 
     # -- leaving
-
-    async def set_aside(self) -> None:
-        """Stop the engine, and keep the KV of its rows, so that others can go on with them."""
-        if not self.on or not await self._has_heirs():
-            return
-        try:
-            async with asyncio.timeout(SET_ASIDE_S):
-                await asyncio.wrap_future(self._engine.set_aside())
-        except Exception as error:  # they compute it, then
-            log.warning("kv.not_set_aside", error=repr(error))
 
     async def linger(self, sequences: list[str]) -> None:
         """Stay while somebody fetches what was handed back, or may come to; LINGER_S at most."""

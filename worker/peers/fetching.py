@@ -1,9 +1,10 @@
 """Before a sequence goes to the engine: get its KV from the worker that has it, if that is quicker than computing it.
 
 Invariants. Nothing that a peer does or leaves undone costs a sequence more than FETCH_S, and nothing it sends is stored
-unchecked: whatever goes wrong, the row is computed as if there were no peer, and one line of the log says why. A peer
-that failed is left alone for REST_S. At most MOST_AT_ONCE transfers come in at a time; who waits for its turn longer
-than QUEUE_S computes. Of prompts that begin alike one is fetched after the other.
+unchecked: whatever goes wrong, the row is computed as if there were no peer, and one line of the log says why. It is
+asked for what neither our memory nor our disk has. A peer that failed is left alone for REST_S. At most MOST_AT_ONCE
+transfers come in at a time; who waits for its turn longer than QUEUE_S computes. Of prompts that begin alike one is
+fetched after the other.
 """
 
 import asyncio
@@ -145,7 +146,7 @@ class Fetching:
 
     async def _fetch(self, wish: _Wish, peer: _Peer) -> None:
         ids, version = wish.ids, wish.version
-        prompt = await self._store.held(ids, version, len(ids) - 1)
+        prompt = await self._store.gathered(ids, version, len(ids) - 1)
         if len(ids) - 1 - prompt.length < LEAST_IDS:
             return
         address = await self._directory.address(wish.worker)

@@ -1,16 +1,20 @@
 """The engine's cache of prefixes, as the server and the client of KV see it: from the event loop, in plain bytes."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
+from worker.engine.kv.entries import NOTHING, Promotion
 from worker.engine.kv.parcels import Packed, Parcel, UnusableParcelError, pack
 from worker.engine.kv.sharing import Held, SharedCache
 from worker.peers.wire import Ask, Offer, PeerError
 
 T = TypeVar("T")
 
+LOOK_EVERY_S = 0.01
+DISK_S = 2.0  # for our disk; whoever asks for an offer waits STALL_S for it
 ENGINE_S = 10.0  # for one answer of the engine, which may be in the middle of a step
 
 
@@ -38,8 +42,14 @@ class EngineStore:
         return await self._ask(lambda cache: cache.identity)
 
     async def held(self, ids: list[int], version: str, at_most: int) -> Held:
-        """What is here of a prompt."""
+        """What is in memory of a prompt."""
         return await self._ask(lambda cache: cache.held(ids, version, at_most))
+
+    async def gathered(self, ids: list[int], version: str, at_most: int) -> Held:
+        """The same, after our own disk's part of it has come there."""
+        return await self._with_disk(
+            lambda cache: cache.promotion(ids, version, at_most), lambda cache: cache.held(ids, version, at_most)
+        )
 
     async def take(self, prompt: Held, parcel: Parcel) -> None:
         """Store a parcel. PeerError when it is not what was asked for."""
@@ -51,16 +61,21 @@ class EngineStore:
     async def offer(self, ask: Ask) -> tuple[int, Offer]:
         """What there is for somebody who asks; its number is 0 when that is nothing."""
 
+        at_most = min(ask.at_most, len(ask.ids))
+
+        def promotion(cache: SharedCache) -> Promotion:
+            is_ours = cache.identity == ask.identity
+            return cache.promotion(ask.ids, ask.version, at_most) if is_ours else NOTHING
+
         def look(cache: SharedCache) -> tuple[int, Offer]:
             if cache.identity != ask.identity:
                 return 0, Offer(refusal="another model, dtype, layout or release of mlx-lm computes here")
-            at_most = min(ask.at_most, len(ask.ids))
             offered = cache.offer(ask.ids, ask.version, ask.known, max(0, ask.blocks), at_most, ask.most_bytes)
             return (offered.number, Offer(offered.length, offered.sizes)) if offered else (0, Offer())
 
         if len(ask.ids) > self._most_ids:
             return 0, Offer(refusal=f"{len(ask.ids)} ids are more than the model's context")
-        return await self._ask(look)
+        return await self._with_disk(promotion, look)
 
     async def parcel(self, offer: int, number: int) -> Packed:
         """A part of an offer, ready to be sent."""
@@ -72,6 +87,22 @@ class EngineStore:
         """Nobody fetches it any more."""
         if offer:
             self._engine.on_kv(lambda cache: cache.drop(offer))
+
+    async def _with_disk(self, begin: Callable[[SharedCache], Promotion], look: Callable[[SharedCache], T]) -> T:
+        """What there is to see once a promotion is through, or has taken DISK_S."""
+
+        def first(cache: SharedCache) -> tuple[Promotion, T | None]:
+            promotion = begin(cache)
+            return promotion, look(cache) if promotion is NOTHING else None
+
+        promotion, found = await self._ask(first)
+        if found is not None:
+            return found
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISK_S):
+                while promotion.waits:  # noqa: ASYNC110 - the engine's thread ends it
+                    await asyncio.sleep(LOOK_EVERY_S)
+        return await self._ask(look)
 
     async def _ask(self, call: Callable[[SharedCache], T]) -> T:
         try:

@@ -54,6 +54,7 @@ class ClaimPlan:
     batch_max: int  # batch never takes more than this; interactive may take every row
     kv_tokens: int  # free KV positions; an entry that does not fit waits, and all behind it
     worker_is_empty: bool  # then the first entry need not fit, and a suspect may run
+    kv_window: int = 0  # positions that a row holds at most; 0: as many as it has
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,7 @@ class SequenceQueue:
         rest = [keys.suspect_turn(self._model), keys.dead_letters(self._model)]
         args: list[Argument] = [keys.GROUP, worker_id, plan.rows, plan.interactive_first, plan.batch_first]
         args += [plan.batch_max, plan.kv_tokens, "1" if plan.worker_is_empty else "", STEAL_AFTER_MS, self._prefix]
-        args += [QUEUE_TTL_S, self._alone.get(worker_id, ""), TURN_MS, "1" if handed_back else ""]
+        args += [QUEUE_TTL_S, self._alone.get(worker_id, ""), TURN_MS, "1" if handed_back else "", plan.kv_window]
         tips, rows, steal_in_ms = await _CLAIM(self._redis, [*own, *rest, *others], args)
         if not handed_back:
             self._tips[worker_id] = dict(zip([*own, *others], tips, strict=True))

@@ -5,7 +5,8 @@ of 128 prompts' KV held the loop of a GPU for 88 ms. So between two decode steps
 engine's configuration says, and one row at least. A row that ends before its turn has no KV any more, and its prompt is
 not kept. Other layers' states are stored when a prompt's forward ends at a stop (kv/stops.py), as they are there.
 
-A finished row is stored with its answer where a next turn may begin with both.
+A finished row is stored with its answer where a next turn may begin with both; a row that is set aside, as far as it
+has come.
 """
 
 import logging
@@ -24,9 +25,10 @@ RowsKv = Callable[[list[Row]], KvRows]  # where rows lie in a batch
 class Keeping:
     """Of one engine. Rows whose prompts are still to be stored are in order of their first tokens."""
 
-    def __init__(self, prefixes: PrefixCache, bytes_per_token: int, bytes_at_once: int) -> None:
+    def __init__(self, prefixes: PrefixCache, kv_bytes: Callable[[int], int], bytes_at_once: int) -> None:
+        """`kv_bytes`: of a row of so many ids."""
         self._prefixes = prefixes
-        self._bytes_per_token = bytes_per_token
+        self._kv_bytes = kv_bytes
         self._bytes_at_once = bytes_at_once
         self._rows: deque[Row] = deque()
 
@@ -39,7 +41,7 @@ class Keeping:
         left = self._bytes_at_once
         while self._rows and left > 0:
             row = self._rows.popleft()
-            left -= len(row.spec.prompt_ids) * self._bytes_per_token
+            left -= self._kv_bytes(len(row.spec.prompt_ids))
             rows.append(row)
         self._store(rows, [row.spec.prompt_ids[:-1] for row in rows], kv)
 
@@ -50,37 +52,44 @@ class Keeping:
 
     def at_stops(self, rows: list[Row], lengths: list[int], kv: RowsKv) -> None:
         """Rows whose prompts have been fed up to a stop, which is so many ids."""
-        pairs = self._within_bytes(rows, lengths, self._prefixes.state_bytes)
+        pairs = self._within_bytes(rows, lengths, self._state_bytes)
         self._store([row for row, _ in pairs], [row.context[:length] for row, length in pairs], kv, at_end=True)
 
     def answers(self, rows: list[Row], unfed: int, kv: RowsKv) -> None:
         """Rows that have finished; the KV of their last `unfed` tokens is not there."""
         kept = [row for row in rows if row.may_go_on]
         lengths = [len(row.context) - unfed for row in kept]
-        pairs = self._within_bytes(kept, lengths, self._prefixes.state_bytes, self._bytes_per_token)
+        pairs = self._within_bytes(kept, lengths, lambda length: self._state_bytes(length) + self._kv_bytes(length))
         try:
             self._store([row for row, _ in pairs], [row.context[:length] for row, length in pairs], kv, at_end=True)
         except Exception:  # the answers are told by now, and others decode on
             log.exception("engine.answers_not_kept rows=%d", len(pairs))
 
     def set_aside(self, rows: list[Row], unfed: int, kv: RowsKv) -> None:
-        """Rows that others go on with, who fetch their KV from here."""
+        """Rows that go on later, here or where somebody fetches their KV from here."""
         left = self._prefixes.limit_bytes
         for row in rows:
-            left -= len(row.context) * self._bytes_per_token
+            left -= self._kv_bytes(len(row.context))
             if left > 0:  # else it would drive out what was kept just now
                 self._store([row], [row.context[: len(row.context) - unfed]], kv, at_end=True)
 
     def _within_bytes(
-        self, rows: list[Row], lengths: list[int], row_bytes: int, id_bytes: int = 0
+        self, rows: list[Row], lengths: list[int], bytes_of: Callable[[int], int]
     ) -> list[tuple[Row, int]]:
         """As many as may be copied at once, at least one."""
-        pairs, left = [], self._bytes_at_once
+        pairs, total, widest = list[tuple[Row, int]](), 0, 0
         for row, length in zip(rows, lengths, strict=True):
-            if left > 0:
+            nbytes = bytes_of(length)
+            padded = len(pairs) * max(widest, nbytes)  # states of several rows are as wide as the widest
+            if (padded if self._prefixes.needs_snapshots else total) < self._bytes_at_once:
                 pairs.append((row, length))
-            left -= row_bytes + length * id_bytes
+                total, widest = total + nbytes, max(widest, nbytes)
         return pairs
+
+    def _state_bytes(self, length: int) -> int:
+        """Of what is stored of a row besides blocks."""
+        known = self._prefixes.state_bytes
+        return known if self._prefixes.has_blocks else max(known, self._kv_bytes(length))
 
     def remove(self, rows: Iterable[Row]) -> None:
         """They have left, or compute their context again."""

@@ -7,7 +7,7 @@ log-probabilities of the ids that it was asked about.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -211,10 +211,11 @@ class PrefillLane:
         if not task.left:
             self._keeping.prompt(row, task.done, lambda _: KvRows.of(task.kv))
 
-    def set_aside(self) -> None:
-        """Keep the KV of prompts that are half fed: their rows go on elsewhere."""
+    def set_aside(self, rows: Iterable[Row]) -> None:
+        """Keep the KV of prompts that are half fed: these rows go on later, or elsewhere."""
+        gone = set(rows)
         for task in self._tasks:
-            if task.done and task.pool is None:
+            if task.done and task.pool is None and gone.intersection(task.rows):
                 task.rows[0].kv_versions |= task.kv_versions
                 self._set_aside(task)
 

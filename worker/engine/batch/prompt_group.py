@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from worker.engine.batch.row import Row, RowTag
 from worker.engine.batch.row_model import RowModel
-from worker.engine.kv.kinds import copies, end_of, keep_rows
+from worker.engine.kv.kinds import copies, end_of, keep_rows, shed
 from worker.engine.kv.slabs import KvRows
 
 
@@ -111,6 +111,7 @@ class PromptGroup:
             for cache in self.cache:
                 cache.finalize()
             self.padding = [before + pad for before, pad in zip(self.padding, padding, strict=True)]
+        shed(self.cache[:-1])
         return len(parts), longest
 
     def at_stops(self) -> tuple[list[Row], list[int]]:

@@ -252,13 +252,19 @@ class RunningBatch:
 
     def stop_ahead(self) -> list[tuple[Row, int]]:
         """Tell what has been drawn, and feed it no more: each row's KV ends before its last token."""
-        return self._tell() if self._cache else []
+        if not self._cache:
+            return []
+        tokens = self._tell()
+        self._keeping.prompts(self.started, self.kv_of)  # the next step knows only those that start in it
+        return tokens
 
-    def set_aside(self) -> None:
-        """Keep the KV of all rows, which go on elsewhere."""
-        self._keeping.set_aside(list(self._decoding_rows), self.unfed, self.kv_of)
+    def set_aside(self, rows: Iterable[Row]) -> None:
+        """Keep the KV of rows that are about to leave and go on later, or elsewhere."""
+        gone = set(rows)
+        self._keeping.set_aside([row for row in self._decoding_rows if row in gone], self.unfed, self.kv_of)
         for group in self._groups:
-            self._keeping.at_stops(*group.progress, group.kv_of)
+            if gone.intersection(group.rows):
+                self._keeping.at_stops(*group.progress, group.kv_of)
 
     def _told(self, rows: Sequence[Row], inputs_B: mx.array, untold: set[Row]) -> list[tuple[Row, int]]:
         fed = cast(list[int], inputs_B.tolist())

@@ -65,6 +65,13 @@ class Kind:
         """Keep these rows of a batch, of which none needs the first `shift` positions of padding."""
         cache.filter(keep)
 
+    def window(self, cache: Any) -> int:
+        """Positions that a leaf holds at most; 0: it holds none."""
+        return 0
+
+    def shed(self, cache: Any) -> None:
+        """Drop what a leaf of a batch holds beyond what its rows still read."""
+
 
 class _Plain(Kind):
     is_known = is_cut = True
@@ -140,6 +147,17 @@ class _Window(Kind):
             batch._idx = batch._offset = width
         return batch
 
+    def window(self, cache: Any) -> int:
+        return int(cache.max_size)
+
+    def shed(self, cache: Any) -> None:
+        # mlx-lm does so with the next token; until then all rows of a batch would be padded to a long prompt's piece.
+        more = 0 if cache.keys is None else cache.keys.shape[2] - cache.max_size
+        if more > 0:
+            cache.keys, cache.values = (mx.contiguous(each[..., more:, :]) for each in (cache.keys, cache.values))
+            cache.left_padding = cache.left_padding - more
+            cache._idx = cache.max_size
+
 
 def _in_order(cache: Any) -> Arrays:
     """Keys and values from the oldest position to the newest, of one row or of a batch."""
@@ -201,6 +219,20 @@ def leaves(caches: Sequence[Any]) -> Iterator[Any]:
 def end_of(caches: Sequence[Any]) -> int:
     """Positions, padding included, where a leaf is plain; else 0."""
     return next((kind_of(leaf).end(leaf) for leaf in leaves(caches) if kind_of(leaf).is_cut), 0)
+
+
+def window_of(caches: Sequence[Any]) -> int:
+    """Positions that a row holds at most; 0: a leaf holds all, or none holds any."""
+    each = list(leaves(caches))
+    if any(not kind_of(leaf).is_known or kind_of(leaf).is_cut for leaf in each):
+        return 0
+    return max((kind_of(leaf).window(leaf) for leaf in each), default=0)
+
+
+def shed(caches: Sequence[Any]) -> None:
+    """Drop what leaves of a batch hold beyond what their rows still read."""
+    for leaf in leaves(caches):
+        kind_of(leaf).shed(leaf)
 
 
 def keep_rows(caches: Sequence[Any], keep: list[int], padding: Sequence[int]) -> list[int]:

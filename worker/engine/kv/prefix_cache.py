@@ -60,6 +60,7 @@ class PrefixCache:
         kinds = [kind_of(leaf) for leaf in leaves(new_kv)]
         self._limit = limit_bytes if all(kind.is_known for kind in kinds) else 0
         self.needs_snapshots = bool(self._limit) and not all(kind.is_cut for kind in kinds)
+        self.has_blocks = any(kind.is_cut for kind in kinds)
         self._new_kv = list(new_kv)
         self._block_size = block_size
         self._keys = BlockKeys(base_sha256, block_size)
@@ -278,10 +279,10 @@ class PrefixCache:
         layers = kv.states(places, lengths) if places else []
         if not layers or not all(layers):
             return
-        states = copy_states(layers)
-        self._stops.state_bytes = states[0].slab.nbytes // len(states)
+        self._stops.state_bytes = sum(array.nbytes for arrays in layers for array in arrays) // len(places)
         if self._stops.state_bytes > self._limit:
             return
+        states = copy_states(layers)
         rests = self._rests([tail for _, tail in ends], places, lengths, kv)
         for at, ((key, tail), (_, runs_of)) in enumerate(ends.items()):
             version = prompts[places[at]].version

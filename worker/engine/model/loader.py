@@ -20,6 +20,7 @@ from shared.errors import SetupError
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
 from worker.engine.kv.cuda import attention as cuda_attention
+from worker.engine.kv.kinds import window_of
 from worker.engine.kv.layout import KvLayout, layout_of
 from worker.engine.messages import EngineConfig
 from worker.engine.model import cuda_graphs
@@ -59,16 +60,19 @@ def load_model(config: EngineConfig) -> LoadedModel:
     _set_dtype(model, config.dtype)
     mx.eval(model.parameters())
     bundle = export_tokenizer(tokenizer)
-    kv = layout_of(model, config.kv_bits, config.kv_group_size)
-    kv_bytes, vocab, dtype = _measure(model, kv)
+    context = _context_length(model_config, config.max_context)
+    bound = config.max_kv_size if config.max_kv_size < context else 0  # a longer row is refused in any case
+    kv = layout_of(model, config.kv_bits, config.kv_group_size, bound)
+    kv_bytes, kv_window, vocab, dtype = _measure(model, kv)
     card = ModelCard(
         name=config.served_name or config.model.rstrip("/").rsplit("/", 1)[-1],
-        context_length=_context_length(model_config, config.max_context),
+        context_length=context,
         vocab_size=vocab,
         eos_token_ids=bundle.eos_token_ids,
         tokenizer_sha256=bundle.sha256,
         base_sha256=base_sha256(path),
         kv_bytes_per_token=kv_bytes,
+        kv_window=kv_window,
         dtype=dtype,
         quantization=_quantization(model_config),
         kv=kv.name,
@@ -104,13 +108,13 @@ def _set_dtype(model: Any, dtype: str | None) -> None:
     model.set_dtype(_DTYPES[dtype])
 
 
-def _measure(model: Any, kv: KvLayout) -> tuple[int, int, str]:
-    """KV bytes per position, vocabulary size and activation dtype, by a forward of one token."""
+def _measure(model: Any, kv: KvLayout) -> tuple[int, int, int, str]:
+    """KV bytes per position, how many a row holds, vocabulary size and activation dtype, by a forward of one token."""
     caches = kv.new(model)
     logits_1LV = model(mx.zeros((1, 1), mx.int32), cache=caches)
     mx.eval(logits_1LV, [cache.state for cache in caches])
     per_token = sum(map(_bytes_per_position, caches))
-    return max(1, per_token), logits_1LV.shape[-1], str(logits_1LV.dtype).removeprefix("mlx.core.")
+    return max(1, per_token), window_of(caches), logits_1LV.shape[-1], str(logits_1LV.dtype).removeprefix("mlx.core.")
 
 
 def _bytes_per_position(cache: Any) -> int:

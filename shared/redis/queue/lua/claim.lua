@@ -20,12 +20,14 @@
 -- ARGV[12] alone            id of the suspect that this worker runs ('' none)
 -- ARGV[13] turn_ms          how long a worker may take to run empty for a suspect, unless it asks again
 -- ARGV[14] handed_back      '1': nothing but the handed back streams
+-- ARGV[15] window           KV positions that a sequence takes at most, '0': as many as it says
 -- Returns {last generated ids of KEYS[1..8] and KEYS[11..], claims, ms until an entry that is too young may be stolen,
 -- 0: none}; a claim is {stream, entry, id, spec, attempt, api, job, verdict} with verdict 'run', 'alone', 'cancelled' or
 -- 'deadline'. All are leased; the caller commits the end of the last two.
 local group, worker = ARGV[1], ARGV[2]
 local rows, batch_left, kv = tonumber(ARGV[3]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local empty, steal_ms, prefix, ttl, alone = ARGV[8] == '1', tonumber(ARGV[9]), ARGV[10], ARGV[11], ARGV[12]
+local window = tonumber(ARGV[15])
 local now = server_ms()
 local claims = {}
 local running = 0
@@ -79,6 +81,7 @@ local function choose(entries, quota, limit, min_age)
     if verdict == 'run' then
       local goes_on = begun and begun ~= '' and begun == fields.group
       local need = math.max(0, tonumber(fields.kv) or 0)
+      if window > 0 then need = math.min(need, window) end
       if used >= limit or (used >= quota and not goes_on) then break end
       if not goes_on and running > 0 and used + size_of_group(entries, i) > limit then break end
       if need > kv and not (empty and running == 0) then
