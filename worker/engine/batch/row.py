@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import structs
 
+from shared.errors import InvalidGrammarError
 from shared.frames import Finish, TokenEvent, TokenLogprob
 from worker.engine.kv.entries import UNASKED
 from worker.engine.messages import RowRequest
@@ -32,6 +33,7 @@ class Row:
         "cached_tokens",
         "draws",
         "eos_ids",
+        "is_over",
         "kv_versions",
         "place",
         "position",
@@ -63,6 +65,7 @@ class Row:
         self.cached_tokens = 0  # of the prompt, from the prefix cache
         self.promotion = UNASKED  # of KV that it waits for
         self.kv_versions: set[str] = set()  # that its KV has been computed with
+        self.is_over = False  # its last token has been taken
 
     @property
     def deadline_ms(self) -> int:
@@ -106,6 +109,13 @@ class Row:
         if self.place is not None:
             self.place.restart(self.tokens)
 
+    def ahead(self, tokens: list[int], place: Place | None, steps: int) -> Row:
+        """The row as it will be so many steps later, to draw with: `tokens` where its draw depends on them."""
+        row = Row.__new__(Row)
+        row.spec, row.sampling, row.stop_ids = self.spec, self.sampling, self.stop_ids
+        row.tokens, row.place, row.position = tokens, place, self.position + steps
+        return row
+
     def accept(self, token: int) -> tuple[Finish | None, str | None]:
         """Take the next token: the finish it causes, and the visible text it adds (rows with stop strings)."""
         tokens = self.tokens
@@ -142,12 +152,22 @@ class Row:
         tops = None if top is None else [top]
         return TokenEvent(self.spec.id, self.attempt, position, [token], [logprob], tops, text, version, finish)
 
-    def next_event(self, token: int) -> TokenEvent:
-        """Take a token that was drawn, and make the event that tells of it."""
+    def next_events(self, token: int) -> list[TokenEvent]:
+        """Take a token that was drawn: the event that tells of it, and the row's end if its grammar has failed.
+
+        None behind the last token, when a draft goes on there.
+        """
+        if self.is_over:
+            return []
         draw, index = self.draws.popleft()
         top = self.sampling.top_logprobs
         tops = None if top is None else draw.top_logprobs(index, top)
-        return self.event(token, draw.logprob(index), tops, draw.versions[index])
+        events = [self.event(token, draw.logprob(index), tops, draw.versions[index])]
+        # The grammar has been asked about what comes behind all tokens of a step.
+        if events[0].finish is None and self.place is not None and self.place.fault and len(self.draws) < 2:
+            events.append(self.last_event(Finish.failed(InvalidGrammarError(self.place.fault))))
+        self.is_over = events[-1].finish is not None
+        return events
 
     def last_event(self, finish: Finish) -> TokenEvent:
         """An event without tokens that ends the sequence; it carries the text that was held back."""
