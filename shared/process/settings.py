@@ -30,6 +30,7 @@ from shared.process import nested_config
 from shared.process.foreign_flags import native
 from shared.process.model_aliases import ModelAliases
 from shared.process.peer_settings import PeerSettings
+from shared.process.speculation_settings import SpeculationSettings
 from shared.process.ssd_settings import SsdSettings
 from shared.redis.connection import address
 from shared.sequences import LogprobsMode
@@ -148,7 +149,7 @@ class JoinSettings(ProcessSettings):
     redis_password: SecretStr = Field(default=SecretStr(""), description="of its Redis: an api does not tell it")
 
 
-class WorkerSettings(JoinSettings, SsdSettings, PeerSettings):
+class WorkerSettings(JoinSettings, SsdSettings, PeerSettings, SpeculationSettings):
     """`mlx_parallm_worker`: one per Mac."""
 
     model: str = Field(

@@ -149,6 +149,7 @@ class SpeculationStats:
     drafts: int = 0  # a row's, in such a step
     drafted: int = 0  # tokens
     accepted: int = 0
+    accepted_at: tuple[int, ...] = ()  # by place in the draft, the first one first
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,23 @@ def engine_config(s: WorkerSettings) -> EngineConfig:
         kv_group_size=s.kv_group_size,
         disk=_disk_config(s),
         guest_share=s.training_share,
+        speculation=_speculation_config(s),
+    )
+
+
+def _speculation_config(s: WorkerSettings) -> SpeculationConfig | None:
+    if s.spec_decode == "none":
+        return None
+    return SpeculationConfig(
+        tokens=s.num_speculative_tokens,
+        most_rows=s.spec_decode_disable_batch_size,
+        ngram_max=s.ngram_max,
+        ngram_min=s.ngram_min,
+        prompt_lookup=s.ngram_prompt_lookup,
+        adapts_to_rows=s.spec_decode_dynamic,
+        adapts_to_time=s.adaptive_k,
+        threshold=s.spec_decode_acceptance_threshold,
+        memory_bytes=s.spec_decode_memory_mb << 20 if s.spec_decode == "auto" else 0,
     )
 
 

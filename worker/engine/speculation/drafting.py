@@ -112,11 +112,14 @@ class Drafting:
         alone, before = self._widths
         self._widths = (width if alone else 0, before)
         drafts = drafted = accepted = 0
+        held_at = [*self.stats.accepted_at, *([0] * (width - 1 - len(self.stats.accepted_at)))]
         for row, tried, held in results:
             if tried:
                 self._rows[row].chance.learn(tried, held)
                 self._chance.learn(tried, held, SHARED_RECENT)
                 drafts, drafted, accepted = drafts + 1, drafted + tried, accepted + held
+                for at in range(held):
+                    held_at[at] += 1
         was = self.stats
         self.stats = replace(
             was,
@@ -124,6 +127,7 @@ class Drafting:
             drafts=was.drafts + drafts,
             drafted=was.drafted + drafted,
             accepted=was.accepted + accepted,
+            accepted_at=tuple(held_at),
         )
 
     def remove(self, rows: Iterable[Row]) -> None:
