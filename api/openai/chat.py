@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.generation.plan import Asked, plan
+from api.generation.plan import Asked, encoded, plan
 from api.generation.structured import grammar_of_format, grammar_of_outputs
 from api.generation.target import target_of
 from api.http.bodies import BodyRoute
@@ -51,6 +51,7 @@ async def asked_of(codec: TextCodec, body: ChatCompletionRequest, settings: ApiS
     variables = {name: value for name, value in _hints(body).items() if name in codec.bundle.chat_template}
     chat = await conversation(codec, body, tools, wanted, **variables)
     newer = body.max_completion_tokens is not None
+    predicted = [] if body.prediction is None else await encoded(codec, [body.prediction.text], False)
     return Asked(
         endpoint="chat",
         prompts=[chat.prompt],
@@ -62,6 +63,7 @@ async def asked_of(codec: TextCodec, body: ChatCompletionRequest, settings: ApiS
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         grammar=chat.grammar,
         split=chat.split,
+        prediction=tuple(predicted[0]) if predicted else (),
     )
 
 

@@ -127,6 +127,8 @@ def test_a_right_prediction_takes_a_fraction_of_the_forwards(llama: LoadedModel)
     bench.run()
     assert [bench.tokens(each.id) for each in rows] == [plain.tokens(each.id) for each in rows]
     assert len(spy.fed) < 2 + 48 / 5
+    counted = [bench.finish(each.id) for each in rows]
+    assert all(each.accepted_prediction_tokens > 35 and not each.rejected_prediction_tokens for each in counted)
     stats = bench.engine.stats()
     assert stats.tokens == 3 * 48 and stats.speculation.accepted == stats.speculation.drafted
 

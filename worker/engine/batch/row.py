@@ -37,6 +37,7 @@ class Row:
         "kv_versions",
         "place",
         "position",
+        "predicted",
         "prior",
         "promotion",
         "reserved_tokens",
@@ -66,6 +67,7 @@ class Row:
         self.promotion = UNASKED  # of KV that it waits for
         self.kv_versions: set[str] = set()  # that its KV has been computed with
         self.is_over = False  # its last token has been taken
+        self.predicted = (0, 0)  # tokens of its client's prediction that were accepted, and drafted in vain
 
     @property
     def deadline_ms(self) -> int:
@@ -148,7 +150,7 @@ class Row:
         """Take the next token and make the event that tells of it."""
         position = len(self.tokens)
         finish, text = self.accept(token)
-        finish = None if finish is None else self._with_cached(finish)
+        finish = None if finish is None else self._counted(finish)
         tops = None if top is None else [top]
         return TokenEvent(self.spec.id, self.attempt, position, [token], [logprob], tops, text, version, finish)
 
@@ -172,7 +174,7 @@ class Row:
     def last_event(self, finish: Finish) -> TokenEvent:
         """An event without tokens that ends the sequence; it carries the text that was held back."""
         text = None if self.text is None else self.text.flush()
-        finish = self._with_cached(finish)
+        finish = self._counted(finish)
         return TokenEvent(self.spec.id, self.attempt, len(self.tokens), [], [], text=text, finish=finish)
 
     def take_kv(self, cached: int, versions: set[str]) -> None:
@@ -180,8 +182,16 @@ class Row:
         self.cached_tokens = min(cached, len(self.spec.prompt_ids))
         self.kv_versions |= versions
 
-    def _with_cached(self, finish: Finish) -> Finish:
-        return structs.replace(finish, cached_tokens=self.cached_tokens) if self.cached_tokens else finish
+    def _counted(self, finish: Finish) -> Finish:
+        if not (self.cached_tokens or any(self.predicted)):
+            return finish
+        accepted, rejected = self.predicted
+        return structs.replace(
+            finish,
+            cached_tokens=self.cached_tokens,
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=rejected,
+        )
 
 
 class RowTag:

@@ -38,6 +38,7 @@ class _Source:
     prediction: Ids | None  # of its client
     key: Key | None  # of what others have written behind its prompt; None: that is not kept
     rests: bool = False  # in this step
+    is_predicted: bool = False  # its draft is from there
 
 
 class Drafting:
@@ -120,6 +121,8 @@ class Drafting:
                 drafts, drafted, accepted = drafts + 1, drafted + tried, accepted + held
                 for at in range(held):
                     held_at[at] += 1
+                if self._rows[row].is_predicted:
+                    row.predicted = row.predicted[0] + held, row.predicted[1] + tried - held
         was = self.stats
         self.stats = replace(
             was,
@@ -169,10 +172,12 @@ class Drafting:
         text = source.history.latest(far)
         draft, matched = own_draft(text, min(most, room), least, config.ngram_max)
         kept = self._memory.texts(source.key) if source.key is not None else None
+        source.is_predicted = False
         for other in (kept, source.prediction):
             if other is not None:
                 theirs, longer = draft_from(other[-far:], text, min(most, room), max(least, matched), DEEPEST)
-                draft, matched = (theirs, longer) if theirs else (draft, matched)
+                if theirs:
+                    draft, matched, source.is_predicted = theirs, longer, other is source.prediction
         for at, id_ in enumerate(draft):
             if id_ in row.stop_ids:
                 return draft[: at + 1]
