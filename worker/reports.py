@@ -79,6 +79,7 @@ def _extra(card: ModelCard, settings: WorkerSettings, stats: EngineStats, adapte
     prefix: dict[str, float] = {f"prefix_{name}": value for name, value in asdict(stats.prefix).items()}
     if settings.ssd_folder is not None:
         prefix |= {f"disk_{name}": value for name, value in asdict(stats.disk).items()}
+    drafts = stats.speculation
     room = max(0.0, settings.prefix_cache_gb * 1e9 - stats.prefix.bytes)
     return {
         **prefix,
@@ -89,6 +90,7 @@ def _extra(card: ModelCard, settings: WorkerSettings, stats: EngineStats, adapte
         "adapter_slots_used": len(adapters.loaded),
         **{f"{ROWS_OF}{version}": rows for version, rows in adapters.loaded.items()},
         **{f"{WAITS_FOR}{version}": 1 for version in adapters.waited_for},
+        **({"draft_tokens": drafts.drafted, "draft_tokens_accepted": drafts.accepted} if drafts.is_on else {}),
         **({f"guest_{name}": value for name, value in asdict(stats.guests).items()} if settings.guest else {}),
     }
 

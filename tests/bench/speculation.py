@@ -14,6 +14,7 @@ import argparse
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 import mlx.core as mx
@@ -27,41 +28,72 @@ from worker.engine.model.loader import LoadedModel
 AIMS = {(1, 1.0): "aim 2.0", (8, 1.0): "aim 1.4", (32, 0.0): "aim 0.97", (32, 0.7): "aim 0.97", (32, 1.0): "aim 0.97"}
 
 
+class Decoding:
+    """Rows of one engine, past their prompts."""
+
+    def __init__(self, engine: Engine, requests: Sequence[RowRequest]) -> None:
+        self._engine = engine
+        self.written: list[list[int]] = [[] for _ in requests]
+        self.tokens, self.seconds = 0, 0.0
+        engine.submit(requests)
+        while not all(self.written):
+            self.turn()
+        self.tokens, self.seconds = 0, 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether rows are left."""
+        return self._engine.busy
+
+    def turn(self) -> None:
+        """One turn, timed."""
+        began = time.perf_counter()
+        events = self._engine.turn().events
+        self._engine.settle()
+        took = time.perf_counter() - began
+        for event in events:
+            self.written[int(event.seq)] += event.tokens
+        self.tokens += sum(len(event.tokens) for event in events)
+        self.seconds += took
+
+
 class Runs:
     """One engine with drafts and one without, over the same prompts."""
 
-    def __init__(
-        self, loaded: LoadedModel, rows: int, tokens: int, context: int, speculation: SpeculationConfig
-    ) -> None:
-        plain = EngineConfig("", max_rows=rows, prefill_chunk=256, prefix_cache_bytes=0)
-        self._plain = Engine(loaded, plain)
-        self._drafting = Engine(
-            loaded, EngineConfig("", max_rows=rows, prefill_chunk=256, prefix_cache_bytes=0, speculation=speculation)
-        )
+    def __init__(self, loaded: LoadedModel, rows: int, tokens: int, context: int, drafts: SpeculationConfig) -> None:
+        config = EngineConfig("", max_rows=rows, prefill_chunk=256, prefix_cache_bytes=0)
+        self._plain, self._drafting = Engine(loaded, config), Engine(loaded, replace(config, speculation=drafts))
         self._rows, self._tokens, self._context, self._vocab = rows, tokens, context, loaded.card.vocab_size
         self.drafted = self.accepted = self.changed = 0
 
     def ratio(self, chance: float, seed: int) -> float:
-        """Tokens per second with drafts of such a chance over those without."""
+        """Tokens per second with drafts of such a chance over those without; turns of both alternate."""
         draw = random.Random(seed)
         prompts = [tuple(draw.randrange(3, self._vocab) for _ in range(self._context)) for _ in range(self._rows)]
-        plain_s, written = self._decode(self._plain, prompts, [()] * self._rows, seed)
+        recorded = Decoding(self._plain, self._requests(prompts, [()] * self._rows, seed))
+        while recorded.is_busy:
+            recorded.turn()
         guesses = [
-            tuple(id_ if draw.random() < chance else draw.randrange(3, self._vocab) for id_ in each) for each in written
+            tuple(id_ if draw.random() < chance else draw.randrange(3, self._vocab) for id_ in each)
+            for each in recorded.written
         ]
         before = self._drafting.stats().speculation
-        drafting_s, again = self._decode(self._drafting, prompts, guesses, seed)
+        plain = Decoding(self._plain, self._requests(prompts, [()] * self._rows, seed))
+        drafting = Decoding(self._drafting, self._requests(prompts, guesses, seed))
+        while plain.is_busy or drafting.is_busy:
+            for each in (plain, drafting):
+                if each.is_busy:
+                    each.turn()
         after = self._drafting.stats().speculation
-        self.changed += sum(first != second for first, second in zip(written, again, strict=True))
+        self.changed += sum(first != second for first, second in zip(plain.written, drafting.written, strict=True))
         self.drafted += after.drafted - before.drafted
         self.accepted += after.accepted - before.accepted
-        return plain_s / drafting_s
+        return drafting.tokens / drafting.seconds / (plain.tokens / plain.seconds)
 
-    def _decode(
-        self, engine: Engine, prompts: Sequence[tuple[int, ...]], guesses: Sequence[tuple[int, ...]], seed: int
-    ) -> tuple[float, list[list[int]]]:
-        """Seconds from the last first token to the end, and what was written."""
-        engine.submit(
+    def _requests(
+        self, prompts: Sequence[tuple[int, ...]], guesses: Sequence[tuple[int, ...]], seed: int
+    ) -> list[RowRequest]:
+        return [
             RowRequest(
                 SequenceSpec(
                     str(at),
@@ -72,16 +104,7 @@ class Runs:
                 )
             )
             for at, (prompt, guess) in enumerate(zip(prompts, guesses, strict=True))
-        )
-        written: list[list[int]] = [[] for _ in prompts]
-        began = 0.0
-        while engine.busy:
-            for event in engine.turn().events:
-                written[int(event.seq)] += event.tokens
-            engine.settle()
-            if not began and all(written):
-                began = time.perf_counter()
-        return time.perf_counter() - began, written
+        ]
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from shared.frames import TokenEvent
 from shared.sequences import SequenceSpec
 from shared.text import grammar
+from tests.engine.adapter_bench import AdapterBench, make_versions, row
+from tests.engine.adapter_models import MadeAdapter
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
 from tests.engine.kv_models import WINDOWED, Model
 from worker.engine.messages import SpeculationConfig
@@ -177,3 +179,36 @@ def test_a_failed_forward_ends_its_rows_and_the_next_ones_are_drafted_for(llama:
     bench.submit(rows[1])
     bench.run()
     assert bench.tokens("s1") == list(rows[1].prediction_ids) and bench.engine.stats().speculation.accepted > 15
+
+
+@pytest.fixture(scope="module")
+def made(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, MadeAdapter]:
+    return make_versions(llama, tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.mark.parametrize("policy", ["pin", "follow"])
+def test_rows_of_several_adapters_are_drafted_for_while_a_version_is_loaded(
+    llama: LoadedModel, made: dict[str, MadeAdapter], policy: Literal["pin", "follow"]
+) -> None:
+    names = ["", "a", "b@1"]
+    rows = [
+        msgspec.structs.replace(row(f"s{at}", prompt_of(9, seed=at), each, max_tokens=40), adapter_policy=policy)
+        for at, each in enumerate(names)
+    ]
+    with AdapterBench(llama, made) as plain:
+        plain.publish("a@1")
+        plain.provide("b@1")
+        plain.submit(*rows)
+        plain.run()
+    rows = [msgspec.structs.replace(each, prediction_ids=tuple(plain.tokens(each.id))) for each in rows]
+    with AdapterBench(llama, made, speculation=ALWAYS) as bench:
+        bench.publish("a@1")
+        bench.provide("b@1")
+        bench.submit(*rows)
+        bench.until(lambda: len(bench.tokens("s1")) > 12)
+        bench.publish_and_read("a@2")
+        bench.run()
+        for each in rows:
+            bench.assert_true_to_its_versions(each)
+        assert bench.engine.stats().speculation.accepted > 60
+        assert ("a@2" in bench.versions("s1")) == (policy == "follow")
