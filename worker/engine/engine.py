@@ -26,7 +26,7 @@ from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.prefill_lane import Followers, PrefillLane, PrefillTask, promote, report_of, task_for
 from worker.engine.batch.prompt_group import Entry
 from worker.engine.batch.prompts_in_flight import Pieces
-from worker.engine.batch.row import NO_DEADLINE, Row
+from worker.engine.batch.row import NO_DEADLINE, Row, events_of
 from worker.engine.batch.row_model import RowModel
 from worker.engine.kv.disk.tiered_cache import prefix_cache
 from worker.engine.messages import EndReason, EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
@@ -323,7 +323,7 @@ class Engine:
             self._tell(tokens)
 
     def _tell(self, tokens: list[tuple[Row, int]]) -> None:
-        events = [event for row, token in tokens for event in row.next_events(token)]
+        events = events_of(tokens)
         self._events += events
         self._throughput.add(sum(len(event.tokens) for event in events), time.monotonic())
         ended = [self._rows[event.seq] for event in events if event.finish is not None]

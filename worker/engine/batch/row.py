@@ -8,13 +8,16 @@ the draws in flight, oldest first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from msgspec import structs
 
 from shared.errors import InvalidGrammarError
 from shared.frames import Finish, TokenEvent, TokenLogprob
+from shared.token_events import merged
 from worker.engine.kv.entries import UNASKED
 from worker.engine.messages import RowRequest
 from worker.engine.sampling.draw import Draw
@@ -154,22 +157,28 @@ class Row:
         tops = None if top is None else [top]
         return TokenEvent(self.spec.id, self.attempt, position, [token], [logprob], tops, text, version, finish)
 
-    def next_events(self, token: int) -> list[TokenEvent]:
-        """Take a token that was drawn: the event that tells of it, and the row's end if its grammar has failed.
+    def next_events(self, tokens: Iterable[int]) -> list[TokenEvent]:
+        """Take tokens that were drawn: the events that tell of them, and of the row's end if its grammar has failed.
 
-        None behind the last token, when a draft goes on there.
+        What a draft says behind the last token is left out.
         """
-        if self.is_over:
-            return []
+        events: list[TokenEvent] = []
+        for token in tokens:
+            events.append(self._next_event(token))
+            if events[-1].finish is not None:
+                self.is_over = True
+                break
+        events = merged(events) if len(events) > 1 else events
+        # The grammar has been asked about what comes behind all of them.
+        if not self.is_over and self.place is not None and self.place.fault:
+            events.append(self.last_event(Finish.failed(InvalidGrammarError(self.place.fault))))
+        return events
+
+    def _next_event(self, token: int) -> TokenEvent:
         draw, index = self.draws.popleft()
         top = self.sampling.top_logprobs
         tops = None if top is None else draw.top_logprobs(index, top)
-        events = [self.event(token, draw.logprob(index), tops, draw.versions[index])]
-        # The grammar has been asked about what comes behind all tokens of a step.
-        if events[0].finish is None and self.place is not None and self.place.fault and len(self.draws) < 2:
-            events.append(self.last_event(Finish.failed(InvalidGrammarError(self.place.fault))))
-        self.is_over = events[-1].finish is not None
-        return events
+        return self.event(token, draw.logprob(index), tops, draw.versions[index])
 
     def last_event(self, finish: Finish) -> TokenEvent:
         """An event without tokens that ends the sequence; it carries the text that was held back."""
@@ -192,6 +201,13 @@ class Row:
             accepted_prediction_tokens=accepted,
             rejected_prediction_tokens=rejected,
         )
+
+
+def events_of(tokens: Iterable[tuple[Row, int]]) -> list[TokenEvent]:
+    """The events that tell of a step's tokens, those of a row in a row."""
+    return [
+        event for row, told in groupby(tokens, itemgetter(0)) for event in row.next_events(token for _, token in told)
+    ]
 
 
 class RowTag:

@@ -24,7 +24,7 @@ from worker.engine.speculation.payoff import SHARED_RECENT, Chance, StepTimes, b
 LOOKED_THROUGH = 1 << 18  # ids in one step
 FARTHEST = 1 << 14  # ids that one row looks back
 DEEPEST = 16  # ids of a row's end that are looked for in other texts: they tell which of several goes on like it
-WORTH_KEEPING = 8  # tokens
+WORTH_KEEPING = 2  # tokens
 LONGEST_REST = 32  # steps, of a batch in which drafts do not pay
 
 
@@ -172,10 +172,11 @@ class Drafting:
         text = source.history.latest(far)
         draft, matched = own_draft(text, min(most, room), least, config.ngram_max)
         kept = self._memory.texts(source.key) if source.key is not None else None
+        others = (None if kept is None else kept[-far:], source.prediction)
         source.is_predicted = False
-        for other in (kept, source.prediction):
+        for other in others:
             if other is not None:
-                theirs, longer = draft_from(other[-far:], text, min(most, room), max(least, matched), DEEPEST)
+                theirs, longer = draft_from(other[:far], text, min(most, room), max(least, matched), DEEPEST)
                 if theirs:
                     draft, matched, source.is_predicted = theirs, longer, other is source.prediction
         for at, id_ in enumerate(draft):

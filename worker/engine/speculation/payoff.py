@@ -19,7 +19,6 @@ LONGEST_PAUSE = 64  # steps, of a row whose drafts keep failing
 MARGIN = 1.03  # by which drafts must be better
 SAMPLES = 5  # latest times of one kind of step
 STALE = 500  # steps after which a time is taken again
-FEW_ROWS = 8  # up to so many, times are kept for each number of rows; beyond, for each eight
 
 
 class Chance:
@@ -88,7 +87,8 @@ class StepTimes:
 
 
 def _key(rows: int, width: int) -> tuple[int, int]:
-    return (rows if rows <= FEW_ROWS else -(-rows // FEW_ROWS) * FEW_ROWS), width
+    """Batches of 5 to 8 rows are taken for alike, and so on: rows come and go, and a time must be known soon."""
+    return 1 << (rows - 1).bit_length(), width
 
 
 def expected(drafts: Iterable[tuple[float, int]], longest: int) -> float:
