@@ -192,7 +192,7 @@ def test_rows_of_several_adapters_are_drafted_for_while_a_version_is_loaded(
 ) -> None:
     names = ["", "a", "b@1"]
     rows = [
-        msgspec.structs.replace(row(f"s{at}", prompt_of(9, seed=at), each, max_tokens=200), adapter_policy=policy)
+        msgspec.structs.replace(row(f"s{at}", prompt_of(9, seed=at), each, max_tokens=100), adapter_policy=policy)
         for at, each in enumerate(names)
     ]
     with AdapterBench(llama, made) as plain:

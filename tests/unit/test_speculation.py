@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from worker.engine.speculation.lookup import BREAK, History, Ids, draft_from, occurrence, own_draft
+from worker.engine.speculation.lookup import BREAK, History, Ids, Text, draft_from, occurrence, own_draft
 from worker.engine.speculation.memory import KEPT, Memory, key_of, text_behind
 from worker.engine.speculation.payoff import LONGEST_PAUSE, STALE, Chance, StepTimes, best_length, expected
 
@@ -13,11 +15,29 @@ def ids(*values: int) -> Ids:
 
 
 def test_a_history_grows_and_shows_its_latest_ids() -> None:
-    history = History(range(50))
+    history = History(range(50), (1, 4))
     for each in range(50, 400):
         history.add([each])
     assert len(history) == 400 and history.latest(3).tolist() == [397, 398, 399]
     assert history.latest(1000).tolist() == list(range(400))
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 4))
+def test_no_run_that_goes_on_is_overlooked(ids: list[int], begun: int) -> None:
+    history = History(ids[:begun], (1, 3))
+    for each in ids[begun:]:
+        history.add([each])
+    texts = [history.runs, Text(np.array(ids, np.int32), (1, 3)).runs]
+    for length in (1, 3):
+        ends = [ids[max(0, end - 3) : end] for end in range(length, len(ids))]
+        assert all(runs[length].may_have(end) for end in ends for runs in texts)
+    assert history.end == ids[-3:]
+
+
+def test_most_runs_that_do_not_occur_are_known_not_to() -> None:
+    text = Text(np.arange(1000, dtype=np.int32), (2,))
+    strange = sum(text.runs[2].may_have([at, at + 2]) for at in range(998))
+    assert strange < 100 and not text.runs[2].may_have([5])
 
 
 @pytest.mark.parametrize(
@@ -52,11 +72,11 @@ def test_nothing_is_drafted_across_two_texts() -> None:
 
 def test_memory_keeps_to_its_bytes_and_to_tenants() -> None:
     prompt, size = tuple(range(20)), text_behind(range(20), [1] * 7).nbytes
-    memory = Memory(3 * size)
+    memory = Memory(3 * size, (1,))
     for tenant in ("a", "b"):
         memory.add(key_of(tenant, prompt), text_behind(prompt, [ord(tenant)] * 7))
     theirs = memory.texts(key_of("a", prompt))
-    assert theirs is not None and ord("a") in theirs and ord("b") not in theirs
+    assert theirs is not None and ord("a") in theirs.ids and ord("b") not in theirs.ids
     assert memory.texts(key_of("", prompt)) is None and memory.texts(key_of("a", prompt[:-1])) is None
     for _ in range(2):
         memory.add(key_of("c", prompt), text_behind(prompt, [5] * 7))
@@ -68,11 +88,11 @@ def test_memory_keeps_to_its_bytes_and_to_tenants() -> None:
 
 
 def test_memory_keeps_the_latest_completions_of_a_prompt() -> None:
-    memory, key = Memory(1 << 20), key_of("", (1,))
+    memory, key = Memory(1 << 20, (1,)), key_of("", (1,))
     for each in range(KEPT + 3):
         memory.add(key, ids(BREAK, 100 + each))
     kept = memory.texts(key)
-    assert kept is not None and kept[kept >= 0].tolist() == list(range(103, 100 + KEPT + 3))
+    assert kept is not None and kept.ids[kept.ids >= 0].tolist() == list(range(103, 100 + KEPT + 3))
 
 
 def test_a_row_whose_drafts_fail_pauses_ever_longer_and_comes_back() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from worker.engine.batch.row import Row
 from worker.engine.kv.kinds import may_be_taken_back
 from worker.engine.messages import SpeculationConfig, SpeculationStats
-from worker.engine.speculation.lookup import History, Ids, draft_from, own_draft
+from worker.engine.speculation.lookup import History, Text, draft_from, own_draft
 from worker.engine.speculation.memory import ANCHOR, Key, Memory, key_of, text_behind
 from worker.engine.speculation.payoff import SHARED_RECENT, Chance, StepTimes, best_length
 
@@ -25,6 +25,7 @@ LOOKED_THROUGH = 1 << 18  # ids in one step
 FARTHEST = 1 << 14  # ids that one row looks back
 DEEPEST = 16  # ids of a row's end that are looked for in other texts: they tell which of several goes on like it
 WORTH_KEEPING = 2  # tokens
+NEW_AT_ONCE = 4  # rows in one step: a long text takes milliseconds to be taken in
 LONGEST_REST = 32  # steps, of a batch in which drafts do not pay
 
 
@@ -35,7 +36,7 @@ class _Source:
     history: History
     told: int  # of its tokens, those in `history`
     chance: Chance
-    prediction: Ids | None  # of its client
+    prediction: Text | None  # of its client
     key: Key | None  # of what others have written behind its prompt; None: that is not kept
     rests: bool = False  # in this step
     is_predicted: bool = False  # its draft is from there
@@ -57,7 +58,8 @@ class Drafting:
         self._began = self._waited = 0.0
         self._size = 0
         self._widths = (0, 0)  # of the step that runs and of the one before; 0: not to be timed
-        self._memory = Memory(self._config.memory_bytes)
+        self._lengths = tuple({self._config.ngram_min, self._config.ngram_max})
+        self._memory = Memory(self._config.memory_bytes, self._lengths)
         self._rest = self._losses = 0  # steps without drafts, since they did not pay lately
         self.stats = SpeculationStats(self.is_on)
 
@@ -82,18 +84,23 @@ class Drafting:
             return False
         if times and self._times.known(len(rows), 1) is None:
             return False
-        sources = [self._source(row) for row in rows]
-        for source in sources:
+        for row in [row for row in rows if row not in self._rows][:NEW_AT_ONCE]:
+            self._rows[row] = self._new(row)
+        sources = [(row, source) for row in rows if (source := self._source(row)) is not None]
+        for _, source in sources:
             source.rests = self._config.adapts_to_rows and source.chance.pauses()
         if known:
-            return not all(source.rests for source in sources)
-        return any(self._draft(row, source, len(rows)) for row, source in zip(rows, sources, strict=True))
+            return not all(source.rests for _, source in sources)
+        return any(self._draft(row, source, len(rows)) for row, source in sources)
 
     def drafts(self, rows: Sequence[Row], inputs: Sequence[int]) -> list[list[int]]:
         """A draft for each row, behind its next input; [] for none."""
         drafts: list[list[int]] = []
         for row, token in zip(rows, inputs, strict=True):
             source = self._source(row)
+            if source is None:
+                drafts.append([])
+                continue
             if row.position > len(row.tokens):
                 source.history.add([token])
                 source.told += 1
@@ -140,23 +147,22 @@ class Drafting:
             if source is not None and source.key is not None and row.is_over and len(row.tokens) >= WORTH_KEEPING:
                 self._memory.add(source.key, text_behind(row.spec.prompt_ids, row.tokens))
 
-    def _source(self, row: Row) -> _Source:
-        """What is known of it, what has been told of it included."""
+    def _source(self, row: Row) -> _Source | None:
+        """What is known of it, what has been told of it included; None: it has not been looked at yet."""
         source = self._rows.get(row)
-        if source is None:
-            source = self._rows[row] = self._new(row)
-        if source.told < len(row.tokens):
+        if source is not None and source.told < len(row.tokens):
             source.history.add(row.tokens[source.told :])
             source.told = len(row.tokens)
         return source
 
     def _new(self, row: Row) -> _Source:
         spec, config = row.spec, self._config
+        prompt = spec.prompt_ids[-FARTHEST if config.prompt_lookup else -ANCHOR :]
         return _Source(
-            History(spec.prompt_ids if config.prompt_lookup else spec.prompt_ids[-ANCHOR:]),
-            0,
+            History([*prompt, *row.tokens], self._lengths),
+            len(row.tokens),
             Chance(self._chance.value),
-            text_behind(spec.prompt_ids, spec.prediction_ids) if spec.prediction_ids else None,
+            Text(text_behind(spec.prompt_ids, spec.prediction_ids), self._lengths) if spec.prediction_ids else None,
             key_of(spec.tenant, spec.prompt_ids) if config.memory_bytes else None,
         )
 
@@ -168,15 +174,18 @@ class Drafting:
         is_doubtful = config.adapts_to_rows and source.chance.value < config.threshold
         least = config.ngram_max if is_doubtful else config.ngram_min
         most = source.chance.length(config.tokens) if config.adapts_to_rows else config.tokens
-        far = min(FARTHEST, LOOKED_THROUGH // rows)
+        end, far, longest = source.history.end, min(FARTHEST, LOOKED_THROUGH // rows), min(most, room)
         text = source.history.latest(far)
-        draft, matched = own_draft(text, min(most, room), least, config.ngram_max)
-        kept = self._memory.texts(source.key) if source.key is not None else None
-        others = (None if kept is None else kept[-far:], source.prediction)
+        draft: list[int] = []
+        matched = 0
+        if source.history.runs[least].may_have(end):
+            draft, matched = own_draft(text, longest, least, config.ngram_max)
         source.is_predicted = False
-        for other in others:
-            if other is not None:
-                theirs, longer = draft_from(other[:far], text, min(most, room), max(least, matched), DEEPEST)
+        kept = self._memory.texts(source.key) if source.key is not None else None
+        for other in (kept, source.prediction):
+            if other is not None and other.runs[least].may_have(end):
+                ids = other.ids[-far:] if other is kept else other.ids[:far]
+                theirs, longer = draft_from(ids, text, longest, max(least, matched), DEEPEST)
                 if theirs:
                     draft, matched, source.is_predicted = theirs, longer, other is source.prediction
         for at, id_ in enumerate(draft):

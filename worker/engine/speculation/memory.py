@@ -15,9 +15,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from worker.engine.speculation.lookup import BREAK, Ids
+from worker.engine.speculation.lookup import BREAK, Ids, Text
 
 KEPT = 32  # latest completions of one prompt
+JOINED = 64  # prompts whose completions lie in one array, ready to be looked through
 ANCHOR = 8  # ids of the prompt's end before each, by which its beginning is found
 
 Key = tuple[str, bytes]  # tenant, hash of the prompt
@@ -36,10 +37,12 @@ def text_behind(prompt_ids: Sequence[int], ids: Sequence[int]) -> Ids:
 class Memory:
     """Of one engine."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, lengths: tuple[int, ...]) -> None:
+        """`lengths`: of the runs of ids that are looked for."""
         self._limit_bytes = limit_bytes
+        self._lengths = lengths
         self._texts: OrderedDict[Key, deque[Ids]] = OrderedDict()  # the latest used last
-        self._joined: dict[Key, Ids] = {}
+        self._joined: OrderedDict[Key, Text] = OrderedDict()  # of the prompts that were asked for last
         self.bytes = 0
 
     def add(self, key: Key, text: Ids) -> None:
@@ -60,11 +63,14 @@ class Memory:
             if not self._texts[oldest]:
                 del self._texts[oldest]
 
-    def texts(self, key: Key) -> Ids | None:
+    def texts(self, key: Key) -> Text | None:
         """All that is kept of a prompt, the latest last; None: nothing is."""
         if key not in self._texts:
             return None
         self._texts.move_to_end(key)
-        if key not in self._joined:
-            self._joined[key] = np.concatenate(self._texts[key])
-        return self._joined[key]
+        joined = self._joined.get(key)
+        if joined is None:
+            joined = self._joined[key] = Text(np.concatenate(self._texts[key]), self._lengths)
+            if len(self._joined) > JOINED:
+                self._joined.popitem(last=False)
+        return joined
