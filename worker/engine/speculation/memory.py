@@ -19,7 +19,7 @@ from worker.engine.speculation.lookup import BREAK, Ids, Text
 
 KEPT = 32  # latest completions of one prompt
 JOINED = 64  # prompts whose completions lie in one array, ready to be looked through
-ANCHOR = 8  # ids of the prompt's end before each, by which its beginning is found
+ANCHOR = 32  # ids of the prompt's end before each, by which its beginning is found
 
 Key = tuple[str, bytes]  # tenant, hash of the prompt
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 RECENT = 0.25  # weight of the latest drafted token in a row's chance
-SHARED_RECENT = 0.02  # and in that of all rows
-FIRST_CHANCE = 0.7  # before anything is known
+SHARED_RECENT = 0.1  # and in that of all rows
+FIRST_CHANCE = 0.5  # before anything is known
 UNLIKELY = 0.1  # a place in a draft that is reached more seldom is not worth it
 LONGEST_PAUSE = 64  # steps, of a row whose drafts keep failing
 MARGIN = 1.03  # by which drafts must be better
