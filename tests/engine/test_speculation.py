@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from shared.frames import TokenEvent
 from shared.sequences import SequenceSpec
@@ -212,3 +213,25 @@ def test_rows_of_several_adapters_are_drafted_for_while_a_version_is_loaded(
             bench.assert_true_to_its_versions(each)
         assert bench.engine.stats().speculation.accepted > 60
         assert ("a@2" in bench.versions("s1")) == (policy == "follow")
+
+
+def test_a_next_turn_begins_with_kv_that_drafts_have_left(llama: LoadedModel) -> None:
+    """A stop string ends the row inside a draft, and rows of unequal luck were moved within the batch."""
+    plain = Bench(llama, prefix_cache_bytes=0)
+    rows = predicted(plain, *(spec(f"s{at}", prompt_of(20 + at, seed=at), max_tokens=40) for at in range(3)))
+    stop = bytes(rows[0].prediction_ids[17:19]).decode()
+    rows[0] = structs.replace(rows[0], sampling=structs.replace(rows[0].sampling, stop=(stop,)))
+    rows[1] = structs.replace(rows[1], prediction_ids=rows[1].prediction_ids[::2])
+    bench = Bench(llama, speculation=ALWAYS, block_size=4, prefix_cache_bytes=1 << 24)
+    bench.submit(*rows)
+    bench.run()
+    assert bench.finish("s0").reason == "stop" and bench.engine.stats().speculation.accepted > 40
+    for each in rows:
+        context = [*each.prompt_ids, *bench.tokens(each.id), 7, 8]
+        after = spec(f"{each.id}.next", context, max_tokens=12)
+        for turn in (plain, bench):
+            turn.submit(after)
+            turn.run()
+        assert bench.finish(after.id).cached_tokens > len(each.prompt_ids)
+        assert bench.tokens(after.id) == plain.tokens(after.id)
+        assert bench.logprobs(after.id) == pytest.approx(plain.logprobs(after.id), abs=CLOSE)
