@@ -46,6 +46,8 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
     error_code: str = ""  # of shared.errors, when reason is "error"
     error_message: str = ""
     cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+    accepted_prediction_tokens: int = 0  # of the client's prediction, drafted and drawn by the model, too
+    rejected_prediction_tokens: int = 0  # drafted in vain
 
     @classmethod
     def failed(cls, error: ParallmError) -> "Finish":

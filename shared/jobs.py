@@ -90,6 +90,7 @@ class LineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     sampling: SamplingParams
     kind: SequenceKind = "generate"
     pooling: Pooling = "mean"
+    prediction_ids: tuple[int, ...] = ()
 
 
 class JobInput(msgspec.Struct, frozen=True, omit_defaults=True):

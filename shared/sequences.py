@@ -100,6 +100,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str = ""  # who owns it (shared/owners.py)
     has_next_turn: bool = False  # another prompt may begin with this one and its completion: their KV is kept; that of
     # interactive sequences is kept in any case
+    prediction_ids: tuple[int, ...] = ()  # what the client expects, at least in part; may come sooner, never changes it
     schema: int = OLDEST  # `encode` writes ours
 
     @property

@@ -64,14 +64,22 @@ def worker_status(
         engine_silent_s=round(min(silent_s, 1e9), 1),
         versions=tuple(adapters.loaded),
         kv_address=kv_address,
+        speculation=_speculation(settings, stats),
         extra={**_extra(who.card, settings, stats, adapters), **peers},
     )
+
+
+def _speculation(settings: WorkerSettings, stats: EngineStats) -> str:
+    if settings.spec_decode == "none" or stats.speculation.is_on:
+        return settings.spec_decode
+    return f"none: {settings.spec_decode} needs layers that can forget their latest positions, and not all of these can"
 
 
 def _extra(card: ModelCard, settings: WorkerSettings, stats: EngineStats, adapters: AdapterStats) -> dict[str, float]:
     prefix: dict[str, float] = {f"prefix_{name}": value for name, value in asdict(stats.prefix).items()}
     if settings.ssd_folder is not None:
         prefix |= {f"disk_{name}": value for name, value in asdict(stats.disk).items()}
+    drafts = stats.speculation
     room = max(0.0, settings.prefix_cache_gb * 1e9 - stats.prefix.bytes)
     return {
         **prefix,
@@ -82,6 +90,7 @@ def _extra(card: ModelCard, settings: WorkerSettings, stats: EngineStats, adapte
         "adapter_slots_used": len(adapters.loaded),
         **{f"{ROWS_OF}{version}": rows for version, rows in adapters.loaded.items()},
         **{f"{WAITS_FOR}{version}": 1 for version in adapters.waited_for},
+        **({"draft_tokens": drafts.drafted, "draft_tokens_accepted": drafts.accepted} if drafts.is_on else {}),
         **({f"guest_{name}": value for name, value in asdict(stats.guests).items()} if settings.guest else {}),
     }
 
@@ -210,6 +219,13 @@ class SequenceCounts:
         return self._tally.histogram(name, self._model)
 
 
+FIGURES_OF_DRAFTS = {
+    "steps": "mlx_parallm_spec_decode_steps_total",
+    "drafts": "vllm:spec_decode_num_drafts_total",
+    "drafted": "vllm:spec_decode_num_draft_tokens_total",
+    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+}  # by the engine's name: the metric's
+ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 FIGURES_OF_DISK = {
     "hits": "hits",
     "hit_tokens": "hit_tokens",
@@ -224,12 +240,15 @@ class WorkerCounts:
     """What else the worker counts: read from where it is known, before every write."""
 
     def __init__(self, tally: Tally, model: str) -> None:
+        self._tally, self._model = tally, model
         self.sequences = SequenceCounts(tally, model)
         self.takeovers = tally.counter("mlx_parallm_takeovers_total", model)
         self._reclaimed = tally.counter("mlx_parallm_leases_reclaimed_total", model)
         self._given_up = tally.counter("mlx_parallm_dead_letters_total", model)
         self._evicted = tally.counter("mlx_parallm_prefix_cache_evicted_blocks_total", model)
         self._evicted_snapshots = tally.counter("mlx_parallm_prefix_cache_evicted_snapshots_total", model)
+        self._of_drafts = {figure: tally.counter(name, model) for figure, name in FIGURES_OF_DRAFTS.items()}
+        self._accepted_at: list[Counter] = []
         self._of_disk = {
             figure: tally.counter(f"mlx_parallm_ssd_cache_{name}_total", model)
             for figure, name in FIGURES_OF_DISK.items()
@@ -254,6 +273,12 @@ class WorkerCounts:
         self._evicted_snapshots.value = float(stats.prefix.evicted_snapshots)
         for figure, counter in self._of_disk.items():
             counter.value = float(getattr(stats.disk, figure))
+        for figure, counter in self._of_drafts.items():
+            counter.value = float(getattr(stats.speculation, figure))
+        for at, accepted in enumerate(stats.speculation.accepted_at):
+            if at == len(self._accepted_at):
+                self._accepted_at.append(self._tally.counter(ACCEPTED_AT, self._model, str(at)))
+            self._accepted_at[at].value = float(accepted)
 
 
 def _seconds(begin_ms: int, end_ms: int) -> float:

@@ -223,7 +223,7 @@ def _inputs(line: BatchLine, work: Work, **reply: Any) -> list[JobInput]:
     return [
         JobInput(
             prompt=spec.prompt_ids,
-            request=LineRequest(spec.sampling, spec.kind, spec.pooling),
+            request=LineRequest(spec.sampling, spec.kind, spec.pooling, spec.prediction_ids),
             reply={} if at else first,
         )
         for at, spec in enumerate(specs)
@@ -231,8 +231,8 @@ def _inputs(line: BatchLine, work: Work, **reply: Any) -> list[JobInput]:
 
 
 def _bare(plan: ReplyPlan) -> Any:
-    """Without the prompts, which stand beside it."""
-    return msgspec.to_builtins(msgspec.structs.replace(plan, prompts=(), deadline_ms=0))
+    """Without the prompts, which stand beside it, and what a job does not keep: how much of a prediction held."""
+    return msgspec.to_builtins(msgspec.structs.replace(plan, prompts=(), deadline_ms=0, predicted=False))
 
 
 class LineUsage(NamedTuple):

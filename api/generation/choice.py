@@ -44,6 +44,7 @@ class ReplyPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     split: SplitPlan | None = None  # reasoning and tool calls that are told apart from content
     show_special: bool = False  # the text has special tokens in it
     name: str = ""  # what the request calls itself
+    predicted: bool = False  # the client has said what it expects
 
     @property
     def shown_id(self) -> str:
@@ -119,7 +120,7 @@ class Choice:
 
     __slots__ = (
         "_decoder", "_eos", "_show_stop", "_skip_chars", "_skip_tokens", "_split", "_splitter", "_versions", "begun",
-        "cached", "chars", "ended", "seen_end", "tokens",
+        "cached", "chars", "ended", "prediction", "seen_end", "tokens",
     )  # fmt: skip
 
     def __init__(self, plan: ReplyPlan, codec: TextCodec, seen: Progress = NOTHING_SEEN) -> None:
@@ -136,6 +137,7 @@ class Choice:
         self.tokens = 0
         self.chars = 0
         self.cached = 0
+        self.prediction = PredictionDetails()
         self.ended = False
 
     def take(self, events: list[TokenEvent]) -> Delta:
@@ -148,6 +150,7 @@ class Choice:
         if finish is not None:
             self.ended = True
             self.cached = finish.cached_tokens
+            self.prediction = PredictionDetails(finish.accepted_prediction_tokens, finish.rejected_prediction_tokens)
         delta = Delta(text, event.tokens, event.logprobs, event.top_logprobs, not self.begun, finish)
         delta.prompt_logprobs = event.prompt_logprobs
         delta.prompt_top_logprobs = event.prompt_top_logprobs
@@ -209,13 +212,21 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int
 
 
-class Usage(msgspec.Struct):
+class PredictionDetails(msgspec.Struct, frozen=True):
+    """Tokens of the client's prediction that were drafted, by whether the model drew the same."""
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class Usage(msgspec.Struct, omit_defaults=True):
     """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: PredictionDetails | None = None  # of a request with a prediction
 
 
 def usage(plan: ReplyPlan, choices: Sequence[Choice]) -> Usage:
@@ -223,7 +234,13 @@ def usage(plan: ReplyPlan, choices: Sequence[Choice]) -> Usage:
     prompt = sum(map(len, plan.prompts))
     completion = sum(choice.tokens for choice in choices)
     cached = sum(max(choice.cached for choice in choices[p : p + plan.n]) for p in range(0, len(choices), plan.n))
-    return Usage(prompt, completion, prompt + completion, PromptDetails(cached))
+    drafted = None
+    if plan.predicted:
+        drafted = PredictionDetails(
+            sum(choice.prediction.accepted_prediction_tokens for choice in choices),
+            sum(choice.prediction.rejected_prediction_tokens for choice in choices),
+        )
+    return Usage(prompt, completion, prompt + completion, PromptDetails(cached), drafted)
 
 
 def shown_versions(spans: Sequence[VersionSpan]) -> list[dict[str, Any]]:

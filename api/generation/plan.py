@@ -54,6 +54,7 @@ class Asked:
     echo: Sequence[str | list[int]] = ()  # the prompts as they were given, to come before their completions
     grammar: str = ""
     split: SplitPlan | None = None
+    prediction: tuple[int, ...] = ()  # what the client expects of the completion
 
 
 async def plan(ring: Ring, body: SamplingFields, target: Target, asked: Asked) -> tuple[Work, ReplyPlan]:
@@ -136,6 +137,7 @@ def unchecked_plan(body: SamplingFields, target: Target, asked: Asked, settings:
         split=split,
         show_special=body.skip_special_tokens is False,
         name=body.request_id or "",
+        predicted=bool(asked.prediction),
     )
     work = Work(
         id=reply.id,
@@ -149,6 +151,7 @@ def unchecked_plan(body: SamplingFields, target: Target, asked: Asked, settings:
         adapter_policy=target.policy,
         deadline_ms=reply.deadline_ms,
         name=reply.name,
+        prediction_ids=asked.prediction,
     )
     return work, reply
 

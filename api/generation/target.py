@@ -27,7 +27,7 @@ from shared.errors import (
     UnknownAdapterError,
     UnknownModelError,
 )
-from shared.process.model_aliases import meant_by
+from shared.process.options.model_aliases import meant_by
 from shared.redis.training.board import TrainingBoard
 from shared.sequences import AdapterPolicy, ModelCard
 

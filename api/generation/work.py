@@ -37,6 +37,7 @@ class Work(msgspec.Struct, frozen=True):
     score_ids: tuple[tuple[int, ...], ...] = ()  # kind "score": what follows each prompt
     seed_by_prompt: bool = False  # else equal prompts draw equal samples
     name: str = ""  # what the request calls itself
+    prediction_ids: tuple[int, ...] = ()  # what the client expects of each completion
 
     def specs(
         self,
@@ -51,10 +52,12 @@ class Work(msgspec.Struct, frozen=True):
         InvalidRequestError when they are too large together: each carries its prompt, and all enter the queue at once.
         """
         carried = self.n * sum(map(len, self.prompts)) + self.n * len(self.prompts) * len(self.sampling.grammar) // 4
+        carried += self.n * len(self.prompts) * len(self.prediction_ids)
         if carried > MOST_CARRIED:
             raise InvalidRequestError(
                 f"the sequences of this request carry {carried} tokens, and {MOST_CARRIED} is the limit: a prompt "
-                "counts for each of its completions, and so does a quarter of a grammar's letters; use a smaller 'n'",
+                "counts for each of its completions, and so do a prediction and a quarter of a grammar's letters; use "
+                "a smaller 'n'",
                 param="n",
             )
         now = int(1000 * time.time())
@@ -81,6 +84,7 @@ class Work(msgspec.Struct, frozen=True):
                 score_ids=self.score_ids[p] if self.score_ids else (),
                 trace=trace,
                 tenant=tenant,
+                prediction_ids=self.prediction_ids,
             )
             for p, prompt in enumerate(self.prompts)
             for s in range(self.n)

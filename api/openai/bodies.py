@@ -155,6 +155,20 @@ class ChatFields(RequestModel):
         return self
 
 
+class Prediction(RequestModel):
+    """What the client expects of the answer; it may come sooner by it, and is the same without."""
+
+    type: Literal["content"]
+    content: str | list[ContentPart]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class ChatCompletionRequest(SamplingFields, ChatFields):
     """POST /v1/chat/completions."""
 
@@ -164,7 +178,6 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
         "best_of": (1,),
         "modalities": (["text"],),
         "audio": (),
-        "prediction": (),
         "web_search_options": (),
         "service_tier": ("auto", "default"),
         "store": (False,),
@@ -180,6 +193,9 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
     max_completion_tokens: int | None = Field(default=None, ge=1, description="OpenAI's newer name of max_tokens")
     logprobs: bool | None = False
     top_logprobs: TopLogprobs | None = Field(default=None, description="-1: the whole vocabulary")
+    prediction: Prediction | None = Field(
+        default=None, description="text that is likely in the answer, which then comes sooner (--spec-decode)"
+    )
     response_format: ResponseFormat | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = Field(default=None, description="default: auto, if there are tools")

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.generation.plan import Asked, plan
+from api.generation.plan import Asked, encoded, plan
 from api.generation.structured import grammar_of_format, grammar_of_outputs
 from api.generation.target import target_of
 from api.http.bodies import BodyRoute
@@ -54,6 +54,7 @@ async def asked_of(
     variables = {name: value for name, value in _hints(body).items() if name in codec.bundle.chat_template}
     chat = await conversation(codec, body, tools, wanted, begun, **variables)
     newer = body.max_completion_tokens is not None
+    predicted = [] if body.prediction is None else await encoded(codec, [body.prediction.text], False)
     return Asked(
         endpoint="chat",
         prompts=[chat.prompt],
@@ -65,6 +66,7 @@ async def asked_of(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         grammar=chat.grammar,
         split=chat.split,
+        prediction=tuple(predicted[0]) if predicted else (),
     )
 
 

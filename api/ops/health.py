@@ -54,6 +54,7 @@ class WorkerHealth(BaseModel):
     tokens_per_s: float
     kv_bytes: int
     kv_limit_bytes: int
+    speculation: str = Field(description="--spec-decode as it is in force; none, and why, where the model cannot")
     memory_cache: CacheHealth
     ssd_cache: CacheHealth | None = Field(description="null: no folder is named")
 

@@ -6,7 +6,7 @@ at this moment (api/ops/gauges.py). A client that asks for JSON gets the few fig
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from prometheus_client import CollectorRegistry, generate_latest
@@ -31,12 +31,12 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # OpenMetrics would e
 class SpecDecoding(BaseModel):
     """GET /v1/spec_decode/metrics."""
 
-    enabled: bool = False
-    mode: Literal["none"] = "none"
-    acceptance_rate: float | None = Field(default=None, description="of drafted tokens: none are drafted")
-    average_accepted_tokens: float | None = Field(default=None, description="likewise")
-    mode_distribution: dict[str, int] = Field(description="decode steps by mode, since the beginning")
-    controller: dict[str, float] | None = Field(default=None, description="what chooses the length of drafts: none")
+    enabled: bool = Field(description="a live worker drafts tokens")
+    mode: str = Field(description="of --spec-decode; of several the first by name")
+    acceptance_rate: float | None = Field(description="of drafted tokens; null: none was drafted")
+    average_accepted_tokens: float | None = Field(description="of a draft")
+    mode_distribution: dict[str, int] = Field(description="decode steps without drafts (none) and with")
+    controller: dict[str, float] | None = Field(description="what was drafted, since the beginning; null: nothing")
 
 
 @router.get(
@@ -63,11 +63,35 @@ async def metrics(request: Request, ring: TheRing) -> Response:
     return Response(exposition(gauges, totals), media_type=CONTENT_TYPE)
 
 
-@router.get("/v1/spec_decode/metrics", summary="Speculative decoding: there is none")
+@router.get("/v1/spec_decode/metrics", summary="Speculative decoding")
 async def spec_decode_metrics(ring: TheRing) -> SpecDecoding:
-    """The route of servers that speculate. Here each decode step gives a row one token, computed by the model."""
-    steps = series(await read_totals(ring.redis), "vllm:iteration_tokens_total")
-    return SpecDecoding(mode_distribution={"none": int(sum(count for _, bucket, count in steps if bucket != SUM))})
+    """How many tokens were drafted, and how many of them the model drew itself; over all models and workers."""
+    await ring.counts.write()
+    totals = await read_totals(ring.redis)
+    workers = [worker for name in await ring.registry.names() for worker in await ring.registry.workers(name)]
+    modes = sorted({worker.speculation for worker in workers if not worker.speculation.startswith("none")})
+    counted = {name: int(_total(totals, f"vllm:spec_decode_num_{name}_total")) for name in _DRAFTS}
+    drafts, drafted, accepted = counted.values()
+    steps, checked = (
+        _total(totals, "vllm:iteration_tokens_total"),
+        _total(totals, "mlx_parallm_spec_decode_steps_total"),
+    )
+    return SpecDecoding(
+        enabled=bool(modes),
+        mode=modes[0] if modes else "none",
+        acceptance_rate=accepted / drafted if drafted else None,
+        average_accepted_tokens=accepted / drafts if drafts else None,
+        mode_distribution={"none": int(max(0, steps - checked)), "drafted": int(checked)},
+        controller={name: float(value) for name, value in counted.items()} if drafts else None,
+    )
+
+
+_DRAFTS = ("drafts", "draft_tokens", "accepted_tokens")
+
+
+def _total(totals: dict[str, float], name: str) -> float:
+    """Of a counter's values, or of a histogram's observations, over all labels."""
+    return sum(value for _, bucket, value in series(totals, name) if bucket != SUM)
 
 
 def wants_json(accept: str) -> bool:

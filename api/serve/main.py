@@ -28,9 +28,9 @@ from api.serve.supervisor import ChildSpec, Supervisor, wait_for
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.process import nested_config
 from shared.process.discovery import join
-from shared.process.kv_settings import LINGER_S
 from shared.process.lifeline import follow_parent
 from shared.process.logs import configure
+from shared.process.options.kv import LINGER_S
 from shared.process.settings import ApiSettings, RunnerSettings, ServeSettings, WorkerSettings, load
 from shared.redis.connection.address import shown
 from shared.redis.connection.client import answers, connect, require

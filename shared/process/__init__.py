@@ -1,8 +1,6 @@
 """What every process of ours needs besides its work.
 
-Start: `settings.py` (flags, environment, YAML) with `kv_settings.py` (of KV in memory and from other workers),
-`ssd_settings.py` (of KV on disk), `response_settings.py` (of what is kept between requests), `webhook_settings.py` (of
-messages to others), `model_aliases.py` (one setting's form) and `nested_config.py` (files in sections),
+Start: `settings.py` (flags, environment, YAML) with its groups in `options/`, `nested_config.py` (files in sections),
 `foreign_flags.py` (flags of other servers, refused with a reason), `discovery.py` with `ring_query.py` (the ring to
 join), `logs.py`, `garbage.py`. End: `lifeline.py` (leave with the parent). Asking others: `patience.py` (HTTP retries),
 `call_process.py` and `call_pipe.py` (code in a process that can be killed: our end and its end).

@@ -1,8 +1,8 @@
 """Flags that other MLX servers have and ours does not: each is refused with the reason and what to use instead.
 
 Two kinds are taken without effect, so that a command line from elsewhere starts: those that ask for what is so anyway
-(`--spec-decode none`), in silence, and those of WITHOUT_EFFECT, with a line on stderr. A flag that a process does have
-is never looked up here.
+(`--distributed-mode off`), in silence, and those of WITHOUT_EFFECT, with a line on stderr. A flag that a process does
+have is never looked up here.
 """
 
 import sys
@@ -10,16 +10,12 @@ from collections.abc import Collection
 
 from shared.errors import SetupError
 
-_SPECULATION = "there is no speculative decoding: rows decode in one continuous batch"
+_DRAFT_MODEL = "there is no draft model: --spec-decode ngram and auto draft from texts, for all rows of the batch"
 _TENSOR_PARALLEL = (
     "a model is not split over machines or processes: each worker holds all of it; "
     "add workers with --workers N, or mlx_parallm_worker on another machine"
 )
-_SPECULATION_FLAGS = (
-    "spec-decode", "num-speculative-tokens", "spec-decode-disable-batch-size", "ngram-max", "ngram-min",
-    "no-ngram-prompt-lookup", "draft-model-path", "draft-model-quantize", "draft-context-len",
-    "no-spec-decode-dynamic", "spec-decode-acceptance-threshold", "no-adaptive-k",
-)  # fmt: skip
+_DRAFT_MODEL_FLAGS = ("draft-model-path", "draft-model-quantize", "draft-context-len")
 _TENSOR_PARALLEL_FLAGS = (
     "distributed-mode", "distributed-sharding", "distributed-strict", "no-distributed-strict", "distributed-hostfile",
     "distributed-ibv-devices", "distributed-jaccl-coordinator", "num-local-ranks",
@@ -31,10 +27,10 @@ REFUSED = {
     "completion-batch-size": "there is one batch, of --max-batch-size rows",
     "num-blocks": "KV memory is given in bytes: --kv-memory-gb, and --prefix-cache-gb for earlier prompts",
     "sequence-cache-size": "earlier prompts are kept by memory, not by number: --prefix-cache-gb",
-    **dict.fromkeys(_SPECULATION_FLAGS, _SPECULATION),
+    **dict.fromkeys(_DRAFT_MODEL_FLAGS, _DRAFT_MODEL),
     **dict.fromkeys(_TENSOR_PARALLEL_FLAGS, _TENSOR_PARALLEL),
 }
-ALREADY_SO = {("spec-decode", "none"), ("distributed-mode", "off")}
+ALREADY_SO = {("distributed-mode", "off")}
 WITHOUT_EFFECT = {
     "flush-interval-ms": "requests are not gathered: a new one joins the running batch at its next step",
     "share-model": "any ring can be joined, with the line that is printed when the server is ready; weights are not "

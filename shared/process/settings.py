@@ -28,11 +28,12 @@ from pydantic_settings import (
 from shared.errors import SetupError
 from shared.process import nested_config
 from shared.process.foreign_flags import native
-from shared.process.kv_settings import KvSettings, PeerSettings
-from shared.process.model_aliases import ModelAliases
-from shared.process.response_settings import ResponseSettings
-from shared.process.ssd_settings import SsdSettings
-from shared.process.webhook_settings import WebhookSettings
+from shared.process.options.kv import KvSettings, PeerSettings
+from shared.process.options.model_aliases import ModelAliases
+from shared.process.options.responses import ResponseSettings
+from shared.process.options.speculation import SpeculationSettings
+from shared.process.options.ssd import SsdSettings
+from shared.process.options.webhooks import WebhookSettings
 from shared.redis.connection import address
 from shared.sequences import LogprobsMode
 
@@ -150,7 +151,7 @@ class JoinSettings(ProcessSettings):
     redis_password: SecretStr = Field(default=SecretStr(""), description="of its Redis: an api does not tell it")
 
 
-class WorkerSettings(JoinSettings, KvSettings, SsdSettings, PeerSettings):
+class WorkerSettings(JoinSettings, KvSettings, SsdSettings, PeerSettings, SpeculationSettings):
     """`mlx_parallm_worker`: one per Mac."""
 
     model: str = Field(

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from shared.frames import Finish
 from shared.process.settings import version
 from shared.sequences import SequenceSpec
 from shared.text.codec import TextCodec, TokenizerBundle
@@ -48,6 +49,23 @@ async def test_an_answer_goes_on_with_the_last_message(server: Api, worker: Scri
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     await server.post("/v1/chat/completions", {**body, "messages": [{"role": "assistant", "content": parts}]})
     assert prompt(worker) == "assistant: ab"
+
+
+async def test_a_prediction_travels_with_the_sequence_and_is_counted(redis_url: str) -> None:
+    parts = [{"type": "text", "text": "a b"}, {"type": "text", "text": " c"}]
+    finish = Finish("length", accepted_prediction_tokens=3, rejected_prediction_tokens=2)
+    async with working(redis_url, lambda spec: Answer("hello", finish)) as worker, api(redis_url) as server:
+        for content in ("a b c", parts):
+            body = {"messages": HELLO, "prediction": {"type": "content", "content": content}, "n": 2}
+            told = (await server.post("/v1/chat/completions", body)).json()["usage"]
+            details = {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 4}
+            assert told["completion_tokens_details"] == details
+            assert codec().decode(worker.specs[-1].prediction_ids) == "a b c"
+        told = (await server.post("/v1/chat/completions", {"messages": HELLO})).json()["usage"]
+        assert "completion_tokens_details" not in told and not worker.specs[-1].prediction_ids
+        wrong = {"messages": HELLO, "prediction": {"type": "content", "content": [{"type": "image_url"}]}}
+        refused = await server.http.post("/v1/chat/completions", json={"model": MODEL, **wrong})
+        assert refused.status_code == 400 and refused.json()["error"]["param"].startswith("prediction")
 
 
 @pytest.mark.parametrize(

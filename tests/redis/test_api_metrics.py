@@ -85,10 +85,17 @@ async def test_a_ring_without_workers_is_told_from_one_whose_workers_died(redis_
         assert (await scrape(server))["dist_fatal"] == {(): 1}
 
 
-async def test_nothing_is_drafted_and_every_decode_step_is_counted(redis_url: str) -> None:
+async def test_what_is_drafted_and_accepted_is_told_beside_the_steps_without(redis_url: str) -> None:
     async with api(redis_url) as server:
-        server.ring.tally.histogram("vllm:iteration_tokens_total", MODEL).observe(3, times=5)
-        await server.ring.counts.write()
+        tally = server.ring.tally
+        tally.histogram("vllm:iteration_tokens_total", MODEL).observe(3, times=5)
         told = (await server.http.get("/v1/spec_decode/metrics")).json()
-    assert (told["enabled"], told["mode"], told["mode_distribution"]) == (False, "none", {"none": 5})
-    assert told["acceptance_rate"] is None
+        assert (told["enabled"], told["mode"], told["mode_distribution"]) == (False, "none", {"none": 5, "drafted": 0})
+        assert told["acceptance_rate"] is told["average_accepted_tokens"] is told["controller"] is None
+        for name, value in (("drafts", 4), ("draft_tokens", 20), ("accepted_tokens", 15)):
+            tally.counter(f"vllm:spec_decode_num_{name}_total", MODEL).add(value)
+        tally.counter("mlx_parallm_spec_decode_steps_total", MODEL).add(2)
+        told = (await server.http.get("/v1/spec_decode/metrics")).json()
+    assert (told["acceptance_rate"], told["average_accepted_tokens"]) == (0.75, 3.75)
+    assert told["mode_distribution"] == {"none": 3, "drafted": 2}
+    assert told["controller"] == {"drafts": 4, "draft_tokens": 20, "accepted_tokens": 15}

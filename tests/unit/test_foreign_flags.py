@@ -5,7 +5,7 @@ import pytest
 from shared.errors import SetupError
 from shared.process.foreign_flags import REFUSED, WITHOUT_EFFECT, native
 from shared.process.settings import ServeSettings, WorkerSettings, load
-from worker.engine.messages import DiskConfig, engine_config
+from worker.engine.messages import DiskConfig, SpeculationConfig, engine_config
 
 TAKEN = """
 --model-path x --lora-rank 16 --enable-rl-training --atropos-url http://localhost:8001 --host 0.0.0.0 --port 8000
@@ -14,6 +14,10 @@ TAKEN = """
 --request-timeout-s 120 --first-token-timeout-s 300 --max-concurrent-requests 64 --memory-pressure-threshold 0.9
 --kv-bits 8 --kv-group-size 64 --no-ssd --spec-decode none --distributed-mode=off --mode inference --share-model
 --max-kv-size 4096
+"""
+DRAFTS = """
+--spec-decode auto --num-speculative-tokens 7 --spec-decode-disable-batch-size 16 --ngram-max 5 --ngram-min 2
+--no-ngram-prompt-lookup --no-spec-decode-dynamic --spec-decode-acceptance-threshold 0.5 --no-adaptive-k
 """
 SSD = """
 --ssd-cache-dir kv --ssd-ttl-days 7 --ssd-policy write_through --ssd-durability persistent --no-ssd-async-writes
@@ -38,6 +42,28 @@ def test_the_flags_of_an_ssd_cache_reach_the_engine() -> None:
     assert disk == expected
     assert engine_config(load(WorkerSettings, [*SSD.split(), "--no-ssd"])).disk is None
     assert engine_config(load(WorkerSettings, [])).disk is None, "no folder is filled that nobody has named"
+
+
+def test_the_flags_of_speculative_decoding_reach_the_engine() -> None:
+    drafts = engine_config(load(ServeSettings, DRAFTS.split()).of(WorkerSettings)).speculation
+    expected = SpeculationConfig(7, 16, 5, 2, False, False, False, memory_bytes=64 << 20, threshold=0.5)
+    assert drafts == expected
+    ngram = engine_config(load(WorkerSettings, ["--spec-decode", "ngram"])).speculation
+    assert ngram == SpeculationConfig(most_rows=8), "nothing is kept for others"
+    assert engine_config(load(WorkerSettings, [])).speculation is None
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--spec-decode draft", "there is no draft model here"),
+        ("--spec-decode medusa", "'none', 'ngram' or 'auto'"),
+        ("--ngram-min 5", "must not be more than --ngram-max"),
+    ],
+)
+def test_speculation_that_there_is_not_is_refused(line: str, said: str) -> None:
+    with pytest.raises(SetupError, match=said):
+        load(ServeSettings, line.split())
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 
-from shared.errors import EngineError, InvalidGrammarError, ParallmError, UnsupportedModelError
+from shared.errors import EngineError, ParallmError, UnsupportedModelError
 from shared.frames import Finish, TokenEvent
 from shared.sequences import SequenceClass
 from shared.text.codec import TextCodec
@@ -26,15 +26,16 @@ from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.prefill_lane import Followers, PrefillLane, PrefillTask, promote, report_of, task_for
 from worker.engine.batch.prompt_group import Entry
 from worker.engine.batch.prompts_in_flight import Pieces
-from worker.engine.batch.row import NO_DEADLINE, Row
+from worker.engine.batch.row import NO_DEADLINE, Row, events_of
 from worker.engine.batch.row_model import RowModel
-from worker.engine.batch.running_batch import RunningBatch
 from worker.engine.kv.disk.tiered_cache import prefix_cache
 from worker.engine.messages import EndReason, EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
 from worker.engine.model.loader import LoadedModel, bound_freed_memory
 from worker.engine.sampling.grammars import Grammars
 from worker.engine.sampling.stop_text import RowText
 from worker.engine.scheduler import UNDISTURBED, ChunkSize, ClassTurns, Limits, Reserved, share_prefill
+from worker.engine.speculation.batch import batch_of
+from worker.engine.speculation.drafting import Drafting
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ class Engine:
         new_kv, pieces = self._model.new_kv(), self._pieces
         self.prefixes = prefix_cache(config, loaded.card, new_kv, wake, lambda: pieces.token_s)  # moved by peers, disks
         self._keeping = Keeping(self.prefixes, self._limits.kv_bytes, config.keep_bytes)
-        self._batch = RunningBatch(self._model, config, self._pieces, self._keeping)
+        self._drafting = Drafting(config.speculation, new_kv)
+        self._batch = batch_of(self._model, config, pieces, self._keeping, self._drafting)
         self._lane = PrefillLane(
             self._model, self.prefixes, self._keeping, max(1, score_positions), self._pieces, config.prefill_area
         )
@@ -195,6 +197,7 @@ class Engine:
             prefix=self.prefixes.stats,
             disk=self.prefixes.disk,
             prefill_token_s=self._pieces.token_s,
+            speculation=self._drafting.stats,
         )
 
     def close(self, *, keep: bool = False) -> None:
@@ -321,16 +324,10 @@ class Engine:
             self._tell(tokens)
 
     def _tell(self, tokens: list[tuple[Row, int]]) -> None:
-        ended: list[Row] = []
-        for row, token in tokens:
-            event = row.next_event(token)
-            self._events.append(event)
-            if event.finish is not None:
-                ended.append(row)
-            elif row.place is not None and row.place.fault:
-                self._events.append(row.last_event(Finish.failed(InvalidGrammarError(row.place.fault))))
-                ended.append(row)
-        self._throughput.add(len(tokens), time.monotonic())
+        events = events_of(tokens)
+        self._events += events
+        self._throughput.add(sum(len(event.tokens) for event in events), time.monotonic())
+        ended = [self._rows[event.seq] for event in events if event.finish is not None]
         if ended:
             with mx.stream(self._batch.stream):
                 self._keeping.answers(ended, self._batch.unfed, self._batch.kv_of)
@@ -339,7 +336,7 @@ class Engine:
     def _give_up_batch(self, error: Exception, besides: Iterable[Row] = ()) -> None:
         rows = [*self._batch.give_up(), *besides]
         self._pieces.forget()
-        self._batch = RunningBatch(self._model, self._config, self._pieces, self._keeping)
+        self._batch = batch_of(self._model, self._config, self._pieces, self._keeping, self._drafting)
         self._failed(rows, error)
 
     def _load_adapters(self) -> None:

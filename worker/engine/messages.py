@@ -32,6 +32,21 @@ class DiskConfig:
 
 
 @dataclass(frozen=True)
+class SpeculationConfig:
+    """Drafts of tokens that are to come, checked several at once (worker/engine/speculation)."""
+
+    tokens: int = 5  # of one draft, at most
+    most_rows: int = 0  # of a batch that gets drafts; 0: no bound
+    ngram_max: int = 4  # ids of a row's end that are looked for, at most
+    ngram_min: int = 1
+    prompt_lookup: bool = True  # in the prompt, too, not only in the completion
+    adapts_to_rows: bool = True  # drafts are as long, and as frequent, as a row's are accepted
+    adapts_to_time: bool = True  # a step has drafts only where those take less time than they save
+    memory_bytes: int = 0  # of what sequences have written, by prompt, for others of the same prompt; 0: none is kept
+    threshold: float = 0.3  # a row whose drafts are accepted more seldom gets one where its end occurs in full length
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """How to load the model and how much of it runs at once."""
 
@@ -59,6 +74,7 @@ class EngineConfig:
     keep_bytes: int = 128 << 20  # of prompts' KV copied into the prefix cache between two decode steps, about
     disk: DiskConfig | None = None  # where KV goes that the prefix cache has no room for; None: nowhere
     guest_share: float = 0.2  # of the thread's time that guests get while rows decode; 0: none
+    speculation: SpeculationConfig | None = None  # None: no drafts
 
 
 @dataclass(frozen=True)
@@ -126,6 +142,18 @@ class GuestStats:
 
 
 @dataclass(frozen=True)
+class SpeculationStats:
+    """Drafts since start."""
+
+    is_on: bool = False  # rows may get drafts: it is asked for, and all layers can forget their latest positions
+    steps: int = 0  # that checked drafts
+    drafts: int = 0  # a row's, in such a step
+    drafted: int = 0  # tokens
+    accepted: int = 0
+    accepted_at: tuple[int, ...] = ()  # by place in the draft, the first one first
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """A snapshot of the engine."""
 
@@ -142,6 +170,7 @@ class EngineStats:
     prefix: PrefixStats = field(default_factory=PrefixStats)
     guests: GuestStats = field(default_factory=GuestStats)
     disk: DiskStats = field(default_factory=DiskStats)
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
 
 OnStep = Callable[[StepOutput], None]
@@ -185,6 +214,23 @@ def engine_config(s: WorkerSettings) -> EngineConfig:
         max_kv_size=s.max_kv_size,
         disk=_disk_config(s),
         guest_share=s.training_share,
+        speculation=_speculation_config(s),
+    )
+
+
+def _speculation_config(s: WorkerSettings) -> SpeculationConfig | None:
+    if s.spec_decode == "none":
+        return None
+    return SpeculationConfig(
+        tokens=s.num_speculative_tokens,
+        most_rows=s.spec_decode_disable_batch_size,
+        ngram_max=s.ngram_max,
+        ngram_min=s.ngram_min,
+        prompt_lookup=s.ngram_prompt_lookup,
+        adapts_to_rows=s.spec_decode_dynamic,
+        adapts_to_time=s.adaptive_k,
+        threshold=s.spec_decode_acceptance_threshold,
+        memory_bytes=s.spec_decode_memory_mb << 20 if s.spec_decode == "auto" else 0,
     )
 
 

@@ -206,7 +206,7 @@ class Limits:
         """Why this sequence can never run here; None when it can."""
         if not spec.prompt_ids:
             return EmptyPromptError("the prompt has no tokens")
-        for ids in (spec.prompt_ids, spec.score_ids):
+        for ids in (spec.prompt_ids, spec.score_ids, spec.prediction_ids):
             if error := vocabulary_error(ids, self.vocab_size):
                 return error
         if spec.kind == "generate" and spec.sampling.max_tokens < 1:

@@ -141,6 +141,7 @@ def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int, trace: str = "
             sequence_class="batch",
             kind=kind if own is None else own.kind,
             pooling="mean" if own is None else own.pooling,
+            prediction_ids=() if own is None else own.prediction_ids,
             group=f"{spec.id}-p{prompt.index}" if spec.n > 1 else "",
             score_ids=prompt.score_ids,
             job=spec.id,

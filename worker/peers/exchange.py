@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from shared.errors import SetupError
-from shared.process.kv_settings import LINGER_S
+from shared.process.options.kv import LINGER_S
 from shared.process.settings import WorkerSettings
 from shared.redis.connection.faults import reason
 from shared.sequences import ModelCard, SequenceSpec

@@ -52,6 +52,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     weights: str = ""  # what it computes with: `weights_of` its card
     versions: tuple[str, ...] = ()  # every adapter version that is loaded, as name@k
     kv_address: str = ""  # HOST:PORT where other workers fetch KV; "": they cannot
+    speculation: str = "none"  # what tokens are drafted from: a mode of --spec-decode, or "none: " and why not
 
 
 def weights_of(card: ModelCard) -> str:

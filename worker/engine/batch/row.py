@@ -8,12 +8,16 @@ the draws in flight, oldest first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from msgspec import structs
 
+from shared.errors import InvalidGrammarError
 from shared.frames import Finish, TokenEvent, TokenLogprob
+from shared.token_events import merged
 from worker.engine.kv.entries import UNASKED
 from worker.engine.messages import RowRequest
 from worker.engine.sampling.draw import Draw
@@ -32,9 +36,11 @@ class Row:
         "cached_tokens",
         "draws",
         "eos_ids",
+        "is_over",
         "kv_versions",
         "place",
         "position",
+        "predicted",
         "prior",
         "promotion",
         "reserved_tokens",
@@ -63,6 +69,8 @@ class Row:
         self.cached_tokens = 0  # of the prompt, from the prefix cache
         self.promotion = UNASKED  # of KV that it waits for
         self.kv_versions: set[str] = set()  # that its KV has been computed with
+        self.is_over = False  # its last token has been taken
+        self.predicted = (0, 0)  # tokens of its client's prediction that were accepted, and drafted in vain
 
     @property
     def deadline_ms(self) -> int:
@@ -106,6 +114,13 @@ class Row:
         if self.place is not None:
             self.place.restart(self.tokens)
 
+    def ahead(self, tokens: list[int], place: Place | None, steps: int) -> Row:
+        """The row as it will be so many steps later, to draw with: `tokens` where its draw depends on them."""
+        row = Row.__new__(Row)
+        row.spec, row.sampling, row.stop_ids = self.spec, self.sampling, self.stop_ids
+        row.tokens, row.place, row.position = tokens, place, self.position + steps
+        return row
+
     def accept(self, token: int) -> tuple[Finish | None, str | None]:
         """Take the next token: the finish it causes, and the visible text it adds (rows with stop strings)."""
         tokens = self.tokens
@@ -138,12 +153,28 @@ class Row:
         """Take the next token and make the event that tells of it."""
         position = len(self.tokens)
         finish, text = self.accept(token)
-        finish = None if finish is None else self._with_cached(finish)
+        finish = None if finish is None else self._counted(finish)
         tops = None if top is None else [top]
         return TokenEvent(self.spec.id, self.attempt, position, [token], [logprob], tops, text, version, finish)
 
-    def next_event(self, token: int) -> TokenEvent:
-        """Take a token that was drawn, and make the event that tells of it."""
+    def next_events(self, tokens: Iterable[int]) -> list[TokenEvent]:
+        """Take tokens that were drawn: the events that tell of them, and of the row's end if its grammar has failed.
+
+        What a draft says behind the last token is left out.
+        """
+        events: list[TokenEvent] = []
+        for token in tokens:
+            events.append(self._next_event(token))
+            if events[-1].finish is not None:
+                self.is_over = True
+                break
+        events = merged(events) if len(events) > 1 else events
+        # The grammar has been asked about what comes behind all of them.
+        if not self.is_over and self.place is not None and self.place.fault:
+            events.append(self.last_event(Finish.failed(InvalidGrammarError(self.place.fault))))
+        return events
+
+    def _next_event(self, token: int) -> TokenEvent:
         draw, index = self.draws.popleft()
         top = self.sampling.top_logprobs
         tops = None if top is None else draw.top_logprobs(index, top)
@@ -152,7 +183,7 @@ class Row:
     def last_event(self, finish: Finish) -> TokenEvent:
         """An event without tokens that ends the sequence; it carries the text that was held back."""
         text = None if self.text is None else self.text.flush()
-        finish = self._with_cached(finish)
+        finish = self._counted(finish)
         return TokenEvent(self.spec.id, self.attempt, len(self.tokens), [], [], text=text, finish=finish)
 
     def take_kv(self, cached: int, versions: set[str]) -> None:
@@ -160,8 +191,23 @@ class Row:
         self.cached_tokens = min(cached, len(self.spec.prompt_ids))
         self.kv_versions |= versions
 
-    def _with_cached(self, finish: Finish) -> Finish:
-        return structs.replace(finish, cached_tokens=self.cached_tokens) if self.cached_tokens else finish
+    def _counted(self, finish: Finish) -> Finish:
+        if not (self.cached_tokens or any(self.predicted)):
+            return finish
+        accepted, rejected = self.predicted
+        return structs.replace(
+            finish,
+            cached_tokens=self.cached_tokens,
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=rejected,
+        )
+
+
+def events_of(tokens: Iterable[tuple[Row, int]]) -> list[TokenEvent]:
+    """The events that tell of a step's tokens, those of a row in a row."""
+    return [
+        event for row, told in groupby(tokens, itemgetter(0)) for event in row.next_events(token for _, token in told)
+    ]
 
 
 class RowTag:

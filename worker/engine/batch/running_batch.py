@@ -242,13 +242,13 @@ class RunningBatch:
         inputs_B, rows = self._next_B, self._decoding_rows
         self._next_B = self._draw(inputs_B, self._cache)
         untold, self._untold = self._untold, set()
-        return self._told(rows, inputs_B, untold)
+        return self._told(rows, cast(list[int], inputs_B.tolist()), untold)
 
     def _tell(self) -> list[tuple[Row, int]]:
         """Tell what the next decode step is fed, before it begins."""
         rows, untold = self._decoding_rows, self._untold
         self._untold, self.unfed = set(rows), 1
-        return self._told(rows, self._next_B, untold)
+        return self._told(rows, cast(list[int], self._next_B.tolist()), untold)
 
     def stop_ahead(self) -> list[tuple[Row, int]]:
         """Tell what has been drawn, and feed it no more: each row's KV ends before its last token."""
@@ -266,10 +266,10 @@ class RunningBatch:
             if gone.intersection(group.rows):
                 self._keeping.at_stops(*group.progress, group.kv_of)
 
-    def _told(self, rows: Sequence[Row], inputs_B: mx.array, untold: set[Row]) -> list[tuple[Row, int]]:
-        fed = cast(list[int], inputs_B.tolist())
+    def _told(self, rows: Sequence[Row], fed: Sequence[int], untold: set[Row]) -> list[tuple[Row, int]]:
         tokens = [(row, token) for row, token in zip(rows, fed, strict=True) if row not in untold]
-        self.started = [row for row, _ in tokens if row in self._prefilling] if self._prefilling else []
+        told = dict.fromkeys(row for row, _ in tokens) if self._prefilling else ()
+        self.started = [row for row in told if row in self._prefilling]
         for row in self.started:
             del self._prefilling[row]
         return tokens

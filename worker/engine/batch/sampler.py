@@ -48,19 +48,21 @@ class RowSampler:
             self._rows, self._plan = rows, (plan := _Plan(rows, logprobs_BV.shape[-1], self._candidates))
         logits_B1V, tokens_B1 = self._model.logits_B1V, self._model.tokens_B1
         assert logits_B1V is not None and tokens_B1 is not None, "the sampler runs after a one-token forward"
-        tokens_B = plan.draw(logits_B1V[:, -1, :], tokens_B1)
-        logprobs_BV = plan.reported.of(logprobs_BV)
         self._model.logits_B1V = None
-        logprobs_B = mx.take_along_axis(logprobs_BV, tokens_B[:, None], axis=-1)[:, 0]
-        top_TK = plan.most_likely(logprobs_BV)
-        asked_N = plan.asked.of(logprobs_BV)
-        # Now, or reading them a step later would queue behind the next forward.
-        mx.async_eval(tokens_B, logprobs_B, *(top_TK or ()), *(() if asked_N is None else (asked_N,)))  # type: ignore[no-untyped-call]
-        draw = Draw(self._model.versions, logprobs_B, top_TK, plan.top_index, Asked(plan.asked, asked_N))
+        tokens_B, draw = plan.drawn(logits_B1V[:, -1, :], logprobs_BV, tokens_B1, self._model.versions)
         for index, row in enumerate(rows):
             row.draws.append((draw, index))
             row.position += 1
         return tokens_B
+
+    def ahead(
+        self, rows: tuple[Row, ...], logits_NV: mx.array, inputs_N1: mx.array, versions: tuple[str, ...]
+    ) -> tuple[mx.array, Draw]:
+        """Tokens [N] of rows as they will be (`Row.ahead`), after these inputs; the rows themselves stay."""
+        self._plan = None  # what it counts step by step is out of date now
+        logprobs_NV = logits_NV - mx.logsumexp(logits_NV, axis=-1, keepdims=True)
+        plan = _Plan(rows, logits_NV.shape[-1], self._candidates)
+        return plan.drawn(logits_NV, logprobs_NV, inputs_N1, versions)
 
 
 class _Plan:
@@ -71,7 +73,7 @@ class _Plan:
         self._penalties = Penalties(rows, vocab)
         self._tokens = TokenMasks(rows, vocab)
         self._masks = GrammarMasks(rows, vocab)
-        self.asked = AskedTokens([row.sampling for row in rows])
+        self._asked = AskedTokens([row.sampling for row in rows])
         self._steps_left = self._edits.steps_valid or -1
         drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
         self._drawn = _Subset(drawn, len(rows))
@@ -79,7 +81,7 @@ class _Plan:
             self._prepare_draw([rows[index] for index in drawn], vocab, candidates)
         wanted = [index for index, row in enumerate(rows) if row.sampling.top_logprobs]
         self._top = _Subset(wanted, len(rows))
-        self.top_index = {index: at for at, index in enumerate(wanted)}
+        self._top_index = {index: at for at, index in enumerate(wanted)}
         self.reported = _Reported(rows, drawn)
         self._top_count = min(max((rows[index].sampling.top_logprobs or 0 for index in wanted), default=0), vocab)
 
@@ -113,6 +115,19 @@ class _Plan:
         self._vocab = vocab
         self._candidates = vocab if sort_all else candidates
         self._may_overflow = not sort_all and max(top_k) == vocab
+
+    def drawn(
+        self, logits_BV: mx.array, logprobs_BV: mx.array, inputs_B1: mx.array, versions: tuple[str, ...]
+    ) -> tuple[mx.array, Draw]:
+        """Token ids [B] uint32, and what is told of them; `inputs_B1` are the ids that were fed."""
+        tokens_B = self.draw(logits_BV, inputs_B1)
+        logprobs_BV = self.reported.of(logprobs_BV)
+        logprobs_B = mx.take_along_axis(logprobs_BV, tokens_B[:, None], axis=-1)[:, 0]
+        top_TK = self._most_likely(logprobs_BV)
+        asked_N = self._asked.of(logprobs_BV)
+        # Now, or reading them a step later would queue behind the next forward.
+        mx.async_eval(tokens_B, logprobs_B, *(top_TK or ()), *(() if asked_N is None else (asked_N,)))  # type: ignore[no-untyped-call]
+        return tokens_B, Draw(versions, logprobs_B, top_TK, self._top_index, Asked(self._asked, asked_N))
 
     def draw(self, logits_BV: mx.array, inputs_B1: mx.array) -> mx.array:
         """Token ids [B] uint32; `inputs_B1` are the ids that were fed."""
@@ -155,7 +170,7 @@ class _Plan:
             threshold_F1, _ = nucleus_threshold(chances_FV, k_F1, p_F1, self._vocab)
         return mx.maximum(threshold_F1, SMALLEST)
 
-    def most_likely(self, logprobs_BV: mx.array) -> tuple[mx.array, mx.array] | None:
+    def _most_likely(self, logprobs_BV: mx.array) -> tuple[mx.array, mx.array] | None:
         """Ids and log-probabilities [T, K] of the rows that asked for them."""
         if self._top_count == 0:
             return None

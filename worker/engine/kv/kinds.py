@@ -72,6 +72,38 @@ class Kind:
     def shed(self, cache: Any) -> None:
         """Drop what a leaf of a batch holds beyond what its rows still read."""
 
+    def take_back(self, cache: Any, back: TakenBack) -> None:
+        """Let the rows of a cut leaf end earlier."""
+        raise NotImplementedError
+
+
+class TakenBack:
+    """How the rows of a batch come to end at one position again, each without its last `unused` positions.
+
+    Rows of which unequally much is taken back are moved within the batch, so that it is as long as the longest row.
+    """
+
+    def __init__(self, end: int, padding: Sequence[int], unused: Sequence[int]) -> None:
+        self.is_even = len(set(unused)) == 1
+        self.unused = unused[0]
+        self.lengths = [end - before - behind for before, behind in zip(padding, unused, strict=True)]
+        self.end = end - self.unused if self.is_even else max(self.lengths)
+        self.padding = [self.end - length for length in self.lengths]
+        self._sources = [before - after for before, after in zip(padding, self.padding, strict=True)]
+        self._places: dict[tuple[int, int], mx.array] = {}  # by heads and positions: all layers of a shape share it
+
+    def moved(self, array: mx.array) -> mx.array:
+        """The rows of `array` [rows, heads, positions, dim] at their new places; what lies before them is not read."""
+        rows, heads, positions, dim = array.shape
+        if not dim:
+            return array
+        if (heads, positions) not in self._places:
+            at = mx.arange(positions)[None] + mx.array(self._sources)[:, None]
+            starts = positions * mx.arange(rows * heads).reshape(rows, heads, 1)
+            self._places[heads, positions] = (mx.clip(at, 0, positions - 1)[:, None] + starts).reshape(-1)
+        # Whole vectors of `dim` numbers are taken: much quicker on a CPU than number by number.
+        return array.reshape(-1, dim)[self._places[heads, positions]].reshape(array.shape)
+
 
 class _Plain(Kind):
     is_known = is_cut = True
@@ -104,6 +136,14 @@ class _Plain(Kind):
             cache._idx -= shift
         cache.offset = cache.offset[index]
         cache.left_padding = cache.left_padding[index] - shift
+
+    def take_back(self, cache: Any, back: TakenBack) -> None:
+        if back.is_even:
+            cache.trim(back.unused)
+        elif cache.keys is not None:
+            cache.keys, cache.values = back.moved(cache.keys), back.moved(cache.values)
+            cache.offset, cache.left_padding = mx.array(back.lengths), mx.array(back.padding)
+            cache._idx = back.end
 
     def _row(self, like: Any) -> Any:
         """An empty one."""
@@ -243,6 +283,19 @@ def keep_rows(caches: Sequence[Any], keep: list[int], padding: Sequence[int]) ->
     for leaf in leaves(caches):
         kind_of(leaf).filter(leaf, keep, index, shift)
     return [each - shift for each in left]
+
+
+def may_be_taken_back(caches: Sequence[Any]) -> bool:
+    """Whether rows can forget the latest positions: where no leaf holds a state of one position."""
+    return all(kind_of(leaf).is_cut for leaf in leaves(caches))
+
+
+def take_back(caches: Sequence[Any], unused: Sequence[int], padding: Sequence[int]) -> list[int]:
+    """Forget the last so many positions of each row of batched caches; the rows' padding after that."""
+    back = TakenBack(end_of(caches), padding, unused)
+    for leaf in leaves(caches):
+        kind_of(leaf).take_back(leaf, back)
+    return back.padding
 
 
 def copies(caches: Sequence[Any], rows: int) -> list[Any]:

@@ -96,6 +96,14 @@ class Place:
             self.fault = first_line(matcher.get_error())
         self._ended = finished
 
+    def after(self, token: int) -> Place:
+        """Where it would stand behind one more token; it stays where it is itself."""
+        place = Place(self.compiled, ())
+        place._matcher, place.taken = self.matcher.deep_copy(), self.taken
+        place._ended, place.fault = self._ended, self.fault
+        place.take(token)
+        return place
+
     def note_fault(self) -> None:
         """After a mask: the parser may have hit one of its limits."""
         if self.matcher.is_error():

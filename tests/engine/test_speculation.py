@@ -1,0 +1,237 @@
+"""Drafts change when tokens come, and nothing else: every feature beside every other, over each kind of KV."""
+
+import random
+from dataclasses import replace
+from typing import Any, Literal
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from shared.frames import TokenEvent
+from shared.sequences import SequenceSpec
+from shared.text import grammar
+from tests.engine.adapter_bench import AdapterBench, make_versions, row
+from tests.engine.adapter_models import MadeAdapter
+from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
+from tests.engine.kv_models import WINDOWED, Model
+from worker.engine.messages import SpeculationConfig
+from worker.engine.model.loader import LoadedModel
+
+ALWAYS = SpeculationConfig(adapts_to_rows=False, adapts_to_time=False, memory_bytes=1 << 20)
+ROWS = SpeculationConfig(adapts_to_time=False)  # as long as each row's are accepted
+CLOSE = 1e-4  # log-probabilities
+PACKED_CLOSE = 0.01  # where KV is quantised a last bit may change a whole code, so those rows draw nothing by chance
+DIGITS = grammar.of_regex("[0-9]{3}-[a-c]*x")
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "top_logprobs": 3},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs_mode": "processed_logprobs"},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
+    {"temperature": 0.8, "repetition_penalty": 0.8, "logprob_token_ids": (5, 6)},
+    {"temperature": 1.0, "bad_words": ((7,), (30, 31), (3, 4, 5)), "allowed_token_ids": tuple(range(60))},
+    {"min_tokens": 6, "stop_token_ids": tuple(range(0, 250, 2)), "ignore_eos": False, "temperature": 1.0},
+    {"stop": ("\x10\x11", "z", "AB"), "temperature": 1.2},
+    {"logit_bias": {4: 30.0, 9: 29.5}, "presence_penalty": 1.0},
+    {"grammar": DIGITS, "ignore_eos": False, "temperature": 1.0},
+    {"grammar": DIGITS, "ignore_eos": False, "top_logprobs": 0, "min_tokens": 4},
+]
+
+
+def told(events: list[TokenEvent]) -> tuple[object, ...]:
+    """All but the log-probabilities, whose last bits differ."""
+    finish = events[-1].finish
+    assert finish is not None
+    tokens = [token for event in events for token in event.tokens]
+    return tokens, "".join(event.text or "" for event in events), finish.reason, finish.stop_match
+
+
+def numbers(events: list[TokenEvent]) -> list[float]:
+    """All log-probabilities, of competitors too."""
+    own = [logprob for event in events for logprob in event.logprobs]
+    return own + [each.logprob for event in events for top in event.top_logprobs or () for each in top]
+
+
+def guess(tokens: list[int], right: float, draw: random.Random) -> tuple[int, ...]:
+    return tuple(token if draw.random() < right else draw.randrange(250) for token in tokens)
+
+
+def some_rows(draw: random.Random, most: int, options: list[dict[str, Any]]) -> list[SequenceSpec]:
+    rows: list[SequenceSpec] = []
+    for at in range(draw.randint(1, most)):
+        prompt = prompt_of(draw.choice([1, 2, 9, 30, 70]), seed=draw.randrange(3))
+        chosen = {"max_tokens": draw.choice([1, 2, 9, 33]), "seed": at} | draw.choice(options)
+        each = spec(f"s{at}", prompt, **chosen)
+        of = draw.choice(["interactive", "batch"])
+        rows.append(msgspec.structs.replace(each, sequence_class=of, group=draw.choice(["", "g"])))
+    return rows
+
+
+def check(loaded: LoadedModel, seed: int, config: SpeculationConfig) -> int:
+    """The same rows without drafts and with, in another order of things; how many drafted tokens held."""
+    draw = random.Random(seed)
+    is_packed = bool(loaded.kv.packings)
+    rows = some_rows(draw, 6, [each for each in OPTIONS if not is_packed or not each.get("temperature")])
+    plain = Bench(loaded, prefix_cache_bytes=0)
+    plain.submit(*rows)
+    plain.run()
+    right = draw.choice([0.0, 0.6, 0.9, 1.0])
+    rows = [msgspec.structs.replace(each, prediction_ids=guess(plain.tokens(each.id), right, draw)) for each in rows]
+    chunk, kept = draw.choice([4, 64]), draw.choice([0, 1 << 24])
+    drafting = Bench(loaded, speculation=config, prefill_chunk=chunk, prefix_cache_bytes=kept, block_size=4)
+    drafting.engine._batch._tells_at_once = draw.random() < 0.5
+    cancelled: set[str] = set()
+    for each in rows:
+        taken = draw.randrange(len(plain.events[each.id])) if draw.random() < 0.3 else 0  # by an earlier attempt
+        prior = tuple(plain.events[each.id][:taken])
+        drafting.events[each.id] = list(prior)
+        drafting.submit(each, prior=prior, attempt=2)
+        for _ in range(draw.choice([0, 1, 3])):
+            drafting.turn()
+        if draw.random() < 0.15:
+            drafting.engine.clear_cache(rows=True)  # rows begin again
+        if draw.random() < 0.1:
+            cancelled.add(each.id)
+            drafting.engine.cancel(each.id)
+    drafting.run()
+    for each in rows:
+        if each.id in cancelled and drafting.finish(each.id).reason == "cancelled":
+            tokens = drafting.tokens(each.id)
+            assert tokens == plain.tokens(each.id)[: len(tokens)]
+            continue
+        assert told(drafting.events[each.id]) == told(plain.events[each.id])
+        assert numbers(drafting.events[each.id]) == pytest.approx(
+            numbers(plain.events[each.id]), abs=PACKED_CLOSE if is_packed else CLOSE
+        )
+    return drafting.engine.stats().speculation.accepted
+
+
+@settings(max_examples=24, deadline=None)
+@given(st.integers(0, 1 << 30), st.sampled_from(["llama", "llama 4", "qwen3 8", "deepseek_v3"]), st.booleans())
+def test_drafts_change_nothing(model_of: Model, llama: LoadedModel, seed: int, name: str, always: bool) -> None:
+    check(llama if name == "llama" else model_of(name), seed, ALWAYS if always else ROWS)
+
+
+def predicted(bench: Bench, *rows: SequenceSpec) -> list[SequenceSpec]:
+    """The rows with what they will write, and what that is, by a bench without drafts."""
+    bench.submit(*rows)
+    bench.run()
+    return [msgspec.structs.replace(each, prediction_ids=tuple(bench.tokens(each.id))) for each in rows]
+
+
+def test_a_right_prediction_takes_a_fraction_of_the_forwards(llama: LoadedModel) -> None:
+    plain = Bench(llama)
+    rows = predicted(plain, *(spec(f"s{at}", prompt_of(9, seed=at), max_tokens=48, temperature=1.0) for at in range(3)))
+    bench = Bench(llama, speculation=ALWAYS)
+    spy = SpiedModel.inside(bench)
+    bench.submit(*rows)
+    bench.run()
+    assert [bench.tokens(each.id) for each in rows] == [plain.tokens(each.id) for each in rows]
+    assert len(spy.fed) < 2 + 48 / 5
+    counted = [bench.finish(each.id) for each in rows]
+    assert all(each.accepted_prediction_tokens > 35 and not each.rejected_prediction_tokens for each in counted)
+    stats = bench.engine.stats()
+    assert stats.tokens == 3 * 48 and stats.speculation.accepted == stats.speculation.drafted
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_layers_that_cannot_forget_get_no_drafts(model_of: Model, name: str) -> None:
+    rows = predicted(Bench(model_of(name)), spec("s", prompt_of(9), max_tokens=40))
+    bench = Bench(model_of(name), speculation=ALWAYS)
+    bench.submit(*rows)
+    bench.run()
+    assert bench.tokens("s") == list(rows[0].prediction_ids)
+    stats = bench.engine.stats().speculation
+    assert not stats.is_on and stats.drafted == 0
+
+
+def test_a_prompt_that_comes_again_is_drafted_from_what_was_written_for_its_tenant_only(llama: LoadedModel) -> None:
+    bench = Bench(llama, speculation=ALWAYS, prefix_cache_bytes=0)
+    of_a = msgspec.structs.replace(spec("a", prompt_of(9), max_tokens=40, temperature=1.0, seed=5), tenant="a")
+    accepted: dict[str, int] = {}
+    for seq, tenant in (("a", "a"), ("b", "b"), ("again", "a")):
+        before = bench.engine.stats().speculation.accepted
+        bench.submit(msgspec.structs.replace(of_a, id=seq, tenant=tenant))
+        bench.run()
+        accepted[seq] = bench.engine.stats().speculation.accepted - before
+    assert bench.tokens("a") == bench.tokens("b") == bench.tokens("again")
+    assert accepted["b"] == accepted["a"], "what another tenant has written shows in nothing"
+    assert accepted["again"] > 30
+
+
+def test_a_batch_larger_than_the_bound_gets_no_drafts(llama: LoadedModel) -> None:
+    bench = Bench(llama, speculation=replace(ALWAYS, most_rows=2))
+    bench.submit(*(spec(f"s{at}", [1, 2, 1, 2, 1], max_tokens=20) for at in range(3)))
+    bench.run()
+    assert bench.engine.stats().speculation.drafted == 0
+
+
+def test_a_failed_forward_ends_its_rows_and_the_next_ones_are_drafted_for(llama: LoadedModel) -> None:
+    rows = predicted(Bench(llama), *(spec(f"s{at}", prompt_of(9, seed=at), max_tokens=30) for at in range(2)))
+    bench = Bench(llama, speculation=ALWAYS)
+    spy = SpiedModel.inside(bench)
+    spy.fails = lambda tokens_BL: tokens_BL.shape == (1, 6)
+    bench.submit(rows[0])
+    bench.run()
+    assert bench.finish("s0").reason == "error"
+    spy.fails = lambda tokens_BL: False
+    bench.submit(rows[1])
+    bench.run()
+    assert bench.tokens("s1") == list(rows[1].prediction_ids) and bench.engine.stats().speculation.accepted > 15
+
+
+@pytest.fixture(scope="module")
+def made(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, MadeAdapter]:
+    return make_versions(llama, tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.mark.parametrize("policy", ["pin", "follow"])
+def test_rows_of_several_adapters_are_drafted_for_while_a_version_is_loaded(
+    llama: LoadedModel, made: dict[str, MadeAdapter], policy: Literal["pin", "follow"]
+) -> None:
+    names = ["", "a", "b@1"]
+    rows = [
+        msgspec.structs.replace(row(f"s{at}", prompt_of(9, seed=at), each, max_tokens=100), adapter_policy=policy)
+        for at, each in enumerate(names)
+    ]
+    with AdapterBench(llama, made) as plain:
+        plain.publish("a@1")
+        plain.provide("b@1")
+        plain.submit(*rows)
+        plain.run()
+    rows = [msgspec.structs.replace(each, prediction_ids=tuple(plain.tokens(each.id))) for each in rows]
+    with AdapterBench(llama, made, speculation=ALWAYS) as bench:
+        bench.publish("a@1")
+        bench.provide("b@1")
+        bench.submit(*rows)
+        bench.until(lambda: len(bench.tokens("s1")) > 6)
+        bench.publish_and_read("a@2")
+        bench.run()
+        for each in rows:
+            bench.assert_true_to_its_versions(each)
+        assert bench.engine.stats().speculation.accepted > 60
+        assert ("a@2" in bench.versions("s1")) == (policy == "follow")
+
+
+def test_a_next_turn_begins_with_kv_that_drafts_have_left(llama: LoadedModel) -> None:
+    """A stop string ends the row inside a draft, and rows of unequal luck were moved within the batch."""
+    plain = Bench(llama, prefix_cache_bytes=0)
+    rows = predicted(plain, *(spec(f"s{at}", prompt_of(20 + at, seed=at), max_tokens=40) for at in range(3)))
+    stop = bytes(rows[0].prediction_ids[17:19]).decode()
+    rows[0] = structs.replace(rows[0], sampling=structs.replace(rows[0].sampling, stop=(stop,)))
+    rows[1] = structs.replace(rows[1], prediction_ids=rows[1].prediction_ids[::2])
+    bench = Bench(llama, speculation=ALWAYS, block_size=4, prefix_cache_bytes=1 << 24)
+    bench.submit(*rows)
+    bench.run()
+    assert bench.finish("s0").reason == "stop" and bench.engine.stats().speculation.accepted > 40
+    for each in rows:
+        context = [*each.prompt_ids, *bench.tokens(each.id), 7, 8]
+        after = spec(f"{each.id}.next", context, max_tokens=12)
+        for turn in (plain, bench):
+            turn.submit(after)
+            turn.run()
+        assert bench.finish(after.id).cached_tokens > len(each.prompt_ids)
+        assert bench.tokens(after.id) == plain.tokens(after.id)
+        assert bench.logprobs(after.id) == pytest.approx(plain.logprobs(after.id), abs=CLOSE)

@@ -1,0 +1,144 @@
+"""What to draft and when it pays: plain ids and plain times, no model."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.engine.speculation.lookup import BREAK, History, Ids, Text, draft_from, occurrence, own_draft
+from worker.engine.speculation.memory import KEPT, Memory, key_of, text_behind
+from worker.engine.speculation.payoff import LONGEST_PAUSE, STALE, Chance, StepTimes, best_length, expected
+
+
+def ids(*values: int) -> Ids:
+    return np.array(values, np.int32)
+
+
+def test_a_history_grows_and_shows_its_latest_ids() -> None:
+    history = History(range(50), (1, 4))
+    for each in range(50, 400):
+        history.add([each])
+    assert len(history) == 400 and history.latest(3).tolist() == [397, 398, 399]
+    assert history.latest(1000).tolist() == list(range(400))
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 4))
+def test_no_run_that_goes_on_is_overlooked(ids: list[int], begun: int) -> None:
+    history = History(ids[:begun], (1, 3))
+    for each in ids[begun:]:
+        history.add([each])
+    texts = [history.runs, Text(np.array(ids, np.int32), (1, 3)).runs]
+    for length in (1, 3):
+        ends = [ids[max(0, end - 3) : end] for end in range(length, len(ids))]
+        assert all(runs[length].may_have(end) for end in ends for runs in texts)
+    assert history.end == ids[-3:]
+
+
+def test_most_runs_that_do_not_occur_are_known_not_to() -> None:
+    text = Text(np.arange(1000, dtype=np.int32), (2,))
+    strange = sum(text.runs[2].may_have([at, at + 2]) for at in range(998))
+    assert strange < 100 and not text.runs[2].may_have([5])
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "least", "most", "found"),
+    [
+        ((1, 2, 3, 9, 2, 3, 4), (7, 2, 3), 1, 4, (6, 2)),  # the last of two equally long ones
+        ((1, 2, 3, 9, 5, 3, 4), (1, 2, 3), 1, 4, (3, 3)),  # the longer one, though it is older
+        ((1, 2, 3, 9, 5, 3, 4), (1, 2, 3), 1, 1, (6, 1)),  # no more than one is compared
+        ((1, 2, 3), (4, 3), 2, 4, (0, 0)),  # too short
+        ((1, 2, 3), (8,), 1, 4, (0, 0)),
+        ((), (8,), 1, 4, (0, 0)),
+        ((3, 1), (2, 3), 1, 4, (1, 1)),  # nothing lies before it
+    ],
+)
+def test_the_longest_end_is_found(
+    text: tuple[int, ...], end: tuple[int, ...], least: int, most: int, found: tuple[int, int]
+) -> None:
+    assert occurrence(ids(*text), ids(*end), least, most) == found
+
+
+def test_a_text_goes_on_as_it_did_before() -> None:
+    assert own_draft(ids(1, 2, 3, 4, 5, 1, 2), 3, 1, 4) == ([3, 4, 5], 2)
+    assert own_draft(ids(1, 2, 3, 4), 3, 1, 4) == ([], 0)
+    assert own_draft(ids(7, 7, 7), 4, 1, 4) == ([7, 7, 7, 7], 2), "a loop goes on"
+    assert own_draft(ids(1, 2, 1), 5, 1, 4) == ([2, 1, 2, 1, 2], 1)
+
+
+def test_nothing_is_drafted_across_two_texts() -> None:
+    assert draft_from(ids(BREAK, 1, 2, 3, BREAK, 9), ids(5, 1, 2), 4, 1, 8) == ([3], 2)
+    assert draft_from(ids(BREAK, 1, 2, BREAK, 9), ids(5, 1, 2), 4, 1, 8) == ([], 2)
+
+
+def test_memory_keeps_to_its_bytes_and_to_tenants() -> None:
+    prompt, size = tuple(range(20)), text_behind(range(20), [1] * 7).nbytes
+    memory = Memory(3 * size, (1,))
+    for tenant in ("a", "b"):
+        memory.add(key_of(tenant, prompt), text_behind(prompt, [ord(tenant)] * 7))
+    theirs = memory.texts(key_of("a", prompt))
+    assert theirs is not None and ord("a") in theirs.ids and ord("b") not in theirs.ids
+    assert memory.texts(key_of("", prompt)) is None and memory.texts(key_of("a", prompt[:-1])) is None
+    for _ in range(2):
+        memory.add(key_of("c", prompt), text_behind(prompt, [5] * 7))
+    assert memory.bytes <= 3 * size
+    assert memory.texts(key_of("b", prompt)) is None, "asked for longest ago"
+    assert memory.texts(key_of("a", prompt)) is not None
+    memory.add(key_of("d", prompt), text_behind(prompt, range(1000)))
+    assert memory.texts(key_of("d", prompt)) is None, "larger than all that is kept"
+
+
+def test_memory_keeps_the_latest_completions_of_a_prompt() -> None:
+    memory, key = Memory(1 << 20, (1,)), key_of("", (1,))
+    for each in range(KEPT + 3):
+        memory.add(key, ids(BREAK, 100 + each))
+    kept = memory.texts(key)
+    assert kept is not None and kept.ids[kept.ids >= 0].tolist() == list(range(103, 100 + KEPT + 3))
+
+
+def test_a_row_whose_drafts_fail_pauses_ever_longer_and_comes_back() -> None:
+    chance = Chance()
+    pauses = []
+    for _ in range(10):
+        chance.learn(3, 0)
+        pauses.append(sum(iter(chance.pauses, False)))
+    assert pauses == sorted(pauses) and pauses[0] == 0 and 0 < pauses[-1] <= LONGEST_PAUSE
+    assert chance.value < 0.1 and chance.length(5) == 1
+    for _ in range(4):
+        chance.learn(5, 5)
+    assert not chance.pauses() and chance.value > 0.9 and chance.length(5) == 5
+
+
+def test_what_drafts_bring() -> None:
+    assert expected([(0.5, 2), (1.0, 5)], 3) == pytest.approx(0.75 + 3)
+    assert expected([], 3) == 0
+
+
+def times_of(rows: int, *seconds: float) -> StepTimes:
+    times = StepTimes()
+    for width, each in enumerate(seconds, 1):
+        if each:
+            times.took(rows, width, each)
+    return times
+
+
+def test_drafts_come_only_where_they_pay() -> None:
+    assert best_length(StepTimes(), 4, [(0.9, 5)]) == 0, "a step without drafts is to be timed first"
+    assert best_length(times_of(4, 1.0), 4, [(0.9, 5)]) == 5, "who does not try does not know"
+    assert best_length(times_of(1, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0), 1, [(1.0, 5)]) == 5
+    assert best_length(times_of(1, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0), 1, [(0.1, 5)]) == 0
+    assert best_length(times_of(4, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0), 4, [(0.9, 5)] * 4) == 0
+    assert best_length(times_of(4, 1.0, 1.01, 3.0, 4.0, 5.0, 6.0), 4, [(0.9, 5)] * 4) == 1
+
+
+def test_widths_between_known_ones_are_not_all_tried() -> None:
+    times = times_of(4, 1.0, 0, 0, 0, 0, 11.0)
+    assert times.likely(4, 3) == pytest.approx(5.0)
+    assert best_length(times, 4, [(0.9, 5)] * 4) == 0
+
+
+def test_old_times_are_taken_again() -> None:
+    times = times_of(4, 1.0, 9.0)
+    for _ in range(STALE):
+        assert best_length(times, 4, [(0.9, 1)] * 4) == 0
+        times.took(4, 1, 1.0)
+    assert best_length(times, 4, [(0.9, 1)] * 4) == 1

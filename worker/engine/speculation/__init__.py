@@ -1,0 +1,6 @@
+"""Several tokens of a row in one forward: guessed from what is known, and kept as far as the model draws the same.
+
+Read in this order: `batch.py` (a step that checks drafts), `drafting.py` (which rows get a draft, and how long), then
+what is pure: `lookup.py` (where a text has gone on before from the same words), `memory.py` (what sequences of the same
+prompt have written), `payoff.py` (whether a wider step pays, by what steps have taken and what was accepted).
+"""
