@@ -62,7 +62,10 @@ class Answers:
     async def learn(self, url: str) -> None:
         async with httpx.AsyncClient(base_url=url, timeout=60) as http:
             for prompt in PROMPTS:
-                answer = await http.post("/v1/completions", json=body(prompt, LONGEST))
+                until = time.monotonic() + PATIENCE_S
+                while (answer := await http.post("/v1/completions", json=body(prompt, LONGEST))).status_code == 503:
+                    assert time.monotonic() < until, answer.text  # a busy machine says 503 now and then
+                    await asyncio.sleep(0.2)
                 self.tokens[prompt] = answer.raise_for_status().json()["choices"][0]["token_ids"]
                 assert len(self.tokens[prompt]) == LONGEST
 

@@ -69,6 +69,17 @@ def some_rows(draw: random.Random, most: int, options: list[dict[str, Any]]) -> 
     return rows
 
 
+def come_back(bench: Bench, rows: list[SequenceSpec]) -> None:
+    """Set all rows aside that run, and submit them again with what they have told."""
+    running = [each for each in rows if each.id in bench.engine._rows]
+    bench.engine.set_aside([each.id for each in running])
+    bench.turn()
+    for each in running:
+        told_so_far = tuple(bench.events.get(each.id, []))
+        if not told_so_far or told_so_far[-1].finish is None:
+            bench.submit(each, prior=told_so_far, attempt=3)
+
+
 def check(loaded: LoadedModel, seed: int, config: SpeculationConfig) -> int:
     """The same rows without drafts and with, in another order of things; how many drafted tokens held."""
     draw = random.Random(seed)
@@ -92,6 +103,8 @@ def check(loaded: LoadedModel, seed: int, config: SpeculationConfig) -> int:
             drafting.turn()
         if draw.random() < 0.15:
             drafting.engine.clear_cache(rows=True)  # rows begin again
+        if draw.random() < 0.3:
+            come_back(drafting, rows)
         if draw.random() < 0.1:
             cancelled.add(each.id)
             drafting.engine.cancel(each.id)
