@@ -168,7 +168,7 @@ async def test_kv_comes_from_the_worker_that_has_it(holder: Worker, heir: Worker
 
 def cache_on_disk(folder: Path) -> TieredCache:
     tier = DiskTier(DiskConfig(str(folder)), "base", "model", BLOCK, 1 << 30, None)
-    return TieredCache(1 << 30, BLOCK, "base", [KVCache()], "model", tier, through=True)
+    return TieredCache(1 << 30, BLOCK, "base", [KVCache()], "model", tier, through=True, token_s=lambda: 0.0)
 
 
 @contextlib.asynccontextmanager

@@ -153,6 +153,7 @@ class DiskTier:
     def stats(self) -> DiskStats:
         """Of this moment."""
         return DiskStats(
+            folder_id=self._folder.id,
             bytes=self._folder.bytes,
             limit_bytes=self._config.max_bytes,
             files=len(self.index),
