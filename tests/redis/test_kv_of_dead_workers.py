@@ -1,16 +1,24 @@
 """KV of a worker that has died: it comes from a living one that shares the folder of its files."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
+from shared.process.settings import WorkerSettings, load
 from shared.redis import keys
+from shared.sequences import ModelCard
+from shared.telemetry.metrics import Tally
 from tests.redis.sequences import MODEL, beat, plan, queue
 from tests.redis.test_kv_fetches import IDS, WHOLE, Worker, of, on_disk, tell
-from worker.engine.messages import RowRequest
+from tests.waiting import wait_until
+from worker.engine.kv.disk.folder import LOCK
+from worker.engine.messages import DiskConfig, EngineConfig, RowRequest
+from worker.engine.thread import EngineThread
 from worker.peers.directory import Directory
+from worker.peers.exchange import KvExchange
 
 
 @pytest.fixture
@@ -90,6 +98,29 @@ async def test_of_several_the_one_is_asked_that_has_shown_life_last(redis: Redis
     assert await heir.directory.sharers("dead") == ["sharer", "dead with it"]
     await heir.fetch("dead")
     assert sharer.server.given == 1 and heir.outcome("failed") == 0
+
+
+async def test_an_idle_worker_tells_of_its_folder(redis: Redis, tmp_path: Path) -> None:
+    config = EngineConfig("models/tiny", max_rows=1, disk=DiskConfig(str(tmp_path)))
+    engine = EngineThread(config, lambda output: None, lambda error: None)
+    engine.start()
+    card = ModelCard(MODEL, 1000, 300, (1,), "", "", 8, "float32")
+    exchange = KvExchange(
+        load(WorkerSettings, ["--kv-transfer", "--kv-transfer-host", "127.0.0.1"]), redis, engine, card, "idle"
+    )
+    try:
+        exchange.open(Tally())
+
+        async def is_told() -> bool:
+            await exchange.tend()
+            return bool(await redis.exists(keys.kv_folder(MODEL, "idle")))
+
+        await wait_until(is_told, 20)
+        told = await redis.get(keys.kv_folder(MODEL, "idle"))
+        assert told and tmp_path.joinpath(LOCK).read_bytes().endswith(told)
+    finally:
+        await exchange.close()
+        await asyncio.to_thread(engine.stop)
 
 
 async def test_a_folder_is_known_for_a_while_after_its_workers_death(redis: Redis, heir: Worker) -> None:

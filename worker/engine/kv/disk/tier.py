@@ -139,6 +139,8 @@ class DiskTier:
     def _keep(self) -> None:
         """In a thread: look around for what other workers write, and for what is too old."""
         self._open()
+        if self._wake is not None:
+            self._wake()  # an idle engine tells of its folder only then
         looked = 0
         while not self._ends.wait(LOOK_EVERY_S):
             try:
