@@ -78,7 +78,7 @@ def _speculation(settings: WorkerSettings, stats: EngineStats) -> str:
 def _extra(card: ModelCard, settings: WorkerSettings, stats: EngineStats, adapters: AdapterStats) -> dict[str, float]:
     prefix: dict[str, float] = {f"prefix_{name}": value for name, value in asdict(stats.prefix).items()}
     if settings.ssd_folder is not None:
-        prefix |= {f"disk_{name}": value for name, value in asdict(stats.disk).items()}
+        prefix |= {f"disk_{name}": value for name, value in asdict(stats.disk).items() if name != "folder_id"}
     drafts = stats.speculation
     room = max(0.0, settings.prefix_cache_gb * 1e9 - stats.prefix.bytes)
     return {

@@ -29,6 +29,7 @@ BATCH_LEASE_MS = 4_000  # renewed every second; losing it too early only costs d
 IDEMPOTENCY_TTL_S = DAY_S
 REQUEST_TTL_S = SEQUENCE_TTL_S
 PEER_SECRET_TTL_S = DAY_S  # refreshed with every heartbeat of a worker that transfers KV
+KV_FOLDER_TTL_S = 600  # of whose files a worker shares; as long as its hints of warm prefixes
 PAUSE_TTL_S = DAY_S  # refreshed by every worker that looks
 WARM_EPOCH_S = 300  # hints of warm prefixes go after one to two of these
 ADAPTER_TTL_S = 30 * DAY_S  # from the last publish of an adapter, or its last use by a worker
@@ -94,7 +95,7 @@ def queue(model: str, sequence_class: str, worker: str = "") -> str:
 
 suspect_turn = Key("parallm:{*}:suspect-turn", "string", "worker", "5 s", "which worker runs empty for a suspect")
 reap_turn = Key("parallm:{*}:reap-turn", "string", "worker", "a twelfth of a lease", "who looked for dead workers last")
-# Fields: spec, state, attempt, deaths, worker, api, cancel, deadline, stream, entry, kv_at (who handed it back last)
+# Fields: spec, state, attempt, deaths, worker, api, cancel, deadline, stream, entry, kv_at (who had it last)
 sequence = Key("parallm:{*}:seq:*", "hash", "api or job runner", "1 h after its end", "one sequence's state")
 sequence_log = Key("parallm:{*}:out:*", "stream", "worker", "1 h after its end", "one sequence's tokens, in chunks")
 finished = Key("parallm:{*}:finished:*", "stream", "job runner", "7 d", "results that no tick has recorded yet")
@@ -113,6 +114,10 @@ warm_prefixes = Key(
 # 32 random bytes. Its name begins in another way than all others, so that no pattern of another role's reads it
 peer_secret = Key(
     "parallm-peers:secret", "string", "worker", "1 d, refreshed", "by which workers that transfer KV know one another"
+)
+# It outlives the worker, whose files others may have
+kv_folder = Key(
+    "parallm:{*}:kv-folder:*", "string", "worker", "10 min, refreshed", "id of the folder of KV that a worker writes to"
 )
 pause = Key("parallm:pause", "string", "api", "1 d, refreshed", "the pause in force, JSON")
 child_troubles = Key(

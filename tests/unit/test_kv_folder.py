@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -129,6 +130,17 @@ def test_a_count_that_cannot_be_read_is_made_anew(tmp_path: Path, said: bytes) -
     (tmp_path / LOCK).write_bytes(said)
     folder.write(name(2), [bytes(1000)])
     assert folder.bytes == total(tmp_path)
+
+
+def test_a_folder_has_an_id_that_all_who_share_it_know(tmp_path: Path) -> None:
+    ours, theirs = folder_of(tmp_path / "one"), folder_of(tmp_path / "one", base="another model")
+    assert ours.id == theirs.id != folder_of(tmp_path / "two").id
+    before = ours.id
+    shutil.rmtree(tmp_path / "one")
+    theirs = folder_of(tmp_path / "one", base="another model")
+    ours.expire()
+    assert ours.id == theirs.id != before, "removed and made again, it is another folder"
+    assert ours.bytes == total(tmp_path / "one")
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:

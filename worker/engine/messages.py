@@ -118,6 +118,7 @@ class PrefixStats:
 class DiskStats:
     """The prefix cache's files at one time; counters since start."""
 
+    folder_id: str = ""  # of the folder, by which workers that share it know one another; "": none yet
     bytes: int = 0  # of the folder, which other workers may use, too
     limit_bytes: int = 0  # 0: no bound, or no folder
     files: int = 0  # of this model

@@ -30,14 +30,17 @@ class Directory:
         self._worker_id = worker_id
         self.secret = b""  # "": not known, so nobody is let in
 
-    async def look(self) -> None:
-        """Know the secret, and keep it."""
+    async def look(self, folder: str = "") -> None:
+        """Know the secret, and keep it; tell of the folder that our files are in, by its id."""
         key = keys.peer_secret()
         commands: list[tuple[Argument, ...]] = [
             ("SET", key, secrets.token_bytes(SECRET_BYTES), "NX", "EX", keys.PEER_SECRET_TTL_S),
             ("EXPIRE", key, keys.PEER_SECRET_TTL_S),
             ("GET", key),
         ]
+        if folder:
+            ours = keys.kv_folder(self._model, self._worker_id)
+            commands.insert(0, ("SET", ours, folder, "EX", keys.KV_FOLDER_TTL_S))
         *_, secret = await ask_all(self._redis, commands)
         self.secret = secret if secret and len(secret) == SECRET_BYTES else b""
 
@@ -59,6 +62,25 @@ class Directory:
         (told,) = await ask_all(self._redis, [("HGET", keys.worker(self._model, worker), "kv_address")])
         host, _, port = (told or b"").decode().rpartition(":")
         return (host, int(port)) if host and port.isdigit() else None
+
+    async def sharers(self, worker: str) -> list[str]:
+        """Workers that listen, and share the folder of one that may have died; who has shown life last comes first.
+
+        None where the folder is ours: we have looked there.
+        """
+        by_heartbeat = await members(self._redis, keys.workers(self._model))
+        others = [name for name in reversed(by_heartbeat) if name != worker]
+        commands: list[tuple[Argument, ...]] = [
+            ("GET", keys.kv_folder(self._model, name)) for name in (worker, self._worker_id, *others)
+        ]
+        commands += [("HGET", keys.worker(self._model, name), "kv_address") for name in others]
+        folder, ours, *told = await ask_all(self._redis, commands)
+        if not folder or folder == ours:
+            return []
+        folders, addresses = told[: len(others)], told[len(others) :]
+        return [
+            name for name, its, address in zip(others, folders, addresses, strict=True) if its == folder and address
+        ]
 
     async def waiting(self, sequences: list[str]) -> int:
         """How many of these nobody has taken yet."""

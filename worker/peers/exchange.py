@@ -86,7 +86,7 @@ class KvExchange:
             return
         self._tell()
         try:
-            await self._directory.look()
+            await self._directory.look(self._engine.stats().disk.folder_id)
             self._trouble = ""
         except RedisError as error:
             if reason(error) != self._trouble:

@@ -1,16 +1,16 @@
 """Before a sequence goes to the engine: get its KV from the worker that has it, if that is quicker than computing it.
 
-Invariants. Nothing that a peer does or leaves undone costs a sequence more than FETCH_S, and nothing it sends is stored
-unchecked: whatever goes wrong, the row is computed as if there were no peer, and one line of the log says why. It is
-asked for what neither our memory nor our disk has. A peer that failed is left alone for REST_S. At most MOST_AT_ONCE
-transfers come in at a time; who waits for its turn longer than QUEUE_S computes. Of prompts that begin alike one is
-fetched after the other.
+Invariants. Nothing that peers do or leave undone costs a sequence more than FETCH_S, and nothing they send is stored
+unchecked: whatever goes wrong, the row is computed as if there were no peer, and one line of the log says why. They are
+asked for what neither our memory nor our disk has. One that failed is left alone for REST_S. Where the one that has the
+KV is gone or fails, one of those that share its files is asked, too. At most MOST_AT_ONCE transfers come in at a time;
+who waits for its turn longer than QUEUE_S computes. Of prompts that begin alike one is fetched after the other.
 """
 
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 import structlog
@@ -109,22 +109,42 @@ class Fetching:
         async with self._alike.setdefault(beginning, asyncio.Lock()):  # the next one finds what this one has fetched
             if await self._turn():
                 try:
-                    await self._within_time(wish)
+                    await self._from_anybody(wish)
                 finally:
                     self._turns.release()
 
-    async def _within_time(self, wish: _Wish) -> None:
-        peer = self._peers.setdefault(wish.worker, _Peer())
-        if time.monotonic() < peer.rests_until or not wish.is_wanted():
+    async def _from_anybody(self, wish: _Wish) -> None:
+        until = asyncio.get_running_loop().time() + FETCH_S
+        if await self._has_answered(wish, until) or not wish.is_wanted():
             return
         try:
-            async with asyncio.timeout(FETCH_S):
-                await self._fetch(wish, peer)
+            async with asyncio.timeout_at(until):
+                sharers = [name for name in await self._directory.sharers(wish.worker) if not self._rests(name)]
+        except (RedisError, OSError):  # TimeoutError is an OSError
+            return
+        if sharers:
+            await self._has_answered(replace(wish, worker=sharers[0]), until)
+
+    def _rests(self, worker: str) -> bool:
+        return worker in self._peers and time.monotonic() < self._peers[worker].rests_until
+
+    async def _has_answered(self, wish: _Wish, until: float) -> bool:
+        """Fetch from this worker; False when it is gone or has failed, and there is time to ask another one."""
+        if self._rests(wish.worker):
+            return False
+        peer = self._peers.setdefault(wish.worker, _Peer())
+        if not wish.is_wanted():
+            return True
+        try:
+            async with asyncio.timeout_at(until):
+                return await self._fetch(wish, peer)
         except TimeoutError:
             self._fail(wish, peer, f"not done within {FETCH_S:.0f} s")
+            return True
         except PeerRefusalError as error:
             self._counts.outcome("refused")
             log.info("kv.refused", sequence=wish.sequence, peer=wish.worker, reason=str(error))
+            return True
         except PeerError as error:
             self._fail(wish, peer, str(error))
         except (RedisError, OSError) as error:
@@ -135,6 +155,7 @@ class Fetching:
         finally:
             while len(self._peers) > PEERS_KNOWN:
                 del self._peers[next(iter(self._peers))]
+        return False
 
     async def _turn(self) -> bool:
         try:
@@ -144,23 +165,24 @@ class Fetching:
             self._counts.outcome("computed")
             return False
 
-    async def _fetch(self, wish: _Wish, peer: _Peer) -> None:
+    async def _fetch(self, wish: _Wish, peer: _Peer) -> bool:
+        """False when this worker is gone."""
         ids, version = wish.ids, wish.version
         prompt = await self._store.gathered(ids, version, len(ids) - 1)
-        if len(ids) - 1 - prompt.length < LEAST_IDS:
-            return
+        if len(ids) - 1 - prompt.length < LEAST_IDS or not self._directory.secret:
+            return True
         address = await self._directory.address(wish.worker)
-        if address is None or not self._directory.secret:
-            return
+        if address is None:
+            return False
         identity = await self._store.identity()
         ask = Ask(identity, version, ids, prompt.length, prompt.blocks, len(ids) - 1, self._most_bytes)
         async with asked(*address, self._directory.secret, ask) as transfer:
             job = Job(transfer.offer.length - prompt.length, sum(transfer.offer.sizes))
             if not transfer.offer.sizes:
-                return
+                return True
             if not is_quicker(job, self._token_s(), peer.bytes_per_s):
                 self._counts.outcome("computed")
-                return
+                return True
             began = time.monotonic()
             try:
                 done = await self._receive(transfer, job, prompt, wish.is_wanted)
@@ -174,6 +196,7 @@ class Fetching:
             sequence=wish.sequence, peer=wish.worker, tokens=gained, bytes=transfer.bytes,
             ms=round(1000 * (time.monotonic() - began)),
         )  # fmt: skip
+        return True
 
     async def _receive(self, transfer: Transfer, job: Job, prompt: Held, is_wanted: Callable[[], bool]) -> bool:
         """Store parcels as they come; whether it was all of them."""

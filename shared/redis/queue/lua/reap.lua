@@ -1,7 +1,7 @@
 -- Take sequences away from workers that have not renewed their leases. They go to the handed back stream of their class,
 -- which is claimed before what has not begun, and each counts one death more. From `suspect_after` deaths on a sequence
 -- goes to the suspects, which run alone, so that others are not given up with them; from `max_deaths` on it is leased to
--- the caller, who commits its end. What waits for a worker without a heartbeat moves, too.
+-- the caller, who commits its end. Whoever goes on with one learns who had it. What waits for a worker without a heartbeat moves, too.
 -- uses: streams
 --
 -- KEYS[1] handed back interactive  KEYS[2] handed back batch  KEYS[3] suspects interactive  KEYS[4] suspects batch
@@ -22,11 +22,12 @@ local reclaimed = 0
 local function settle(stream, entry, is_batch)
   local id = fields_of(entry).id or ''
   if not is_hash(prefix .. id) then return drop(stream, group, entry[1]) end
-  local h = redis.call('HMGET', prefix .. id, 'state', 'spec', 'api', 'job')
+  local h = redis.call('HMGET', prefix .. id, 'state', 'spec', 'api', 'job', 'worker')
   if h[1] ~= 'running' then return drop(stream, group, entry[1]) end
   reclaimed = reclaimed + 1
   local deaths = count_up(prefix .. id, 'deaths')
   if deaths < max_deaths then
+    redis.call('HSET', prefix .. id, 'kv_at', h[5] or '')
     local target = KEYS[(deaths >= suspect_after and 3 or 1) + is_batch]
     return move(stream, group, entry, target, prefix, ttl)
   end

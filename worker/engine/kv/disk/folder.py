@@ -1,7 +1,8 @@
 """Files of KV in a folder that the workers of a machine share: bounded in bytes and in age.
 
 `ROOT/MODEL/NAME.safetensors`: MODEL stands for a base model and all that its KV depends on (parcels.identity_of), NAME
-for what the file holds. `ROOT/.lock` is locked while somebody adds or removes files, and says how many bytes there are.
+for what the file holds. `ROOT/.lock` is locked while somebody adds or removes files, and says how many bytes there are,
+and the folder's id: a random name, by which workers learn of one another that they share it.
 
 Invariants.
 - The sizes of all files under ROOT never come to more than the bound. Whoever writes has made room under the lock, and
@@ -20,6 +21,7 @@ import fcntl
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import time
 import uuid
@@ -32,6 +34,8 @@ FILE, PART = ".safetensors", ".part"
 LOCK, IN_USE = ".lock", ".in-use"
 FREED = 0.05  # of the bound, when it is reached: a count reads the whole folder
 _DIGITS = 20
+_ID_BYTES = 16  # in `.lock`, behind the digits
+_ID = re.compile(rb"[0-9a-f]{16}")
 _PLACE = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}")
 _NAME = re.compile(r"[0-9a-f]{32}(\.safetensors|\.[0-9a-f]{8}\.part)")
 
@@ -55,6 +59,7 @@ class Folder:
         self._ttl_s = ttl_s
         self._durable = durable
         self._used: int | None = None  # a lock that says that this place is in use
+        self.id = ""  # as known last
         self.bytes = 0  # of all files, as known last
         self.evicted = 0  # files removed for want of room, or because of their age
 
@@ -217,7 +222,7 @@ class Folder:
 
     def _count(self) -> int:
         """The sizes of all files; what dead processes have left half written is removed."""
-        total = _DIGITS  # of `.lock`
+        total = _DIGITS + _ID_BYTES  # of `.lock`
         for path in self._files():
             with contextlib.suppress(FileNotFoundError):
                 if path.suffix == PART and _is_unused(path):
@@ -261,6 +266,7 @@ class Folder:
     def _tell(self, lock: int, total: int) -> None:
         os.pwrite(lock, f"{total:0{_DIGITS}d}".encode(), 0)
         self.bytes = total
+        self.id = _id_in(lock)  # each time: the folder may have been removed and made again
 
     def _path(self, name: str) -> Path:
         return self._place / f"{name}{FILE}"
@@ -270,6 +276,15 @@ def _told(lock: int) -> int | None:
     """What the others say; None when nobody has counted."""
     digits = os.pread(lock, _DIGITS, 0)
     return int(digits) if len(digits) == _DIGITS and digits.isdigit() else None
+
+
+def _id_in(lock: int) -> str:
+    """The folder's id; made by whoever finds none."""
+    found = os.pread(lock, _ID_BYTES, _DIGITS)
+    if not _ID.fullmatch(found):
+        found = secrets.token_hex(_ID_BYTES // 2).encode()
+        os.pwrite(lock, found, _DIGITS)
+    return found.decode()
 
 
 def _is_at(file: int, path: Path) -> bool:

@@ -139,6 +139,8 @@ class DiskTier:
     def _keep(self) -> None:
         """In a thread: look around for what other workers write, and for what is too old."""
         self._open()
+        if self._wake is not None:
+            self._wake()  # an idle engine tells of its folder only then
         looked = 0
         while not self._ends.wait(LOOK_EVERY_S):
             try:
@@ -153,6 +155,7 @@ class DiskTier:
     def stats(self) -> DiskStats:
         """Of this moment."""
         return DiskStats(
+            folder_id=self._folder.id,
             bytes=self._folder.bytes,
             limit_bytes=self._config.max_bytes,
             files=len(self.index),
