@@ -33,6 +33,7 @@ MAY_BE_EMPTY = (
 )  # fmt: skip
 MAY_BE_ABSENT = (
     "parallm:pause",
+    ":kv-folder:",
     ":suspect-turn",
     ":reap-turn",
     ":lease",
