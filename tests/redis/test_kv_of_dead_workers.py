@@ -11,8 +11,8 @@ from shared.process.settings import WorkerSettings, load
 from shared.redis import keys
 from shared.sequences import ModelCard
 from shared.telemetry.metrics import Tally
+from tests.redis.kv_workers import IDS, WHOLE, Worker, of, on_disk, tell
 from tests.redis.sequences import MODEL, beat, plan, queue
-from tests.redis.test_kv_fetches import IDS, WHOLE, Worker, of, on_disk, tell
 from tests.waiting import wait_until
 from worker.engine.kv.disk.folder import LOCK
 from worker.engine.messages import DiskConfig, EngineConfig, RowRequest
