@@ -4,7 +4,7 @@ import secrets
 import time
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from pydantic import BaseModel, BeforeValidator, Field
 from starlette.responses import Response
 
@@ -12,7 +12,7 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import RequestModel
 from api.openai.responses.history import keeper
-from api.openai.responses.kept import Entry, ItemPage, Order, page, shown_items
+from api.openai.responses.kept import After, Entry, ItemPage, Limit, Order, page, shown_items
 from api.openai.responses.turns import Item, Items
 from api.ring.ring import Ring, TheRing
 from api.ring.room import LARGE_COUNT, aside
@@ -128,8 +128,8 @@ async def add_items(conversation_id: str, body: NewItems, ring: TheRing) -> Resp
 async def list_items(
     conversation_id: str,
     ring: TheRing,
-    after: Annotated[str, Query(description="the item behind which to go on")] = "",
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: After = "",
+    limit: Limit = 20,
     order: Order = "desc",
 ) -> Response:
     """The newest ones first, unless `order` is asc."""

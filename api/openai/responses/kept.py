@@ -1,9 +1,10 @@
 """Responses and their items as they are kept, and as a client gets them back."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from fastapi import Query
 from pydantic import BaseModel
 from starlette.responses import Response
 
@@ -18,6 +19,8 @@ from shared.errors import NotFoundError
 from shared.redis.kept.response_store import StoredResponse
 
 Order = Literal["asc", "desc"]
+After = Annotated[str, Query(description="the item behind which to go on")]
+Limit = Annotated[int, Query(ge=1, le=100)]
 Entry = tuple[str, bytes]  # an item's id and its JSON
 
 

@@ -19,7 +19,7 @@ from api.openai.responses.background import sse
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.history import history_of, is_stored, keeper, own_ids
 from api.openai.responses.items import Event
-from api.openai.responses.kept import ItemPage, Order, entries, keep, page, whole
+from api.openai.responses.kept import After, ItemPage, Limit, Order, entries, keep, page, whole
 from api.openai.responses.planning import NAMES, plan_response
 from api.openai.responses.writer import ResponseWriter
 from api.ring.ring import TheRing
@@ -158,8 +158,8 @@ async def cancel_response(response_id: str, ring: TheRing) -> Response:
 async def list_input_items(
     response_id: str,
     ring: TheRing,
-    after: Annotated[str, Query(description="the item behind which to go on")] = "",
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: After = "",
+    limit: Limit = 20,
     order: Order = "desc",
 ) -> Response:
     """Its own items, without those of the responses that it follows."""
