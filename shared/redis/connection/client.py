@@ -18,8 +18,8 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.errors import ServiceUnavailableError, SetupError
@@ -72,7 +72,7 @@ async def require(url: str, within_s: float = ANSWER_WITHIN_S) -> None:
     """Return once a Redis answers at this URL; before a start, where `connect`'s patience would hide a mistake.
 
     Raises SetupError for a malformed URL or a service that no Sentinel knows, ServiceUnavailableError when nobody
-    answers in time.
+    answers in time, and at once when the server refuses the password: to ask again would not change it.
     """
     try:
         client = _client(url, socket_connect_timeout=within_s, socket_timeout=within_s)
@@ -87,7 +87,7 @@ async def require(url: str, within_s: float = ANSWER_WITHIN_S) -> None:
             except (RedisError, OSError) as error:
                 if isinstance(error.__cause__, UnknownServiceError):
                     raise SetupError(f"--redis {shown(url)}: {reason(error.__cause__)}") from error
-                if time.monotonic() > deadline:
+                if isinstance(error, AuthenticationError) or time.monotonic() > deadline:
                     raise ServiceUnavailableError(f"no Redis answers at {shown(url)}: {reason(error)}") from error
             await asyncio.sleep(0.1)
     finally:
