@@ -46,7 +46,7 @@ from api.ops import ring_address as address
 from api.ops.history_sampler import sample_forever
 from api.ops.snapshot import Snapshots
 from api.ring.ring import Ring
-from api.rl import act, generate, predict, rewards, tokenize
+from api.rl import act, feedback, generate, predict, rewards, tokenize
 from api.tenants import keep_apart
 from api.training import remote_trainers as trainers
 from api.training import routes as training
@@ -108,6 +108,7 @@ ROUTED = (
         training,
         trainers,
         rewards,
+        feedback,
     ),
     *(health, deadletters, metrics, snapshot, dashboard),
 )
