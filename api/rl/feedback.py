@@ -112,7 +112,7 @@ async def judge(ring: Ring, keeper: str, name: str, verdicts: dict[str, Verdict]
     "/v1/feedback",
     summary="List answers",
     response_class=Response,
-    responses={200: {"description": "Answers, those that were used last first"}, **error_responses(400)},
+    responses={200: {"description": "Answers, the newest first"}, **error_responses(400)},
 )
 async def listed(
     ring: TheRing,
@@ -122,7 +122,7 @@ async def listed(
 ) -> Response:
     """The asker's answers that wait for a verdict, or that have one; pairs name the other answer."""
     _check_kept(ring)
-    found = await ring.answers.list(answers_of(asker().tenant), judged=state == "judged", before=after, limit=limit + 1)
+    found = await ring.answers.list(answers_of(asker().tenant), judged=state == "judged", after=after, limit=limit + 1)
     shown = {"object": "list", "data": [_shown(answer) for answer in found[:limit]], "has_more": len(found) > limit}
     return Response(await aside(msgspec.json.encode, shown), media_type="application/json")
 

@@ -4,7 +4,7 @@ Invariants. An answer is judged once: the first verdict stands, and to say it ag
 told as counted is on the due list until a job runner has put what it judges into the queue of the policy's trainer.
 """
 
-import asyncio
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ from shared.trajectories import LiveTrajectory
 
 LIST = "feedback"  # the name of the due list, of answers whose verdict is on its way: "<keeper> <ttl> <bytes> <name>"
 LOOKED_AT = 1_000  # answers that one listing reads at most
+YOUNG_MS = 60_000  # an answer is listed before it is there
+_ORDERS = ("waiting", "judged")
 
 _judge = Script("kept_judge")
 
@@ -54,8 +56,12 @@ class AnswerStore:
 
     async def keep(self, name: str, live: LiveTrajectory) -> bool:
         """Keep an answer; False when there is one of this name. QueueFullError for one that is too large."""
+        keeper = answers_of(live.tenant)
+        order = keys.kept_order(keeper, _ORDERS[0])
         fields: dict[str, Argument] = {"live": msgspec.json.encode(live)}
-        return await self._keeping.put(answers_of(live.tenant), name, fields, "new")
+        ttl_s = self._terms.ttl_s
+        await ask_all(self._redis, [("ZADD", order, live.collected_ms, name), ("EXPIRE", order, ttl_s)])
+        return await self._keeping.put(keeper, name, fields, "new")
 
     async def find(self, keeper: str, name: str) -> Answer | None:
         """An answer; None when the keeper has none of this name."""
@@ -71,7 +77,8 @@ class AnswerStore:
         False when one has another verdict, or is not there. The first answer is put on the due list.
         """
         first = next(iter(verdicts))
-        names = self._keeping.names(keeper, first)[1:] + [keys.kept(keeper, name) for name in verdicts]
+        names = [*self._keeping.names(keeper, first)[1:], *(keys.kept_order(keeper, each) for each in _ORDERS)]
+        names += [keys.kept(keeper, name) for name in verdicts]
         arguments = self._keeping.arguments(keeper, first)
         told = [part for name, verdict in verdicts.items() for part in (name, msgspec.json.encode(verdict))]
         if await _judge(self._redis, names, [arguments[0], *arguments[2:], key, *told]) == 0:
@@ -83,23 +90,37 @@ class AnswerStore:
         """What an answer's verdict is about is in the trainer's queue."""
         await self._keeping.put(keeper, name, {"delivered": 1}, "there")
 
-    async def list(self, keeper: str, *, judged: bool, before: str = "", limit: int = 20) -> list[Answer]:
-        """Answers with or without a verdict, those that were used last first, from behind `before`."""
-        names = [name.decode() for name in await ask(self._redis, "ZREVRANGE", keys.kept_uses(keeper), 0, LOOKED_AT)]
-        if before in names:
-            names = names[names.index(before) + 1 :]
+    async def list(self, keeper: str, *, judged: bool, after: str = "", limit: int = 20) -> list[Answer]:
+        """Answers with or without a verdict, the newest first, from behind `after`; each may be large."""
+        order = keys.kept_order(keeper, _ORDERS[judged])
+        below = "+inf"
+        if after and (last := await self.find(keeper, after)) is not None:
+            below = f"({last.live.collected_ms}"
         found: list[Answer] = []
-        for at in range(0, len(names), limit):
-            some = names[at : at + limit]
-            rows = await ask_all(self._redis, [("HMGET", keys.kept(keeper, name), *_FIELDS) for name in some])
-            for name, row in zip(some, rows, strict=True):
-                answer = _answer(name, row)
-                if answer is not None and (answer.verdict is not None) == judged:
+        gone: list[str] = []
+        start = 0
+        while len(found) < limit and start < LOOKED_AT:
+            page = await ask(self._redis, "ZREVRANGEBYSCORE", order, below, "-inf", "LIMIT", start, limit)
+            for name in (each.decode() for each in page[: limit - len(found)]):
+                answer = await self.find(keeper, name)
+                if answer is None or (answer.verdict is not None) != judged:
+                    gone.append(name)
+                else:
                     found.append(answer)
-                await asyncio.sleep(0)  # an answer may be large
-            if len(found) >= limit:
+            start += limit
+            if len(page) < limit:
                 break
-        return found[:limit]
+        if gone:
+            await self._forget(order, gone)
+        return found
+
+    async def _forget(self, order: str, names: Sequence[str]) -> None:
+        """Let go of names without an answer; a young one's may be on its way."""
+        before = int(1000 * time.time()) - YOUNG_MS
+        scores = await ask(self._redis, "ZMSCORE", order, *names)
+        old = [name for name, score in zip(names, scores, strict=True) if score is not None and float(score) < before]
+        if old:
+            await ask(self._redis, "ZREM", order, *old)
 
 
 def due_answer(entry: str) -> tuple[str, Terms, str]:
