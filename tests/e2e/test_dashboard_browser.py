@@ -10,11 +10,10 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, expect
 
 from api.cli.client import InferenceClient, JobRequest
 from shared.jobs import JobInput, RewardSpec
-from tests.e2e.browser import Tab, browser, find_browser, tab
+from tests.e2e.browser import Browser, Tab, browser, expect, find_browser, tab
 from tests.e2e.rings import MODEL, Ring
 from tests.waiting import wait_until
 
