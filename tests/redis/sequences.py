@@ -83,6 +83,12 @@ async def make_old(redis: Redis, stream: str, age_ms: int) -> None:
         await redis.xclaim(stream, keys.GROUP, lease["consumer"], 0, [lease["message_id"]], idle=age_ms, justid=True)
 
 
+async def end_leases(redis: Redis, name: str) -> None:
+    """Whoever had entries of a list of what is due has died a while ago."""
+    for entry in await redis.zrange(keys.due(name), 0, -1):
+        await redis.zadd(keys.due(name), {entry: 1}, xx=True)
+
+
 def ids(claims: list[Claim]) -> list[str]:
     return [claim.spec.id for claim in claims]
 

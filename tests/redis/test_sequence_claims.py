@@ -50,9 +50,9 @@ async def test_routing_a_running_sequence_tells_its_worker(redis: Redis) -> None
     await q.claim("w1", plan(1))
     async with redis.pubsub() as channel:
         await channel.subscribe(keys.control_channel("w1"))
-        assert (await channel.get_message(timeout=5))["type"] == "subscribe"
+        assert (await channel.get_message(timeout=60))["type"] == "subscribe"
         await q.route(["s"], "b")
-        message = await channel.get_message(timeout=5)
+        message = await channel.get_message(timeout=60)
     assert message["data"] == b"\x93\xa5route\xa1s\xa1b"
 
 
@@ -202,7 +202,7 @@ async def test_wait_wakes_for_new_work_and_not_for_what_a_claim_left(redis: Redi
     assert not await q.wait("w1", 0.05)
     waiting = asyncio.create_task(q.wait("w1", 30))
     await q.enqueue([spec("t", kind="batch")])
-    assert await asyncio.wait_for(waiting, 30)
+    assert await asyncio.wait_for(waiting, 60)
 
 
 async def test_wait_wakes_when_another_worker_hands_back(redis: Redis) -> None:
@@ -212,7 +212,7 @@ async def test_wait_wakes_when_another_worker_hands_back(redis: Redis) -> None:
     assert await q.claim("w2", plan(1)) == []
     waiting = asyncio.create_task(q.wait("w2", 30))
     await q.release("w1", claims)
-    assert await asyncio.wait_for(waiting, 30)
+    assert await asyncio.wait_for(waiting, 60)
     assert ids(await q.claim("w2", plan(1))) == ["s0"]
 
 
@@ -273,7 +273,7 @@ async def test_who_wakes_too_late_goes_on_waiting(redis: Redis) -> None:
     await wait_until(lambda: _waits(redis))
     assert not waiting.done(), "what woke it has been taken"
     await q.enqueue(specs("b", 2))
-    assert await asyncio.wait_for(waiting, 30)
+    assert await asyncio.wait_for(waiting, 60)
     assert ids(await q.claim("late", plan(4), others=["quick"])) == ["b0", "b1"]
 
 
@@ -282,7 +282,7 @@ async def test_it_wakes_for_what_others_leave(redis: Redis) -> None:
     waiting = await q.woken()
     assert ids(await q.claim("quick", plan(1), others=["late"])) == ["a0"]
     q.looks.set()
-    assert await asyncio.wait_for(waiting, 30)
+    assert await asyncio.wait_for(waiting, 60)
     assert ids(await q.claim("late", plan(4), others=["quick"])) == ["a1", "a2"]
 
 

@@ -202,9 +202,9 @@ async def test_cancelling_a_running_sequence_tells_its_worker(redis: Redis) -> N
     await q.claim("w1", plan(1))
     async with redis.pubsub() as channel:
         await channel.subscribe(keys.control_channel("w1"))
-        assert (await channel.get_message(timeout=5))["type"] == "subscribe"
+        assert (await channel.get_message(timeout=60))["type"] == "subscribe"
         assert await q.cancel(["s"]) == {"s": "w1"}
-        message = await channel.get_message(timeout=5)
+        message = await channel.get_message(timeout=60)
     assert message["data"] == b"\x92\xa6cancel\xa1s"
 
 
