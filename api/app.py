@@ -122,7 +122,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
         title="ParaLLM",
         description="OpenAI's endpoints, and rollout jobs, on a ring of MLX workers.",
         lifespan=_life(settings, tally),
-        responses={401: {"model": errors.ErrorBody, "description": "No API key, or a wrong one."}},
+        responses={401: errors.described("No API key, or a wrong one.")},
         telemetry=telemetry(),
     )
     errors.install(app)

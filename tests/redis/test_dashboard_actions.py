@@ -125,7 +125,7 @@ async def test_an_open_page_does_not_hold_up_the_server_s_end(redis_url: str) ->
     try:
         url = (await asyncio.to_thread(process.wait_for_line, r"(http://127[.\d]+:\d+)")).group(1)
         async with (
-            httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as http,
+            httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http,
             http.stream("GET", "/dashboard/events/ring") as response,
         ):
             lines = response.aiter_lines()
