@@ -17,8 +17,8 @@ from typing import Any
 from worker.engine.batch.row import Row
 from worker.engine.kv.kinds import may_be_taken_back
 from worker.engine.messages import SpeculationConfig, SpeculationStats
-from worker.engine.speculation.lookup import History, Text, draft_from, own_draft
-from worker.engine.speculation.memory import ANCHOR, Key, Memory, key_of, text_behind
+from worker.engine.speculation.lookup import NOTHING, History, Text, draft_from, own_draft
+from worker.engine.speculation.memory import ANCHOR, Completions, Key, Memory, key_of, mark_of, text_behind
 from worker.engine.speculation.payoff import SHARED_RECENT, Chance, StepTimes, best_length
 
 LOOKED_THROUGH = 1 << 18  # ids in one step
@@ -145,7 +145,13 @@ class Drafting:
         for row in rows:
             source = self._rows.pop(row, None)
             if source is not None and source.key is not None and row.is_over and len(row.tokens) >= WORTH_KEEPING:
-                self._memory.add(source.key, text_behind(row.spec.prompt_ids, row.tokens))
+                text = text_behind(row.spec.prompt_ids, row.tokens)
+                self._memory.add(Completions(source.key, [(mark_of(row.spec.id), text)]))
+
+    def remember(self, completions: Iterable[Completions]) -> None:
+        """What other workers' sequences have written."""
+        for each in completions:
+            self._memory.add(each)
 
     def _source(self, row: Row) -> _Source | None:
         """What is known of it, what has been told of it included; None: it has not been looked at yet."""
@@ -163,7 +169,7 @@ class Drafting:
             len(row.tokens),
             Chance(self._chance.value),
             Text(text_behind(spec.prompt_ids, spec.prediction_ids), self._lengths) if spec.prediction_ids else None,
-            key_of(spec.tenant, spec.prompt_ids) if config.memory_bytes else None,
+            key_of(spec) if config.memory_bytes else None,
         )
 
     def _draft(self, row: Row, source: _Source, rows: int) -> list[int]:
@@ -176,18 +182,18 @@ class Drafting:
         most = source.chance.length(config.tokens) if config.adapts_to_rows else config.tokens
         end, far, longest = source.history.end, min(FARTHEST, LOOKED_THROUGH // rows), min(most, room)
         text = source.history.latest(far)
-        draft: list[int] = []
-        matched = 0
+        guess = NOTHING
         if source.history.runs[least].may_have(end):
-            draft, matched = own_draft(text, longest, least, config.ngram_max)
+            guess = own_draft(text, longest, least, config.ngram_max)
         source.is_predicted = False
         kept = self._memory.texts(source.key) if source.key is not None else None
         for other in (kept, source.prediction):
             if other is not None and other.runs[least].may_have(end):
                 ids = other.ids[-far:] if other is kept else other.ids[:far]
-                theirs, longer = draft_from(ids, text, longest, max(least, matched), DEEPEST)
-                if theirs:
-                    draft, matched, source.is_predicted = theirs, longer, other is source.prediction
+                theirs = draft_from(ids, text, longest, max(least, guess.matched), DEEPEST)
+                if theirs.ids:
+                    guess, source.is_predicted = theirs, other is source.prediction
+        draft = guess.ids
         for at, id_ in enumerate(draft):
             if id_ in row.stop_ids:
                 return draft[: at + 1]
