@@ -68,19 +68,24 @@ class SpeculatingBatch(RunningBatch):
         return self._check([_Part(*each) for each in zip(rows, inputs, drafts, strict=True)])
 
     def _check(self, parts: Sequence[_Part]) -> list[tuple[Row, int]]:
-        """Feed inputs and drafts; tell the inputs, and what holds of the drafts."""
+        """Feed inputs and drafts; tell the inputs, what holds of the drafts, and what was drawn behind that."""
         width = max(len(part.ids) for part in parts)
         logits_BLV = self._model(
             mx.array([part.ids + [0] * (width - len(part.ids)) for part in parts]), cache=self._cache
         )
-        self._next_B = mx.array(self._accept(parts, logits_BLV), mx.uint32)
+        inputs = self._accept(parts, logits_BLV)
+        self._next_B = mx.array(inputs, mx.uint32)
         unused = [width - 1 - part.accepted for part in parts]
         if any(unused):
             self._padding = take_back(self._cache[:-1], unused, self._padding)
         self._drafting.checked(width, [(part.row, len(part.ids) - 1, part.accepted) for part in parts])
-        self.unfed, self._known = 0, True
-        untold, self._untold = self._untold, set()
-        told = [(part.row, id_) for part in parts for id_ in part.told(part.row in untold)]
+        untold, self._untold = self._untold, {part.row for part in parts}
+        self.unfed, self._known = 1, True
+        told = [
+            (part.row, id_)
+            for part, input_ in zip(parts, inputs, strict=True)
+            for id_ in (*part.told(part.row in untold), input_)
+        ]
         return self._told([row for row, _ in told], [id_ for _, id_ in told], set())
 
     def _accept(self, parts: Sequence[_Part], logits_BLV: mx.array) -> list[int]:
