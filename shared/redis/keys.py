@@ -270,6 +270,15 @@ training_orders = Key(
 score_orders = Key("parallm:score:orders", "stream", "api", "1 d, 256 entries", "texts to be scored at once")
 answer = Key("parallm:answer:*", "string", "trainer, job runner or worker", "10 min", "the answer to an order, JSON")
 
+# -- what sequences have written, by a digest of model, tenant and prompt: drafts for the next ones of the same prompt
+
+_completions_ttl = "as the setting says; 1 d, from the last use"
+completions = Key("parallm:{completions}:prompt:*", "list", "worker", _completions_ttl, "completions of one prompt")
+completion_uses = Key(
+    "parallm:{completions}:uses", "sorted set", "worker", "a day longer", "these prompts, by their last use"
+)
+completion_sizes = Key("parallm:{completions}:sizes", "hash", "worker", "a day longer", "bytes of each, and of `all`")
+
 # -- figures of the ring
 
 metric_totals = Key(

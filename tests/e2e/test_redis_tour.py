@@ -29,7 +29,7 @@ COMMANDS = re.findall(r"^\$R (.+?)\s*(?:# .*)?$", PAGE.read_text(), re.MULTILINE
 MAY_BE_EMPTY = (
     "deadletters", "XPENDING", "CONSUMERS", "SLOWLOG", "queue:batch'", ":out:", "jobs:active", "$WORKER", ":finished:",
     "batches:pending", ":pins", ":collected'", ":trajectories'", "orders", ":answer:", ":limit:", "arq:",
-    ":of:acme", "parallm:children", "parallm:named:", ":due",
+    ":of:acme", "parallm:children", "parallm:named:", ":due", "{completions}",
 )  # fmt: skip
 MAY_BE_ABSENT = (
     "parallm:pause",
@@ -38,6 +38,7 @@ MAY_BE_ABSENT = (
     ":reap-turn",
     ":lease",
     ":history-turn",
+    "{completions}",
 )  # "nothing: none", as the page says
 
 

@@ -90,7 +90,7 @@ class SpeculatingBatch(RunningBatch):
         return self._check(parts)
 
     def _check(self, parts: Sequence[_Part]) -> list[tuple[Row, int]]:
-        """Feed inputs and drafts; tell the inputs, and what holds of the drafts."""
+        """Feed inputs and drafts; tell the inputs, what holds of the drafts, and what was drawn behind that."""
         *caches, tag = self._cache
         self._cache = [*ragged(caches), tag]
         before = states(caches)
@@ -108,9 +108,13 @@ class SpeculatingBatch(RunningBatch):
             self._take_back([width - 1 - part.accepted for part in parts])
         self._next_B = mx.array(inputs, mx.uint32)
         self._drafting.checked(width, [(part.row, len(part.ids) - 1, part.accepted) for part in parts])
-        self.unfed, self._known = 0, True
-        untold, self._untold = self._untold, set()
-        told = [(part.row, id_) for part in parts for id_ in part.told(part.row in untold)]
+        untold, self._untold = self._untold, {part.row for part in parts}
+        self.unfed, self._known = 1, True
+        told = [
+            (part.row, id_)
+            for part, input_ in zip(parts, inputs, strict=True)
+            for id_ in (*part.told(part.row in untold), input_)
+        ]
         return self._told([row for row, _ in told], [id_ for _, id_ in told], set())
 
     def _fed(self, parts: Sequence[Sequence[int]]) -> mx.array:
