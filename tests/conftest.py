@@ -31,7 +31,8 @@ LONGEST = frozenset(
     {"test_bad_input", "test_batches", "test_chaos", "test_deaths", "test_demo", "test_event_loop", "test_guests"}
     | {"test_hosted", "test_jobs_runner", "test_kv_kinds", "test_leaving_workers", "test_prometheus", "test_readme"}
     | {"test_trainer_kills", "test_trainer_loop", "test_training", "test_training_api", "test_training_over_http"}
-    | {"test_examples"}
+    | {"test_commands", "test_dashboard_browser", "test_examples", "test_joining", "test_pause", "test_redis_roles"}
+    | {"test_served_rewards", "test_structured_outputs", "test_traces"}
 )
 
 

@@ -110,8 +110,8 @@ class DiskCache:
                 part.unlink()
                 return
             file.truncate(0)
-            await asyncio.to_thread(self._evict, manifest.size)
             try:
+                await asyncio.to_thread(self._evict, manifest.size)
                 async for chunk in catalog.fetch(manifest):
                     await asyncio.to_thread(file.write, chunk)
                 await asyncio.to_thread(file.flush)

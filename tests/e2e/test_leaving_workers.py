@@ -16,7 +16,7 @@ from tests.e2e.hanging_peer import HANGS
 from tests.e2e.rings import MODEL, Process, Ring, ring
 from tests.waiting import wait_until
 
-STALL_S = 2.0
+STALL_S = 4.0
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ async def test_a_stuck_worker_is_not_reported_ready_and_a_worker_without_supervi
             states.update(w.state for w in await asyncio.to_thread(workerless.workers))
             if "stuck" in states:
                 stream.cancel()
-            return len(alone.printed("worker.ready")) == 2
+            return len(alone.printed("worker.ready")) >= 2  # a machine may be so busy that it does so again
 
         await wait_until(restarted)
         assert (await asyncio.to_thread(workerless.workers))[0].pid == pid, "it replaces itself in its process"

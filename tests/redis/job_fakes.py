@@ -138,7 +138,7 @@ async def working(worker: FakeWorker) -> AsyncIterator[FakeWorker]:
 @contextlib.contextmanager
 def context(redis: Redis, blocking: Redis, runner: str = "r1", window: int = 64):  # type: ignore[no-untyped-def]
     """A runner's context inside the test process."""
-    pool = RewardPool(1, timeout_s=2.0)
+    pool = RewardPool(1, timeout_s=60)
     try:
         made = TickContext(runner, redis, blocking, pool, window=window)
         yield made

@@ -6,7 +6,9 @@ import fcntl
 import hashlib
 import os
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -181,19 +183,38 @@ async def test_a_cancelled_download_leaves_nothing(store: AdapterStore, tmp_path
     assert not [name for name in names(tmp_path) if name.endswith(".part")]
 
 
+async def test_a_download_cancelled_while_room_is_made_for_it_leaves_nothing(
+    store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def evict(cache: DiskCache, needed: int) -> None:
+        begun.set()
+        assert go.wait(60)
+
+    monkeypatch.setattr(DiskCache, "_evict", evict)
+    task = asyncio.create_task(held(DiskCache(tmp_path, 2**20), store, await publish(store)))
+    await wait_until(begun.is_set)
+    task.cancel()
+    go.set()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    assert names(tmp_path) == []
+
+
 async def test_a_download_elsewhere_is_looked_for_soon_and_then_more_seldom(
     store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest, pauses, sleep = await publish(store), list[float](), asyncio.sleep
+    manifest, pauses = await publish(store), list[float]()
 
     async def noted(seconds: float) -> None:
         pauses.append(seconds)
-        await sleep(seconds)
+        await asyncio.sleep(seconds)
 
     cache = DiskCache(tmp_path, 2**20)
     with (tmp_path / f"{manifest.sha256}.part").open("ab") as part:
         fcntl.flock(part, fcntl.LOCK_EX)
-        monkeypatch.setattr("worker.adapter_cache.asyncio.sleep", noted)
+        monkeypatch.setattr("worker.adapter_cache.asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": noted}))
         waiting = asyncio.create_task(held(cache, store, manifest))
         await wait_until(lambda: 0.05 in pauses)
         fcntl.flock(part, fcntl.LOCK_UN)

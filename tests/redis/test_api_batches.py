@@ -165,6 +165,7 @@ async def test_a_cancel_in_the_moment_of_a_death_reaches_the_job_that_the_dead_p
     async def taken() -> bool:
         return await server.ring.batches.take(batch_id, "dying")
 
+    monkeypatch.setattr("shared.redis.keys.BATCH_LEASE_MS", 60_000)  # until it is released below
     await wait_until(taken)  # from now on the server's own work leaves it alone
     await join_worker(redis)
     dying = BatchWork(server.ring)

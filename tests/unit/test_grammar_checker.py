@@ -1,10 +1,12 @@
 """Grammars are checked in processes that may be killed, and that a grammar may end."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from api.ring import caller
 from api.ring.caller import Client
@@ -49,6 +51,21 @@ async def test_a_grammar_that_takes_too_much_computing_is_refused() -> None:
     checker = GrammarChecker(computing_s=0.2)
     with pytest.raises(InvalidGrammarError, match=r"more than 0\.2 s to compile"):
         await checker.checked(grammar.unconverted(SLOW), CARD, codec())
+    await checker.close()
+
+
+async def test_what_it_costs_to_compile_is_bounded_and_not_only_what_it_costs_to_validate() -> None:
+    properties = grammar.of_schema({"properties": {f"p{at}": {} for at in range(1200)}})
+    tokenizer = grammar.tokenizer_of(bundle(), codec().vocab_size)
+
+    def validated_s() -> float:
+        began = time.thread_time()
+        assert not LLMatcher.validate_grammar(properties, tokenizer)
+        return time.thread_time() - began
+
+    checker = GrammarChecker(computing_s=1.5 * min(validated_s() for _ in range(3)))  # to compile it takes thrice that
+    with pytest.raises(InvalidGrammarError, match="to compile"):
+        await checker.checked(properties, CARD, codec())
     await checker.close()
 
 

@@ -98,7 +98,7 @@ async def fake() -> FakeApi:
 
 @pytest.fixture
 async def api(fake: FakeApi) -> AsyncIterator[HttpApi]:
-    async with HttpApi("http://ring", "k", patience_s=0.5, transport=httpx.MockTransport(fake)) as made:
+    async with HttpApi("http://ring", "k", patience_s=60, transport=httpx.MockTransport(fake)) as made:
         yield made
 
 
