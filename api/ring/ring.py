@@ -23,7 +23,7 @@ from shared.redis.files.batch_store import BatchStore
 from shared.redis.files.file_store import FileStore
 from shared.redis.jobs.store import JobStore
 from shared.redis.kept.conversation_store import ConversationStore
-from shared.redis.kept.keeping import Terms
+from shared.redis.kept.kept_things import Terms
 from shared.redis.kept.response_store import ResponseStore
 from shared.redis.queue.affinity import Affinity
 from shared.redis.queue.dead_letters import DeadLetters

@@ -23,7 +23,7 @@ class Terms:
     bytes: int
 
 
-class Keeping:
+class KeptThings:
     """What responses and conversations have in common."""
 
     def __init__(self, redis: Redis, terms: Terms) -> None:
