@@ -134,6 +134,14 @@ class RateLimitedError(QueueFullError, code="rate_limit_exceeded"):
     """This key or this process has its share of requests under way."""
 
 
+class LateFirstTokenError(QueueFullError, code="first_token_too_late"):
+    """So much is waiting that the first token would come after its deadline; the deadline or the load must change."""
+
+    def __init__(self, waiting: int, message: str = "the first token would come too late", *, retry_after_s: int = 1):
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.waiting = waiting
+
+
 class ServiceUnavailableError(ParallmError, status=503, type="service_unavailable_error", code="service_unavailable"):
     """No live worker serves the model, or the ring is shutting down or overloaded."""
 

@@ -4,6 +4,7 @@
     process.py    the loops: claim, renew, publish, heartbeat, drain. Read it first.
     rows.py       one claimed sequence from claim to commit, and the table of them that the loops share
     claim_plan.py, claims.py     how many rows to claim; from a claim to the engine, and back to the queue
+    service_rates.py             at what pace a full worker claims, and how soon first tokens come
     publisher.py  from a decode step to frames, log chunks and commits
     control.py    orders from outside: cancel, route, pause
     pause.py, drain.py     coming to rest, and leaving

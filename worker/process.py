@@ -224,6 +224,7 @@ class WorkerProcess:
                     plan = self._plan()
                     plan = plan if plan.rows else self._plan(full=True)
                     claims = await self._queue.claim(self.id, plan, self._others) if plan.rows > 0 else []
+                    self._counts.sequences.rates.claimed(plan, claims, time.monotonic())
                     if claims:
                         await self._admit(claims)
                         continue
@@ -375,7 +376,7 @@ class WorkerProcess:
             tokens_per_s=(self._publisher.tokens - tokens) / max(1e-3, now - then),
             silent_s=self._watch.silent_s,
             kv_address=self._peers.address,
-            peers=self._peers.figures,
+            peers={**self._peers.figures, **self._counts.sequences.rates.figures(now)},
         )
 
     async def _beat(self) -> None:

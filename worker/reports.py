@@ -14,6 +14,7 @@ from shared.telemetry.spans import Past
 from worker.engine.batch.adapters import AdapterStats
 from worker.engine.messages import EngineStats
 from worker.rows import ClaimedRow, now_ms
+from worker.service_rates import ServiceRates
 
 ROWS_OF = "adapter_rows:"  # before a version: rows that use it
 WAITS_FOR = "adapter_waits:"  # before a version: rows wait for it
@@ -136,6 +137,7 @@ class SequenceCounts:
     def __init__(self, tally: Tally, model: str) -> None:
         self._tally = tally
         self._model = model
+        self.rates = ServiceRates()
         self._classes = {kind: _ClassHistograms.of(tally, model, kind) for kind in ("interactive", "batch")}
         self._prompt_tokens = self._counter("vllm:prompt_tokens_total")
         self._tokens = self._counter("vllm:generation_tokens_total")
@@ -171,6 +173,8 @@ class SequenceCounts:
             prompt = len(row.claim.spec.prompt_ids)
             self._prompt_tokens.add(prompt)
             self._step_prompts += prompt
+            if row.claim.attempt == 1:
+                self.rates.first_token(_seconds(row.started_ms, now_ms()), prompt, at)
         elif tokens:
             self._classes[row.claim.spec.sequence_class].gap.observe((at - before) / tokens, tokens)
 

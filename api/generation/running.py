@@ -7,6 +7,7 @@ while it lasts.
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from api.ring.caller import asker, calling, while_wanted
 from api.ring.ring import Ring
 from shared.errors import (
     DeadlineExceededError,
+    LateFirstTokenError,
     ParallmError,
     QueueFullError,
     RequestCancelledError,
@@ -52,6 +54,7 @@ class Generation:
         self._model = model
         self._deadline_ms = deadline_ms
         self._first_deadline_ms = 0  # until an event has come
+        self._kind: SequenceClass = "interactive"
         self._seqs = seqs
         self._history: Events = []
         self._places: list[int] = []  # of a resumed request: where the sequences of the feed stand among all
@@ -76,19 +79,19 @@ class Generation:
         trace = span.traceparent if span is not None else ""
         specs = work.specs(ring.api_id, ring.settings.first_token_timeout_s, kind, trace, asker().tenant)
         generation = cls(ring, work.model, [spec.id for spec in specs], work.deadline_ms)
-        generation._span = span
+        generation._span, generation._kind = span, kind
         generation._first_deadline_ms = specs[0].first_token_deadline_ms if specs else 0
         ring.tally.histogram("vllm:request_params_n", work.model).observe(work.n)
         generation._feed = ring.frames.open(work.model, generation._seqs)
         try:
             await generation._pin(work)
             await generation._note_name(work)
-            await ring.queue(work.model).enqueue(specs, prefer=await ring.affinity.preferred(specs))
+            await generation._enqueue(specs)
             generation._specs = {spec.id: spec for spec in specs}
             generation._feed.on_lost = generation._lost
         except BaseException as error:
             generation._note(type(error).__name__)
-            if isinstance(error, QueueFullError):
+            if isinstance(error, QueueFullError) and not isinstance(error, LateFirstTokenError):
                 error.retry_after_s = ring.load.found_full(work.model, kind, ring.queue_bound(kind))
             if isinstance(error, ParallmError):
                 generation.unfinished = {}  # refused as a whole; any other error may have come after the enqueueing
@@ -146,8 +149,10 @@ class Generation:
                 events = await self._feed.next()
         except TimeoutError:
             self._note("deadline")
+            self._count_first("missed")
             raise DeadlineExceededError(_TOO_LATE) from None
-        self._first_deadline_ms = 0
+        in_time = not _expired(events) and time.time() * 1000 <= self._first_deadline_ms
+        self._count_first("kept" if in_time else "missed")
         return self._placed(events)
 
     def _placed(self, events: Events) -> Events:
@@ -174,6 +179,40 @@ class Generation:
         """For the span, if there is one: what kind of failure it was."""
         if self._span is not None:
             self._span.failed(failure)
+
+    async def _enqueue(self, specs: list[SequenceSpec]) -> None:
+        """Into the queue, unless the first token would come too late there: LateFirstTokenError."""
+        ring, model = self._ring, self._model
+        prefer = await ring.affinity.preferred(specs)
+        forecast = ring.forecast(model, specs[0].sequence_class) if specs else None
+        if forecast is None:
+            await ring.queue(model).enqueue(specs, prefer=prefer)
+            return
+        kind, deadlines = specs[0].sequence_class, (specs[0].deadline_ms, specs[0].first_token_deadline_ms)
+        within_s = min((at for at in deadlines if at), default=math.inf) / 1000 - time.time()
+        tokens = max(len(spec.prompt_ids) for spec in specs)
+        timely = ring.first_tokens.places(forecast, model, kind, tokens, within_s)
+        try:
+            await ring.queue(model).enqueue(specs, prefer=prefer, timely=timely)
+        except LateFirstTokenError as error:
+            too_many = error.waiting + len(specs) - timely.places
+            error.retry_after_s = ring.first_tokens.refused(forecast, model, kind, too_many, timely.places)
+            soonest_s = forecast.seconds(error.waiting, ring.first_tokens.prompt_tokens(model))
+            error.message = (
+                f"{error.waiting} {kind} sequences of model '{model}' are waiting: the first token would come in about "
+                f"{soonest_s:.1f} s, and {max(0.0, within_s):.1f} s is the deadline (deadline_s, "
+                f"--first-token-timeout-s); try again in {error.retry_after_s} s"
+            )
+            self._count_first("refused")
+            raise
+        ring.first_tokens.let_in(model, kind)
+
+    def _count_first(self, outcome: str) -> None:
+        """What became of the deadline of the request's first token; once a request."""
+        if self._first_deadline_ms:
+            name = "mlx_parallm_first_token_deadlines_total"
+            self._ring.tally.counter(name, self._model, self._kind, outcome).add()
+            self._first_deadline_ms = 0
 
     async def _pin(self, work: Work) -> None:
         """Keep the version for as long as the request may last; UnknownAdapterError when it has gone by now."""
@@ -247,6 +286,11 @@ def raise_failure(finish: Finish) -> None:
         raise RequestCancelledError("the request was cancelled")
     if finish.reason == "error":
         raise from_code(finish.error_code, finish.error_message or "the engine failed on this sequence")
+
+
+def _expired(events: Events) -> bool:
+    """Whether a sequence has ended without a token because it was too late."""
+    return any(event.finish is not None and event.finish.reason == "deadline" for _, event in events)
 
 
 def _parts(events: Events) -> Iterator[Events]:

@@ -5,6 +5,7 @@ from collections import defaultdict
 from typing import Any
 
 from api.ops.snapshot import trainings
+from api.ring.first_tokens import Forecast
 from api.ring.ring import SERVING, Ring
 from shared.redis import keys
 from shared.redis.adapters.catalog import AdapterCatalog
@@ -49,6 +50,10 @@ async def _queue(gauges: Gauges, ring: Ring, model: str, live: list[WorkerStatus
         gauges["mlx_parallm_queue_leased"][model, kind] = depth.leased
         gauges["mlx_parallm_queue_oldest_seconds"][model, kind] = depth.oldest_ms / 1000
         queued += depth.waiting
+        if forecast := Forecast.of([worker for worker in live if worker.state in SERVING], kind):
+            seconds = forecast.seconds(depth.waiting, ring.first_tokens.prompt_tokens(model))
+            gauges["mlx_parallm_queue_predicted_seconds"][model, kind] = seconds
+            gauges["mlx_parallm_claims_per_second"][model, kind] = forecast.claims_per_s
     gauges["mlx_parallm_dead_letters"][(model,)] = await ring.redis.xlen(keys.dead_letters(model))
     gauges["vllm:num_requests_running"][(model,)] = sum(worker.rows for worker in live)
     gauges["vllm:num_requests_waiting"][(model,)] = queued + deferred

@@ -5,4 +5,6 @@
 Work whose time depends on what a client sent stays off the event loop: `room.py` shares a few threads fairly between
 API keys (`caller.py` says whose work a task does), `grammars.py` checks grammars in processes that can be killed
 (`grammar_process.py`), and `ordered_scores.py` asks a job runner for rewards.
+
+`first_tokens.py` predicts when a request's first token would come, so that it can be refused in time.
 """

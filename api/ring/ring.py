@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 
 from api.load import Load
 from api.ring.caller import asker
+from api.ring.first_tokens import FirstTokens, Forecast
 from api.ring.grammars import GrammarChecker
 from api.ring.ordered_scores import OrderedScores
 from shared.errors import InvalidRequestError, PausedError, ServiceUnavailableError, UnknownModelError
@@ -24,7 +25,7 @@ from shared.redis.files.file_store import FileStore
 from shared.redis.jobs.store import JobStore
 from shared.redis.kept.answer_store import AnswerStore
 from shared.redis.kept.conversation_store import ConversationStore
-from shared.redis.kept.keeping import Terms
+from shared.redis.kept.kept_things import Terms
 from shared.redis.kept.response_store import ResponseStore
 from shared.redis.queue.affinity import Affinity
 from shared.redis.queue.dead_letters import DeadLetters
@@ -68,6 +69,7 @@ class Ring:
         self.api_id = settings.api_id or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:8]}"
         self.shutting_down = False
         self.load = Load(settings.max_concurrent_requests, self.tally)
+        self.first_tokens = FirstTokens()
         self.redis: Redis = connect(settings.redis)
         self.registry = WorkerRegistry(self.redis)
         self.affinity = Affinity(self.redis, self.registry)
@@ -131,6 +133,10 @@ class Ring:
     def serving(self, model: str) -> list[WorkerStatus]:
         """A model's workers that will take what is enqueued, as of the last look."""
         return [worker for worker in self._workers.get(model, ()) if worker.state in SERVING]
+
+    def forecast(self, model: str, kind: SequenceClass) -> Forecast | None:
+        """When first tokens of the class come, as of the last look; None: not measured, or not asked for."""
+        return Forecast.of(self.serving(model), kind) if self.settings.admit_by_time else None
 
     def memory_pressure(self, model: str) -> float:
         """Share of its KV memory that the worker with most room has given out, as of the last look; 0 without one."""

@@ -120,6 +120,12 @@ _OURS = (
     _gauge("mlx_parallm_queue_depth", _CLASS, "sequences that no worker has taken yet"),
     _gauge("mlx_parallm_queue_leased", _CLASS, "sequences in workers' hands"),
     _gauge("mlx_parallm_queue_oldest_seconds", _CLASS, "age of the sequence that waits longest"),
+    _gauge(
+        "mlx_parallm_queue_predicted_seconds",
+        _CLASS,
+        "until the first token of who came now, as full workers' pace has it; absent while it is not measured",
+    ),
+    _gauge("mlx_parallm_claims_per_second", _CLASS, "sequences that the workers take while all their rows are taken"),
     _gauge("mlx_parallm_dead_letters", _MODEL, "sequences given up that nobody has dealt with"),
     _gauge("mlx_parallm_workers", (*_MODEL, "state"), "live workers"),
     _gauge("mlx_parallm_worker_rows", _WORKER, "rows in use"),
@@ -171,6 +177,11 @@ _OURS = (
     _histogram("mlx_parallm_kv_fetch_seconds", _MODEL, _FIRST_TOKEN, "of one transfer of KV between two workers"),
     _histogram(
         "mlx_parallm_api_loop_lag_seconds", (), _LAG, "how late event loops of api processes come, 20 times a second"
+    ),
+    _counter(
+        "mlx_parallm_first_token_deadlines_total",
+        (*_CLASS, "outcome"),
+        "requests by what became of their first token's deadline: kept, missed, refused (it would have been missed)",
     ),
     _counter("mlx_parallm_http_requests_total", ("method", "route", "status"), "HTTP requests answered"),
     _histogram("mlx_parallm_http_request_seconds", ("route",), _LATENCY, "HTTP requests, streams to their last byte"),

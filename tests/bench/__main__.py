@@ -22,6 +22,7 @@ MEASUREMENTS = {
     "speculation": "rows with drafts over rows without, by how often drafts are right",
     "transfers": "a leaving worker's long row: the wait for its next token elsewhere, with KV transfer and without",
     "overload": "goodput and first tokens at four times the sustainable rate; slow readers; 1,000 streams",
+    "admission": "requests that meet their first token's deadline in overload: by predicted time, by queue limits",
     "redis_scaling": "how many workers and apis one Redis carries: simulated workers with a timed model",
     "adapter_publish": "from a publish to the first token of the new version at each of 2 workers",
     "adapter_flight": "token frames while 100 MB of adapter are in flight",

@@ -51,6 +51,7 @@ class TimedEngine:
     """Stands where `EngineThread` stands. The logprob of every token is the Unix time of its decode step."""
 
     step_s = 0.02
+    prefill_chunk = 1 << 30  # prompt tokens that are fed before one step
     all: "list[TimedEngine]" = []  # noqa: RUF012  # of this process, for the counts
 
     def __init__(self, config: EngineConfig, on_step: OnStep, on_death: OnDeath, *rest: Any) -> None:
@@ -58,6 +59,7 @@ class TimedEngine:
         self._max_rows = config.max_rows
         self._on_step = on_step
         self._waiting: deque[RowRequest] = deque()
+        self._fed = 0  # prompt tokens of the first that waits
         self._rows: dict[str, Row] = {}
         self._wake = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
@@ -81,14 +83,24 @@ class TimedEngine:
             # A step that is late delays those behind it, as it would in a real engine.
             due = max(due + self.step_s, time.perf_counter())
             await asyncio.sleep(due - time.perf_counter())
-            while self._waiting and len(self._rows) < self._max_rows:
-                request = self._waiting.popleft()
-                start = request.prior[-1].end if request.prior else 0
-                self._rows[request.spec.id] = Row(request, start, request.spec.sampling.max_tokens - 1)
+            self._feed()
             events = [self._token(row, time.time()) for row in list(self._rows.values())]
             self.steps += 1
             self.tokens += len(events)
             self._on_step(StepOutput(events, len(self._rows)))
+
+    def _feed(self) -> None:
+        """Rows for those whose whole prompts have been fed, one behind another."""
+        left = self.prefill_chunk
+        while left and self._waiting and len(self._rows) < self._max_rows:
+            request = self._waiting[0]
+            fed = min(left, len(request.spec.prompt_ids) - self._fed)
+            left, self._fed = left - fed, self._fed + fed
+            if self._fed == len(request.spec.prompt_ids):
+                self._waiting.popleft()
+                self._fed = 0
+                start = request.prior[-1].end if request.prior else 0
+                self._rows[request.spec.id] = Row(request, start, request.spec.sampling.max_tokens - 1)
 
     def _token(self, row: Row, now: float) -> TokenEvent:
         spec, position, attempt = row.request.spec, row.position, row.request.attempt

@@ -8,6 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from api.http.api_keys import line_of
+from api.ring import first_tokens
 from shared.redis import keys
 from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from tests.redis.api_servers import Api, api
@@ -119,8 +120,12 @@ async def test_memory_pressure_is_503_until_a_worker_has_room(redis_url: str, re
         await wait_until(lambda: _health(server, "ok"))
 
 
-async def _is(server: Api, status: int) -> bool:
-    return (await server.post("/v1/completions", BODY)).status_code == status
+async def _is(server: Api, status: int, **fields: object) -> bool:
+    """Whether a request is answered so; one that is let in and waits is not."""
+    asked = asyncio.create_task(server.post("/v1/completions", {**BODY, **fields}))
+    done, _ = await asyncio.wait({asked}, timeout=1)
+    asked.cancel()
+    return any(each.result().status_code == status for each in done)
 
 
 async def _health(server: Api, status: str) -> bool:
@@ -167,6 +172,86 @@ async def test_a_sequence_that_waits_beyond_its_first_token_s_deadline_never_rea
             response = await waiting
         assert refusal(response) == (504, "deadline_exceeded")
         assert other.specs == [], "expired work reached a worker"
+
+
+PACE = {"claims_per_s:interactive": 2.0, "first_token_s": 0.1, "prompt_tokens": 2.0, "prompt_tokens_per_s": 100.0}
+
+
+async def test_what_would_miss_its_first_token_s_deadline_is_refused_and_when_to_come_again_is_said(
+    redis_url: str, redis: Redis
+) -> None:
+    async with working(redis_url, lambda spec: Answer()) as worker:
+        pass  # nobody claims
+    await say(redis, worker, extra=PACE)
+    async with api(redis_url, first_token_timeout_s=4) as server:
+        waiting = [asyncio.create_task(server.post("/v1/completions", BODY)) for _ in range(8)]
+        await wait_until(lambda: _length(redis, "interactive", 8))  # more than may wait, but all came at once
+        await wait_until(lambda: _is(server, 429))
+        refused = await server.post("/v1/completions", BODY)
+        assert refusal(refused) == (429, "first_token_too_late")
+        assert "deadline" in refused.json()["error"]["message"]
+        assert 1 <= int(refused.headers["retry-after"]) <= 5
+        metrics = await _metrics(server)
+        assert 'outcome="refused"' in metrics and "mlx_parallm_queue_predicted_seconds{" in metrics
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_a_later_deadline_is_let_in_where_an_early_one_is_refused(redis_url: str, redis: Redis) -> None:
+    async with working(redis_url, lambda spec: Answer()) as worker:
+        pass
+    await say(redis, worker, extra=PACE)
+    async with api(redis_url) as server:
+        waiting = [asyncio.create_task(server.post("/v1/completions", BODY)) for _ in range(8)]
+        await wait_until(lambda: _length(redis, "interactive", 8))
+        await wait_until(lambda: _is(server, 429, deadline_s=2))
+        later = asyncio.create_task(server.post("/v1/completions", BODY))
+        await wait_until(lambda: _length(redis, "interactive", 9))
+        for each in (*waiting, later):
+            each.cancel()
+        await asyncio.gather(*waiting, later, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("pace", "settings"), [({}, {}), (PACE, {"admit_by_time": False})])
+async def test_nothing_is_refused_by_time_without_a_measured_pace_or_where_it_is_off(
+    redis_url: str, redis: Redis, pace: dict[str, float], settings: dict[str, object]
+) -> None:
+    async with working(redis_url, lambda spec: Answer()) as worker:
+        pass
+    await say(redis, worker, extra=pace)
+    async with api(redis_url, first_token_timeout_s=4, **settings) as server:
+        waiting = [asyncio.create_task(server.post("/v1/completions", BODY)) for _ in range(20)]
+        await wait_until(lambda: _length(redis, "interactive", 20))
+        await _has_waited(redis)
+        waiting.append(asyncio.create_task(server.post("/v1/completions", BODY)))
+        await wait_until(lambda: _length(redis, "interactive", 21))
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_workers_with_free_rows_take_more_at_once_than_their_pace_allows(
+    redis_url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_tokens, "IDLE_S", 60.0)  # a busy machine takes long for a claim
+    monkeypatch.setattr(first_tokens, "IDLE_SHARE", 1.0)
+    async with working(redis_url, lambda spec: Answer()) as worker, api(redis_url, first_token_timeout_s=30) as server:
+        await say(redis, worker, extra={**PACE, "claims_per_s:interactive": 0.1})
+        await server.post("/v1/completions", BODY)
+        answers = await asyncio.gather(*(server.post("/v1/completions", BODY) for _ in range(20)))
+        assert {answer.status_code for answer in answers} == {200}, "one in ten seconds, but nobody has to wait"
+        assert 'outcome="kept"} 21.0' in await _metrics(server)
+
+
+async def _has_waited(redis: Redis) -> None:
+    """Until the oldest has waited for longer than a worker with a free row takes to come."""
+    first = (await redis.xrange(keys.queue(MODEL, "interactive"), count=1))[0][0]
+    await wait_until(lambda: 1000 * time.time() - int(first.split(b"-")[0]) > 1000)
+
+
+async def _metrics(server: Api) -> str:
+    return (await server.http.get("/metrics")).text
 
 
 async def test_a_request_may_bring_a_deadline_shorter_than_the_server_s(redis_url: str) -> None:

@@ -22,7 +22,7 @@ from shared.owners import working_for
 from shared.redis import keys
 from shared.redis.connection.faults import reason
 from shared.redis.kept.answer_store import AnswerStore
-from shared.redis.kept.keeping import Terms
+from shared.redis.kept.kept_things import Terms
 from shared.redis.training.trajectory_intake import Settled, TrajectoryIntake
 from shared.redis.training.trajectory_queue import TrajectoryQueue
 from shared.rewards.kinds import check

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from shared.redis.connection.faults import reason
 from shared.redis.due.due_list import DueList
 from shared.redis.kept.answer_store import LIST, Answer, AnswerStore, due_answer
-from shared.redis.kept.keeping import Terms
+from shared.redis.kept.kept_things import Terms
 from shared.redis.training.trajectory_queue import TrajectoryQueue
 from shared.trajectories import LiveTrajectory, Reward
 

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from shared.redis import keys
 from shared.redis.connection.client import Argument, Script, ask, ask_all
 from shared.redis.due.due_list import DueList
-from shared.redis.kept.keeping import Keeping, Terms
+from shared.redis.kept.kept_things import KeptThings, Terms
 from shared.trajectories import LiveTrajectory
 
 LIST = "feedback"  # the name of the due list, of answers whose verdict is on its way: "<keeper> <ttl> <bytes> <name>"
@@ -51,7 +51,7 @@ class AnswerStore:
     def __init__(self, redis: Redis, terms: Terms) -> None:
         self._redis = redis
         self._terms = terms
-        self._keeping = Keeping(redis, terms)
+        self._things = KeptThings(redis, terms)
         self._due = DueList(redis, LIST)
 
     async def keep(self, name: str, live: LiveTrajectory) -> bool:
@@ -61,7 +61,7 @@ class AnswerStore:
         fields: dict[str, Argument] = {"live": msgspec.json.encode(live)}
         ttl_s = self._terms.ttl_s
         await ask_all(self._redis, [("ZADD", order, live.collected_ms, name), ("EXPIRE", order, ttl_s)])
-        return await self._keeping.put(keeper, name, fields, "new")
+        return await self._things.put(keeper, name, fields, "new")
 
     async def find(self, keeper: str, name: str) -> Answer | None:
         """An answer; None when the keeper has none of this name."""
@@ -69,7 +69,7 @@ class AnswerStore:
 
     async def note(self, keeper: str, name: str, text: str) -> bool:
         """Write down what somebody says of an answer without judging it; False when it is not there."""
-        return await self._keeping.put(keeper, name, {"note": text}, "there")
+        return await self._things.put(keeper, name, {"note": text}, "there")
 
     async def judge(self, keeper: str, verdicts: dict[str, Verdict], key: str = "") -> bool:
         """Give verdicts to answers by name, to all or to none of them; one of several that was not there is in none.
@@ -77,9 +77,9 @@ class AnswerStore:
         False when one has another verdict, or is not there. The first answer is put on the due list.
         """
         first = next(iter(verdicts))
-        names = [*self._keeping.names(keeper, first)[1:], *(keys.kept_order(keeper, each) for each in _ORDERS)]
+        names = [*self._things.names(keeper, first)[1:], *(keys.kept_order(keeper, each) for each in _ORDERS)]
         names += [keys.kept(keeper, name) for name in verdicts]
-        arguments = self._keeping.arguments(keeper, first)
+        arguments = self._things.arguments(keeper, first)
         told = [part for name, verdict in verdicts.items() for part in (name, msgspec.json.encode(verdict))]
         if await _judge(self._redis, names, [arguments[0], *arguments[2:], key, *told]) == 0:
             return False
@@ -88,7 +88,7 @@ class AnswerStore:
 
     async def delivered(self, keeper: str, name: str) -> None:
         """What an answer's verdict is about is in the trainer's queue."""
-        await self._keeping.put(keeper, name, {"delivered": 1}, "there")
+        await self._things.put(keeper, name, {"delivered": 1}, "there")
 
     async def list(self, keeper: str, *, judged: bool, after: str = "", limit: int = 20) -> list[Answer]:
         """Answers with or without a verdict, the newest first, from behind `after`; each may be large."""

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from shared.errors import InvalidRequestError, UnknownConversationError
 from shared.redis import keys
 from shared.redis.connection.client import Argument, Script, ask, ask_all
-from shared.redis.kept.keeping import Keeping, Terms
+from shared.redis.kept.kept_things import KeptThings, Terms
 
 MAX_ITEMS = 4096  # as many as a request may have
 
@@ -31,15 +31,15 @@ class ConversationStore:
 
     def __init__(self, redis: Redis, terms: Terms) -> None:
         self._redis = redis
-        self._keeping = Keeping(redis, terms)
+        self._things = KeptThings(redis, terms)
 
     async def create(self, keeper: str, name: str, body: bytes) -> None:
         """Begin one; may be repeated."""
-        await self._keeping.put(keeper, name, {"body": body})
+        await self._things.put(keeper, name, {"body": body})
 
     async def change(self, keeper: str, name: str, body: bytes) -> None:
         """Write what it says of itself; UnknownConversationError when there is none."""
-        if not await self._keeping.put(keeper, name, {"body": body}, "there"):
+        if not await self._things.put(keeper, name, {"body": body}, "there"):
             raise unknown_conversation(name)
 
     async def body(self, keeper: str, name: str) -> bytes:
@@ -69,8 +69,8 @@ class ConversationStore:
     async def add(self, keeper: str, name: str, items: Sequence[Item], ids: bytes = b"") -> None:
         """Add items at its end; may be repeated. UnknownConversationError; InvalidRequestError for too many items."""
         flat: list[Argument] = [part for item in items for part in item]
-        names = [*self._keeping.names(keeper, name), keys.kept_order(keeper, name)]
-        done = await _add(self._redis, names, [*self._keeping.arguments(keeper, name), MAX_ITEMS, ids, *flat])
+        names = [*self._things.names(keeper, name), keys.kept_order(keeper, name)]
+        done = await _add(self._redis, names, [*self._things.arguments(keeper, name), MAX_ITEMS, ids, *flat])
         if not done:
             raise unknown_conversation(name)
         if done == -2:
@@ -93,7 +93,7 @@ class ConversationStore:
     async def forget(self, keeper: str, name: str) -> None:
         """Forget it with its items; UnknownConversationError when there is none."""
         await self.body(keeper, name)
-        await self._keeping.forget(keeper, name)
+        await self._things.forget(keeper, name)
 
     async def _items(self, keeper: str, name: str, names: Sequence[str]) -> list[bytes]:
         if not names:

@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 from shared.errors import UnknownResponseError
 from shared.redis import keys
 from shared.redis.connection.client import Argument, Script, ask, ask_all
-from shared.redis.kept.keeping import Keeping, Terms, When
+from shared.redis.kept.kept_things import KeptThings, Terms, When
 
 ResponseState = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 RUNNING: frozenset[str] = frozenset({"queued", "in_progress"})
@@ -56,18 +56,18 @@ class ResponseStore:
     def __init__(self, redis: Redis, terms: Terms) -> None:
         self._redis = redis
         self._terms = terms
-        self._keeping = Keeping(redis, terms)
+        self._things = KeptThings(redis, terms)
 
     async def put(self, keeper: str, response_id: str, stored: StoredResponse, when: When = "any") -> bool:
         """Write a response; False when it is not as `when` says."""
         fields: dict[str, Argument] = {
             name: value for name, value in msgspec.structs.asdict(stored).items() if value or name in ("state", "body")
         }
-        return await self._keeping.put(keeper, response_id, fields, when)
+        return await self._things.put(keeper, response_id, fields, when)
 
     async def change(self, keeper: str, response_id: str, **fields: Argument) -> bool:
         """Write fields of a response that runs; False when it does not."""
-        return await self._keeping.put(keeper, response_id, fields, "running")
+        return await self._things.put(keeper, response_id, fields, "running")
 
     async def find(self, keeper: str, response_id: str) -> StoredResponse:
         """A response; UnknownResponseError when the keeper has none of this id."""
@@ -85,15 +85,15 @@ class ResponseStore:
 
     async def chain(self, keeper: str, last: str, most: int, most_bytes: int) -> tuple[list[Turn], bool]:
         """A response and all that it follows, the first one first, and whether there are more than so many."""
-        arguments = [*self._keeping.arguments(keeper, last)[:3], most, most_bytes]
-        found = await _chain(self._redis, self._keeping.names(keeper, last), arguments)
+        arguments = [*self._things.arguments(keeper, last)[:3], most, most_bytes]
+        found = await _chain(self._redis, self._things.names(keeper, last), arguments)
         too_long = found[-1] == b"long"
         turns = [_turn(row) for row in reversed(found[:-1] if too_long else found)]
         return turns, too_long
 
     async def forget(self, keeper: str, response_id: str) -> bool:
         """Forget a response; False when there was none."""
-        return await self._keeping.forget(keeper, response_id)
+        return await self._things.forget(keeper, response_id)
 
     # -- what the stream of a response has said; event n has the entry n + 1
 

@@ -15,14 +15,14 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from shared.errors import QueueFullError, UnreadableMessageError
+from shared.errors import LateFirstTokenError, QueueFullError, UnreadableMessageError
 from shared.redis import keys
 from shared.redis.connection.client import Argument, Script, ask, ask_all, members
 from shared.redis.queue.dead_letters import Unusable, bury
@@ -55,6 +55,16 @@ class ClaimPlan:
     kv_tokens: int  # free KV positions; an entry that does not fit waits, and all behind it
     worker_is_empty: bool  # then the first entry need not fit, and a suspect may run
     kv_window: int = 0  # positions that a row holds at most; 0: as many as it has
+
+
+class Timely(NamedTuple):
+    """How many may wait so that a request's first token comes in time."""
+
+    places: int  # -1: as many as there are
+    idle_ms: int  # it counts once something has waited for so long: a worker with a free row takes it sooner
+
+
+UNTIMED = Timely(-1, 0)
 
 
 @dataclass(frozen=True)
@@ -99,20 +109,22 @@ class SequenceQueue:
 
     # -- filling
 
-    async def enqueue(self, specs: Sequence[SequenceSpec], *, prefer: Sequence[str] = ()) -> int:
+    async def enqueue(
+        self, specs: Sequence[SequenceSpec], *, prefer: Sequence[str] = (), timely: Timely = UNTIMED
+    ) -> int:
         """Add sequences of one class, all or none; returns how many were new.
 
         Known ids change nothing. They wait for the least busy of the workers in `prefer`, and for any worker when all
         of those are busy, leaving or dead; after STEAL_AFTER_MS any worker takes them in either case. Raises
         QueueFullError beyond the bound, which counts what waits in the stream written to, the shared one and what was
-        handed back.
+        handed back; LateFirstTokenError beyond the places of `timely`, which counts the same.
         """
         if not specs:
             return 0
         kind = specs[0].sequence_class
         assert all(spec.sequence_class == kind for spec in specs), "one class a call"
         bound = self._max_waiting.get(kind, 0)
-        args: list[Argument] = [keys.GROUP, bound, QUEUE_TTL_S, len(specs), BUSY_SHARE]
+        args: list[Argument] = [keys.GROUP, bound, QUEUE_TTL_S, len(specs), BUSY_SHARE, *timely]
         for spec in specs:
             args += [spec.id, spec.group, spec.kv_tokens, spec.api, spec.deadline_ms, spec.job, encode(spec)]
             args.append(spec.first_token_deadline_ms)
@@ -122,6 +134,8 @@ class SequenceQueue:
         for worker in prefer:
             names += [keys.worker(self._model, worker), *(keys.queue(self._model, each, worker) for each in both)]
         new = int(await _ENQUEUE(self._redis, names, [*args, *prefer]))
+        if new < 0 and (not bound or len(specs) - new - 1 <= bound):
+            raise LateFirstTokenError(-new - 1)
         if new < 0:
             raise QueueFullError(
                 f"{-new - 1} {kind} sequences of model {self._model!r} are waiting and {bound} is the limit; "

@@ -1,5 +1,5 @@
 -- Add items to a conversation's end; those that it has stay where they are, so that this may be repeated.
--- uses: clock keeping
+-- uses: clock kept_things
 -- KEYS[1] the conversation   KEYS[2] uses   KEYS[3] sizes   KEYS[4] its order
 -- ARGV[1] prefix of the keeper's keys   ARGV[2] id   ARGV[3] ttl, seconds   ARGV[4] bound, bytes
 -- ARGV[5] most items   ARGV[6] ids of its last prompt and answer ('' as they are)   ARGV[7...] item id, item

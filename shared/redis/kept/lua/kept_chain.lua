@@ -1,5 +1,5 @@
 -- A response and those that it follows, the last one first. All of them count as used now.
--- uses: clock keeping
+-- uses: clock kept_things
 -- KEYS[1] the last one   (the others share its slot)
 -- ARGV[1] prefix of the keeper's keys   ARGV[2] its id   ARGV[3] ttl, seconds   ARGV[4] most responses
 -- ARGV[5] most bytes of all

@@ -1,5 +1,5 @@
 -- Write fields of a response, or of a conversation.
--- uses: clock keeping
+-- uses: clock kept_things
 -- KEYS[1] the thing   KEYS[2] uses   KEYS[3] sizes   (the keys of things that are let go share their slot)
 -- ARGV[1] prefix of the keeper's keys   ARGV[2] id   ARGV[3] ttl, seconds   ARGV[4] bound, bytes
 -- ARGV[5] new: only if it is not there; there: only if it is; running: only before its end; any

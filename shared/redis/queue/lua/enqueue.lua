@@ -10,10 +10,13 @@
 -- ARGV[3] ttl      of stream and hashes, seconds
 -- ARGV[4] n        how many sequences
 -- ARGV[5] share    of a worker's rows; from there on it is busy
--- ARGV[6..]        per sequence: id, group of the sequence, KV tokens, api, deadline ms, job, spec (msgpack),
+-- ARGV[6] timely   most that may wait so that these have their first tokens in time; -1: as many as there are
+-- ARGV[7] idle_ms  `timely` counts once something has waited for so long: a worker with a free row is sooner
+-- ARGV[8..]        per sequence: id, group of the sequence, KV tokens, api, deadline ms, job, spec (msgpack),
 --                  first token's deadline ms; then the preferred workers' ids
--- Returns the number of new sequences, or -waiting-1 when the bound would be passed.
+-- Returns the number of new sequences, or -waiting-1 when a bound would be passed.
 local group, bound, ttl, n, share = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
+local timely = tonumber(ARGV[6])
 local FIELDS = 8
 local new, seen = {}, {}
 for i = 1, n do
@@ -41,7 +44,7 @@ end
 local function preferred()
   local best, best_load = nil, share
   for i = 0, (#KEYS - n - 4) / 3 - 1 do
-    local worker, at = ARGV[6 + n * FIELDS + i], n + 5 + 3 * i
+    local worker, at = ARGV[8 + n * FIELDS + i], n + 5 + 3 * i
     local h = redis.call('HMGET', KEYS[at], 'state', 'max_rows')
     local rows = tonumber(h[2] or '0') or 0
     if h[1] == 'ready' and rows > 0 then
@@ -55,15 +58,24 @@ local function preferred()
   return best
 end
 
+local function waits_since(ms)
+  for i = 1, 2 do
+    local first = undelivered(KEYS[i], group, 1)[1]
+    if first and server_ms() - tonumber(string.match(first[1], '^%d+')) >= ms then return true end
+  end
+  return false
+end
+
 local target = preferred()
 local stream = target and KEYS[target + 1] or KEYS[1]
-if bound > 0 then
+if bound > 0 or timely >= 0 then
   local all = waiting(KEYS[1]) + waiting(KEYS[2]) + (target and waiting(stream) or 0)
-  if all + #new > bound then return -all - 1 end
+  local late = timely >= 0 and all + #new > timely and waits_since(tonumber(ARGV[7]))
+  if late or (bound > 0 and all + #new > bound) then return -all - 1 end
 end
 open_stream(stream, group, ttl)
 for _, i in ipairs(new) do
-  local a = 6 + (i - 1) * FIELDS
+  local a = 8 + (i - 1) * FIELDS
   local entry = redis.call('XADD', stream, '*', 'id', ARGV[a], 'group', ARGV[a + 1], 'kv', ARGV[a + 2])
   redis.call('HSET', KEYS[i + 4], 'state', 'queued', 'stream', stream, 'entry', entry, 'attempt', 0, 'worker', '',
     'api', ARGV[a + 3], 'deadline', ARGV[a + 4], 'job', ARGV[a + 5], 'spec', ARGV[a + 6],

@@ -1,4 +1,4 @@
--- What a keeper has, within a bound of bytes; in front of every script that says `-- uses: clock keeping`.
+-- What a keeper has, within a bound of bytes; in front of every script that says `-- uses: clock kept_things`.
 -- All keys of a keeper share a slot and begin with `prefix`.
 
 local LOOKED_AT = 256 -- things that one call may let go

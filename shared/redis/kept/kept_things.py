@@ -23,7 +23,7 @@ class Terms:
     bytes: int
 
 
-class Keeping:
+class KeptThings:
     """What responses, conversations and answers have in common."""
 
     def __init__(self, redis: Redis, terms: Terms) -> None:
