@@ -1,8 +1,9 @@
 """Which rows get a draft in a step, what it says, and how long it is.
 
 Texts to draft from, for each row: what it has read and written itself, what its client predicts, and what others have
-written behind its prompt (memory.py); the one in which more of the row's end occurs. Drafts are tried as long as they
-are accepted, and as long as a step with them brings more tokens in its time than one without (payoff.py).
+written behind its prompt (memory.py); the one in which more of the row's end occurs. Where none says anything a draft
+model does, if there is one (model_drafts.py). Drafts are tried as long as they are accepted, and as long as a step with
+them brings more tokens in its time than one without (payoff.py).
 
 What a step costs here is bounded: all rows together look through `LOOKED_THROUGH` ids.
 """
@@ -10,15 +11,18 @@ What a step costs here is bounded: all rows together look through `LOOKED_THROUG
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from worker.engine.batch.row import Row
 from worker.engine.kv.kinds import may_be_taken_back
 from worker.engine.messages import SpeculationConfig, SpeculationStats
+from worker.engine.speculation.draft_batch import DraftBatch
+from worker.engine.speculation.draft_times import Drafted, best_step
 from worker.engine.speculation.lookup import History, Text, draft_from, own_draft
 from worker.engine.speculation.memory import ANCHOR, Key, Memory, key_of, text_behind
+from worker.engine.speculation.model_drafts import ModelDrafts
 from worker.engine.speculation.payoff import SHARED_RECENT, Chance, StepTimes, best_length
 
 LOOKED_THROUGH = 1 << 18  # ids in one step
@@ -40,15 +44,20 @@ class _Source:
     key: Key | None  # of what others have written behind its prompt; None: that is not kept
     rests: bool = False  # in this step
     is_predicted: bool = False  # its draft is from there
+    by_model: bool = False  # its draft is of the draft model
 
 
 class Drafting:
     """Of one engine."""
 
     def __init__(
-        self, config: SpeculationConfig | None, kv: Sequence[Any], clock: Callable[[], float] = time.perf_counter
+        self,
+        config: SpeculationConfig | None,
+        kv: Sequence[Any],
+        model: DraftBatch | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Of rows that have such caches."""
+        """Of rows that have such caches; `model`: rows that a draft model reads along with."""
         self._config = config or SpeculationConfig()
         self.is_on = config is not None and may_be_taken_back(kv)
         self._clock = clock
@@ -61,7 +70,8 @@ class Drafting:
         self._lengths = tuple({self._config.ngram_min, self._config.ngram_max})
         self._memory = Memory(self._config.memory_bytes, self._lengths)
         self._rest = self._losses = 0  # steps without drafts, since they did not pay lately
-        self.stats = SpeculationStats(self.is_on)
+        self._model = None if model is None or not self.is_on else ModelDrafts(model, self._config, clock)
+        self._stats = SpeculationStats(self.is_on)
 
     def begin(self, rows: int, *, alone: bool) -> None:
         """A step begins, of so many rows; `alone`: no prompt is fed beside it."""
@@ -89,9 +99,21 @@ class Drafting:
         sources = [(row, source) for row in rows if (source := self._source(row)) is not None]
         for _, source in sources:
             source.rests = self._config.adapts_to_rows and source.chance.pauses()
+        if self._model_may_draft(rows):
+            return True
         if known:
             return not all(source.rests for _, source in sources)
         return any(self._draft(row, source, len(rows)) for row, source in sources)
+
+    def _model_may_draft(self, rows: Sequence[Row]) -> bool:
+        """Let the draft model read along, and begin its step."""
+        alone, before = self._widths
+        if self._model is None:
+            return False
+        if alone and self._model.read_along([row for row in rows if row in self._rows], self._times):
+            self._widths = (0, before)
+        self._model.begin()
+        return bool(self._model.lengths(rows))
 
     def drafts(self, rows: Sequence[Row], inputs: Sequence[int]) -> list[list[int]]:
         """A draft for each row, behind its next input; [] for none."""
@@ -105,33 +127,60 @@ class Drafting:
                 source.history.add([token])
                 source.told += 1
             drafts.append(self._draft(row, source, len(rows)))
+        silent = [row for row, draft in zip(rows, drafts, strict=True) if not draft and row in self._rows]
+        lengths = self._model.lengths(silent) if self._model is not None else {}
         chosen = [(self._rows[row].chance.value, len(draft)) for row, draft in zip(rows, drafts, strict=True) if draft]
-        if chosen and self._config.adapts_to_time:
-            longest = best_length(self._times, len(rows), chosen)
+        if (chosen or lengths) and self._config.adapts_to_time:
+            longest, by_model = self._best(len(rows), chosen, lengths)
             self._losses = 0 if longest else self._losses + 1
             self._rest = 0 if longest else min(LONGEST_REST, 1 << self._losses)
             drafts = [draft[:longest] for draft in drafts]
+            lengths = {row: min(length, longest) for row, length in lengths.items() if by_model}
+        if lengths:
+            drafts = self._filled(rows, inputs, drafts, lengths)
         if not any(drafts):
             self._widths = (0, self._widths[1])  # what was waited for belongs to the step before
         return drafts
+
+    def _best(self, rows: int, chosen: Sequence[Drafted], lengths: Mapping[Row, int]) -> tuple[int, bool]:
+        """How long drafts should be at most, and whether those of the draft model pay; (0, False): none pays."""
+        if self._model is None or not lengths:
+            return best_length(self._times, rows, chosen), False
+        by_model = [(self._model.chance(row), length) for row, length in lengths.items()]
+        return best_step(self._times, rows, chosen, by_model, self._model.seconds)
+
+    def _filled(
+        self, rows: Sequence[Row], inputs: Sequence[int], drafts: list[list[int]], lengths: Mapping[Row, int]
+    ) -> list[list[int]]:
+        """The drafts, and the draft model's for rows that have none."""
+        assert self._model is not None, "a draft model"
+        theirs, seconds = self._model.drafts(dict(zip(rows, inputs, strict=True)), lengths)
+        self._waited += seconds  # it is counted by itself, not with the step that checks
+        for row in theirs:
+            self._rows[row].by_model, self._rows[row].is_predicted = True, False
+        return [draft or _up_to_stop(row, theirs.get(row, [])) for row, draft in zip(rows, drafts, strict=True)]
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """Since start."""
+        return self._stats if self._model is None else replace(self._stats, draft_model=self._model.name)
 
     def checked(self, width: int, results: Iterable[tuple[Row, int, int]]) -> None:
         """A step of this width has checked drafts: of each row, how many tokens were drafted and accepted."""
         alone, before = self._widths
         self._widths = (width if alone else 0, before)
         drafts = drafted = accepted = 0
-        held_at = [*self.stats.accepted_at, *([0] * (width - 1 - len(self.stats.accepted_at)))]
+        held_at = [*self._stats.accepted_at, *([0] * (width - 1 - len(self._stats.accepted_at)))]
         for row, tried, held in results:
             if tried:
-                self._rows[row].chance.learn(tried, held)
-                self._chance.learn(tried, held, SHARED_RECENT)
+                self._learn(row, tried, held)
                 drafts, drafted, accepted = drafts + 1, drafted + tried, accepted + held
                 for at in range(held):
                     held_at[at] += 1
                 if self._rows[row].is_predicted:
                     row.predicted = row.predicted[0] + held, row.predicted[1] + tried - held
-        was = self.stats
-        self.stats = replace(
+        was = self._stats
+        self._stats = replace(
             was,
             steps=was.steps + 1,
             drafts=was.drafts + drafts,
@@ -140,8 +189,20 @@ class Drafting:
             accepted_at=tuple(held_at),
         )
 
-    def remove(self, rows: Iterable[Row]) -> None:
+    def _learn(self, row: Row, tried: int, held: int) -> None:
+        """Of one draft."""
+        if self._model is None or not self._rows[row].by_model:
+            self._rows[row].chance.learn(tried, held)
+            self._chance.learn(tried, held, SHARED_RECENT)
+            return
+        self._model.learn(row, tried, held)
+        was = self._stats
+        self._stats = replace(was, model_drafted=was.model_drafted + tried, model_accepted=was.model_accepted + held)
+
+    def remove(self, rows: Sequence[Row]) -> None:
         """They have left, or compute their context again; what was written to its end is kept."""
+        if self._model is not None:
+            self._model.remove(rows)
         for row in rows:
             source = self._rows.pop(row, None)
             if source is not None and source.key is not None and row.is_over and len(row.tokens) >= WORTH_KEEPING:
@@ -171,16 +232,17 @@ class Drafting:
         config, room = self._config, row.sampling.max_tokens - row.position
         if source.rests or room <= 0:
             return []
-        is_doubtful = config.adapts_to_rows and source.chance.value < config.threshold
+        by_model = 0.0 if self._model is None else self._model.chance(row)
+        is_doubtful = config.adapts_to_rows and source.chance.value < max(config.threshold, by_model)
         least = config.ngram_max if is_doubtful else config.ngram_min
         most = source.chance.length(config.tokens) if config.adapts_to_rows else config.tokens
         end, far, longest = source.history.end, min(FARTHEST, LOOKED_THROUGH // rows), min(most, room)
         text = source.history.latest(far)
         draft: list[int] = []
         matched = 0
-        if source.history.runs[least].may_have(end):
+        if config.own_text and source.history.runs[least].may_have(end):
             draft, matched = own_draft(text, longest, least, config.ngram_max)
-        source.is_predicted = False
+        source.is_predicted = source.by_model = False
         kept = self._memory.texts(source.key) if source.key is not None else None
         for other in (kept, source.prediction):
             if other is not None and other.runs[least].may_have(end):
@@ -188,7 +250,12 @@ class Drafting:
                 theirs, longer = draft_from(ids, text, longest, max(least, matched), DEEPEST)
                 if theirs:
                     draft, matched, source.is_predicted = theirs, longer, other is source.prediction
-        for at, id_ in enumerate(draft):
-            if id_ in row.stop_ids:
-                return draft[: at + 1]
-        return draft
+        return _up_to_stop(row, draft)
+
+
+def _up_to_stop(row: Row, draft: list[int]) -> list[int]:
+    """Nothing is checked behind a token that may end the row."""
+    for at, id_ in enumerate(draft):
+        if id_ in row.stop_ids:
+            return draft[: at + 1]
+    return draft
