@@ -190,6 +190,40 @@ def test_rows_of_adapters_are_drafted_for_by_a_model_that_knows_none(
         assert ("a@2" in bench.versions("s1")) == (policy == "follow")
 
 
+class Seconds:
+    """A clock that goes on with each forward."""
+
+    def __init__(self, spied: Spied, of_draft: float) -> None:
+        self.now = 0.0
+        drafting = spied.bench.engine._drafting
+        assert drafting._model is not None
+        drafting._clock = drafting._model._clock = lambda: self.now
+        SpiedModel.inside(spied.bench).fails = lambda tokens_BL: self.add(1.0)
+        spied.spy.fails = lambda tokens_BL: self.add(of_draft)
+
+    def add(self, seconds: float) -> bool:
+        self.now += seconds
+        return False
+
+
+@pytest.mark.parametrize("of_draft", [0.1, 1.0])
+def test_a_draft_model_that_is_too_slow_is_hardly_asked(llama: LoadedModel, of_draft: float) -> None:
+    """Here a wider step takes no longer, and the draft model is always right."""
+    plain, spied = Bench(llama), Spied(drafting(llama, llama), SpeculationConfig(own_text=False))
+    steps, clock = SpiedModel.inside(plain), Seconds(spied, of_draft)
+    for at in range(3):
+        rows = [spec(f"s{at}-{of}", prompt_of(9, seed=of), max_tokens=60) for of in range(3)]
+        for bench in (plain, spied.bench):
+            bench.submit(*rows)
+            bench.run()
+    took, stats = len(steps.fed), spied.bench.engine.stats().speculation
+    assert stats.model_accepted == stats.model_drafted
+    if of_draft < 1:
+        assert clock.now < took / 2
+    else:
+        assert clock.now < took * 1.1 and 0 < stats.model_drafted < 40
+
+
 def loaded_with(draft: Path, folder: Path) -> LoadedModel:
     return load_model(EngineConfig(str(folder), speculation=SpeculationConfig(draft_model=str(draft))))
 

@@ -132,8 +132,9 @@ class Drafting:
         chosen = [(self._rows[row].chance.value, len(draft)) for row, draft in zip(rows, drafts, strict=True) if draft]
         if (chosen or lengths) and self._config.adapts_to_time:
             longest, by_model = self._best(len(rows), chosen, lengths)
-            self._losses = 0 if longest else self._losses + 1
-            self._rest = 0 if longest else min(LONGEST_REST, 1 << self._losses)
+            if chosen:
+                self._losses = 0 if longest else self._losses + 1
+                self._rest = 0 if longest else min(LONGEST_REST, 1 << self._losses)
             drafts = [draft[:longest] for draft in drafts]
             lengths = {row: min(length, longest) for row, length in lengths.items() if by_model}
         if lengths:
@@ -147,7 +148,9 @@ class Drafting:
         if self._model is None or not lengths:
             return best_length(self._times, rows, chosen), False
         by_model = [(self._model.chance(row), length) for row, length in lengths.items()]
-        return best_step(self._times, rows, chosen, by_model, self._model.seconds)
+        longest, pays = best_step(self._times, rows, chosen, by_model, self._model.seconds)
+        self._model.judge(pays=pays)
+        return longest, pays
 
     def _filled(
         self, rows: Sequence[Row], inputs: Sequence[int], drafts: list[list[int]], lengths: Mapping[Row, int]

@@ -21,9 +21,10 @@ from worker.engine.speculation.payoff import SHARED_RECENT, Chance, StepTimes
 
 log = logging.getLogger(__name__)
 
-PROBES = 8  # drafts after which it is known how good the model is
+PROBES = 8  # drafts, or times that none would pay, after which it is known how good the model is
 FEW = 2  # rows that it reads along with before
 SHORTEST = 4  # ids that a row may still say, at least, for the model to begin with it
+LONGEST_REST = 32  # steps, of a batch in which its drafts do not pay
 SAID = 0.5  # of what a row may still say, the part that it is taken to say
 
 
@@ -36,6 +37,7 @@ class ModelDrafts:
         self._clock = clock
         self._chances: dict[Row, Chance] = {}
         self._resting: set[Row] = set()  # in this step
+        self._rest = self._losses = 0  # steps without its drafts, since they did not pay lately
         self._chance = Chance()
         self._probes = 0
         self._times = DraftTimes()
@@ -104,15 +106,22 @@ class ModelDrafts:
 
     def begin(self) -> None:
         """A step begins, in which rows whose drafts keep failing get none."""
+        self._rest = max(0, self._rest - 1)
         if self._config.adapts_to_rows:
             self._resting = {row for row in self._batch.rows if self._chances[row].pauses()}
 
     def lengths(self, rows: Iterable[Row]) -> dict[Row, int]:
         """How long drafts of these rows may be, of those that may get one now."""
-        if self.has_failed:
+        if self.has_failed or self._rest:
             return {}
         ready = set(self._batch.rows).difference(self._resting)
         return {row: length for row in rows if row in ready and (length := self._longest(row)) > 0}
+
+    def judge(self, *, pays: bool) -> None:
+        """Whether its drafts would pay in this step; where they do not, they are thought of ever more seldom."""
+        self._losses = 0 if pays else self._losses + 1
+        self._rest = 0 if pays else min(LONGEST_REST, 1 << self._losses)
+        self._probes += not pays
 
     def _longest(self, row: Row) -> int:
         config = self._config
