@@ -5,7 +5,8 @@
 # make check   format, lint, types and layers
 # make bench   measurements (never run by the tests)
 # make clients real clients (openai, openai-agents, anthropic, litellm, langchain, instructor, lm-eval, verifiers; guidellm
-#              with LOAD=1, which brings PyTorch along), in environments of their own
+#              with LOAD=1, which brings PyTorch along), and a trainer that logs to wandb, mlflow and trackio, in
+#              environments of their own
 # make chaos   kill, freeze and cut off the processes under load, for MINUTES=30 (never run by the tests)
 # make docs    write docs/reference.md from the code
 # make lock    resolve requirements.lock anew
@@ -78,6 +79,9 @@ clients: setup
 	test -x .venv-agents/bin/python || $(BIN)/python -m venv .venv-agents
 	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements-agents.txt
 	$(BIN)/python -m tests.clients --python .venv-agents/bin/python openai_agents_sessions
+	test -x .venv-loggers/bin/python || $(BIN)/python -m venv .venv-loggers
+	.venv-loggers/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements-loggers.txt
+	$(BIN)/python -m tests.clients --python .venv-loggers/bin/python train_loggers
 
 docs: setup
 	PYTHONPATH=. $(BIN)/python docs/generate.py

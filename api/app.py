@@ -46,7 +46,7 @@ from api.ops import ring_address as address
 from api.ops.history_sampler import sample_forever
 from api.ops.snapshot import Snapshots
 from api.ring.ring import Ring
-from api.rl import act, generate, predict, rewards, tokenize
+from api.rl import act, feedback, generate, predict, rewards, tokenize
 from api.tenants import keep_apart
 from api.training import remote_trainers as trainers
 from api.training import routes as training
@@ -108,6 +108,7 @@ ROUTED = (
         training,
         trainers,
         rewards,
+        feedback,
     ),
     *(health, deadletters, metrics, snapshot, dashboard),
 )
@@ -121,7 +122,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
         title="ParaLLM",
         description="OpenAI's endpoints, and rollout jobs, on a ring of MLX workers.",
         lifespan=_life(settings, tally),
-        responses={401: {"model": errors.ErrorBody, "description": "No API key, or a wrong one."}},
+        responses={401: errors.described("No API key, or a wrong one.")},
         telemetry=telemetry(),
     )
     errors.install(app)

@@ -130,6 +130,8 @@ RULES: dict[str, Rule] = {
     "GET /v1/training/status": WORK,
     "GET /debug/training": WORK,
     "GET /v1/training/trajectories": WORK,
+    "POST /v1/feedback": WORK,  # answers are found under the asker's own tenant alone
+    "GET /v1/feedback": LIST,
     "PUT /v1/trainers/{policy}": MAKE_POLICY,
     "DELETE /v1/trainers/{policy}": CHANGE_POLICY,
     "POST /v1/trainers/{policy}/alerts": CHANGE_POLICY,

@@ -73,6 +73,9 @@ class Collection(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, Any] = {}
     sample: int = 0  # among the samples of the prompt
     samples: int = 1
+    answer: str = ""  # what its client knows the answer by; "": it does not wait for feedback
+    answer_ttl_s: int = 0  # for so long it waits
+    answers_bytes: int = 0  # that such answers of one tenant may have
 
 
 class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -3,6 +3,7 @@
 PARALLM_TEST_REDIS names another server binary, such as a Redis 7.0.
 """
 
+import gc
 import logging
 import os
 import sys
@@ -36,6 +37,7 @@ LONGEST = frozenset(
 
 def pytest_configure() -> None:
     """A shell on macOS allows 256 open files, which the tests of many clients exceed."""
+    gc.disable()  # until all is imported: each collection would look at what stays in any case
     if sys.platform == "darwin":
         raise_file_limit()
 
@@ -61,6 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What has been imported stays: a million objects that no collection of garbage has to look at from here on."""
     leave_out_what_is_loaded()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

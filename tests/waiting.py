@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 
-async def wait_until(condition: Callable[[], Awaitable[bool] | bool], timeout_s: float = 30.0) -> None:
+async def wait_until(condition: Callable[[], Awaitable[bool] | bool], timeout_s: float = 60.0) -> None:
     """Return once the condition holds; AssertionError when it does not within the time."""
     deadline = time.monotonic() + timeout_s
     pause_s = 0.01

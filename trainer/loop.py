@@ -189,9 +189,15 @@ class TrainLoop:
             await self._resume(checkpoint, config)
         self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
         first_step = self.state.train_step
+        loggers = self.parts.loggers
         self._metrics = await self._disk.run(
-            MetricsLog, settings.folder / "metrics.jsonl", first_step=first_step, tensorboard=settings.tensorboard
+            MetricsLog,
+            settings.folder / "metrics.jsonl",
+            first_step=first_step,
+            tensorboard=settings.tensorboard,
+            loggers=loggers,
         )
+        loggers.begin(settings.folder, anew=settings.resume == "no")
         self._probes = await self._probe_prompts()
         examiner = Examiner(settings, self.parts, self._learner, self._probes, f"{self.state.run}-{self._start_id}")
         self._serving = Serving(settings, self.parts, self._learner, self._publisher, examiner, self.state)

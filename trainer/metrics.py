@@ -21,10 +21,11 @@ import structlog
 from shared.training import TrainerState, TrainerStatus, TrainingPoint
 from trainer.learn.batches import Dropped
 from trainer.learn.optimize import StepReport
+from trainer.loggers.loggers import Loggers
+from trainer.loggers.tensorboard import TensorBoardLog
 from trainer.rollouts.groups import RolloutGroup
 from trainer.settings import TrainSettings
 from trainer.state import RunState
-from trainer.tensorboard import TensorBoardLog
 from trainer.versions.checkpoint import CheckpointStore
 
 log = structlog.get_logger()
@@ -146,9 +147,12 @@ def step_metrics(
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl`, and draws TensorBoard's curves when a folder for them is given."""
+    """Appends to `metrics.jsonl`, and hands its figures on: to TensorBoard's files, to the run's loggers."""
 
-    def __init__(self, path: Path, *, first_step: int = 0, tensorboard: Path | None = None) -> None:
+    def __init__(
+        self, path: Path, *, first_step: int = 0, tensorboard: Path | None = None, loggers: Loggers | None = None
+    ) -> None:
+        self._loggers = loggers
         self._curves = TensorBoardLog(tensorboard, first_step) if tensorboard is not None else None
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
@@ -164,9 +168,12 @@ class MetricsLog:
         except OSError:
             self._file.truncate(before)
             raise
+        values = msgspec.structs.asdict(metrics)
+        if self._loggers is not None:
+            self._loggers.write(metrics.train_step, values)
         if self._curves is not None:
             try:
-                self._curves.write(metrics.train_step, msgspec.structs.asdict(metrics))
+                self._curves.write(metrics.train_step, values)
             except OSError as error:  # it draws what this file has: the line counts
                 log.warning("train.figures_not_drawn", reason=str(error))
 

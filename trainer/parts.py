@@ -1,10 +1,11 @@
 """What a run is made of: a thread that computes, a model to train, a ring, and tasks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.learn.compute import ComputeHost
 from trainer.learn.learner import Learner
+from trainer.loggers.loggers import Loggers
 from trainer.ring.ring import Ring
 from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import Environment
@@ -34,3 +35,4 @@ class Parts:
     conversation: ChatEncoder
     environment: Environment
     held_out: Environment | None = None
+    loggers: Loggers = field(default_factory=Loggers)

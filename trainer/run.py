@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 import structlog
 
 from shared.errors import SetupError
+from shared.process.settings import JoinSettings
 from trainer.learn.compute import ComputeHost
+from trainer.loggers.loggers import Loggers
+from trainer.loggers.tracked_run import config_of
 from trainer.loop import TrainLoop
 from trainer.parts import Parts
 from trainer.ring.join import way_to_ring
@@ -63,6 +66,12 @@ def _own(settings: TrainSettings, options: Mapping[str, Any]) -> Environment:
     return OwnEnvironment(settings.task, options, settings.own_code_timeout_s)
 
 
+def loggers_of(settings: TrainSettings) -> Loggers:
+    """Whom the run logs to, and which of its settings they see."""
+    config = config_of(settings, without={*JoinSettings.model_fields, "system_prompt"})
+    return Loggers(settings.logger, project=settings.logger_project, run_name=settings.run_name, config=config)
+
+
 def _needed(scorer: Scorer | None) -> Scorer:
     if scorer is None:
         raise SetupError("a data set needs a reward")
@@ -79,6 +88,7 @@ async def train(
     for caution in settings.cautions():
         log.warning("train.caution", about=caution)
     async with AsyncExitStack() as stack:
+        loggers = await stack.enter_async_context(loggers_of(settings))
         way = await stack.enter_async_context(way_to_ring(settings))
         found = await stack.enter_async_context(tasks(settings, way.judges))
         loaded = await load()
@@ -87,11 +97,12 @@ async def train(
         if scored_tasks(settings):
             await check_judges(settings.reward_name, settings.reward_options, way.judges)
         conversation = ChatEncoder(ring.codec, settings.chat_template_kwargs)
-        parts = Parts(host, loaded.model, ring, conversation, found.environment, found.held_out)
+        parts = Parts(host, loaded.model, ring, conversation, found.environment, found.held_out, loggers)
         await stack.enter_async_context(run_lock(settings.folder))
         training = TrainLoop(settings, parts)
         begun(training)
         state = await training.run()
+        loggers.ending = "stopped" if training.stopping else "finished"
     log.info("train.ended", steps=state.train_step, version=state.version, held_out=state.held_out)
     return state
 

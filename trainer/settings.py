@@ -27,6 +27,7 @@ from trainer.learn.options import (
     Schedule,
     ScheduleName,
 )
+from trainer.loggers.choice import LoggerNames, check_installed
 from trainer.rollouts.atropos import Registration
 
 _OF_DATA_SETS = ("dataset", "held_out_dataset", "reward", "reward_options", "system_prompt")
@@ -233,6 +234,11 @@ class TrainSettings(JoinSettings):
     )
     move_run: bool = Field(default=False, description="go on here with a run that was trained on another ring")
     tensorboard: Path | None = Field(default=None, description="folder for TensorBoard's events; needs the extra")
+    logger: LoggerNames = Field(
+        default=[],
+        description="wandb, mlflow, trackio: whom each train step's figures go to; needs the extra of that name",
+    )
+    logger_project: str = Field(default="mlx-parallm", min_length=1, description="of the run, at these loggers")
 
     @property
     def run_name(self) -> str:
@@ -294,6 +300,7 @@ class TrainSettings(JoinSettings):
         if wrong := sorted(self.chat_template_kwargs.keys() & OWN_VARIABLES):
             raise SetupError(f"--chat-template-kwargs: {wrong[0]!r} is not a template variable of its own")
         self._check_tasks()
+        check_installed(self.logger)
         try:
             self.optimize_options()
         except ValueError as error:
@@ -341,7 +348,7 @@ class TrainSettings(JoinSettings):
         """What Atropos learns of this run."""
         return Registration(
             wandb_group=self.run_name,
-            wandb_project="mlx-parallm",
+            wandb_project=self.logger_project,
             batch_size=self.prompts_per_step * self.group_size,
             max_token_len=self.atropos_max_token_len,
             checkpoint_dir=str(self.folder / "checkpoints"),

@@ -9,6 +9,7 @@
     pause.py, drain.py     coming to rest, and leaving
     adapter_sync.py, adapter_cache.py     adapter versions from the store to disk and engine
     engine_watch.py, reports.py, cache_resets.py     is the engine alive; heartbeats; orders to forget KV
+    ring_memory.py     what sequences have written, shared for drafts
     peers/        KV that workers fetch from one another
     guest.py      somebody who shares the engine thread, such as a trainer
 

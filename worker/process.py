@@ -50,6 +50,7 @@ from worker.pause import Pause
 from worker.peers.exchange import KvExchange
 from worker.publisher import TokenPublisher
 from worker.reports import Identity, WorkerCounts, worker_status
+from worker.ring_memory import ring_memory
 from worker.rows import ClaimedRow, ClaimedRows, now_ms
 
 log = structlog.get_logger()
@@ -129,6 +130,7 @@ class WorkerProcess:
             base_sha256=card.base_sha256,
             slots=self._settings.adapter_slots,
         )
+        self._memory = ring_memory(self._settings, self._redis, self._engine, card)
         self._publisher = TokenPublisher(
             FrameWriter(self._redis, card.name, self.id),
             self.rows,
@@ -137,6 +139,7 @@ class WorkerProcess:
             verify=self._renew,
             stale_after_s=0.8 * self._lease_s,
             counts=self._counts.sequences,
+            ended=self._memory.ended,
         )
         self._peers = KvExchange(self._settings, self._redis, self._engine, card, self.id)
         self._peers.open(tally)
@@ -176,6 +179,7 @@ class WorkerProcess:
             pause=self._pause.run,
             adapters=self._adapters.run,
             acknowledge=self._adapters.acknowledge,
+            memory=self._memory.run,
         )
         tending.append(asyncio.create_task(self._watch.run()))
         try:
@@ -245,6 +249,7 @@ class WorkerProcess:
 
     async def _admit(self, claims: list[Claim]) -> None:
         requests: list[RowRequest] = []
+        self._memory.claimed([claim.spec for claim in claims])
         await self._publisher.fence([claim for claim in claims if claim.attempt > 1 and claim.spec.api])
         for claim in claims:
             prior = []

@@ -16,7 +16,7 @@ import structlog
 
 from shared.frames import TokenEvent
 from shared.redis.tokens.writer import Commit, FrameWriter
-from shared.sequences import Claim
+from shared.sequences import Claim, SequenceResult, SequenceSpec
 from worker.reports import SequenceCounts, trace_sequence
 from worker.rows import ClaimedRow, ClaimedRows
 
@@ -45,8 +45,11 @@ class TokenPublisher:
         verify: Callable[[], Awaitable[None]],
         stale_after_s: float,
         counts: SequenceCounts,
+        ended: Callable[[SequenceSpec, SequenceResult], None] = lambda spec, result: None,
     ) -> None:
+        """`ended` hears of each end that Redis has accepted."""
         self._writer = writer
+        self._ended = ended
         self._counts = counts
         self._rows = rows
         self._worker_id = worker_id
@@ -162,6 +165,7 @@ class TokenPublisher:
             if ours:
                 self._counts.ended(commit.claim, commit.result)
                 trace_sequence(commit.claim, commit.result)
+                self._ended(commit.claim.spec, commit.result)
             else:
                 self._counts.commits_refused.add()
                 log.warning("worker.commit_refused", sequence=commit.claim.spec.id, attempt=commit.claim.attempt)

@@ -10,7 +10,7 @@ import msgspec
 
 from api.generation.sampling import SamplingFields
 from api.generation.target import Target
-from api.ring.caller import asker, key_name
+from api.ring.caller import asker, calling, key_name
 from api.ring.ring import Ring
 from shared.adapters import AdapterRef, unknown_adapter
 from shared.errors import InvalidRequestError, ParallmError
@@ -38,9 +38,8 @@ async def collection_of(ring: Ring, body: SamplingFields, target: Target, prompt
     scoring = scoring_reward(body.scoring_function) if body.scoring_function is not None else None
     if scoring is not None and scoring.needs_reference:
         _check_reference(scoring.spec, reference, prompts)
-    policy = AdapterRef.parse(target.adapter).choices[0].name if target.adapter else ring.settings.default_adapter
-    who = asker()
-    if who.limited and not who.sees(await ring.adapters.owner(policy) or ""):
+    policy = _policy(ring, target)
+    if not await _may_learn(ring, policy):
         raise unknown_adapter(policy)
     if scoring is not None:
         await check_scoring(ring, scoring, "scoring_function")
@@ -52,6 +51,33 @@ async def collection_of(ring: Ring, body: SamplingFields, target: Target, prompt
         metadata=metadata,
         samples=body.n or 1,
     )
+
+
+async def collection_for_feedback(ring: Ring, target: Target, answer: str, samples: int) -> Collection | None:
+    """How an answer is kept for a verdict in retrospect; None when it is not, by the server's or the key's setting."""
+    settings, key = ring.settings, calling.get()
+    if not settings.feedback_ttl_s or (key is not None and not key.feedback):
+        return None
+    policy = _policy(ring, target)
+    if not await _may_learn(ring, policy):
+        return None
+    return Collection(
+        policy=policy,
+        samples=samples,
+        answer=answer,
+        answer_ttl_s=settings.feedback_ttl_s,
+        answers_bytes=settings.feedback_store_mb << 20,
+    )
+
+
+def _policy(ring: Ring, target: Target) -> str:
+    return AdapterRef.parse(target.adapter).choices[0].name if target.adapter else ring.settings.default_adapter
+
+
+async def _may_learn(ring: Ring, policy: str) -> bool:
+    """Whether the policy is the asker's, or everybody's."""
+    who = asker()
+    return not who.limited or who.sees(await ring.adapters.owner(policy) or "")
 
 
 def scoring_reward(given: str | dict[str, Any], param: str = "scoring_function") -> CheckedReward:

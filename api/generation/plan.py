@@ -13,8 +13,15 @@ from typing import Any
 import msgspec
 
 from api.generation.choice import Endpoint, ReplyPlan
-from api.generation.collection import collection_of
-from api.generation.sampling import MAX_TOP_LOGPROBS, WHOLE_VOCABULARY, PromptFields, SamplingFields, sampling_of
+from api.generation.collection import collection_for_feedback, collection_of
+from api.generation.sampling import (
+    MAX_TOP_LOGPROBS,
+    WHOLE_VOCABULARY,
+    PromptFields,
+    SamplingFields,
+    for_a_trainer,
+    sampling_of,
+)
 from api.generation.splitter import SplitPlan
 from api.generation.target import Target
 from api.generation.work import Work
@@ -67,6 +74,10 @@ async def plan(ring: Ring, body: SamplingFields, target: Target, asked: Asked) -
                 "a trajectory needs generated tokens: 'max_tokens' 0 has none", param="max_tokens"
             )
         work = msgspec.structs.replace(work, collect=collect)
+    elif body.collect_trajectory is None and work.kind == "generate":
+        collect = await collection_for_feedback(ring, target, reply.name or reply.id.partition("-")[2], work.n)
+        if collect is not None:
+            work = msgspec.structs.replace(work, collect=collect, sampling=for_a_trainer(body, work.sampling))
     if work.sampling.grammar:
         try:
             grammar = await ring.grammars.checked(work.sampling.grammar, target.served.card, target.served.codec)

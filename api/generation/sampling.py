@@ -133,7 +133,9 @@ class SamplingFields(DrawFields):
     add_special_tokens: bool | None = None
     # ours
     collect_trajectory: bool | None = Field(
-        default=False, description="each completion becomes a trajectory of the policy, for its trainer"
+        default=None,
+        description="each completion becomes a trajectory of the policy, for its trainer; false: nor is it kept for "
+        "feedback",
     )
     scoring_function: str | dict[str, Any] | None = Field(
         default=None, description="what scores the trajectory: a reward's name, or an object with `name` and options"
@@ -217,10 +219,14 @@ def sampling_of(
         bad_words=bad_words_of(body.bad_words, codec) if body.bad_words else (),
         logprob_token_ids=tuple(body.logprob_token_ids or ()),
     )
-    # A trajectory that nobody else reads the log-probabilities of has those that its trainer needs.
+    return for_a_trainer(body, params) if body.collect_trajectory else params
+
+
+def for_a_trainer(body: SamplingFields, params: SamplingParams) -> SamplingParams:
+    """With the log-probabilities that a trainer needs, where nobody else reads them."""
     asked = getattr(body, "logprobs", None)
     shown = asked is not None and asked is not False  # 0 asks for the drawn token's
-    if body.collect_trajectory and body.logprobs_mode is None and not shown and needs_processed(drawing_of(params)):
+    if body.logprobs_mode is None and not shown and needs_processed(drawing_of(params)):
         return msgspec.structs.replace(params, logprobs_mode="processed_logprobs")
     return params
 

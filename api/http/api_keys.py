@@ -3,8 +3,9 @@
 A key comes from `--api-key` (or PARALLM_API_KEY; several with commas between) or from a line of `--api-key-file`:
 
     <key or sha256:HEX> [name=alice] [class=interactive|batch] [rate=600/minute] [concurrent=32]
-                        [tenant=acme | role=admin]
+                        [tenant=acme | role=admin] [feedback=no]
 
+With feedback=no no answer to the key is kept for feedback.
 Keys of one tenant share what they make; an admin's key sees and does all. Where one key says either, each must.
 
 Keys of ours are 256 random bits, so a plain hash is enough; a key that a person has thought up has to be long.
@@ -33,7 +34,7 @@ PREFIX = "plm-"
 SHORTEST = 16  # characters of a plain key, below which we warn
 _DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}")
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
-_FIELDS = frozenset({"name", "class", "rate", "concurrent", "tenant", "role"})
+_FIELDS = frozenset({"name", "class", "rate", "concurrent", "tenant", "role", "feedback"})
 
 
 class KeyRing:
@@ -153,5 +154,16 @@ def _key(line: str, where: str) -> ApiKey:
         raise SetupError(f"{where}: the only role is admin")
     if {"tenant", "role"} <= given.keys():
         raise SetupError(f"{where}: an admin's key has no tenant: give the admin a second key for work of its own")
+    if given.get("feedback", "no") not in ("no", "yes"):
+        raise SetupError(f"{where}: feedback is yes or no")
     rate = rate_of(given["rate"], where) if "rate" in given else None
-    return ApiKey(name, digest, kind, rate, int(concurrent), given.get("tenant", ""), "role" in given)
+    return ApiKey(
+        name,
+        digest,
+        kind,
+        rate,
+        int(concurrent),
+        given.get("tenant", ""),
+        "role" in given,
+        given.get("feedback", "yes") == "yes",
+    )

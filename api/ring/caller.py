@@ -32,6 +32,7 @@ class ApiKey:
     concurrent: int = 0  # such requests at a time in one api process; 0: the server's own
     tenant: str = ""  # who owns what it makes; "": there are no tenants, or it is an admin's
     admin: bool = False
+    feedback: bool = True  # whether answers to it may be kept for feedback
 
     @property
     def apart(self) -> bool:

@@ -22,6 +22,7 @@ from shared.redis.connection.client import connect
 from shared.redis.files.batch_store import BatchStore
 from shared.redis.files.file_store import FileStore
 from shared.redis.jobs.store import JobStore
+from shared.redis.kept.answer_store import AnswerStore
 from shared.redis.kept.conversation_store import ConversationStore
 from shared.redis.kept.keeping import Terms
 from shared.redis.kept.response_store import ResponseStore
@@ -77,6 +78,7 @@ class Ring:
         self.batches = BatchStore(self.redis)
         terms = Terms(settings.response_ttl_s, settings.response_store_mb << 20)
         self.responses = ResponseStore(self.redis, terms)
+        self.answers = AnswerStore(self.redis, Terms(settings.feedback_ttl_s, settings.feedback_store_mb << 20))
         self.conversations = ConversationStore(self.redis, terms)
         self.dead_letters = DeadLetters(self.redis)
         self.adapters = AdapterStore(self.redis, keep_n=settings.adapter_keep_n, who_asks=asker)

@@ -192,14 +192,15 @@ pending_batches = Key(
 
 _kept_ttl = "as the setting says; 7 d, from the last use"
 # A response's fields: state, body, input, output, previous, ids, ...; a conversation's: body, next, ids, and its items
-kept = Key("parallm:kept:{*}:thing:*", "hash", "api", _kept_ttl, "a stored response or a conversation")
-kept_order = Key("parallm:kept:{*}:order:*", "sorted set", "api", _kept_ttl, "item ids of a conversation in order")
+kept = Key("parallm:kept:{*}:thing:*", "hash", "api", _kept_ttl, "a response, conversation or answer")
+kept_order = Key("parallm:kept:{*}:order:*", "sorted set", "api", _kept_ttl, "items in order, answers by time")
 kept_events = Key(
     "parallm:kept:{*}:events:*", "stream", "api", "1 d; 1 h after its end", "what the stream of a response has said"
 )
 kept_uses = Key("parallm:kept:{*}:uses", "sorted set", "api", "a day longer", "what is kept, by its last use")
 kept_sizes = Key("parallm:kept:{*}:sizes", "hash", "api", "a day longer", "bytes of each, and of `all`")
-# Entries by the time in Unix milliseconds from which on one api process may take them. Lists: background, webhooks
+# Entries by the time in Unix milliseconds from which on one api process may take them. Lists: background,
+# webhooks, feedback
 due = Key("parallm:{*}:due", "sorted set", "api or job runner", "8 d, refreshed", "what is to be done, and when")
 due_owners = Key("parallm:{*}:due:owners", "hash", "api", "8 d, refreshed", "which process has taken which entry")
 
@@ -268,6 +269,15 @@ training_orders = Key(
 )
 score_orders = Key("parallm:score:orders", "stream", "api", "1 d, 256 entries", "texts to be scored at once")
 answer = Key("parallm:answer:*", "string", "trainer, job runner or worker", "10 min", "the answer to an order, JSON")
+
+# -- what sequences have written, by a digest of model, tenant and prompt: drafts for the next ones of the same prompt
+
+_completions_ttl = "as the setting says; 1 d, from the last use"
+completions = Key("parallm:{completions}:prompt:*", "list", "worker", _completions_ttl, "completions of one prompt")
+completion_uses = Key(
+    "parallm:{completions}:uses", "sorted set", "worker", "a day longer", "these prompts, by their last use"
+)
+completion_sizes = Key("parallm:{completions}:sizes", "hash", "worker", "a day longer", "bytes of each, and of `all`")
 
 # -- figures of the ring
 

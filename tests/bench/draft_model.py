@@ -79,7 +79,7 @@ class Runs:
         config = EngineConfig("", max_rows=rows, prefill_chunk=256, prefix_cache_bytes=0)
         self._plain, self._drafting = Engine(loaded, config), Engine(loaded, replace(config, speculation=drafts))
         self._clock = OwnTime()
-        policy = self._drafting._drafting
+        policy = self._drafting.drafting
         assert policy._model is not None, "a draft model"
         policy._clock = policy._model._clock = self._clock
         self._rows, self._tokens, self._context, self._vocab = rows, tokens, context, loaded.card.vocab_size

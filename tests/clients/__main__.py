@@ -4,7 +4,7 @@ Starts `mlx_parallm_serve` with the tiny model and runs each script of tests/cli
 has the clients (tests/clients/requirements.txt), and those for Node where `--node` names a folder with their packages.
 A script proves what its docstring says, and exits 0 when it holds. The load generator brings PyTorch along, so it has a
 requirements file of its own (requirements-load.txt), and its script is skipped where it is not installed; so are those
-of openai-agents (requirements-agents.txt).
+of openai-agents (requirements-agents.txt), and a trainer with the packages of `--logger` (requirements-loggers.txt).
 """
 
 import argparse
@@ -20,8 +20,12 @@ from tests.e2e.rings import MODEL, ROOT, ring
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 300
 # Scripts whose client is not in requirements.txt: it is heavy, or its pins do not go with those of others.
-NEEDS = {"guidellm_load": "guidellm", "openai_agents_sessions": "agents"}
-APART = {"guidellm": "requirements-load.txt", "agents": "requirements-agents.txt"}
+NEEDS = {"guidellm_load": "guidellm", "openai_agents_sessions": "agents", "train_loggers": "trackio"}
+APART = {
+    "guidellm": "requirements-load.txt",
+    "agents": "requirements-agents.txt",
+    "trackio": "requirements-loggers.txt",
+}
 
 
 def run(script: Path, python: str, node: Path | None, url: str) -> bool:

@@ -70,7 +70,7 @@ def test_grpo_by_hand_makes_the_reward_rise(served: Ring) -> None:
     rewards = [float(value) for value in re.findall(r"mean reward ([\d.]+)", printed)]
     assert len(rewards) == 6 and rewards[0] > 0, printed
     assert max(rewards[-2:]) > rewards[0] + 0.1, printed
-    assert httpx.get(f"{served.url}/v1/adapters/policy", timeout=30).json()["latest"] == 7, "six steps, each served"
+    assert httpx.get(f"{served.url}/v1/adapters/policy", timeout=60).json()["latest"] == 7, "six steps, each served"
 
 
 def test_a_chat_is_streamed_and_remembers(served: Ring) -> None:

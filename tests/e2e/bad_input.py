@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
-from schemathesis import GenerationMode
 
 MODEL = "tiny"
 PATIENCE_S = 30.0
@@ -261,8 +259,10 @@ def raw(url: str, findings: Findings) -> None:
                     )
 
 
-def modes(description: dict[str, Any]) -> list[GenerationMode]:
+def modes(description: dict[str, Any]) -> list[Any]:
     """Not wrong where all that a route takes is text of any kind: schemathesis would search for a second in vain."""
+    from schemathesis import GenerationMode  # see `explore`
+
     words = {"title", "description", "default"}
     free = all(
         taken["in"] in ("path", "header") and {k: v for k, v in taken["schema"].items() if k not in words} == _TEXT
@@ -274,6 +274,8 @@ def modes(description: dict[str, Any]) -> list[GenerationMode]:
 
 def explore(url: str, findings: Findings, examples: int, derandomize: bool = True) -> None:
     """What schemathesis makes of our OpenAPI document, both right and wrong by it."""
+    import schemathesis  # a second, and every process of the tests looks into this file
+
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     for found in schema.get_all_operations():
         operation = found.ok()
@@ -281,7 +283,7 @@ def explore(url: str, findings: Findings, examples: int, derandomize: bool = Tru
 
             @bounded(examples, derandomize)
             @given(case=operation.as_strategy(generation_mode=mode))
-            def try_one(case: schemathesis.Case) -> None:
+            def try_one(case: Any) -> None:
                 if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
                     case.body["model"] = MODEL  # else most end as an unknown model
                 label = f"{case.method} {case.path} {case.path_parameters} {case.query} {str(case.body)[:300]}"

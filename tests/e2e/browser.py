@@ -5,13 +5,23 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
-from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright, expect
+# Playwright's own, which takes a second to import, and every process of the tests would: only who shows a page does.
+Browser = Any
+Page = Any
+ConsoleMessage = Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 WAIT_MS = 30_000
 
-expect.set_options(timeout=WAIT_MS)
+
+def expect(what: Any) -> Any:
+    """Playwright's, with time for a busy machine."""
+    from playwright.async_api import expect
+
+    expect.set_options(timeout=WAIT_MS)
+    return expect(what)
 
 
 def find_browser() -> str | None:
@@ -24,6 +34,8 @@ def find_browser() -> str | None:
 @asynccontextmanager
 async def browser(binary: str) -> AsyncIterator[Browser]:
     """A browser for a block, with a profile of its own."""
+    from playwright.async_api import async_playwright
+
     async with (
         async_playwright() as playwright,
         await playwright.chromium.launch(executable_path=binary, args=["--disable-gpu"]) as chromium,

@@ -30,7 +30,7 @@ async def redis(served: Ring) -> AsyncIterator[Redis]:
 
 
 async def answers(served: Ring) -> str:
-    async with httpx.AsyncClient(base_url=served.url, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
         answer = await http.post("/v1/completions", json=ASK)
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["text"]
@@ -57,7 +57,7 @@ async def test_huge_requests_are_refused_by_their_size(served: Ring) -> None:
         413: {"prompt": "x" * 10_000_000},
         400: {"stop": [f"stop {i}" for i in range(5000)]},
     }
-    async with httpx.AsyncClient(base_url=served.url, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
         for status, fields in cases.items():
             answer = await http.post("/v1/completions", json=ASK | fields)
             assert (answer.status_code, answer.json()["error"]["type"] != "") == (status, True), answer.text
@@ -99,7 +99,7 @@ async def test_a_worker_outlives_specs_that_no_api_would_write(served: Ring, red
         states = [await redis.hget(keys.sequence(MODEL, spec.id), "state") for spec in specs]
         return all(state in (b"done", b"cancelled") for state in states)
 
-    await wait_until(settled, timeout_s=30)
+    await wait_until(settled)
     assert await answers(served) == before
     assert len(served.server.printed("worker.ready")) == 1, "no worker was started again"
 
@@ -128,7 +128,7 @@ async def test_garbage_in_every_stream_and_channel_stops_nobody(served: Ring, re
         await redis.expire(keys.finished(MODEL, job.id), 60)
         ended = await client.wait(job.id, timeout_s=60)
     assert (ended.status, ended.counts.succeeded) == ("succeeded", 2)
-    async with httpx.AsyncClient(base_url=served.url, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
         found = (await http.get("/v1/deadletters")).json()["data"]
         reasons = {letter["reason"] for letter in found}
         assert "no such sequence" in reasons

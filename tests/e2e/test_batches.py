@@ -200,7 +200,7 @@ def test_a_batch_whose_processes_die_in_every_state_has_each_line_once(served: R
         order = ["validating", "in_progress", "finalizing", "completed"]
         assert [order.index(state) for state in states] == sorted(map(order.index, states))
         assert client.batches.retrieve(batch.id) == done
-        jobs = httpx.get(f"{served.url}/v1/jobs", timeout=20).json()["data"]
+        jobs = httpx.get(f"{served.url}/v1/jobs", timeout=60).json()["data"]
         assert [job["metadata"]["batch"] for job in jobs].count(batch.id) == 1
 
 

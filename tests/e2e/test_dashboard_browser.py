@@ -10,11 +10,10 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, expect
 
 from api.cli.client import InferenceClient, JobRequest
 from shared.jobs import JobInput, RewardSpec
-from tests.e2e.browser import Tab, browser, find_browser, tab
+from tests.e2e.browser import Browser, Tab, browser, expect, find_browser, tab
 from tests.e2e.rings import MODEL, Ring
 from tests.waiting import wait_until
 
@@ -55,7 +54,7 @@ async def check(shown: Tab, served: Ring) -> None:
 
 
 async def post(url: str, status: int = 200, **arguments: Any) -> dict[str, Any]:
-    async with httpx.AsyncClient(timeout=20) as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         answer = await http.post(url, **arguments)
     assert answer.status_code == status, answer.text
     answered: dict[str, Any] = answer.json()
@@ -69,7 +68,7 @@ async def test_the_browser_tells_of_what_a_page_must_not_do(served: Ring, chromi
         await shown.page.evaluate("document.body.append(new Image()), document.images[0].src = 'http://127.0.0.1:9/x'")
         await shown.page.evaluate("document.body.insertAdjacentHTML('beforeend', '<b onclick=alert(1)>')")
         await shown.page.evaluate("setTimeout(() => { throw new Error('thrown') })")
-        await wait_until(lambda: len(shown.complaints) == 3, 30)
+        await wait_until(lambda: len(shown.complaints) == 3)
         assert any("thrown" in text for text in shown.complaints)
         assert any("Content Security Policy" in text for text in shown.complaints)
 

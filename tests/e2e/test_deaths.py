@@ -106,7 +106,7 @@ async def test_a_killed_worker_costs_no_sample_and_doubles_none(two_workers: Rin
         async def has_rows() -> bool:
             return (await client.status(submitted.id)).counts.running > 0
 
-        await wait_until(has_rows, timeout_s=10)
+        await wait_until(has_rows)
         os.kill(victim.pid, signal.SIGKILL)
         status = await client.wait(submitted.id)
         lines = await results_of(client, submitted.id)
@@ -145,7 +145,7 @@ async def test_a_killed_redis_is_started_again_and_the_job_goes_on(two_workers: 
         async def has_rows() -> bool:
             return (await client.status(submitted.id)).counts.running > 0
 
-        await wait_until(has_rows, timeout_s=10)
+        await wait_until(has_rows)
         os.kill(int((await redis.info("server"))["process_id"]), signal.SIGKILL)
         status = await client.wait(submitted.id)
         lines = await results_of(client, submitted.id)
@@ -211,7 +211,7 @@ def test_nothing_is_left_running_after_the_server_was_killed(tmp_path: Path) -> 
     async def gone() -> bool:
         return not any(alive(pid) for pid in children)
 
-    asyncio.run(wait_until(gone, timeout_s=20))
+    asyncio.run(wait_until(gone))
     with pytest.raises(OSError):
         import socket
 

@@ -139,7 +139,7 @@ def test_training_that_fails_says_why_and_the_worker_serves_on(tmp_path: Path) -
             (worker,) = await asyncio.to_thread(served.workers)
             return worker.extra["guest_units"] > 0
 
-        asyncio.run(wait_until(computed, timeout_s=30))
+        asyncio.run(wait_until(computed))
 
 
 def test_training_only_ends_with_the_training(tmp_path: Path) -> None:

@@ -46,10 +46,10 @@ def test_a_server_and_a_worker_join_through_an_api_with_a_key(first: Ring, tmp_p
 @pytest.mark.parametrize("module", ["worker", "api.serve.main"])
 def test_what_keeps_a_process_from_joining_is_said(module: str, first: Ring) -> None:
     process = Process.start(module, "--connect-to", first.url, "--model", f"models/{MODEL}")
-    code = process.wait(30)
+    code = process.wait(60)
     process.stop()
     assert code == 2 and "PARALLM_CONNECT_KEY" in process.output
     process = Process.start(module, "--connect-to", "127.0.0.1:9", "--model", f"models/{MODEL}")
-    code = process.wait(30)
+    code = process.wait(60)
     process.stop()
     assert code in (1, 2) and "no api answers at http://127.0.0.1:9" in process.output

@@ -36,7 +36,7 @@ def served(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def http(served: Ring):
-    with httpx.Client(base_url=served.openai_url, timeout=30) as made:
+    with httpx.Client(base_url=served.openai_url, timeout=60) as made:
         yield made
 
 

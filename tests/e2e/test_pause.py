@@ -118,7 +118,7 @@ async def test_abort_ends_requests_with_what_they_have_and_jobs_go_on_after_the_
     request = JobRequest(kind="generate", model=MODEL, n=1, max_tokens=600, ignore_eos=True, temperature=0.0)
     async with InferenceClient(server.url) as client, begun(http) as stream:
         job = await client.submit(request, [JobInput(PROMPT)])
-        await wait_until(lambda: leased_batch(http), timeout_s=20)
+        await wait_until(lambda: leased_batch(http))
         await pause(http)
         assert (await stream.rest(), stream.finish) == (expected[: len(stream.ids)], "abort")
         assert len(stream.ids) < 800
@@ -133,8 +133,8 @@ async def test_wait_lets_rows_finish_and_takes_no_new_ones(server: Ring, http: h
     told = len(server.server.printed("worker.pausing"))
     async with begun(http) as stream:
         pausing = asyncio.create_task(pause(http, mode="wait"))
-        await wait_until(lambda: is_paused(http), timeout_s=10)
-        await wait_until(lambda: len(server.server.printed("worker.pausing")) == told + 2, timeout_s=10)
+        await wait_until(lambda: is_paused(http))
+        await wait_until(lambda: len(server.server.printed("worker.pausing")) == told + 2)
         waiting = asyncio.create_task(ids_alone(http, max_tokens=3))
         assert len(await stream.rest()) == 800
         assert stream.finish == "length"

@@ -14,7 +14,7 @@ LABELS = ["sum", "a greeting", "7"]
 
 @pytest.fixture
 def http(served: Ring):
-    with httpx.Client(base_url=served.url, timeout=30) as made:
+    with httpx.Client(base_url=served.url, timeout=60) as made:
         yield made
 
 

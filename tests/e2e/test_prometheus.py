@@ -61,7 +61,7 @@ class Prometheus:
 
     def ask(self, expression: str) -> list[dict[str, Any]]:
         """What an expression finds now; AssertionError, with Prometheus' words, when it cannot be read."""
-        answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=10).json()
+        answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=60).json()
         assert answer["status"] == "success", f"{expression}: {answer.get('error')}"
         found: list[dict[str, Any]] = answer["data"]["result"]
         return found
@@ -106,7 +106,7 @@ def prometheus(served: Ring, folder: Path) -> Iterator[Prometheus]:
         yield Prometheus(f"http://127.0.0.1:{port}")
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ async def beside_a_full_batch(served: Ring) -> None:
         async def is_full() -> bool:
             return bool((await http.get("/health")).json()["models"][MODEL]["leased"]["batch"] == 2)
 
-        await wait_until(is_full, timeout_s=30)
+        await wait_until(is_full)
         streaming, enough = asyncio.Semaphore(0), asyncio.Event()
 
         async def stream() -> None:

@@ -170,7 +170,7 @@ def test_jobs_and_live_traffic_are_judged(http: httpx.Client) -> None:
         found[:] = http.get("/v1/training/trajectories").json()["data"]
         return bool(found)
 
-    asyncio.run(wait_until(collected_one, timeout_s=30))
+    asyncio.run(wait_until(collected_one))
     assert 0 <= found[0]["reward"]["value"] <= 1 and found[0]["reward"]["name"] == "judge"
 
 

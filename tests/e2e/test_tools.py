@@ -166,10 +166,10 @@ def test_a_stream_of_calls_resumes_where_it_stopped(served: Ring) -> None:
 
     made = []
     for cut in (1, 2, 9, 30):
-        with httpx.stream("POST", f"{served.openai_url}/chat/completions", json=body, timeout=30) as response:
+        with httpx.stream("POST", f"{served.openai_url}/chat/completions", json=body, timeout=60) as response:
             seen, last, stream_id = read(response.iter_lines(), until=cut)
         headers = {"Last-Event-ID": last}
-        with httpx.stream("GET", f"{served.openai_url}/streams/{stream_id}", headers=headers, timeout=30) as response:
+        with httpx.stream("GET", f"{served.openai_url}/streams/{stream_id}", headers=headers, timeout=60) as response:
             rest, _, _ = read(response.iter_lines())
         made.append(calls(seen + rest))
         assert (seen + rest)[-1]["choices"][0]["finish_reason"] in ("tool_calls", "length")

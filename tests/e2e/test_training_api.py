@@ -93,7 +93,7 @@ def test_live_traffic_trains_the_policy_that_it_talks_to(served: Ring, http: htt
                 list(pool.map(lambda i: collected(http, "live", stream=False), range(2)))
                 single = collected(http, "live", n=1)  # alone: compared with the others of its pool
                 assert single["choices"][0]["finish_reason"] in ("stop", "length")
-        assert process.wait(30) == 0, process.output
+        assert process.wait(60) == 0, process.output
     told = status(http, "live")
     assert told["training_enabled"] is False and told["trainer"]["state"] == "ended"
     assert told["trainer"]["train_step"] == 2

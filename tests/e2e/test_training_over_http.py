@@ -102,7 +102,7 @@ def test_it_learns_shows_itself_and_leaves_no_jobs(keyed: Ring, http: httpx.Clie
         return found
 
     assert len(left()) <= 16, "what was read is deleted; the two batches that were under way at the end are cancelled"
-    asyncio.run(wait_until(lambda: all(job["status"] in ("cancelled", "succeeded") for job in left()), timeout_s=30))
+    asyncio.run(wait_until(lambda: all(job["status"] in ("cancelled", "succeeded") for job in left())))
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
@@ -153,7 +153,7 @@ def test_a_killed_one_resumes_and_an_api_that_dies_meanwhile_is_waited_for(
             time.sleep(1)  # the trainer asks twice a second
             api.kill()
             with contextlib.suppress(AssertionError):
-                asyncio.run(wait_until(lambda: bool(process.printed("train.api_away")), timeout_s=10))
+                asyncio.run(wait_until(lambda: bool(process.printed("train.api_away"))))
         assert process.wait(120) == 0, process.output
     assert process.printed("run.resumed")
     lines = read(tmp_path / "hard" / "metrics.jsonl")

@@ -53,7 +53,7 @@ class AdapterBench(Bench):
         """Publish, and let the reader finish before any other turn: rows must not end while it reads."""
         self.woken.clear()
         self.publish(version)
-        assert self.woken.wait(20)
+        assert self.woken.wait(60)
 
     def turn(self) -> list[TokenEvent]:
         if not self.engine.busy:

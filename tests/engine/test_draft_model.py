@@ -51,7 +51,7 @@ class Spied:
 
     def __init__(self, loaded: LoadedModel, config: SpeculationConfig = BY_MODEL, **engine: object) -> None:
         self.bench = Bench(loaded, speculation=config, **engine)
-        policy = self.bench.engine._drafting._model
+        policy = self.bench.engine.drafting._model
         assert policy is not None
         self.batch: DraftBatch = policy._batch
         self.batch._model.model = self.spy = SpiedModel(self.batch._model.model)
@@ -101,7 +101,9 @@ def test_what_is_refused_is_forgotten(llama: LoadedModel, other: LoadedModel, mo
 
     def noted(inputs: dict[Row, int], lengths: dict[Row, int]) -> dict[Row, list[int]]:
         found = drafts(inputs, lengths)
-        said.extend(([*row.spec.prompt_ids, *row.tokens, inputs[row]], ids) for row, ids in found.items())
+        for each, ids in found.items():
+            untold = [inputs[each]] if each.position > len(each.tokens) else []
+            said.append(([*each.spec.prompt_ids, *each.tokens, *untold], ids))
         return found
 
     monkeypatch.setattr(spied.batch, "drafts", noted)
@@ -195,7 +197,7 @@ class Seconds:
 
     def __init__(self, spied: Spied, of_draft: float) -> None:
         self.now = 0.0
-        drafting = spied.bench.engine._drafting
+        drafting = spied.bench.engine.drafting
         assert drafting._model is not None
         drafting._clock = drafting._model._clock = lambda: self.now
         SpiedModel.inside(spied.bench).fails = lambda tokens_BL: self.add(1.0)

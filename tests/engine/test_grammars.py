@@ -175,7 +175,7 @@ def test_the_thread_compiles_beside_the_loop(llama_folder: object) -> None:
     thread.start()
     try:
         thread.submit([RowRequest(constrained("s", PERSON))])
-        assert ended.wait(30)
+        assert ended.wait(60)
     finally:
         assert thread.stop()
     tokens = [token for event in events for token in event.tokens]

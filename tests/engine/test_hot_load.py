@@ -84,7 +84,7 @@ class Worker:
         return [event.version for event in self.events.get(seq, []) for _ in event.tokens]
 
     async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
@@ -135,7 +135,7 @@ class Ring:
             acks = await self.store.acks(name)
             return {worker for worker, ack in acks.items() if ack.version == version} == workers
 
-        await wait_until(done, 20)
+        await wait_until(done)
 
 
 @pytest.fixture(scope="session")
@@ -230,14 +230,14 @@ async def test_a_worker_that_ends_in_mid_load_serves_the_version_after_a_restart
 
     def slow_read(*arguments: Any) -> Any:
         reading.set()
-        assert go.wait(20)
+        assert go.wait(60)
         return read(*arguments)
 
     monkeypatch.setattr(adapter_reader, "read_adapter", slow_read)
     worker = ring.new_worker("w1")
     async with worker:
         await ring.publish("math", "a@1", worker.base_sha256)
-        assert await asyncio.to_thread(reading.wait, 20)
+        assert await asyncio.to_thread(reading.wait, 60)
         threading.Timer(0.2, go.set).start()  # the engine is told to stop before that
     monkeypatch.undo()
     again = await ring.worker("w1")

@@ -111,7 +111,7 @@ def test_rows_of_several_adapters_share_the_batch(llama_folder: Path, tmp_path: 
     bench.submit(*specs)
     bench.run()
     while bench.engine.has_rows:  # the adapter is read beside the turns
-        assert read.wait(20)
+        assert read.wait(60)
         read.clear()
         bench.turn()
         bench.run()

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.models.cache import ConcatenateKVCache
 from msgspec import structs
 
 from shared.frames import TokenEvent
@@ -16,9 +17,10 @@ from shared.text import grammar
 from tests.engine.adapter_bench import AdapterBench, make_versions, row
 from tests.engine.adapter_models import MadeAdapter
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
-from tests.engine.kv_models import WINDOWED, Model
+from tests.engine.kv_models import Model
 from worker.engine.messages import SpeculationConfig
 from worker.engine.model.loader import LoadedModel
+from worker.engine.speculation import batch
 
 ALWAYS = SpeculationConfig(adapts_to_rows=False, adapts_to_time=False, memory_bytes=1 << 20)
 ROWS = SpeculationConfig(adapts_to_time=False)  # as long as each row's are accepted
@@ -121,10 +123,18 @@ def check(loaded: LoadedModel, seed: int, config: SpeculationConfig) -> int:
     return drafting.engine.stats().speculation.accepted
 
 
-@settings(max_examples=24, deadline=None)
-@given(st.integers(0, 1 << 30), st.sampled_from(["llama", "llama 4", "qwen3 8", "deepseek_v3"]), st.booleans())
+EVERY_KIND = [
+    *("llama", "llama 4", "qwen3 8", "deepseek_v3", "gemma3_text", "gpt_oss", "llama last-24", "qwen3_5 last-24"),
+    *("qwen3_5", "lfm2", "lfm2 4", "jamba", "falcon_h1", "mamba2"),
+]
+
+
+@settings(max_examples=42, deadline=None)
+@given(st.integers(0, 1 << 30), st.sampled_from(EVERY_KIND), st.booleans())
 def test_drafts_change_nothing(model_of: Model, llama: LoadedModel, seed: int, name: str, always: bool) -> None:
-    check(llama if name == "llama" else model_of(name), seed, ALWAYS if always else ROWS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch, "LOOSE", random.Random(seed).choice([3, batch.LOOSE]))  # far behind is soon reached
+        check(llama if name == "llama" else model_of(name), seed, ALWAYS if always else ROWS)
 
 
 def predicted(bench: Bench, *rows: SequenceSpec) -> list[SequenceSpec]:
@@ -149,14 +159,9 @@ def test_a_right_prediction_takes_a_fraction_of_the_forwards(llama: LoadedModel)
     assert stats.tokens == 3 * 48 and stats.speculation.accepted == stats.speculation.drafted
 
 
-@pytest.mark.parametrize("name", WINDOWED)
-def test_layers_that_cannot_forget_get_no_drafts(model_of: Model, name: str) -> None:
-    rows = predicted(Bench(model_of(name)), spec("s", prompt_of(9), max_tokens=40))
-    bench = Bench(model_of(name), speculation=ALWAYS)
-    bench.submit(*rows)
-    bench.run()
-    assert bench.tokens("s") == list(rows[0].prediction_ids)
-    stats = bench.engine.stats().speculation
+def test_layers_that_we_do_not_know_get_no_drafts(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama.model, "make_cache", lambda: [ConcatenateKVCache()] * 2, raising=False)
+    stats = Bench(llama, speculation=ALWAYS).engine.stats().speculation
     assert not stats.is_on and stats.drafted == 0
 
 
@@ -228,23 +233,26 @@ def test_rows_of_several_adapters_are_drafted_for_while_a_version_is_loaded(
         assert ("a@2" in bench.versions("s1")) == (policy == "follow")
 
 
-def test_a_next_turn_begins_with_kv_that_drafts_have_left(llama: LoadedModel) -> None:
-    """A stop string ends the row inside a draft, and rows of unequal luck were moved within the batch."""
-    plain = Bench(llama, prefix_cache_bytes=0)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "llama last-24", "qwen3_5", "mamba2", "falcon_h1"])
+def test_a_next_turn_begins_with_kv_that_drafts_have_left(model_of: Model, name: str) -> None:
+    """A stop string ends the row inside a draft, and rows of unequal luck end at different positions."""
+    plain = Bench(model_of(name), prefix_cache_bytes=0)
     rows = predicted(plain, *(spec(f"s{at}", prompt_of(20 + at, seed=at), max_tokens=40) for at in range(3)))
-    stop = bytes(rows[0].prediction_ids[17:19]).decode()
+    stop = bytes(each for each in rows[0].prediction_ids[17:19] if each < 256).decode(errors="ignore")
     rows[0] = structs.replace(rows[0], sampling=structs.replace(rows[0].sampling, stop=(stop,)))
     rows[1] = structs.replace(rows[1], prediction_ids=rows[1].prediction_ids[::2])
-    bench = Bench(llama, speculation=ALWAYS, block_size=4, prefix_cache_bytes=1 << 24)
+    bench = Bench(model_of(name), speculation=ALWAYS, block_size=4, prefix_cache_bytes=1 << 24)
     bench.submit(*rows)
     bench.run()
-    assert bench.finish("s0").reason == "stop" and bench.engine.stats().speculation.accepted > 40
+    assert bench.engine.stats().speculation.accepted > 40
+    needs_states = bench.engine.prefixes.needs_snapshots
     for each in rows:
         context = [*each.prompt_ids, *bench.tokens(each.id), 7, 8]
         after = spec(f"{each.id}.next", context, max_tokens=12)
         for turn in (plain, bench):
             turn.submit(after)
             turn.run()
-        assert bench.finish(after.id).cached_tokens > len(each.prompt_ids)
+        if not (each is rows[0] and needs_states):  # its states may have read more than it has written
+            assert bench.finish(after.id).cached_tokens > len(each.prompt_ids)
         assert bench.tokens(after.id) == plain.tokens(after.id)
         assert bench.logprobs(after.id) == pytest.approx(plain.logprobs(after.id), abs=CLOSE)

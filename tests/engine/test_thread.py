@@ -151,7 +151,7 @@ engine = EngineThread(EngineConfig(sys.argv[1]), lambda output: some.set(), lamb
 engine.start()
 sampling = SamplingParams(max_tokens=900, seed=1, ignore_eos=True)
 engine.submit([RowRequest(SequenceSpec(str(i), "m", (1, 2, 3), sampling)) for i in range(4)])
-assert some.wait(20)
+assert some.wait(60)
 if sys.argv[2] == "stop":
     assert engine.stop()
 print("end of program")

@@ -57,7 +57,7 @@ async def results_of(redis: Redis, model: str, job: str, count: int) -> dict[str
     async def done() -> bool:
         return bool(await redis.xlen(stream) == count)
 
-    await wait_until(done, 20)
+    await wait_until(done)
     found = [decode_result(fields[b"result"]) for _, fields in await redis.xrange(stream)]
     return {each.id: each for each in found}
 
@@ -71,7 +71,7 @@ async def test_sequences_run_on_published_versions(
     async def up() -> bool:
         return bool(await registry.workers(model))
 
-    await wait_until(up, 20)
+    await wait_until(up)
     await publish(redis, make_adapter(llama.model, tmp_path / "made"), tmp_path, llama.card.base_sha256)
     group = [
         row(f"g{at}", prompt_of(8), "math", group="g", kv_on_swap="keep", adapter_policy="follow") for at in range(4)
@@ -88,7 +88,7 @@ async def test_sequences_run_on_published_versions(
     async def seen() -> bool:
         return (await registry.workers(model))[0].adapters == {"math": 1}
 
-    await wait_until(seen, 10)
+    await wait_until(seen)
 
 
 async def test_a_name_that_has_become_another_tenant_s_is_not_there_any_more(
@@ -99,7 +99,7 @@ async def test_a_name_that_has_become_another_tenant_s_is_not_there_any_more(
     async def up() -> bool:
         return bool(await WorkerRegistry(redis).workers(model))
 
-    await wait_until(up, 20)
+    await wait_until(up)
     made = make_adapter(llama.model, tmp_path / "made")
     await publish(redis, made, tmp_path, llama.card.base_sha256, Asker("acme", limited=True))
     tenants = {"own": "acme", "others": "bobs", "admin": ADMINS, "none": ""}

@@ -114,7 +114,7 @@ async def api(redis_url: str, *, send_buffer: int = 0, **settings: Any) -> Async
                 assert not serving.done(), serving.exception()
                 await asyncio.sleep(0.005)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False, verify=False) as http:
+            async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, verify=False) as http:
                 yield Api(url, app.state.ring, http)
         finally:
             server.should_exit = True

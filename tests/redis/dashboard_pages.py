@@ -138,7 +138,7 @@ async def filled(server: Api, redis: Redis) -> list[str]:
 async def events(server: Api, path: str, until: str, **arguments: Any) -> dict[str, str]:
     """The newest data of each event, once `until` has been seen in one of them."""
     found: dict[str, str] = {}
-    async with asyncio.timeout(10), server.http.stream("GET", path, **arguments) as response:
+    async with asyncio.timeout(60), server.http.stream("GET", path, **arguments) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         name, data = "", []
         async for line in response.aiter_lines():

@@ -42,7 +42,7 @@ async def sequences_end_exactly_once(outages: Outages, redis: Redis) -> None:
             assert await commit(redis, "w2", claim)
         return len(done) == 60
 
-    await wait_until(all_done, 20)
+    await wait_until(all_done)
     assert sorted(result.id for result in await gathered(redis, "j")) == sorted(f"s{i}" for i in range(60))
 
 
@@ -101,5 +101,5 @@ async def an_idle_worker_wakes(outages: Outages, redis: Redis) -> None:
     async with outages.away():
         pass
     await q.enqueue([spec("s")])
-    assert await asyncio.wait_for(waiting, 20)
+    assert await asyncio.wait_for(waiting, 60)
     assert ids(await q.claim("w1", plan(4))) == ["s"]

@@ -11,7 +11,7 @@ from shared.sequences import Claim, SamplingParams, SequenceClass, SequenceResul
 from shared.trajectories import result_of
 
 MODEL = "m"
-LEASE_MS = 100
+LEASE_MS = 60_000  # no test waits for it: `die` makes leases old
 
 
 def spec(
@@ -69,6 +69,24 @@ async def beat(
         worker, MODEL, "h", 1, state, 0, max_rows, 0, 0, 1, 0.0, 0, 1, 1, adapters=adapters, versions=versions
     )
     await WorkerRegistry(redis).heartbeat(status)
+
+
+async def die(redis: Redis, claims: list[Claim]) -> None:
+    """The worker of these claims has renewed nothing for a lease; nor has any other one on their streams."""
+    for stream in {claim.stream for claim in claims}:
+        await make_old(redis, stream, LEASE_MS)
+
+
+async def make_old(redis: Redis, stream: str, age_ms: int) -> None:
+    """All leases on a stream were last renewed so long ago."""
+    for lease in await redis.xpending_range(stream, keys.GROUP, "-", "+", 100):
+        await redis.xclaim(stream, keys.GROUP, lease["consumer"], 0, [lease["message_id"]], idle=age_ms, justid=True)
+
+
+async def end_leases(redis: Redis, name: str) -> None:
+    """Whoever had entries of a list of what is due has died a while ago."""
+    for entry in await redis.zrange(keys.due(name), 0, -1):
+        await redis.zadd(keys.due(name), {entry: 1}, xx=True)
 
 
 def ids(claims: list[Claim]) -> list[str]:

@@ -72,7 +72,7 @@ async def holder(url: str, folder: Path, manifest: AdapterManifest, max_bytes: i
 
 async def printed(process: asyncio.subprocess.Process) -> str:
     assert process.stdout is not None
-    return (await asyncio.wait_for(process.stdout.readline(), 30)).decode().strip()
+    return (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip()
 
 
 def names(folder: Path) -> list[str]:

@@ -128,9 +128,9 @@ async def test_an_idle_worker_waits_no_longer_than_until_it_may_steal(redis: Red
     assert await q.claim("w2", plan(8), others=["w1"]) == []
     waiting = asyncio.create_task(q.wait("w2", 30))
     await q.enqueue(specs("s", 1), prefer=["w1"])
-    assert await asyncio.wait_for(waiting, 5), "it hears of what waits for others"
+    assert await asyncio.wait_for(waiting, 60), "it hears of what waits for others"
     taken = await q.claim("w2", plan(8), others=["w1"])
     if not taken:  # too young to be stolen
-        assert not await asyncio.wait_for(q.wait("w2", 30), 5)
+        assert not await asyncio.wait_for(q.wait("w2", 600), 60)
         taken = await q.claim("w2", plan(8), others=["w1"])
     assert ids(taken) == ["s0"]

@@ -157,12 +157,12 @@ async def test_a_sequence_that_waits_beyond_its_first_token_s_deadline_never_rea
     async with working(redis_url, lambda spec: Answer()) as worker:
         pass  # nobody claims for the time being
     await say(redis, worker)
-    async with api(redis_url, first_token_timeout_s=0.3) as server:
+    async with api(redis_url, first_token_timeout_s=60) as server:
         waiting = asyncio.create_task(server.post("/v1/completions", BODY))
         await wait_until(lambda: _length(redis, "interactive", 1))
         hash_ = keys.sequence(MODEL, (await redis.xrange(keys.queue(MODEL, "interactive")))[0][1][b"id"].decode())
-        late = int((await redis.hget(hash_, "first")) or 0)
-        await wait_until(lambda: time.time() * 1000 > late)
+        assert int(await redis.hget(hash_, "first")) > time.time() * 1000
+        await redis.hset(hash_, "first", 1)
         async with working(redis_url, lambda spec: Answer()) as other:
             response = await waiting
         assert refusal(response) == (504, "deadline_exceeded")
@@ -172,9 +172,9 @@ async def test_a_sequence_that_waits_beyond_its_first_token_s_deadline_never_rea
 async def test_a_request_may_bring_a_deadline_shorter_than_the_server_s(redis_url: str) -> None:
     async with working(redis_url, lambda spec: HELD) as worker, api(redis_url) as server:
         began = time.time()
-        request = asyncio.create_task(server.post("/v1/completions", {**BODY, "deadline_s": 0.5}))
+        request = asyncio.create_task(server.post("/v1/completions", {**BODY, "deadline_s": 1.5}))
         await wait_until(lambda: bool(worker.specs))
-        assert 0 < worker.specs[0].deadline_ms / 1000 - began < 2
+        assert 0 < worker.specs[0].deadline_ms / 1000 - began < 60
         assert refusal(await request) == (504, "deadline_exceeded")
         wrong = await server.post("/v1/completions", {**BODY, "deadline_s": 0})
         assert wrong.status_code == 400

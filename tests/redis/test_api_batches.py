@@ -77,7 +77,7 @@ async def in_state(server: Api, batch_id: str, *states: str) -> Any:
         found.update(await batch_of(server, batch_id))
         return found["status"] in states
 
-    await wait_until(reached, timeout_s=20)
+    await wait_until(reached)
     return found
 
 
@@ -165,7 +165,7 @@ async def test_a_cancel_in_the_moment_of_a_death_reaches_the_job_that_the_dead_p
     async def taken() -> bool:
         return await server.ring.batches.take(batch_id, "dying")
 
-    await wait_until(taken, timeout_s=20)  # from now on the server's own work leaves it alone
+    await wait_until(taken)  # from now on the server's own work leaves it alone
     await join_worker(redis)
     dying = BatchWork(server.ring)
 
@@ -363,5 +363,5 @@ async def test_one_key_s_batches_leave_a_hand_for_others(
     for spec in specs:
         await BatchStore(redis).create(spec)
     async with api(redis_url):
-        await wait_until(lambda: len(taken) == 4, timeout_s=20)
+        await wait_until(lambda: len(taken) == 4)
     assert sorted(spec.key for spec in specs if spec.id in taken) == ["alice"] * 3 + ["bob"]

@@ -60,12 +60,12 @@ async def test_a_client_that_does_not_read_is_cut_off_and_its_sequences_are_canc
     ):
         client = await connect(server)
         await ask(server, client, 64)
-        await wait_until(lambda: server.ring.frames.streams == 64, 10)
-        await wait_until(lambda: server.ring.frames.streams == 0, 20)
-        assert await ended(client)
+        await wait_until(lambda: len(worker.specs) == 64)
+        await wait_until(lambda: server.ring.frames.streams == 0)
+        await wait_until(lambda: ended(client))
         client.close()
         assert (await server.http.get("/livez")).status_code == 200
-        await wait_until(lambda: len(worker.cancelled) == 64, 10)
+        await wait_until(lambda: len(worker.cancelled) == 64)
 
 
 async def test_a_client_that_falls_behind_and_catches_up_has_every_token(
@@ -75,7 +75,7 @@ async def test_a_client_that_falls_behind_and_catches_up_has_every_token(
     async with working(redis_url, lambda spec: Answer(TEXT)), api(redis_url, send_buffer=4096) as server:
         client = await connect(server)
         await ask(server, client, 12)
-        await wait_until(lambda: server.ring.frames.streams == 12, 10)
+        await wait_until(lambda: server.ring.frames.streams == 12)
         data, loop = b"", asyncio.get_running_loop()
         while b"data: [DONE]" not in data:
             block = await loop.sock_recv(client, 4096)
@@ -99,7 +99,7 @@ async def test_a_client_that_never_says_what_it_wants_is_cut_off(
     async with api(redis_url) as server:
         client = await connect(server)
         await asyncio.get_running_loop().sock_sendall(client, sent)
-        await wait_until(lambda: ended(client), 30)
+        await wait_until(lambda: ended(client))
         client.close()
 
 
@@ -121,7 +121,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(redis_url: str, monke
         client = await connect(server)
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(client, head(100) + b"{")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             answer = await loop.sock_recv(client, 4096)
         client.close()
     assert b" 400 " in answer.split(b"\r\n")[0] and b"did not arrive" in answer

@@ -44,7 +44,7 @@ def test_every_route_has_a_rule_and_every_rule_a_route() -> None:
     free = {route for route, rule in found.items() if rule == LIST and rule.kind is None} - asked
     shown = {"GET /v1/models", "GET /models", "GET /v1/files", "GET /v1/batches", "GET /v1/jobs", "GET /v1/adapters"}
     shown |= {"GET /v1/deadletters", "GET /health", "GET /livez", "GET /readyz", "GET /metrics", "GET /is_paused"}
-    shown |= {"GET /version", "GET /ping", "POST /ping", "GET /load", "GET /server_info"}
+    shown |= {"GET /v1/feedback", "GET /version", "GET /ping", "POST /ping", "GET /load", "GET /server_info"}
     assert free == shown | {"GET /v1/spec_decode/metrics"}, "say in `named` how it names another's things"
     assert NOTHING == LIST
 

@@ -9,11 +9,16 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from shared.frames import VersionSpan
 from shared.redis.files.batch_store import BatchSpec, BatchStore, new_batch_id
 from shared.redis.files.file_store import FileStore
+from shared.redis.kept.answer_store import Verdict, answers_of
+from shared.trajectories import LiveTrajectory, Trajectory
 from tests.e2e.rings import Process
 from tests.redis.api_servers import Api, api
-from tests.redis.dashboard_pages import HOSTILE, SAME, dashboard, events, failed_batch, filled, finished_job
+from tests.redis.dashboard_pages import HOSTILE, SAME, Checked, dashboard, events, failed_batch, filled, finished_job
+from tests.redis.scripted_worker import MODEL
+from tests.unit.api_texts import ids
 
 
 @pytest.fixture
@@ -120,7 +125,7 @@ async def test_an_open_page_does_not_hold_up_the_server_s_end(redis_url: str) ->
     try:
         url = (await asyncio.to_thread(process.wait_for_line, r"(http://127[.\d]+:\d+)")).group(1)
         async with (
-            httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as http,
+            httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http,
             http.stream("GET", "/dashboard/events/ring") as response,
         ):
             lines = response.aiter_lines()
@@ -131,3 +136,24 @@ async def test_an_open_page_does_not_hold_up_the_server_s_end(redis_url: str) ->
         code = await asyncio.to_thread(process.stop)
     assert code == 0
     assert not any("shutting down" in line for line in rest), "it was cut off after a wait instead of ending"
+
+
+async def test_answers_are_judged_on_a_page(redis_url: str, redis: Redis) -> None:
+    live = LiveTrajectory(
+        "cmpl-1-0",
+        "policy",
+        MODEL,
+        Trajectory(0, 0, tuple(ids(HOSTILE)), (1,), HOSTILE, (-0.5,), "stop", spans=(VersionSpan("policy@3", 0, 1),)),
+    )
+    async with api(redis_url, feedback_ttl_days=1) as server:
+        await server.ring.answers.keep("1-0", live)
+        page = (await server.http.get("/dashboard/feedback")).text
+        assert Checked(page).inline == [] and "policy@3" in page
+        form = {"name": "1-0", "rating": "down"}
+        foreign = await server.http.post("/dashboard/feedback", data=form)
+        judged = await server.http.post("/dashboard/feedback", data=form, headers=SAME)
+        other = await server.http.post("/dashboard/feedback", data={**form, "rating": "up"}, headers=SAME)
+        assert [each.status_code for each in (foreign, judged, other)] == [403, 303, 409]
+        answer = await server.ring.answers.find(answers_of(""), "1-0")
+        assert answer is not None and answer.verdict == Verdict(0.0)
+        assert "No answer waits" in (await server.http.get("/dashboard/feedback")).text

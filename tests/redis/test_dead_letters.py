@@ -12,7 +12,7 @@ from shared.redis import keys
 from shared.redis.queue.dead_letters import DeadLetters, Unusable, bury
 from shared.redis.tokens.writer import FrameWriter
 from shared.sequences import encode
-from tests.redis.sequences import MODEL, ending, gathered, ids, plan, queue, spec, tokens
+from tests.redis.sequences import MODEL, die, ending, gathered, ids, plan, queue, spec, tokens
 
 
 @pytest.fixture
@@ -24,13 +24,13 @@ async def letters(redis: Redis) -> DeadLetters:
 
 async def killed(redis: Redis, seq: str, job: str = "") -> None:
     """A sequence whose workers die until it is given up."""
-    q = queue(redis, lease_ms=1)
+    q = queue(redis)
     await q.enqueue([spec(seq, job=job, kind="batch" if job else "interactive")])
     for worker in ("w1", "w2", "w3"):
         claims = await q.claim(worker, plan(1, batch_first=1, empty=True))
         assert ids(claims) == [seq]
-        await asyncio.sleep(0.01)  # the lease
-        assert await queue(redis, lease_ms=1).reap("reaper", 0) == []
+        await die(redis, claims)
+        assert await q.reap("reaper", 0) == []
 
 
 async def test_a_poisonous_sequence_is_kept_with_its_spec_and_runs_again_once(

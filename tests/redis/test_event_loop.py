@@ -179,6 +179,8 @@ WORST: dict[str, tuple[str, Any]] = {
     "inputs to predict": ("/v1/predict", {"model": MODEL, "inputs": {"text": ["ab " * 300] * 1000}}),
     "wrong prompts of a job": ("/v1/jobs", {"kind": "generate", "model": MODEL, "prompts": [[[]]] * 90_000}),
     "prompts of a job": ("/v1/jobs", {"kind": "generate", "model": MODEL, "prompts": [[5]] * 49_000}),
+    "feedback": ("/v1/feedback", {"id": "x", "rating": "up", "text": "x" * 900_000}),
+    "unknown fields of feedback": ("/v1/feedback", {f"x{i}": 1 for i in range(60_000)}),
     "trajectories": ("/v1/training/update", {"trajectories": [LEARNED] * 4096}),
     "items of a response": ("/v1/responses", {"model": MODEL, "input": [_HI] * 4000, "truncation": "auto"}),
     "floats": ("/v1/chat/completions", chat(chat_template_kwargs={"x": [1.5] * 190_000})),

@@ -48,7 +48,7 @@ async def submit(redis: Redis, inputs: list[bytes], job: JobSpec) -> str:
     return (await JobStore(redis).create(job, inputs))[0]
 
 
-async def advance(runner: TickContext, job: str, timeout_s: float = 20) -> JobStatus:
+async def advance(runner: TickContext, job: str, timeout_s: float = 60) -> JobStatus:
     """Run ticks until the job has ended, as arq would."""
     until = time.monotonic() + timeout_s
     while True:
@@ -169,7 +169,7 @@ async def test_two_runners_on_one_job_record_each_sample_once(redis: Redis, redi
 
     async def run(name: str) -> None:
         with context(redis, blocking, name) as runner:
-            await (await work.JobWork.on(runner, stored)).advance(time.monotonic() + 20)
+            await (await work.JobWork.on(runner, stored)).advance(time.monotonic() + 60)
 
     worker = FakeWorker(redis)
     async with working(worker):
@@ -201,7 +201,7 @@ async def test_cancelling_keeps_what_is_done(redis: Redis, runner: TickContext) 
 
 
 async def test_a_deadline_expires_the_job(redis: Redis, runner: TickContext) -> None:
-    deadline = int(time.time() * 1000) + 1500
+    deadline = int(time.time() * 1000) + 3000
     job = await submit(redis, prompts(100), spec(deadline_ms=deadline))
     async with working(FakeWorker(redis, lambda s: echo(s) if s.id.endswith("-0") else None, rows=8)):
         status = await advance(runner, job)

@@ -115,7 +115,7 @@ async def test_an_idle_worker_tells_of_its_folder(redis: Redis, tmp_path: Path) 
             await exchange.tend()
             return bool(await redis.exists(keys.kv_folder(MODEL, "idle")))
 
-        await wait_until(is_told, 20)
+        await wait_until(is_told)
         told = await redis.get(keys.kv_folder(MODEL, "idle"))
         assert told and tmp_path.joinpath(LOCK).read_bytes().endswith(told)
     finally:

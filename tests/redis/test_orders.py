@@ -114,7 +114,7 @@ async def test_an_order_given_while_the_connection_was_down_is_obeyed(heard: Hea
     await heard.redis.hset(keys.sequence(MODEL, "stopped"), "cancel", "1")
     await heard.redis.expire(keys.sequence(MODEL, "stopped"), 60)
     await heard.redis.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
-    await wait_until(lambda: heard.cancelled == ["stopped"], timeout_s=10)
+    await wait_until(lambda: heard.cancelled == ["stopped"])
     listener.cancel()
     await asyncio.gather(listener, return_exceptions=True)
 

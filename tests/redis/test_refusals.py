@@ -175,7 +175,7 @@ async def test_a_request_that_is_under_way_is_told_why_nothing_comes(
     redis: Redis, redis_url: str, refusing: Refusing, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shared.redis.tokens.reader.REFUSED_S", 0.2)
-    async with serving(redis, redis_url) as (server, worker), asyncio.timeout(30):
+    async with serving(redis, redis_url) as (server, worker), asyncio.timeout(60):
 
         async def all_held() -> bool:
             logs = [keys.sequence_log(MODEL, spec.id) for spec in worker.specs]
@@ -205,7 +205,7 @@ async def test_a_request_that_came_in_during_a_refusal_is_told_too(
         for _ in range(2):
             feed = reader.open(MODEL, ["s"])
             with pytest.raises(ServiceUnavailableError, match="NOREPLICAS"):
-                async with asyncio.timeout(15):
+                async with asyncio.timeout(60):
                     await feed.next()
             feed.close()
     await reader.stop()
@@ -223,13 +223,13 @@ async def test_a_job_outlives_refusals_and_its_runner_logs_no_prompt(
         job, _ = await jobs.create(spec(), lines(JobInput(f"{SECRET} {i}") for i in range(20)))
         for refusing, code in REFUSALS:
             async with refusing(redis):
-                await wait_until(lambda code=code: code in log.read_text(), 30)  # type: ignore[misc]
+                await wait_until(lambda code=code: code in log.read_text())  # type: ignore[misc]
         async with job_working(FakeWorker(redis)):
 
             async def done() -> bool:
                 return (await jobs.status(job)).status in TERMINAL
 
-            await wait_until(done, 30)
+            await wait_until(done)
         status = await jobs.status(job)
     finally:
         process.terminate()

@@ -117,6 +117,6 @@ async def test_a_slow_order_holds_up_no_other_and_goes_with_its_client(redis: Re
     slow.cancel()
     await asyncio.gather(slow, return_exceptions=True)
     assert not await redis.xlen(keys.score_orders())
-    await wait_until(lambda: not runner.pool._turns._all.wants, 10)
+    await wait_until(lambda: not runner.pool._turns._all.wants)
     scoring.cancel()
     await asyncio.gather(scoring, return_exceptions=True)

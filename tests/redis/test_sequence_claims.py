@@ -1,8 +1,9 @@
 """Who gets which sequence: order, shares, groups, KV budget, affinity."""
 
 import asyncio
-import time
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -10,6 +11,7 @@ from redis.asyncio import Redis
 from shared.errors import QueueFullError
 from shared.redis import keys
 from shared.redis.connection.client import server_time_ms
+from shared.redis.queue import sequence_queue
 from shared.redis.queue.sequence_queue import SequenceQueue
 from tests.redis.sequences import MODEL, beat, commit, ids, plan, queue, spec, specs, state
 from tests.waiting import wait_until
@@ -48,9 +50,9 @@ async def test_routing_a_running_sequence_tells_its_worker(redis: Redis) -> None
     await q.claim("w1", plan(1))
     async with redis.pubsub() as channel:
         await channel.subscribe(keys.control_channel("w1"))
-        assert (await channel.get_message(timeout=5))["type"] == "subscribe"
+        assert (await channel.get_message(timeout=60))["type"] == "subscribe"
         await q.route(["s"], "b")
-        message = await channel.get_message(timeout=5)
+        message = await channel.get_message(timeout=60)
     assert message["data"] == b"\x93\xa5route\xa1s\xa1b"
 
 
@@ -152,24 +154,23 @@ async def test_an_empty_worker_takes_one_sequence_beyond_its_kv_budget(redis: Re
     assert ids(await q.claim("w1", plan(8, kv=50, empty=True))) == ["large"]
 
 
-async def test_affinity_is_served_first_and_stolen_when_it_has_waited(redis: Redis) -> None:
+async def test_affinity_is_served_first_and_stolen_when_it_has_waited(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence_queue, "STEAL_AFTER_MS", 60_000)
     q = queue(redis)
     await beat(redis, "w1")
     await q.enqueue(specs("shared", 1))
     await q.enqueue(specs("own", 2), prefer=["w1"])
     assert ids(await q.claim("w1", plan(2, interactive_first=2))) == ["own0", "own1"]
     await q.enqueue(specs("later", 1), prefer=["w1"])
-    began = time.monotonic()
     assert ids(await q.claim("w2", plan(4), others=["w1"])) == ["shared0"], "too young to be stolen"
-    stolen: list[str] = []
+    monkeypatch.setattr(sequence_queue, "STEAL_AFTER_MS", 1)
 
-    async def steal() -> bool:
-        stolen.extend(ids(await q.claim("w2", plan(4), others=["w1"])))
-        return bool(stolen)
+    async def stolen() -> bool:
+        return ids(await q.claim("w2", plan(4), others=["w1"])) == ["later0"]
 
-    await wait_until(steal)
-    assert stolen == ["later0"]
-    assert time.monotonic() - began >= 0.04
+    await wait_until(stolen)
 
 
 async def test_what_waited_for_a_dead_worker_goes_to_the_living(redis: Redis) -> None:
@@ -201,7 +202,7 @@ async def test_wait_wakes_for_new_work_and_not_for_what_a_claim_left(redis: Redi
     assert not await q.wait("w1", 0.05)
     waiting = asyncio.create_task(q.wait("w1", 30))
     await q.enqueue([spec("t", kind="batch")])
-    assert await asyncio.wait_for(waiting, 5)
+    assert await asyncio.wait_for(waiting, 60)
 
 
 async def test_wait_wakes_when_another_worker_hands_back(redis: Redis) -> None:
@@ -211,7 +212,7 @@ async def test_wait_wakes_when_another_worker_hands_back(redis: Redis) -> None:
     assert await q.claim("w2", plan(1)) == []
     waiting = asyncio.create_task(q.wait("w2", 30))
     await q.release("w1", claims)
-    assert await asyncio.wait_for(waiting, 5)
+    assert await asyncio.wait_for(waiting, 60)
     assert ids(await q.claim("w2", plan(1))) == ["s0"]
 
 
@@ -241,32 +242,47 @@ async def test_scripts_that_are_missing_are_loaded_again(redis: Redis) -> None:
     assert await commit(redis, "w1", claim)
 
 
-async def _woken_late(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> "tuple[SequenceQueue, asyncio.Task[bool]]":
-    """Worker "late" waits, and looks 0.2 s after the three sequences that wake it have come."""
-    monkeypatch.setattr("shared.redis.queue.sequence_queue.STAGGER_S", 0.2)
-    monkeypatch.setattr("random.random", lambda: 1.0)
-    q = queue(redis)
-    assert await q.claim("late", plan(4), others=["quick"]) == []
-    waiting = asyncio.create_task(q.wait("late", 30))
-    await wait_until(lambda: _waits(redis))
-    await q.enqueue(specs("a", 3))
-    return q, waiting
+class _Late(SequenceQueue):
+    """The queue of worker "late", which waits: three sequences wake it, and it looks at them when `looks` is set."""
+
+    def __init__(self, redis: Redis) -> None:
+        super().__init__(redis, MODEL)
+        self.looks = asyncio.Event()
+        self.looked = 0
+
+    async def woken(self) -> "asyncio.Task[bool]":
+        assert await self.claim("late", plan(4), others=["quick"]) == []
+        waiting = asyncio.create_task(self.wait("late", 60))
+        await wait_until(lambda: _waits(self._redis))
+        await self.enqueue(specs("a", 3))
+        return waiting
+
+    async def _delivered(self, streams: Sequence[str]) -> dict[Any, Any]:
+        await self.looks.wait()
+        found = await super()._delivered(streams)
+        self.looked += 1
+        return found
 
 
-async def test_who_wakes_too_late_goes_on_waiting(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, waiting = await _woken_late(redis, monkeypatch)
+async def test_who_wakes_too_late_goes_on_waiting(redis: Redis) -> None:
+    q = _Late(redis)
+    waiting = await q.woken()
     assert ids(await q.claim("quick", plan(4), others=["late"])) == ["a0", "a1", "a2"]
-    await asyncio.sleep(0.4)
+    q.looks.set()
+    await wait_until(lambda: q.looked == 1)
+    await wait_until(lambda: _waits(redis))
     assert not waiting.done(), "what woke it has been taken"
     await q.enqueue(specs("b", 2))
-    assert await asyncio.wait_for(waiting, 5)
+    assert await asyncio.wait_for(waiting, 60)
     assert ids(await q.claim("late", plan(4), others=["quick"])) == ["b0", "b1"]
 
 
-async def test_it_wakes_for_what_others_leave(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, waiting = await _woken_late(redis, monkeypatch)
+async def test_it_wakes_for_what_others_leave(redis: Redis) -> None:
+    q = _Late(redis)
+    waiting = await q.woken()
     assert ids(await q.claim("quick", plan(1), others=["late"])) == ["a0"]
-    assert await asyncio.wait_for(waiting, 5)
+    q.looks.set()
+    assert await asyncio.wait_for(waiting, 60)
     assert ids(await q.claim("late", plan(4), others=["quick"])) == ["a1", "a2"]
 
 

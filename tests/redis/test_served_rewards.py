@@ -134,7 +134,7 @@ async def test_a_job_is_cancelled_while_its_judge_thinks(redis: Redis, redis_url
             running = asyncio.create_task(advance(runner, job))
             await wait_until(lambda: len(worker.busy) == 5)
             await JobStore(redis).cancel(job)
-            await asyncio.wait_for(running, 10)
+            await asyncio.wait_for(running, 60)
             await wait_until(lambda: not worker.busy)
         await runner.served.close()
     status = await JobStore(redis).status(job)

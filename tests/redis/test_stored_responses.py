@@ -16,6 +16,7 @@ from shared.redis import keys
 from shared.sequences import SequenceSpec
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker
+from tests.redis.sequences import end_leases
 from tests.unit.api_texts import codec
 from tests.waiting import wait_until
 
@@ -170,9 +171,8 @@ async def test_a_background_stream_goes_on_after_any_event_on_any_process(
 
 
 async def test_a_background_response_outlives_the_process_that_took_it_in(
-    redis_url: str, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, redis: Redis, worker: ScriptedWorker
 ) -> None:
-    monkeypatch.setattr("shared.redis.keys.BACKGROUND_LEASE_MS", 1_000)
     async with api(redis_url) as first, AsyncOpenAI(base_url=f"{first.url}/v1", api_key="none") as client:
         made = await client.conversations.create()
         stream = await client.responses.create(
@@ -180,6 +180,7 @@ async def test_a_background_response_outlives_the_process_that_took_it_in(
         )
         seen = [await anext(aiter(stream)) for _ in range(5)]
         name = seen[0].response.id  # type: ignore[union-attr]
+    await end_leases(redis, "background")
     async with api(redis_url) as second, AsyncOpenAI(base_url=f"{second.url}/v1", api_key="none") as client:
         worker.go.set()
         assert (await ended(client, name)).output_text == "held back"

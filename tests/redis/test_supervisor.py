@@ -45,7 +45,7 @@ async def test_a_child_that_ran_and_cannot_restart_is_tried_again_while_others_s
 ) -> None:
     other = await supervising.start(spec(tmp_path, "worker 1"))
     child = await supervising.start(spec(tmp_path, "worker 0", 1, 2, 2, 2))
-    await wait_until(lambda: child.restarts == 4 and child.runs, 20)
+    await wait_until(lambda: child.restarts == 4 and child.runs)
     assert not supervising.failed.done() and other.runs and other.restarts == 0
     (trouble,) = supervising.troubles()
     assert (trouble.child, trouble.exit_code, trouble.times) == ("worker 0", 2, 4)
@@ -56,7 +56,7 @@ async def test_a_child_that_has_run_long_enough_is_well(
 ) -> None:
     monkeypatch.setattr(module, "WELL_AFTER_S", 0.0)
     child = await supervising.start(spec(tmp_path, "worker 0", 1))
-    await wait_until(lambda: child.restarts == 1 and child.runs, 20)
+    await wait_until(lambda: child.restarts == 1 and child.runs)
     await wait_until(lambda: supervising.troubles() == [])
 
 
@@ -69,7 +69,7 @@ async def test_health_says_which_child_fails(
     redis: Redis, redis_url: str, supervising: Supervisor, tmp_path: Path
 ) -> None:
     child = await supervising.start(spec(tmp_path, "worker 0", 1, 2))
-    await wait_until(lambda: child.restarts == 2, 20)
+    await wait_until(lambda: child.restarts == 2)
     troubles = ChildTroubles(redis)
     await troubles.tell("here:1", supervising.troubles())
     async with api(redis_url) as server:

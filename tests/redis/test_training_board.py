@@ -58,7 +58,7 @@ async def test_an_alert_is_an_event_a_count_and_an_entry(redis: Redis) -> None:
 
 
 async def _messages(channel: Any) -> AsyncIterator[Alert]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         async for message in channel.listen():
             if message["type"] == "message":
                 yield msgspec.json.decode(message["data"], type=Alert)

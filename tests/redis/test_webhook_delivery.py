@@ -16,6 +16,7 @@ from shared.redis.jobs.ledger import JobLedger
 from shared.sequences import SequenceSpec
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker
+from tests.redis.sequences import end_leases
 from tests.waiting import wait_until
 
 SECRET = "a-secret-of-the-receiver-alone"
@@ -140,15 +141,15 @@ async def test_one_that_nobody_takes_is_given_up(
 
 
 async def test_a_process_that_dies_in_a_try_leaves_it_to_another_one(
-    redis_url: str, worker: ScriptedWorker, receiver: Receiver, redis: Redis, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, worker: ScriptedWorker, receiver: Receiver, redis: Redis
 ) -> None:
-    monkeypatch.setattr("api.webhooks.work.LEASE_MS", 500)
     allowed = {"webhook_hosts": [f"localhost:{receiver.port}"], "webhook_private": True}
     receiver.silent = True
     async with api(redis_url, **allowed) as first:
         await end(first, await submit(first, receiver))
         await wait_until(lambda: len(receiver.came) == 1)
     assert not await is_over(redis)
+    await end_leases(redis, "webhooks")
     receiver.silent = False
     async with api(redis_url, **allowed):
         await wait_until(lambda: is_over(redis))

@@ -66,7 +66,7 @@ async def test_a_client_that_leaves_closes_the_source_at_once() -> None:
     call = asyncio.create_task(EventStream(source.events())(SCOPE, connection.receive, connection.send))
     await wait_until(lambda: len(connection.sent) == 2)
     connection.gone.set()
-    await asyncio.wait_for(call, 1)
+    await asyncio.wait_for(call, 60)
     assert source.closed
 
 
@@ -114,5 +114,5 @@ async def test_a_lost_cancellation_is_repeated() -> None:
 
     connection = Connection()
     connection.gone.set()
-    assert await asyncio.wait_for(until_disconnected(stubborn(), connection.receive), 3) is None
+    assert await asyncio.wait_for(until_disconnected(stubborn(), connection.receive), 60) is None
     assert lost == 1

@@ -75,7 +75,7 @@ async def test_who_leaves_blocks_nobody(as_its_turn_comes: bool) -> None:
     waiting.cancel()
     held.set()
     await asyncio.gather(holding, waiting, return_exceptions=True)
-    await asyncio.wait_for(table.have("c", "", 1.0), 5)
+    await asyncio.wait_for(table.have("c", "", 1.0), 60)
     assert table.had == ["c"]
 
 

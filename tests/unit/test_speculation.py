@@ -5,8 +5,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engine.speculation.lookup import BREAK, History, Ids, Text, draft_from, occurrence, own_draft
-from worker.engine.speculation.memory import KEPT, Memory, key_of, text_behind
+from shared.sequences import SamplingParams, SequenceSpec
+from worker.engine.speculation.lookup import (
+    BREAK,
+    NOTHING,
+    VOTERS,
+    Guess,
+    History,
+    Ids,
+    Text,
+    draft_from,
+    occurrences,
+    own_draft,
+)
+from worker.engine.speculation.memory import KEPT, Completions, Key, Memory, key_of, mark_of, text_behind
 from worker.engine.speculation.payoff import LONGEST_PAUSE, STALE, Chance, StepTimes, best_length, expected
 
 
@@ -41,58 +53,93 @@ def test_most_runs_that_do_not_occur_are_known_not_to() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "end", "least", "most", "found"),
+    ("text", "end", "least", "most", "places", "matched"),
     [
-        ((1, 2, 3, 9, 2, 3, 4), (7, 2, 3), 1, 4, (6, 2)),  # the last of two equally long ones
-        ((1, 2, 3, 9, 5, 3, 4), (1, 2, 3), 1, 4, (3, 3)),  # the longer one, though it is older
-        ((1, 2, 3, 9, 5, 3, 4), (1, 2, 3), 1, 1, (6, 1)),  # no more than one is compared
-        ((1, 2, 3), (4, 3), 2, 4, (0, 0)),  # too short
-        ((1, 2, 3), (8,), 1, 4, (0, 0)),
-        ((), (8,), 1, 4, (0, 0)),
-        ((3, 1), (2, 3), 1, 4, (1, 1)),  # nothing lies before it
+        ((1, 2, 3, 9, 2, 3, 4), (7, 2, 3), 1, 4, [3, 6], 2),  # all of equally long ones
+        ((1, 2, 3, 9, 5, 3, 4), (1, 2, 3), 1, 4, [3], 3),  # the longer one, though it is older
+        ((1, 2, 3, 9, 5, 3, 4), (1, 2, 3), 1, 1, [3, 6], 1),  # no more than one is compared
+        ((1, 2, 3), (4, 3), 2, 4, [], 0),  # too short
+        ((1, 2, 3), (8,), 1, 4, [], 0),
+        ((), (8,), 1, 4, [], 0),
+        ((3, 1), (2, 3), 1, 4, [1], 1),  # nothing lies before it
     ],
 )
 def test_the_longest_end_is_found(
-    text: tuple[int, ...], end: tuple[int, ...], least: int, most: int, found: tuple[int, int]
+    text: tuple[int, ...], end: tuple[int, ...], least: int, most: int, places: list[int], matched: int
 ) -> None:
-    assert occurrence(ids(*text), ids(*end), least, most) == found
+    found, length = occurrences(ids(*text), ids(*end), least, most)
+    assert (found.tolist(), length) == (places, matched)
 
 
 def test_a_text_goes_on_as_it_did_before() -> None:
-    assert own_draft(ids(1, 2, 3, 4, 5, 1, 2), 3, 1, 4) == ([3, 4, 5], 2)
-    assert own_draft(ids(1, 2, 3, 4), 3, 1, 4) == ([], 0)
-    assert own_draft(ids(7, 7, 7), 4, 1, 4) == ([7, 7, 7, 7], 2), "a loop goes on"
-    assert own_draft(ids(1, 2, 1), 5, 1, 4) == ([2, 1, 2, 1, 2], 1)
+    assert own_draft(ids(1, 2, 3, 4, 5, 1, 2), 3, 1, 4) == Guess([3, 4, 5], 2)
+    assert own_draft(ids(1, 2, 3, 4), 3, 1, 4) == NOTHING
+    assert own_draft(ids(7, 7, 7), 4, 1, 4) == Guess([7, 7, 7, 7], 2), "a loop goes on"
+    assert own_draft(ids(1, 2, 1), 5, 1, 4) == Guess([2, 1, 2, 1, 2], 1)
 
 
 def test_nothing_is_drafted_across_two_texts() -> None:
-    assert draft_from(ids(BREAK, 1, 2, 3, BREAK, 9), ids(5, 1, 2), 4, 1, 8) == ([3], 2)
-    assert draft_from(ids(BREAK, 1, 2, BREAK, 9), ids(5, 1, 2), 4, 1, 8) == ([], 2)
+    assert draft_from(ids(BREAK, 1, 2, 3, BREAK, 9), ids(5, 1, 2), 4, 1, 8) == Guess([3], 2, [(1, 1)])
+    assert draft_from(ids(BREAK, 1, 2, BREAK, 9), ids(5, 1, 2), 4, 1, 8).ids == []
+
+
+def test_of_several_texts_the_draft_says_what_most_of_them_say_and_then_the_latest() -> None:
+    texts = ids(BREAK, 7, 1, 4, BREAK, 7, 1, 5, BREAK, 7, 2, 6, BREAK, 7, 1)
+    assert draft_from(texts, ids(7), 4, 1, 8) == Guess([1, 5], 1, [(3, 4), (1, 2)])
+    loud = ids(*[BREAK, 7, 1] * VOTERS, *[BREAK, 7, 2] * (VOTERS // 2 + 1))
+    assert draft_from(loud, ids(7), 1, 1, 8).ids == [2], "the latest ones are asked"
+
+
+def of(tenant: str, prompt: tuple[int, ...], model: str = "m") -> Key:
+    return key_of(SequenceSpec("s", model, prompt, SamplingParams(1, 0), tenant=tenant))
+
+
+def written(key: Key, *texts: Ids, begin: int = 0) -> Completions:
+    """By sequences that are numbered."""
+    return Completions(key, [(mark_of(str(at)), text) for at, text in enumerate(texts, begin)])
+
+
+def test_prompts_of_other_tenants_and_models_are_other_prompts() -> None:
+    keys = {of("a", (1, 2)), of("", (1, 2)), of("a", (1,)), of("", (1, 2), "am"), of("m", (1, 2), "")}
+    assert len(keys) == 5 and of("a", (1, 2)) in keys
 
 
 def test_memory_keeps_to_its_bytes_and_to_tenants() -> None:
     prompt, size = tuple(range(20)), text_behind(range(20), [1] * 7).nbytes
     memory = Memory(3 * size, (1,))
     for tenant in ("a", "b"):
-        memory.add(key_of(tenant, prompt), text_behind(prompt, [ord(tenant)] * 7))
-    theirs = memory.texts(key_of("a", prompt))
+        memory.add(written(of(tenant, prompt), text_behind(prompt, [ord(tenant)] * 7)))
+    theirs = memory.texts(of("a", prompt))
     assert theirs is not None and ord("a") in theirs.ids and ord("b") not in theirs.ids
-    assert memory.texts(key_of("", prompt)) is None and memory.texts(key_of("a", prompt[:-1])) is None
-    for _ in range(2):
-        memory.add(key_of("c", prompt), text_behind(prompt, [5] * 7))
-    assert memory.bytes <= 3 * size
-    assert memory.texts(key_of("b", prompt)) is None, "asked for longest ago"
-    assert memory.texts(key_of("a", prompt)) is not None
-    memory.add(key_of("d", prompt), text_behind(prompt, range(1000)))
-    assert memory.texts(key_of("d", prompt)) is None, "larger than all that is kept"
+    assert memory.texts(of("", prompt)) is None and memory.texts(of("a", prompt[:-1])) is None
+    for at in range(2):
+        memory.add(written(of("c", prompt), text_behind(prompt, [5] * 7), begin=at))
+    assert memory.bytes == 3 * size
+    assert memory.texts(of("b", prompt)) is None, "asked for longest ago"
+    assert memory.texts(of("a", prompt)) is not None
+    memory.add(written(of("d", prompt), text_behind(prompt, range(1000))))
+    assert memory.texts(of("d", prompt)) is None, "larger than all that is kept"
+    for at in range(9):
+        memory.add(written(of("e", prompt), text_behind(prompt, [5] * 7), begin=at))
+    assert memory.bytes == 3 * size and memory.texts(of("a", prompt)) is None
 
 
 def test_memory_keeps_the_latest_completions_of_a_prompt() -> None:
-    memory, key = Memory(1 << 20, (1,)), key_of("", (1,))
+    memory, key = Memory(1 << 20, (1,)), of("", (1,))
     for each in range(KEPT + 3):
-        memory.add(key, ids(BREAK, 100 + each))
+        memory.add(written(key, ids(BREAK, 100 + each), begin=each))
     kept = memory.texts(key)
     assert kept is not None and kept.ids[kept.ids >= 0].tolist() == list(range(103, 100 + KEPT + 3))
+
+
+def test_what_comes_again_from_elsewhere_is_kept_once() -> None:
+    memory, key = Memory(1 << 20, (1,)), of("", (1,))
+    memory.add(written(key, ids(BREAK, 5), ids(BREAK, 6)))
+    before = memory.texts(key)
+    memory.add(written(key, ids(BREAK, 5), ids(BREAK, 6)))
+    assert memory.texts(key) is before and memory.bytes == 16
+    memory.add(Completions(of("", (2,)), []))
+    assert memory.texts(of("", (2,))) is None
 
 
 def test_a_row_whose_drafts_fail_pauses_ever_longer_and_comes_back() -> None:

@@ -43,7 +43,7 @@ def age(group: RolloutGroup) -> int:
 
 async def batch_of(queue: Queue, per_step: int, **options: object) -> tuple[list[RolloutGroup], LiveCollector]:
     collector = LiveCollector(queue, per_step, 9, 60.0, **options)  # type: ignore[arg-type]
-    async with collector, asyncio.timeout(5):
+    async with collector, asyncio.timeout(60):
         return await collector.next_batch(age), collector
 
 
@@ -91,7 +91,7 @@ async def test_what_the_checkpoint_has_learned_from_is_not_learned_again() -> No
 async def test_a_batch_that_was_not_used_comes_again() -> None:
     queue = Queue([live("a"), live("b"), live("c"), live("d")])
     collector = LiveCollector(queue, 2, 9, 60.0)
-    async with collector, asyncio.timeout(5):
+    async with collector, asyncio.timeout(60):
         first = await collector.next_batch(age)
         collector.give_back(first)
         assert collector.taken == []

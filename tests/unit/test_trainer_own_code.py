@@ -17,7 +17,15 @@ WHERE = "tests.unit.own_code:Hazards"
 
 @pytest.fixture
 async def hazards() -> AsyncIterator[OwnEnvironment]:
-    async with OwnEnvironment(WHERE, {"start": 5}, timeout_s=0.8) as environment:
+    """No call runs out of its time."""
+    async with OwnEnvironment(WHERE, {"start": 5}, timeout_s=60) as environment:
+        yield environment
+
+
+@pytest.fixture
+async def hasty() -> AsyncIterator[OwnEnvironment]:
+    """Calls run out of their time."""
+    async with OwnEnvironment(WHERE, {"start": 5}, timeout_s=1.5) as environment:
         yield environment
 
 
@@ -34,26 +42,26 @@ async def test_an_environment_is_what_it_was(hazards: OwnEnvironment) -> None:
 @pytest.mark.parametrize(
     ("action", "said"),
     [
-        ("sleep", r"`step` blocked for more than 0.8 s in step \(.*own_code\.py:\d+\)"),
-        ("backtrack", r"`step` blocked for more than 0.8 s in step \(.*own_code\.py:\d+\)"),
+        ("sleep", r"`step` blocked for more than 1.5 s in step \(.*own_code\.py:\d+\)"),
+        ("backtrack", r"`step` blocked for more than 1.5 s in step \(.*own_code\.py:\d+\)"),
         ("exit", "`step` ended its process"),
     ],
 )
-async def test_code_that_hangs_costs_its_own_call_and_is_named(hazards: OwnEnvironment, action: str, said: str) -> None:
-    seen = await hazards.reset(2)
-    first = hazards._process
-    steps = [hazards.step(seen, each) for each in ("fine", action, "fine", "wait", "fine")]
+async def test_code_that_hangs_costs_its_own_call_and_is_named(hasty: OwnEnvironment, action: str, said: str) -> None:
+    seen = await hasty.reset(2)
+    first = hasty._process
+    steps = [hasty.step(seen, each) for each in ("fine", action, "fine", "wait", "fine")]
     *fine, late = await asyncio.gather(*(steps[i] for i in (0, 2, 4, 1)), steps[3], return_exceptions=True)
     hung = fine.pop()
     assert isinstance(hung, BlockedError) and isinstance(late, BlockedError)
     assert [getattr(outcome, "reward", outcome) for outcome in fine] == [2.0] * 3
     with pytest.raises(BlockedError, match=said):
         raise hung
-    assert hazards._process is not first
+    assert hasty._process is not first
 
 
-async def test_each_cause_sends_one_alert_however_many_samples_it_costs(hazards: OwnEnvironment) -> None:
-    seen = await hazards.reset(2)
+async def test_each_cause_sends_one_alert_however_many_samples_it_costs(hasty: OwnEnvironment) -> None:
+    seen = await hasty.reset(2)
     alerts: list[tuple[str, str]] = []
     tries = 0
 
@@ -64,17 +72,17 @@ async def test_each_cause_sends_one_alert_however_many_samples_it_costs(hazards:
             raise ConnectionError("the ring is away for a moment")
         alerts.append((kind, message))
 
-    async with OwnEnvironment(WHERE, {}, timeout_s=0.8) as held_out:
+    async with OwnEnvironment(WHERE, {}, timeout_s=1.5) as held_out:
         with pytest.MonkeyPatch.context() as quicker:
             quicker.setattr(own_code, "TELL_AGAIN_S", 0.5)
-            async with alerts_of([hazards, held_out], alert):
+            async with alerts_of([hasty, held_out], alert):
                 for action in ("exit", "wait", "exit"):
-                    hung = [code.step(seen, action) for code in (hazards, held_out)]
+                    hung = [code.step(seen, action) for code in (hasty, held_out)]
                     assert len(await asyncio.gather(*hung, return_exceptions=True)) == 2
                 await wait_until(lambda: len(alerts) == 2)
     assert [kind for kind, _ in alerts] == ["own_code_blocked"] * 2
     assert "`step` ended its process; every such call costs its sample" in alerts[0][1]
-    assert "`step` came to no end after 0.8 s" in alerts[1][1]
+    assert "`step` came to no end after 1.5 s" in alerts[1][1]
 
 
 async def test_a_cause_just_before_the_end_of_a_run_is_told(hazards: OwnEnvironment) -> None:
@@ -90,13 +98,13 @@ async def test_a_cause_just_before_the_end_of_a_run_is_told(hazards: OwnEnvironm
     assert alerts == ["own_code_blocked"]
 
 
-async def test_code_that_waits_too_long_costs_its_call_and_no_process(hazards: OwnEnvironment) -> None:
-    seen = await hazards.reset(2)
-    process = hazards._process
-    with pytest.raises(BlockedError, match=r"no end after 0\.8 s"):
-        await hazards.step(seen, "wait")
-    assert (await hazards.step(seen, "fine")).reward == 2.0
-    assert hazards._process is process
+async def test_code_that_waits_too_long_costs_its_call_and_no_process(hasty: OwnEnvironment) -> None:
+    seen = await hasty.reset(2)
+    process = hasty._process
+    with pytest.raises(BlockedError, match=r"no end after 1\.5 s"):
+        await hasty.step(seen, "wait")
+    assert (await hasty.step(seen, "fine")).reward == 2.0
+    assert hasty._process is process
 
 
 async def test_many_that_hang_cost_nobody_else_a_call(hazards: OwnEnvironment) -> None:
@@ -108,19 +116,19 @@ async def test_many_that_hang_cost_nobody_else_a_call(hazards: OwnEnvironment) -
 
 
 async def test_calls_that_are_slow_one_after_the_other_are_not_taken_for_one_that_hangs(
-    hazards: OwnEnvironment,
+    hasty: OwnEnvironment,
 ) -> None:
-    seen = await hazards.reset(2)
-    process = hazards._process
-    outcomes = await asyncio.gather(*(hazards.step(seen, "busy") for _ in range(8)))
+    seen = await hasty.reset(2)
+    process = hasty._process
+    outcomes = await asyncio.gather(*(hasty.step(seen, "busy") for _ in range(8)))
     assert [outcome.reward for outcome in outcomes] == [2.0] * 8
-    assert hazards._process is process
+    assert hasty._process is process
 
 
-async def test_a_reset_that_hangs_is_late_as_well(hazards: OwnEnvironment) -> None:
+async def test_a_reset_that_hangs_is_late_as_well(hasty: OwnEnvironment) -> None:
     with pytest.raises(BlockedError, match=r"`reset` blocked .* in reset"):
-        await hazards.reset(-1)
-    assert (await hazards.reset(1)).prompt
+        await hasty.reset(-1)
+    assert (await hasty.reset(1)).prompt
 
 
 async def test_errors_name_the_line_and_mistakes_end_the_run(hazards: OwnEnvironment) -> None:
@@ -148,12 +156,12 @@ async def test_what_is_no_environment_is_refused(path: str, options: dict[str, i
 
 
 async def test_a_function_that_never_returns_leaves_nothing_behind() -> None:
-    async with OwnFunction("tests.unit.own_code:score", {"bonus": 0.25}, timeout_s=0.5) as function:
+    async with OwnFunction("tests.unit.own_code:score", {"bonus": 0.25}, timeout_s=1.5) as function:
         assert await function("abc", None) == (0.75, {"length": 3.0, "reference": 1.0})
         with pytest.raises(BlockedError, match=r"`score` blocked .* in score \(.*own_code\.py:\d+\)"):
             await function("hang", float("nan"))
         hanging = asyncio.create_task(function("hang", 1))
-        await wait_until(lambda: function._process is not None and not function._process.ended, 20)
+        await wait_until(lambda: function._process is not None and not function._process.ended)
         process = function._process
         assert process is not None
         pid = process._process.pid

@@ -67,8 +67,9 @@ class Engine:
         new_kv, pieces = self._model.new_kv(), self._pieces
         self.prefixes = prefix_cache(config, loaded.card, new_kv, wake, lambda: pieces.token_s)  # moved by peers, disks
         self._keeping = Keeping(self.prefixes, self._limits.kv_bytes, config.keep_bytes)
-        self._drafting = Drafting(config.speculation, new_kv, draft_batch(loaded, config))
-        self._batch = batch_of(self._model, config, pieces, self._keeping, self._drafting)
+        drafts = draft_batch(loaded, config)
+        self.drafting = Drafting(config.speculation, new_kv, drafts)  # is told what others have written
+        self._batch = batch_of(self._model, config, pieces, self._keeping, self.drafting)
         self._lane = PrefillLane(
             self._model, self.prefixes, self._keeping, max(1, score_positions), self._pieces, config.prefill_area
         )
@@ -198,7 +199,7 @@ class Engine:
             prefix=self.prefixes.stats,
             disk=self.prefixes.disk,
             prefill_token_s=self._pieces.token_s,
-            speculation=self._drafting.stats,
+            speculation=self.drafting.stats,
         )
 
     def close(self, *, keep: bool = False) -> None:
@@ -337,7 +338,7 @@ class Engine:
     def _give_up_batch(self, error: Exception, besides: Iterable[Row] = ()) -> None:
         rows = [*self._batch.give_up(), *besides]
         self._pieces.forget()
-        self._batch = batch_of(self._model, self._config, self._pieces, self._keeping, self._drafting)
+        self._batch = batch_of(self._model, self._config, self._pieces, self._keeping, self.drafting)
         self._failed(rows, error)
 
     def _load_adapters(self) -> None:

@@ -39,6 +39,7 @@ from worker.engine.messages import (
 )
 from worker.engine.model.batching import check_batch
 from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.speculation.memory import Completions
 from worker.engine.warm_up import prepare
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,10 @@ class EngineThread:
             done()
 
         self._command(clear)
+
+    def remember(self, completions: list[Completions]) -> None:
+        """What others have written behind prompts of ours, to draft from."""
+        self._command(lambda engine: engine.drafting.remember(completions))
 
     def set_aside(self, seq_ids: list[str]) -> Future[None]:
         """Let rows go, and keep their KV; done when everything that was computed of them has been told."""

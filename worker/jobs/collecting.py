@@ -3,7 +3,8 @@
     read a model's intake -> decode -> score in the reward pool -> the policy's trajectory queue -> forget the entry
 
 Repeatable at every point: the queue ignores a trajectory that it knows, and an entry is forgotten last. Completions
-that did not end by themselves (cancelled, too late, failed) become trajectories without a reward.
+that did not end by themselves (cancelled, too late, failed) become trajectories without a reward. Answers that may get
+feedback are kept for it instead (`verdicts.py`).
 """
 
 import asyncio
@@ -15,16 +16,19 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError, ResponseError
 
-from shared.errors import ParallmError
+from shared.errors import ParallmError, QueueFullError
 from shared.jobs import RewardSpec
 from shared.owners import working_for
 from shared.redis import keys
 from shared.redis.connection.faults import reason
+from shared.redis.kept.answer_store import AnswerStore
+from shared.redis.kept.keeping import Terms
 from shared.redis.training.trajectory_intake import Settled, TrajectoryIntake
 from shared.redis.training.trajectory_queue import TrajectoryQueue
 from shared.rewards.kinds import check
 from shared.scoring.pool import RewardSample
 from shared.scoring.shares import Share
+from shared.sequences import Collection
 from shared.text.codec import TextCodec
 from shared.trajectories import LiveTrajectory, Reward, trajectory_of
 from worker.jobs.context import TickContext
@@ -70,7 +74,13 @@ class Collecting:
             return 0
         card = await self._context.registry.card(model)
         codec = await self._context.codecs.codec(card) if card is not None else None
+        waiting = {
+            each.spec.id: each.spec.collect for each in settled if each.spec.collect and each.spec.collect.answer
+        }
         for live in await self._scored(settled, codec):
+            if live.id in waiting:
+                await self._keep(live, waiting[live.id])
+                continue
             queue = TrajectoryQueue(
                 self._context.redis, live.policy, max_entries=self._max_entries, max_bytes=self._max_bytes
             )
@@ -79,6 +89,16 @@ class Collecting:
                 log.debug("collect.added", trajectory=live.id, reward=reward.value if reward else None)
         await intake.done(settled)
         return len(settled)
+
+    async def _keep(self, live: LiveTrajectory, collect: Collection) -> None:
+        """Keep an answer for feedback; one that did not end by itself nobody has seen whole."""
+        if OUTCOMES[live.trajectory.finish_reason] != "succeeded":
+            return
+        store = AnswerStore(self._context.redis, Terms(collect.answer_ttl_s, collect.answers_bytes))
+        try:
+            await store.keep(f"{collect.answer}-{collect.sample}", live)
+        except QueueFullError as error:
+            log.warning("collect.too_large", trajectory=live.id, error=error.message)
 
     def _share(self, packed: bytes) -> Share:
         """The share of a scoring function, kept between rounds; one that was given up gets one more try a round."""

@@ -28,6 +28,7 @@ from worker.jobs.collecting import Collecting
 from worker.jobs.context import TickContext
 from worker.jobs.scores import Scores
 from worker.jobs.tick import tick
+from worker.jobs.verdicts import Verdicts
 
 log = structlog.get_logger()
 
@@ -127,7 +128,8 @@ async def run(settings: RunnerSettings) -> None:
     counts = MetricWriter(redis, context.tally, "runner", context.runner)
     counting = asyncio.create_task(counts.run())
     collecting = Collecting(context, settings.trajectory_buffer_size, settings.trajectory_buffer_mb << 20)
-    loops = (worker.listen(), worker.sweep(), collecting.run(), Scores(context).run())
+    verdicts = Verdicts(redis, settings.trajectory_buffer_size, settings.trajectory_buffer_mb << 20)
+    loops = (worker.listen(), worker.sweep(), collecting.run(), verdicts.run(), Scores(context).run())
     background = [asyncio.create_task(loop) for loop in loops]
     log.info("runner.ready", runner=context.runner, max_jobs=settings.max_jobs, window=settings.window)
     try:

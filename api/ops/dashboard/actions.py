@@ -3,7 +3,7 @@
 The events of a page change what it shows. The forms also work without scripts: they lead back to their page.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Form, Request
 from starlette.responses import RedirectResponse, Response
@@ -12,6 +12,8 @@ from api.batches.batch_routes import cancel
 from api.ops.dashboard.render import HEADERS, DashboardRoute, notice
 from api.ops.dashboard.session import may_act
 from api.ring.ring import Ring, ring_of
+from shared.errors import ConflictError
+from shared.redis.kept.answer_store import Verdict, answers_of
 
 router = APIRouter(prefix="/dashboard", route_class=DashboardRoute, dependencies=[Depends(may_act)])
 TheRing = Annotated[Ring, Depends(ring_of)]
@@ -47,6 +49,21 @@ async def roll_back(request: Request, name: str, ring: TheRing, version: Annotat
     """Make another version the latest."""
     latest = await ring.adapters.rollback(name, version, reason="rolled back from the dashboard")
     return _done(request, f"{name}@{latest} is the latest version", f"/dashboard/adapters/{name}")
+
+
+@router.post("/feedback")
+async def judge_answer(
+    request: Request,
+    ring: TheRing,
+    name: Annotated[str, Form(max_length=512)],
+    rating: Annotated[Literal["up", "down"], Form()],
+    tenant: Annotated[str, Form(max_length=64)] = "",
+) -> Response:
+    """Give an answer its verdict."""
+    verdict = Verdict(1.0 if rating == "up" else 0.0)
+    if not await ring.answers.judge(answers_of(tenant), {name: verdict}):
+        raise ConflictError("this answer has another verdict, or is not there any more")
+    return _done(request, f"counted as {'good' if rating == 'up' else 'bad'}", "/dashboard/feedback")
 
 
 @router.post("/deadletters/{letter_id:path}/requeue")

@@ -7,8 +7,8 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from api.ops.dashboard.parts import adapter_view, job_view, letters, training_views
 from api.ops.dashboard.render import HEADERS, DashboardRoute, Page, page, part
-from api.ops.dashboard.samples import SHOWN, SampleLine, sample_lines, sample_view
-from api.ops.dashboard.session import may_look
+from api.ops.dashboard.samples import SHOWN, SampleLine, sample_lines, sample_view, waiting_answers
+from api.ops.dashboard.session import keys_of, may_look
 from api.ops.snapshot import TheSnapshots
 from api.ring.ring import Ring, ring_of
 
@@ -88,6 +88,16 @@ async def training(request: Request, ring: TheRing, snapshots: TheSnapshots) -> 
     """The curves of every policy."""
     about = Page("Training", "training", "/dashboard/events/training")
     return page(request, "training.html", about, ring=await snapshots.read(), runs=await training_views(ring))
+
+
+@router.get("/feedback")
+async def feedback(request: Request, ring: TheRing, snapshots: TheSnapshots) -> Response:
+    """Answers that wait for a verdict."""
+    tenants = sorted({"", *(key.asker.tenant for key in keys_of(request))})
+    answers = await waiting_answers(ring, tenants)
+    kept = bool(ring.settings.feedback_ttl_s)
+    about = Page("Feedback", "feedback")
+    return page(request, "feedback.html", about, ring=await snapshots.read(), answers=answers, kept=kept)
 
 
 @router.get("/deadletters")

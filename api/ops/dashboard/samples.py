@@ -10,6 +10,7 @@ from api.ring.ring import Ring
 from shared.errors import NotFoundError, UnknownModelError
 from shared.jobs import JobStatus
 from shared.redis import keys
+from shared.redis.kept.answer_store import answers_of
 from shared.text.codec import TextCodec
 from shared.trajectories import Trajectory
 
@@ -115,8 +116,46 @@ async def sample_lines(ring: Ring, job_id: str, after: int) -> list[SampleLine]:
     lines = []
     for ordinal, line in await ring.jobs.results(job_id, after, SHOWN):
         trajectory = msgspec.json.decode(line, type=Trajectory)
-        text = " ".join((trajectory.text or trajectory.error).split())
-        lines.append(SampleLine(ordinal, trajectory, text if len(text) <= SNIPPET else text[:SNIPPET] + "…"))
+        lines.append(SampleLine(ordinal, trajectory, _snippet(trajectory.text or trajectory.error)))
+    return lines
+
+
+class AnswerLine(NamedTuple):
+    """An answer that waits for a verdict."""
+
+    name: str
+    tenant: str
+    prompt: str
+    text: str
+    note: str
+    version: str
+    created_ms: int
+
+
+async def waiting_answers(ring: Ring, tenants: Sequence[str]) -> list[AnswerLine]:
+    """Answers of these tenants without a verdict, a page at most."""
+    lines: list[AnswerLine] = []
+    for tenant in tenants:
+        answers = await ring.answers.list(answers_of(tenant), judged=False, limit=SHOWN - len(lines))
+        for answer in answers:
+            live = answer.live
+            codec = await _codec(ring, live.model)
+            ids = live.trajectory.prompt_ids[-SNIPPET:]
+            prompt = codec.decode(ids) if codec else " ".join(map(str, ids))
+            version = live.trajectory.spans[-1].version if live.trajectory.spans else ""
+            lines.append(
+                AnswerLine(
+                    answer.name,
+                    tenant,
+                    _snippet(prompt),
+                    _snippet(live.trajectory.text),
+                    answer.note,
+                    version or live.model,
+                    live.collected_ms,
+                )
+            )
+        if len(lines) >= SHOWN:
+            break
     return lines
 
 
@@ -126,15 +165,24 @@ async def sample_view(ring: Ring, status: JobStatus, ordinal: int) -> SampleView
     if not results or results[0][0] != ordinal:
         raise NotFoundError(f"sample {ordinal} of {status.id} has not finished, or there is none")
     trajectory = msgspec.json.decode(results[0][1], type=Trajectory)
-    try:
-        codec: TextCodec | None = (await ring.known(status.model))[1]
-    except (UnknownModelError, NotFoundError):  # the registry has forgotten the model
-        codec = None
+    codec = await _codec(ring, status.model)
     prompt = codec.decode(trajectory.prompt_ids, False) if codec else " ".join(map(str, trajectory.prompt_ids))
     versions = list(dict.fromkeys(span.version for span in trajectory.spans))
     colours = {version: i % 6 if version else -1 for i, version in enumerate(sorted(versions, key=_age))}
     tokens = [_token(codec, trajectory, at, colours) for at in range(len(trajectory.completion_ids))]
     return SampleView(ordinal, trajectory, prompt, tokens, sorted(colours.items(), key=lambda item: _age(item[0])))
+
+
+async def _codec(ring: Ring, model: str) -> TextCodec | None:
+    try:
+        return (await ring.known(model))[1]
+    except (UnknownModelError, NotFoundError):  # the registry has forgotten the model
+        return None
+
+
+def _snippet(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= SNIPPET else text[:SNIPPET] + "…"
 
 
 def _token(codec: TextCodec | None, trajectory: Trajectory, at: int, colours: dict[str, int]) -> TokenView:

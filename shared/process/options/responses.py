@@ -1,4 +1,4 @@
-"""An api process's settings for what it keeps between two requests to /v1/responses and /v1/conversations."""
+"""An api process's settings for what it keeps between two requests: responses, conversations, answers for feedback."""
 
 from pydantic import BaseModel, Field
 
@@ -14,4 +14,18 @@ class ResponseSettings(BaseModel):
     response_store_mb: int = Field(
         default=64, ge=1, description="stored responses and conversations of one tenant or key; the oldest go"
     )
+    feedback_ttl_days: float = Field(
+        default=0,
+        ge=0,
+        le=365,
+        description="answers are kept for so long, with their prompts, to be judged by /v1/feedback; 0: none are kept",
+    )
+    feedback_store_mb: int = Field(
+        default=256, ge=1, description="answers of one tenant that are kept for feedback; the oldest go"
+    )
     background_timeout_s: float = Field(default=3600, gt=0, description="deadline of a response with `background`")
+
+    @property
+    def feedback_ttl_s(self) -> int:
+        """The days of feedback in seconds."""
+        return int(86_400 * self.feedback_ttl_days)

@@ -45,6 +45,12 @@ class SpeculationSettings(BaseModel):
     spec_decode_memory_mb: int = Field(
         default=64, ge=1, description="with auto: what sequences have written, kept by prompt and tenant; the oldest go"
     )
+    spec_decode_ring_memory_mb: int = Field(
+        default=64, ge=0, description="with auto: the same in Redis, for all workers of the ring; 0: each has its own"
+    )
+    spec_decode_ring_memory_ttl_s: int = Field(
+        default=86_400, ge=60, description="for which Redis keeps it after its prompt was used last"
+    )
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:

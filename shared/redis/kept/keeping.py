@@ -24,7 +24,7 @@ class Terms:
 
 
 class Keeping:
-    """What responses and conversations have in common."""
+    """What responses, conversations and answers have in common."""
 
     def __init__(self, redis: Redis, terms: Terms) -> None:
         self._redis = redis

@@ -2,5 +2,5 @@
 
 `worker_registry.py`: who serves what, with heartbeats. `pause.py`: the switch that stops all workers.
 `metric_store.py`: the sum of what all processes have counted. `child_troubles.py`: child processes that end again and
-again.
+again. `completion_store.py`: what sequences have written, which workers draft from.
 """

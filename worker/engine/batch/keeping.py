@@ -57,7 +57,7 @@ class Keeping:
 
     def answers(self, rows: list[Row], unfed: int, kv: RowsKv) -> None:
         """Rows that have finished; the KV of their last `unfed` tokens is not there."""
-        kept = [row for row in rows if row.may_go_on]
+        kept = [row for row in rows if row.may_go_on and self._ends_with(row, unfed)]
         lengths = [len(row.context) - unfed for row in kept]
         pairs = self._within_bytes(kept, lengths, lambda length: self._state_bytes(length) + self._kv_bytes(length))
         try:
@@ -72,6 +72,10 @@ class Keeping:
             left -= self._kv_bytes(len(row.context))
             if left > 0:  # else it would drive out what was kept just now
                 self._store([row], [row.context[: len(row.context) - unfed]], kv, at_end=True)
+
+    def _ends_with(self, row: Row, unfed: int) -> bool:
+        """Whether it has read no more than is kept: a stop string may end it within a draft, which states have read."""
+        return not self._prefixes.needs_snapshots or row.position - 1 == len(row.tokens) - unfed
 
     def _within_bytes(
         self, rows: list[Row], lengths: list[int], bytes_of: Callable[[int], int]

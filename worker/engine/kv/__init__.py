@@ -6,6 +6,6 @@ be cut (`stops.py` says at which positions). `slabs.py` copies several rows at o
 and takes it in, as bytes that are checked when they are read (`parcels.py`); `disk/` keeps in files what memory has no
 room for.
 
-`layout.py` says which caches a model's rows get; `quantised.py` holds those of 8 and 4 bits. `cuda/` reads both in
-decode steps on CUDA.
+`layout.py` says which caches a model's rows get; `quantised.py` holds those of 8 and 4 bits, `ragged.py` those of a
+batch whose rows end at different positions, behind drafts. `cuda/` reads both, plain and quantised, in decode steps.
 """

@@ -11,6 +11,9 @@ one cache that holds arrays itself, of one row or of a batch:
 The last two cannot be cut: what they hold belongs to one position, and is kept as a *state* of that position. Of any
 other class nothing is kept; its own methods put it into a batch and filter it.
 
+Rows of a batch are *taken back* when they have read more than they should: plain leaves and windows by counting
+(ragged.py), recurrent ones by the state that they had before, from which they read again.
+
 A new kind is a class with these methods and an entry in `_KINDS`; what is cut at any length may hold any number of
 arrays, with positions on axis 2.
 """
@@ -31,6 +34,7 @@ from mlx_lm.models.cache import (
 )
 
 from worker.engine.kv.quantised import BatchQuantisedKVCache, QuantisedKVCache
+from worker.engine.kv.ragged import RaggedKVCache, RaggedQuantisedKVCache, RaggedWindowKVCache, Slack, in_order
 
 Arrays = tuple[mx.array, ...]
 
@@ -40,6 +44,7 @@ class Kind:
 
     is_known = False
     is_cut = False  # at any length
+    has_ends = False  # rows of a batch that are counted, so that each can end earlier
 
     def end(self, cache: Any) -> int:
         """Positions of a cut leaf, padding included."""
@@ -72,41 +77,13 @@ class Kind:
     def shed(self, cache: Any) -> None:
         """Drop what a leaf of a batch holds beyond what its rows still read."""
 
-    def take_back(self, cache: Any, back: TakenBack) -> None:
-        """Let the rows of a cut leaf end earlier."""
-        raise NotImplementedError
-
-
-class TakenBack:
-    """How the rows of a batch come to end at one position again, each without its last `unused` positions.
-
-    Rows of which unequally much is taken back are moved within the batch, so that it is as long as the longest row.
-    """
-
-    def __init__(self, end: int, padding: Sequence[int], unused: Sequence[int]) -> None:
-        self.is_even = len(set(unused)) == 1
-        self.unused = unused[0]
-        self.lengths = [end - before - behind for before, behind in zip(padding, unused, strict=True)]
-        self.end = end - self.unused if self.is_even else max(self.lengths)
-        self.padding = [self.end - length for length in self.lengths]
-        self._sources = [before - after for before, after in zip(padding, self.padding, strict=True)]
-        self._places: dict[tuple[int, int], mx.array] = {}  # by heads and positions: all layers of a shape share it
-
-    def moved(self, array: mx.array) -> mx.array:
-        """The rows of `array` [rows, heads, positions, dim] at their new places; what lies before them is not read."""
-        rows, heads, positions, dim = array.shape
-        if not dim:
-            return array
-        if (heads, positions) not in self._places:
-            at = mx.arange(positions)[None] + mx.array(self._sources)[:, None]
-            starts = positions * mx.arange(rows * heads).reshape(rows, heads, 1)
-            self._places[heads, positions] = (mx.clip(at, 0, positions - 1)[:, None] + starts).reshape(-1)
-        # Whole vectors of `dim` numbers are taken: much quicker on a CPU than number by number.
-        return array.reshape(-1, dim)[self._places[heads, positions]].reshape(array.shape)
+    def ragged(self, cache: Any) -> Any:
+        """A leaf of a batch in the form in which rows may end apart."""
+        return cache
 
 
 class _Plain(Kind):
-    is_known = is_cut = True
+    is_known = is_cut = has_ends = True
 
     def end(self, cache: Any) -> int:
         return int(cache.size())
@@ -137,13 +114,12 @@ class _Plain(Kind):
         cache.offset = cache.offset[index]
         cache.left_padding = cache.left_padding[index] - shift
 
-    def take_back(self, cache: Any, back: TakenBack) -> None:
-        if back.is_even:
-            cache.trim(back.unused)
-        elif cache.keys is not None:
-            cache.keys, cache.values = back.moved(cache.keys), back.moved(cache.values)
-            cache.offset, cache.left_padding = mx.array(back.lengths), mx.array(back.padding)
-            cache._idx = back.end
+    def ragged(self, cache: Any) -> Any:
+        if isinstance(cache, RaggedKVCache):
+            return cache
+        leaf = self._ragged(cache)
+        leaf.state = cache.state
+        return leaf
 
     def _row(self, like: Any) -> Any:
         """An empty one."""
@@ -151,6 +127,9 @@ class _Plain(Kind):
 
     def _batch(self, like: Any, padding: list[int]) -> Any:
         return BatchKVCache(padding)
+
+    def _ragged(self, like: Any) -> Any:
+        return RaggedKVCache([])
 
 
 class _Quantised(_Plain):
@@ -160,14 +139,19 @@ class _Quantised(_Plain):
     def _batch(self, like: Any, padding: list[int]) -> Any:
         return BatchQuantisedKVCache(like.packing, padding)
 
+    def _ragged(self, like: Any) -> Any:
+        return RaggedQuantisedKVCache(like.packing, [])
+
 
 class _Window(Kind):
-    is_known = True
+    is_known = has_ends = True
 
     def state(self, cache: Any, rows: list[int], lengths: list[int]) -> Arrays:
         if cache.keys is None:
             return ()
         width = max(min(length, cache.max_size) for length in lengths)
+        if type(cache) is RaggedWindowKVCache:
+            return cache.latest(rows, width)
         return tuple(_rows(each[..., each.shape[2] - width :, :], rows) for each in _in_order(cache))
 
     def restored(self, new: Any, arrays: Arrays, length: int) -> Any:
@@ -187,6 +171,9 @@ class _Window(Kind):
             batch._idx = batch._offset = width
         return batch
 
+    def ragged(self, cache: Any) -> Any:
+        return cache if type(cache) is RaggedWindowKVCache else RaggedWindowKVCache.of(cache)
+
     def window(self, cache: Any) -> int:
         return int(cache.max_size)
 
@@ -203,9 +190,7 @@ def _in_order(cache: Any) -> Arrays:
     """Keys and values from the oldest position to the newest, of one row or of a batch."""
     if type(cache) is RotatingKVCache:
         return cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
-    if cache.rotated:
-        return tuple(mx.roll(each, -cache._idx, 2) for each in (cache.keys, cache.values))
-    return cache.keys[..., : cache._idx, :], cache.values[..., : cache._idx, :]
+    return in_order(cache)
 
 
 class _Recurrent(Kind):
@@ -234,8 +219,11 @@ _KINDS: dict[type, Kind] = {
     BatchKVCache: _PLAIN,
     QuantisedKVCache: _QUANTISED,
     BatchQuantisedKVCache: _QUANTISED,
+    RaggedKVCache: _PLAIN,
+    RaggedQuantisedKVCache: _QUANTISED,
     RotatingKVCache: _WINDOW,
     BatchRotatingKVCache: _WINDOW,
+    RaggedWindowKVCache: _WINDOW,
     ArraysCache: _RECURRENT,
 }
 
@@ -286,16 +274,67 @@ def keep_rows(caches: Sequence[Any], keep: list[int], padding: Sequence[int]) ->
 
 
 def may_be_taken_back(caches: Sequence[Any]) -> bool:
-    """Whether rows can forget the latest positions: where no leaf holds a state of one position."""
-    return all(kind_of(leaf).is_cut for leaf in leaves(caches))
+    """Whether rows of a batch can be: all leaves are of kinds that we know."""
+    return all(kind_of(leaf).is_known for leaf in leaves(caches))
 
 
-def take_back(caches: Sequence[Any], unused: Sequence[int], padding: Sequence[int]) -> list[int]:
-    """Forget the last so many positions of each row of batched caches; the rows' padding after that."""
-    back = TakenBack(end_of(caches), padding, unused)
+def ragged(caches: Sequence[Any]) -> list[Any]:
+    """Batched caches in the form in which rows may end apart."""
+    return mapped(caches, lambda leaf: kind_of(leaf).ragged(leaf))
+
+
+def take_back(caches: Sequence[Any], unused: Sequence[int], slack: Sequence[int]) -> list[int]:
+    """Forget the last so many positions of each row, but for recurrent leaves; the rows' slack after that.
+
+    `slack` is what it was; the caches are `ragged`.
+    """
+    after = [before + each for before, each in zip(slack, unused, strict=True)]
+    least = min(after)
+    after = [each - least for each in after]
+    unused_B, apart = mx.array(list(unused)), Slack(after) if any(after) else None
     for leaf in leaves(caches):
-        kind_of(leaf).take_back(leaf, back)
-    return back.padding
+        if kind_of(leaf).has_ends:
+            leaf.end_apart(unused_B, least, apart)
+    return after
+
+
+def align(caches: Sequence[Any]) -> None:
+    """Let the rows of ragged caches end together, which copies all that they hold."""
+    for leaf in leaves(caches):
+        if kind_of(leaf).has_ends:
+            leaf.align()
+
+
+def has_windows(caches: Sequence[Any]) -> bool:
+    """Whether a leaf holds what a row needs no more as long as another row is behind."""
+    return any(kind_of(leaf).has_ends and not kind_of(leaf).is_cut for leaf in leaves(caches))
+
+
+def states(caches: Sequence[Any]) -> list[Arrays]:
+    """What recurrent leaves hold now."""
+    return [tuple(leaf.cache) for leaf in _recurrent(caches)]
+
+
+def go_back(caches: Sequence[Any], to: Sequence[Arrays]) -> None:
+    """Let recurrent leaves hold again what they held."""
+    for leaf, state in zip(_recurrent(caches), to, strict=True):
+        leaf.cache = list(state)
+
+
+def expect(caches: Sequence[Any], lengths: Sequence[int]) -> None:
+    """What is fed next has so many ids of each row, then padding, which recurrent leaves must not read."""
+    for leaf in _recurrent(caches):
+        leaf.prepare(lengths=lengths)
+
+
+def have_read(caches: Sequence[Any]) -> None:
+    """It has been fed."""
+    for leaf in _recurrent(caches):
+        leaf.finalize()
+
+
+def _recurrent(caches: Sequence[Any]) -> list[Any]:
+    return [leaf for leaf in leaves(caches) if kind_of(leaf) is _RECURRENT]
 
 
 def copies(caches: Sequence[Any], rows: int) -> list[Any]:

@@ -5,8 +5,10 @@ draft: from the same logits, with the noise of its seed and of that position, be
 holds as far as it says what was drawn; the draw after that is the next input. So a draft decides how soon a token
 comes, and never which.
 
-Rows are padded to the longest draft. What was fed in vain is taken back from the KV (kv/kinds.py), which ends at one
-position for all rows again. A model with layers that cannot forget their latest positions gets no drafts.
+Rows are padded to the longest draft. What was fed in vain is taken back from the KV (kv/kinds.py), whose rows may end
+at different positions from then on. Recurrent layers cannot forget what they have read: where a draft has not held to
+its end, all rows go back to where the step began and read again what holds. If such layers read padding, too, rows
+move on by equally much: as far as the shortest draft goes and holds.
 
 Invariants. Before a step that checks, the host knows what it feeds; a step without drafts is `RunningBatch`'s own.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import cast
 
 import mlx.core as mx
@@ -25,9 +28,11 @@ from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Row
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.running_batch import RunningBatch
-from worker.engine.kv.kinds import take_back
+from worker.engine.kv.kinds import align, expect, go_back, has_windows, have_read, ragged, states, take_back
 from worker.engine.messages import EngineConfig
 from worker.engine.speculation.drafting import Drafting
+
+LOOSE = 256  # positions by which a row may fall behind where a window would have to hold them
 
 
 class SpeculatingBatch(RunningBatch):
@@ -38,6 +43,8 @@ class SpeculatingBatch(RunningBatch):
     ) -> None:
         super().__init__(model, config, pieces, keeping)
         self._drafting = drafting
+        self._move_together = not model.takes_padding  # a row cannot read less than another one
+        self._slack: list[int] = []  # positions by which each row ends before the one that ends last
         self._joined = False  # rows have, since the step before
         self._known = False  # what the next step is fed: nothing is under way
 
@@ -49,7 +56,19 @@ class SpeculatingBatch(RunningBatch):
 
     def _join(self, group: PromptGroup) -> bool:
         self._joined, self._known = True, False
-        return super()._join(group)
+        early = super()._join(group)
+        self._set_slack([*self._slack, *[0] * len(group.rows)])
+        return early
+
+    def _filter(self, gone: set[Row]) -> None:
+        slack = [each for each, row in zip(self._slack, self._decoding_rows, strict=True) if row not in gone]
+        super()._filter(gone)
+        self._set_slack(slack)
+
+    def _set_slack(self, slack: list[int]) -> None:
+        """After rows have come or gone."""
+        nothing = [0] * len(slack)
+        self._slack = take_back(self._cache[:-1], nothing, slack) if any(self._slack) and slack else nothing
 
     def _decode(self) -> list[tuple[Row, int]]:
         rows = self._decoding_rows
@@ -64,23 +83,60 @@ class SpeculatingBatch(RunningBatch):
         drafts = self._drafting.drafts(rows, inputs)
         if not any(drafts):
             return super()._decode()
-        return self._check([_Part(*each) for each in zip(rows, inputs, drafts, strict=True)])
+        parts = [_Part(*each) for each in zip(rows, inputs, drafts, strict=True)]
+        if self._move_together and not shorten(parts):
+            return super()._decode()
+        return self._check(parts)
 
     def _check(self, parts: Sequence[_Part]) -> list[tuple[Row, int]]:
-        """Feed inputs and drafts; tell the inputs, and what holds of the drafts."""
-        width = max(len(part.ids) for part in parts)
-        logits_BLV = self._model(
-            mx.array([part.ids + [0] * (width - len(part.ids)) for part in parts]), cache=self._cache
-        )
-        self._next_B = mx.array(self._accept(parts, logits_BLV), mx.uint32)
-        unused = [width - 1 - part.accepted for part in parts]
-        if any(unused):
-            self._padding = take_back(self._cache[:-1], unused, self._padding)
+        """Feed inputs and drafts; tell the inputs, what holds of the drafts, and what was drawn behind that."""
+        *caches, tag = self._cache
+        self._cache = [*ragged(caches), tag]
+        before = states(caches)
+        logits_BLV = self._fed([part.ids for part in parts])
+        inputs = self._accept(parts, logits_BLV)
+        width = logits_BLV.shape[1]
+        if before and any(part.accepted + 1 < len(part.ids) for part in parts):
+            self._take_back([width] * len(parts))
+            go_back(self._cache[:-1], before)
+            read = [part.ids[: part.accepted + 1] for part in parts]
+            again = self._fed(read).shape[1]
+            self._take_back([again - len(ids) for ids in read])
+            mx.eval([cache.state for cache in self._cache])  # this step's time, and not the next one's
+        else:
+            self._take_back([width - 1 - part.accepted for part in parts])
+        self._next_B = mx.array(inputs, mx.uint32)
         self._drafting.checked(width, [(part.row, len(part.ids) - 1, part.accepted) for part in parts])
-        self.unfed, self._known = 0, True
-        untold, self._untold = self._untold, set()
-        told = [(part.row, id_) for part in parts for id_ in part.told(part.row in untold)]
+        untold, self._untold = self._untold, {part.row for part in parts}
+        self.unfed, self._known = 1, True
+        told = [
+            (part.row, id_)
+            for part, input_ in zip(parts, inputs, strict=True)
+            for id_ in (*part.told(part.row in untold), input_)
+        ]
         return self._told([row for row, _ in told], [id_ for _, id_ in told], set())
+
+    def _fed(self, parts: Sequence[Sequence[int]]) -> mx.array:
+        """Feed so many ids of each row: logits [B, L, V]."""
+        lengths = [len(ids) for ids in parts]
+        width, caches = max(lengths), self._cache[:-1]
+        is_padded = min(lengths) < width
+        if is_padded:
+            expect(caches, lengths)
+        logits_BLV = self._model(mx.array([[*ids, *[0] * (width - len(ids))] for ids in parts]), cache=self._cache)
+        if is_padded:
+            have_read(caches)
+        return logits_BLV
+
+    def _take_back(self, unused: list[int]) -> None:
+        """Forget the last so many positions of each row."""
+        caches = self._cache[:-1]
+        if any(unused):
+            self._slack = take_back(caches, unused, self._slack)
+        if max(self._slack) > LOOSE and has_windows(caches):
+            align(caches)
+            self._padding = [before + more for before, more in zip(self._padding, self._slack, strict=True)]
+            self._slack = [0] * len(self._slack)
 
     def _accept(self, parts: Sequence[_Part], logits_BLV: mx.array) -> list[int]:
         """Draw at every place, and let each row move on as far as its draft holds; the inputs after that."""
@@ -93,14 +149,13 @@ class SpeculatingBatch(RunningBatch):
             tuple(self._model.versions[at] for at, _ in places),
         )
         drawn = cast(list[int], tokens_N.tolist())
+        starts = list(accumulate((len(part.ids) for part in parts), initial=0))
+        held = [part.held(drawn[start:]) for part, start in zip(parts, starts, strict=False)]
         inputs: list[int] = []
-        start = 0
-        for part in parts:
-            end = start + len(part.ids)
-            part.accept(drawn[start:end])
+        for part, start, own in zip(parts, starts, held, strict=False):
+            part.accept(min(held) if self._move_together else own)
             part.row.draws.extend((draw, start + step) for step in range(part.accepted + 1))
             inputs.append(drawn[start + part.accepted])
-            start = end
         return inputs
 
 
@@ -111,6 +166,14 @@ def batch_of(
     if not drafting.is_on:
         return RunningBatch(model, config, pieces, keeping)
     return SpeculatingBatch(model, config, pieces, keeping, drafting)
+
+
+def shorten(parts: Sequence[_Part]) -> int:
+    """Make all drafts as long as the shortest, which is told."""
+    shortest = min(len(part.ids) for part in parts) - 1
+    for part in parts:
+        del part.ids[shortest + 1 :], part.ahead[shortest + 1 :]
+    return shortest
 
 
 class _Part:
@@ -134,12 +197,18 @@ class _Part:
             self.ids.append(id_)
             self.ahead.append(row.ahead(tokens, place, len(self.ahead)))
 
-    def accept(self, drawn: Sequence[int]) -> None:
-        """Move the row on, as far as its draft says what was drawn behind each id."""
-        for at, (id_, ahead) in enumerate(zip(self.ids[1:], self.ahead, strict=False)):
-            if drawn[at] != id_ or (ahead.place is not None and ahead.place.fault):
+    def held(self, drawn: Sequence[int]) -> int:
+        """How far its draft says what was drawn behind each id."""
+        held = 0
+        for id_, ahead, token in zip(self.ids[1:], self.ahead, drawn, strict=False):
+            if token != id_ or (ahead.place is not None and ahead.place.fault):
                 break
-            self.accepted += 1
+            held += 1
+        return held
+
+    def accept(self, held: int) -> None:
+        """Move the row on so far."""
+        self.accepted = held
         self.row.position += self.accepted + 1
         self.row.place = self.ahead[self.accepted].place
 

@@ -5,7 +5,7 @@ grammar, so at any temperature it says what the model says wherever the two are 
 
 A row's prompt is fed in pieces, once for all rows of that prompt. From then on it is fed what the row has come to hold
 since: the ids of a draft that was refused are taken back before, together with as many more as make the next forward
-equally wide for all rows. So nothing is padded, and KV is moved once a draft at the most.
+equally wide for all rows. So nothing is padded; rows end at different positions of the batch (kv/ragged.py).
 
 Invariants. A row has as many ids in the KV as `known` and `guessed` say; those in `known` are the row's own for good.
 """
@@ -24,7 +24,7 @@ from worker.engine.batch.prompt_group import Entry, PromptGroup, extend
 from worker.engine.batch.row import Row, RowTag
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.sampler import Guesses
-from worker.engine.kv.kinds import keep_rows, take_back
+from worker.engine.kv.kinds import keep_rows, ragged, take_back
 from worker.engine.messages import EngineConfig
 from worker.engine.model.draft import DraftModel
 from worker.engine.model.loader import LoadedModel
@@ -48,6 +48,7 @@ class DraftBatch:
         self._feeding: list[list[Row]] = []  # the rows of each of its prompts
         self._cache: list[Any] = []  # of the rows that are through; the tag is the last one
         self._padding: list[int] = []
+        self._slack: list[int] = []  # positions by which each row ends before the one that ends last
         self._read: dict[Row, _Read] = {}  # of every row that is here
 
     @property
@@ -122,7 +123,9 @@ class DraftBatch:
         if self._cache:
             self._padding = extend(self._cache, self._padding, group)
         else:
-            self._cache, self._padding = list(group.cache), group.padding
+            *caches, tag = group.cache
+            self._cache, self._padding = [*ragged(caches), tag], group.padding
+        self._take_back([0] * len(self.rows), [*self._slack, *[0] * len(each)])
 
     def remove(self, gone: set[Row]) -> None:
         """Forget these rows."""
@@ -136,10 +139,11 @@ class DraftBatch:
             self._group = None
         keep = [at for at, row in enumerate(self.rows) if row not in gone]
         if not keep:
-            self._cache, self._padding = [], []
+            self._cache, self._padding, self._slack = [], [], []
         elif len(keep) < len(self.rows):
             with mx.stream(generation_stream):
                 self._padding = keep_rows(self._cache, keep, self._padding)
+                self._take_back([0] * len(keep), [self._slack[at] for at in keep])
 
     # -- drafts
 
@@ -192,8 +196,12 @@ class DraftBatch:
             read.known = min(read.known, self.length(row) - width)
         unused = [size - self._read[row].known for size, row in zip(before, rows, strict=True)]
         if any(unused):
-            self._padding = take_back(self._cache[:-1], unused, self._padding)
+            self._take_back(unused, self._slack)
         return width
+
+    def _take_back(self, unused: Sequence[int], slack: Sequence[int]) -> None:
+        """Forget the last so many positions of each row; `slack` is what it was."""
+        self._slack = take_back(self._cache[:-1], unused, slack)
 
     def _forward(self, inputs_BL: mx.array) -> mx.array:
         """Logits [B, V] behind the last inputs, as wide as the model's."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from worker.engine.batch.row import Row
@@ -20,16 +21,17 @@ from worker.engine.kv.kinds import may_be_taken_back
 from worker.engine.messages import SpeculationConfig, SpeculationStats
 from worker.engine.speculation.draft_batch import DraftBatch
 from worker.engine.speculation.draft_times import Drafted, best_step
-from worker.engine.speculation.lookup import History, Text, draft_from, own_draft
-from worker.engine.speculation.memory import ANCHOR, Key, Memory, key_of, text_behind
+from worker.engine.speculation.lookup import NOTHING, History, Text, draft_from, own_draft
+from worker.engine.speculation.memory import ANCHOR, Completions, Key, Memory, key_of, mark_of, text_behind
 from worker.engine.speculation.model_drafts import ModelDrafts
-from worker.engine.speculation.payoff import SHARED_RECENT, Chance, StepTimes, best_length
+from worker.engine.speculation.payoff import SHARED_RECENT, UNLIKELY, Chance, StepTimes, best_length
 
 LOOKED_THROUGH = 1 << 18  # ids in one step
 FARTHEST = 1 << 14  # ids that one row looks back
 DEEPEST = 16  # ids of a row's end that are looked for in other texts: they tell which of several goes on like it
 WORTH_KEEPING = 2  # tokens
-NEW_AT_ONCE = 4  # rows in one step: a long text takes milliseconds to be taken in
+NEW_AT_ONCE = 1 << 13  # ids of new rows in one step, one row at least: a long text takes milliseconds to be taken in
+OWN_VOTES = 2  # texts that a row's chance counts for beside those that others have written
 LONGEST_REST = 32  # steps, of a batch in which drafts do not pay
 
 
@@ -45,6 +47,7 @@ class _Source:
     rests: bool = False  # in this step
     is_predicted: bool = False  # its draft is from there
     by_model: bool = False  # its draft is of the draft model
+    likely: float = 0.0  # chance of a token of its draft, on average
 
 
 class Drafting:
@@ -63,9 +66,11 @@ class Drafting:
         self._clock = clock
         self._rows: dict[Row, _Source] = {}
         self._chance = Chance()  # of all rows lately: what a new row begins with
-        self._times = StepTimes()
+        self._step_times = {alone: StepTimes() for alone in (True, False)}  # the latter amid prompts
         self._began = self._waited = 0.0
         self._size = 0
+        self._alone = False
+        self._reads = False  # the draft model has read prompts in the step that runs
         self._widths = (0, 0)  # of the step that runs and of the one before; 0: not to be timed
         self._lengths = tuple({self._config.ngram_min, self._config.ngram_max})
         self._memory = Memory(self._config.memory_bytes, self._lengths)
@@ -75,12 +80,19 @@ class Drafting:
 
     def begin(self, rows: int, *, alone: bool) -> None:
         """A step begins, of so many rows; `alone`: no prompt is fed beside it."""
-        now, (width, before) = self._clock(), self._widths
-        # A step without drafts is told while the next one runs: what it takes shows between two of them.
-        if rows == self._size and alone and width and (width > 1 or before == 1):
-            self._times.took(rows, width, now - self._began - self._waited)
-        self._began, self._waited, self._size = now, 0.0, rows
-        self._widths = (int(alone), width)
+        now, (width, before), is_alone = self._clock(), self._widths, alone and self._alone
+        # A step without drafts is told while the next one runs: what it takes shows between two of them. Amid prompts
+        # rows come and go all the time.
+        may_be_timed, self._reads = not self._reads, False
+        if may_be_timed and (width > 1 or width == before == 1) and (rows == self._size or not is_alone):
+            self._step_times[is_alone].took(self._size, width, now - self._began - self._waited)
+        self._began, self._waited, self._size, self._alone = now, 0.0, rows, alone
+        self._widths = (1, width)
+
+    @property
+    def _times(self) -> StepTimes:
+        """Of steps like the one that runs."""
+        return self._step_times[self._alone]
 
     def waited(self, seconds: float) -> None:
         """For the step before, within this one."""
@@ -94,8 +106,7 @@ class Drafting:
             return False
         if times and self._times.known(len(rows), 1) is None:
             return False
-        for row in [row for row in rows if row not in self._rows][:NEW_AT_ONCE]:
-            self._rows[row] = self._new(row)
+        self._take_in([row for row in rows if row not in self._rows])
         sources = [(row, source) for row in rows if (source := self._source(row)) is not None]
         for _, source in sources:
             source.rests = self._config.adapts_to_rows and source.chance.pauses()
@@ -107,11 +118,10 @@ class Drafting:
 
     def _model_may_draft(self, rows: Sequence[Row]) -> bool:
         """Let the draft model read along, and begin its step."""
-        alone, before = self._widths
         if self._model is None:
             return False
-        if alone and self._model.read_along([row for row in rows if row in self._rows], self._times):
-            self._widths = (0, before)
+        if self._alone:
+            self._reads = self._model.read_along([row for row in rows if row in self._rows], self._times)
         self._model.begin()
         return bool(self._model.lengths(rows))
 
@@ -129,7 +139,7 @@ class Drafting:
             drafts.append(self._draft(row, source, len(rows)))
         silent = [row for row, draft in zip(rows, drafts, strict=True) if not draft and row in self._rows]
         lengths = self._model.lengths(silent) if self._model is not None else {}
-        chosen = [(self._rows[row].chance.value, len(draft)) for row, draft in zip(rows, drafts, strict=True) if draft]
+        chosen = [(self._rows[row].likely, len(draft)) for row, draft in zip(rows, drafts, strict=True) if draft]
         if (chosen or lengths) and self._config.adapts_to_time:
             longest, by_model = self._best(len(rows), chosen, lengths)
             if chosen:
@@ -170,8 +180,7 @@ class Drafting:
 
     def checked(self, width: int, results: Iterable[tuple[Row, int, int]]) -> None:
         """A step of this width has checked drafts: of each row, how many tokens were drafted and accepted."""
-        alone, before = self._widths
-        self._widths = (width if alone else 0, before)
+        self._widths = (width, self._widths[1])
         drafts = drafted = accepted = 0
         held_at = [*self._stats.accepted_at, *([0] * (width - 1 - len(self._stats.accepted_at)))]
         for row, tried, held in results:
@@ -209,7 +218,13 @@ class Drafting:
         for row in rows:
             source = self._rows.pop(row, None)
             if source is not None and source.key is not None and row.is_over and len(row.tokens) >= WORTH_KEEPING:
-                self._memory.add(source.key, text_behind(row.spec.prompt_ids, row.tokens))
+                text = text_behind(row.spec.prompt_ids, row.tokens)
+                self._memory.add(Completions(source.key, [(mark_of(row.spec.id), text)]))
+
+    def remember(self, completions: Iterable[Completions]) -> None:
+        """What other workers' sequences have written."""
+        for each in completions:
+            self._memory.add(each)
 
     def _source(self, row: Row) -> _Source | None:
         """What is known of it, what has been told of it included; None: it has not been looked at yet."""
@@ -219,6 +234,15 @@ class Drafting:
             source.told = len(row.tokens)
         return source
 
+    def _take_in(self, rows: Sequence[Row]) -> None:
+        """As many new rows as this step has time for."""
+        left = NEW_AT_ONCE
+        for row in rows:
+            if left <= 0:
+                break
+            self._rows[row] = self._new(row)
+            left -= len(row.spec.prompt_ids)
+
     def _new(self, row: Row) -> _Source:
         spec, config = row.spec, self._config
         prompt = spec.prompt_ids[-FARTHEST if config.prompt_lookup else -ANCHOR :]
@@ -227,38 +251,49 @@ class Drafting:
             len(row.tokens),
             Chance(self._chance.value),
             Text(text_behind(spec.prompt_ids, spec.prediction_ids), self._lengths) if spec.prediction_ids else None,
-            key_of(spec.tenant, spec.prompt_ids) if config.memory_bytes else None,
+            key_of(spec) if config.memory_bytes else None,
         )
 
     def _draft(self, row: Row, source: _Source, rows: int) -> list[int]:
         """What the row may go on with; [] while nothing suggests itself."""
         config, room = self._config, row.sampling.max_tokens - row.position
-        if source.rests or room <= 0:
-            return []
+        if source.rests or room <= 1:
+            return []  # what is drawn behind the draft comes with it
         by_model = 0.0 if self._model is None else self._model.chance(row)
         is_doubtful = config.adapts_to_rows and source.chance.value < max(config.threshold, by_model)
         least = config.ngram_max if is_doubtful else config.ngram_min
         most = source.chance.length(config.tokens) if config.adapts_to_rows else config.tokens
-        end, far, longest = source.history.end, min(FARTHEST, LOOKED_THROUGH // rows), min(most, room)
+        end, far, most = source.history.end, min(FARTHEST, LOOKED_THROUGH // rows), min(most, room - 1)
         text = source.history.latest(far)
-        draft: list[int] = []
-        matched = 0
+        guess = NOTHING
         if config.own_text and source.history.runs[least].may_have(end):
-            draft, matched = own_draft(text, longest, least, config.ngram_max)
+            guess = own_draft(text, most, least, config.ngram_max)
         source.is_predicted = source.by_model = False
         kept = self._memory.texts(source.key) if source.key is not None else None
         for other in (kept, source.prediction):
             if other is not None and other.runs[least].may_have(end):
                 ids = other.ids[-far:] if other is kept else other.ids[:far]
-                theirs, longer = draft_from(ids, text, longest, max(least, matched), DEEPEST)
-                if theirs:
-                    draft, matched, source.is_predicted = theirs, longer, other is source.prediction
-        return _up_to_stop(row, draft)
+                longest = min(config.tokens, room - 1) if other is kept else most
+                theirs = draft_from(ids, text, longest, max(least, guess.matched), DEEPEST)
+                if theirs.ids:
+                    guess, source.is_predicted = theirs, other is source.prediction
+        return self._worth(source, _up_to_stop(row, guess.ids), guess.votes)
+
+    def _worth(self, source: _Source, draft: list[int], votes: Sequence[tuple[int, int]]) -> list[int]:
+        """As much of a draft as is likely to be reached, by what texts agree on and what the row has been like."""
+        chance, reached, length = source.chance.value, 1.0, 0
+        for own, all_ in votes[: len(draft)] if self._config.adapts_to_rows else ():
+            share = (own + OWN_VOTES * chance) / (all_ + OWN_VOTES)
+            if reached * share < UNLIKELY:
+                break
+            reached, length = reached * share, length + 1
+        if not length:
+            source.likely = chance
+            return [] if votes and self._config.adapts_to_rows else draft
+        source.likely = reached ** (1 / length)
+        return draft[:length]
 
 
 def _up_to_stop(row: Row, draft: list[int]) -> list[int]:
-    """Nothing is checked behind a token that may end the row."""
-    for at, id_ in enumerate(draft):
-        if id_ in row.stop_ids:
-            return draft[: at + 1]
-    return draft
+    """Without a token that may end the row: it need not be drafted to be drawn."""
+    return list(takewhile(lambda id_: id_ not in row.stop_ids, draft))

@@ -7,6 +7,7 @@ that `Runs` says, in less than 1 us, of most ends that they do not occur at all.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +15,11 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int32]
 
 BREAK = -1  # between two texts: no id, so nothing is matched or drafted across it
+VOTERS = 32  # places, the latest ones, that say what comes next
 _BITS = 16
 _MASK = (1 << 64) - 1
 _FACTOR, _GOLDEN = 0x100000001B3, 0x9E3779B97F4A7C15
+_NOWHERE: Ids = np.array([], np.int32)
 
 
 class Runs:
@@ -93,13 +96,25 @@ class History:
         return self._ids[max(0, self._size - count) : self._size]
 
 
-def occurrence(text: Ids, end: Ids, least: int, most: int) -> tuple[int, int]:
-    """Where `text` goes on after the longest end of `end` that occurs in it, the last time; and how long that is.
+@dataclass(frozen=True)
+class Guess:
+    """What a text may go on with."""
 
-    At least `least` ids must match, and no more than `most` are compared; (0, 0): nowhere.
+    ids: list[int]
+    matched: int = 0  # ids of its end by which it was found; 0: nowhere
+    votes: Sequence[tuple[int, int]] = ()  # for each id, by texts that say it, and by all that go on there
+
+
+NOTHING = Guess([])
+
+
+def occurrences(text: Ids, end: Ids, least: int, most: int) -> tuple[Ids, int]:
+    """Where `text` goes on after the longest end of `end` that occurs in it, in order; and how long that is.
+
+    At least `least` ids must match, and no more than `most` are compared; none and 0: nowhere.
     """
     if not len(end):
-        return 0, 0
+        return _NOWHERE, 0
     places = np.flatnonzero(text == end[-1])
     matched = 1 if places.size else 0
     while 0 < matched < min(most, len(end)):
@@ -108,31 +123,41 @@ def occurrence(text: Ids, end: Ids, least: int, most: int) -> tuple[int, int]:
         if not longer.size:
             break
         places, matched = longer, matched + 1
-    return (int(places[-1]) + 1, matched) if matched >= max(1, least) else (0, 0)
+    return (places[-VOTERS:].astype(np.int32) + 1, matched) if matched >= max(1, least) else (_NOWHERE, 0)
 
 
-def own_draft(text: Ids, count: int, least: int, most: int) -> tuple[list[int], int]:
-    """At most `count` ids that a text may go on with by what it says itself; and how many ids of its end matched.
+def own_draft(text: Ids, count: int, least: int, most: int) -> Guess:
+    """At most `count` ids that a text may go on with by what it says itself, the last time.
 
     A text that repeats itself is expected to go on in the same period.
     """
-    start, matched = occurrence(text[:-1], text[-most:], least, most)
+    places, matched = occurrences(text[:-1], text[-most:], least, most)
     if not matched:
-        return [], 0
+        return NOTHING
+    start = int(places[-1])
     period = len(text) - start
-    return _up_to_break(text[start + at % period] for at in range(count)), matched
+    return Guess([int(text[start + at % period]) for at in range(count)], matched)
 
 
-def draft_from(source: Ids, text: Ids, count: int, least: int, most: int) -> tuple[list[int], int]:
-    """Likewise, by what another text says."""
-    start, matched = occurrence(source[:-1], text[-most:], least, most)
-    return (_up_to_break(source[start : start + count]), matched) if matched else ([], 0)
+def draft_from(source: Ids, text: Ids, count: int, least: int, most: int) -> Guess:
+    """Likewise by what other texts say, of which the next id is the one that most of them go on with.
 
-
-def _up_to_break(ids: Iterable[np.int32]) -> list[int]:
+    Of equally many the latest text counts. Nothing goes on behind a BREAK.
+    """
+    places, matched = occurrences(source[:-1], text[-most:], least, most)
     draft: list[int] = []
-    for id_ in ids:
-        if id_ == BREAK:
+    votes: list[tuple[int, int]] = []
+    at = places.tolist()
+    while at and len(draft) < count:
+        said = [int(id_) for id_ in source[at]]
+        by_id: dict[int, list[int]] = {}
+        for place, id_ in zip(reversed(at), reversed(said), strict=True):  # of equal ones `max` takes the first
+            if id_ != BREAK:
+                by_id.setdefault(id_, []).append(place + 1)
+        if not by_id:
             break
-        draft.append(int(id_))
-    return draft
+        id_ = max(by_id, key=lambda id_: len(by_id[id_]))
+        draft.append(id_)
+        votes.append((len(by_id[id_]), len(said)))
+        at = [place for place in reversed(by_id[id_]) if place < len(source)]
+    return Guess(draft, matched, votes)

@@ -126,7 +126,7 @@ class ModelDrafts:
     def _longest(self, row: Row) -> int:
         config = self._config
         most = self._chances[row].length(config.tokens) if config.adapts_to_rows else config.tokens
-        return min(most, row.sampling.max_tokens - row.position)
+        return min(most, row.sampling.max_tokens - row.position - 1)  # what is drawn behind the draft comes with it
 
     def chance(self, row: Row) -> float:
         """How likely the next token of its draft is accepted; 0 where it gets none."""

@@ -5,14 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import SetupError
-
-_GROUPS = {
-    "rollout": ("reward", "reward_std", "held_out", "completion_tokens", "failed", "overlong", "zero_variance"),
-    "policy": ("loss", "kl", "entropy", "clip_fraction", "grad_norm", "update_rms", "learning_rate"),
-    "staleness": ("lag_mean", "lag_max", "dropped", "mismatch", "mismatch_max", "staleness", "staleness_max"),
-    "speed": ("tokens", "tokens_per_s", "wait_s", "train_s", "publish_s"),
-    "run": ("policy_step", "version"),
-}
+from trainer.loggers.figures import by_name
 
 
 class TensorBoardLog:
@@ -30,10 +23,8 @@ class TensorBoardLog:
 
     def write(self, train_step: int, values: Mapping[str, Any]) -> None:
         """All figures of a train step."""
-        for group, names in _GROUPS.items():
-            for name in names:
-                if values[name] is not None:
-                    self._writer.add_scalar(f"{group}/{name}", values[name], train_step)
+        for name, value in by_name(values):
+            self._writer.add_scalar(name, value, train_step)
         self._writer.flush()
 
     def close(self) -> None:

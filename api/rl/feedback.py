@@ -1,0 +1,199 @@
+"""POST /v1/feedback: a verdict on an answer of the last days; GET shows what waits for one, and what has got one.
+
+Where the server keeps answers (`--feedback-ttl-days`), each completion of a request that does not say
+`collect_trajectory` is one, but for keys with `feedback=no`. A verdict makes it a trajectory of its policy's trainer,
+once; two answers of which one is preferred become a group of two.
+"""
+
+import asyncio
+import re
+import time
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Query
+from pydantic import Field, model_validator
+from starlette.responses import Response
+
+from api.http.bodies import BodyRoute
+from api.http.errors import error_responses, json_reply
+from api.http.fields import RequestModel, complaint
+from api.ring.caller import asker
+from api.ring.ring import Ring, TheRing
+from api.ring.room import aside
+from shared.errors import ConflictError, InvalidRequestError, NotFoundError
+from shared.redis.kept.answer_store import Answer, Verdict, answers_of
+
+router = APIRouter(tags=["training"], route_class=BodyRoute)
+
+STARS = 5
+KEPT_WITHIN_S = 2.0  # of its end an answer is kept; feedback may come sooner
+_PREFIX = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)?(.*)", re.DOTALL)
+
+
+class FeedbackBody(RequestModel):
+    """One verdict, or a remark."""
+
+    id: str = Field(min_length=1, max_length=256, description="of the completion, response or message")
+    choice: int = Field(default=0, ge=0, le=1023, description="which of its choices")
+    reward: float | None = Field(default=None, ge=-1e6, le=1e6, description="what the answer is worth")
+    rating: Literal["up", "down"] | Annotated[int, Field(strict=True, ge=1, le=STARS)] | None = Field(
+        default=None, description="up: reward 1, down: 0; 1 to 5 stars: 0 to 1"
+    )
+    preferred_over: str | None = Field(
+        default=None, min_length=1, max_length=256, description="the id of another answer to the same prompt"
+    )
+    preferred_over_choice: int = Field(default=0, ge=0, le=1023, description="which of its choices")
+    text: str | None = Field(
+        default=None, max_length=4096, description="a remark: kept with the verdict, or, alone, until there is one"
+    )
+    key: str | None = Field(default=None, max_length=256, description="the same key gives the same answer")
+
+    @model_validator(mode="after")
+    def _one(self) -> "FeedbackBody":
+        given = [name for name in ("reward", "rating", "preferred_over") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise complaint(given[1], f"give one of '{given[0]}' and '{given[1]}'")
+        if not given and self.text is None:
+            raise complaint("reward", "say 'reward', 'rating', 'preferred_over' or 'text'")
+        return self
+
+    @property
+    def worth(self) -> float | None:
+        """The reward that it comes to; None when it says none."""
+        if self.preferred_over is not None or self.rating == "up":
+            return 1.0
+        if isinstance(self.rating, int):
+            return (self.rating - 1) / (STARS - 1)
+        return 0.0 if self.rating == "down" else self.reward
+
+
+@router.post(
+    "/v1/feedback",
+    summary="Judge an answer",
+    response_class=Response,
+    responses={200: {"description": "What was counted"}, **error_responses(400, 404, 409, 413, 429, 503)},
+)
+async def feedback(body: FeedbackBody, ring: TheRing) -> Response:
+    """The first verdict on an answer stands: to send it again changes nothing, another one gets 409.
+
+    `status` is `counted` (its policy's trainer gets it) or `noted` (a remark alone).
+    """
+    keeper = answers_of(asker().tenant)
+    answer = await _found(ring, keeper, _name(body.id, body.choice), "id")
+    worth = body.worth
+    if worth is None:
+        await ring.answers.note(keeper, answer.name, body.text or "")
+        return json_reply(_said(answer, "noted", None))
+    verdicts = {answer.name: Verdict(worth, text=body.text or "")}
+    if body.preferred_over is not None:
+        other = await _found(ring, keeper, _name(body.preferred_over, body.preferred_over_choice), "preferred_over")
+        _check_pair(answer, other)
+        verdicts = {
+            answer.name: Verdict(worth, over=other.name, text=body.text or ""),
+            other.name: Verdict(0.0, under=answer.name),
+        }
+    await judge(ring, keeper, answer.name, verdicts, body.key or "")
+    return json_reply(_said(answer, "counted", worth))
+
+
+async def judge(ring: Ring, keeper: str, name: str, verdicts: dict[str, Verdict], key: str = "") -> None:
+    """Give verdicts, the first of which is on `name`; ConflictError when an answer has another one already."""
+    if await ring.answers.judge(keeper, verdicts, key):
+        return
+    now = await ring.answers.find(keeper, name)
+    if now is None:
+        raise _unknown(name, "id")
+    if not key or now.key != key:
+        raise ConflictError("this answer, or the one that it is compared with, has another verdict already", param="id")
+
+
+@router.get(
+    "/v1/feedback",
+    summary="List answers",
+    response_class=Response,
+    responses={200: {"description": "Answers, the newest first"}, **error_responses(400)},
+)
+async def listed(
+    ring: TheRing,
+    state: Literal["waiting", "judged"] = "waiting",
+    after: Annotated[str, Query(max_length=512, description="the `name` behind which to go on")] = "",
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+) -> Response:
+    """The asker's answers that wait for a verdict, or that have one; pairs name the other answer."""
+    _check_kept(ring)
+    found = await ring.answers.list(answers_of(asker().tenant), judged=state == "judged", after=after, limit=limit + 1)
+    shown = {"object": "list", "data": [_shown(answer) for answer in found[:limit]], "has_more": len(found) > limit}
+    return Response(await aside(msgspec.json.encode, shown), media_type="application/json")
+
+
+def _name(given: str, choice: int) -> str:
+    found = _PREFIX.fullmatch(given)
+    assert found is not None, "any text matches"
+    return f"{found[1]}-{choice}"
+
+
+async def _found(ring: Ring, keeper: str, name: str, param: str) -> Answer:
+    """The answer; one that has only just been given may not be kept yet."""
+    _check_kept(ring)
+    until = time.monotonic() + KEPT_WITHIN_S
+    while (answer := await ring.answers.find(keeper, name)) is None:
+        if time.monotonic() > until:
+            raise _unknown(name, param)
+        await asyncio.sleep(0.1)
+    return answer
+
+
+def _check_kept(ring: Ring) -> None:
+    if not ring.settings.feedback_ttl_s:
+        raise InvalidRequestError("this server keeps no answers for feedback (--feedback-ttl-days)")
+
+
+def _unknown(name: str, param: str) -> NotFoundError:
+    return NotFoundError(
+        f"no answer {name[:200]!r} waits for feedback: it is not this tenant's, was cut short, asked for "
+        "'collect_trajectory' itself, or its time is over",
+        param=param,
+    )
+
+
+def _check_pair(answer: Answer, other: Answer) -> None:
+    first, second = answer.live, other.live
+    if answer.name == other.name:
+        raise InvalidRequestError("an answer is not compared with itself", param="preferred_over")
+    if first.policy != second.policy or first.trajectory.prompt_ids != second.trajectory.prompt_ids:
+        raise InvalidRequestError(
+            "a preference compares two answers of one policy to the same prompt", param="preferred_over"
+        )
+
+
+def _said(answer: Answer, status: str, reward: float | None) -> dict[str, Any]:
+    return {
+        "object": "feedback",
+        "name": answer.name,
+        "status": status,
+        "policy": answer.live.policy,
+        "trajectory": answer.live.id,
+        "reward": reward,
+    }
+
+
+def _shown(answer: Answer) -> dict[str, Any]:
+    live, verdict = answer.live, answer.verdict
+    trajectory = live.trajectory
+    return {
+        "object": "feedback.answer",
+        "name": answer.name,
+        "trajectory": live.id,
+        "created_ms": live.collected_ms,
+        "model": live.model,
+        "policy": live.policy,
+        "versions": [span.version for span in trajectory.spans],
+        "prompt_ids": trajectory.prompt_ids,
+        "text": trajectory.text,
+        "note": answer.note or None,
+        "reward": None if verdict is None else verdict.reward,
+        "preferred_over": None if verdict is None else verdict.over or None,
+        "preferred_under": None if verdict is None else verdict.under or None,
+        "remark": None if verdict is None else verdict.text or None,
+    }

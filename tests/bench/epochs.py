@@ -1,0 +1,137 @@
+"""A job's prompts for the second time, with the memory of the first over without: `python -m tests.bench.epochs`.
+
+The tiny model writes its sums at temperature 1, as rollouts do: each prompt is sampled by a group, all of them once an
+epoch, under other seeds each time. Two engines decode the same sequences in one process, turn by turn in alternation,
+with as many rows in flight as a worker would claim. Only the second epoch counts; tokens must be equal.
+"""
+
+# ruff: noqa: E402
+from worker.engine.model import fast_blas
+
+fast_blas.install()
+
+import argparse
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+from shared.seeds import derived_seed
+from shared.sequences import SamplingParams, SequenceSpec
+from shared.text.codec import TextCodec
+from trainer.tiny.data import arithmetic_prompts
+from worker.engine.engine import Engine
+from worker.engine.messages import EngineConfig, RowRequest, SpeculationConfig
+from worker.engine.model.loader import LoadedModel, load_model
+
+AIM = 1.5
+
+
+class Epoch:
+    """Sequences of one engine, so many of them in flight."""
+
+    def __init__(self, engine: Engine, specs: Sequence[SequenceSpec], rows: int) -> None:
+        self._engine = engine
+        self._left = deque(specs)
+        self._rows = rows
+        self.written: dict[str, list[int]] = {spec.id: [] for spec in specs}
+        self.tokens, self.seconds = 0, 0.0
+        self._running = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all have ended."""
+        return not (self._left or self._running)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    def turn(self) -> None:
+        """One turn, timed, with what a worker does before it."""
+        began = time.process_time()
+        fresh = [self._left.popleft() for _ in range(min(self._rows - self._running, len(self._left)))]
+        self._running += len(fresh)
+        if fresh:
+            self._engine.submit([RowRequest(spec) for spec in fresh])
+        events = self._engine.turn().events
+        self._engine.settle()
+        self.seconds += time.process_time() - began
+        for event in events:
+            self.written[event.seq] += event.tokens
+            self.tokens += len(event.tokens)
+            self._running -= event.finish is not None
+
+
+class Job:
+    """Prompts, and groups of samples of each."""
+
+    def __init__(self, loaded: LoadedModel, prompts: int, samples: int, tokens: int) -> None:
+        codec = TextCodec(loaded.tokenizer)
+        self._prompts = [
+            tuple(codec.encode_chat([{"role": "user", "content": task.question}]))
+            for task in arithmetic_prompts(prompts, 0)
+        ]
+        self._samples, self._tokens = samples, tokens
+
+    def epoch(self, number: int) -> list[SequenceSpec]:
+        """All sequences of an epoch."""
+        return [
+            SequenceSpec(f"{number}-{at}-{sample}", "m", prompt, self._sampling(number, at, sample), "batch")
+            for at, prompt in enumerate(self._prompts)
+            for sample in range(self._samples)
+        ]
+
+    def _sampling(self, *of: int) -> SamplingParams:
+        return SamplingParams(self._tokens, derived_seed(*of))
+
+
+def measured(loaded: LoadedModel, job: Job, rows: int, drafts: SpeculationConfig, rounds: int) -> None:
+    """Print the ratio of the epochs after the first one."""
+    config = EngineConfig("", max_rows=rows)
+    engines = Engine(loaded, config), Engine(loaded, replace(config, speculation=drafts))
+    ratios: list[float] = []
+    for number in range(rounds + 1):
+        before = engines[1].stats()
+        epochs = [Epoch(engine, job.epoch(number), rows) for engine in engines]
+        while not all(epoch.is_over for epoch in epochs):
+            for epoch in epochs:
+                if not epoch.is_over:
+                    epoch.turn()
+        plain, drafting = epochs
+        changed = sum(plain.written[seq] != drafting.written[seq] for seq in plain.written)
+        ratio = drafting.rate / plain.rate
+        ratios.append(ratio)
+        stats, was = engines[1].stats().speculation, before.speculation
+        drafted, accepted = stats.drafted - was.drafted, stats.accepted - was.accepted
+        print(
+            f"  epoch {number + 1}: {plain.rate:6.0f} -> {drafting.rate:6.0f} tok/s, x {ratio:.2f}; "
+            f"accepted {accepted} of {drafted} of {drafting.tokens} tokens, "
+            f"{stats.steps - was.steps} of {engines[1].stats().steps - before.steps} steps check; {changed} changed",
+            flush=True,
+        )
+    shown = " ".join(f"{ratio:.2f}" for ratio in ratios[1:])
+    print(f"{rows:3} rows: x {median(ratios[1:]):.2f} ({shown}), aim {AIM}", flush=True)
+
+
+def main() -> None:
+    """A line for each number of rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="models/tiny")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--draft", type=int, default=5, help="tokens of a draft, at most")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    loaded = load_model(EngineConfig(args.model))
+    job = Job(loaded, args.prompts, args.samples, args.tokens)
+    for rows in args.rows:
+        measured(loaded, job, rows, SpeculationConfig(args.draft, memory_bytes=64 << 20), args.rounds)
+
+
+if __name__ == "__main__":
+    main()

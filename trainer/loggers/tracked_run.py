@@ -1,0 +1,77 @@
+"""What a package that tracks runs is told of ours, and what a way to it has to do.
+
+The run's id there is kept in a file of the run's folder, so that a run that is started again goes on in the same one.
+"""
+
+import contextlib
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, SecretStr
+
+Ending = Literal["finished", "stopped", "failed"]  # stopped: by a person or SIGTERM, with a checkpoint to go on from
+Plain = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as others see it."""
+
+    project: str
+    name: str
+    config: Mapping[str, Plain | list[Plain]]
+    id_file: Path
+
+    @property
+    def known_id(self) -> str:
+        """Its id from an earlier start; "": there was none."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.id_file.read_text().strip()
+        return ""
+
+    def keep_id(self, run_id: str) -> None:
+        """Keep it for the next start."""
+        self.id_file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.id_file.with_suffix(".tmp")
+        temporary.write_text(f"{run_id}\n")
+        temporary.replace(self.id_file)
+
+
+class Tracker(Protocol):
+    """A run that is open in a package. Its calls may take as long as they like, and may raise anything."""
+
+    def write(self, train_step: int, figures: Mapping[str, float]) -> None:
+        """The figures of a train step; may be called again with the same ones after an error."""
+
+    def end(self, ending: Ending) -> None:
+        """Close the run with this state, once all that was written has been handed on."""
+
+
+class TrackerKind(Protocol):
+    """How a run is opened in a package: a new one, or the one that it was before."""
+
+    def __call__(self, run: TrackedRun) -> Tracker: ...
+
+
+def config_of(settings: BaseModel, without: Container[str]) -> dict[str, Plain | list[Plain]]:
+    """The settings that others may see: no secrets, no URLs, no texts that users have put into options."""
+    config: dict[str, Plain | list[Plain]] = {}
+    for name, value in settings:
+        if name in without or isinstance(value, SecretStr):
+            continue
+        for part, shown in _parts(name, value):
+            if not (isinstance(shown, str) and "://" in shown):
+                config[part] = shown
+    return config
+
+
+def _parts(name: str, value: Any) -> list[tuple[str, Plain | list[Plain]]]:
+    if isinstance(value, dict):  # of an environment or a reward, say, where any text may be a key
+        return [(f"{name}.{key}", item) for key, item in value.items() if isinstance(item, bool | int | float)]
+    if isinstance(value, list | tuple):
+        return [(name, [item for item in value if isinstance(item, Plain) and "://" not in str(item)])]
+    if isinstance(value, Path):
+        return [(name, str(value))]
+    return [(name, value)] if isinstance(value, Plain) else []

@@ -1,0 +1,30 @@
+"""Trackio: `--logger trackio`: files on this machine (`TRACKIO_DIR`), or, as its variables say, a Space or a server."""
+
+from collections.abc import Mapping
+
+import trackio
+
+from trainer.loggers.tracked_run import Ending, TrackedRun
+
+
+class TrackioRun:
+    """A run of Trackio. It goes by the run's name: the newest of that name goes on after a restart."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        resume = "allow" if run.known_id else "never"
+        self._run = trackio.init(
+            project=run.project, name=run.name, config=dict(run.config), resume=resume, embed=False
+        )
+        run.keep_id(self._run.name)
+
+    def write(self, train_step: int, figures: Mapping[str, float]) -> None:
+        """One entry."""
+        self._run.log(dict(figures), step=train_step)
+
+    def end(self, ending: Ending) -> None:
+        """Trackio has no states, so the last entry says how the run ended."""
+        self._run.log({"ended": ending})
+        self._run.finish()
+
+
+open_run = TrackioRun

@@ -1,0 +1,162 @@
+"""KV of a batch whose rows end at different positions: after a step with drafts of which unequally much was accepted.
+
+mlx-lm's batched caches write what all rows read next at one position. To let rows that have fallen behind end there
+again would mean to copy all their KV. Here each row's next keys and values are written where that row ends, and what
+lies behind is masked; so a row is taken back by counting. Rows that end together are written as mlx-lm does it.
+
+A window is kept the same way: as keys and values in order, of which the oldest are dropped now and then, and the mask
+hides what a row has left behind. A ring, as mlx-lm has it, has one place where all rows are written.
+
+How far a row ends before the one that ends last is its *slack*, which is the same in all leaves of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
+
+from worker.engine.kv.quantised import BatchQuantisedKVCache
+
+
+class Slack:
+    """Of each row of a batch."""
+
+    def __init__(self, positions: Sequence[int]) -> None:
+        self.positions = list(positions)
+        self.most = max(positions, default=0)
+        self._before_B1 = mx.array(self.positions)[:, None]
+        self.rows_B1 = mx.arange(len(self.positions))[:, None]
+
+    def places(self, end: int, count: int) -> mx.array:
+        """The next `count` places [B, N] of each row, in a leaf that is written up to `end`."""
+        return mx.arange(end, end + count)[None] - self._before_B1
+
+
+class RaggedKVCache(BatchKVCache):  # type: ignore[misc]
+    """Of plain layers."""
+
+    keys: Any
+    values: Any
+    offset: mx.array
+    left_padding: mx.array
+    slack: Slack | None = None  # None: all rows end together
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write these positions where each row ends; all positions."""
+        end = self._idx
+        super().update_and_fetch(keys, values)  # makes room; rows that ended earlier do not see what it writes
+        if self.slack is not None:
+            rows_B1, places_BN = self.slack.rows_B1, self.slack.places(end, keys.shape[2])
+            self.keys[rows_B1, :, places_BN] = keys.swapaxes(1, 2)
+            if values.shape[3]:
+                self.values[rows_B1, :, places_BN] = values.swapaxes(1, 2)
+        return self.keys[..., : self._idx, :], self.values[..., : self._idx, :]
+
+    def make_mask(self, N: int, return_array: bool = False, **options: Any) -> mx.array:
+        """What each row's next `N` positions may see, [B, 1, N, positions]."""
+        if self.slack is None:
+            mask: mx.array = super().make_mask(N, return_array, **options)
+            return mask
+        window = options.get("window_size")
+        own_B1N1 = self.slack.places(self._idx, N)[:, None, :, None]
+        seen = mx.arange(self._idx + N)
+        mask = (seen <= own_B1N1) & (seen >= self.left_padding[:, None, None, None])
+        return mask if window is None else mask & (seen > own_B1N1 - window)
+
+    def end_apart(self, unused_B: mx.array, least: int, slack: Slack | None) -> None:
+        """Let each row end so many positions earlier; all of them `least` at least, beyond their slack."""
+        self._idx -= least
+        self.offset = self.offset - unused_B
+        self.slack = slack
+
+    def align(self) -> None:
+        """Let all rows end together."""
+        if self.slack is None:
+            return
+        parts = list(enumerate(self.slack.positions))
+        self.keys, self.values = (
+            mx.concatenate(
+                [
+                    mx.pad(each[at : at + 1, :, : self._idx - behind], [(0, 0), (0, 0), (behind, 0), (0, 0)])
+                    for at, behind in parts
+                ]
+            )
+            for each in (self.keys, self.values)
+        )
+        self.left_padding = self.left_padding + mx.array(self.slack.positions)
+        self.slack = None
+
+
+class RaggedQuantisedKVCache(BatchQuantisedKVCache, RaggedKVCache):
+    """Of quantised layers."""
+
+
+class RaggedWindowKVCache(RaggedKVCache):
+    """Of layers that see the last `max_size` positions."""
+
+    step = 64  # positions that it grows by, before the oldest are dropped
+
+    def __init__(self, max_size: int, left_padding: list[int]) -> None:
+        super().__init__(left_padding)
+        self.max_size = max_size
+
+    @classmethod
+    def of(cls, other: BatchRotatingKVCache) -> RaggedWindowKVCache:
+        """What another form of it holds."""
+        cache = cls(other.max_size, [])
+        cache.offset, cache.left_padding = other.offset, other.left_padding
+        if other.keys is not None:
+            cache.keys, cache.values = in_order(other)
+            cache._idx = cache.keys.shape[2]
+        return cache
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write these positions where each row ends; all that rows still see, and maybe more."""
+        self._make_room(keys.shape[2])
+        return super().update_and_fetch(keys, values)
+
+    def _make_room(self, count: int) -> None:
+        """Drop what no row will see any more, where so many positions have no room; before or after their mask."""
+        if self.keys is None or self._idx + count <= self.keys.shape[2]:
+            return
+        most = 0 if self.slack is None else self.slack.most
+        more = self._idx - most - self.max_size + 1
+        if more > 0:
+            self.keys, self.values = (each[..., more : self._idx, :] for each in (self.keys, self.values))
+            self.left_padding = self.left_padding - more
+            self._idx -= more
+
+    def make_mask(self, N: int, return_array: bool = False, **options: Any) -> mx.array:
+        """What each row's next `N` positions may see."""
+        self._make_room(N)  # else the mask would be as wide as before
+        window = options.pop("window_size", None) or self.max_size
+        return super().make_mask(N, return_array, window_size=window, **options)
+
+    def latest(self, rows: list[int], width: int) -> tuple[mx.array, ...]:
+        """Keys and values of these rows' last positions."""
+        if self.slack is None:
+            index, part = mx.array(rows), slice(self._idx - width, self._idx)
+            return self.keys[index, :, part], self.values[index, :, part]
+        index = mx.array(rows)
+        places_RW = mx.maximum(self.slack.places(self._idx - width, width)[index], 0)[:, None, :, None]
+        return tuple(mx.take_along_axis(each[index], places_RW, 2) for each in (self.keys, self.values))
+
+    def filter(self, batch_indices: Any) -> None:
+        """Keep these rows."""
+        if self.keys is not None:
+            self.keys, self.values = self.keys[batch_indices], self.values[batch_indices]
+        self.offset, self.left_padding = self.offset[batch_indices], self.left_padding[batch_indices]
+
+    def extend(self, other: Any) -> None:
+        """Append the rows of another batch, in whichever form."""
+        super().extend(self.of(other) if isinstance(other, BatchRotatingKVCache) else other)
+
+
+def in_order(cache: BatchRotatingKVCache) -> tuple[mx.array, ...]:
+    """Keys and values of a window, from the oldest position to the newest."""
+    if cache.rotated:
+        return tuple(mx.roll(each, -cache._idx, 2) for each in (cache.keys, cache.values))
+    return cache.keys[..., : cache._idx, :], cache.values[..., : cache._idx, :]

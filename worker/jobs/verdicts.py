@@ -1,0 +1,87 @@
+"""From a verdict on an answer to a trajectory in the queue of its policy's trainer.
+
+Repeatable at every point: the queue ignores a trajectory that it knows, an answer remembers that it was delivered, and
+its entry leaves the due list last.
+"""
+
+import asyncio
+
+import msgspec
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from shared.redis.connection.faults import reason
+from shared.redis.due.due_list import DueList
+from shared.redis.kept.answer_store import LIST, Answer, AnswerStore, due_answer
+from shared.redis.kept.keeping import Terms
+from shared.redis.training.trajectory_queue import TrajectoryQueue
+from shared.trajectories import LiveTrajectory, Reward
+
+log = structlog.get_logger()
+
+AT_ONCE = 64
+LOOK_S = 1.0
+LEASE_MS = 30_000
+AGAIN_MS = 1_000
+REWARD = "feedback"  # the reward's name: such samples share a baseline
+
+
+class Verdicts:
+    """Delivers what has been judged, in one runner."""
+
+    def __init__(self, redis: Redis, max_entries: int, max_bytes: int) -> None:
+        self._redis = redis
+        self._max_entries, self._max_bytes = max_entries, max_bytes
+        self._due = DueList(redis, LIST)
+
+    async def run(self) -> None:
+        """Deliver until cancelled; while Redis is away, wait."""
+        while True:
+            try:
+                if not await self.deliver():
+                    await asyncio.sleep(LOOK_S)
+            except (RedisError, OSError) as error:
+                log.warning("verdicts.redis_away", error=reason(error))
+                await asyncio.sleep(LOOK_S)
+            except Exception:
+                log.exception("verdicts.failed")
+                await asyncio.sleep(LOOK_S)
+
+    async def deliver(self) -> int:
+        """Deliver what is due; returns how many verdicts that were."""
+        entries = await self._due.take(AT_ONCE, LEASE_MS)
+        for entry in entries:
+            try:
+                await self._deliver(*due_answer(entry))
+            except (ValueError, msgspec.MsgspecError) as error:  # of a newer api, or damaged
+                log.error("verdicts.unreadable", error=str(error))
+            await self._due.done(entry)
+        return len(entries)
+
+    async def _deliver(self, keeper: str, terms: Terms, name: str) -> None:
+        answers = AnswerStore(self._redis, terms)
+        first = await answers.find(keeper, name)
+        if first is None or first.verdict is None or first.delivered:
+            return
+        other = await answers.find(keeper, first.verdict.over) if first.verdict.over else None
+        judged = [each for each in (first, other) if each is not None]
+        group = f"{first.live.id}-preferred" if len(judged) > 1 else ""
+        for each in judged:
+            queue = TrajectoryQueue(
+                self._redis, each.live.policy, max_entries=self._max_entries, max_bytes=self._max_bytes
+            )
+            await queue.add(judged_live(each, group))
+        await answers.delivered(keeper, name)
+        log.debug("verdicts.delivered", trajectory=first.live.id, pair=len(judged) > 1)
+
+
+def judged_live(answer: Answer, group: str) -> LiveTrajectory:
+    """What the trainer gets of a judged answer: alone, or with the other one of its pair as a group of two."""
+    verdict, live = answer.verdict, answer.live
+    assert verdict is not None, "nobody has judged it"
+    said = verdict.text or answer.note
+    reward = Reward(REWARD, verdict.reward)
+    metadata = {**live.trajectory.metadata, **({"feedback": said} if said else {})}
+    trajectory = msgspec.structs.replace(live.trajectory, reward=reward, metadata=metadata)
+    return msgspec.structs.replace(live, trajectory=trajectory, group=group, group_size=2 if group else 1)
