@@ -19,14 +19,14 @@ from worker.engine.kv.kinds import may_be_taken_back
 from worker.engine.messages import SpeculationConfig, SpeculationStats
 from worker.engine.speculation.lookup import History, Text, draft_from, own_draft
 from worker.engine.speculation.memory import ANCHOR, Key, Memory, key_of, text_behind
-from worker.engine.speculation.payoff import SHARED_RECENT, Chance, StepTimes, best_length
+from worker.engine.speculation.payoff import SHARED_RECENT, Chance, StepTimes, Try, best_length
 
 LOOKED_THROUGH = 1 << 18  # ids in one step
 FARTHEST = 1 << 14  # ids that one row looks back
 DEEPEST = 16  # ids of a row's end that are looked for in other texts: they tell which of several goes on like it
 WORTH_KEEPING = 2  # tokens
 NEW_AT_ONCE = 4  # rows in one step: a long text takes milliseconds to be taken in
-LONGEST_REST = 32  # steps, of a batch in which drafts do not pay
+LONGEST_REST = 5  # times that the rest of a batch in which drafts do not pay doubles: 32 steps
 
 
 @dataclass
@@ -60,7 +60,8 @@ class Drafting:
         self._widths = (0, 0)  # of the step that runs and of the one before; 0: not to be timed
         self._lengths = tuple({self._config.ngram_min, self._config.ngram_max})
         self._memory = Memory(self._config.memory_bytes, self._lengths)
-        self._rest = self._losses = 0  # steps without drafts, since they did not pay lately
+        self._step = 0
+        self._losses = 0  # times in a row that drafts would not have paid
         self.stats = SpeculationStats(self.is_on)
 
     def begin(self, rows: int, *, alone: bool) -> None:
@@ -79,8 +80,9 @@ class Drafting:
     def tries(self, rows: Sequence[Row], *, known: bool) -> bool:
         """Whether some row may get a draft, by what has been told of it; `known`: by what it will be fed."""
         most, times = self._config.most_rows, self._config.adapts_to_time
-        self._rest = max(0, self._rest - 1)
-        if not rows or self._rest or (most and len(rows) > most):
+        self._step += 1
+        rests = self._step % (1 << min(LONGEST_REST, self._losses)) != 0
+        if not rows or rests or (most and len(rows) > most):
             return False
         if times and self._times.known(len(rows), 1) is None:
             return False
@@ -88,7 +90,7 @@ class Drafting:
             self._rows[row] = self._new(row)
         sources = [(row, source) for row in rows if (source := self._source(row)) is not None]
         for _, source in sources:
-            source.rests = self._config.adapts_to_rows and source.chance.pauses()
+            source.rests = self._config.adapts_to_rows and source.chance.pauses(self._step)
         if known:
             return not all(source.rests for _, source in sources)
         return any(self._draft(row, source, len(rows)) for row, source in sources)
@@ -105,15 +107,17 @@ class Drafting:
                 source.history.add([token])
                 source.told += 1
             drafts.append(self._draft(row, source, len(rows)))
-        chosen = [(self._rows[row].chance.value, len(draft)) for row, draft in zip(rows, drafts, strict=True) if draft]
-        if chosen and self._config.adapts_to_time:
-            longest = best_length(self._times, len(rows), chosen)
+        if any(drafts) and self._config.adapts_to_time:
+            longest = best_length(self._times, self._tries(rows, drafts), alone=bool(self._widths[0]))
             self._losses = 0 if longest else self._losses + 1
-            self._rest = 0 if longest else min(LONGEST_REST, 1 << self._losses)
             drafts = [draft[:longest] for draft in drafts]
         if not any(drafts):
             self._widths = (0, self._widths[1])  # what was waited for belongs to the step before
         return drafts
+
+    def _tries(self, rows: Sequence[Row], drafts: Sequence[list[int]]) -> list[Try]:
+        chances = [self._rows[row].chance if row in self._rows else self._chance for row in rows]
+        return [Try(each.value, len(draft), each.pace) for each, draft in zip(chances, drafts, strict=True)]
 
     def checked(self, width: int, results: Iterable[tuple[Row, int, int]]) -> None:
         """A step of this width has checked drafts: of each row, how many tokens were drafted and accepted."""
@@ -122,6 +126,8 @@ class Drafting:
         drafts = drafted = accepted = 0
         held_at = [*self.stats.accepted_at, *([0] * (width - 1 - len(self.stats.accepted_at)))]
         for row, tried, held in results:
+            if row in self._rows:
+                self._rows[row].chance.moved(held + 1)
             if tried:
                 self._rows[row].chance.learn(tried, held)
                 self._chance.learn(tried, held, SHARED_RECENT)
