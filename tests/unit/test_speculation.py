@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 
 from worker.engine.speculation.lookup import BREAK, History, Ids, Text, draft_from, occurrence, own_draft
 from worker.engine.speculation.memory import KEPT, Memory, key_of, text_behind
-from worker.engine.speculation.payoff import HOPE, LONGEST_PAUSE, STALE, Chance, StepTimes, Try, best_length
+from worker.engine.speculation.payoff import (
+    HOPE,
+    LONGEST_PAUSE,
+    PLAIN_STALE,
+    STALE,
+    Chance,
+    StepTimes,
+    Try,
+    best_length,
+)
 
 
 def ids(*values: int) -> Ids:
@@ -157,6 +166,14 @@ def test_widths_between_known_ones_are_not_all_tried() -> None:
     times = times_of(4, 1.0, 0, 0, 0, 0, 11.0)
     assert times.likely(4, 3) == pytest.approx(5.0)
     assert best_length(times, [Try(0.9, 5, 1.0)] * 4, alone=True) == 0
+
+
+def test_a_step_without_drafts_is_timed_now_and_then_while_all_have_some() -> None:
+    times = times_of(4, 1.0, 1.1)
+    for _ in range(PLAIN_STALE - 1):
+        assert best_length(times, [Try(0.9, 1, 1.0)] * 4, alone=True) == 1
+        times.took(4, 2, 1.1)
+    assert best_length(times, [Try(0.9, 1, 1.0)] * 4, alone=True) == 0, "the machine may be busier than it was, or less"
 
 
 def test_old_times_are_taken_again() -> None:

@@ -26,6 +26,7 @@ PACE_RECENT = 0.2  # weight of the latest step in a row's pace
 MARGIN = 1.03  # by which drafts must be better
 SAMPLES = 5  # latest times of one kind of step
 STALE = 500  # steps after which a time is taken again
+PLAIN_STALE = 150  # of a step without drafts, which costs little: an old one would let drafts go on at a loss
 
 
 class Chance:
@@ -95,7 +96,8 @@ class StepTimes:
     def known(self, rows: int, width: int) -> float | None:
         """Seconds; None when nothing is known, or what is known is old."""
         key = _key(rows, width)
-        if self._steps - self._taken_at.get(key, -STALE) >= STALE:
+        stale = STALE if width > 1 else PLAIN_STALE
+        if self._steps - self._taken_at.get(key, -stale) >= stale:
             return None
         return median(self._times[key])
 
