@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from statistics import median_low
 
-from worker.engine.speculation.payoff import MARGIN, SAMPLES, SHARED_RECENT, STALE, StepTimes
-
-Drafted = tuple[float, int]  # chance of each token, tokens
+from worker.engine.speculation.payoff import MARGIN, SAMPLES, SHARED_RECENT, SLOWED, STALE, StepTimes, Try
 
 
 class DraftTimes:
@@ -58,39 +55,32 @@ def _about(rows: int) -> int:
 
 def best_step(
     times: StepTimes,
-    rows: int,
-    by_text: Sequence[Drafted],
-    by_model: Sequence[Drafted],
+    by_text: Sequence[Try],
+    by_model: Sequence[Try],
     seconds: Callable[[int], float],
+    *,
+    alone: bool,
 ) -> tuple[int, bool]:
     """How long the drafts of this step should be at most, and whether those of a model, which take `seconds`, pay.
 
-    (0, False): none pays.
+    `by_text`: all rows, with the drafts of texts; `by_model`: with the model's besides. (0, False): none pays.
+    `alone`: no prompt waits.
     """
+    rows = len(by_text)
     plain = times.known(rows, 1)
     if plain is None:
         return 0, False
-    most = max(length for _, length in [*by_text, *by_model])
-    text, model = gains(by_text, most), gains(by_model, most)
     best, best_rate = (0, False), MARGIN * rows / plain
-    for longest in range(1, most + 1):
-        took = times.likely(rows, longest + 1) or plain
-        brought = rows + text[longest - 1]
-        for with_model, rate in (
-            (False, brought / took),
-            (True, (brought + model[longest - 1]) / (took + seconds(longest))),
+    for longest in range(1, max(row.length for row in (*by_text, *by_model)) + 1):
+        checks = times.likely(rows, longest + 1)
+        if checks is None:
+            break
+        for with_model, tries, took in (
+            (False, by_text, checks),
+            (True, by_model, checks + seconds(longest)),
         ):
-            if rate > best_rate and (by_model if with_model else by_text):
-                best, best_rate = (longest, with_model), rate
+            tokens = [row.tokens(longest) for row in tries]
+            slowest = min(max(each, row.pace) for each, row in zip(tokens, tries, strict=True)) if alone else 1.0
+            if sum(tokens) / took > best_rate and took <= SLOWED * slowest * plain:
+                best, best_rate = (longest, with_model), sum(tokens) / took
     return best
-
-
-def gains(drafts: Sequence[Drafted], most: int) -> list[float]:
-    """Tokens that drafts bring when none is longer than 1, 2 and so on."""
-    each = [0.0] * most
-    for chance, length in drafts:
-        reached = 1.0
-        for at in range(min(length, most)):
-            reached *= chance
-            each[at] += reached
-    return list(accumulate(each))

@@ -20,11 +20,11 @@ from worker.engine.batch.row import Row
 from worker.engine.kv.kinds import may_be_taken_back
 from worker.engine.messages import SpeculationConfig, SpeculationStats
 from worker.engine.speculation.draft_batch import DraftBatch
-from worker.engine.speculation.draft_times import Drafted, best_step
+from worker.engine.speculation.draft_times import best_step
 from worker.engine.speculation.lookup import NOTHING, History, Text, draft_from, own_draft
 from worker.engine.speculation.memory import ANCHOR, Completions, Key, Memory, key_of, mark_of, text_behind
 from worker.engine.speculation.model_drafts import ModelDrafts
-from worker.engine.speculation.payoff import SHARED_RECENT, UNLIKELY, Chance, StepTimes, best_length
+from worker.engine.speculation.payoff import SHARED_RECENT, UNLIKELY, Chance, StepTimes, Try, best_length
 
 LOOKED_THROUGH = 1 << 18  # ids in one step
 FARTHEST = 1 << 14  # ids that one row looks back
@@ -32,7 +32,7 @@ DEEPEST = 16  # ids of a row's end that are looked for in other texts: they tell
 WORTH_KEEPING = 2  # tokens
 NEW_AT_ONCE = 1 << 13  # ids of new rows in one step, one row at least: a long text takes milliseconds to be taken in
 OWN_VOTES = 2  # texts that a row's chance counts for beside those that others have written
-LONGEST_REST = 32  # steps, of a batch in which drafts do not pay
+LONGEST_REST = 5  # times that the rest of a batch in which drafts do not pay doubles: 32 steps
 
 
 @dataclass
@@ -74,7 +74,8 @@ class Drafting:
         self._widths = (0, 0)  # of the step that runs and of the one before; 0: not to be timed
         self._lengths = tuple({self._config.ngram_min, self._config.ngram_max})
         self._memory = Memory(self._config.memory_bytes, self._lengths)
-        self._rest = self._losses = 0  # steps without drafts, since they did not pay lately
+        self._step = 0
+        self._losses = 0  # times in a row that drafts would not have paid
         self._model = None if model is None or not self.is_on else ModelDrafts(model, self._config, clock)
         self._stats = SpeculationStats(self.is_on)
 
@@ -101,17 +102,20 @@ class Drafting:
     def tries(self, rows: Sequence[Row], *, known: bool) -> bool:
         """Whether some row may get a draft, by what has been told of it; `known`: by what it will be fed."""
         most, times = self._config.most_rows, self._config.adapts_to_time
-        self._rest = max(0, self._rest - 1)
-        if not rows or self._rest or (most and len(rows) > most):
+        self._step += 1
+        rests = self._step % (1 << min(LONGEST_REST, self._losses)) != 0
+        if not rows or (rests and self._model is None) or (most and len(rows) > most):
             return False
         if times and self._times.known(len(rows), 1) is None:
             return False
         self._take_in([row for row in rows if row not in self._rows])
         sources = [(row, source) for row in rows if (source := self._source(row)) is not None]
         for _, source in sources:
-            source.rests = self._config.adapts_to_rows and source.chance.pauses()
+            source.rests = self._config.adapts_to_rows and source.chance.pauses(self._step)
         if self._model_may_draft(rows):
             return True
+        if rests:
+            return False
         if known:
             return not all(source.rests for _, source in sources)
         return any(self._draft(row, source, len(rows)) for row, source in sources)
@@ -122,7 +126,7 @@ class Drafting:
             return False
         if self._alone:
             self._reads = self._model.read_along([row for row in rows if row in self._rows], self._times)
-        self._model.begin()
+        self._model.begin(self._step)
         return bool(self._model.lengths(rows))
 
     def drafts(self, rows: Sequence[Row], inputs: Sequence[int]) -> list[list[int]]:
@@ -139,12 +143,10 @@ class Drafting:
             drafts.append(self._draft(row, source, len(rows)))
         silent = [row for row, draft in zip(rows, drafts, strict=True) if not draft and row in self._rows]
         lengths = self._model.lengths(silent) if self._model is not None else {}
-        chosen = [(self._rows[row].likely, len(draft)) for row, draft in zip(rows, drafts, strict=True) if draft]
-        if (chosen or lengths) and self._config.adapts_to_time:
-            longest, by_model = self._best(len(rows), chosen, lengths)
-            if chosen:
+        if (any(drafts) or lengths) and self._config.adapts_to_time:
+            longest, by_model = self._best(rows, drafts, lengths)
+            if any(drafts):
                 self._losses = 0 if longest else self._losses + 1
-                self._rest = 0 if longest else min(LONGEST_REST, 1 << self._losses)
             drafts = [draft[:longest] for draft in drafts]
             lengths = {row: min(length, longest) for row, length in lengths.items() if by_model}
         if lengths:
@@ -153,14 +155,25 @@ class Drafting:
             self._widths = (0, self._widths[1])  # what was waited for belongs to the step before
         return drafts
 
-    def _best(self, rows: int, chosen: Sequence[Drafted], lengths: Mapping[Row, int]) -> tuple[int, bool]:
+    def _best(self, rows: Sequence[Row], drafts: Sequence[list[int]], lengths: Mapping[Row, int]) -> tuple[int, bool]:
         """How long drafts should be at most, and whether those of the draft model pay; (0, False): none pays."""
+        by_text = self._tries(rows, drafts)
         if self._model is None or not lengths:
-            return best_length(self._times, rows, chosen), False
-        by_model = [(self._model.chance(row), length) for row, length in lengths.items()]
-        longest, pays = best_step(self._times, rows, chosen, by_model, self._model.seconds)
+            return best_length(self._times, by_text, alone=self._alone), False
+        by_model = [
+            Try(self._model.chance(row), lengths[row], each.pace) if row in lengths else each
+            for row, each in zip(rows, by_text, strict=True)
+        ]
+        longest, pays = best_step(self._times, by_text, by_model, self._model.seconds, alone=self._alone)
         self._model.judge(pays=pays)
         return longest, pays
+
+    def _tries(self, rows: Sequence[Row], drafts: Sequence[list[int]]) -> list[Try]:
+        sources = [self._rows.get(row) for row in rows]
+        return [
+            Try(0.0, 0, 1.0) if source is None else Try(source.likely, len(draft), source.chance.pace)
+            for source, draft in zip(sources, drafts, strict=True)
+        ]
 
     def _filled(
         self, rows: Sequence[Row], inputs: Sequence[int], drafts: list[list[int]], lengths: Mapping[Row, int]
@@ -184,6 +197,8 @@ class Drafting:
         drafts = drafted = accepted = 0
         held_at = [*self._stats.accepted_at, *([0] * (width - 1 - len(self._stats.accepted_at)))]
         for row, tried, held in results:
+            if row in self._rows:
+                self._rows[row].chance.moved(held + 1)
             if tried:
                 self._learn(row, tried, held)
                 drafts, drafted, accepted = drafts + 1, drafted + tried, accepted + held

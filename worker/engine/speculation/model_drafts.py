@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from worker.engine.batch.row import Row
 from worker.engine.messages import SpeculationConfig
 from worker.engine.speculation.draft_batch import DraftBatch
-from worker.engine.speculation.draft_times import DraftTimes, best_step, gains
-from worker.engine.speculation.payoff import SHARED_RECENT, Chance, StepTimes
+from worker.engine.speculation.draft_times import DraftTimes, best_step
+from worker.engine.speculation.payoff import SHARED_RECENT, Chance, StepTimes, Try
 
 log = logging.getLogger(__name__)
 
@@ -85,12 +85,13 @@ class ModelDrafts:
         if self._probes < PROBES:
             return new[: max(0, FEW - len(self._batch))]
         plain = times.known(len(rows), 1)
-        each = (self._chance.value, self._chance.length(self._config.tokens))
-        longest, by_model = best_step(times, len(rows), [], [each] * len(rows), self.seconds)
+        each = Try(self._chance.value, self._chance.length(self._config.tokens), 1.0)
+        none = [Try(0.0, 0, 1.0)] * len(rows)
+        longest, by_model = best_step(times, none, [each] * len(rows), self.seconds, alone=True)
         if plain is None or not by_model:
             return []
         took = (times.likely(len(rows), longest + 1) or plain) + self.seconds(longest)
-        saved = plain - took / (1 + gains([each], longest)[-1])  # by a token of each row
+        saved = plain - took / each.tokens(longest)  # by a token of each row
         return [row for row in new if self._saves(row, saved / len(rows))]
 
     def _is_servable(self, row: Row) -> bool:
@@ -104,11 +105,11 @@ class ModelDrafts:
 
     # -- drafts
 
-    def begin(self) -> None:
+    def begin(self, step: int) -> None:
         """A step begins, in which rows whose drafts keep failing get none."""
         self._rest = max(0, self._rest - 1)
         if self._config.adapts_to_rows:
-            self._resting = {row for row in self._batch.rows if self._chances[row].pauses()}
+            self._resting = {row for row in self._batch.rows if self._chances[row].pauses(step)}
 
     def lengths(self, rows: Iterable[Row]) -> dict[Row, int]:
         """How long drafts of these rows may be, of those that may get one now."""
