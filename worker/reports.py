@@ -66,12 +66,16 @@ def worker_status(
         versions=tuple(adapters.loaded),
         kv_address=kv_address,
         speculation=_speculation(settings, stats),
+        draft_model=stats.speculation.draft_model,
         extra={**_extra(who.card, settings, stats, adapters), **peers},
     )
 
 
 def _speculation(settings: WorkerSettings, stats: EngineStats) -> str:
-    if settings.spec_decode == "none" or stats.speculation.is_on:
+    drafts = stats.speculation
+    if settings.spec_decode == "draft" and drafts.is_on and not drafts.draft_model:
+        return "none: the draft model has failed; the worker's log says how"
+    if settings.spec_decode == "none" or drafts.is_on:
         return settings.spec_decode
     return f"none: {settings.spec_decode} needs layers that can forget their latest positions, and not all of these can"
 
@@ -228,6 +232,8 @@ FIGURES_OF_DRAFTS = {
     "drafts": "vllm:spec_decode_num_drafts_total",
     "drafted": "vllm:spec_decode_num_draft_tokens_total",
     "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+    "model_drafted": "mlx_parallm_spec_decode_draft_model_tokens_total",
+    "model_accepted": "mlx_parallm_spec_decode_draft_model_accepted_tokens_total",
 }  # by the engine's name: the metric's
 ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 FIGURES_OF_DISK = {

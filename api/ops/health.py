@@ -55,6 +55,7 @@ class WorkerHealth(BaseModel):
     kv_bytes: int
     kv_limit_bytes: int
     speculation: str = Field(description="--spec-decode as it is in force; none, and why, where the model cannot")
+    draft_model: str = Field(description="the model that drafts; empty: there is none, or it has failed")
     memory_cache: CacheHealth
     ssd_cache: CacheHealth | None = Field(description="null: no folder is named")
 

@@ -33,6 +33,7 @@ class SpecDecoding(BaseModel):
 
     enabled: bool = Field(description="a live worker drafts tokens")
     mode: str = Field(description="of --spec-decode; of several the first by name")
+    draft_models: list[str] = Field(description="the models that draft on live workers")
     acceptance_rate: float | None = Field(description="of drafted tokens; null: none was drafted")
     average_accepted_tokens: float | None = Field(description="of a draft")
     mode_distribution: dict[str, int] = Field(description="decode steps without drafts (none) and with")
@@ -72,6 +73,7 @@ async def spec_decode_metrics(ring: TheRing) -> SpecDecoding:
     modes = sorted({worker.speculation for worker in workers if not worker.speculation.startswith("none")})
     counted = {name: int(_total(totals, f"vllm:spec_decode_num_{name}_total")) for name in _DRAFTS}
     drafts, drafted, accepted = counted.values()
+    by_model = {name: _total(totals, f"mlx_parallm_spec_decode_{name}_total") for name in _BY_MODEL}
     steps, checked = (
         _total(totals, "vllm:iteration_tokens_total"),
         _total(totals, "mlx_parallm_spec_decode_steps_total"),
@@ -79,14 +81,16 @@ async def spec_decode_metrics(ring: TheRing) -> SpecDecoding:
     return SpecDecoding(
         enabled=bool(modes),
         mode=modes[0] if modes else "none",
+        draft_models=sorted({worker.draft_model for worker in workers if worker.draft_model}),
         acceptance_rate=accepted / drafted if drafted else None,
         average_accepted_tokens=accepted / drafts if drafts else None,
         mode_distribution={"none": int(max(0, steps - checked)), "drafted": int(checked)},
-        controller={name: float(value) for name, value in counted.items()} if drafts else None,
+        controller={name: float(value) for name, value in (counted | by_model).items()} if drafts else None,
     )
 
 
 _DRAFTS = ("drafts", "draft_tokens", "accepted_tokens")
+_BY_MODEL = ("draft_model_tokens", "draft_model_accepted_tokens")
 
 
 def _total(totals: dict[str, float], name: str) -> float:

@@ -10,12 +10,10 @@ from collections.abc import Collection
 
 from shared.errors import SetupError
 
-_DRAFT_MODEL = "there is no draft model: --spec-decode ngram and auto draft from texts, for all rows of the batch"
 _TENSOR_PARALLEL = (
     "a model is not split over machines or processes: each worker holds all of it; "
     "add workers with --workers N, or mlx_parallm_worker on another machine"
 )
-_DRAFT_MODEL_FLAGS = ("draft-model-path", "draft-model-quantize", "draft-context-len")
 _TENSOR_PARALLEL_FLAGS = (
     "distributed-mode", "distributed-sharding", "distributed-strict", "no-distributed-strict", "distributed-hostfile",
     "distributed-ibv-devices", "distributed-jaccl-coordinator", "num-local-ranks",
@@ -27,7 +25,7 @@ REFUSED = {
     "completion-batch-size": "there is one batch, of --max-batch-size rows",
     "num-blocks": "KV memory is given in bytes: --kv-memory-gb, and --prefix-cache-gb for earlier prompts",
     "sequence-cache-size": "earlier prompts are kept by memory, not by number: --prefix-cache-gb",
-    **dict.fromkeys(_DRAFT_MODEL_FLAGS, _DRAFT_MODEL),
+    "draft-model-quantize": "--draft-model-path takes a model that is quantised already: mlx_lm.convert -q makes one",
     **dict.fromkeys(_TENSOR_PARALLEL_FLAGS, _TENSOR_PARALLEL),
 }
 ALREADY_SO = {("distributed-mode", "off")}

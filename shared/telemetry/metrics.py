@@ -150,6 +150,8 @@ _OURS = (
     _gauge("mlx_parallm_redis_connected_clients", (), "connections to Redis"),
     _gauge("mlx_parallm_redis_commands_per_second", (), "commands that Redis runs"),
     _counter("mlx_parallm_spec_decode_steps_total", _MODEL, "decode steps that checked drafts"),
+    _counter("mlx_parallm_spec_decode_draft_model_tokens_total", _MODEL, "drafted tokens that a draft model said"),
+    _counter("mlx_parallm_spec_decode_draft_model_accepted_tokens_total", _MODEL, "of them, those that were accepted"),
     _counter("mlx_parallm_leases_reclaimed_total", _MODEL, "leases that ran out, whose sequences were taken back"),
     _counter("mlx_parallm_takeovers_total", _MODEL, "sequences that a worker went on with after another one"),
     _counter("mlx_parallm_dead_letters_total", _MODEL, "sequences given up since the beginning"),

@@ -3,6 +3,10 @@
 Weights are random, so what would be accepted of a real model's text says nothing. So completions are recorded first,
 without drafts, and given as predictions of which each token is right with a set chance: 1 is a copying task, 0 a text
 that nobody could foresee. Tokens per second are ratios of runs in turn, in one process; tokens must be equal.
+
+`--mixed`: the same, with prompts of a quarter to all of the context. `--beside`: gaps and first tokens of rows without
+drafts while as many rows copy, p99 with drafts over without. `--clock cpu` counts the process's CPU time in place of
+the wall's, which says more on a CPU that others use, too; what drafts learn of step times is counted so, too.
 """
 
 # ruff: noqa: E402
@@ -33,62 +37,100 @@ class Decoding:
 
     def __init__(self, engine: Engine, requests: Sequence[RowRequest]) -> None:
         self._engine = engine
-        self.written: list[list[int]] = [[] for _ in requests]
+        self.written: dict[str, list[int]] = {each.spec.id: [] for each in requests}
+        self.waits: dict[str, list[float]] = {}  # of each row: for its first token, then between two turns with some
+        self._since: dict[str, float] = {}
         self.tokens, self.seconds = 0, 0.0
         engine.submit(requests)
-        while not all(self.written):
+        while not all(self.written.values()):
             self.turn()
+        self.waits.clear()
         self.tokens, self.seconds = 0, 0.0
+        self._since = dict.fromkeys(self.written, 0.0)
 
     @property
     def is_busy(self) -> bool:
         """Whether rows are left."""
         return self._engine.busy
 
+    def arrive(self, request: RowRequest) -> None:
+        """One more, now."""
+        self.written[request.spec.id], self._since[request.spec.id] = [], self.seconds
+        self._engine.submit([request])
+
     def turn(self) -> None:
         """One turn, timed."""
-        began = time.perf_counter()
+        began = clock()
         events = self._engine.turn().events
         self._engine.settle()
-        took = time.perf_counter() - began
+        self.seconds += clock() - began
         for event in events:
-            self.written[int(event.seq)] += event.tokens
+            self.written[event.seq] += event.tokens
+            self.waits.setdefault(event.seq, []).append(self.seconds - self._since.get(event.seq, 0.0))
+            self._since[event.seq] = self.seconds
         self.tokens += sum(len(event.tokens) for event in events)
-        self.seconds += took
 
 
 class Runs:
     """One engine with drafts and one without, over the same prompts."""
 
-    def __init__(self, loaded: LoadedModel, rows: int, tokens: int, context: int, drafts: SpeculationConfig) -> None:
-        config = EngineConfig("", max_rows=rows, prefill_chunk=256, prefix_cache_bytes=0)
+    def __init__(
+        self, loaded: LoadedModel, rows: int, tokens: int, context: int, drafts: SpeculationConfig, *, mixed: bool
+    ) -> None:
+        config = EngineConfig("", max_rows=rows + 1, prefill_chunk=256, prefix_cache_bytes=0)
         self._plain, self._drafting = Engine(loaded, config), Engine(loaded, replace(config, speculation=drafts))
+        self._drafting._drafting._clock = clock
         self._rows, self._tokens, self._context, self._vocab = rows, tokens, context, loaded.card.vocab_size
+        self._least = context // 4 if mixed else context
         self.drafted = self.accepted = self.changed = 0
 
     def ratio(self, chance: float, seed: int) -> float:
         """Tokens per second with drafts of such a chance over those without; turns of both alternate."""
+        plain, drafting = self._both([chance] * self._rows, seed, every=0)
+        return drafting.tokens / drafting.seconds / (plain.tokens / plain.seconds)
+
+    def waits(self, seed: int) -> tuple[float, float]:
+        """Of rows without drafts beside as many that copy: p99 of gaps and of first tokens, over those without."""
+        half = self._rows // 2
+        both = self._both([1.0] * half + [0.0] * (self._rows - half), seed, every=8)
+        gaps, firsts = [], []
+        for each in both:
+            waits = {seq: waits for seq, waits in each.waits.items() if not seq.isdecimal() or int(seq) >= half}
+            gaps.append(_p99([gap for seq, all_ in waits.items() for gap in all_[not seq.isdecimal() :]]))
+            firsts.append(_p99([all_[0] for seq, all_ in waits.items() if not seq.isdecimal()]))
+        return gaps[1] / gaps[0], firsts[1] / firsts[0]
+
+    def _both(self, chances: Sequence[float], seed: int, every: int) -> tuple[Decoding, Decoding]:
+        """The runs without and with drafts; one more short request comes to both in `every` so many turns."""
         draw = random.Random(seed)
-        prompts = [tuple(draw.randrange(3, self._vocab) for _ in range(self._context)) for _ in range(self._rows)]
+        lengths = [draw.randint(self._least, self._context) for _ in chances]
+        prompts = [tuple(draw.randrange(3, self._vocab) for _ in range(length)) for length in lengths]
         recorded = Decoding(self._plain, self._requests(prompts, [()] * self._rows, seed))
         while recorded.is_busy:
             recorded.turn()
         guesses = [
-            tuple(id_ if draw.random() < chance else draw.randrange(3, self._vocab) for id_ in each)
-            for each in recorded.written
+            tuple(id_ if draw.random() < chance else draw.randrange(3, self._vocab) for id_ in each) if chance else ()
+            for chance, each in zip(chances, recorded.written.values(), strict=True)
         ]
         before = self._drafting.stats().speculation
         plain = Decoding(self._plain, self._requests(prompts, [()] * self._rows, seed))
         drafting = Decoding(self._drafting, self._requests(prompts, guesses, seed))
+        turns = 0
         while plain.is_busy or drafting.is_busy:
+            turns += 1
+            if every and turns % every == 0 and turns < self._tokens:
+                late = tuple(draw.randrange(3, self._vocab) for _ in range(32))
+                for each in (plain, drafting):
+                    sampling = SamplingParams(4, turns, temperature=1.0, ignore_eos=True)
+                    each.arrive(RowRequest(SequenceSpec(f"late {turns}", "m", late, sampling)))
             for each in (plain, drafting):
                 if each.is_busy:
                     each.turn()
         after = self._drafting.stats().speculation
-        self.changed += sum(first != second for first, second in zip(plain.written, drafting.written, strict=True))
+        self.changed += sum(plain.written[seq] != drafting.written[seq] for seq in plain.written)
         self.drafted += after.drafted - before.drafted
         self.accepted += after.accepted - before.accepted
-        return drafting.tokens / drafting.seconds / (plain.tokens / plain.seconds)
+        return plain, drafting
 
     def _requests(
         self, prompts: Sequence[tuple[int, ...]], guesses: Sequence[tuple[int, ...]], seed: int
@@ -107,6 +149,18 @@ class Runs:
         ]
 
 
+def _p99(waits: Sequence[float]) -> float:
+    return sorted(waits)[int(0.99 * (len(waits) - 1))]
+
+
+def clock() -> float:
+    """Seconds, of the clock that is asked for."""
+    return _clock()
+
+
+_clock = time.perf_counter
+
+
 def main() -> None:
     """A table of ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -119,11 +173,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
     parser.add_argument("--dtype", default="float32" if on_cpu else "bfloat16")
+    parser.add_argument("--mixed", action="store_true")
+    parser.add_argument("--beside", action="store_true")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     args = parser.parse_args()
+    if args.clock == "cpu":
+        global _clock
+        _clock = time.process_time
     loaded = random_model(SHAPES[args.shape], args.dtype)
     for rows in args.rows:
+        sizes = loaded, rows, args.tokens, args.context, SpeculationConfig(args.draft)
+        if args.beside:
+            _show_waits(rows, Runs(*sizes, mixed=args.mixed), args.rounds)
+            continue
         for chance in args.chances:
-            runs = Runs(loaded, rows, args.tokens, args.context, SpeculationConfig(args.draft))
+            runs = Runs(*sizes, mixed=args.mixed)
             ratios = [runs.ratio(chance, seed) for seed in range(args.rounds + 1)][1:]
             shown = " ".join(f"{ratio:.2f}" for ratio in ratios)
             print(
@@ -131,6 +195,17 @@ def main() -> None:
                 f"{runs.accepted} of {runs.drafted}, {runs.changed} rows changed {AIMS.get((rows, chance), '')}",
                 flush=True,
             )
+
+
+def _show_waits(rows: int, runs: Runs, rounds: int) -> None:
+    each = [runs.waits(seed) for seed in range(rounds + 1)][1:]
+    for at, name in enumerate(("gaps", "first tokens")):
+        shown = " ".join(f"{ratios[at]:.2f}" for ratios in each)
+        print(
+            f"{rows:3} rows, half of them copy: p99 of the others' {name} "
+            f"x {median(ratios[at] for ratios in each):.2f} ({shown}) aim 1.1",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -95,7 +95,10 @@ async def test_what_is_drafted_and_accepted_is_told_beside_the_steps_without(red
         for name, value in (("drafts", 4), ("draft_tokens", 20), ("accepted_tokens", 15)):
             tally.counter(f"vllm:spec_decode_num_{name}_total", MODEL).add(value)
         tally.counter("mlx_parallm_spec_decode_steps_total", MODEL).add(2)
+        tally.counter("mlx_parallm_spec_decode_draft_model_tokens_total", MODEL).add(5)
+        tally.counter("mlx_parallm_spec_decode_draft_model_accepted_tokens_total", MODEL).add(3)
         told = (await server.http.get("/v1/spec_decode/metrics")).json()
     assert (told["acceptance_rate"], told["average_accepted_tokens"]) == (0.75, 3.75)
     assert told["mode_distribution"] == {"none": 3, "drafted": 2}
-    assert told["controller"] == {"drafts": 4, "draft_tokens": 20, "accepted_tokens": 15}
+    by_model = {"draft_model_tokens": 5, "draft_model_accepted_tokens": 3}
+    assert told["controller"] == {"drafts": 4, "draft_tokens": 20, "accepted_tokens": 15} | by_model

@@ -50,14 +50,22 @@ def test_the_flags_of_speculative_decoding_reach_the_engine() -> None:
     assert drafts == expected
     ngram = engine_config(load(WorkerSettings, ["--spec-decode", "ngram"])).speculation
     assert ngram == SpeculationConfig(most_rows=8), "nothing is kept for others"
+    line = "--spec-decode draft --draft-model-path small --draft-context-len 128"
+    draft = engine_config(load(ServeSettings, line.split()).of(WorkerSettings)).speculation
+    assert draft == SpeculationConfig(most_rows=8, own_text=False, draft_model="small", draft_context=128)
+    auto = engine_config(load(WorkerSettings, ["--spec-decode", "auto", "--draft-model-path", "small"])).speculation
+    assert auto is not None and auto.own_text and auto.memory_bytes and auto.draft_model == "small"
     assert engine_config(load(WorkerSettings, [])).speculation is None
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--spec-decode draft", "there is no draft model here"),
-        ("--spec-decode medusa", "'none', 'ngram' or 'auto'"),
+        ("--spec-decode draft", "needs a draft model: --draft-model-path"),
+        ("--draft-model-path x", "is used with --spec-decode draft or auto"),
+        ("--spec-decode ngram --draft-model-path x", "is used with --spec-decode draft or auto"),
+        ("--spec-decode auto --draft-context-len 128", "is of a draft model: --draft-model-path"),
+        ("--spec-decode medusa", "'none', 'ngram', 'draft' or 'auto'"),
         ("--ngram-min 5", "must not be more than --ngram-max"),
     ],
 )

@@ -19,7 +19,16 @@ from worker.engine.speculation.lookup import (
     own_draft,
 )
 from worker.engine.speculation.memory import KEPT, Completions, Key, Memory, key_of, mark_of, text_behind
-from worker.engine.speculation.payoff import LONGEST_PAUSE, STALE, Chance, StepTimes, best_length, expected
+from worker.engine.speculation.payoff import (
+    HOPE,
+    LONGEST_PAUSE,
+    PLAIN_STALE,
+    STALE,
+    Chance,
+    StepTimes,
+    Try,
+    best_length,
+)
 
 
 def ids(*values: int) -> Ids:
@@ -144,20 +153,33 @@ def test_what_comes_again_from_elsewhere_is_kept_once() -> None:
 
 def test_a_row_whose_drafts_fail_pauses_ever_longer_and_comes_back() -> None:
     chance = Chance()
-    pauses = []
-    for _ in range(10):
+    assert not chance.pauses(1)
+    apart = []
+    for _ in range(6):
         chance.learn(3, 0)
-        pauses.append(sum(iter(chance.pauses, False)))
-    assert pauses == sorted(pauses) and pauses[0] == 0 and 0 < pauses[-1] <= LONGEST_PAUSE
-    assert chance.value < 0.1 and chance.length(5) == 1
+        tries = [step for step in range(1, 513) if not chance.pauses(step)]
+        apart.append(tries[1] - tries[0])
+        assert tries[0] == apart[-1], "all rows try in the same steps"
+    assert apart == sorted(apart) and apart[0] > 1 and apart[-1] == 1 << LONGEST_PAUSE
+    assert chance.known < 0.2 and chance.length(5) == 1
+    assert not chance.pauses(64) and chance.value == HOPE, "else nobody would find out that it has changed"
     for _ in range(4):
         chance.learn(5, 5)
-    assert not chance.pauses() and chance.value > 0.9 and chance.length(5) == 5
+    assert not chance.pauses(65) and chance.value > 0.8 and chance.length(5) == 5
+
+
+def test_one_draft_that_fails_does_not_stop_a_row_whose_drafts_hold() -> None:
+    chance = Chance()
+    for _ in range(10):
+        chance.learn(5, 5)
+    chance.learn(5, 0)
+    assert not chance.pauses(1) and chance.value > 0.8
 
 
 def test_what_drafts_bring() -> None:
-    assert expected([(0.5, 2), (1.0, 5)], 3) == pytest.approx(0.75 + 3)
-    assert expected([], 3) == 0
+    assert Try(0.5, 2, 1.0).tokens(3) == pytest.approx(1 + 0.75)
+    assert Try(1.0, 5, 1.0).tokens(3) == pytest.approx(1 + 3)
+    assert Try(1.0, 0, 3.0).tokens(3) == 1
 
 
 def times_of(rows: int, *seconds: float) -> StepTimes:
@@ -169,23 +191,43 @@ def times_of(rows: int, *seconds: float) -> StepTimes:
 
 
 def test_drafts_come_only_where_they_pay() -> None:
-    assert best_length(StepTimes(), 4, [(0.9, 5)]) == 0, "a step without drafts is to be timed first"
-    assert best_length(times_of(4, 1.0), 4, [(0.9, 5)]) == 5, "who does not try does not know"
-    assert best_length(times_of(1, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0), 1, [(1.0, 5)]) == 5
-    assert best_length(times_of(1, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0), 1, [(0.1, 5)]) == 0
-    assert best_length(times_of(4, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0), 4, [(0.9, 5)] * 4) == 0
-    assert best_length(times_of(4, 1.0, 1.01, 3.0, 4.0, 5.0, 6.0), 4, [(0.9, 5)] * 4) == 1
+    four, cheap = [Try(0.9, 5, 1.0)] * 4, times_of(1, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0)
+    assert best_length(StepTimes(), four, alone=True) == 0, "a step without drafts is to be timed first"
+    assert best_length(times_of(4, 1.0), four, alone=True) == 1, "who does not try does not know"
+    assert best_length(times_of(4, 1.0, 1.2), four, alone=True) == 5, "and it may go on so"
+    assert best_length(times_of(4, 1.0, 1.9), four, alone=True) == 0
+    assert best_length(cheap, [Try(1.0, 5, 1.0)], alone=True) == 5
+    assert best_length(cheap, [Try(0.1, 5, 1.0)], alone=True) == 0
+    assert best_length(times_of(4, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0), four, alone=True) == 0
+    assert best_length(times_of(4, 1.0, 1.01, 3.0, 4.0, 5.0, 6.0), four, alone=True) == 1
+
+
+def test_nobody_waits_long_for_the_drafts_of_others() -> None:
+    times = times_of(4, 1.0, 1.05, 1.2, 1.3, 1.4, 1.5)
+    three = [Try(1.0, 5, 1.0)] * 3
+    assert best_length(times, [*three, Try(1.0, 5, 1.0)], alone=True) == 5
+    assert best_length(times, [*three, Try(0.5, 0, 1.0)], alone=True) == 1, "of one that never has a draft"
+    assert best_length(times, [*three, Try(0.5, 0, 3.0)], alone=True) == 5, "of one that has none just now"
+    assert best_length(times, [*three, Try(1.0, 5, 1.0)], alone=False) == 1, "of a prompt"
 
 
 def test_widths_between_known_ones_are_not_all_tried() -> None:
     times = times_of(4, 1.0, 0, 0, 0, 0, 11.0)
     assert times.likely(4, 3) == pytest.approx(5.0)
-    assert best_length(times, 4, [(0.9, 5)] * 4) == 0
+    assert best_length(times, [Try(0.9, 5, 1.0)] * 4, alone=True) == 0
+
+
+def test_a_step_without_drafts_is_timed_now_and_then_while_all_have_some() -> None:
+    times = times_of(4, 1.0, 1.1)
+    for _ in range(PLAIN_STALE - 1):
+        assert best_length(times, [Try(0.9, 1, 1.0)] * 4, alone=True) == 1
+        times.took(4, 2, 1.1)
+    assert best_length(times, [Try(0.9, 1, 1.0)] * 4, alone=True) == 0, "the machine may be busier than it was, or less"
 
 
 def test_old_times_are_taken_again() -> None:
     times = times_of(4, 1.0, 9.0)
     for _ in range(STALE):
-        assert best_length(times, 4, [(0.9, 1)] * 4) == 0
+        assert best_length(times, [Try(0.9, 1, 1.0)] * 4, alone=True) == 0
         times.took(4, 1, 1.0)
-    assert best_length(times, 4, [(0.9, 1)] * 4) == 1
+    assert best_length(times, [Try(0.9, 1, 1.0)] * 4, alone=True) == 1

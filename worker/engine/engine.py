@@ -35,6 +35,7 @@ from worker.engine.sampling.grammars import Grammars
 from worker.engine.sampling.stop_text import RowText
 from worker.engine.scheduler import UNDISTURBED, ChunkSize, ClassTurns, Limits, Reserved, share_prefill
 from worker.engine.speculation.batch import batch_of
+from worker.engine.speculation.draft_batch import draft_batch
 from worker.engine.speculation.drafting import Drafting
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Engine:
         self._codec = TextCodec(loaded.tokenizer)
         self._eos_ids = frozenset(loaded.card.eos_token_ids)
         self._grammars = Grammars(loaded.tokenizer, loaded.card.vocab_size, wake)
-        self._limits = Limits.of(loaded.card, loaded.kv_limit_bytes)
+        self._limits = Limits.of(loaded.card, loaded.kv_limit_bytes, loaded.draft_kv)
         bound_freed_memory(self._limits.kv_limit_bytes)
         self._model = RowModel(loaded.model, adapters, loaded.kv)
         self._pieces = Pieces(ChunkSize(config.prefill_chunk, config.piece_s))
@@ -66,7 +67,8 @@ class Engine:
         new_kv, pieces = self._model.new_kv(), self._pieces
         self.prefixes = prefix_cache(config, loaded.card, new_kv, wake, lambda: pieces.token_s)  # moved by peers, disks
         self._keeping = Keeping(self.prefixes, self._limits.kv_bytes, config.keep_bytes)
-        self.drafting = Drafting(config.speculation, new_kv)  # is told what others have written
+        drafts = draft_batch(loaded, config)
+        self.drafting = Drafting(config.speculation, new_kv, drafts)  # is told what others have written
         self._batch = batch_of(self._model, config, pieces, self._keeping, self.drafting)
         self._lane = PrefillLane(
             self._model, self.prefixes, self._keeping, max(1, score_positions), self._pieces, config.prefill_area

@@ -44,6 +44,9 @@ class SpeculationConfig:
     adapts_to_time: bool = True  # a step has drafts only where those take less time than they save
     memory_bytes: int = 0  # of what sequences have written, by prompt, for others of the same prompt; 0: none is kept
     threshold: float = 0.3  # a row whose drafts are accepted more seldom gets one where its end occurs in full length
+    own_text: bool = True  # a row's own text is drafted from
+    draft_model: str = ""  # a folder or a hub name; "": none
+    draft_context: int = 0  # ids of a prompt that the draft model reads, the last ones; 0: all
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,9 @@ class SpeculationStats:
     drafted: int = 0  # tokens
     accepted: int = 0
     accepted_at: tuple[int, ...] = ()  # by place in the draft, the first one first
+    draft_model: str = ""  # its name; "": there is none, or it has failed
+    model_drafted: int = 0  # of the drafted tokens, those that it said
+    model_accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -232,6 +238,9 @@ def _speculation_config(s: WorkerSettings) -> SpeculationConfig | None:
         adapts_to_time=s.adaptive_k,
         threshold=s.spec_decode_acceptance_threshold,
         memory_bytes=s.spec_decode_memory_mb << 20 if s.spec_decode == "auto" else 0,
+        own_text=s.spec_decode != "draft",
+        draft_model=s.draft_model_path or "",
+        draft_context=s.draft_context_len,
     )
 
 

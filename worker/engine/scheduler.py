@@ -184,6 +184,14 @@ def feed_next(
 
 
 @dataclass(frozen=True)
+class DraftKv:
+    """KV that a draft model keeps of a row, besides the model's own."""
+
+    bytes_per_token: int = 0
+    most: int = 0  # tokens of a row
+
+
+@dataclass(frozen=True)
 class Limits:
     """What the model and this worker's memory allow."""
 
@@ -192,15 +200,20 @@ class Limits:
     kv_bytes_per_token: int
     kv_limit_bytes: int
     kv_window: int = 0  # positions that a row holds at most; 0: all
+    draft: DraftKv = DraftKv()
 
     @classmethod
-    def of(cls, card: ModelCard, kv_limit_bytes: int) -> "Limits":
+    def of(cls, card: ModelCard, kv_limit_bytes: int, draft: DraftKv) -> "Limits":
         """Those of a model on this worker."""
-        return cls(card.vocab_size, card.context_length, card.kv_bytes_per_token, kv_limit_bytes, card.kv_window)
+        return cls(card.vocab_size, card.context_length, card.kv_bytes_per_token, kv_limit_bytes, card.kv_window, draft)
 
     def kv_bytes(self, tokens: int) -> int:
         """Of a row that comes to have so many."""
         return held(tokens, self.kv_window) * self.kv_bytes_per_token
+
+    def reserved_bytes(self, tokens: int) -> int:
+        """Of such a row, with what a draft model keeps of it."""
+        return self.kv_bytes(tokens) + min(tokens, self.draft.most) * self.draft.bytes_per_token
 
     def refusal(self, spec: SequenceSpec) -> ParallmError | None:
         """Why this sequence can never run here; None when it can."""
@@ -257,4 +270,4 @@ class Reserved:
         self._tokens.remove(tokens)
 
     def _bytes(self, tokens: list[int]) -> int:
-        return len(tokens) * self._limits.kv_bytes(max(tokens, default=0))
+        return len(tokens) * self._limits.reserved_bytes(max(tokens, default=0))

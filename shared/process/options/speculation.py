@@ -1,10 +1,10 @@
 """A worker's settings for speculative decoding; the names are those of other servers."""
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-SpeculationMode = Literal["none", "ngram", "auto"]
+SpeculationMode = Literal["none", "ngram", "draft", "auto"]
 
 
 class SpeculationSettings(BaseModel):
@@ -13,7 +13,15 @@ class SpeculationSettings(BaseModel):
     spec_decode: SpeculationMode = Field(
         default="none",
         description="draft tokens and check several in one step: ngram (from the row's own text and the client's "
-        "prediction), auto (also from what was written for the same prompt before)",
+        "prediction), draft (by --draft-model-path), auto (all of it, and from what was written for the same prompt "
+        "before)",
+    )
+    draft_model_path: str | None = Field(
+        default=None,
+        description="a smaller model of the same tokenizer, folder or hub name, that drafts where no text does",
+    )
+    draft_context_len: int = Field(
+        default=0, ge=0, description="tokens of a prompt that the draft model reads, the last ones; 0: all"
     )
     num_speculative_tokens: int = Field(default=5, ge=1, le=32, description="tokens of a draft, at most")
     spec_decode_disable_batch_size: int = Field(
@@ -44,15 +52,16 @@ class SpeculationSettings(BaseModel):
         default=86_400, ge=60, description="for which Redis keeps it after its prompt was used last"
     )
 
-    @field_validator("spec_decode", mode="before")
-    @classmethod
-    def _without_a_draft_model(cls, mode: Any) -> Any:
-        if mode == "draft":
-            raise ValueError("there is no draft model here: 'ngram' and 'auto' draft from texts")
-        return mode
-
     @model_validator(mode="after")
     def _in_order(self) -> Self:
         if self.ngram_min > self.ngram_max:
             raise ValueError("--ngram-min must not be more than --ngram-max")
+        if self.spec_decode == "draft" and self.draft_model_path is None:
+            raise ValueError(
+                "--spec-decode draft needs a draft model: --draft-model-path; without one ngram and auto do"
+            )
+        if self.draft_model_path is not None and self.spec_decode not in ("draft", "auto"):
+            raise ValueError("--draft-model-path is used with --spec-decode draft or auto")
+        if self.draft_context_len and self.draft_model_path is None:
+            raise ValueError("--draft-context-len is of a draft model: --draft-model-path")
         return self

@@ -53,6 +53,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     versions: tuple[str, ...] = ()  # every adapter version that is loaded, as name@k
     kv_address: str = ""  # HOST:PORT where other workers fetch KV; "": they cannot
     speculation: str = "none"  # what tokens are drafted from: a mode of --spec-decode, or "none: " and why not
+    draft_model: str = ""  # that drafts, too; "": there is none, or it has failed
 
 
 def weights_of(card: ModelCard) -> str:

@@ -137,6 +137,12 @@ class PromptGroup:
         """The KV of some rows."""
         return kv_in(self.cache, rows, self.padding)
 
+    def become(self, rows: Sequence[Row], places: Sequence[int]) -> None:
+        """Let it hold these rows, each with the KV of the row at such a place; once nothing is left to be fed."""
+        if list(places) != list(range(len(self.padding))):
+            self.padding = keep_rows(self.cache, list(places), self.padding)
+        self._tag.rows = tuple(rows)
+
     def remove(self, gone: set[Row]) -> None:
         """Forget some of the rows, not all."""
         keep = [at for at, row in enumerate(self.rows) if row not in gone]
@@ -147,6 +153,15 @@ class PromptGroup:
 def with_stop(stops: list[int], low: int, high: int) -> list[int]:
     """These stops, of which one is in low..high."""
     return stops if any(low <= stop <= high for stop in stops) else sorted([*stops, high])
+
+
+def extend(cache: Sequence[Any], padding: list[int], group: PromptGroup) -> list[int]:
+    """Append a group's KV to that of a batch, tag included; the rows' padding after that."""
+    ends = end_of(cache), end_of(group.cache)
+    both = zip((padding, group.padding), ends, strict=True)
+    for one, other in zip(cache, group.cache, strict=True):
+        one.extend(other)
+    return [before + max(ends) - end for each, end in both for before in each]
 
 
 def kv_in(tagged: Sequence[Any], rows: list[Row], padding: list[int]) -> KvRows:

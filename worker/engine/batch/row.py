@@ -114,6 +114,18 @@ class Row:
         if self.place is not None:
             self.place.restart(self.tokens)
 
+    @property
+    def depends_on_tokens(self) -> bool:
+        """Whether what is drawn depends on the tokens before it beyond the model's own logits."""
+        s = self.sampling
+        return bool(s.bad_words) or (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    def tokens_behind(self, token: int) -> list[int]:
+        """The completion behind its next input; [] where the draw does not depend on it."""
+        if not self.depends_on_tokens:
+            return []
+        return [*self.tokens, token] if self.position > len(self.tokens) else list(self.tokens)
+
     def ahead(self, tokens: list[int], place: Place | None, steps: int) -> Row:
         """The row as it will be so many steps later, to draw with: `tokens` where its draw depends on them."""
         row = Row.__new__(Row)

@@ -25,7 +25,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from shared.sequences import SequenceClass
 from worker.engine.batch.keeping import Keeping
-from worker.engine.batch.prompt_group import Entry, PromptGroup, kv_in, with_stop
+from worker.engine.batch.prompt_group import Entry, PromptGroup, extend, kv_in, with_stop
 from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Row, RowTag
 from worker.engine.batch.row_model import RowModel
@@ -207,11 +207,7 @@ class RunningBatch:
         if not self._cache:
             self._cache, self._next_B, self._padding = list(group.cache), next_B, group.padding
             return early
-        ends = end_of(self._cache), end_of(group.cache)
-        both = zip((self._padding, group.padding), ends, strict=True)
-        self._padding = [before + max(ends) - end for padding, end in both for before in padding]
-        for cache, other in zip(self._cache, group.cache, strict=True):
-            cache.extend(other)
+        self._padding = extend(self._cache, self._padding, group)
         self._next_B = mx.concatenate([self._next_B, next_B.astype(self._next_B.dtype)])
         return early
 

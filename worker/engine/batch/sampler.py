@@ -65,6 +65,24 @@ class RowSampler:
         return plan.drawn(logits_NV, logprobs_NV, inputs_N1, versions)
 
 
+class Guesses:
+    """Draws of a set of rows step by step, of which nothing is told: `Row.ahead` says where each of them stands.
+
+    Whatever gives the logits, the noise is that of each row's seed and position.
+    """
+
+    def __init__(self, rows: tuple[Row, ...], vocab: int, candidates: int = 256) -> None:
+        self._rows = rows
+        self._plan = _Plan(rows, vocab, candidates)
+
+    def draw(self, logits_BV: mx.array, inputs_B: mx.array) -> mx.array:
+        """The next token of each [B] uint32; `inputs_B` are the ids that were fed."""
+        tokens_B = self._plan.draw(logits_BV, inputs_B[:, None])
+        for row in self._rows:
+            row.position += 1
+        return tokens_B
+
+
 class _Plan:
     """Tensors of one set of rows. F: rows with top_k or top_p. S: rows that are not greedy. T: top_logprobs."""
 

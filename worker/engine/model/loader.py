@@ -24,7 +24,10 @@ from worker.engine.kv.kinds import window_of
 from worker.engine.kv.layout import KvLayout, layout_of
 from worker.engine.messages import EngineConfig
 from worker.engine.model import cuda_graphs
+from worker.engine.model.batching import check_batch
+from worker.engine.model.draft import DraftModel, check_tokenizer
 from worker.engine.model.sites import module_shapes
+from worker.engine.scheduler import DraftKv
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 _DEFAULT_CONTEXT = 4096
@@ -44,6 +47,12 @@ class LoadedModel:
     path: Path
     kv_limit_bytes: int
     kv: KvLayout = field(default_factory=KvLayout)
+    draft: DraftModel | None = None
+
+    @property
+    def draft_kv(self) -> DraftKv:
+        """What the draft model keeps of a row."""
+        return DraftKv() if self.draft is None else self.draft.kept
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -51,15 +60,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     cuda_graphs.prepare()
     cuda_attention.install()
     path = _find(config.model)
-    try:
-        model, tokenizer, model_config = mlx_lm.utils.load(
-            str(path), return_config=True, trust_remote_code=config.trust_remote_code
-        )
-    except Exception as error:
-        raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
-    _set_dtype(model, config.dtype)
-    mx.eval(model.parameters())
-    bundle = export_tokenizer(tokenizer)
+    model, bundle, model_config = _read(path, config)
     context = _context_length(model_config, config.max_context)
     bound = config.max_kv_size if config.max_kv_size < context else 0  # a longer row is refused in any case
     kv = layout_of(model, config.kv_bits, config.kv_group_size, bound)
@@ -80,8 +81,41 @@ def load_model(config: EngineConfig) -> LoadedModel:
         modules=module_shapes(model),
         sources=(config.model,),
     )
+    draft = _draft_model(config, bundle)
     limit = config.kv_limit_bytes or free_bytes() // 2
-    return LoadedModel(card, bundle, model, model_config, path, limit, kv)
+    return LoadedModel(card, bundle, model, model_config, path, limit, kv, draft)
+
+
+def _read(path: Path, config: EngineConfig) -> tuple[Any, TokenizerBundle, dict[str, Any]]:
+    """The module with its weights in memory, its tokenizer and its config.json."""
+    try:
+        model, tokenizer, model_config = mlx_lm.utils.load(
+            str(path), return_config=True, trust_remote_code=config.trust_remote_code
+        )
+    except Exception as error:
+        raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
+    _set_dtype(model, config.dtype)
+    mx.eval(model.parameters())
+    return model, export_tokenizer(tokenizer), model_config
+
+
+def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | None:
+    """The model that drafts, if one is named; `bundle` is the tokenizer of the model that it drafts for."""
+    if config.speculation is None or not config.speculation.draft_model:
+        return None
+    name = config.speculation.draft_model
+    try:
+        model, its_bundle, its_config = _read(_find(name), config)
+        check_tokenizer(bundle, its_bundle)
+        check_batch(model, config.max_rows)
+        kv = KvLayout()
+        kv_bytes, _, vocab, _ = _measure(model, kv)
+        short = name.rstrip("/").rsplit("/", 1)[-1]
+        draft = DraftModel(short, model, vocab, _context_length(its_config, None), kv_bytes, kv)
+        draft.check()
+    except SetupError as error:
+        raise SetupError(f"--draft-model-path {name}: {error}") from error
+    return draft
 
 
 def _find(name: str) -> Path:

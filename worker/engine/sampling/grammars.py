@@ -96,11 +96,16 @@ class Place:
             self.fault = first_line(matcher.get_error())
         self._ended = finished
 
-    def after(self, token: int) -> Place:
-        """Where it would stand behind one more token; it stays where it is itself."""
+    def copy(self) -> Place:
+        """Another one that stands here, and moves on by itself."""
         place = Place(self.compiled, ())
         place._matcher, place.taken = self.matcher.deep_copy(), self.taken
         place._ended, place.fault = self._ended, self.fault
+        return place
+
+    def after(self, token: int) -> Place:
+        """Where it would stand behind one more token; it stays where it is itself."""
+        place = self.copy()
         place.take(token)
         return place
 

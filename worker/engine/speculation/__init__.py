@@ -1,6 +1,8 @@
 """Several tokens of a row in one forward: guessed from what is known, and kept as far as the model draws the same.
 
-Read in this order: `batch.py` (a step that checks drafts), `drafting.py` (which rows get a draft, and how long), then
+Read in this order: `batch.py` (a step that checks drafts), `drafting.py` (which rows get a draft, and how long),
+`model_drafts.py` (when a draft model drafts, and for whom), `draft_batch.py` (the rows that it reads along with), then
 what is pure: `lookup.py` (where a text has gone on before from the same words), `memory.py` (what sequences of the same
-prompt have written), `payoff.py` (whether a wider step pays, by what steps have taken and what was accepted).
+prompt have written), `payoff.py` (whether a wider step pays, by what steps have taken and what was accepted),
+`draft_times.py` (whether a draft model's drafts pay for its own forwards).
 """

@@ -22,7 +22,6 @@ from typing import cast
 
 import mlx.core as mx
 
-from shared.sequences import SamplingParams
 from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.prompt_group import PromptGroup
 from worker.engine.batch.prompts_in_flight import Pieces
@@ -184,8 +183,7 @@ class _Part:
         self.row = row
         self.ids = [token]
         self.accepted = 0
-        in_flight = row.position > len(row.tokens)
-        tokens = [*row.tokens, *([token] if in_flight else [])] if _depends_on_tokens(row.sampling) else []
+        tokens = row.tokens_behind(token)
         place = row.place
         if place is not None and place.taken < row.position:
             place.take(token)
@@ -195,7 +193,7 @@ class _Part:
                 place = None if place.is_over else place.after(id_)
                 if place is None or place.fault:
                     break  # the grammar does not allow it, so it would not be drawn
-            tokens = [*tokens, id_] if tokens or _depends_on_tokens(row.sampling) else []
+            tokens = [*tokens, id_] if tokens or row.depends_on_tokens else []
             self.ids.append(id_)
             self.ahead.append(row.ahead(tokens, place, len(self.ahead)))
 
@@ -217,9 +215,3 @@ class _Part:
     def told(self, is_untold: bool) -> list[int]:
         """What is news of it: its input, unless that is the end of a prompt or has been told, and what was accepted."""
         return self.ids[1 if is_untold else 0 : self.accepted + 1]
-
-
-def _depends_on_tokens(sampling: SamplingParams) -> bool:
-    """Whether what is drawn depends on the tokens before it beyond the model's own logits."""
-    s = sampling
-    return bool(s.bad_words) or (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) != (0.0, 0.0, 1.0)

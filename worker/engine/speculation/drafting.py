@@ -1,8 +1,9 @@
 """Which rows get a draft in a step, what it says, and how long it is.
 
 Texts to draft from, for each row: what it has read and written itself, what its client predicts, and what others have
-written behind its prompt (memory.py); the one in which more of the row's end occurs. Drafts are tried as long as they
-are accepted, and as long as a step with them brings more tokens in its time than one without (payoff.py).
+written behind its prompt (memory.py); the one in which more of the row's end occurs. Where none says anything a draft
+model does, if there is one (model_drafts.py). Drafts are tried as long as they are accepted, and as long as a step with
+them brings more tokens in its time than one without (payoff.py).
 
 What a step costs here is bounded: all rows together look through `LOOKED_THROUGH` ids.
 """
@@ -10,16 +11,20 @@ What a step costs here is bounded: all rows together look through `LOOKED_THROUG
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from worker.engine.batch.row import Row
 from worker.engine.kv.kinds import may_be_taken_back
 from worker.engine.messages import SpeculationConfig, SpeculationStats
+from worker.engine.speculation.draft_batch import DraftBatch
+from worker.engine.speculation.draft_times import best_step
 from worker.engine.speculation.lookup import NOTHING, History, Text, draft_from, own_draft
 from worker.engine.speculation.memory import ANCHOR, Completions, Key, Memory, key_of, mark_of, text_behind
-from worker.engine.speculation.payoff import SHARED_RECENT, UNLIKELY, Chance, StepTimes, best_length
+from worker.engine.speculation.model_drafts import ModelDrafts
+from worker.engine.speculation.payoff import SHARED_RECENT, UNLIKELY, Chance, StepTimes, Try, best_length
 
 LOOKED_THROUGH = 1 << 18  # ids in one step
 FARTHEST = 1 << 14  # ids that one row looks back
@@ -27,7 +32,7 @@ DEEPEST = 16  # ids of a row's end that are looked for in other texts: they tell
 WORTH_KEEPING = 2  # tokens
 NEW_AT_ONCE = 1 << 13  # ids of new rows in one step, one row at least: a long text takes milliseconds to be taken in
 OWN_VOTES = 2  # texts that a row's chance counts for beside those that others have written
-LONGEST_REST = 32  # steps, of a batch in which drafts do not pay
+LONGEST_REST = 5  # times that the rest of a batch in which drafts do not pay doubles: 32 steps
 
 
 @dataclass
@@ -41,6 +46,7 @@ class _Source:
     key: Key | None  # of what others have written behind its prompt; None: that is not kept
     rests: bool = False  # in this step
     is_predicted: bool = False  # its draft is from there
+    by_model: bool = False  # its draft is of the draft model
     likely: float = 0.0  # chance of a token of its draft, on average
 
 
@@ -48,9 +54,13 @@ class Drafting:
     """Of one engine."""
 
     def __init__(
-        self, config: SpeculationConfig | None, kv: Sequence[Any], clock: Callable[[], float] = time.perf_counter
+        self,
+        config: SpeculationConfig | None,
+        kv: Sequence[Any],
+        model: DraftBatch | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Of rows that have such caches."""
+        """Of rows that have such caches; `model`: rows that a draft model reads along with."""
         self._config = config or SpeculationConfig()
         self.is_on = config is not None and may_be_taken_back(kv)
         self._clock = clock
@@ -60,18 +70,22 @@ class Drafting:
         self._began = self._waited = 0.0
         self._size = 0
         self._alone = False
+        self._reads = False  # the draft model has read prompts in the step that runs
         self._widths = (0, 0)  # of the step that runs and of the one before; 0: not to be timed
         self._lengths = tuple({self._config.ngram_min, self._config.ngram_max})
         self._memory = Memory(self._config.memory_bytes, self._lengths)
-        self._rest = self._losses = 0  # steps without drafts, since they did not pay lately
-        self.stats = SpeculationStats(self.is_on)
+        self._step = 0
+        self._losses = 0  # times in a row that drafts would not have paid
+        self._model = None if model is None or not self.is_on else ModelDrafts(model, self._config, clock)
+        self._stats = SpeculationStats(self.is_on)
 
     def begin(self, rows: int, *, alone: bool) -> None:
         """A step begins, of so many rows; `alone`: no prompt is fed beside it."""
         now, (width, before), is_alone = self._clock(), self._widths, alone and self._alone
         # A step without drafts is told while the next one runs: what it takes shows between two of them. Amid prompts
         # rows come and go all the time.
-        if (width > 1 or width == before == 1) and (rows == self._size or not is_alone):
+        may_be_timed, self._reads = not self._reads, False
+        if may_be_timed and (width > 1 or width == before == 1) and (rows == self._size or not is_alone):
             self._step_times[is_alone].took(self._size, width, now - self._began - self._waited)
         self._began, self._waited, self._size, self._alone = now, 0.0, rows, alone
         self._widths = (1, width)
@@ -88,18 +102,32 @@ class Drafting:
     def tries(self, rows: Sequence[Row], *, known: bool) -> bool:
         """Whether some row may get a draft, by what has been told of it; `known`: by what it will be fed."""
         most, times = self._config.most_rows, self._config.adapts_to_time
-        self._rest = max(0, self._rest - 1)
-        if not rows or self._rest or (most and len(rows) > most):
+        self._step += 1
+        rests = self._step % (1 << min(LONGEST_REST, self._losses)) != 0
+        if not rows or (rests and self._model is None) or (most and len(rows) > most):
             return False
         if times and self._times.known(len(rows), 1) is None:
             return False
         self._take_in([row for row in rows if row not in self._rows])
         sources = [(row, source) for row in rows if (source := self._source(row)) is not None]
         for _, source in sources:
-            source.rests = self._config.adapts_to_rows and source.chance.pauses()
+            source.rests = self._config.adapts_to_rows and source.chance.pauses(self._step)
+        if self._model_may_draft(rows):
+            return True
+        if rests:
+            return False
         if known:
             return not all(source.rests for _, source in sources)
         return any(self._draft(row, source, len(rows)) for row, source in sources)
+
+    def _model_may_draft(self, rows: Sequence[Row]) -> bool:
+        """Let the draft model read along, and begin its step."""
+        if self._model is None:
+            return False
+        if self._alone:
+            self._reads = self._model.read_along([row for row in rows if row in self._rows], self._times)
+        self._model.begin(self._step)
+        return bool(self._model.lengths(rows))
 
     def drafts(self, rows: Sequence[Row], inputs: Sequence[int]) -> list[list[int]]:
         """A draft for each row, behind its next input; [] for none."""
@@ -113,32 +141,73 @@ class Drafting:
                 source.history.add([token])
                 source.told += 1
             drafts.append(self._draft(row, source, len(rows)))
-        chosen = [(self._rows[row].likely, len(draft)) for row, draft in zip(rows, drafts, strict=True) if draft]
-        if chosen and self._config.adapts_to_time:
-            longest = best_length(self._times, len(rows), chosen)
-            self._losses = 0 if longest else self._losses + 1
-            self._rest = 0 if longest else min(LONGEST_REST, 1 << self._losses)
+        silent = [row for row, draft in zip(rows, drafts, strict=True) if not draft and row in self._rows]
+        lengths = self._model.lengths(silent) if self._model is not None else {}
+        if (any(drafts) or lengths) and self._config.adapts_to_time:
+            longest, by_model = self._best(rows, drafts, lengths)
+            if any(drafts):
+                self._losses = 0 if longest else self._losses + 1
             drafts = [draft[:longest] for draft in drafts]
+            lengths = {row: min(length, longest) for row, length in lengths.items() if by_model}
+        if lengths:
+            drafts = self._filled(rows, inputs, drafts, lengths)
         if not any(drafts):
             self._widths = (0, self._widths[1])  # what was waited for belongs to the step before
         return drafts
+
+    def _best(self, rows: Sequence[Row], drafts: Sequence[list[int]], lengths: Mapping[Row, int]) -> tuple[int, bool]:
+        """How long drafts should be at most, and whether those of the draft model pay; (0, False): none pays."""
+        by_text = self._tries(rows, drafts)
+        if self._model is None or not lengths:
+            return best_length(self._times, by_text, alone=self._alone), False
+        by_model = [
+            Try(self._model.chance(row), lengths[row], each.pace) if row in lengths else each
+            for row, each in zip(rows, by_text, strict=True)
+        ]
+        longest, pays = best_step(self._times, by_text, by_model, self._model.seconds, alone=self._alone)
+        self._model.judge(pays=pays)
+        return longest, pays
+
+    def _tries(self, rows: Sequence[Row], drafts: Sequence[list[int]]) -> list[Try]:
+        sources = [self._rows.get(row) for row in rows]
+        return [
+            Try(0.0, 0, 1.0) if source is None else Try(source.likely, len(draft), source.chance.pace)
+            for source, draft in zip(sources, drafts, strict=True)
+        ]
+
+    def _filled(
+        self, rows: Sequence[Row], inputs: Sequence[int], drafts: list[list[int]], lengths: Mapping[Row, int]
+    ) -> list[list[int]]:
+        """The drafts, and the draft model's for rows that have none."""
+        assert self._model is not None, "a draft model"
+        theirs, seconds = self._model.drafts(dict(zip(rows, inputs, strict=True)), lengths)
+        self._waited += seconds  # it is counted by itself, not with the step that checks
+        for row in theirs:
+            self._rows[row].by_model, self._rows[row].is_predicted = True, False
+        return [draft or _up_to_stop(row, theirs.get(row, [])) for row, draft in zip(rows, drafts, strict=True)]
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """Since start."""
+        return self._stats if self._model is None else replace(self._stats, draft_model=self._model.name)
 
     def checked(self, width: int, results: Iterable[tuple[Row, int, int]]) -> None:
         """A step of this width has checked drafts: of each row, how many tokens were drafted and accepted."""
         self._widths = (width, self._widths[1])
         drafts = drafted = accepted = 0
-        held_at = [*self.stats.accepted_at, *([0] * (width - 1 - len(self.stats.accepted_at)))]
+        held_at = [*self._stats.accepted_at, *([0] * (width - 1 - len(self._stats.accepted_at)))]
         for row, tried, held in results:
+            if row in self._rows:
+                self._rows[row].chance.moved(held + 1)
             if tried:
-                self._rows[row].chance.learn(tried, held)
-                self._chance.learn(tried, held, SHARED_RECENT)
+                self._learn(row, tried, held)
                 drafts, drafted, accepted = drafts + 1, drafted + tried, accepted + held
                 for at in range(held):
                     held_at[at] += 1
                 if self._rows[row].is_predicted:
                     row.predicted = row.predicted[0] + held, row.predicted[1] + tried - held
-        was = self.stats
-        self.stats = replace(
+        was = self._stats
+        self._stats = replace(
             was,
             steps=was.steps + 1,
             drafts=was.drafts + drafts,
@@ -147,8 +216,20 @@ class Drafting:
             accepted_at=tuple(held_at),
         )
 
-    def remove(self, rows: Iterable[Row]) -> None:
+    def _learn(self, row: Row, tried: int, held: int) -> None:
+        """Of one draft."""
+        if self._model is None or not self._rows[row].by_model:
+            self._rows[row].chance.learn(tried, held)
+            self._chance.learn(tried, held, SHARED_RECENT)
+            return
+        self._model.learn(row, tried, held)
+        was = self._stats
+        self._stats = replace(was, model_drafted=was.model_drafted + tried, model_accepted=was.model_accepted + held)
+
+    def remove(self, rows: Sequence[Row]) -> None:
         """They have left, or compute their context again; what was written to its end is kept."""
+        if self._model is not None:
+            self._model.remove(rows)
         for row in rows:
             source = self._rows.pop(row, None)
             if source is not None and source.key is not None and row.is_over and len(row.tokens) >= WORTH_KEEPING:
@@ -193,15 +274,16 @@ class Drafting:
         config, room = self._config, row.sampling.max_tokens - row.position
         if source.rests or room <= 1:
             return []  # what is drawn behind the draft comes with it
-        is_doubtful = config.adapts_to_rows and source.chance.value < config.threshold
+        by_model = 0.0 if self._model is None else self._model.chance(row)
+        is_doubtful = config.adapts_to_rows and source.chance.value < max(config.threshold, by_model)
         least = config.ngram_max if is_doubtful else config.ngram_min
         most = source.chance.length(config.tokens) if config.adapts_to_rows else config.tokens
         end, far, most = source.history.end, min(FARTHEST, LOOKED_THROUGH // rows), min(most, room - 1)
         text = source.history.latest(far)
         guess = NOTHING
-        if source.history.runs[least].may_have(end):
+        if config.own_text and source.history.runs[least].may_have(end):
             guess = own_draft(text, most, least, config.ngram_max)
-        source.is_predicted = False
+        source.is_predicted = source.by_model = False
         kept = self._memory.texts(source.key) if source.key is not None else None
         for other in (kept, source.prediction):
             if other is not None and other.runs[least].may_have(end):
@@ -210,12 +292,7 @@ class Drafting:
                 theirs = draft_from(ids, text, longest, max(least, guess.matched), DEEPEST)
                 if theirs.ids:
                     guess, source.is_predicted = theirs, other is source.prediction
-        draft = guess.ids
-        for at, id_ in enumerate(draft):
-            if id_ in row.stop_ids:
-                draft = draft[:at]  # it need not be drafted to be drawn
-                break
-        return self._worth(source, draft, guess.votes)
+        return self._worth(source, _up_to_stop(row, guess.ids), guess.votes)
 
     def _worth(self, source: _Source, draft: list[int], votes: Sequence[tuple[int, int]]) -> list[int]:
         """As much of a draft as is likely to be reached, by what texts agree on and what the row has been like."""
@@ -230,3 +307,8 @@ class Drafting:
             return [] if votes and self._config.adapts_to_rows else draft
         source.likely = reached ** (1 / length)
         return draft[:length]
+
+
+def _up_to_stop(row: Row, draft: list[int]) -> list[int]:
+    """Without a token that may end the row: it need not be drafted to be drawn."""
+    return list(takewhile(lambda id_: id_ not in row.stop_ids, draft))

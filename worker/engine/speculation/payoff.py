@@ -1,52 +1,81 @@
 """Whether drafts pay: how likely they are accepted, and what steps of each width take. Pure.
 
 A step of `rows` rows brings a token of each, and of a row whose drafts are accepted with chance p up to
-`p + p^2 + ... + p^k` more. It pays when it brings more tokens per second than a step without drafts. So both kinds of
-steps are timed as they come, and each is taken again now and then, since contexts grow and machines get busy.
+`p + p^2 + ... + p^k` more. It pays when it brings more tokens per second than a step without drafts, and when no row
+gets its own much later for it: one without drafts, or whose drafts fail, waits for the wider step, too. So both kinds
+of steps are timed as they come, and each is taken again now and then, since contexts grow and machines get busy.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 
-RECENT = 0.25  # weight of the latest drafted token in a row's chance
-SHARED_RECENT = 0.1  # and in that of all rows
+RECENT = 0.1  # weight of the latest drafted token in a row's chance; the first ones weigh more
+SHARED_RECENT = 0.02  # and in that of all rows
+FEW = 2.0  # drafted tokens, as many as what a row begins with counts for
 FIRST_CHANCE = 0.5  # before anything is known
+HOPE = 0.7  # what a row that has paused is tried with
 UNLIKELY = 0.1  # a place in a draft that is reached more seldom is not worth it
-LONGEST_PAUSE = 64  # steps, of a row whose drafts keep failing
+LIKELY = 0.4  # a row whose drafts fail pauses only below that
+LONGEST_PAUSE = 6  # times that it doubles: 64 steps
+SLOWED = 1.08  # times what a step without drafts takes: so much later a row may get its tokens for others' drafts
+PACE_RECENT = 0.2  # weight of the latest step in a row's pace
 MARGIN = 1.03  # by which drafts must be better
 SAMPLES = 5  # latest times of one kind of step
 STALE = 500  # steps after which a time is taken again
+PLAIN_STALE = 150  # of a step without drafts, which costs little: an old one would let drafts go on at a loss
 
 
 class Chance:
     """How likely the next token of a draft is accepted."""
 
     def __init__(self, value: float = FIRST_CHANCE) -> None:
-        self.value = value
-        self._pause = self._failures = 0
+        self.known = value
+        self.pace = 1.0  # tokens of a step that checks drafts, lately
+        self._seen = FEW
+        self._failures = 0
+        self._hopes = False
+
+    @property
+    def value(self) -> float:
+        """What is known, or hoped of a row that has paused."""
+        return max(HOPE, self.known) if self._hopes else self.known
 
     def learn(self, drafted: int, accepted: int, recent: float = RECENT) -> None:
         """One draft was tried."""
         for at in range(min(accepted + 1, drafted)):
-            self.value += recent * ((at < accepted) - self.value)
+            self._seen += 1
+            self.known += max(recent, 1 / self._seen) * ((at < accepted) - self.known)
         self._failures = 0 if accepted else self._failures + 1
-        self._pause = min(LONGEST_PAUSE, 1 << self._failures) if self._failures > 1 else 0
 
-    def pauses(self) -> bool:
-        """Whether this step goes without a draft; a row whose drafts keep failing gets one ever more seldom."""
-        self._pause = max(0, self._pause - 1)
-        return self._pause > 0
+    def moved(self, tokens: int) -> None:
+        """A step that checked drafts, maybe of other rows, has brought so many."""
+        self.pace += PACE_RECENT * (tokens - self.pace)
+
+    def pauses(self, step: int) -> bool:
+        """Whether this step goes without a draft; a row whose drafts keep failing gets one ever more seldom.
+
+        Rows try again in the same steps: one of many would not pay for the wider step, all together may.
+        """
+        is_poor = self.known < LIKELY and self._failures > 0
+        self._hopes = is_poor and step % pause(self._failures) == 0
+        return is_poor and not self._hopes
 
     def length(self, most: int) -> int:
         """How long a draft is worth it."""
         length, reached = 0, 1.0
-        while length < most and reached * self.value >= UNLIKELY:
-            reached *= self.value
+        while length < most and reached * self.known >= UNLIKELY:
+            reached *= self.known
             length += 1
         return max(1, length)
+
+
+def pause(failures: int) -> int:
+    """Steps from one try to the next after so many have failed in a row."""
+    return 1 << min(LONGEST_PAUSE, 2 * failures)
 
 
 class StepTimes:
@@ -67,12 +96,16 @@ class StepTimes:
     def known(self, rows: int, width: int) -> float | None:
         """Seconds; None when nothing is known, or what is known is old."""
         key = _key(rows, width)
-        if self._steps - self._taken_at.get(key, -STALE) >= STALE:
+        stale = STALE if width > 1 else PLAIN_STALE
+        if self._steps - self._taken_at.get(key, -stale) >= stale:
             return None
         return median(self._times[key])
 
     def likely(self, rows: int, width: int) -> float | None:
-        """Seconds, as those of narrower and of wider steps tell; None when a step without drafts is not known."""
+        """Seconds, as those of narrower and of wider steps tell; None when nothing does.
+
+        What drafts cost at all is found out with one token: in a large batch on a CPU a wide step takes that of many.
+        """
         if (seconds := self.known(rows, width)) is not None:
             return seconds
         plain = self.known(rows, 1)
@@ -81,8 +114,10 @@ class StepTimes:
         known = [(each, self.known(rows, each)) for (of, each) in self._times if of == _key(rows, 1)[0]]
         below = max(((each, took) for each, took in known if took is not None and each < width), default=(1, plain))
         above = min(((each, took) for each, took in known if took is not None and each > width), default=None)
+        if above is None and below[0] == 1:
+            return plain if width == 2 else None  # it may be so: who does not try does not know
         if above is None:
-            return below[1]  # it may be so: who does not try does not know
+            return plain + max(0.0, below[1] - plain) * (width - 1) / (below[0] - 1)
         return below[1] + (above[1] - below[1]) * (width - below[0]) / (above[0] - below[0])
 
 
@@ -91,26 +126,35 @@ def _key(rows: int, width: int) -> tuple[int, int]:
     return 1 << (rows - 1).bit_length(), width
 
 
-def expected(drafts: Iterable[tuple[float, int]], longest: int) -> float:
-    """Tokens that drafts of such chances and lengths bring, when none is longer than that."""
-    total = 0.0
-    for chance, length in drafts:
-        reached = 1.0
-        for _ in range(min(length, longest)):
-            reached *= chance
+@dataclass(frozen=True)
+class Try:
+    """One row in a step that may check drafts."""
+
+    chance: float
+    length: int  # of its draft; 0: it has none
+    pace: float
+
+    def tokens(self, longest: int) -> float:
+        """That it is likely to get, when no draft is longer than that."""
+        total = reached = 1.0
+        for _ in range(min(self.length, longest)):
+            reached *= self.chance
             total += reached
-    return total
+        return total
 
 
-def best_length(times: StepTimes, rows: int, drafts: Sequence[tuple[float, int]]) -> int:
-    """How long the drafts of this step should be at most, chances and lengths of which are given; 0: none pays."""
-    plain = times.known(rows, 1)
+def best_length(times: StepTimes, rows: Sequence[Try], *, alone: bool) -> int:
+    """How long the drafts of this step should be at most; 0: none pays. `alone`: no prompt waits."""
+    plain = times.known(len(rows), 1)
     if plain is None:
         return 0
-    best, best_rate = 0, MARGIN * rows / plain
-    for longest in range(1, max(length for _, length in drafts) + 1):
-        seconds = times.likely(rows, longest + 1) or plain
-        rate = (rows + expected(drafts, longest)) / seconds
-        if rate > best_rate:
-            best, best_rate = longest, rate
+    best, best_rate = 0, MARGIN * len(rows) / plain
+    for longest in range(1, max(row.length for row in rows) + 1):
+        seconds = times.likely(len(rows), longest + 1)
+        if seconds is None:
+            break
+        tokens = [row.tokens(longest) for row in rows]
+        slowest = min(max(each, row.pace) for each, row in zip(tokens, rows, strict=True)) if alone else 1.0
+        if sum(tokens) / seconds > best_rate and seconds <= SLOWED * slowest * plain:
+            best, best_rate = longest, sum(tokens) / seconds
     return best

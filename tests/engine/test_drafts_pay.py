@@ -1,0 +1,88 @@
+"""Whether rows get drafts, and how long ones, where a step takes what is set: real drafts and a clock, no model."""
+
+import random
+from collections.abc import Sequence
+from statistics import quantiles
+
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from shared.sequences import SamplingParams, SequenceSpec
+from worker.engine.batch.row import Row
+from worker.engine.messages import RowRequest, SpeculationConfig
+from worker.engine.speculation.drafting import Drafting
+
+VOCAB, TOKENS, NOISE = 5000, 128, 0.05
+
+
+class World:
+    """Rows of one batch; a step of width w takes 1 + slope * (w - 1), give or take a little."""
+
+    def __init__(self, chances: Sequence[float], slope: float) -> None:
+        """`chances`: that a token of a row's prediction is right."""
+        self._draw = random.Random(len(chances))
+        self._slope = slope
+        self._now = 0.0
+        self._drafting = Drafting(SpeculationConfig(5), [KVCache()], clock=lambda: self._now)
+        self._written: dict[Row, list[int]] = {}
+        for at, chance in enumerate(chances):
+            written = [self._id() for _ in range(TOKENS + 6)]
+            guess = tuple(id_ if self._draw.random() < chance else self._id() for id_ in written[:TOKENS])
+            prompt, sampling = tuple(self._id() for _ in range(64)), SamplingParams(TOKENS, at, ignore_eos=True)
+            row = Row(RowRequest(SequenceSpec(str(at), "m", prompt, sampling, prediction_ids=guess)), frozenset(), None)
+            row.position = 1
+            self._written[row] = written
+        self.steps: list[float] = []
+        self._known = False
+
+    def _id(self) -> int:
+        return self._draw.randrange(VOCAB)
+
+    def run(self) -> float:
+        """To the end of all rows; how much sooner that comes than without drafts."""
+        while self._written:
+            rows, began = list(self._written), self._now
+            self._drafting.begin(len(rows), alone=True)
+            drafts = self._drafts(rows)
+            width = 1 + max(len(draft) for draft in drafts)
+            held = [self._move(row, draft) for row, draft in zip(rows, drafts, strict=True)]
+            self._now += (1 + self._slope * (width - 1)) * self._draw.lognormvariate(0, NOISE)
+            self._known = width > 1
+            if self._known:
+                results = [(row, len(draft), each) for row, draft, each in zip(rows, drafts, held, strict=True)]
+                self._drafting.checked(width, results)
+            self.steps.append(self._now - began)
+            gone = [row for row in rows if len(row.tokens) >= TOKENS]
+            self._drafting.remove(gone)
+            self._written = {row: ids for row, ids in self._written.items() if row not in gone}
+        return TOKENS / self._now
+
+    def _drafts(self, rows: list[Row]) -> list[list[int]]:
+        if not self._drafting.tries(rows, known=self._known):
+            return [[] for _ in rows]
+        return self._drafting.drafts(rows, [self._written[row][row.position - 1] for row in rows])
+
+    def _move(self, row: Row, draft: list[int]) -> int:
+        ids, at = self._written[row], row.position
+        held = next((step for step, id_ in enumerate(draft) if id_ != ids[at + step]), len(draft))
+        row.tokens += ids[at - 1 : at + held]
+        row.position += held + 1
+        return held
+
+
+@pytest.mark.parametrize(("rows", "slope"), [(1, 0.15), (1, 0.5), (8, 0.25), (32, 0.05), (32, 0.45), (32, 1.0)])
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.7, 1.0])
+def test_drafts_are_never_a_loss(rows: int, slope: float, chance: float) -> None:
+    assert World([chance] * rows, slope).run() > 0.95
+
+
+@pytest.mark.parametrize(("rows", "slope", "least"), [(1, 0.15, 2.0), (8, 0.25, 1.4), (32, 0.05, 2.5)])
+def test_copies_come_sooner(rows: int, slope: float, least: float) -> None:
+    assert World([1.0] * rows, slope).run() > least
+
+
+@pytest.mark.parametrize("slope", [0.1, 0.25])
+def test_a_row_without_drafts_waits_little_longer_beside_rows_with_them(slope: float) -> None:
+    beside = World([0.0, *[1.0] * 7], slope)
+    beside.run()
+    assert quantiles(beside.steps, n=20)[-1] < 1.1 * 1.1, "steps differ by the noise, too"

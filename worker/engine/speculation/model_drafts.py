@@ -1,0 +1,168 @@
+"""When a draft model drafts, for which rows, and how far.
+
+Its forwards take time of their own, so a step with its drafts pays only when what is accepted of them makes up for that
+time, too; and a row's prompt, which it has to read first, only when the row has enough to say. Both are told by the
+clock: how long its forwards, and the ids of its prompts, have taken lately, and how often it was right. While little is
+known it reads along with few rows; where it did not pay it is tried again after `STALE` steps.
+
+A draft model that fails is left alone from then on: rows go on without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from worker.engine.batch.row import Row
+from worker.engine.messages import SpeculationConfig
+from worker.engine.speculation.draft_batch import DraftBatch
+from worker.engine.speculation.draft_times import DraftTimes, best_step
+from worker.engine.speculation.payoff import SHARED_RECENT, Chance, StepTimes, Try
+
+log = logging.getLogger(__name__)
+
+PROBES = 8  # drafts, or times that none would pay, after which it is known how good the model is
+FEW = 2  # rows that it reads along with before
+SHORTEST = 4  # ids that a row may still say, at least, for the model to begin with it
+LONGEST_REST = 32  # steps, of a batch in which its drafts do not pay
+SAID = 0.5  # of what a row may still say, the part that it is taken to say
+
+
+class ModelDrafts:
+    """Of one engine."""
+
+    def __init__(self, batch: DraftBatch, config: SpeculationConfig, clock: Callable[[], float]) -> None:
+        self._batch = batch
+        self._config = config
+        self._clock = clock
+        self._chances: dict[Row, Chance] = {}
+        self._resting: set[Row] = set()  # in this step
+        self._rest = self._losses = 0  # steps without its drafts, since they did not pay lately
+        self._chance = Chance()
+        self._probes = 0
+        self._times = DraftTimes()
+        self.has_failed = False
+
+    @property
+    def name(self) -> str:
+        """Of the model; "" when it has failed."""
+        return "" if self.has_failed else self._batch.name
+
+    # -- prompts
+
+    def read_along(self, rows: Sequence[Row], times: StepTimes) -> bool:
+        """Begin with rows where that pays, and feed a piece of their prompts; whether anything was computed."""
+        if self.has_failed:
+            return False
+        self._forget_old()
+        self._leave_full(rows)
+        for row in self._worth_reading(rows, times):
+            self._chances[row] = Chance(self._chance.value)
+            self._batch.add(row)
+        if not self._batch.feeds:
+            return False
+        began = self._clock()
+        try:
+            fed = self._batch.feed()
+        except Exception as error:
+            self._fail(error)
+            return True
+        self._times.read(fed, self._clock() - began)
+        return True
+
+    def _forget_old(self) -> None:
+        if self._times.step():
+            self._chance, self._probes = Chance(), 0
+
+    def _leave_full(self, rows: Sequence[Row]) -> None:
+        full = {row for row in rows if row in self._batch and self._batch.room(row) <= self._config.tokens}
+        self.remove(full)
+
+    def _worth_reading(self, rows: Sequence[Row], times: StepTimes) -> list[Row]:
+        new = [row for row in rows if row not in self._batch and self._is_servable(row)]
+        if not new or not self._config.adapts_to_time:
+            return new
+        if self._probes < PROBES:
+            return new[: max(0, FEW - len(self._batch))]
+        plain = times.known(len(rows), 1)
+        each = Try(self._chance.value, self._chance.length(self._config.tokens), 1.0)
+        none = [Try(0.0, 0, 1.0)] * len(rows)
+        longest, by_model = best_step(times, none, [each] * len(rows), self.seconds, alone=True)
+        if plain is None or not by_model:
+            return []
+        took = (times.likely(len(rows), longest + 1) or plain) + self.seconds(longest)
+        saved = plain - took / each.tokens(longest)  # by a token of each row
+        return [row for row in new if self._saves(row, saved / len(rows))]
+
+    def _is_servable(self, row: Row) -> bool:
+        left = row.sampling.max_tokens - row.position
+        return left >= SHORTEST and self._batch.room(row) > self._config.tokens + SHORTEST
+
+    def _saves(self, row: Row, saved_s: float) -> bool:
+        """Whether a row saves more, so much by each token, than the reading of its prompt takes."""
+        left = (row.sampling.max_tokens - row.position) * SAID
+        return left * saved_s > self._batch.length(row) * self._times.id_s
+
+    # -- drafts
+
+    def begin(self, step: int) -> None:
+        """A step begins, in which rows whose drafts keep failing get none."""
+        self._rest = max(0, self._rest - 1)
+        if self._config.adapts_to_rows:
+            self._resting = {row for row in self._batch.rows if self._chances[row].pauses(step)}
+
+    def lengths(self, rows: Iterable[Row]) -> dict[Row, int]:
+        """How long drafts of these rows may be, of those that may get one now."""
+        if self.has_failed or self._rest:
+            return {}
+        ready = set(self._batch.rows).difference(self._resting)
+        return {row: length for row in rows if row in ready and (length := self._longest(row)) > 0}
+
+    def judge(self, *, pays: bool) -> None:
+        """Whether its drafts would pay in this step; where they do not, they are thought of ever more seldom."""
+        self._losses = 0 if pays else self._losses + 1
+        self._rest = 0 if pays else min(LONGEST_REST, 1 << self._losses)
+        self._probes += not pays
+
+    def _longest(self, row: Row) -> int:
+        config = self._config
+        most = self._chances[row].length(config.tokens) if config.adapts_to_rows else config.tokens
+        return min(most, row.sampling.max_tokens - row.position - 1)  # what is drawn behind the draft comes with it
+
+    def chance(self, row: Row) -> float:
+        """How likely the next token of its draft is accepted; 0 where it gets none."""
+        return self._chances[row].value if row in self._chances and not self.has_failed else 0.0
+
+    def seconds(self, length: int) -> float:
+        """What drafts of this length are expected to take; 0 while that is not known."""
+        return self._times.seconds(len(self._batch.rows), length)
+
+    def drafts(self, inputs: Mapping[Row, int], lengths: Mapping[Row, int]) -> tuple[dict[Row, list[int]], float]:
+        """How these rows go on, each so far at most, and the seconds that took; `inputs` of all rows that decode."""
+        began = self._clock()
+        try:
+            drafts = self._batch.drafts(inputs, lengths)
+        except Exception as error:
+            self._fail(error)
+            drafts = {}
+        took = self._clock() - began
+        if drafts:
+            self._times.drafted(len(self._batch.rows), max(lengths[row] for row in drafts), took)
+        return drafts, took
+
+    def learn(self, row: Row, drafted: int, accepted: int) -> None:
+        """One of its drafts was tried."""
+        self._chances[row].learn(drafted, accepted)
+        self._chance.learn(drafted, accepted, SHARED_RECENT)
+        self._probes += 1
+
+    def remove(self, rows: Iterable[Row]) -> None:
+        """Forget these rows."""
+        gone = {row for row in rows if self._chances.pop(row, None) is not None}
+        self._resting -= gone
+        self._batch.remove(gone)
+
+    def _fail(self, error: Exception) -> None:
+        log.error("engine.draft_model_failed: rows go on without it", exc_info=error)
+        self.has_failed = True
+        self.remove(list(self._chances))
