@@ -28,10 +28,11 @@ from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Row
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.running_batch import RunningBatch
-from worker.engine.kv.kinds import align, expect, go_back, has_windows, have_read, ragged, states, take_back
+from worker.engine.kv.kinds import align, end_of, expect, go_back, has_windows, have_read, ragged, states, take_back
 from worker.engine.messages import EngineConfig
 from worker.engine.speculation.drafting import Drafting
 
+ALIGN_SHARE = 16  # positions: to align these takes about what it costs in one step to write where each row ends
 LOOSE = 256  # positions by which a row may fall behind where a window would have to hold them
 
 
@@ -45,6 +46,7 @@ class SpeculatingBatch(RunningBatch):
         self._drafting = drafting
         self._move_together = not model.takes_padding  # a row cannot read less than another one
         self._slack: list[int] = []  # positions by which each row ends before the one that ends last
+        self._plain_steps = 0  # in a row
         self._joined = False  # rows have, since the step before
         self._known = False  # what the next step is fed: nothing is under way
 
@@ -76,16 +78,16 @@ class SpeculatingBatch(RunningBatch):
         self._joined = False
         known, self._known = self._known, False
         if not self._drafting.tries(rows, known=known):
-            return super()._decode()
+            return self._decode_plainly()
         began = time.perf_counter()
         inputs = cast(list[int], self._next_B.tolist())
         self._drafting.waited(time.perf_counter() - began)
         drafts = self._drafting.drafts(rows, inputs)
         if not any(drafts):
-            return super()._decode()
+            return self._decode_plainly()
         parts = [_Part(*each) for each in zip(rows, inputs, drafts, strict=True)]
         if self._move_together and not shorten(parts):
-            return super()._decode()
+            return self._decode_plainly()
         return self._check(parts)
 
     def _check(self, parts: Sequence[_Part]) -> list[tuple[Row, int]]:
@@ -133,10 +135,22 @@ class SpeculatingBatch(RunningBatch):
         caches = self._cache[:-1]
         if any(unused):
             self._slack = take_back(caches, unused, self._slack)
+        self._plain_steps = 0
         if max(self._slack) > LOOSE and has_windows(caches):
-            align(caches)
-            self._padding = [before + more for before, more in zip(self._padding, self._slack, strict=True)]
-            self._slack = [0] * len(self._slack)
+            self._align()
+
+    def _align(self) -> None:
+        """Let all rows end together."""
+        align(self._cache[:-1])
+        self._padding = [before + more for before, more in zip(self._padding, self._slack, strict=True)]
+        self._slack = [0] * len(self._slack)
+
+    def _decode_plainly(self) -> list[tuple[Row, int]]:
+        """A step without drafts; after some, rows end together again: the sooner the shorter they are."""
+        self._plain_steps += 1
+        if any(self._slack) and self._plain_steps > (end_of(self._cache[:-1]) or LOOSE) // ALIGN_SHARE:
+            self._align()
+        return super()._decode()
 
     def _accept(self, parts: Sequence[_Part], logits_BLV: mx.array) -> list[int]:
         """Draw at every place, and let each row move on as far as its draft holds; the inputs after that."""
