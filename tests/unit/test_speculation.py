@@ -90,6 +90,17 @@ def test_of_several_texts_the_draft_says_what_most_of_them_say_and_then_the_late
     assert draft_from(loud, ids(7), 1, 1, 8).ids == [2], "the latest ones are asked"
 
 
+def test_a_draft_is_worth_as_much_as_texts_agree_on() -> None:
+    def agreed(*votes: tuple[int, int], chance: float = 0.5) -> tuple[int, float]:
+        return Guess([1] * len(votes), 1, votes).agreed(chance, 0.1)
+
+    assert agreed((30, 30), (30, 30), (28, 30))[0] == 3 and agreed((30, 30), (1, 30), (1, 1))[0] == 1
+    assert agreed((1, 1))[1] == pytest.approx(2 / 3), "one text says little"
+    assert agreed((8, 8), (2, 8))[1] == pytest.approx((0.9 * 0.3) ** 0.5)
+    assert agreed((1, 30), chance=0.0) == (0, 1.0)
+    assert agreed(*[(1, 1)] * 9, chance=0.1)[0] < agreed(*[(1, 1)] * 9, chance=0.9)[0] == 9
+
+
 def of(tenant: str, prompt: tuple[int, ...], model: str = "m") -> Key:
     return key_of(SequenceSpec("s", model, prompt, SamplingParams(1, 0), tenant=tenant))
 

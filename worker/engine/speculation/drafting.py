@@ -26,7 +26,6 @@ FARTHEST = 1 << 14  # ids that one row looks back
 DEEPEST = 16  # ids of a row's end that are looked for in other texts: they tell which of several goes on like it
 WORTH_KEEPING = 2  # tokens
 NEW_AT_ONCE = 1 << 13  # ids of new rows in one step, one row at least: a long text takes milliseconds to be taken in
-OWN_VOTES = 2  # texts that a row's chance counts for beside those that others have written
 LONGEST_REST = 32  # steps, of a batch in which drafts do not pay
 
 
@@ -210,23 +209,13 @@ class Drafting:
                 theirs = draft_from(ids, text, longest, max(least, guess.matched), DEEPEST)
                 if theirs.ids:
                     guess, source.is_predicted = theirs, other is source.prediction
-        draft = guess.ids
-        for at, id_ in enumerate(draft):
-            if id_ in row.stop_ids:
-                draft = draft[:at]  # it need not be drafted to be drawn
-                break
-        return self._worth(source, draft, guess.votes)
+        source.likely = source.chance.value
+        if guess.votes and config.adapts_to_rows:
+            agreed, source.likely = guess.agreed(source.chance.value, UNLIKELY)
+            return _up_to_stop(row, guess.ids[:agreed])
+        return _up_to_stop(row, guess.ids)
 
-    def _worth(self, source: _Source, draft: list[int], votes: Sequence[tuple[int, int]]) -> list[int]:
-        """As much of a draft as is likely to be reached, by what texts agree on and what the row has been like."""
-        chance, reached, length = source.chance.value, 1.0, 0
-        for own, all_ in votes[: len(draft)] if self._config.adapts_to_rows else ():
-            share = (own + OWN_VOTES * chance) / (all_ + OWN_VOTES)
-            if reached * share < UNLIKELY:
-                break
-            reached, length = reached * share, length + 1
-        if not length:
-            source.likely = chance
-            return [] if votes and self._config.adapts_to_rows else draft
-        source.likely = reached ** (1 / length)
-        return draft[:length]
+
+def _up_to_stop(row: Row, draft: list[int]) -> list[int]:
+    """Without the token that ends the row: what is drawn behind a draft comes with it in any case."""
+    return next((draft[:at] for at, id_ in enumerate(draft) if id_ in row.stop_ids), draft)

@@ -16,6 +16,7 @@ Ids = npt.NDArray[np.int32]
 
 BREAK = -1  # between two texts: no id, so nothing is matched or drafted across it
 VOTERS = 32  # places, the latest ones, that say what comes next
+OWN_VOTES = 2  # texts that a row's own chance counts for beside theirs
 _BITS = 16
 _MASK = (1 << 64) - 1
 _FACTOR, _GOLDEN = 0x100000001B3, 0x9E3779B97F4A7C15
@@ -103,6 +104,19 @@ class Guess:
     ids: list[int]
     matched: int = 0  # ids of its end by which it was found; 0: nowhere
     votes: Sequence[tuple[int, int]] = ()  # for each id, by texts that say it, and by all that go on there
+
+    def agreed(self, chance: float, least: float) -> tuple[int, float]:
+        """How many of its ids a row reaches with a chance of at least this, and the chance of one on average.
+
+        `chance` is that of a row's drafts lately; it counts beside what texts say, of which there may be few.
+        """
+        reached, length = 1.0, 0
+        for own, all_ in self.votes:
+            share = (own + OWN_VOTES * chance) / (all_ + OWN_VOTES)
+            if reached * share < least:
+                break
+            reached, length = reached * share, length + 1
+        return length, reached ** (1 / max(1, length))
 
 
 NOTHING = Guess([])
