@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from worker.engine.batch.row import Row
 from worker.engine.kv.kinds import may_be_taken_back
 from worker.engine.messages import SpeculationConfig, SpeculationStats
-from worker.engine.speculation.lookup import NOTHING, History, Text, draft_from, own_draft
+from worker.engine.speculation.lookup import BEGINNING, NOTHING, Guess, History, Text, draft_from, own_draft
 from worker.engine.speculation.memory import ANCHOR, Completions, Key, Memory, key_of, mark_of, text_behind
 from worker.engine.speculation.payoff import SHARED_RECENT, UNLIKELY, Chance, StepTimes, best_length
 
@@ -40,7 +42,13 @@ class _Source:
     key: Key | None  # of what others have written behind its prompt; None: that is not kept
     rests: bool = False  # in this step
     is_predicted: bool = False  # its draft is from there
+    prompt: int = 0  # ids of it in `history`
     likely: float = 0.0  # chance of a token of its draft, on average
+
+    @property
+    def written(self) -> int:
+        """Ids behind the prompt."""
+        return len(self.history) - self.prompt
 
 
 class Drafting:
@@ -151,8 +159,8 @@ class Drafting:
         for row in rows:
             source = self._rows.pop(row, None)
             if source is not None and source.key is not None and row.is_over and len(row.tokens) >= WORTH_KEEPING:
-                text = text_behind(row.spec.prompt_ids, row.tokens)
-                self._memory.add(Completions(source.key, [(mark_of(row.spec.id), text)]))
+                text = mark_of(row.spec.id), np.array(row.tokens, np.int32)
+                self._memory.add(Completions(source.key, row.spec.prompt_ids, [text]))
 
     def remember(self, completions: Iterable[Completions]) -> None:
         """What other workers' sequences have written."""
@@ -185,6 +193,7 @@ class Drafting:
             Chance(self._chance.value),
             Text(text_behind(spec.prompt_ids, spec.prediction_ids), self._lengths) if spec.prediction_ids else None,
             key_of(spec) if config.memory_bytes else None,
+            prompt=len(prompt),
         )
 
     def _draft(self, row: Row, source: _Source, rows: int) -> list[int]:
@@ -196,21 +205,29 @@ class Drafting:
         least = config.ngram_max if is_doubtful else config.ngram_min
         most = source.chance.length(config.tokens) if config.adapts_to_rows else config.tokens
         end, far, most = source.history.end, min(FARTHEST, LOOKED_THROUGH // rows), min(most, room - 1)
-        text = source.history.latest(far)
+        text, longest = source.history.latest(far), min(config.tokens, room - 1)
+        source.is_predicted = False
+        known = self._memory.known(source.key) if source.key is not None else None
+        if known is not None and source.prediction is None and source.written < BEGINNING:
+            written = source.history.latest(source.written).tolist()
+            if (guess := known.beginnings.draft(written, longest)).ids:
+                return self._worth(row, source, guess)
         guess = NOTHING
         if source.history.runs[least].may_have(end):
             guess = own_draft(text, most, least, config.ngram_max)
-        source.is_predicted = False
-        kept = self._memory.texts(source.key) if source.key is not None else None
+        kept = None if known is None else known.text
         for other in (kept, source.prediction):
             if other is not None and other.runs[least].may_have(end):
                 ids = other.ids[-far:] if other is kept else other.ids[:far]
-                longest = min(config.tokens, room - 1) if other is kept else most
-                theirs = draft_from(ids, text, longest, max(least, guess.matched), DEEPEST)
+                theirs = draft_from(ids, text, longest if other is kept else most, max(least, guess.matched), DEEPEST)
                 if theirs.ids:
                     guess, source.is_predicted = theirs, other is source.prediction
+        return self._worth(row, source, guess)
+
+    def _worth(self, row: Row, source: _Source, guess: Guess) -> list[int]:
+        """As much of a draft as is likely to be reached."""
         source.likely = source.chance.value
-        if guess.votes and config.adapts_to_rows:
+        if guess.votes and self._config.adapts_to_rows:
             agreed, source.likely = guess.agreed(source.chance.value, UNLIKELY)
             return _up_to_stop(row, guess.ids[:agreed])
         return _up_to_stop(row, guess.ids)

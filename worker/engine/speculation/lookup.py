@@ -7,7 +7,7 @@ that `Runs` says, in less than 1 us, of most ends that they do not occur at all.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ Ids = npt.NDArray[np.int32]
 
 BREAK = -1  # between two texts: no id, so nothing is matched or drafted across it
 VOTERS = 32  # places, the latest ones, that say what comes next
+BEGINNING = 64  # ids of a text that are counted from its first one
 OWN_VOTES = 2  # texts that a row's own chance counts for beside theirs
 _BITS = 16
 _MASK = (1 << 64) - 1
@@ -120,6 +121,59 @@ class Guess:
 
 
 NOTHING = Guess([])
+
+
+@dataclass(slots=True)
+class _Step:
+    """An id that texts begin with, behind those before it."""
+
+    texts: int = 0
+    latest: int = 0  # the number of the last one
+    next: dict[int, _Step] = field(default_factory=dict)
+
+
+class Beginnings:
+    """What texts begin with, counted: found in a step an id, without a search."""
+
+    def __init__(self) -> None:
+        self._first = _Step()
+
+    def add(self, ids: Ids) -> None:
+        """One more text."""
+        step = self._first
+        step.texts += 1
+        step.latest = number = step.latest + 1
+        for id_ in ids[:BEGINNING].tolist():
+            step = step.next.setdefault(id_, _Step())
+            step.texts, step.latest = step.texts + 1, number
+
+    def remove(self, ids: Ids) -> None:
+        """One that was added."""
+        step = self._first
+        step.texts -= 1
+        for id_ in ids[:BEGINNING].tolist():
+            after = step.next[id_]
+            after.texts -= 1
+            if not after.texts:
+                del step.next[id_]
+                return
+            step = after
+
+    def draft(self, written: Sequence[int], count: int) -> Guess:
+        """At most `count` ids that texts which begin so go on with: at each place what most say, then the latest."""
+        step = self._first
+        for id_ in written:
+            if id_ not in step.next:
+                return NOTHING
+            step = step.next[id_]
+        draft: list[int] = []
+        votes: list[tuple[int, int]] = []
+        while step.next and len(draft) < count:
+            id_, after = max(step.next.items(), key=lambda pair: (pair[1].texts, pair[1].latest))
+            draft.append(id_)
+            votes.append((after.texts, step.texts))
+            step = after
+        return Guess(draft, len(written), votes)
 
 
 def occurrences(text: Ids, end: Ids, least: int, most: int) -> tuple[Ids, int]:
