@@ -20,6 +20,7 @@ MEASUREMENTS = {
     "disk": "a second turn after a restart, from disk; what running streams notice of reads and writes",
     "kv_bits": "KV in 8 and 4 bits: rows in the same memory, and decode speed over full precision",
     "speculation": "rows with drafts over rows without, by how often drafts are right",
+    "epochs": "a job's second epoch over the first one's prompts, with what it wrote remembered over without",
     "transfers": "a leaving worker's long row: the wait for its next token elsewhere, with KV transfer and without",
     "overload": "goodput and first tokens at four times the sustainable rate; slow readers; 1,000 streams",
     "redis_scaling": "how many workers and apis one Redis carries: simulated workers with a timed model",

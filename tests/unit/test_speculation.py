@@ -20,7 +20,7 @@ from worker.engine.speculation.lookup import (
     own_draft,
 )
 from worker.engine.speculation.memory import JOINED, KEPT, Completions, Key, Memory, key_of, mark_of
-from worker.engine.speculation.payoff import LONGEST_PAUSE, STALE, Chance, StepTimes, best_length, expected
+from worker.engine.speculation.payoff import LONGEST_PAUSE, SAMPLES, STALE, Chance, StepTimes, best_length, expected
 
 
 def ids(*values: int) -> Ids:
@@ -228,9 +228,15 @@ def test_widths_between_known_ones_are_not_all_tried() -> None:
     assert best_length(times, 4, [(0.9, 5)] * 4) == 0
 
 
-def test_old_times_are_taken_again() -> None:
-    times = times_of(4, 1.0, 9.0)
-    for _ in range(STALE):
-        assert best_length(times, 4, [(0.9, 1)] * 4) == 0
-        times.took(4, 1, 1.0)
-    assert best_length(times, 4, [(0.9, 1)] * 4) == 1
+def test_old_times_are_taken_again_and_a_single_one_soon() -> None:
+    times = StepTimes()
+    waits = []
+    for _ in range(SAMPLES + 1):
+        times.took(4, 2, 9.0)
+        for _ in range(SAMPLES):
+            times.took(4, 1, 1.0)
+        waits.append(SAMPLES)
+        while not best_length(times, 4, [(0.9, 1)] * 4):
+            times.took(4, 1, 1.0)
+            waits[-1] += 1
+    assert waits == sorted(waits) and waits[0] < STALE / 20 and waits[-2:] == [STALE, STALE]

@@ -18,7 +18,7 @@ UNLIKELY = 0.1  # a place in a draft that is reached more seldom is not worth it
 LONGEST_PAUSE = 64  # steps, of a row whose drafts keep failing
 MARGIN = 1.03  # by which drafts must be better
 SAMPLES = 5  # latest times of one kind of step
-STALE = 500  # steps after which a time is taken again
+STALE = 500  # steps after which a time is taken again; sooner where fewer have been taken
 
 
 class Chance:
@@ -67,9 +67,11 @@ class StepTimes:
     def known(self, rows: int, width: int) -> float | None:
         """Seconds; None when nothing is known, or what is known is old."""
         key = _key(rows, width)
-        if self._steps - self._taken_at.get(key, -STALE) >= STALE:
+        times = self._times.get(key, ())
+        # One time alone may be that of a busy moment: it is taken again soon.
+        if not times or self._steps - self._taken_at[key] >= STALE * (len(times) / SAMPLES) ** 2:
             return None
-        return median(self._times[key])
+        return median(times)
 
     def likely(self, rows: int, width: int) -> float | None:
         """Seconds, as those of narrower and of wider steps tell; None when a step without drafts is not known."""
