@@ -22,7 +22,7 @@ from shared.redis.connection.faults import reason
 from shared.redis.ring.completion_store import COMPLETION_IDS, Bounds, Completion, CompletionStore
 from shared.sequences import ModelCard, SequenceResult, SequenceSpec
 from worker.engine.speculation.lookup import Ids
-from worker.engine.speculation.memory import Completions, Key, Mark, key_of, mark_of, text_behind
+from worker.engine.speculation.memory import Completions, Key, Mark, key_of, mark_of
 from worker.engine.thread import EngineThread
 
 log = structlog.get_logger()
@@ -107,8 +107,8 @@ class RingMemory:
         for each in found:
             ids = np.frombuffer(each.packed, "<i4")
             if len(ids) and ids.min() >= 0 and ids.max() < self._vocab_size:
-                texts.append((each.mark, text_behind(spec.prompt_ids, ids.tolist())))
-        return Completions(key, texts)
+                texts.append((each.mark, ids.astype(np.int32)))
+        return Completions(key, spec.prompt_ids, texts)
 
     async def _write(self, store: CompletionStore, ended: Sequence[tuple[SequenceSpec, tuple[int, ...]]]) -> None:
         for key, completions in (await asyncio.to_thread(_by_prompt, ended)).items():

@@ -179,6 +179,33 @@ def test_a_prompt_that_comes_again_is_drafted_from_what_was_written_for_its_tena
     assert accepted["again"] > 30
 
 
+def test_a_short_answer_that_comes_again_takes_one_step_behind_its_first_token(llama: LoadedModel) -> None:
+    bench = Bench(llama, speculation=ALWAYS, prefix_cache_bytes=0)
+    first = spec("first", prompt_of(9), max_tokens=9, temperature=1.0, seed=5)
+    bench.submit(first)
+    bench.run()
+    end = bench.tokens("first")[4]
+    assert end not in bench.tokens("first")[:4], "else it would end sooner"
+    stops = structs.replace(first.sampling, stop_token_ids=(end,))
+    spy = SpiedModel.inside(bench)
+    before = bench.engine.stats().speculation.drafted
+    bench.submit(structs.replace(first, id="again", sampling=stops))
+    bench.run()
+    assert bench.tokens("again") == bench.tokens("first")[:5] and bench.finish("again").reason == "stop"
+    assert spy.fed == [8, 1, 4], "its prompt, the first token, three more; the end is drawn behind them"
+    assert bench.engine.stats().speculation.drafted == before + 3
+
+
+def test_short_sequences_that_come_and_go_all_the_time_are_drafted_for(llama: LoadedModel) -> None:
+    bench = Bench(llama, speculation=SpeculationConfig(memory_bytes=1 << 20), prefix_cache_bytes=0)
+    for at in range(60):
+        bench.submit(spec(f"s{at}", prompt_of(9), max_tokens=6, temperature=1.0, seed=5))
+        bench.turn()
+        bench.turn()
+    bench.run()
+    assert bench.engine.stats().speculation.accepted > 0
+
+
 def test_a_batch_larger_than_the_bound_gets_no_drafts(llama: LoadedModel) -> None:
     bench = Bench(llama, speculation=replace(ALWAYS, most_rows=2))
     bench.submit(*(spec(f"s{at}", [1, 2, 1, 2, 1], max_tokens=20) for at in range(3)))

@@ -60,8 +60,8 @@ class Worker:
         await asyncio.gather(task, return_exceptions=True)
 
     def texts(self) -> list[list[int]]:
-        """What the engine was told, without the ends of prompts."""
-        return [text.tolist()[1 + len(PROMPT) :] for each in self.told for _, text in each.texts]
+        """What the engine was told."""
+        return [text.tolist() for each in self.told for _, text in each.texts]
 
 
 async def kept(redis: Redis) -> int:

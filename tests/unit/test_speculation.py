@@ -10,6 +10,7 @@ from worker.engine.speculation.lookup import (
     BREAK,
     NOTHING,
     VOTERS,
+    Beginnings,
     Guess,
     History,
     Ids,
@@ -18,11 +19,12 @@ from worker.engine.speculation.lookup import (
     occurrences,
     own_draft,
 )
-from worker.engine.speculation.memory import KEPT, Completions, Key, Memory, key_of, mark_of, text_behind
+from worker.engine.speculation.memory import JOINED, KEPT, Completions, Key, Memory, key_of, mark_of
 from worker.engine.speculation.payoff import (
     HOPE,
     LONGEST_PAUSE,
     PLAIN_STALE,
+    SAMPLES,
     STALE,
     Chance,
     StepTimes,
@@ -99,13 +101,24 @@ def test_of_several_texts_the_draft_says_what_most_of_them_say_and_then_the_late
     assert draft_from(loud, ids(7), 1, 1, 8).ids == [2], "the latest ones are asked"
 
 
+def test_a_draft_is_worth_as_much_as_texts_agree_on() -> None:
+    def agreed(*votes: tuple[int, int], chance: float = 0.5) -> tuple[int, float]:
+        return Guess([1] * len(votes), 1, votes).agreed(chance, 0.1)
+
+    assert agreed((30, 30), (30, 30), (28, 30))[0] == 3 and agreed((30, 30), (1, 30), (1, 1))[0] == 1
+    assert agreed((1, 1))[1] == pytest.approx(2 / 3), "one text says little"
+    assert agreed((8, 8), (2, 8))[1] == pytest.approx((0.9 * 0.3) ** 0.5)
+    assert agreed((1, 30), chance=0.0) == (0, 1.0)
+    assert agreed(*[(1, 1)] * 9, chance=0.1)[0] < agreed(*[(1, 1)] * 9, chance=0.9)[0] == 9
+
+
 def of(tenant: str, prompt: tuple[int, ...], model: str = "m") -> Key:
     return key_of(SequenceSpec("s", model, prompt, SamplingParams(1, 0), tenant=tenant))
 
 
 def written(key: Key, *texts: Ids, begin: int = 0) -> Completions:
-    """By sequences that are numbered."""
-    return Completions(key, [(mark_of(str(at)), text) for at, text in enumerate(texts, begin)])
+    """By sequences that are numbered, behind one prompt of twenty ids."""
+    return Completions(key, range(20), [(mark_of(str(at)), text) for at, text in enumerate(texts, begin)])
 
 
 def test_prompts_of_other_tenants_and_models_are_other_prompts() -> None:
@@ -114,41 +127,74 @@ def test_prompts_of_other_tenants_and_models_are_other_prompts() -> None:
 
 
 def test_memory_keeps_to_its_bytes_and_to_tenants() -> None:
-    prompt, size = tuple(range(20)), text_behind(range(20), [1] * 7).nbytes
+    prompt, size = tuple(range(20)), 7 * 4
     memory = Memory(3 * size, (1,))
     for tenant in ("a", "b"):
-        memory.add(written(of(tenant, prompt), text_behind(prompt, [ord(tenant)] * 7)))
-    theirs = memory.texts(of("a", prompt))
-    assert theirs is not None and ord("a") in theirs.ids and ord("b") not in theirs.ids
-    assert memory.texts(of("", prompt)) is None and memory.texts(of("a", prompt[:-1])) is None
+        memory.add(written(of(tenant, prompt), ids(*[ord(tenant)] * 7)))
+    theirs = memory.known(of("a", prompt))
+    assert theirs is not None and ord("a") in theirs.text.ids and ord("b") not in theirs.text.ids
+    assert memory.known(of("", prompt)) is None and memory.known(of("a", prompt[:-1])) is None
     for at in range(2):
-        memory.add(written(of("c", prompt), text_behind(prompt, [5] * 7), begin=at))
+        memory.add(written(of("c", prompt), ids(*[5] * 7), begin=at))
     assert memory.bytes == 3 * size
-    assert memory.texts(of("b", prompt)) is None, "asked for longest ago"
-    assert memory.texts(of("a", prompt)) is not None
-    memory.add(written(of("d", prompt), text_behind(prompt, range(1000))))
-    assert memory.texts(of("d", prompt)) is None, "larger than all that is kept"
+    assert memory.known(of("b", prompt)) is None, "asked for longest ago"
+    assert memory.known(of("a", prompt)) is not None
+    memory.add(written(of("d", prompt), ids(*range(1000))))
+    assert memory.known(of("d", prompt)) is None, "larger than all that is kept"
     for at in range(9):
-        memory.add(written(of("e", prompt), text_behind(prompt, [5] * 7), begin=at))
-    assert memory.bytes == 3 * size and memory.texts(of("a", prompt)) is None
+        memory.add(written(of("e", prompt), ids(*[5] * 7), begin=at))
+    assert memory.bytes == 3 * size and memory.known(of("a", prompt)) is None
 
 
 def test_memory_keeps_the_latest_completions_of_a_prompt() -> None:
     memory, key = Memory(1 << 20, (1,)), of("", (1,))
     for each in range(KEPT + 3):
-        memory.add(written(key, ids(BREAK, 100 + each), begin=each))
-    kept = memory.texts(key)
-    assert kept is not None and kept.ids[kept.ids >= 0].tolist() == list(range(103, 100 + KEPT + 3))
+        memory.add(written(key, ids(100 + each), begin=each))
+    known = memory.known(key)
+    assert known is not None and known.text.ids[20::22].tolist() == [19] * KEPT, "each behind the prompt's end"
+    assert known.text.ids[known.text.ids >= 100].tolist() == list(range(103, 100 + KEPT + 3))
+    assert known.beginnings.draft([], 1) == Guess([100 + KEPT + 2], 0, [(1, KEPT)])
 
 
 def test_what_comes_again_from_elsewhere_is_kept_once() -> None:
     memory, key = Memory(1 << 20, (1,)), of("", (1,))
-    memory.add(written(key, ids(BREAK, 5), ids(BREAK, 6)))
-    before = memory.texts(key)
-    memory.add(written(key, ids(BREAK, 5), ids(BREAK, 6)))
-    assert memory.texts(key) is before and memory.bytes == 16
-    memory.add(Completions(of("", (2,)), []))
-    assert memory.texts(of("", (2,))) is None
+    memory.add(written(key, ids(5), ids(6)))
+    known = memory.known(key)
+    assert known is not None
+    before = known.text
+    memory.add(written(key, ids(5), ids(6)))
+    assert memory.known(key) is known and known.text is before and memory.bytes == 8
+    memory.add(Completions(of("", (2,)), (2,), []))
+    assert memory.known(of("", (2,))) is None
+
+
+def test_texts_of_prompts_asked_for_long_ago_are_joined_anew() -> None:
+    memory = Memory(1 << 20, (1,))
+    for at in range(JOINED + 1):
+        memory.add(written(of("", (at,)), ids(at)))
+    first = memory.known(of("", (0,)))
+    assert first is not None
+    before = first.text
+    for at in range(1, JOINED + 1):
+        assert memory.known(of("", (at,))) is not None
+    assert first.text is not before and first.text.ids.tolist() == before.ids.tolist()
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=12), st.lists(st.integers(0, 2), max_size=3))
+def test_beginnings_say_what_most_texts_go_on_with(texts: list[list[int]], end: list[int]) -> None:
+    beginnings = Beginnings()
+    for text in [[0, 1], [2], *texts]:
+        beginnings.add(ids(*text))
+    for text in [[0, 1], [2]]:
+        beginnings.remove(ids(*text))
+    nexts = [text[len(end)] for text in texts if text[: len(end)] == end and len(text) > len(end)]
+    guess = beginnings.draft(end, 1)
+    if not nexts:
+        assert guess.ids == []
+        return
+    most = max(map(nexts.count, nexts))
+    latest = next(each for each in reversed(nexts) if nexts.count(each) == most)
+    assert guess.ids == [latest] and guess.votes[0][0] == most
 
 
 def test_a_row_whose_drafts_fail_pauses_ever_longer_and_comes_back() -> None:
@@ -219,15 +265,23 @@ def test_widths_between_known_ones_are_not_all_tried() -> None:
 
 def test_a_step_without_drafts_is_timed_now_and_then_while_all_have_some() -> None:
     times = times_of(4, 1.0, 1.1)
+    for _ in range(SAMPLES - 1):
+        times.took(4, 1, 1.0)
     for _ in range(PLAIN_STALE - 1):
         assert best_length(times, [Try(0.9, 1, 1.0)] * 4, alone=True) == 1
         times.took(4, 2, 1.1)
     assert best_length(times, [Try(0.9, 1, 1.0)] * 4, alone=True) == 0, "the machine may be busier than it was, or less"
 
 
-def test_old_times_are_taken_again() -> None:
-    times = times_of(4, 1.0, 9.0)
-    for _ in range(STALE):
-        assert best_length(times, [Try(0.9, 1, 1.0)] * 4, alone=True) == 0
-        times.took(4, 1, 1.0)
-    assert best_length(times, [Try(0.9, 1, 1.0)] * 4, alone=True) == 1
+def test_old_times_are_taken_again_and_a_single_one_soon() -> None:
+    times = StepTimes()
+    waits = []
+    for _ in range(SAMPLES + 1):
+        times.took(4, 2, 9.0)
+        for _ in range(SAMPLES):
+            times.took(4, 1, 1.0)
+        waits.append(SAMPLES)
+        while not best_length(times, [Try(0.9, 1, 1.0)] * 4, alone=True):
+            times.took(4, 1, 1.0)
+            waits[-1] += 1
+    assert waits == sorted(waits) and waits[0] < STALE / 20 and waits[-2:] == [STALE, STALE]

@@ -13,15 +13,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any
+
+import numpy as np
 
 from worker.engine.batch.row import Row
 from worker.engine.kv.kinds import may_be_taken_back
 from worker.engine.messages import SpeculationConfig, SpeculationStats
 from worker.engine.speculation.draft_batch import DraftBatch
 from worker.engine.speculation.draft_times import best_step
-from worker.engine.speculation.lookup import NOTHING, History, Text, draft_from, own_draft
+from worker.engine.speculation.lookup import BEGINNING, NOTHING, Guess, History, Text, draft_from, own_draft
 from worker.engine.speculation.memory import ANCHOR, Completions, Key, Memory, key_of, mark_of, text_behind
 from worker.engine.speculation.model_drafts import ModelDrafts
 from worker.engine.speculation.payoff import SHARED_RECENT, UNLIKELY, Chance, StepTimes, Try, best_length
@@ -31,7 +32,6 @@ FARTHEST = 1 << 14  # ids that one row looks back
 DEEPEST = 16  # ids of a row's end that are looked for in other texts: they tell which of several goes on like it
 WORTH_KEEPING = 2  # tokens
 NEW_AT_ONCE = 1 << 13  # ids of new rows in one step, one row at least: a long text takes milliseconds to be taken in
-OWN_VOTES = 2  # texts that a row's chance counts for beside those that others have written
 LONGEST_REST = 5  # times that the rest of a batch in which drafts do not pay doubles: 32 steps
 
 
@@ -47,7 +47,13 @@ class _Source:
     rests: bool = False  # in this step
     is_predicted: bool = False  # its draft is from there
     by_model: bool = False  # its draft is of the draft model
+    prompt: int = 0  # ids of it in `history`
     likely: float = 0.0  # chance of a token of its draft, on average
+
+    @property
+    def written(self) -> int:
+        """Ids behind the prompt."""
+        return len(self.history) - self.prompt
 
 
 class Drafting:
@@ -233,8 +239,8 @@ class Drafting:
         for row in rows:
             source = self._rows.pop(row, None)
             if source is not None and source.key is not None and row.is_over and len(row.tokens) >= WORTH_KEEPING:
-                text = text_behind(row.spec.prompt_ids, row.tokens)
-                self._memory.add(Completions(source.key, [(mark_of(row.spec.id), text)]))
+                text = mark_of(row.spec.id), np.array(row.tokens, np.int32)
+                self._memory.add(Completions(source.key, row.spec.prompt_ids, [text]))
 
     def remember(self, completions: Iterable[Completions]) -> None:
         """What other workers' sequences have written."""
@@ -267,6 +273,7 @@ class Drafting:
             Chance(self._chance.value),
             Text(text_behind(spec.prompt_ids, spec.prediction_ids), self._lengths) if spec.prediction_ids else None,
             key_of(spec) if config.memory_bytes else None,
+            prompt=len(prompt),
         )
 
     def _draft(self, row: Row, source: _Source, rows: int) -> list[int]:
@@ -279,36 +286,34 @@ class Drafting:
         least = config.ngram_max if is_doubtful else config.ngram_min
         most = source.chance.length(config.tokens) if config.adapts_to_rows else config.tokens
         end, far, most = source.history.end, min(FARTHEST, LOOKED_THROUGH // rows), min(most, room - 1)
-        text = source.history.latest(far)
+        text, longest = source.history.latest(far), min(config.tokens, room - 1)
+        source.is_predicted = source.by_model = False
+        known = self._memory.known(source.key) if source.key is not None else None
+        if known is not None and source.prediction is None and source.written < BEGINNING:
+            written = source.history.latest(source.written).tolist()
+            if (guess := known.beginnings.draft(written, longest)).ids:
+                return self._worth(row, source, guess)
         guess = NOTHING
         if config.own_text and source.history.runs[least].may_have(end):
             guess = own_draft(text, most, least, config.ngram_max)
-        source.is_predicted = source.by_model = False
-        kept = self._memory.texts(source.key) if source.key is not None else None
+        kept = None if known is None else known.text
         for other in (kept, source.prediction):
             if other is not None and other.runs[least].may_have(end):
                 ids = other.ids[-far:] if other is kept else other.ids[:far]
-                longest = min(config.tokens, room - 1) if other is kept else most
-                theirs = draft_from(ids, text, longest, max(least, guess.matched), DEEPEST)
+                theirs = draft_from(ids, text, longest if other is kept else most, max(least, guess.matched), DEEPEST)
                 if theirs.ids:
                     guess, source.is_predicted = theirs, other is source.prediction
-        return self._worth(source, _up_to_stop(row, guess.ids), guess.votes)
+        return self._worth(row, source, guess)
 
-    def _worth(self, source: _Source, draft: list[int], votes: Sequence[tuple[int, int]]) -> list[int]:
-        """As much of a draft as is likely to be reached, by what texts agree on and what the row has been like."""
-        chance, reached, length = source.chance.value, 1.0, 0
-        for own, all_ in votes[: len(draft)] if self._config.adapts_to_rows else ():
-            share = (own + OWN_VOTES * chance) / (all_ + OWN_VOTES)
-            if reached * share < UNLIKELY:
-                break
-            reached, length = reached * share, length + 1
-        if not length:
-            source.likely = chance
-            return [] if votes and self._config.adapts_to_rows else draft
-        source.likely = reached ** (1 / length)
-        return draft[:length]
+    def _worth(self, row: Row, source: _Source, guess: Guess) -> list[int]:
+        """As much of a draft as is likely to be reached."""
+        source.likely = source.chance.value
+        if guess.votes and self._config.adapts_to_rows:
+            agreed, source.likely = guess.agreed(source.chance.value, UNLIKELY)
+            return _up_to_stop(row, guess.ids[:agreed])
+        return _up_to_stop(row, guess.ids)
 
 
 def _up_to_stop(row: Row, draft: list[int]) -> list[int]:
-    """Without a token that may end the row: it need not be drafted to be drawn."""
-    return list(takewhile(lambda id_: id_ not in row.stop_ids, draft))
+    """Without the token that ends the row: what is drawn behind a draft comes with it in any case."""
+    return next((draft[:at] for at, id_ in enumerate(draft) if id_ in row.stop_ids), draft)

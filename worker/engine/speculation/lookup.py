@@ -7,7 +7,7 @@ that `Runs` says, in less than 1 us, of most ends that they do not occur at all.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ Ids = npt.NDArray[np.int32]
 
 BREAK = -1  # between two texts: no id, so nothing is matched or drafted across it
 VOTERS = 32  # places, the latest ones, that say what comes next
+BEGINNING = 64  # ids of a text that are counted from its first one
+OWN_VOTES = 2  # texts that a row's own chance counts for beside theirs
 _BITS = 16
 _MASK = (1 << 64) - 1
 _FACTOR, _GOLDEN = 0x100000001B3, 0x9E3779B97F4A7C15
@@ -104,8 +106,74 @@ class Guess:
     matched: int = 0  # ids of its end by which it was found; 0: nowhere
     votes: Sequence[tuple[int, int]] = ()  # for each id, by texts that say it, and by all that go on there
 
+    def agreed(self, chance: float, least: float) -> tuple[int, float]:
+        """How many of its ids a row reaches with a chance of at least this, and the chance of one on average.
+
+        `chance` is that of a row's drafts lately; it counts beside what texts say, of which there may be few.
+        """
+        reached, length = 1.0, 0
+        for own, all_ in self.votes:
+            share = (own + OWN_VOTES * chance) / (all_ + OWN_VOTES)
+            if reached * share < least:
+                break
+            reached, length = reached * share, length + 1
+        return length, reached ** (1 / max(1, length))
+
 
 NOTHING = Guess([])
+
+
+@dataclass(slots=True)
+class _Step:
+    """An id that texts begin with, behind those before it."""
+
+    texts: int = 0
+    latest: int = 0  # the number of the last one
+    next: dict[int, _Step] = field(default_factory=dict)
+
+
+class Beginnings:
+    """What texts begin with, counted: found in a step an id, without a search."""
+
+    def __init__(self) -> None:
+        self._first = _Step()
+
+    def add(self, ids: Ids) -> None:
+        """One more text."""
+        step = self._first
+        step.texts += 1
+        step.latest = number = step.latest + 1
+        for id_ in ids[:BEGINNING].tolist():
+            step = step.next.setdefault(id_, _Step())
+            step.texts, step.latest = step.texts + 1, number
+
+    def remove(self, ids: Ids) -> None:
+        """One that was added."""
+        step = self._first
+        step.texts -= 1
+        for id_ in ids[:BEGINNING].tolist():
+            after = step.next[id_]
+            after.texts -= 1
+            if not after.texts:
+                del step.next[id_]
+                return
+            step = after
+
+    def draft(self, written: Sequence[int], count: int) -> Guess:
+        """At most `count` ids that texts which begin so go on with: at each place what most say, then the latest."""
+        step = self._first
+        for id_ in written:
+            if id_ not in step.next:
+                return NOTHING
+            step = step.next[id_]
+        draft: list[int] = []
+        votes: list[tuple[int, int]] = []
+        while step.next and len(draft) < count:
+            id_, after = max(step.next.items(), key=lambda pair: (pair[1].texts, pair[1].latest))
+            draft.append(id_)
+            votes.append((after.texts, step.texts))
+            step = after
+        return Guess(draft, len(written), votes)
 
 
 def occurrences(text: Ids, end: Ids, least: int, most: int) -> tuple[Ids, int]:

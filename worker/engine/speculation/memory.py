@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shared.sequences import SequenceSpec
-from worker.engine.speculation.lookup import BREAK, Ids, Text
+from worker.engine.speculation.lookup import BREAK, Beginnings, Ids, Text
 
 KEPT = 32  # latest completions of one prompt
 JOINED = 64  # prompts whose completions lie in one array, ready to be looked through
@@ -49,7 +49,49 @@ class Completions:
     """What sequences have written behind one prompt, the latest last."""
 
     key: Key
+    prompt_ids: Sequence[int]
     texts: list[tuple[Mark, Ids]]
+
+
+class Known:
+    """All that is kept of one prompt."""
+
+    def __init__(self, prompt_ids: Sequence[int], lengths: tuple[int, ...]) -> None:
+        self._anchor = text_behind(prompt_ids, ())
+        self._lengths = lengths
+        self._texts: OrderedDict[Mark, Ids] = OrderedDict()  # the latest last
+        self._joined: Text | None = None
+        self.beginnings = Beginnings()
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __contains__(self, mark: Mark) -> bool:
+        return mark in self._texts
+
+    def add(self, mark: Mark, ids: Ids) -> None:
+        """One more completion."""
+        self._texts[mark], self._joined = ids, None
+        self.beginnings.add(ids)
+
+    def forget_oldest(self) -> int:
+        """The bytes that this has freed."""
+        _, ids = self._texts.popitem(last=False)
+        self._joined = None
+        self.beginnings.remove(ids)
+        return ids.nbytes
+
+    def forget_joined(self) -> None:
+        """It is made again when it is asked for."""
+        self._joined = None
+
+    @property
+    def text(self) -> Text:
+        """All of it, each completion behind the prompt's end."""
+        if self._joined is None:
+            parts = [part for ids in self._texts.values() for part in (self._anchor, ids)]
+            self._joined = Text(np.concatenate(parts), self._lengths)
+        return self._joined
 
 
 def text_behind(prompt_ids: Sequence[int], ids: Sequence[int]) -> Ids:
@@ -64,43 +106,39 @@ class Memory:
         """`lengths`: of the runs of ids that are looked for."""
         self._limit_bytes = limit_bytes
         self._lengths = lengths
-        self._texts: OrderedDict[Key, OrderedDict[Mark, Ids]] = OrderedDict()  # the latest used last
-        self._joined: OrderedDict[Key, Text] = OrderedDict()  # of the prompts that were asked for last
+        self._known: OrderedDict[Key, Known] = OrderedDict()  # the latest used last
+        self._joined: OrderedDict[Key, None] = OrderedDict()  # prompts that were asked for last
         self.bytes = 0
 
     def add(self, completions: Completions) -> None:
         """What sequences have written; what is known already changes nothing."""
         key = completions.key
-        texts = self._texts.setdefault(key, OrderedDict())
-        self._texts.move_to_end(key)
-        for mark, text in completions.texts:
-            if mark in texts or text.nbytes > self._limit_bytes:
+        known = self._known.setdefault(key, Known(completions.prompt_ids, self._lengths))
+        self._known.move_to_end(key)
+        for mark, ids in completions.texts:
+            if mark in known or ids.nbytes > self._limit_bytes:
                 continue
-            self._joined.pop(key, None)
-            texts[mark] = text
-            self.bytes += text.nbytes
-            if len(texts) > KEPT:
-                self._forget_oldest(key)
+            known.add(mark, ids)
+            self.bytes += ids.nbytes
+            if len(known) > KEPT:
+                self.bytes -= known.forget_oldest()
         while self.bytes > self._limit_bytes:
-            self._forget_oldest(next(iter(self._texts)))
-        if not texts:
-            self._texts.pop(key, None)
+            oldest, of_it = next(iter(self._known.items()))
+            self.bytes -= of_it.forget_oldest()
+            if not of_it:
+                del self._known[oldest]
+        if not known:
+            self._known.pop(key, None)
 
-    def texts(self, key: Key) -> Text | None:
-        """All that is kept of a prompt, the latest last; None: nothing is."""
-        if key not in self._texts:
-            return None
-        self._texts.move_to_end(key)
-        joined = self._joined.get(key)
-        if joined is None:
-            joined = self._joined[key] = Text(np.concatenate([*self._texts[key].values()]), self._lengths)
+    def known(self, key: Key) -> Known | None:
+        """All that is kept of a prompt; None: nothing is."""
+        known = self._known.get(key)
+        if known is not None:
+            self._known.move_to_end(key)
+            self._joined[key] = None
+            self._joined.move_to_end(key)
             if len(self._joined) > JOINED:
-                self._joined.popitem(last=False)
-        return joined
-
-    def _forget_oldest(self, key: Key) -> None:
-        texts = self._texts[key]
-        self._joined.pop(key, None)
-        self.bytes -= texts.popitem(last=False)[1].nbytes if texts else 0
-        if not texts:
-            del self._texts[key]
+                oldest, _ = self._joined.popitem(last=False)
+                if oldest in self._known:
+                    self._known[oldest].forget_joined()
+        return known

@@ -25,7 +25,7 @@ SLOWED = 1.08  # times what a step without drafts takes: so much later a row may
 PACE_RECENT = 0.2  # weight of the latest step in a row's pace
 MARGIN = 1.03  # by which drafts must be better
 SAMPLES = 5  # latest times of one kind of step
-STALE = 500  # steps after which a time is taken again
+STALE = 500  # steps after which a time is taken again; sooner where fewer have been taken
 PLAIN_STALE = 150  # of a step without drafts, which costs little: an old one would let drafts go on at a loss
 
 
@@ -96,10 +96,12 @@ class StepTimes:
     def known(self, rows: int, width: int) -> float | None:
         """Seconds; None when nothing is known, or what is known is old."""
         key = _key(rows, width)
-        stale = STALE if width > 1 else PLAIN_STALE
-        if self._steps - self._taken_at.get(key, -stale) >= stale:
+        times = self._times.get(key, ())
+        # One time alone may be that of a busy moment: it is taken again soon.
+        stale = (STALE if width > 1 else PLAIN_STALE) * (len(times) / SAMPLES) ** 2
+        if not times or self._steps - self._taken_at[key] >= stale:
             return None
-        return median(self._times[key])
+        return median(times)
 
     def likely(self, rows: int, width: int) -> float | None:
         """Seconds, as those of narrower and of wider steps tell; None when nothing does.
