@@ -23,7 +23,8 @@ from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
 CONFIGURATION = ROOT / "deploy/prometheus.yml"
 BOARD = ROOT / "deploy/grafana/parallm.json"
 SCRAPE_S = 1
-RARE = ("Time of a transfer of KV",)  # of one worker there is none
+# Of one worker without drafts there is none
+RARE = ("Time of a transfer of KV", "Share of drafted tokens that was accepted", "Accepted tokens a draft")
 WINDOW = "30s"  # for $__rate_interval: Grafana takes at least four scrapes
 
 _HISTOGRAMS = (
