@@ -22,7 +22,7 @@ RECENT = 0.05  # weight of the latest request's prompts
 RESERVE = 0.3  # of the time until the deadline: paces change, and a queue need not be long to keep rows full
 LET_IN_BELOW = 0.9  # of the bound, once something has been refused
 LONGEST_RETRY_S = 600
-IDLE_S, IDLE_SHARE = 0.5, 0.25  # what waits for so long, or this share of the deadline, waits for a row
+IDLE_S, IDLE_SHARE = 0.2, 0.1  # what waits for so long, or this share of the deadline, waits for a row
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ class Ring:
         self._queues: dict[str, SequenceQueue] = {}
         self._live: dict[str, ModelCard] = {}
         self._workers: dict[str, list[WorkerStatus]] = {}
+        self._forecasts: dict[tuple[str, SequenceClass], Forecast | None] = {}
         self._looked = float("-inf")
         self._looking = asyncio.Lock()
 
@@ -119,6 +120,7 @@ class Ring:
                 if time.monotonic() - self._looked > LOOK_AGAIN_S:
                     cards = await self.registry.models()
                     self._workers = {card.name: await self.registry.workers(card.name) for card in cards}
+                    self._forecasts.clear()
                     self._live = {card.name: card for card in cards if self.serving(card.name)}
                     self._looked = time.monotonic()
                     for card in self._live.values():
@@ -136,7 +138,11 @@ class Ring:
 
     def forecast(self, model: str, kind: SequenceClass) -> Forecast | None:
         """When first tokens of the class come, as of the last look; None: not measured, or not asked for."""
-        return Forecast.of(self.serving(model), kind) if self.settings.admit_by_time else None
+        if not self.settings.admit_by_time:
+            return None
+        if (model, kind) not in self._forecasts:  # once a look: a ring may have many workers
+            self._forecasts[model, kind] = Forecast.of(self.serving(model), kind)
+        return self._forecasts[model, kind]
 
     def memory_pressure(self, model: str) -> float:
         """Share of its KV memory that the worker with most room has given out, as of the last look; 0 without one."""

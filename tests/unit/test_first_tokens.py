@@ -95,8 +95,8 @@ def test_places_follow_from_the_deadline_the_pace_and_the_prompt() -> None:
     forecast = Forecast.of([worker("a", 8, **MEASURED)], "interactive")
     assert forecast is not None
     tokens = FirstTokens()
-    assert tokens.places(forecast, "m", "interactive", 100, 10.0) == (65, 500), "10 a second for 0.7 of 10 s less 0.5 s"
-    assert tokens.places(forecast, "m", "interactive", 100, 0.3) == (0, 75)
+    assert tokens.places(forecast, "m", "interactive", 100, 10.0) == (65, 200), "10 a second for 0.7 of 10 s less 0.5 s"
+    assert tokens.places(forecast, "m", "interactive", 100, 0.3) == (0, 30)
     long_one = tokens.places(forecast, "m", "interactive", 4100, 10.0).places
     assert long_one < 50, "its own prompt takes 2 s more"
     for _ in range(200):
