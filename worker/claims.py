@@ -14,7 +14,7 @@ from shared.errors import EngineError, ParallmError
 from shared.frames import TokenEvent
 from shared.redis.connection.faults import reason
 from shared.redis.queue.sequence_queue import SequenceQueue
-from worker.adapter_sync import AdapterSync
+from worker.adapters.sync import AdapterSync
 from worker.engine.messages import RowRequest
 from worker.peers.exchange import KvExchange
 from worker.publisher import TokenPublisher

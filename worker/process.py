@@ -34,8 +34,8 @@ from shared.redis.tokens.writer import FrameWriter
 from shared.sequences import Claim, ModelCard
 from shared.telemetry.metrics import Tally
 from shared.text.codec import TokenizerBundle
-from worker.adapter_cache import DiskCache
-from worker.adapter_sync import AdapterSync
+from worker.adapters.cache import DiskCache
+from worker.adapters.sync import AdapterSync
 from worker.cache_resets import CacheResets
 from worker.claim_plan import NOTHING, claim_plan
 from worker.claims import LAST_WORDS_S, Preparing, Returns

@@ -22,8 +22,8 @@ from tests.engine.adapter_models import MadeAdapter
 from tests.engine.conftest import prompt_of
 from tests.engine.small_models import LLAMA, write_model
 from tests.waiting import wait_until
-from worker.adapter_cache import DiskCache
-from worker.adapter_sync import AdapterSync
+from worker.adapters.cache import DiskCache
+from worker.adapters.sync import AdapterSync
 from worker.engine.batch.adapters import AdapterStats, SlotConfig
 from worker.engine.lora import reader as adapter_reader
 from worker.engine.messages import EngineConfig, RowRequest, StepOutput

@@ -22,14 +22,14 @@ from shared.redis.adapters.store import AdapterStore
 from tests.e2e.rings import ROOT
 from tests.redis.adapter_versions import publish
 from tests.waiting import wait_until
-from worker.adapter_cache import DiskCache
+from worker.adapters.cache import DiskCache
 
 HOLD = """
 import asyncio, hashlib, sys
 from pathlib import Path
 import msgspec
 from shared.adapters import AdapterManifest
-from worker.adapter_cache import DiskCache
+from worker.adapters.cache import DiskCache
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
 
@@ -214,7 +214,7 @@ async def test_a_download_elsewhere_is_looked_for_soon_and_then_more_seldom(
     cache = DiskCache(tmp_path, 2**20)
     with (tmp_path / f"{manifest.sha256}.part").open("ab") as part:
         fcntl.flock(part, fcntl.LOCK_EX)
-        monkeypatch.setattr("worker.adapter_cache.asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": noted}))
+        monkeypatch.setattr("worker.adapters.cache.asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": noted}))
         waiting = asyncio.create_task(held(cache, store, manifest))
         await wait_until(lambda: 0.05 in pauses)
         fcntl.flock(part, fcntl.LOCK_UN)

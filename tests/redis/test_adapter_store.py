@@ -22,7 +22,7 @@ from tests.unit.adapter_files import lora, mlx_config, write
 from tests.waiting import wait_until
 from trainer.ring.over_redis import StoreSink
 from trainer.ring.ring import Candidate
-from worker.adapter_cache import DiskCache
+from worker.adapters.cache import DiskCache
 
 GATE = (GateCheck("finite", False, "nan"),)
 

@@ -267,7 +267,7 @@ def test_a_step_without_drafts_is_timed_now_and_then_while_all_have_some() -> No
     times = times_of(4, 1.0, 1.1)
     for _ in range(SAMPLES - 1):
         times.took(4, 1, 1.0)
-    for _ in range(PLAIN_STALE - 1):
+    for _ in range(PLAIN_STALE):
         assert best_length(times, [Try(0.9, 1, 1.0)] * 4, alone=True) == 1
         times.took(4, 2, 1.1)
     assert best_length(times, [Try(0.9, 1, 1.0)] * 4, alone=True) == 0, "the machine may be busier than it was, or less"

@@ -1,5 +1,5 @@
 -- Give verdicts to answers, each of which gets one: to all of them, or to none.
--- uses: clock keeping
+-- uses: clock kept_things
 -- KEYS[1] uses   KEYS[2] sizes   KEYS[3] what waits, KEYS[4] what is judged, by time   KEYS[5...] the answers
 -- ARGV[1] prefix of the keeper's keys   ARGV[2] ttl, seconds   ARGV[3] bound, bytes   ARGV[4] idempotency key
 -- ARGV[5...] name, verdict, JSON

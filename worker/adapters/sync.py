@@ -27,7 +27,7 @@ from shared.owners import Asker
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.adapters.watch import watch
 from shared.sequences import SequenceSpec
-from worker.adapter_cache import DiskCache
+from worker.adapters.cache import DiskCache
 from worker.engine.thread import EngineThread
 
 log = structlog.get_logger()
