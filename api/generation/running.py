@@ -7,7 +7,6 @@ while it lasts.
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any
@@ -185,11 +184,11 @@ class Generation:
         ring, model = self._ring, self._model
         prefer = await ring.affinity.preferred(specs)
         forecast = ring.forecast(model, specs[0].sequence_class) if specs else None
-        if forecast is None:
+        deadlines = [at for at in (specs[0].deadline_ms, specs[0].first_token_deadline_ms) if at] if specs else []
+        if forecast is None or not deadlines:
             await ring.queue(model).enqueue(specs, prefer=prefer)
             return
-        kind, deadlines = specs[0].sequence_class, (specs[0].deadline_ms, specs[0].first_token_deadline_ms)
-        within_s = min((at for at in deadlines if at), default=math.inf) / 1000 - time.time()
+        kind, within_s = specs[0].sequence_class, min(deadlines) / 1000 - time.time()
         tokens = max(len(spec.prompt_ids) for spec in specs)
         timely = ring.first_tokens.places(forecast, model, kind, tokens, within_s)
         try:
