@@ -14,7 +14,7 @@ from shared.redis.connection.client import connect
 from shared.redis.jobs.store import JobStore
 from shared.redis.queue.sequence_queue import SequenceQueue
 from shared.scoring.pool import RewardPool, RewardSample
-from shared.scoring.shares import GIVE_UP_AFTER, Share
+from shared.scoring.shares import Share
 from tests.redis.job_fakes import MODEL, FakeWorker, lines, prompts, register, spec, working
 from tests.redis.test_jobs_ticks import advance
 from tests.waiting import wait_until
@@ -56,7 +56,7 @@ async def test_a_reward_that_keeps_timing_out_ends_its_job_with_the_reason(redis
     status = await advance(runner, job)
     assert status.status == "failed"
     assert "'regex' timed out on" in status.error and "in a row" in status.error
-    assert GIVE_UP_AFTER <= status.reward_errors < 200
+    assert status.reward_errors < 200, "what is in hand when the job ends is recorded without a reward"
     assert status.counts.succeeded + status.counts.failed + status.counts.cancelled == 200
 
 
