@@ -22,7 +22,7 @@ from api.ring.caller import asker
 from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
 from shared.errors import ConflictError, InvalidRequestError, NotFoundError
-from shared.redis.kept.answer_store import Answer, Verdict, answers_of
+from shared.redis.kept.answer_store import Answer, Verdict, answers_of, live_of
 
 router = APIRouter(tags=["training"], route_class=BodyRoute)
 
@@ -88,24 +88,26 @@ async def feedback(body: FeedbackBody, ring: TheRing) -> Response:
     verdicts = {answer.name: Verdict(worth, text=body.text or "")}
     if body.preferred_over is not None:
         other = await _found(ring, keeper, _name(body.preferred_over, body.preferred_over_choice), "preferred_over")
-        _check_pair(answer, other)
+        await aside(_check_pair, answer, other)
         verdicts = {
             answer.name: Verdict(worth, over=other.name, text=body.text or ""),
             other.name: Verdict(0.0, under=answer.name),
         }
-    await judge(ring, keeper, answer.name, verdicts, body.key or "")
+    if not await ring.answers.judge(keeper, verdicts, body.key or ""):
+        worth = await _standing(ring, keeper, answer.name, body.key)
     return json_reply(_said(answer, "counted", worth))
 
 
-async def judge(ring: Ring, keeper: str, name: str, verdicts: dict[str, Verdict], key: str = "") -> None:
-    """Give verdicts, the first of which is on `name`; ConflictError when an answer has another one already."""
-    if await ring.answers.judge(keeper, verdicts, key):
-        return
+async def _standing(ring: Ring, keeper: str, name: str, key: str | None) -> float:
+    """The reward of the verdict that the answer has by this idempotency key; else ConflictError."""
     now = await ring.answers.find(keeper, name)
     if now is None:
         raise _unknown(name, "id")
-    if not key or now.key != key:
-        raise ConflictError("this answer, or the one that it is compared with, has another verdict already", param="id")
+    if key and now.key == key and now.verdict is not None:
+        return now.verdict.reward
+    raise ConflictError(
+        "this answer, or the one that it is compared with, has another verdict already, or is gone", param="id"
+    )
 
 
 @router.get(
@@ -122,9 +124,16 @@ async def listed(
 ) -> Response:
     """The asker's answers that wait for a verdict, or that have one; pairs name the other answer."""
     _check_kept(ring)
-    found = await ring.answers.list(answers_of(asker().tenant), judged=state == "judged", after=after, limit=limit + 1)
-    shown = {"object": "list", "data": [_shown(answer) for answer in found[:limit]], "has_more": len(found) > limit}
-    return Response(await aside(msgspec.json.encode, shown), media_type="application/json")
+    keeper = answers_of(asker().tenant)
+    if after and await ring.answers.find(keeper, after) is None:
+        raise _unknown(after, "after")
+    found = await ring.answers.list(keeper, judged=state == "judged", after=after, limit=limit + 1)
+
+    def shown() -> bytes:
+        data = [_shown(answer) for answer in found[:limit]]
+        return msgspec.json.encode({"object": "list", "data": data, "has_more": len(found) > limit})
+
+    return Response(await aside(shown), media_type="application/json")
 
 
 def _name(given: str, choice: int) -> str:
@@ -158,9 +167,9 @@ def _unknown(name: str, param: str) -> NotFoundError:
 
 
 def _check_pair(answer: Answer, other: Answer) -> None:
-    first, second = answer.live, other.live
     if answer.name == other.name:
         raise InvalidRequestError("an answer is not compared with itself", param="preferred_over")
+    first, second = live_of(answer), live_of(other)
     if first.policy != second.policy or first.trajectory.prompt_ids != second.trajectory.prompt_ids:
         raise InvalidRequestError(
             "a preference compares two answers of one policy to the same prompt", param="preferred_over"
@@ -172,14 +181,14 @@ def _said(answer: Answer, status: str, reward: float | None) -> dict[str, Any]:
         "object": "feedback",
         "name": answer.name,
         "status": status,
-        "policy": answer.live.policy,
-        "trajectory": answer.live.id,
+        "policy": answer.policy,
+        "trajectory": answer.id,
         "reward": reward,
     }
 
 
 def _shown(answer: Answer) -> dict[str, Any]:
-    live, verdict = answer.live, answer.verdict
+    live, verdict = live_of(answer), answer.verdict
     trajectory = live.trajectory
     return {
         "object": "feedback.answer",

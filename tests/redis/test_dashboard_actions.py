@@ -3,9 +3,11 @@
 import asyncio
 import re
 import signal
+import time
 from collections.abc import AsyncIterator
 
 import httpx
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
@@ -146,6 +148,7 @@ async def test_answers_are_judged_on_a_page(redis_url: str, redis: Redis) -> Non
         Trajectory(0, 0, tuple(ids(HOSTILE)), (1,), HOSTILE, (-0.5,), "stop", spans=(VersionSpan("policy@3", 0, 1),)),
     )
     async with api(redis_url, feedback_ttl_days=1) as server:
+        live = msgspec.structs.replace(live, collected_ms=time.time_ns() // 1_000_000)
         await server.ring.answers.keep("1-0", live)
         page = (await server.http.get("/dashboard/feedback")).text
         assert Checked(page).inline == [] and "policy@3" in page

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from redis.asyncio import Redis
 from api.http.api_keys import line_of, new_key
 from shared.redis import keys
 from shared.redis.connection.client import connect
-from shared.redis.kept.answer_store import LIST, answers_of
+from shared.redis.kept.answer_store import LIST, AnswerStore, Verdict, answers_of
+from shared.redis.kept.kept_things import Terms
 from shared.redis.training.trajectory_queue import TrajectoryQueue
 from shared.scoring.pool import RewardPool
 from shared.sequences import SequenceSpec
-from shared.trajectories import LiveTrajectory
+from shared.trajectories import LiveTrajectory, Trajectory
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import MODEL, Answer, working
 from tests.unit.api_texts import ids
@@ -88,7 +90,8 @@ async def test_a_verdict_makes_an_answer_a_trajectory_once(keeping: Api, redis: 
 
     again = await keeping.post("/v1/feedback", {"id": answer["id"], "rating": 4})
     assert again.json() == said.json()
-    assert (await keeping.post("/v1/feedback", {"id": answer["id"], "rating": 1, "key": "k1"})).status_code == 200
+    changed = await keeping.post("/v1/feedback", {"id": answer["id"], "rating": 1, "key": "k1"})
+    assert (changed.status_code, changed.json()["reward"]) == (200, 0.75), "the same key gives the same answer"
     other = await keeping.post("/v1/feedback", {"id": answer["id"], "rating": 1, "key": "k2"})
     assert (other.status_code, other.json()["error"]["code"]) == (409, "conflict")
     await redis.delete(keys.trajectories_seen("policy"))  # as after an hour: the answer itself remembers
@@ -133,6 +136,72 @@ async def test_of_two_answers_one_is_preferred(keeping: Api, redis: Redis, redis
     assert sorted(each["preferred_over"] or "" for each in judged)[0] == "" and len(judged) == 2
 
 
+async def test_each_choice_of_several_prompts_is_an_answer_of_its_own(
+    keeping: Api, redis: Redis, redis_url: str
+) -> None:
+    answer = (await keeping.post("/v1/completions", {**ASK, "prompt": ["a", "b"], "n": 2})).json()
+    await kept(redis, redis_url, 4)
+    for choice in range(4):
+        said = await keeping.post("/v1/feedback", {"id": answer["id"], "choice": choice, "reward": choice})
+        assert said.json()["trajectory"] == f"{answer['id']}-{choice}"
+    found = {live.id[-1]: live.trajectory for live in await delivered(redis, redis_url)}
+    assert {choice: t.reward and t.reward.value for choice, t in found.items()} == {"0": 0, "1": 1, "2": 2, "3": 3}
+    assert found["1"].prompt_ids == tuple(ids("a")) and found["2"].prompt_ids == tuple(ids("b"))
+
+
+async def test_a_name_that_a_client_uses_again_is_that_of_its_latest_answer(
+    keeping: Api, redis: Redis, redis_url: str
+) -> None:
+    for prompt in ("a", "b"):
+        await keeping.post("/v1/completions", {**ASK, "prompt": prompt, "request_id": "mine"})
+        await kept(redis, redis_url, 1)
+    await keeping.post("/v1/feedback", {"id": "cmpl-mine", "rating": "up"})
+    (live,) = await delivered(redis, redis_url)
+    assert live.trajectory.prompt_ids == tuple(ids("b"))
+
+
+async def test_a_list_goes_on_behind_a_name_and_forgets_what_is_gone(redis_url: str, redis: Redis) -> None:
+    async with api(redis_url, feedback_ttl_days=1) as server:
+        store, keeper = server.ring.answers, answers_of("")
+        now = time.time_ns() // 1_000_000
+        for at in range(12):  # three of each millisecond
+            trajectory = Trajectory(0, 0, (1,), (2,), str(at), (-0.5,), "stop")
+            await store.keep(
+                f"a{at:02}-0", LiveTrajectory(f"a{at:02}-0", "p", MODEL, trajectory, collected_ms=now + at // 3)
+            )
+        await redis.delete(keys.kept(keeper, "a05-0"))
+        seen: list[str] = []
+        more, after = True, ""
+        while more:
+            page = (await server.http.get("/v1/feedback", params={"limit": 4, "after": after})).json()
+            seen += [each["text"] for each in page["data"]]
+            more, after = page["has_more"], page["data"][-1]["name"]
+        assert seen == [str(at) for at in reversed(range(12)) if at != 5]
+        unknown = await server.http.get("/v1/feedback", params={"after": "nobody"})
+        assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "after")
+        assert await server.ring.answers.judge(keeper, {"a06-0": Verdict(1.0)})
+        small = AnswerStore(redis, Terms(86_400, 2_000))
+        await small.keep("b-0", LiveTrajectory("b-0", "p", MODEL, trajectory, collected_ms=now + 9))
+        assert await redis.zcard(keys.kept_uses(keeper)) < 12, "the bound"
+        listed = await redis.zcard(keys.kept_order(keeper, "waiting")) + await redis.zcard(
+            keys.kept_order(keeper, "judged")
+        )
+        assert listed <= await redis.zcard(keys.kept_uses(keeper)) + 1, (
+            "and no name of what has gone, but the deleted one"
+        )
+
+
+async def test_a_pair_does_not_make_room_for_itself(redis: Redis) -> None:
+    trajectory = Trajectory(0, 0, (1,), (2,), "x" * 400, (-0.5,), "stop")
+    store = AnswerStore(redis, Terms(86_400, 3_000))
+    for name in ("a", "b"):
+        await store.keep(name, LiveTrajectory(name, "p", MODEL, trajectory, collected_ms=1))
+    tight = AnswerStore(redis, Terms(86_400, 1_500))  # as after a restart with less room
+    await tight.judge(answers_of(""), {"a": Verdict(1.0, over="b"), "b": Verdict(0.0, under="a")})
+    there = [await store.find(answers_of(""), name) for name in ("a", "b")]
+    assert all(answer is None or answer.packed for answer in there)
+
+
 async def test_feedback_may_come_before_the_answer_is_kept(keeping: Api, redis: Redis, redis_url: str) -> None:
     answer = (await keeping.post("/v1/responses", {"model": MODEL, "input": "say"})).json()
     said = asyncio.create_task(keeping.post("/v1/feedback", {"id": answer["id"], "rating": "up"}))
@@ -175,6 +244,8 @@ async def test_who_does_not_want_it_is_not_kept(redis_url: str, redis: Redis, tm
         mine = (await server.post("/v1/completions", ASK, headers=said["alice"])).json()
         await server.post("/v1/completions", {**ASK, "collect_trajectory": False}, headers=said["alice"])
         await server.post("/v1/completions", ASK, headers=said["carl"])
+        unstored = {"model": MODEL, "input": "say", "store": False}
+        assert (await server.post("/v1/responses", unstored, headers=said["alice"])).status_code == 200
         await kept(redis, redis_url, 1)
         assert await redis.xlen(keys.collected(MODEL)) == 0
         strange = await server.post("/v1/feedback", {"id": mine["id"], "rating": "up"}, headers=said["bob"])

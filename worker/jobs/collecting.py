@@ -95,10 +95,11 @@ class Collecting:
         if OUTCOMES[live.trajectory.finish_reason] != "succeeded":
             return
         store = AnswerStore(self._context.redis, Terms(collect.answer_ttl_s, collect.answers_bytes))
+        choice = live.id.rpartition("-")[2]
         try:
-            await store.keep(f"{collect.answer}-{collect.sample}", live)
-        except QueueFullError as error:
-            log.warning("collect.too_large", trajectory=live.id, error=error.message)
+            await store.keep(f"{collect.answer}-{choice}", live)
+        except QueueFullError:
+            log.warning("collect.too_large", trajectory=live.id, hint="--feedback-store-mb")
 
     def _share(self, packed: bytes) -> Share:
         """The share of a scoring function, kept between rounds; one that was given up gets one more try a round."""

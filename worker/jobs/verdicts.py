@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 
 from shared.redis.connection.faults import reason
 from shared.redis.due.due_list import DueList
-from shared.redis.kept.answer_store import LIST, Answer, AnswerStore, due_answer
+from shared.redis.kept.answer_store import LIST, Answer, AnswerStore, Verdict, due_answer, live_of
 from shared.redis.kept.kept_things import Terms
 from shared.redis.training.trajectory_queue import TrajectoryQueue
 from shared.trajectories import LiveTrajectory, Reward
@@ -65,21 +65,18 @@ class Verdicts:
         if first is None or first.verdict is None or first.delivered:
             return
         other = await answers.find(keeper, first.verdict.over) if first.verdict.over else None
-        judged = [each for each in (first, other) if each is not None]
-        group = f"{first.live.id}-preferred" if len(judged) > 1 else ""
-        for each in judged:
-            queue = TrajectoryQueue(
-                self._redis, each.live.policy, max_entries=self._max_entries, max_bytes=self._max_bytes
-            )
-            await queue.add(judged_live(each, group))
+        judged = [(each, each.verdict) for each in (first, other) if each is not None and each.verdict is not None]
+        group = f"{first.id}-preferred" if len(judged) > 1 else ""
+        for each, verdict in judged:
+            queue = TrajectoryQueue(self._redis, each.policy, max_entries=self._max_entries, max_bytes=self._max_bytes)
+            await queue.add(judged_live(each, verdict, group))
         await answers.delivered(keeper, name)
-        log.debug("verdicts.delivered", trajectory=first.live.id, pair=len(judged) > 1)
+        log.debug("verdicts.delivered", trajectory=first.id, pair=len(judged) > 1)
 
 
-def judged_live(answer: Answer, group: str) -> LiveTrajectory:
+def judged_live(answer: Answer, verdict: Verdict, group: str) -> LiveTrajectory:
     """What the trainer gets of a judged answer: alone, or with the other one of its pair as a group of two."""
-    verdict, live = answer.verdict, answer.live
-    assert verdict is not None, "nobody has judged it"
+    live = live_of(answer)
     said = verdict.text or answer.note
     reward = Reward(REWARD, verdict.reward)
     metadata = {**live.trajectory.metadata, **({"feedback": said} if said else {})}

@@ -57,6 +57,8 @@ async def plan_response(
     """
     try:
         chat, asked = await _fitting(ring, body, target, begun)
+        if body.store is False and chat.collect_trajectory is None:
+            chat.collect_trajectory = False  # nor is it kept for feedback
         return chat, *await plan(ring, chat, target, asked)
     except InvalidRequestError as error:
         raise _renamed(error) from None

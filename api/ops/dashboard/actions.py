@@ -61,6 +61,8 @@ async def judge_answer(
 ) -> Response:
     """Give an answer its verdict."""
     verdict = Verdict(1.0 if rating == "up" else 0.0)
+    if not ring.settings.feedback_ttl_s:
+        raise ConflictError("this server keeps no answers for feedback (--feedback-ttl-days)")
     if not await ring.answers.judge(answers_of(tenant), {name: verdict}):
         raise ConflictError("this answer has another verdict, or is not there any more")
     return _done(request, f"counted as {'good' if rating == 'up' else 'bad'}", "/dashboard/feedback")

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from api.ring.ring import Ring
+from api.ring.room import aside
 from shared.errors import NotFoundError, UnknownModelError
 from shared.jobs import JobStatus
 from shared.redis import keys
-from shared.redis.kept.answer_store import answers_of
+from shared.redis.kept.answer_store import answers_of, live_of
 from shared.text.codec import TextCodec
 from shared.trajectories import Trajectory
 
@@ -138,7 +139,7 @@ async def waiting_answers(ring: Ring, tenants: Sequence[str]) -> list[AnswerLine
     for tenant in tenants:
         answers = await ring.answers.list(answers_of(tenant), judged=False, limit=SHOWN - len(lines))
         for answer in answers:
-            live = answer.live
+            live = await aside(live_of, answer)
             codec = await _codec(ring, live.model)
             ids = live.trajectory.prompt_ids[-SNIPPET:]
             prompt = codec.decode(ids) if codec else " ".join(map(str, ids))

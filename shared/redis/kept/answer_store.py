@@ -19,6 +19,7 @@ from shared.trajectories import LiveTrajectory
 
 LIST = "feedback"  # the name of the due list, of answers whose verdict is on its way: "<keeper> <ttl> <bytes> <name>"
 LOOKED_AT = 1_000  # answers that one listing reads at most
+DELAY_MS = 5_000  # until a verdict is looked at whose api has died
 YOUNG_MS = 60_000  # an answer is listed before it is there
 _ORDERS = ("waiting", "judged")
 
@@ -38,7 +39,9 @@ class Answer(NamedTuple):
     """An answer as it is kept."""
 
     name: str
-    live: LiveTrajectory
+    id: str  # of the trajectory that it would be
+    policy: str
+    packed: bytes  # of that trajectory: `live_of`
     note: str  # what somebody wrote of it, without a verdict
     verdict: Verdict | None
     key: str  # the idempotency key of the verdict
@@ -55,12 +58,24 @@ class AnswerStore:
         self._due = DueList(redis, LIST)
 
     async def keep(self, name: str, live: LiveTrajectory) -> bool:
-        """Keep an answer; False when there is one of this name. QueueFullError for one that is too large."""
+        """Keep an answer; False when it is there. QueueFullError for one that is too large.
+
+        Another one of this name goes: a client may use its own names again.
+        """
         keeper = answers_of(live.tenant)
-        order = keys.kept_order(keeper, _ORDERS[0])
-        fields: dict[str, Argument] = {"live": msgspec.json.encode(live)}
-        ttl_s = self._terms.ttl_s
-        await ask_all(self._redis, [("ZADD", order, live.collected_ms, name), ("EXPIRE", order, ttl_s)])
+        before = await self.find(keeper, name)
+        if before is not None and (before.id == live.id or (before.verdict is not None and not before.delivered)):
+            return False
+        if before is not None:
+            await self._things.forget(keeper, name)
+        order, ttl_s = keys.kept_order(keeper, _ORDERS[0]), self._terms.ttl_s
+        commands: list[tuple[Argument, ...]] = [
+            ("ZREMRANGEBYSCORE", order, "-inf", live.collected_ms - 1000 * ttl_s),
+            ("ZADD", order, live.collected_ms, name),
+            ("EXPIRE", order, ttl_s),
+        ]
+        await ask_all(self._redis, commands)
+        fields: dict[str, Argument] = {"id": live.id, "policy": live.policy, "live": _packed(live)}
         return await self._things.put(keeper, name, fields, "new")
 
     async def find(self, keeper: str, name: str) -> Answer | None:
@@ -72,18 +87,21 @@ class AnswerStore:
         return await self._things.put(keeper, name, {"note": text}, "there")
 
     async def judge(self, keeper: str, verdicts: dict[str, Verdict], key: str = "") -> bool:
-        """Give verdicts to answers by name, to all or to none of them; one of several that was not there is in none.
+        """Give verdicts to answers by name, to all or to none of them; the first one is put on the due list.
 
-        False when one has another verdict, or is not there. The first answer is put on the due list.
+        False when one has another verdict, or is not there.
         """
         first = next(iter(verdicts))
         names = [*self._things.names(keeper, first)[1:], *(keys.kept_order(keeper, each) for each in _ORDERS)]
         names += [keys.kept(keeper, name) for name in verdicts]
         arguments = self._things.arguments(keeper, first)
         told = [part for name, verdict in verdicts.items() for part in (name, msgspec.json.encode(verdict))]
+        entry = f"{keeper} {self._terms.ttl_s} {self._terms.bytes} {first}"
+        await self._due.add(entry, DELAY_MS)  # so that it is there even if we die behind the verdict
         if await _judge(self._redis, names, [arguments[0], *arguments[2:], key, *told]) == 0:
             return False
-        await self._due.add(f"{keeper} {self._terms.ttl_s} {self._terms.bytes} {first}")
+        await self._due.add(entry)
+        await self._due.hasten(entry)
         return True
 
     async def delivered(self, keeper: str, name: str) -> None:
@@ -91,24 +109,23 @@ class AnswerStore:
         await self._things.put(keeper, name, {"delivered": 1}, "there")
 
     async def list(self, keeper: str, *, judged: bool, after: str = "", limit: int = 20) -> list[Answer]:
-        """Answers with or without a verdict, the newest first, from behind `after`; each may be large."""
+        """Answers with or without a verdict, the newest first, from behind `after`."""
         order = keys.kept_order(keeper, _ORDERS[judged])
-        below = "+inf"
-        if after and (last := await self.find(keeper, after)) is not None:
-            below = f"({last.live.collected_ms}"
+        rank = await ask(self._redis, "ZREVRANK", order, after) if after else None
         found: list[Answer] = []
         gone: list[str] = []
-        start = 0
-        while len(found) < limit and start < LOOKED_AT:
-            page = await ask(self._redis, "ZREVRANGEBYSCORE", order, below, "-inf", "LIMIT", start, limit)
-            for name in (each.decode() for each in page[: limit - len(found)]):
+        start = 0 if rank is None else int(rank) + 1
+        until = start + LOOKED_AT
+        while len(found) < limit and start < until:
+            page = await ask(self._redis, "ZREVRANGE", order, start, start + limit - len(found) - 1)
+            for name in (each.decode() for each in page):
                 answer = await self.find(keeper, name)
                 if answer is None or (answer.verdict is not None) != judged:
                     gone.append(name)
                 else:
                     found.append(answer)
-            start += limit
-            if len(page) < limit:
+            start += len(page)
+            if not page:
                 break
         if gone:
             await self._forget(order, gone)
@@ -129,7 +146,9 @@ def due_answer(entry: str) -> tuple[str, Terms, str]:
     return keeper, Terms(int(ttl_s), int(size)), name
 
 
-_FIELDS = ("live", "note", "verdict", "key", "delivered")
+def live_of(answer: Answer) -> LiveTrajectory:
+    """The trajectory that it would be; takes milliseconds for a long one."""
+    return msgspec.json.decode(answer.packed, type=LiveTrajectory)
 
 
 def answers_of(tenant: str) -> str:
@@ -137,13 +156,26 @@ def answers_of(tenant: str) -> str:
     return keys.keeper(f"answers of {tenant}")
 
 
+_FIELDS = ("id", "policy", "live", "note", "verdict", "key", "delivered")
+
+
+def _packed(live: LiveTrajectory) -> bytes:
+    """Without what no trainer reads, which may be large."""
+    trajectory = msgspec.structs.replace(
+        live.trajectory, top_logprobs=(), prompt_logprobs=(), prompt_top_logprobs=(), embedding=b""
+    )
+    return msgspec.json.encode(msgspec.structs.replace(live, trajectory=trajectory))
+
+
 def _answer(name: str, row: Sequence[bytes | None]) -> Answer | None:
-    live, note, verdict, key, delivered = row
-    if live is None:
+    id_, policy, live, note, verdict, key, delivered = row
+    if id_ is None or policy is None or live is None:
         return None
     return Answer(
         name,
-        msgspec.json.decode(live, type=LiveTrajectory),
+        id_.decode(),
+        policy.decode(),
+        live,
         (note or b"").decode(),
         None if verdict is None else msgspec.json.decode(verdict, type=Verdict),
         (key or b"").decode(),

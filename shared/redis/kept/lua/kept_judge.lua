@@ -12,6 +12,7 @@ for i = 5, #KEYS do
   if redis.call('EXISTS', KEYS[i]) == 0 then return 0 end
   if before and before ~= verdict then return 0 end
 end
+for i = 5, #KEYS do use(ARGV[1], (said_of(i)), tonumber(ARGV[2])) end -- so that none of them makes room
 for i = 5, #KEYS do
   local name, verdict = said_of(i)
   if redis.call('HSETNX', KEYS[i], 'verdict', verdict) == 1 then
