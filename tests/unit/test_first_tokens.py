@@ -196,8 +196,47 @@ def test_places_follow_from_the_deadline_the_pace_and_the_prompt() -> None:
     long_one = tokens.places(forecast, "m", "interactive", 4100, 10.0).places
     assert long_one < 50, "its own prompt takes 2 s more"
     for _ in range(200):
-        tokens.places(forecast, "m", "interactive", 1000, 10.0)
+        tokens.let_in("m", "interactive", 1000)
     assert tokens.places(forecast, "m", "interactive", 100, 10.0).places < 25, "such prompts are fed at 2 a second"
+    assert tokens.places(forecast, "m", "batch", 100, 10.0).places == 65, "they do not wait with the other class"
+
+
+def test_what_was_refused_takes_no_places_from_others() -> None:
+    forecast = Forecast(20.0, 0.3, 50.0, 1000.0)
+    tokens = FirstTokens()
+    places = tokens.places(forecast, "m", "interactive", 50, 300.0).places
+    assert places == 4194
+    for _ in range(60):
+        late = tokens.places(forecast, "m", "interactive", 128_000, 300.0)
+        tokens.refused(forecast, "m", "interactive", 1, late.places)
+    tokens.let_in("m", "interactive", 50)
+    assert tokens.places(forecast, "m", "interactive", 50, 300.0).places == places
+
+
+def test_a_prompt_however_long_is_let_in_behind_half_as_many() -> None:
+    ordinary = FirstTokens().places(Forecast(20.0, 0.3, 50.0, 1000.0), "m", "interactive", 50, 300.0).places
+    longest = FirstTokens().places(Forecast(20.0, 0.3, 50.0, 1000.0), "m", "interactive", 250_000, 300.0).places
+    assert longest == ordinary // 2
+    unknown = FirstTokens().places(Forecast(20.0, 0.3, 50.0, 0.0), "m", "interactive", 250_000, 300.0).places
+    assert unknown == ordinary, "prompts do not bound the pace: nobody knows what it takes"
+
+
+def test_prompts_bound_a_model_s_pace_only_where_they_bound_each_worker_s() -> None:
+    decoding = {name: value for name, value in MEASURED.items() if name != "prompt_tokens_per_s"}
+    both = Forecast.of([worker("a", 8, **MEASURED), worker("b", 8, **decoding)], "interactive")
+    assert both is not None and both.pace(10_000) == both.claims_per_s == pytest.approx(20)
+    assert both.own_s(10_000) == 0
+
+
+@pytest.mark.parametrize("refusals", [0, 1])
+@pytest.mark.parametrize("tokens", [50, 5000, 250_000])
+def test_what_is_refused_would_come_in_the_share_that_is_kept_free_or_later(tokens: int, refusals: int) -> None:
+    forecast, known = Forecast(20.0, 0.3, 50.0, 1000.0), FirstTokens()
+    for _ in range(refusals):
+        known.refused(forecast, "m", "interactive", 1, 1)
+    first_one_too_many = known.places(forecast, "m", "interactive", tokens, 30.0).places + 1
+    soonest_s = forecast.seconds(first_one_too_many, known.prompt_tokens("m", "interactive"), tokens)
+    assert soonest_s >= 30 * (1 - known.kept_free("m", "interactive"))
 
 
 def test_who_was_refused_comes_back_in_when_a_tenth_has_been_worked_off() -> None:
@@ -208,5 +247,5 @@ def test_who_was_refused_comes_back_in_when_a_tenth_has_been_worked_off() -> Non
     assert tokens.refused(forecast, "m", "interactive", 21, places) == 3, "21 and a tenth of 65, at 10 a second"
     assert tokens.places(forecast, "m", "interactive", 100, 10.0).places == 58
     assert tokens.places(forecast, "m", "batch", 100, 10.0).places == 65
-    tokens.let_in("m", "interactive")
+    tokens.let_in("m", "interactive", 100)
     assert tokens.places(forecast, "m", "interactive", 100, 10.0).places == 65
