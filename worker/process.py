@@ -376,7 +376,7 @@ class WorkerProcess:
             tokens_per_s=(self._publisher.tokens - tokens) / max(1e-3, now - then),
             silent_s=self._watch.silent_s,
             kv_address=self._peers.address,
-            peers={**self._peers.figures, **self._counts.sequences.rates.figures(now)},
+            peers={**self._peers.figures, **self._counts.sequences.rates.figures(now, self._settings.max_batch_size)},
         )
 
     async def _beat(self) -> None:

@@ -3,73 +3,100 @@
 Its heartbeats tell it, and api processes predict from it when a request's first token would come
 (api/ring/first_tokens.py).
 
-Invariant. The pace is measured only between two claims that both took all that there was room for: a worker that has
-found the queue empty learns how much was asked of it, not how much it can do.
+Invariants. A class's pace is measured only between two claims that both took all that was offered to the class: where
+it left rows over, the worker learns how much was asked of it, not how much it can do. So for prompts: what is fed in a
+second is said only while so many rows wait for their prompts that these are what the worker is busy with. Nothing is
+said from few first tokens, nor of a pace that was measured long ago.
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from shared.redis.queue.sequence_queue import CLASSES, ClaimPlan
-from shared.sequences import Claim
+from shared.sequences import Claim, SequenceClass
 from worker.claim_plan import NOTHING
 
 MEMORY_S = 5.0  # of full rows: older ones fade
 ENOUGH_S = 0.5  # of full rows: before that nothing is said
-RECENT = 0.05  # weight of the latest first token
-SPREAD = 2.0  # mean deviations above the mean: most first tokens come sooner
+STALE_S = 60.0  # without full rows: what they were before says nothing any more
+FIRST_TOKENS, ENOUGH_FIRST_TOKENS = 40, 20  # as many are remembered; before so many nothing is said
+SOONER = 0.9  # share of first tokens that come sooner than is said; one that takes very long changes nothing
+PROMPTS_BOUND = 0.5  # share of the rows that wait for their prompts at a time, where prompts are what takes the time
+
+
+@dataclass
+class _Pace:
+    """Of one class."""
+
+    full_since: float = 0.0  # 0: at the last look there was less than the offer
+    full_s: float = 0.0
+    claims: float = 0.0
+    measured_at: float = 0.0
+
+    def look(self, offer: int, claims: int, now: float) -> None:
+        """So many rows were offered, and so many taken. No offer says nothing: all rows of the class may be taken."""
+        if offer <= 0:
+            return
+        since, self.full_since = self.full_since, now if claims >= offer else 0.0
+        if not since or not self.full_since:
+            return
+        faded = math.exp((since - now) / MEMORY_S) if since - self.measured_at <= STALE_S else 0.0
+        self.full_s = self.full_s * faded + now - since
+        self.claims = self.claims * faded + claims
+        self.measured_at = now
+
+    def per_second(self, now: float) -> float:
+        """0: not measured of late."""
+        if self.full_s < ENOUGH_S or (self.full_since or now) - self.measured_at > STALE_S:
+            return 0.0
+        return self.claims / (self.full_s + (now - self.full_since if self.full_since else 0.0))
+
+
+class _FirstToken(NamedTuple):
+    waited_s: float  # since the claim
+    prompt_tokens: int
+    took_s: float  # of this, no other prompt's
 
 
 class ServiceRates:
     """Measured as the worker goes along. Times are monotonic seconds."""
 
     def __init__(self) -> None:
-        self._full_since = 0.0  # 0: the queue was empty at the last look
-        self._full_s = 0.0
-        self._claims = dict.fromkeys(CLASSES, 0.0)
-        self._first_tokens = 0
-        self._wait_s = self._deviation_s = self._prompt = 0.0  # means of late
-        self._prefilled = self._prefill_s = 0.0  # prompt tokens of late, and how long they took
+        self._paces: dict[SequenceClass, _Pace] = {kind: _Pace() for kind in CLASSES}
+        self._first_tokens: deque[_FirstToken] = deque(maxlen=FIRST_TOKENS)
         self._last_first = 0.0
 
     def claimed(self, plan: ClaimPlan, claims: Sequence[Claim], now: float) -> None:
         """The queue was asked for as much as the plan allows, and gave this."""
         if plan is NOTHING:  # paused
-            self._full_since = 0.0
-        if plan.rows <= 0:
-            return
-        since, self._full_since = self._full_since, now if len(claims) >= plan.rows else 0.0
-        if not since or not self._full_since:
-            return
-        faded = math.exp((since - now) / MEMORY_S)
-        self._full_s = self._full_s * faded + now - since
-        for kind in CLASSES:
-            mine = sum(claim.spec.sequence_class == kind for claim in claims)
-            self._claims[kind] = self._claims[kind] * faded + mine
+            for pace in self._paces.values():
+                pace.full_since = 0.0
+        batch = sum(claim.spec.sequence_class == "batch" for claim in claims)
+        interactive = len(claims) - batch
+        # Offered is the class's own share, and what the other one left.
+        self._paces["interactive"].look(max(plan.interactive_first, plan.rows - batch), interactive, now)
+        self._paces["batch"].look(max(plan.batch_first, min(plan.batch_max, plan.rows - interactive)), batch, now)
 
     def first_token(self, waited_s: float, prompt_tokens: int, now: float) -> None:
         """A sequence's first token has come, so long after its claim."""
-        self._first_tokens += 1
-        recent = max(RECENT, 1 / self._first_tokens)
-        off = waited_s - self._wait_s
-        self._wait_s += recent * off
-        self._deviation_s += recent * (abs(off) - self._deviation_s) if self._first_tokens > 1 else 0.0
-        self._prompt += recent * (prompt_tokens - self._prompt)
         # Prompts are fed one behind another, or together: none before its claim, none before the one that came last.
-        took = max(0.0, min(waited_s, now - self._last_first))
-        self._prefilled += prompt_tokens - RECENT * self._prefilled
-        self._prefill_s += took - RECENT * self._prefill_s
+        took_s = max(0.0, min(waited_s, now - self._last_first))
+        self._first_tokens.append(_FirstToken(waited_s, prompt_tokens, took_s))
         self._last_first = now
 
-    def figures(self, now: float) -> dict[str, float]:
-        """For the heartbeat; what has not been measured is left out."""
-        figures: dict[str, float] = {}
-        full_s = self._full_s + (now - self._full_since if self._full_since else 0.0)
-        if self._full_s >= ENOUGH_S:
-            figures |= {f"claims_per_s:{kind}": n / full_s for kind, n in self._claims.items() if n}
-        if self._first_tokens:
-            figures["first_token_s"] = self._wait_s + SPREAD * self._deviation_s
-            figures["prompt_tokens"] = self._prompt
-        if self._prefill_s > 0:
-            figures["prompt_tokens_per_s"] = self._prefilled / self._prefill_s
+    def figures(self, now: float, rows: int) -> dict[str, float]:
+        """For the heartbeat of a worker with so many rows; what has not been measured is left out."""
+        paces = {f"claims_per_s:{kind}": pace.per_second(now) for kind, pace in self._paces.items()}
+        figures = {name: pace for name, pace in paces.items() if pace}
+        latest = self._first_tokens
+        if len(latest) >= ENOUGH_FIRST_TOKENS:
+            waits = sorted(each.waited_s for each in latest)
+            prompts, took_s = sum(each.prompt_tokens for each in latest), sum(each.took_s for each in latest)
+            figures["first_token_s"] = waits[math.ceil(SOONER * len(waits)) - 1]
+            figures["prompt_tokens"] = prompts / len(latest)
+            if took_s > 0 and sum(waits) / took_s >= PROMPTS_BOUND * rows:  # so many wait at a time
+                figures["prompt_tokens_per_s"] = prompts / took_s
         return {name: round(value, 4) for name, value in figures.items()}

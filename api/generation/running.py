@@ -185,26 +185,29 @@ class Generation:
         prefer = await ring.affinity.preferred(specs)
         forecast = ring.forecast(model, specs[0].sequence_class) if specs else None
         deadlines = [at for at in (specs[0].deadline_ms, specs[0].first_token_deadline_ms) if at] if specs else []
+        kind, tokens = self._kind, max((len(spec.prompt_ids) for spec in specs), default=0)
         if forecast is None or not deadlines:
             await ring.queue(model).enqueue(specs, prefer=prefer)
+            ring.first_tokens.let_in(model, kind, tokens)
             return
-        kind, within_s = specs[0].sequence_class, min(deadlines) / 1000 - time.time()
-        tokens = max(len(spec.prompt_ids) for spec in specs)
+        within_s = min(deadlines) / 1000 - time.time()
         timely = ring.first_tokens.places(forecast, model, kind, tokens, within_s)
         try:
             await ring.queue(model).enqueue(specs, prefer=prefer, timely=timely)
         except LateFirstTokenError as error:
             too_many = error.waiting + len(specs) - timely.places
+            free = ring.first_tokens.kept_free(model, kind)
             error.retry_after_s = ring.first_tokens.refused(forecast, model, kind, too_many, timely.places)
-            soonest_s = forecast.seconds(error.waiting, ring.first_tokens.prompt_tokens(model))
+            mean = ring.first_tokens.prompt_tokens(model, kind)
+            soonest_s = forecast.seconds(error.waiting + len(specs), mean, tokens)
             error.message = (
                 f"{error.waiting} {kind} sequences of model '{model}' are waiting: the first token would come in about "
-                f"{soonest_s:.1f} s, and {max(0.0, within_s):.1f} s is the deadline (deadline_s, "
-                f"--first-token-timeout-s); try again in {error.retry_after_s} s"
+                f"{soonest_s:.1f} s. The deadline is {max(0.0, within_s):.1f} s (deadline_s, --first-token-timeout-s), "
+                f"and {free:.0%} of it is kept free, since predictions err; try again in {error.retry_after_s} s"
             )
             self._count_first("refused")
             raise
-        ring.first_tokens.let_in(model, kind)
+        ring.first_tokens.let_in(model, kind, tokens)
 
     def _count_first(self, outcome: str) -> None:
         """What became of the deadline of the request's first token; once a request."""

@@ -51,7 +51,7 @@ async def _queue(gauges: Gauges, ring: Ring, model: str, live: list[WorkerStatus
         gauges["mlx_parallm_queue_oldest_seconds"][model, kind] = depth.oldest_ms / 1000
         queued += depth.waiting
         if forecast := Forecast.of([worker for worker in live if worker.state in SERVING], kind):
-            seconds = forecast.seconds(depth.waiting, ring.first_tokens.prompt_tokens(model))
+            seconds = forecast.seconds(depth.waiting, ring.first_tokens.prompt_tokens(model, kind))
             gauges["mlx_parallm_queue_predicted_seconds"][model, kind] = seconds
             gauges["mlx_parallm_claims_per_second"][model, kind] = forecast.claims_per_s
     gauges["mlx_parallm_dead_letters"][(model,)] = await ring.redis.xlen(keys.dead_letters(model))

@@ -6,7 +6,8 @@ time. The queue itself compares (shared/redis/queue/lua/enqueue.lua), since it a
 
 Invariants. Without a measured pace nothing is refused, nor while workers with free rows take what comes: the queue
 looks whether anything has waited for longer than that takes. Who was refused comes back in when a tenth of the bound
-has been worked off, so that a queue at its bound does not let in every other request.
+has been worked off, so that a queue at its bound does not let in every other request. What was refused changes nothing
+of what is predicted: only prompts that were let in wait. A prompt, however long, has half the places of others.
 """
 
 import math
@@ -18,10 +19,11 @@ from shared.redis.queue.sequence_queue import Timely
 from shared.redis.ring.worker_registry import WorkerStatus
 from shared.sequences import SequenceClass
 
-RECENT = 0.05  # weight of the latest request's prompts
+RECENT = 0.05  # weight of the latest request's prompts, the very first one's too
 RESERVE = 0.3  # of the time until the deadline: paces change, and a queue need not be long to keep rows full
 LET_IN_BELOW = 0.9  # of the bound, once something has been refused
 LONGEST_RETRY_S = 600
+OWN_SHARE = 0.5  # of the time to wait in, which a request's own prompt takes at most: else it would never be let in
 IDLE_S, IDLE_SHARE = 0.2, 0.1  # what waits for so long, or this share of the deadline, waits for a row
 
 
@@ -32,7 +34,7 @@ class Forecast:
     claims_per_s: float
     first_token_s: float  # after the claim
     prompt_tokens: float  # of the sequences that this was measured with
-    prompt_tokens_per_s: float  # 0: not measured
+    prompt_tokens_per_s: float  # 0: prompts are not what bounds the pace, so nobody knows
 
     @classmethod
     def of(cls, workers: Sequence[WorkerStatus], kind: SequenceClass) -> Self | None:
@@ -48,11 +50,12 @@ class Forecast:
             shares = zip(measured, paces, strict=True)
             return sum(worker.extra.get(figure, 0.0) * pace for worker, pace in shares) / sum(paces)
 
+        fed = [worker.extra.get("prompt_tokens_per_s", 0.0) for worker in measured]
         return cls(
             claims_per_s=whole * sum(paces),
             first_token_s=mean("first_token_s"),
             prompt_tokens=mean("prompt_tokens"),
-            prompt_tokens_per_s=whole * sum(worker.extra.get("prompt_tokens_per_s", 0.0) for worker in measured),
+            prompt_tokens_per_s=whole * sum(fed) if all(fed) else 0.0,
         )
 
     def pace(self, prompt_tokens: float) -> float:
@@ -60,43 +63,48 @@ class Forecast:
         longer = prompt_tokens > self.prompt_tokens and self.prompt_tokens_per_s
         return min(self.claims_per_s, self.prompt_tokens_per_s / prompt_tokens) if longer else self.claims_per_s
 
-    def seconds(self, waiting: int, prompt_tokens: float) -> float:
+    def own_s(self, tokens: int) -> float:
+        """What a prompt of so many tokens takes beyond those that were measured, as far as that is known."""
+        return max(0.0, tokens - self.prompt_tokens) / self.prompt_tokens_per_s if self.prompt_tokens_per_s else 0.0
+
+    def seconds(self, waiting: int, prompt_tokens: float, own_tokens: int = 0) -> float:
         """Until the first token of who comes behind so many sequences with prompts of this mean length."""
-        return waiting / self.pace(prompt_tokens) + self.first_token_s
+        return waiting / self.pace(prompt_tokens) + self.first_token_s + self.own_s(own_tokens)
 
 
 class FirstTokens:
     """What this api process knows of the sequences that it lets in, and whom it refuses."""
 
     def __init__(self) -> None:
-        self._prompt_tokens: dict[str, float] = {}  # model -> mean of those enqueued here lately
+        self._prompt_tokens: dict[tuple[str, SequenceClass], float] = {}  # mean of those let in here lately
         self._refusing: set[tuple[str, SequenceClass]] = set()
 
-    def prompt_tokens(self, model: str) -> float:
-        """Mean length of the prompts that wait, as far as they were enqueued here."""
-        return self._prompt_tokens.get(model, 0.0)
+    def prompt_tokens(self, model: str, kind: SequenceClass) -> float:
+        """Mean length of the prompts that wait, as far as they were let in here."""
+        return self._prompt_tokens.get((model, kind), 0.0)
+
+    def kept_free(self, model: str, kind: SequenceClass) -> float:
+        """Share of the deadline that no waiting is planned for."""
+        return 1 - (1 - RESERVE) * self._share(model, kind)
 
     def places(self, forecast: Forecast, model: str, kind: SequenceClass, tokens: int, within_s: float) -> Timely:
         """How many sequences of the model may wait, so that one with a prompt of `tokens` is in time behind them."""
-        mean = self._note(model, tokens)
-        left_s = (1 - RESERVE) * within_s - forecast.first_token_s
-        if forecast.prompt_tokens_per_s:
-            left_s -= max(0.0, tokens - forecast.prompt_tokens) / forecast.prompt_tokens_per_s
-        places = max(0.0, left_s) * forecast.pace(mean)
-        places *= LET_IN_BELOW if (model, kind) in self._refusing else 1.0
+        left_s = max(0.0, (1 - RESERVE) * within_s - forecast.first_token_s)
+        left_s -= min(forecast.own_s(tokens), OWN_SHARE * left_s)
+        places = left_s * forecast.pace(self.prompt_tokens(model, kind)) * self._share(model, kind)
         return Timely(int(places), int(1000 * min(IDLE_S, IDLE_SHARE * max(0.0, within_s))))
 
-    def let_in(self, model: str, kind: SequenceClass) -> None:
-        """The queue had a place."""
+    def let_in(self, model: str, kind: SequenceClass, tokens: int) -> None:
+        """The queue had a place for one with a prompt of `tokens`."""
         self._refusing.discard((model, kind))
+        before = self.prompt_tokens(model, kind)
+        self._prompt_tokens[model, kind] = before + RECENT * (tokens - before)
 
     def refused(self, forecast: Forecast, model: str, kind: SequenceClass, too_many: int, places: int) -> int:
         """So many wait beyond the places: seconds until they are gone, and with them a tenth of the places."""
         self._refusing.add((model, kind))
         more = too_many + (1 - LET_IN_BELOW) * places
-        return max(1, min(LONGEST_RETRY_S, math.ceil(more / forecast.pace(self.prompt_tokens(model)))))
+        return max(1, min(LONGEST_RETRY_S, math.ceil(more / forecast.pace(self.prompt_tokens(model, kind)))))
 
-    def _note(self, model: str, tokens: int) -> float:
-        before = self._prompt_tokens.get(model, float(tokens))
-        self._prompt_tokens[model] = mean = before + RECENT * (tokens - before)
-        return mean
+    def _share(self, model: str, kind: SequenceClass) -> float:
+        return LET_IN_BELOW if (model, kind) in self._refusing else 1.0

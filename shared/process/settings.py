@@ -270,7 +270,7 @@ class ApiSettings(ProcessSettings, ResponseSettings, WebhookSettings):
     first_token_timeout_s: float = Field(
         default=300, gt=0, description="a sequence without a token by then is given up (504)"
     )
-    admit_by_time: bool = Field(default=True, description="refuse (429) what would miss its first token's deadline")
+    admit_by_time: bool = Field(default=False, description="refuse (429) what would miss its first token's deadline")
     slow_reader_s: float = Field(
         default=30, gt=0, description="a client that leaves its 64 KiB of a response unread for so long is cut off"
     )

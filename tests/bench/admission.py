@@ -40,6 +40,7 @@ from tests.waiting import wait_until
 
 WORKERS, ROWS, STEP_S, CHUNK = 2, 16, 0.04, 512
 LIMITS = (8, 16, 32, 64)
+BY_TIME = "--admit-by-time"
 SETTLED_S = 3.0  # after a run: heartbeats say that rows are free
 
 
@@ -189,7 +190,8 @@ async def _idle(ring: Ring) -> bool:
 
 async def burst(url: str, rounds: int = 5) -> int:
     """Refusals of as many requests at once as there are rows, on idle workers that have measured their pace."""
-    ring, figures = Ring(load(ApiSettings, ["--redis", url, "--first-token-timeout-s", "0.5"])), Figures()
+    flags = ["--redis", url, "--first-token-timeout-s", "0.5", BY_TIME]
+    ring, figures = Ring(load(ApiSettings, flags)), Figures()
     await ring.start()
     for number in range(rounds):
         await ring.live_models()
@@ -213,10 +215,9 @@ def row(name: str, figures: Figures, best: float) -> str:
 
 async def compare(url: str, workload: Workload, seconds: float) -> None:
     """One workload, each way in turn."""
-    off = ("--no-admit-by-time",)
-    ways: dict[str, tuple[str, ...]] = {"time, cold": (), "none": (*off, "--max-queue-size", "100000")}
-    ways |= {f"limit {limit}": (*off, "--max-queue-size", str(limit)) for limit in LIMITS}
-    ways |= {"time": ()}
+    ways: dict[str, tuple[str, ...]] = {"time, cold": (BY_TIME,), "none": ("--max-queue-size", "100000")}
+    ways |= {f"limit {limit}": ("--max-queue-size", str(limit)) for limit in LIMITS}
+    ways |= {"time": (BY_TIME,)}
     figures: dict[str, Any] = {}
     with workers(url):
         for name, flags in ways.items():

@@ -187,13 +187,14 @@ async def test_what_would_miss_its_first_token_s_deadline_is_refused_and_when_to
     async with working(redis_url, lambda spec: Answer()) as worker:
         pass  # nobody claims
     await say(redis, worker, extra=PACE)
-    async with api(redis_url, first_token_timeout_s=4) as server:
+    async with api(redis_url, first_token_timeout_s=4, admit_by_time=True) as server:
         waiting = [asyncio.create_task(server.post("/v1/completions", BODY)) for _ in range(8)]
         await wait_until(lambda: _length(redis, "interactive", 8))  # more than may wait, but all came at once
         await wait_until(lambda: _is(server, 429))
         refused = await server.post("/v1/completions", BODY)
         assert refusal(refused) == (429, "first_token_too_late")
-        assert "deadline" in refused.json()["error"]["message"]
+        message = refused.json()["error"]["message"]
+        assert "The deadline is " in message and "37% of it is kept free" in message, "30%, more after a refusal"
         assert 1 <= int(refused.headers["retry-after"]) <= 5
         metrics = await _metrics(server)
         assert 'outcome="refused"' in metrics and "mlx_parallm_queue_predicted_seconds{" in metrics
@@ -206,7 +207,7 @@ async def test_a_later_deadline_is_let_in_where_an_early_one_is_refused(redis_ur
     async with working(redis_url, lambda spec: Answer()) as worker:
         pass
     await say(redis, worker, extra=PACE)
-    async with api(redis_url) as server:
+    async with api(redis_url, admit_by_time=True) as server:
         waiting = [asyncio.create_task(server.post("/v1/completions", BODY)) for _ in range(8)]
         await wait_until(lambda: _length(redis, "interactive", 8))
         await wait_until(lambda: _is(server, 429, deadline_s=2))
@@ -217,8 +218,8 @@ async def test_a_later_deadline_is_let_in_where_an_early_one_is_refused(redis_ur
         await asyncio.gather(*waiting, later, return_exceptions=True)
 
 
-@pytest.mark.parametrize(("pace", "settings"), [({}, {}), (PACE, {"admit_by_time": False})])
-async def test_nothing_is_refused_by_time_without_a_measured_pace_or_where_it_is_off(
+@pytest.mark.parametrize(("pace", "settings"), [({}, {"admit_by_time": True}), (PACE, {})])
+async def test_nothing_is_refused_by_time_without_a_measured_pace_or_unless_asked_for(
     redis_url: str, redis: Redis, pace: dict[str, float], settings: dict[str, object]
 ) -> None:
     async with working(redis_url, lambda spec: Answer()) as worker:
@@ -240,7 +241,8 @@ async def test_workers_with_free_rows_take_more_at_once_than_their_pace_allows(
 ) -> None:
     monkeypatch.setattr(first_tokens, "IDLE_S", 60.0)  # a busy machine takes long for a claim
     monkeypatch.setattr(first_tokens, "IDLE_SHARE", 1.0)
-    async with working(redis_url, lambda spec: Answer()) as worker, api(redis_url, first_token_timeout_s=30) as server:
+    timed = {"first_token_timeout_s": 30, "admit_by_time": True}
+    async with working(redis_url, lambda spec: Answer()) as worker, api(redis_url, **timed) as server:
         await say(redis, worker, extra={**PACE, "claims_per_s:interactive": 0.1})
         await server.post("/v1/completions", BODY)
         answers = await asyncio.gather(*(server.post("/v1/completions", BODY) for _ in range(20)))
