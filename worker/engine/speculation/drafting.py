@@ -23,12 +23,11 @@ from worker.engine.messages import SpeculationConfig, SpeculationStats
 from worker.engine.speculation.draft_batch import DraftBatch
 from worker.engine.speculation.draft_times import best_step
 from worker.engine.speculation.lookup import BEGINNING, NOTHING, Guess, History, Text, draft_from, own_draft
-from worker.engine.speculation.memory import ANCHOR, Completions, Key, Memory, key_of, mark_of, text_behind
+from worker.engine.speculation.memory import ANCHOR, FARTHEST, Completions, Key, Memory, key_of, mark_of, text_behind
 from worker.engine.speculation.model_drafts import ModelDrafts
 from worker.engine.speculation.payoff import SHARED_RECENT, UNLIKELY, Chance, StepTimes, Try, best_length
 
 LOOKED_THROUGH = 1 << 18  # ids in one step
-FARTHEST = 1 << 14  # ids that one row looks back
 DEEPEST = 16  # ids of a row's end that are looked for in other texts: they tell which of several goes on like it
 WORTH_KEEPING = 2  # tokens
 NEW_AT_ONCE = 1 << 13  # ids of new rows in one step, one row at least: a long text takes milliseconds to be taken in
