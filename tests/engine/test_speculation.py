@@ -213,6 +213,16 @@ def test_a_batch_larger_than_the_bound_gets_no_drafts(llama: LoadedModel) -> Non
     assert bench.engine.stats().speculation.drafted == 0
 
 
+def test_what_a_batch_larger_than_the_bound_has_written_is_kept(llama: LoadedModel) -> None:
+    bench = Bench(llama, speculation=replace(ALWAYS, most_rows=2, own_text=False))
+    rows = [spec(f"s{at}", prompt_of(9, seed=at), max_tokens=20, temperature=1.0) for at in range(3)]
+    bench.submit(*rows)
+    bench.run()
+    bench.submit(structs.replace(rows[0], id="again"))
+    bench.run()
+    assert bench.tokens("again") == bench.tokens("s0") and bench.engine.stats().speculation.accepted > 12
+
+
 def test_a_failed_forward_ends_its_rows_and_the_next_ones_are_drafted_for(llama: LoadedModel) -> None:
     rows = predicted(Bench(llama), *(spec(f"s{at}", prompt_of(9, seed=at), max_tokens=30) for at in range(2)))
     bench = Bench(llama, speculation=ALWAYS)

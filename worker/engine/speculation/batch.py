@@ -82,11 +82,12 @@ class SpeculatingBatch(RunningBatch):
         began = time.perf_counter()
         inputs = cast(list[int], self._next_B.tolist())
         self._drafting.waited(time.perf_counter() - began)
-        drafts = self._drafting.drafts(rows, inputs)
+        drafts = self._drafting.drafts(rows, inputs, together=self._move_together)
         if not any(drafts):
             return self._decode_plainly()
         parts = [_Part(*each) for each in zip(rows, inputs, drafts, strict=True)]
         if self._move_together and not shorten(parts):
+            self._drafting.checks_nothing()
             return self._decode_plainly()
         return self._check(parts)
 
