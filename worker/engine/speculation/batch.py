@@ -28,7 +28,18 @@ from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Row
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.running_batch import RunningBatch
-from worker.engine.kv.kinds import align, end_of, expect, go_back, has_windows, have_read, ragged, states, take_back
+from worker.engine.kv.kinds import (
+    align,
+    end_of,
+    expect,
+    go_back,
+    has_windows,
+    have_read,
+    keep_rows,
+    ragged,
+    states,
+    take_back,
+)
 from worker.engine.messages import EngineConfig
 from worker.engine.speculation.drafting import Drafting
 
@@ -142,8 +153,11 @@ class SpeculatingBatch(RunningBatch):
 
     def _align(self) -> None:
         """Let all rows end together."""
-        align(self._cache[:-1])
+        caches = self._cache[:-1]
+        align(caches)
         self._padding = [before + more for before, more in zip(self._padding, self._slack, strict=True)]
+        if min(self._padding):  # which all rows share: rows that are fast by turns would pile it up
+            self._padding = keep_rows(caches, list(range(len(self._padding))), self._padding)
         self._slack = [0] * len(self._slack)
 
     def _decode_plainly(self) -> list[tuple[Row, int]]:
