@@ -18,16 +18,19 @@ VOCAB, TOKENS, NOISE = 5000, 128, 0.05
 class World:
     """Rows of one batch; a step of width w takes 1 + slope * (w - 1), give or take a little."""
 
-    def __init__(self, chances: Sequence[float], slope: float) -> None:
-        """`chances`: that a token of a row's prediction is right."""
+    def __init__(self, chances: Sequence[float | None], slope: float, *, together: bool = False) -> None:
+        """`chances`: that a token of a row's prediction is right; None: it has none."""
         self._draw = random.Random(len(chances))
         self._slope = slope
         self._now = 0.0
+        self._together = together
+        self.asked = 0  # steps in which rows were asked for drafts
         self._drafting = Drafting(SpeculationConfig(5), [KVCache()], clock=lambda: self._now)
         self._written: dict[Row, list[int]] = {}
         for at, chance in enumerate(chances):
             written = [self._id() for _ in range(TOKENS + 6)]
-            guess = tuple(id_ if self._draw.random() < chance else self._id() for id_ in written[:TOKENS])
+            guess = tuple(id_ if self._draw.random() < (chance or 0) else self._id() for id_ in written[:TOKENS])
+            guess = () if chance is None else guess
             prompt, sampling = tuple(self._id() for _ in range(64)), SamplingParams(TOKENS, at, ignore_eos=True)
             row = Row(RowRequest(SequenceSpec(str(at), "m", prompt, sampling, prediction_ids=guess)), frozenset(), None)
             row.position = 1
@@ -60,7 +63,9 @@ class World:
     def _drafts(self, rows: list[Row]) -> list[list[int]]:
         if not self._drafting.tries(rows, known=self._known):
             return [[] for _ in rows]
-        return self._drafting.drafts(rows, [self._written[row][row.position - 1] for row in rows])
+        self.asked += 1
+        inputs = [self._written[row][row.position - 1] for row in rows]
+        return self._drafting.drafts(rows, inputs, together=self._together)
 
     def _move(self, row: Row, draft: list[int]) -> int:
         ids, at = self._written[row], row.position
@@ -86,3 +91,32 @@ def test_a_row_without_drafts_waits_little_longer_beside_rows_with_them(slope: f
     beside = World([0.0, *[1.0] * 7], slope)
     beside.run()
     assert quantiles(beside.steps, n=20)[-1] < 1.1 * 1.1, "steps differ by the noise, too"
+
+
+def test_rows_that_move_together_are_hardly_asked_for_drafts_while_one_has_none() -> None:
+    world = World([1.0, None], 0.1, together=True)
+    assert world.run() > 0.95 and max(world.steps) < 1.1 * 1.5, "no step checks drafts"
+    assert 0 < world.asked < TOKENS / 4
+    assert World([1.0, 1.0], 0.1, together=True).run() > 1.4
+
+
+def test_steps_that_decode_no_row_tell_nothing_of_those_that_do() -> None:
+    now = 0.0
+    drafting = Drafting(SpeculationConfig(), [KVCache()], clock=lambda: now)
+    for rows in (0, 0, 0, 2, 2, 2):
+        drafting.begin(rows, alone=False)
+        known = drafting._step_times[False].known(2, 1)
+        assert known is None or known == 0.5
+        now += 0.5 if rows else 9.0
+    assert known == 0.5
+
+
+def test_a_step_whose_drafts_are_all_dropped_is_not_timed() -> None:
+    now = 0.0
+    drafting = Drafting(SpeculationConfig(), [KVCache()], clock=lambda: now)
+    for _ in range(9):
+        drafting.begin(1, alone=True)
+        drafting.waited(0.9)
+        drafting.checks_nothing()
+        now += 1.0
+    assert drafting._step_times[True].known(1, 1) is None

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from typing import Any, Literal
 
+import mlx.core as mx
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -211,6 +212,38 @@ def test_a_batch_larger_than_the_bound_gets_no_drafts(llama: LoadedModel) -> Non
     bench.submit(*(spec(f"s{at}", [1, 2, 1, 2, 1], max_tokens=20) for at in range(3)))
     bench.run()
     assert bench.engine.stats().speculation.drafted == 0
+
+
+def test_what_a_batch_larger_than_the_bound_has_written_is_kept(llama: LoadedModel) -> None:
+    bench = Bench(llama, speculation=replace(ALWAYS, most_rows=2, own_text=False))
+    rows = [spec(f"s{at}", prompt_of(9, seed=at), max_tokens=20, temperature=1.0) for at in range(3)]
+    bench.submit(*rows)
+    bench.run()
+    bench.submit(structs.replace(rows[0], id="again"))
+    bench.run()
+    assert bench.tokens("again") == bench.tokens("s0") and bench.engine.stats().speculation.accepted > 12
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3 8", "gemma3_text", "qwen3_5"])
+def test_rows_that_are_fast_by_turns_pile_up_no_padding(model_of: Model, name: str) -> None:
+    plain = Bench(model_of(name))
+    rows = predicted(plain, *(spec(f"s{at}", prompt_of(9, seed=at), max_tokens=60) for at in range(2)))
+    for at, each in enumerate(rows):
+        turns = [id_ if (place // 12) % 2 == at else 250 for place, id_ in enumerate(each.prediction_ids)]
+        rows[at] = structs.replace(each, prediction_ids=tuple(turns))
+    bench = Bench(model_of(name), speculation=replace(ALWAYS, own_text=False, memory_bytes=0))
+    bench.submit(*rows)
+    running = bench.engine._batch
+    assert isinstance(running, batch.SpeculatingBatch)
+    aligned = 0
+    while bench.engine._rows:
+        bench.turn()
+        if any(running._slack):
+            aligned += 1
+            with mx.stream(running.stream):
+                running._align()
+            assert not min(running._padding)
+    assert aligned > 2 and [bench.tokens(each.id) for each in rows] == [plain.tokens(each.id) for each in rows]
 
 
 def test_a_failed_forward_ends_its_rows_and_the_next_ones_are_drafted_for(llama: LoadedModel) -> None:

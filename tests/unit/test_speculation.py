@@ -1,5 +1,7 @@
 """What to draft and when it pays: plain ids and plain times, no model."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,7 +21,17 @@ from worker.engine.speculation.lookup import (
     occurrences,
     own_draft,
 )
-from worker.engine.speculation.memory import JOINED, KEPT, Completions, Key, Memory, key_of, mark_of
+from worker.engine.speculation.memory import (
+    FARTHEST,
+    JOINED,
+    KEPT,
+    Completions,
+    Key,
+    Memory,
+    bytes_of,
+    key_of,
+    mark_of,
+)
 from worker.engine.speculation.payoff import (
     HOPE,
     LONGEST_PAUSE,
@@ -127,7 +139,7 @@ def test_prompts_of_other_tenants_and_models_are_other_prompts() -> None:
 
 
 def test_memory_keeps_to_its_bytes_and_to_tenants() -> None:
-    prompt, size = tuple(range(20)), 7 * 4
+    prompt, size = tuple(range(20)), bytes_of(ids(*[0] * 7))
     memory = Memory(3 * size, (1,))
     for tenant in ("a", "b"):
         memory.add(written(of(tenant, prompt), ids(*[ord(tenant)] * 7)))
@@ -156,6 +168,38 @@ def test_memory_keeps_the_latest_completions_of_a_prompt() -> None:
     assert known.beginnings.draft([], 1) == Guess([100 + KEPT + 2], 0, [(1, KEPT)])
 
 
+def test_no_more_is_held_than_is_counted() -> None:
+    memory = Memory(1 << 20, (1,))
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for at in range(300):
+        memory.add(written(at.to_bytes(16), np.arange(at, at + 64, dtype=np.int32), begin=at))
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert 300 * 64 * 4 < held < memory.bytes <= 1 << 20
+
+
+def test_beginnings_are_counted_for_the_prompts_that_were_asked_for_last() -> None:
+    memory = Memory(1 << 20, (1,))
+    for at in range(JOINED + 1):
+        memory.add(written(of("", (at,)), ids(at, 7)))
+        known = memory.known(of("", (at,)))
+        assert known is not None and known.beginnings.draft([at], 1).ids == [7]
+    held = [known for known in memory._known.values() if known._beginnings is not None]
+    assert len(held) == JOINED
+    memory.add(written(of("", (0,)), ids(0, 8), begin=9))
+    known = memory.known(of("", (0,)))
+    assert known is not None and known.beginnings.draft([0], 1) == Guess([8], 1, [(1, 2)])
+
+
+def test_no_more_is_joined_than_is_looked_through() -> None:
+    memory, key = Memory(1 << 20, (1,)), of("", (1,))
+    memory.add(written(key, *(np.full(FARTHEST // 2, at, np.int32) for at in range(30, 35))))
+    known = memory.known(key)
+    assert known is not None and len(known.text.ids) == FARTHEST
+    assert sorted(set(known.text.ids[20:].tolist()) - {BREAK, *range(20)}) == [33, 34]
+
+
 def test_what_comes_again_from_elsewhere_is_kept_once() -> None:
     memory, key = Memory(1 << 20, (1,)), of("", (1,))
     memory.add(written(key, ids(5), ids(6)))
@@ -163,7 +207,7 @@ def test_what_comes_again_from_elsewhere_is_kept_once() -> None:
     assert known is not None
     before = known.text
     memory.add(written(key, ids(5), ids(6)))
-    assert memory.known(key) is known and known.text is before and memory.bytes == 8
+    assert memory.known(key) is known and known.text is before and memory.bytes == 2 * bytes_of(ids(5))
     memory.add(Completions(of("", (2,)), (2,), []))
     assert memory.known(of("", (2,))) is None
 

@@ -28,7 +28,18 @@ from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Row
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.running_batch import RunningBatch
-from worker.engine.kv.kinds import align, end_of, expect, go_back, has_windows, have_read, ragged, states, take_back
+from worker.engine.kv.kinds import (
+    align,
+    end_of,
+    expect,
+    go_back,
+    has_windows,
+    have_read,
+    keep_rows,
+    ragged,
+    states,
+    take_back,
+)
 from worker.engine.messages import EngineConfig
 from worker.engine.speculation.drafting import Drafting
 
@@ -82,11 +93,12 @@ class SpeculatingBatch(RunningBatch):
         began = time.perf_counter()
         inputs = cast(list[int], self._next_B.tolist())
         self._drafting.waited(time.perf_counter() - began)
-        drafts = self._drafting.drafts(rows, inputs)
+        drafts = self._drafting.drafts(rows, inputs, together=self._move_together)
         if not any(drafts):
             return self._decode_plainly()
         parts = [_Part(*each) for each in zip(rows, inputs, drafts, strict=True)]
         if self._move_together and not shorten(parts):
+            self._drafting.checks_nothing()
             return self._decode_plainly()
         return self._check(parts)
 
@@ -141,8 +153,11 @@ class SpeculatingBatch(RunningBatch):
 
     def _align(self) -> None:
         """Let all rows end together."""
-        align(self._cache[:-1])
+        caches = self._cache[:-1]
+        align(caches)
         self._padding = [before + more for before, more in zip(self._padding, self._slack, strict=True)]
+        if min(self._padding):  # which all rows share: rows that are fast by turns would pile it up
+            self._padding = keep_rows(caches, list(range(len(self._padding))), self._padding)
         self._slack = [0] * len(self._slack)
 
     def _decode_plainly(self) -> list[tuple[Row, int]]:

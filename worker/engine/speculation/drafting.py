@@ -23,12 +23,11 @@ from worker.engine.messages import SpeculationConfig, SpeculationStats
 from worker.engine.speculation.draft_batch import DraftBatch
 from worker.engine.speculation.draft_times import best_step
 from worker.engine.speculation.lookup import BEGINNING, NOTHING, Guess, History, Text, draft_from, own_draft
-from worker.engine.speculation.memory import ANCHOR, Completions, Key, Memory, key_of, mark_of, text_behind
+from worker.engine.speculation.memory import ANCHOR, FARTHEST, Completions, Key, Memory, key_of, mark_of, text_behind
 from worker.engine.speculation.model_drafts import ModelDrafts
 from worker.engine.speculation.payoff import SHARED_RECENT, UNLIKELY, Chance, StepTimes, Try, best_length
 
 LOOKED_THROUGH = 1 << 18  # ids in one step
-FARTHEST = 1 << 14  # ids that one row looks back
 DEEPEST = 16  # ids of a row's end that are looked for in other texts: they tell which of several goes on like it
 WORTH_KEEPING = 2  # tokens
 NEW_AT_ONCE = 1 << 13  # ids of new rows in one step, one row at least: a long text takes milliseconds to be taken in
@@ -69,6 +68,7 @@ class Drafting:
         """Of rows that have such caches; `model`: rows that a draft model reads along with."""
         self._config = config or SpeculationConfig()
         self.is_on = config is not None and may_be_taken_back(kv)
+        self._keeps = self.is_on and self._config.memory_bytes > 0
         self._clock = clock
         self._rows: dict[Row, _Source] = {}
         self._chance = Chance()  # of all rows lately: what a new row begins with
@@ -91,7 +91,7 @@ class Drafting:
         # A step without drafts is told while the next one runs: what it takes shows between two of them. Amid prompts
         # rows come and go all the time.
         may_be_timed, self._reads = not self._reads, False
-        if may_be_timed and (width > 1 or width == before == 1) and (rows == self._size or not is_alone):
+        if may_be_timed and self._size and (width > 1 or width == before == 1) and (rows == self._size or not is_alone):
             self._step_times[is_alone].took(self._size, width, now - self._began - self._waited)
         self._began, self._waited, self._size, self._alone = now, 0.0, rows, alone
         self._widths = (1, width)
@@ -135,8 +135,11 @@ class Drafting:
         self._model.begin(self._step)
         return bool(self._model.lengths(rows))
 
-    def drafts(self, rows: Sequence[Row], inputs: Sequence[int]) -> list[list[int]]:
-        """A draft for each row, behind its next input; [] for none."""
+    def drafts(self, rows: Sequence[Row], inputs: Sequence[int], *, together: bool = False) -> list[list[int]]:
+        """A draft for each row, behind its next input; [] for none.
+
+        `together`: rows move on by equally much, so either all of them have one, or none does.
+        """
         drafts: list[list[int]] = []
         for row, token in zip(rows, inputs, strict=True):
             source = self._source(row)
@@ -149,6 +152,10 @@ class Drafting:
             drafts.append(self._draft(row, source, len(rows)))
         silent = [row for row, draft in zip(rows, drafts, strict=True) if not draft and row in self._rows]
         lengths = self._model.lengths(silent) if self._model is not None else {}
+        if together and not all(draft or row in lengths for row, draft in zip(rows, drafts, strict=True)):
+            if self._config.adapts_to_time:
+                self._losses += any(drafts)
+            drafts, lengths = [[] for _ in rows], {}
         if (any(drafts) or lengths) and self._config.adapts_to_time:
             longest, by_model = self._best(rows, drafts, lengths)
             if any(drafts):
@@ -158,8 +165,12 @@ class Drafting:
         if lengths:
             drafts = self._filled(rows, inputs, drafts, lengths)
         if not any(drafts):
-            self._widths = (0, self._widths[1])  # what was waited for belongs to the step before
+            self.checks_nothing()
         return drafts
+
+    def checks_nothing(self) -> None:
+        """The step that runs, though it has waited for its inputs: what was waited for belongs to the step before."""
+        self._widths = (0, self._widths[1])
 
     def _best(self, rows: Sequence[Row], drafts: Sequence[list[int]], lengths: Mapping[Row, int]) -> tuple[int, bool]:
         """How long drafts should be at most, and whether those of the draft model pay; (0, False): none pays."""
@@ -236,11 +247,18 @@ class Drafting:
         """They have left, or compute their context again; what was written to its end is kept."""
         if self._model is not None:
             self._model.remove(rows)
+        left = NEW_AT_ONCE
         for row in rows:
             source = self._rows.pop(row, None)
-            if source is not None and source.key is not None and row.is_over and len(row.tokens) >= WORTH_KEEPING:
+            if not (self._keeps and row.is_over and len(row.tokens) >= WORTH_KEEPING):
+                continue
+            key = None if source is None else source.key
+            if key is None and left > 0:  # rows of a batch too large for drafts have not been looked at
+                key = key_of(row.spec)
+                left -= len(row.spec.prompt_ids)
+            if key is not None:
                 text = mark_of(row.spec.id), np.array(row.tokens, np.int32)
-                self._memory.add(Completions(source.key, row.spec.prompt_ids, [text]))
+                self._memory.add(Completions(key, row.spec.prompt_ids, [text]))
 
     def remember(self, completions: Iterable[Completions]) -> None:
         """What other workers' sequences have written."""
@@ -272,7 +290,7 @@ class Drafting:
             len(row.tokens),
             Chance(self._chance.value),
             Text(text_behind(spec.prompt_ids, spec.prediction_ids), self._lengths) if spec.prediction_ids else None,
-            key_of(spec) if config.memory_bytes else None,
+            key_of(spec) if self._keeps else None,
             prompt=len(prompt),
         )
 

@@ -22,7 +22,9 @@ from shared.sequences import SequenceSpec
 from worker.engine.speculation.lookup import BREAK, Beginnings, Ids, Text
 
 KEPT = 32  # latest completions of one prompt
-JOINED = 64  # prompts whose completions lie in one array, ready to be looked through
+COMPLETION_BYTES = 1_200  # beside its ids, what is kept of its prompt included
+JOINED = 64  # prompts whose completions lie in one array, and their beginnings counted, ready to be looked through
+FARTHEST = 1 << 14  # ids, the latest ones, that are looked through
 MARK_BYTES = 8
 ANCHOR = 32  # ids of the prompt's end before each, by which its beginning is found
 
@@ -61,7 +63,7 @@ class Known:
         self._lengths = lengths
         self._texts: OrderedDict[Mark, Ids] = OrderedDict()  # the latest last
         self._joined: Text | None = None
-        self.beginnings = Beginnings()
+        self._beginnings: Beginnings | None = None
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -72,26 +74,48 @@ class Known:
     def add(self, mark: Mark, ids: Ids) -> None:
         """One more completion."""
         self._texts[mark], self._joined = ids, None
-        self.beginnings.add(ids)
+        if self._beginnings is not None:
+            self._beginnings.add(ids)
 
     def forget_oldest(self) -> int:
         """The bytes that this has freed."""
         _, ids = self._texts.popitem(last=False)
         self._joined = None
-        self.beginnings.remove(ids)
-        return ids.nbytes
+        if self._beginnings is not None:
+            self._beginnings.remove(ids)
+        return bytes_of(ids)
 
     def forget_joined(self) -> None:
-        """It is made again when it is asked for."""
-        self._joined = None
+        """What is made again when it is asked for."""
+        self._joined = self._beginnings = None
+
+    @property
+    def beginnings(self) -> Beginnings:
+        """What completions begin with."""
+        if self._beginnings is None:
+            self._beginnings = Beginnings()
+            for ids in self._texts.values():
+                self._beginnings.add(ids)
+        return self._beginnings
 
     @property
     def text(self) -> Text:
-        """All of it, each completion behind the prompt's end."""
+        """The latest `FARTHEST` ids, each completion behind the prompt's end."""
         if self._joined is None:
-            parts = [part for ids in self._texts.values() for part in (self._anchor, ids)]
-            self._joined = Text(np.concatenate(parts), self._lengths)
+            parts: list[Ids] = []
+            left = FARTHEST
+            for ids in reversed(self._texts.values()):
+                parts += [ids[-left:], self._anchor]
+                left -= len(ids) + len(self._anchor)
+                if left <= 0:
+                    break
+            self._joined = Text(np.concatenate(parts[::-1])[-FARTHEST:], self._lengths)
         return self._joined
+
+
+def bytes_of(ids: Ids) -> int:
+    """What a completion takes while it is kept."""
+    return ids.nbytes + COMPLETION_BYTES
 
 
 def text_behind(prompt_ids: Sequence[int], ids: Sequence[int]) -> Ids:
@@ -116,10 +140,10 @@ class Memory:
         known = self._known.setdefault(key, Known(completions.prompt_ids, self._lengths))
         self._known.move_to_end(key)
         for mark, ids in completions.texts:
-            if mark in known or ids.nbytes > self._limit_bytes:
+            if mark in known or bytes_of(ids) > self._limit_bytes:
                 continue
             known.add(mark, ids)
-            self.bytes += ids.nbytes
+            self.bytes += bytes_of(ids)
             if len(known) > KEPT:
                 self.bytes -= known.forget_oldest()
         while self.bytes > self._limit_bytes:
