@@ -121,6 +121,9 @@ class TimedEngine:
         if (row := self._rows.get(seq_id)) is not None:
             row.cancelled = True
 
+    def remember(self, *_: Any) -> None:
+        """It drafts nothing from what others wrote."""
+
     def stats(self) -> EngineStats:
         return EngineStats(
             rows=len(self._rows), waiting=len(self._waiting), kv_limit_bytes=2**40, steps=self.steps, tokens=self.tokens
