@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import structlog
@@ -19,7 +20,14 @@ from redis.exceptions import RedisError
 
 from shared.process.settings import WorkerSettings
 from shared.redis.connection.faults import reason
-from shared.redis.ring.completion_store import COMPLETION_IDS, Bounds, Completion, CompletionStore
+from shared.redis.ring.completion_store import (
+    COMPLETION_IDS,
+    MOST_COMPLETIONS,
+    PROMPT_BYTES,
+    Bounds,
+    Completion,
+    CompletionStore,
+)
 from shared.sequences import ModelCard, SequenceResult, SequenceSpec
 from worker.engine.speculation.lookup import Ids
 from worker.engine.speculation.memory import Completions, Key, Mark, key_of, mark_of
@@ -83,7 +91,7 @@ class RingMemory:
                     log.warning("memory.not_shared", error=reason(error))
 
     async def _look_up(self, store: CompletionStore, specs: Sequence[SequenceSpec]) -> None:
-        by_key = await asyncio.to_thread(lambda: {key_of(spec): spec for spec in specs})
+        by_key = await asyncio.to_thread(_by_key, specs)
         now = time.monotonic()
         wanted = [key for key in by_key if now - self._looked_up.get(key, -FRESH_S) >= FRESH_S]
         for at in range(0, len(wanted), AT_ONCE):
@@ -92,8 +100,8 @@ class RingMemory:
                 found = await store.read(part)
             self._note(part, now)
             pairs = [(key, by_key[key], some) for key, some in zip(part, found, strict=True) if some]
-            if pairs:
-                self._remember(await asyncio.to_thread(lambda: [self._checked(*pair) for pair in pairs]))  # noqa: B023
+            for pair in pairs:  # one by one: the engine takes them in between two steps
+                self._remember([await asyncio.to_thread(self._checked, *pair)])
 
     def _note(self, keys: Iterable[Key], now: float) -> None:
         for key in keys:
@@ -124,8 +132,28 @@ def ring_memory(settings: WorkerSettings, redis: Redis, engine: EngineThread, ca
     return RingMemory(store, card.vocab_size, engine.remember)
 
 
+def _by_key(specs: Iterable[SequenceSpec]) -> dict[Key, SequenceSpec]:
+    by_key: dict[Key, SequenceSpec] = {}
+    for spec in specs:
+        try:
+            by_key[key_of(spec)] = spec
+        except (
+            OverflowError,
+            ValueError,
+        ):  # ids that are none: the engine has not looked at it yet, and will refuse it
+            continue
+    return by_key
+
+
 def _by_prompt(ended: Sequence[tuple[SequenceSpec, tuple[int, ...]]]) -> dict[Key, list[Completion]]:
     written: dict[Key, list[Completion]] = {}
     for spec, ids in ended:
         written.setdefault(key_of(spec), []).append(Completion(mark_of(spec.id), np.array(ids, "<i4").tobytes()))
-    return written
+    return {key: _latest(completions) for key, completions in written.items()}
+
+
+def _latest(completions: Sequence[Completion]) -> list[Completion]:
+    """As many of one prompt as are kept."""
+    sizes = accumulate(len(each.packed) for each in reversed(completions))
+    kept = sum(1 for size in sizes if size <= PROMPT_BYTES)
+    return list(completions[-min(kept, MOST_COMPLETIONS) :])

@@ -135,6 +135,31 @@ def test_a_row_beyond_the_draft_models_context_goes_without(llama: LoadedModel) 
     assert 30 < stats.model_accepted < 64 - 9, "until the short one has become too long"
 
 
+def test_nothing_is_read_beyond_the_draft_models_context_while_prompts_keep_coming(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [spec(f"s{at}", prompt_of(9 + 9 * at), max_tokens=80) for at in range(2)]
+    spied = Spied(drafting(llama, llama, context=64))
+    drafts, begin, steps, longest = spied.batch.drafts, spied.bench.engine.drafting.begin, 0, 0
+
+    def noted(inputs: dict[Row, int], lengths: dict[Row, int]) -> dict[Row, list[int]]:
+        nonlocal longest
+        found = drafts(inputs, lengths)
+        longest = max(longest, *(spied.batch._read[each].size for each in spied.batch.rows))
+        return found
+
+    def amid_prompts(rows: int, *, alone: bool) -> None:
+        nonlocal steps
+        steps += rows > 1
+        begin(rows, alone=alone and steps < 6)
+
+    monkeypatch.setattr(spied.batch, "drafts", noted)
+    monkeypatch.setattr(spied.bench.engine.drafting, "begin", amid_prompts)
+    spied.run(*rows)
+    assert [spied.bench.tokens(each.id) for each in rows] == written(llama, rows)
+    assert 40 < longest <= 64
+
+
 def test_a_part_of_the_prompt_is_enough(llama: LoadedModel) -> None:
     spied = Spied(drafting(llama, llama, context=100), replace(BY_MODEL, draft_context=20))
     each = spec("s", prompt_of(200), max_tokens=30)

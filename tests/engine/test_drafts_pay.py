@@ -11,6 +11,7 @@ from shared.sequences import SamplingParams, SequenceSpec
 from worker.engine.batch.row import Row
 from worker.engine.messages import RowRequest, SpeculationConfig
 from worker.engine.speculation.drafting import Drafting
+from worker.engine.speculation.memory import ANCHOR, FARTHEST
 
 VOCAB, TOKENS, NOISE = 5000, 128, 0.05
 
@@ -120,3 +121,20 @@ def test_a_step_whose_drafts_are_all_dropped_is_not_timed() -> None:
         drafting.checks_nothing()
         now += 1.0
     assert drafting._step_times[True].known(1, 1) is None
+
+
+def test_of_a_long_prediction_no_more_is_taken_in_than_is_read() -> None:
+    drafting = Drafting(SpeculationConfig(adapts_to_time=False), [KVCache()])
+    rows = [
+        Row(
+            RowRequest(SequenceSpec(str(at), "m", (1, 2), SamplingParams(9, at), prediction_ids=(7,) * 3 * FARTHEST)),
+            frozenset(),
+            None,
+        )
+        for at in range(2)
+    ]
+    for step in (1, 2):
+        drafting.tries(rows, known=True)
+        assert len(drafting._rows) == step, "one in a step"
+    text = drafting._rows[rows[0]].prediction
+    assert text is not None and len(text.ids) <= FARTHEST + ANCHOR

@@ -15,7 +15,14 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from shared.frames import Finish, TokenEvent
 from shared.process.settings import WorkerSettings, load
 from shared.redis import keys
-from shared.redis.ring.completion_store import MOST_COMPLETIONS, Bounds, Completion, CompletionStore
+from shared.redis.ring.completion_store import (
+    COMPLETION_IDS,
+    MOST_COMPLETIONS,
+    PROMPT_BYTES,
+    Bounds,
+    Completion,
+    CompletionStore,
+)
 from shared.sequences import ModelCard, SamplingParams, SequenceResult, SequenceSpec
 from tests.redis.sequences import MODEL
 from tests.waiting import wait_until
@@ -204,6 +211,36 @@ async def test_a_prompt_is_looked_up_once_in_a_while(redis: Redis) -> None:
         worker.memory.claimed([spec("s5", (9,))])
         await wait_until(lambda: len(worker.told) == 2)
         assert [each.key for each in worker.told] == [key_of(spec("s")), key_of(spec("s", (9,)))]
+
+
+async def test_a_prompt_of_ids_that_are_none_costs_the_others_nothing(redis: Redis) -> None:
+    store = CompletionStore(redis, BOUNDS)
+    await store.add(key_of(spec("s")), [completion("s", 7)])
+    async with Worker(store).at_work() as worker:
+        worker.memory.claimed([spec("bad", (1 << 31,)), spec("good")])
+        await wait_until(lambda: bool(worker.told))
+        assert worker.texts() == [[7]]
+
+
+async def test_no_more_is_sent_than_is_kept_of_a_prompt(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CompletionStore(redis, BOUNDS)
+    sent: list[list[Completion]] = []
+    add = store.add
+
+    async def noted(prompt: bytes, completions: list[Completion]) -> None:
+        sent.append(completions)
+        await add(prompt, completions)
+
+    monkeypatch.setattr(store, "add", noted)
+    async with Worker(store).at_work() as worker:
+        for at in range(MOST_COMPLETIONS + 5):
+            worker.memory.ended(spec(f"s{at}"), result(f"s{at}", at, 7))
+        for at in range(9):
+            worker.memory.ended(spec(f"long{at}", (1,)), result(f"long{at}", *[at] * COMPLETION_IDS))
+        await wait_until(lambda: len(sent) == 2)
+    short, long = sent
+    assert short == [completion(f"s{at}", at, 7) for at in range(5, MOST_COMPLETIONS + 5)]
+    assert sum(len(each.packed) for each in long) == PROMPT_BYTES and long[-1].mark == mark_of("long8")
 
 
 # -- with engines

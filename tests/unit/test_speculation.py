@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shared.sequences import SamplingParams, SequenceSpec
 from worker.engine.speculation.lookup import (
+    AT_ONCE,
     BREAK,
     NOTHING,
     VOTERS,
@@ -55,6 +56,16 @@ def test_a_history_grows_and_shows_its_latest_ids() -> None:
         history.add([each])
     assert len(history) == 400 and history.latest(3).tolist() == [397, 398, 399]
     assert history.latest(1000).tolist() == list(range(400))
+
+
+@given(st.lists(st.integers(0, 3), max_size=9), st.lists(st.integers(0, 90), min_size=AT_ONCE + 1, max_size=99))
+def test_many_ids_at_once_are_the_same_as_one_after_the_other(begun: list[int], more: list[int]) -> None:
+    at_once, single = History(begun, (1, 3)), History(begun, (1, 3))
+    at_once.add(more)
+    for each in more:
+        single.add([each])
+    assert at_once.end == single.end and at_once.latest(200).tolist() == single.latest(200).tolist() == begun + more
+    assert all(at_once.runs[length]._marks == single.runs[length]._marks for length in (1, 3))
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 4))

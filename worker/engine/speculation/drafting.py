@@ -280,16 +280,17 @@ class Drafting:
             if left <= 0:
                 break
             self._rows[row] = self._new(row)
-            left -= len(row.spec.prompt_ids)
+            left -= len(row.spec.prompt_ids) + min(FARTHEST, len(row.spec.prediction_ids))
 
     def _new(self, row: Row) -> _Source:
         spec, config = row.spec, self._config
+        predicted = spec.prediction_ids[:FARTHEST]
         prompt = spec.prompt_ids[-FARTHEST if config.prompt_lookup else -ANCHOR :]
         return _Source(
             History([*prompt, *row.tokens], self._lengths),
             len(row.tokens),
             Chance(self._chance.value),
-            Text(text_behind(spec.prompt_ids, spec.prediction_ids), self._lengths) if spec.prediction_ids else None,
+            Text(text_behind(spec.prompt_ids, predicted), self._lengths) if predicted else None,
             key_of(spec) if self._keeps else None,
             prompt=len(prompt),
         )

@@ -55,7 +55,6 @@ class ModelDrafts:
         if self.has_failed:
             return False
         self._forget_old()
-        self._leave_full(rows)
         for row in self._worth_reading(rows, times):
             self._chances[row] = Chance(self._chance.value)
             self._batch.add(row)
@@ -73,10 +72,6 @@ class ModelDrafts:
     def _forget_old(self) -> None:
         if self._times.step():
             self._chance, self._probes = Chance(), 0
-
-    def _leave_full(self, rows: Sequence[Row]) -> None:
-        full = {row for row in rows if row in self._batch and self._batch.room(row) <= self._config.tokens}
-        self.remove(full)
 
     def _worth_reading(self, rows: Sequence[Row], times: StepTimes) -> list[Row]:
         new = [row for row in rows if row not in self._batch and self._is_servable(row)]
@@ -106,7 +101,11 @@ class ModelDrafts:
     # -- drafts
 
     def begin(self, step: int) -> None:
-        """A step begins, in which rows whose drafts keep failing get none."""
+        """A step begins, in which rows whose drafts keep failing get none; those that the model has no room for leave.
+
+        They would be fed with the others, whoever wants a draft.
+        """
+        self.remove([row for row in self._chances if self._batch.room(row) <= self._config.tokens])
         self._rest = max(0, self._rest - 1)
         if self._config.adapts_to_rows:
             self._resting = {row for row in self._batch.rows if self._chances[row].pauses(step)}
