@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.frames import Finish, TokenEvent, TokenLogprob
 from shared.redis import keys
@@ -84,7 +86,7 @@ class ScriptedWorker:
             rows.create_task(self._live_on())
             while True:
                 free = 0 if self.paused else 8
-                with contextlib.suppress(ResponseError):  # a Redis that refuses
+                with contextlib.suppress(RedisError):  # a Redis that refuses, or is away for longer than a call waits
                     for claim in await self._queue.claim(self.id, ClaimPlan(free, free, 0, free, 10**6, False)):
                         self.specs.append(claim.spec)
                         rows.create_task(self._answer(claim))
@@ -98,6 +100,12 @@ class ScriptedWorker:
                 await self.redis.expire(keys.worker(MODEL, self.id), keys.WORKER_TTL_S)
 
     async def _hear(self) -> None:
+        while True:
+            with contextlib.suppress(RedisError, OSError):
+                await self._hear_orders()
+            await asyncio.sleep(0.05)
+
+    async def _hear_orders(self) -> None:
         async with self.redis.pubsub() as control:
             await control.subscribe(keys.control_channel(self.id))
             async for message in control.listen():
@@ -151,7 +159,12 @@ class ScriptedWorker:
     async def _write(self, spec: SequenceSpec, events: list[TokenEvent], commits: list[Commit]) -> None:
         api = self.routes.get(spec.id, spec.api)
         chunks = {} if commits else {spec.id: events}
-        await self._writer.write({api: events}, chunks, commits)
+        while True:
+            try:
+                await self._writer.write({api: events}, chunks, commits)
+                return
+            except (RedisConnectionError, RedisTimeoutError):  # it is away for longer than a call waits; said again
+                await asyncio.sleep(0.05)
 
 
 @contextlib.asynccontextmanager
@@ -167,4 +180,6 @@ async def working(redis_url: str, script: Callable[[SequenceSpec], Answer]) -> A
         while not task.done():  # redis-py may lose a cancellation
             task.cancel()
             await asyncio.wait({task}, timeout=0.2)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            print(f"the scripted worker had ended: {error!r}")
         await redis.aclose()
