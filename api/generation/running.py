@@ -30,6 +30,7 @@ from shared.errors import (
 from shared.frames import Finish, TokenEvent
 from shared.redis.connection.faults import reason
 from shared.redis.queue.named_requests import NamedRequests
+from shared.redis.queue.sequence_queue import UNTIMED
 from shared.redis.tokens.feed import LOST, TokenFeed
 from shared.sequences import SequenceClass, SequenceSpec
 
@@ -181,20 +182,17 @@ class Generation:
 
     async def _enqueue(self, specs: list[SequenceSpec]) -> None:
         """Into the queue, unless the first token would come too late there: LateFirstTokenError."""
-        ring, model = self._ring, self._model
-        prefer = await ring.affinity.preferred(specs)
-        forecast = ring.forecast(model, specs[0].sequence_class) if specs else None
-        deadlines = [at for at in (specs[0].deadline_ms, specs[0].first_token_deadline_ms) if at] if specs else []
-        kind, tokens = self._kind, max((len(spec.prompt_ids) for spec in specs), default=0)
-        if forecast is None or not deadlines:
-            await ring.queue(model).enqueue(specs, prefer=prefer)
-            ring.first_tokens.let_in(model, kind, tokens)
-            return
-        within_s = min(deadlines) / 1000 - time.time()
-        timely = ring.first_tokens.places(forecast, model, kind, tokens, within_s)
+        ring, model, kind = self._ring, self._model, self._kind
+        prefer, forecast = await ring.affinity.preferred(specs), ring.forecast(model, kind)
+        tokens = max((len(spec.prompt_ids) for spec in specs), default=0)
+        deadlines = [at for spec in specs[:1] for at in (spec.deadline_ms, spec.first_token_deadline_ms) if at]
+        within_s, timely = min(deadlines, default=0) / 1000 - time.time(), UNTIMED
+        if forecast is not None and deadlines:
+            timely = ring.first_tokens.places(forecast, model, kind, tokens, within_s)
         try:
             await ring.queue(model).enqueue(specs, prefer=prefer, timely=timely)
         except LateFirstTokenError as error:
+            assert forecast is not None, "only what is timed comes too late"
             too_many = error.waiting + len(specs) - timely.places
             free = ring.first_tokens.kept_free(model, kind)
             error.retry_after_s = ring.first_tokens.refused(forecast, model, kind, too_many, timely.places)

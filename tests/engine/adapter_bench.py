@@ -1,6 +1,7 @@
 """An engine with adapter slots that a test turns by hand, and what its rows should have said."""
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -54,6 +55,17 @@ class AdapterBench(Bench):
         self.woken.clear()
         self.publish(version)
         assert self.woken.wait(60)
+
+    def run_amid_a_hot_load(self, rows: Sequence[SequenceSpec]) -> None:
+        """Run rows of `a` and `b@1`; when the one that is called s1 has some tokens, `a@2` comes. All are true."""
+        self.publish("a@1")
+        self.provide("b@1")
+        self.submit(*rows)
+        self.until(lambda: len(self.tokens("s1")) > 6)
+        self.publish_and_read("a@2")
+        self.run()
+        for each in rows:
+            self.assert_true_to_its_versions(each)
 
     def turn(self) -> list[TokenEvent]:
         if not self.engine.busy:

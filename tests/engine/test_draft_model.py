@@ -204,14 +204,7 @@ def test_rows_of_adapters_are_drafted_for_by_a_model_that_knows_none(
         for at, name in enumerate(["", "a", "b@1"])
     ]
     with AdapterBench(drafting(llama, llama), made, speculation=BY_MODEL) as bench:
-        bench.publish("a@1")
-        bench.provide("b@1")
-        bench.submit(*rows)
-        bench.until(lambda: len(bench.tokens("s1")) > 6)
-        bench.publish_and_read("a@2")
-        bench.run()
-        for each in rows:
-            bench.assert_true_to_its_versions(each)
+        bench.run_amid_a_hot_load(rows)
         stats = bench.engine.stats().speculation
         assert 40 < stats.model_accepted < stats.model_drafted
         assert ("a@2" in bench.versions("s1")) == (policy == "follow")

@@ -281,14 +281,7 @@ def test_rows_of_several_adapters_are_drafted_for_while_a_version_is_loaded(
         plain.run()
     rows = [msgspec.structs.replace(each, prediction_ids=tuple(plain.tokens(each.id))) for each in rows]
     with AdapterBench(llama, made, speculation=ALWAYS) as bench:
-        bench.publish("a@1")
-        bench.provide("b@1")
-        bench.submit(*rows)
-        bench.until(lambda: len(bench.tokens("s1")) > 6)
-        bench.publish_and_read("a@2")
-        bench.run()
-        for each in rows:
-            bench.assert_true_to_its_versions(each)
+        bench.run_amid_a_hot_load(rows)
         assert bench.engine.stats().speculation.accepted > 60
         assert ("a@2" in bench.versions("s1")) == (policy == "follow")
 

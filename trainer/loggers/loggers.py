@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import importlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -52,7 +53,7 @@ class Loggers:
             if anew:
                 id_file.unlink(missing_ok=True)
             run = TrackedRun(self._project, self._run_name, self.config, id_file)
-            self._senders.append(Sender(name, _Package(name), run, ended))
+            self._senders.append(Sender(name, partial(_open, name), run, ended))
 
     def write(self, train_step: int, values: Mapping[str, Any]) -> None:
         """Hand on a line of metrics.jsonl; returns at once."""
@@ -85,12 +86,7 @@ class Loggers:
                 log.warning("train.logger_late", logger=sender.name, train_steps_lost=sender.waiting)
 
 
-class _Package:
-    """A package by its name, imported in the sender's thread: that alone may take seconds."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, run: TrackedRun) -> Tracker:
-        opened: Tracker = importlib.import_module(f"trainer.loggers.{self._name}").open_run(run)
-        return opened
+def _open(name: str, run: TrackedRun) -> Tracker:
+    """The run in the package of this name, which is imported in the sender's thread: that alone may take seconds."""
+    opened: Tracker = importlib.import_module(f"trainer.loggers.{name}").open_run(run)
+    return opened

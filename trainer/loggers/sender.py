@@ -123,9 +123,7 @@ class Sender:
 
     def _drop(self, reason: str) -> None:
         self.dropped += 1
-        if (
-            self.dropped & (self.dropped - 1) == 0
-        ):  # the first, then ever more seldom: a line for each would flood the log
+        if self.dropped.bit_count() == 1:  # the first, then ever more seldom: a line for each would flood the log
             log.warning("train.logger_dropped", logger=self.name, train_steps=self.dropped, reason=reason)
 
 
