@@ -79,7 +79,7 @@ class Runs:
     ) -> None:
         config = EngineConfig("", max_rows=rows + 1, prefill_chunk=256, prefix_cache_bytes=0)
         self._plain, self._drafting = Engine(loaded, config), Engine(loaded, replace(config, speculation=drafts))
-        self._drafting._drafting._clock = clock
+        self._drafting.drafting._clock = clock
         self._rows, self._tokens, self._context, self._vocab = rows, tokens, context, loaded.card.vocab_size
         self._least = context // 4 if mixed else context
         self.drafted = self.accepted = self.changed = 0
