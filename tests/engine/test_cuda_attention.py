@@ -21,40 +21,46 @@ def wanted(
     shared_by = queries.shape[1] // keys.shape[1]
     queries, keys, values = (each.astype(mx.float32) for each in (queries, keys, values))
     keys, values = mx.repeat(keys, shared_by, 1), mx.repeat(values, shared_by, 1)
-    scores = SCALE * (queries[..., 0, None, :] * keys).sum(-1)
+    scores = SCALE * (queries[..., None, :] * keys[:, :, None]).sum(-1)
     if mask is not None:
-        scores = mx.where(mask[:, :, 0], scores, -mx.inf)
+        scores = mx.where(mask, scores, -mx.inf)
     if sinks is not None:
-        sink = mx.broadcast_to(sinks.astype(mx.float32)[None, :, None], (*scores.shape[:2], 1))
+        sink = mx.broadcast_to(sinks.astype(mx.float32)[None, :, None, None], (*scores.shape[:3], 1))
         scores = mx.concatenate([scores, sink], -1)
     weights = mx.softmax(scores, -1)[..., : keys.shape[2]]
-    return (weights[..., None] * values).sum(2, keepdims=True)
+    return (weights[..., None] * values[:, :, None]).sum(3)
 
 
-def padded_on_the_left(positions: int) -> mx.array:
-    return mx.arange(positions)[None, None, None] >= mx.array([0, positions // 3, positions - 1])[:, None, None, None]
+def seen_by(positions: int, queries: int = 1) -> mx.array:
+    """The last positions' queries see what is before them, and no padding on the left."""
+    at, last = mx.arange(positions)[None, None, None], mx.arange(positions - queries, positions)[None, None, :, None]
+    return (at >= mx.array([0, positions // 3, positions - queries])[:, None, None, None]) & (at <= last)
 
 
 @needs_cuda
 def test_plain_kv_of_every_type_and_size() -> None:
     """Few of all combinations: the kernels of each one are compiled anew."""
-    for dtype, size, heads, kv_heads in (
-        (mx.bfloat16, 128, 8, 2),
-        (mx.bfloat16, 64, 14, 2),
-        (mx.float16, 64, 2, 2),
-        (mx.float16, 256, 8, 4),
-        (mx.float32, 256, 6, 2),
-        (mx.float32, 128, 4, 4),
+    for dtype, size, heads, kv_heads, at_once in (
+        (mx.bfloat16, 128, 8, 2, 1),
+        (mx.bfloat16, 128, 8, 2, 3),
+        (mx.bfloat16, 64, 14, 2, 1),
+        (mx.float16, 64, 2, 2, 1),
+        (mx.float16, 64, 6, 2, 5),
+        (mx.float16, 256, 8, 4, 1),
+        (mx.float32, 256, 6, 2, 1),
+        (mx.float32, 256, 2, 2, 2),
+        (mx.float32, 128, 4, 4, 1),
     ):
-        check_plain(dtype, size, heads, kv_heads)
+        check_plain(dtype, size, heads, kv_heads, at_once)
 
 
-def check_plain(dtype: mx.Dtype, size: int, heads: int, kv_heads: int) -> None:
+def check_plain(dtype: mx.Dtype, size: int, heads: int, kv_heads: int, at_once: int) -> None:
     for positions in (64, 300, 2001):
-        queries = drawn(ROWS, 1, heads, size, dtype=dtype).swapaxes(1, 2)
+        queries = drawn(ROWS, at_once, heads, size, dtype=dtype).swapaxes(1, 2)
         keys, values = (drawn(ROWS, kv_heads, 2048, size, dtype=dtype)[..., :positions, :] for _ in range(2))
         sinks = drawn(heads, dtype=dtype)
-        for mask, sink in ((None, None), (padded_on_the_left(positions), sinks)):
+        masked = (seen_by(positions, at_once), sinks)
+        for mask, sink in (masked, (None, None)) if at_once == 1 else (masked,):
             close = wanted(queries, keys, values, mask, sink)
             out = cuda_attention.attention(queries, keys, values, SCALE, mask, sink)
             assert mx.allclose(out.astype(mx.float32), close, atol=2e-2 if dtype != mx.float32 else 1e-5)
@@ -75,7 +81,7 @@ def test_packed_kv_of_every_number_of_bits() -> None:
         one = [each[..., 5:6, :] for each in (drawn(ROWS, kv_heads, 9, size, dtype=dtype) for _ in range(2))]
         for told, each in zip(cuda_attention.pack(*one, bits, group_size), one, strict=True):
             assert mx.array_equal(told, packing.pack(each))
-        mask = padded_on_the_left(777)
+        mask = seen_by(777)
         keys, values = (packing.unpack(each, size) for each in packed)
         out = cuda_attention.attention(queries, *packed, SCALE, mask, bits=bits, group_size=group_size)
         close = wanted(queries, keys, values, mask)
@@ -89,7 +95,10 @@ def test_it_takes_only_what_it_is_made_for() -> None:
         assert cuda_attention.is_for(queries, keys, keys, mask)
     assert not cuda_attention.is_for(queries, keys, keys, seen.astype(mx.float32)), "an additive mask"
     assert not cuda_attention.is_for(queries, keys, keys, mx.ones((2, 4, 1, 100), mx.bool_)), "a mask for each head"
-    assert not cuda_attention.is_for(mx.zeros((2, 4, 2, 64)), keys, keys, None), "two queries a row"
+    several = mx.zeros((2, 4, cuda_attention.MOST_QUERIES, 64))
+    assert cuda_attention.is_for(several, keys, keys, seen), "a draft"
+    assert not cuda_attention.is_for(several, keys, keys, "causal"), "a prompt's last piece"
+    assert not cuda_attention.is_for(mx.zeros((2, 4, 7, 64)), keys, keys, seen), "more queries a row"
     assert not cuda_attention.is_for(queries, keys[:, :, :10], keys[:, :, :10], None), "few positions"
     assert not cuda_attention.is_for(queries, keys, mx.zeros((2, 2, 100, 32)), None), "values of another size"
     assert not cuda_attention.is_for(

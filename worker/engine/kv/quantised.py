@@ -117,7 +117,8 @@ class _Quantised:
         """Write these positions; all positions, as the model's attention reads them."""
         packing, dims = self.packing, (keys.shape[-1], values.shape[-1])
         packed = super().update_and_fetch(*self._packed(keys, values))  # type: ignore[misc]
-        self._is_decoding = packing.read != "unpacked" and keys.shape[2] == 1
+        at_most = {"unpacked": 0, "parts": 1, "packed": cuda_attention.MOST_QUERIES}[packing.read]
+        self._is_decoding = keys.shape[2] <= at_most
         if self._is_decoding and packing.read == "packed":
             return packed  # type: ignore[no-any-return]
         read = packing.parts if self._is_decoding else packing.unpack

@@ -1,18 +1,18 @@
-"""Attention of decode steps on CUDA: one query a row over all that the row's KV holds, plain or packed.
+"""Attention of decode steps on CUDA: few queries a row over all that the row's KV holds, plain or packed.
 
 MLX's fused attention there is made for prompts. With the mask that rows of different lengths need, 32 rows of 2,048
 positions (32 heads of 128 over 8, bfloat16) cost it 0.59 ms a layer on an H200, where reading the KV once takes 0.06.
 Packed KV (`kv/quantised.py`) would have to be unpacked in memory first. These kernels read KV once, as it is stored:
 
-- `read.cu`: a block reads a stretch of one row's positions for up to four query heads that share a KV head. A group of
+- `read.cu`: a block reads a stretch of one row's positions for up to four queries that share a KV head. A group of
   threads reads four positions at a time, eight numbers a thread (`eight.cuh`), and keeps a running maximum, sum and
   weighted values (online softmax: Milakov and Gimelshein, arXiv 1805.02867); in the end the block adds up its groups'.
 - `join.cu`: adds up a row's stretches (flash decoding: Dao et al., 2023), and the attention sink if the model has one.
 - `pack.cu`: packs what a step adds, in one operation in place of nine, which took 1.4 ms with 36 layers.
 
 `install()` puts the first two before `mx.fast.scaled_dot_product_attention`; `kv/quantised.py` puts them before
-mlx-lm's quantised attention. What they are not made for goes on to MLX's own: several queries a row, additive masks,
-other head sizes, few positions.
+mlx-lm's quantised attention. What they are not made for goes on to MLX's own: many queries a row, additive masks, other
+head sizes, few positions.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ SWITCH = "PARALLM_CUDA_ATTENTION"  # 0: MLX's own
 _HEAD_SIZES = (64, 128, 256)
 _DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 _SHORTEST = 64  # positions
+MOST_QUERIES = 6  # of a row: its last token and a draft
 _THREADS = 128  # of a block of `read.cu`
 _BLOCKS = 1056  # eight for each of an H200's 132 multiprocessors
 _STRETCH = 128  # positions that a block reads, at least
@@ -61,7 +62,7 @@ def is_for(queries: mx.array, keys: mx.array, values: mx.array, mask: Any, bits:
     size = queries.shape[-1]
     return (
         queries.ndim == 4
-        and queries.shape[2] == 1
+        and (queries.shape[2] == 1 or (queries.shape[2] <= MOST_QUERIES and isinstance(mask, mx.array)))
         and size in _HEAD_SIZES
         and queries.dtype in _DTYPES
         and keys.shape == values.shape
@@ -72,10 +73,10 @@ def is_for(queries: mx.array, keys: mx.array, values: mx.array, mask: Any, bits:
 
 
 def _is_plain(mask: Any) -> bool:
-    """None (all is seen), "causal" (the same, for the last position's query), or booleans for each row."""
+    """None (all is seen), "causal" (the same, for the last position's query), or booleans for each row and query."""
     if mask is None or isinstance(mask, str):
         return True
-    return bool(mask.dtype == mx.bool_ and mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1)
+    return bool(mask.dtype == mx.bool_ and mask.ndim == 4 and mask.shape[1] == 1)
 
 
 def attention(
@@ -88,33 +89,33 @@ def attention(
     bits: int = 0,
     group_size: int = 0,
 ) -> mx.array:
-    """[rows, query heads, 1, size] for queries of that shape; keys and values [rows, KV heads, positions, size], or
-    packed (`kv/quantised.py`) if there are `bits`."""
-    rows, query_heads, _, size = queries.shape
+    """[rows, query heads, queries, size] for queries of that shape; keys and values [rows, KV heads, positions, size],
+    or packed (`kv/quantised.py`) if there are `bits`."""
+    rows, query_heads, at_once, size = queries.shape
     kv_heads, positions = keys.shape[1:3]
-    shared_by = query_heads // kv_heads
+    shared_by = query_heads // kv_heads * at_once
     heads = 1 if shared_by == 1 else 2 if shared_by == 2 else 4
     across = kv_heads * ((shared_by + heads - 1) // heads)
     stretches = 1
     while stretches * rows * across < _BLOCKS and stretches * 2 * _STRETCH <= positions:
         stretches *= 2
     masked = isinstance(mask, mx.array)
-    seen = mx.broadcast_to(mask, (rows, 1, 1, positions)) if masked else _nothing()
-    template = [("T", queries.dtype), ("D", size), ("HEADS", heads), ("MASKED", masked), ("THREADS", _THREADS)]
+    seen = mx.broadcast_to(mask, (rows, 1, at_once, positions)) if masked else _nothing()
+    template = [("T", queries.dtype), ("D", size), ("QUERIES", at_once), ("HEADS", heads), ("MASKED", masked)]
     read = _kernel("read", ("queries", "keys", "values", "mask", "scale"), ("part", "about"))
     join = _kernel("join", ("part", "about", "sinks"), ("out",))
     part, about = read(
         inputs=[queries, keys, values, seen, _scale(scale)],
-        template=[*template, ("BITS", bits), ("GROUP", group_size or size)],
+        template=[*template, ("THREADS", _THREADS), ("BITS", bits), ("GROUP", group_size or size)],
         grid=(stretches * _THREADS, across, rows),
         threadgroup=(_THREADS, 1, 1),
-        output_shapes=[(rows, query_heads, stretches, size), (rows, query_heads, stretches, 2)],
+        output_shapes=[(rows, query_heads * at_once, stretches, each) for each in (size, 2)],
         output_dtypes=[mx.float32, mx.float32],
     )
     (out,) = join(
         inputs=[part, about, about if sinks is None else sinks.astype(mx.float32)],
-        template=[("T", queries.dtype), ("D", size), ("SINKS", sinks is not None)],
-        grid=(rows * query_heads * size, 1, 1),
+        template=[("T", queries.dtype), ("D", size), ("QUERIES", at_once), ("SINKS", sinks is not None)],
+        grid=(queries.size, 1, 1),
         threadgroup=(size, 1, 1),
         output_shapes=[queries.shape],
         output_dtypes=[queries.dtype],

@@ -1,5 +1,5 @@
-// A group's scores of `AHEAD` positions and `HEADS` heads lie spread over its threads, so each power is computed once; a
-// thread has those of the same heads each time, and keeps its share of their maxima and sums.
+// A group's scores of `AHEAD` positions and `HEADS` queries lie spread over its threads, so each power is computed once; a
+// thread has those of the same queries each time, and keeps its share of their maxima and sums.
   constexpr int LANES = D / 8, ABREAST = 32 / LANES, WARPS = THREADS / 32, AHEAD = 4;
   constexpr int SLOTS = WARPS * ABREAST, STEP = ABREAST * AHEAD, SCORES = AHEAD * HEADS;
   constexpr int OWN = SCORES > LANES ? SCORES / LANES : 1, ALIKE = SCORES > LANES ? 1 : LANES / SCORES;
@@ -8,10 +8,10 @@
 
   const int kv_heads = keys_shape[1], positions = keys_shape[2];
   const int query_heads = queries_shape[1], shared_by = query_heads / kv_heads;
-  const int per_head = (shared_by + HEADS - 1) / HEADS;
+  const int of_kv_head = shared_by * QUERIES;  // queries: those of one head lie side by side
+  const int per_head = (of_kv_head + HEADS - 1) / HEADS;
   const int row = blockIdx.z, kv_head = blockIdx.y / per_head;
-  const int first_head = kv_head * shared_by + (blockIdx.y % per_head) * HEADS;
-  const int heads = min(HEADS, (kv_head + 1) * shared_by - first_head);
+  const int first = (blockIdx.y % per_head) * HEADS, count = min(HEADS, of_kv_head - first);
   const int stretches = gridDim.x, length = (positions + stretches - 1) / stretches;
   const int begin = blockIdx.x * length, end = min(positions, begin + length);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, at = lane % LANES, side = lane / LANES;
@@ -29,7 +29,9 @@
   float query[HEADS][8], query_sum[HEADS], weighted[HEADS][8], best[OWN], sums[OWN];
 #pragma unroll
   for (int h = 0; h < HEADS; h++) {
-    const T* from = queries + row * queries_strides[0] + min(first_head + h, query_heads - 1) * queries_strides[1];
+    const int query_at = min(first + h, of_kv_head - 1);
+    const T* from = queries + row * queries_strides[0] + (kv_head * shared_by + query_at / QUERIES) * queries_strides[1]
+        + query_at % QUERIES * queries_strides[2];
     query_sum[h] = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -46,8 +48,15 @@
 
   for (int base = begin + warp * STEP; base < end; base += WARPS * STEP) {
     const int own_position = base + own_ahead * ABREAST + side;
-    const bool is_seen = own_position < end && (!MASKED || seen[own_position * mask_strides[3]]);
-    if (!__any_sync(0xffffffffu, is_seen)) continue;
+    bool is_seen[OWN], any = false;
+#pragma unroll
+    for (int o = 0; o < OWN; o++) {
+      const long own_query = min(first + own_head + o, of_kv_head - 1) % QUERIES;
+      is_seen[o] = own_position < end &&
+          (!MASKED || seen[own_query * mask_strides[2] + own_position * mask_strides[3]]);
+      any = any || is_seen[o];
+    }
+    if (!__any_sync(0xffffffffu, any)) continue;
     Eight<T, D, BITS, GROUP> key[AHEAD], value[AHEAD];
 #pragma unroll
     for (int u = 0; u < AHEAD; u++) {
@@ -74,7 +83,7 @@
     float top[OWN];
 #pragma unroll
     for (int o = 0; o < OWN; o++) {
-      if (!is_seen) score[o] = -1e30f;
+      if (!is_seen[o]) score[o] = -1e30f;
       top[o] = fmaxf(best[o], score[o]);
 #pragma unroll
       for (int apart = HEADS * ALIKE / OWN; apart < LANES; apart *= 2)
@@ -85,7 +94,7 @@
     if (at % ALIKE == 0) {
 #pragma unroll
       for (int o = 0; o < OWN; o++) {
-        float less = exp2f(best[o] - top[o]), weight = is_seen ? exp2f(score[o] - top[o]) : 0.0f;
+        float less = exp2f(best[o] - top[o]), weight = is_seen[o] ? exp2f(score[o] - top[o]) : 0.0f;
         best[o] = top[o];
         sums[o] = sums[o] * less + weight;
         weight_of[slot][own_ahead][own_head + o] = weight;
@@ -139,7 +148,7 @@
     for (int i = 0; i < 8; i++) values_of[slot][h][at * 8 + i] = weighted[h][i];
   }
   __syncthreads();
-  for (int each = threadIdx.x; each < heads * D; each += THREADS) {
+  for (int each = threadIdx.x; each < count * D; each += THREADS) {
     int h = each / D, number = each % D;
     float top = -1e30f, sum = 0.0f, total = 0.0f;
     for (int s = 0; s < SLOTS; s++) top = fmaxf(top, best_of[s][h]);
@@ -148,7 +157,7 @@
       sum += sum_of[s][h] * by;
       total += values_of[s][h][number] * by;
     }
-    long of = (static_cast<long>(row) * query_heads + first_head + h) * stretches + blockIdx.x;
+    long of = ((static_cast<long>(row) * kv_heads + kv_head) * of_kv_head + first + h) * stretches + blockIdx.x;
     part[of * D + number] = total;
     if (number == 0) {
       about[of * 2] = top;
