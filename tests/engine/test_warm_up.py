@@ -1,11 +1,15 @@
 """What is measured and warmed up before the first row."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import pytest
 
 from tests.engine.conftest import Bench, prompt_of, spec
+from worker.engine.batch.row import Row
 from worker.engine.kv.prefix_cache import PrefixCache
-from worker.engine.messages import EngineConfig
+from worker.engine.messages import EngineConfig, SpeculationConfig
 from worker.engine.model.loader import LoadedModel
+from worker.engine.speculation.drafting import Drafting
 from worker.engine.warm_up import CHUNKS, CPU_CHUNKS, largest_chunk, largest_width, prepare, rehearse, usual_rows
 
 
@@ -50,6 +54,18 @@ def test_rows_of_usual_sizes_are_decoded_and_leave_nothing_behind(llama: LoadedM
     assert list(rehearse(llama, EngineConfig("", max_rows=5))) == [1, 4, 5]
     bench = Bench(llama)
     assert bench.engine.stats().prefix.blocks == 0 and not bench.engine.busy
+
+
+def test_steps_that_check_drafts_are_rehearsed_too(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths, checked = set(), Drafting.checked
+
+    def noted(self: Drafting, width: int, results: Iterable[tuple[Row, int, int]]) -> None:
+        widths.add(width)
+        checked(self, width, results)
+
+    monkeypatch.setattr(Drafting, "checked", noted)
+    assert list(rehearse(llama, EngineConfig("", max_rows=2, speculation=SpeculationConfig(3)))) == [1, 2]
+    assert widths == {2, 3, 4}
 
 
 def test_long_prompts_in_pieces_decode_as_they_do_whole(llama: LoadedModel) -> None:

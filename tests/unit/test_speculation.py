@@ -35,6 +35,7 @@ from worker.engine.speculation.memory import (
 )
 from worker.engine.speculation.payoff import (
     HOPE,
+    LEAST_SAMPLES,
     LONGEST_PAUSE,
     PLAIN_STALE,
     SAMPLES,
@@ -286,9 +287,20 @@ def test_what_drafts_bring() -> None:
 def times_of(rows: int, *seconds: float) -> StepTimes:
     times = StepTimes()
     for width, each in enumerate(seconds, 1):
-        if each:
+        for _ in range(LEAST_SAMPLES if each else 0):
             times.took(rows, width, each)
     return times
+
+
+def test_the_first_step_of_its_kind_may_take_long() -> None:
+    times, one = times_of(1, 1.0), [Try(0.9, 5, 1.0)]
+    times.took(1, 2, 900.0)  # a kernel is compiled
+    assert best_length(times, one, alone=True) == 1, "tried again at once"
+    times.took(1, 2, 1.1)
+    assert best_length(times, one, alone=True) == 5
+    times.took(1, 1, 1.0)
+    times.took(1, 2, 900.0)
+    assert best_length(times, one, alone=True) == 0, "twice is no accident"
 
 
 def test_drafts_come_only_where_they_pay() -> None:

@@ -117,12 +117,14 @@ def _timed(loaded: LoadedModel) -> Forward:
 def rehearse(loaded: LoadedModel, config: EngineConfig) -> Iterator[int]:
     """Decode rows of usual sizes, in an engine of their own; the numbers of rows, as they are done."""
     until = time.perf_counter() + WARM_UP_S
-    engine, names = Engine(loaded, config), count()
+    drafts = config.speculation and replace(config.speculation, adapts_to_rows=False, adapts_to_time=False)
+    engine, names = Engine(loaded, replace(config, speculation=drafts)), count()
+    turns = [(SAMPLINGS[:1], 0), (SAMPLINGS, 0)]
+    turns += [(SAMPLINGS, predicted) for predicted in range(1, drafts.tokens + 1)] if drafts else []
     try:
         for rows in usual_rows(config.max_rows):
-            for turn in range(2):
-                samplings = SAMPLINGS if turn else SAMPLINGS[:1]
-                engine.submit([_request(next(names), loaded, samplings) for _ in range(rows)])
+            for samplings, predicted in turns:
+                engine.submit([_request(next(names), loaded, samplings, predicted) for _ in range(rows)])
                 while engine.busy and time.perf_counter() < until:
                     engine.turn()
                     engine.settle()
@@ -141,10 +143,13 @@ def usual_rows(most: int) -> list[int]:
     return sorted({*rows, most})
 
 
-def _request(number: int, loaded: LoadedModel, samplings: tuple[dict[str, Any], ...]) -> RowRequest:
+def _request(number: int, loaded: LoadedModel, samplings: tuple[dict[str, Any], ...], predicted: int) -> RowRequest:
+    """Of so many predicted tokens: a step that checks them comes first, then steps without drafts."""
     card = loaded.card
     length = max(1, min(USUAL_PROMPT, card.context_length - WARM_TOKENS - 1))
-    ids = tuple((7919 * number + 31 * at) % card.vocab_size for at in range(length))
-    tokens = max(1, min(WARM_TOKENS, card.context_length - length))
+    ids = [(7919 * number + 31 * at) % card.vocab_size for at in range(length + predicted)]
+    wanted = predicted + 2 if predicted else WARM_TOKENS
+    tokens = max(1, min(wanted, card.context_length - length))
     params = SamplingParams(tokens, number, ignore_eos=True, **samplings[number % len(samplings)])
-    return RowRequest(SequenceSpec(f"warm-{number}", card.name, ids, params))
+    prompt, prediction = tuple(ids[:length]), tuple(ids[length:])
+    return RowRequest(SequenceSpec(f"warm-{number}", card.name, prompt, params, prediction_ids=prediction))

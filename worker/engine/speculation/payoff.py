@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 
 RECENT = 0.1  # weight of the latest drafted token in a row's chance; the first ones weigh more
 SHARED_RECENT = 0.02  # and in that of all rows
@@ -25,6 +25,7 @@ SLOWED = 1.08  # times what a step without drafts takes: so much later a row may
 PACE_RECENT = 0.2  # weight of the latest step in a row's pace
 MARGIN = 1.03  # by which drafts must be better
 SAMPLES = 5  # latest times of one kind of step
+LEAST_SAMPLES = 2  # of which the lower one counts: a GPU compiles kernels in the first step of its kind, for seconds
 STALE = 500  # steps after which a time is taken again; sooner where fewer have been taken
 PLAIN_STALE = 150  # of a step without drafts, which costs little: an old one would let drafts go on at a loss
 
@@ -97,11 +98,11 @@ class StepTimes:
         """Seconds; None when nothing is known, or what is known is old."""
         key = _key(rows, width)
         times = self._times.get(key, ())
-        # One time alone may be that of a busy moment: it is taken again soon.
-        stale = (STALE if width > 1 else PLAIN_STALE) * (len(times) / SAMPLES) ** 2
-        if not times or self._steps - self._taken_at[key] >= stale:
+        if len(times) < LEAST_SAMPLES:
             return None
-        return median(times)
+        # Few times may be those of busy moments: they are taken again soon.
+        stale = (STALE if width > 1 else PLAIN_STALE) * (len(times) / SAMPLES) ** 2
+        return None if self._steps - self._taken_at[key] >= stale else median_low(times)
 
     def likely(self, rows: int, width: int) -> float | None:
         """Seconds, as those of narrower and of wider steps tell; None when nothing does.
