@@ -12,9 +12,9 @@
 # make lock    resolve requirements.lock anew
 
 BIN := .venv/bin
-# For the tests. Those with real processes wait for one another a third of their time, so they get one process more.
+# For the tests. Those with real processes wait for one another a third of their time, so they get two processes more.
 CORES := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores : 4)))
-JOBS ?= $(shell echo $$(($(CORES) + 1)))
+JOBS ?= $(shell echo $$(($(CORES) + 2)))
 STAMP := .venv/.stamp
 
 .PHONY: setup tools demo test quick check bench chaos clients docs lock clean
