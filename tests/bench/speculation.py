@@ -102,7 +102,12 @@ class Runs:
         self._drafting.drafting._clock = clock
         self._rows, self._tokens, self._context, self._vocab = rows, tokens, context, loaded.card.vocab_size
         self._least = context // 4 if mixed else context
-        self.drafted = self.accepted = self.changed = 0
+        self.drafted = self.accepted = self.changed = self.tokens = self.turns = 0
+
+    @property
+    def tokens_a_forward(self) -> float:
+        """That a row got of a forward with drafts on, on average."""
+        return self.tokens / self.turns
 
     def ratio(self, chance: float, seed: int) -> float:
         """Tokens per second with drafts of such a chance over those without; turns of both alternate."""
@@ -150,6 +155,8 @@ class Runs:
         self.changed += sum(plain.written[seq] != drafting.written[seq] for seq in plain.written)
         self.drafted += after.drafted - before.drafted
         self.accepted += after.accepted - before.accepted
+        self.tokens += drafting.tokens
+        self.turns += sum(map(len, drafting.waits.values()))
         return plain, drafting
 
     def _requests(
@@ -195,6 +202,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32" if on_cpu else "bfloat16")
     parser.add_argument("--mixed", action="store_true")
     parser.add_argument("--beside", action="store_true")
+    parser.add_argument("--always", action="store_true", help="draft whatever it takes (--no-adaptive-k)")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     args = parser.parse_args()
     if args.clock == "cpu":
@@ -202,7 +210,7 @@ def main() -> None:
         _clock = time.process_time
     loaded = sure_model(SHAPES[args.shape], args.dtype)
     for rows in args.rows:
-        sizes = loaded, rows, args.tokens, args.context, SpeculationConfig(args.draft)
+        sizes = loaded, rows, args.tokens, args.context, SpeculationConfig(args.draft, adapts_to_time=not args.always)
         if args.beside:
             _show_waits(rows, Runs(*sizes, mixed=args.mixed), args.rounds)
             continue
@@ -212,9 +220,16 @@ def main() -> None:
             shown = " ".join(f"{ratio:.2f}" for ratio in ratios)
             print(
                 f"{rows:3} rows, predictions right in {chance:.0%}: x {median(ratios):.2f} ({shown}), accepted "
-                f"{runs.accepted} of {runs.drafted}, {runs.changed} rows changed {AIMS.get((rows, chance), '')}",
+                f"{runs.accepted} of {runs.drafted}, {runs.tokens_a_forward:.2f} tokens a forward "
+                f"(at best {_at_best(chance, args.draft):.2f}), {runs.changed} rows changed "
+                f"{AIMS.get((rows, chance), '')}",
                 flush=True,
             )
+
+
+def _at_best(chance: float, draft: int) -> float:
+    """Tokens of a forward where every one checks so long a draft, at the right place."""
+    return sum(chance**at for at in range(draft + 1))
 
 
 def _show_waits(rows: int, runs: Runs, rounds: int) -> None:

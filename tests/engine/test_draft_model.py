@@ -22,6 +22,7 @@ from worker.engine.kv.layout import KvLayout
 from worker.engine.messages import EngineConfig, SpeculationConfig
 from worker.engine.model.draft import DraftModel, check_tokenizer
 from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.sampling.grammars import Place
 from worker.engine.speculation.draft_batch import DraftBatch
 
 BY_MODEL = replace(ALWAYS, own_text=False, memory_bytes=0)
@@ -178,6 +179,42 @@ def test_a_draft_model_that_fails_is_left_alone_and_rows_go_on(llama: LoadedMode
         assert [spied.bench.tokens(each.id) for each in rows] == written(llama, rows)
         assert spied.bench.engine.stats().speculation.draft_model == ""
         assert not len(spied.batch)
+
+
+def test_after_one_failure_of_a_draft_model_new_rows_are_drafted_for(llama: LoadedModel) -> None:
+    rows = [spec(f"s{at}", prompt_of(9, seed=at), max_tokens=40) for at in range(3)]
+    spied = Spied(drafting(llama, llama))
+    for each, fails in zip(rows, (True, False, True), strict=True):
+        spied.spy.fails = lambda tokens_BL, fails=fails: fails  # type: ignore[misc]
+        spied.run(each)
+    assert [spied.bench.tokens(each.id) for each in rows] == written(llama, rows)
+    stats = spied.bench.engine.stats().speculation
+    assert stats.draft_model == "small" and stats.model_accepted > 20
+
+
+def test_a_row_whose_grammar_fails_for_the_draft_model_alone_goes_without_and_others_go_on(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [spec(f"s{at}", prompt_of(9, seed=at), max_tokens=40) for at in range(3)]
+    rows[1:] = [structs.replace(each, sampling=structs.replace(each.sampling, grammar=PRINTED)) for each in rows[1:]]
+    spied, copied, copy = Spied(drafting(llama, llama)), [], Place.copy
+    spied.bench.submit(*rows)
+    spied.bench.turn()
+    bad = spied.bench.engine._rows["s1"].place
+
+    def copies(place: Place) -> Place:
+        copied.append(place)
+        if place is bad:
+            raise ValueError("the matcher is gone")
+        return copy(place)
+
+    monkeypatch.setattr(Place, "copy", copies)
+    spied.bench.run()
+    monkeypatch.undo()
+    assert copied.count(bad) == 1, "it is not tried again"
+    assert [spied.bench.tokens(each.id) for each in rows] == written(llama, rows)
+    stats = spied.bench.engine.stats().speculation
+    assert stats.draft_model == "small" and stats.model_accepted > 40
 
 
 def test_its_kv_counts_where_rows_are_admitted(llama: LoadedModel, other: LoadedModel) -> None:

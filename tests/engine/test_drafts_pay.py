@@ -87,6 +87,12 @@ def test_copies_come_sooner(rows: int, slope: float, least: float) -> None:
     assert World([1.0] * rows, slope).run() > least
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_prediction_of_which_some_tokens_are_wrong_is_gone_along_with(rows: int) -> None:
+    """The best is 2.9: five tokens in every step, each right in seven of ten."""
+    assert World([0.7] * rows, 0.0).run() > 1.8
+
+
 @pytest.mark.parametrize("slope", [0.1, 0.25])
 def test_a_row_without_drafts_waits_little_longer_beside_rows_with_them(slope: float) -> None:
     beside = World([0.0, *[1.0] * 7], slope)

@@ -240,3 +240,33 @@ def test_a_cancelled_row_s_grammar_is_not_begun(llama_folder: object, monkeypatc
         "a": "stop", "b": "stop", "c": "cancelled", "d": "stop"
     }  # fmt: skip
     assert set(gate.begun) == {texts["a"], texts["b"], texts["d"]}
+
+
+class Failing:
+    """Stands in for a matcher; raises where it is asked so, and where masks are made together, since it is none."""
+
+    def __init__(self, matcher: LLMatcher, at: str) -> None:
+        self._matcher = matcher
+        self._at = at
+
+    def __getattr__(self, name: str) -> object:
+        if name == self._at:
+            raise ValueError("the matcher is gone")
+        return getattr(self._matcher, name)
+
+
+@pytest.mark.parametrize("at", ["consume_token", "unsafe_compute_mask_ptr"])
+def test_a_matcher_that_raises_ends_its_own_row_only(llama: LoadedModel, at: str) -> None:
+    digits = grammar.of_regex("[0-9]{30}")
+    rows = [spec(f"s{at}", prompt_of(9, seed=at), max_tokens=20, grammar=digits) for at in range(3)]
+    plain, bench = Bench(llama), Bench(llama)
+    for each in (plain, bench):
+        each.submit(*rows)
+        each.turn()
+    place = bench.engine._rows["s1"].place
+    assert place is not None
+    place._matcher = Failing(place.matcher, at)  # type: ignore[assignment]
+    for each in (plain, bench):
+        each.run()
+    assert bench.finish("s1").reason == "error"
+    assert [bench.tokens(f"s{at}") for at in (0, 2)] == [plain.tokens(f"s{at}") for at in (0, 2)]

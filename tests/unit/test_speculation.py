@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.sequences import SamplingParams, SequenceSpec
+from worker.engine.speculation.alignment import MISSES, WINDOW, Course, End
 from worker.engine.speculation.lookup import (
     AT_ONCE,
     BREAK,
@@ -18,9 +19,7 @@ from worker.engine.speculation.lookup import (
     History,
     Ids,
     Text,
-    draft_from,
     occurrences,
-    own_draft,
 )
 from worker.engine.speculation.memory import (
     FARTHEST,
@@ -106,6 +105,19 @@ def test_the_longest_end_is_found(
     assert (found.tolist(), length) == (places, matched)
 
 
+def found(course: Course, source: Ids, row: Ids, count: int, least: int, most: int) -> Guess:
+    end = End(row[-most:], row[-most:].tolist(), least)
+    return course.draft(source, slice(None), Text(source, (least,)).runs[least], end, count)
+
+
+def own_draft(text: Ids, count: int, least: int, most: int) -> Guess:
+    return found(Course(is_own=True), text, text, count, least, most)
+
+
+def draft_from(source: Ids, row: Ids, count: int, least: int, most: int) -> Guess:
+    return found(Course(), source, row, count, least, most)
+
+
 def test_a_text_goes_on_as_it_did_before() -> None:
     assert own_draft(ids(1, 2, 3, 4, 5, 1, 2), 3, 1, 4) == Guess([3, 4, 5], 2)
     assert own_draft(ids(1, 2, 3, 4), 3, 1, 4) == NOTHING
@@ -123,6 +135,66 @@ def test_of_several_texts_the_draft_says_what_most_of_them_say_and_then_the_late
     assert draft_from(texts, ids(7), 4, 1, 8) == Guess([1, 5], 1, [(3, 4), (1, 2)])
     loud = ids(*[BREAK, 7, 1] * VOTERS, *[BREAK, 7, 2] * (VOTERS // 2 + 1))
     assert draft_from(loud, ids(7), 1, 1, 8).ids == [2], "the latest ones are asked"
+
+
+TEXT = ids(*range(100, 200))
+BEGUN = 20  # ids of it that rows have written, before they go on in another way
+
+
+def along(*more: int, source: Ids = TEXT, begun: int = BEGUN, least: int = 1) -> list[int]:
+    """What a row is to go on with that has copied the beginning of a text, and then drawn these."""
+    course, row = Course(), [1, *source[:begun].tolist()]
+    assert found(course, source, np.array(row, np.int32), 3, least, WINDOW).ids == source[begun : begun + 3].tolist()
+    for id_ in more:
+        course.follow([id_])
+        row.append(id_)
+        guess = found(course, source, np.array(row, np.int32), 3, least, WINDOW)
+    return guess.ids
+
+
+@pytest.mark.parametrize(
+    ("drawn", "goes_on"),
+    [
+        ((9,), 121),  # in the place of one
+        ((9, 121), 122),
+        ((9, 8), 122),  # of two
+        ((9, 121, 7, 123, 8), 125),
+        ((9, 120), 121),  # put in
+        ((9, 8, 120), 121),
+        ((121,), 122),  # one is left out
+        ((122,), 123),
+        ((126, 127), 128),  # several are
+        ((9, 126), 127),
+        ((170, 171), 172),  # many are
+        ((103, 104), 105),  # said once more
+        ((9, 8, 7, 6, 170), 171),  # by one id, since the place is lost
+    ],
+)
+def test_a_row_goes_on_along_a_text_behind_what_the_text_does_not_say(drawn: tuple[int, ...], goes_on: int) -> None:
+    assert along(*drawn) == [goes_on, goes_on + 1, goes_on + 2]
+
+
+def test_a_place_is_lost_behind_too_many_misses_and_where_little_has_held() -> None:
+    assert along(*[9] * MISSES) and not along(*[9] * (MISSES + 1))
+    assert along(9, begun=4) and not along(9, begun=3)
+
+
+def test_a_row_goes_on_along_its_own_text() -> None:
+    course, text = Course(is_own=True), [*range(100, 130), *range(100, 110)]
+    assert found(course, ids(*text), ids(*text), 2, 1, 4) == Guess([110, 111], 4)
+    course.follow([9])
+    text.append(9)
+    assert found(course, ids(*text), ids(*text), 3, 1, 4) == Guess([111, 112, 113], 1)
+
+
+def test_of_several_texts_those_count_that_say_what_is_drawn_and_all_of_them_where_none_does() -> None:
+    source = ids(*[BREAK, *range(20), 30, 31, 32] * 2, BREAK, *range(20), 40, 41, 42)
+    course, row = Course(), list(range(20))
+    assert found(course, source, ids(*row), 1, 1, WINDOW).votes == [(2, 3)]
+    course.follow([9])
+    assert found(course, source, ids(*row, 9), 2, 1, WINDOW).ids == [31, 32]
+    course.follow([41])
+    assert found(course, source, ids(*row, 9, 41), 2, 1, WINDOW).ids == [42]
 
 
 def test_a_draft_is_worth_as_much_as_texts_agree_on() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import cast
 
 import mlx.core as mx
@@ -12,6 +13,8 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask, fi
 
 from worker.engine.batch.row import Row
 from worker.engine.sampling.grammars import _EVERYTHING, Place
+
+log = logging.getLogger(__name__)
 
 
 class GrammarMasks:
@@ -56,13 +59,23 @@ class GrammarMasks:
                 place.take(inputs[index])
             if not place.is_over:
                 open_places.append((at, place))
-        if len(open_places) == 1 or self._executor is None:
-            for at, place in open_places:
-                fill_next_token_bitmask(place.matcher, words_CW, at)
-        elif open_places:
-            fill_next_token_bitmask_par(self._executor, [(place.matcher, at) for at, place in open_places], words_CW)
+        self._fill(words_CW, open_places)
         for at, place in open_places:
             place.note_fault()
             if place.fault:
                 words_CW[at] = _EVERYTHING
         return words_CW
+
+    def _fill(self, words_CW: npt.NDArray[np.int32], open_places: list[tuple[int, Place]]) -> None:
+        if len(open_places) > 1 and self._executor is not None:
+            try:
+                matchers = [(place.matcher, at) for at, place in open_places]
+                fill_next_token_bitmask_par(self._executor, matchers, words_CW)
+                return
+            except Exception as error:  # of one of them; which one shows below
+                log.warning("engine.grammar_masks_failed: each is made by itself", exc_info=error)
+        for at, place in open_places:
+            try:
+                fill_next_token_bitmask(place.matcher, words_CW, at)
+            except Exception as error:
+                place.fail(error)

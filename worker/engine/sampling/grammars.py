@@ -91,9 +91,13 @@ class Place:
         self.taken += 1
         if self.is_over:
             return
-        finished = matcher.is_stopped()  # only an end-of-sequence token may follow
-        if not matcher.consume_token(token):
-            self.fault = first_line(matcher.get_error())
+        try:
+            finished = matcher.is_stopped()  # only an end-of-sequence token may follow
+            if not matcher.consume_token(token):
+                self.fault = first_line(matcher.get_error())
+        except Exception as error:
+            self.fail(error)
+            return
         self._ended = finished
 
     def copy(self) -> Place:
@@ -109,9 +113,13 @@ class Place:
         place.take(token)
         return place
 
+    def fail(self, error: Exception) -> None:
+        """Its matcher has: that is the fault of this row alone, and not of the batch that it is in."""
+        self.fault = f"the grammar failed after {self.taken} tokens: {first_line(str(error))}"
+
     def note_fault(self) -> None:
         """After a mask: the parser may have hit one of its limits."""
-        if self.matcher.is_error():
+        if not self.fault and self.matcher.is_error():
             self.fault = f"the grammar cannot go on after {self.taken} tokens: {first_line(self.matcher.get_error())}"
 
 

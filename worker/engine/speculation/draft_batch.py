@@ -33,6 +33,14 @@ CATCH_UP = 64  # ids of a row that are fed at once, at most, when it has gone on
 Ids = tuple[int, ...]
 
 
+class RowFailedError(Exception):
+    """What is computed for one row alone has failed; all others are as they were."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__(row.spec.id)
+        self.row = row
+
+
 class DraftBatch:
     """Of one engine."""
 
@@ -153,6 +161,7 @@ class DraftBatch:
         `inputs`: of all rows that decode; `lengths`: of those rows of the batch that want a draft.
         """
         rows = self.rows
+        ahead = {row: _ahead(row, inputs[row]) for row in lengths}
         width = self._rewind(rows, lengths)
         parts = []
         for row in rows:
@@ -165,7 +174,7 @@ class DraftBatch:
             return {}
         most = max(lengths[rows[at]] for at in chosen)
         index = None if len(chosen) == len(rows) else mx.array(chosen)
-        guesses = Guesses(tuple(_ahead(rows[at], inputs[rows[at]]) for at in chosen), self._vocab)
+        guesses = Guesses(tuple(ahead[rows[at]] for at in chosen), self._vocab)
         inputs_BL = mx.array([self._fit(part) for part in parts])
         fed_N = mx.array([parts[at][-1] for at in chosen])
         drawn: list[mx.array] = []
@@ -269,7 +278,10 @@ def _ahead(row: Row, token: int) -> Row:
     place = row.place
     if place is not None and place.taken < row.position:
         place.take(token)
-    return row.ahead(row.tokens_behind(token), None if place is None else place.copy(), 0)
+    try:
+        return row.ahead(row.tokens_behind(token), None if place is None else place.copy(), 0)
+    except Exception as error:
+        raise RowFailedError(row) from error
 
 
 def draft_batch(loaded: LoadedModel, config: EngineConfig) -> DraftBatch | None:

@@ -1,9 +1,10 @@
 """Which rows get a draft in a step, what it says, and how long it is.
 
 Texts to draft from, for each row: what it has read and written itself, what its client predicts, and what others have
-written behind its prompt (memory.py); the one in which more of the row's end occurs. Where none says anything a draft
-model does, if there is one (model_drafts.py). Drafts are tried as long as they are accepted, and as long as a step with
-them brings more tokens in its time than one without (payoff.py).
+written behind its prompt (memory.py); the one in which more of the row's end occurs. A row keeps its place in each of
+them where single ids differ (alignment.py). Where none says anything a draft model does, if there is one
+(model_drafts.py). Drafts are tried as long as they are accepted, and as long as a step with them brings more tokens in
+its time than one without (payoff.py).
 
 What a step costs here is bounded: all rows together look through `LOOKED_THROUGH` ids.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,15 @@ import numpy as np
 from worker.engine.batch.row import Row
 from worker.engine.kv.kinds import may_be_taken_back
 from worker.engine.messages import SpeculationConfig, SpeculationStats
+from worker.engine.speculation.alignment import WINDOW, Course, End
 from worker.engine.speculation.draft_batch import DraftBatch
 from worker.engine.speculation.draft_times import best_step
-from worker.engine.speculation.lookup import BEGINNING, NOTHING, Guess, History, Text, draft_from, own_draft
+from worker.engine.speculation.lookup import BEGINNING, NOTHING, Guess, History, Text
 from worker.engine.speculation.memory import ANCHOR, FARTHEST, Completions, Key, Memory, key_of, mark_of, text_behind
 from worker.engine.speculation.model_drafts import ModelDrafts
 from worker.engine.speculation.payoff import SHARED_RECENT, UNLIKELY, Chance, StepTimes, Try, best_length
 
 LOOKED_THROUGH = 1 << 18  # ids in one step
-DEEPEST = 16  # ids of a row's end that are looked for in other texts: they tell which of several goes on like it
 WORTH_KEEPING = 2  # tokens
 NEW_AT_ONCE = 1 << 13  # ids of new rows in one step, one row at least: a long text takes milliseconds to be taken in
 LONGEST_REST = 5  # times that the rest of a batch in which drafts do not pay doubles: 32 steps
@@ -48,6 +49,16 @@ class _Source:
     by_model: bool = False  # its draft is of the draft model
     prompt: int = 0  # ids of it in `history`
     likely: float = 0.0  # chance of a token of its draft, on average
+    own: Course = field(default_factory=lambda: Course(is_own=True))
+    predicted: Course = field(default_factory=Course)
+    kept: Course = field(default_factory=Course)  # with what others have written
+
+    def add(self, ids: Sequence[int]) -> None:
+        """The row has gone on with these."""
+        for each in (self.own, self.predicted, self.kept):
+            each.follow(ids)
+        self.history.add(ids)
+        self.told += len(ids)
 
     @property
     def written(self) -> int:
@@ -147,8 +158,7 @@ class Drafting:
                 drafts.append([])
                 continue
             if row.position > len(row.tokens):
-                source.history.add([token])
-                source.told += 1
+                source.add([token])
             drafts.append(self._draft(row, source, len(rows)))
         silent = [row for row, draft in zip(rows, drafts, strict=True) if not draft and row in self._rows]
         lengths = self._model.lengths(silent) if self._model is not None else {}
@@ -269,8 +279,7 @@ class Drafting:
         """What is known of it, what has been told of it included; None: it has not been looked at yet."""
         source = self._rows.get(row)
         if source is not None and source.told < len(row.tokens):
-            source.history.add(row.tokens[source.told :])
-            source.told = len(row.tokens)
+            source.add(row.tokens[source.told :])
         return source
 
     def _take_in(self, rows: Sequence[Row]) -> None:
@@ -286,7 +295,7 @@ class Drafting:
         spec, config = row.spec, self._config
         predicted = spec.prediction_ids[:FARTHEST]
         prompt = spec.prompt_ids[-FARTHEST if config.prompt_lookup else -ANCHOR :]
-        return _Source(
+        source = _Source(
             History([*prompt, *row.tokens], self._lengths),
             len(row.tokens),
             Chance(self._chance.value),
@@ -294,6 +303,10 @@ class Drafting:
             key_of(spec) if self._keeps else None,
             prompt=len(prompt),
         )
+        if source.prediction is not None and not row.tokens:
+            text = source.prediction.ids
+            source.predicted.begin(text, len(text) - len(predicted))
+        return source
 
     def _draft(self, row: Row, source: _Source, rows: int) -> list[int]:
         """What the row may go on with; [] while nothing suggests itself."""
@@ -304,24 +317,28 @@ class Drafting:
         is_doubtful = config.adapts_to_rows and source.chance.value < max(config.threshold, by_model)
         least = config.ngram_max if is_doubtful else config.ngram_min
         most = source.chance.length(config.tokens) if config.adapts_to_rows else config.tokens
-        end, far, most = source.history.end, min(FARTHEST, LOOKED_THROUGH // rows), min(most, room - 1)
-        text, longest = source.history.latest(far), min(config.tokens, room - 1)
+        most, longest = min(most, room - 1), min(config.tokens, room - 1)
         source.is_predicted = source.by_model = False
         known = self._memory.known(source.key) if source.key is not None else None
         if known is not None and source.prediction is None and source.written < BEGINNING:
             written = source.history.latest(source.written).tolist()
             if (guess := known.beginnings.draft(written, longest)).ids:
                 return self._worth(row, source, guess)
-        guess = NOTHING
-        if config.own_text and source.history.runs[least].may_have(end):
-            guess = own_draft(text, most, least, config.ngram_max)
-        kept = None if known is None else known.text
-        for other in (kept, source.prediction):
-            if other is not None and other.runs[least].may_have(end):
-                ids = other.ids[-far:] if other is kept else other.ids[:far]
-                theirs = draft_from(ids, text, longest if other is kept else most, max(least, guess.matched), DEEPEST)
-                if theirs.ids:
-                    guess, source.is_predicted = theirs, other is source.prediction
+        guess, far = NOTHING, min(FARTHEST, LOOKED_THROUGH // rows)
+        history, last = source.history, source.history.end
+        if config.own_text:
+            end = End(history.latest(config.ngram_max), last, least)
+            guess = source.own.draft(history.ids, slice(-far, None), history.runs[least], end, most)
+        end = End(history.latest(WINDOW), last, least)
+        if known is not None:
+            text = known.text
+            theirs = source.kept.draft(text.ids, slice(-far, None), text.runs[least], end, longest)
+            guess = theirs if theirs.ids and theirs.matched >= guess.matched else guess
+        if source.prediction is not None:
+            text = source.prediction
+            theirs = source.predicted.draft(text.ids, slice(far), text.runs[least], end, most)
+            if theirs.ids and theirs.matched >= guess.matched:
+                guess, source.is_predicted = theirs, True
         return self._worth(row, source, guess)
 
     def _worth(self, row: Row, source: _Source, guess: Guess) -> list[int]:

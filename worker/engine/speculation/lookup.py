@@ -103,6 +103,11 @@ class History:
                 runs.add_end(self.end)
             self.end = [*self.end[1 - self._kept :], id_] if self._kept > 1 else [id_]
 
+    @property
+    def ids(self) -> Ids:
+        """All of them; a view."""
+        return self._ids[: self._size]
+
     def latest(self, count: int) -> Ids:
         """The last ones, at most `count`; a view."""
         return self._ids[max(0, self._size - count) : self._size]
@@ -204,38 +209,38 @@ def occurrences(text: Ids, end: Ids, least: int, most: int) -> tuple[Ids, int]:
     return (places[-VOTERS:].astype(np.int32) + 1, matched) if matched >= max(1, least) else (_NOWHERE, 0)
 
 
-def own_draft(text: Ids, count: int, least: int, most: int) -> Guess:
-    """At most `count` ids that a text may go on with by what it says itself, the last time.
+def goes_round(text: Ids, places: Sequence[int], matched: int, count: int) -> Guess:
+    """`count` ids that a text goes on with as it did from the last of these places on.
 
-    A text that repeats itself is expected to go on in the same period.
+    One that repeats itself is expected to go on in the same period.
     """
-    places, matched = occurrences(text[:-1], text[-most:], least, most)
-    if not matched:
-        return NOTHING
-    start = int(places[-1])
-    period = len(text) - start
-    return Guess([int(text[start + at % period]) for at in range(count)], matched)
+    start = places[-1]
+    said = text[start : start + count].tolist()
+    return Guess([said[at % len(said)] for at in range(count)], matched)
 
 
-def draft_from(source: Ids, text: Ids, count: int, least: int, most: int) -> Guess:
-    """Likewise by what other texts say, of which the next id is the one that most of them go on with.
+def goes_on(source: Ids, places: Sequence[int], matched: int, count: int) -> Guess:
+    """At most `count` ids that a text says from these places on: the next id is the one that most of them say.
 
-    Of equally many the latest text counts. Nothing goes on behind a BREAK.
+    Of equally many the latest place counts. Nothing goes on behind a BREAK.
     """
-    places, matched = occurrences(source[:-1], text[-most:], least, most)
     draft: list[int] = []
     votes: list[tuple[int, int]] = []
-    at = places.tolist()
-    while at and len(draft) < count:
-        said = [int(id_) for id_ in source[at]]
+    at = [place for place in places if place < len(source)]
+    while len(at) > 1 and len(draft) < count:
+        said = source[at].tolist()
         by_id: dict[int, list[int]] = {}
         for place, id_ in zip(reversed(at), reversed(said), strict=True):  # of equal ones `max` takes the first
             if id_ != BREAK:
                 by_id.setdefault(id_, []).append(place + 1)
         if not by_id:
-            break
+            return Guess(draft, matched, votes)
         id_ = max(by_id, key=lambda id_: len(by_id[id_]))
         draft.append(id_)
         votes.append((len(by_id[id_]), len(said)))
         at = [place for place in reversed(by_id[id_]) if place < len(source)]
+    if at:
+        alone = source[at[0] : at[0] + count - len(draft)].tolist()
+        draft += alone[: alone.index(BREAK)] if BREAK in alone else alone
+        votes += [(1, 1)] * (len(draft) - len(votes))
     return Guess(draft, matched, votes)

@@ -5,7 +5,8 @@ time, too; and a row's prompt, which it has to read first, only when the row has
 clock: how long its forwards, and the ids of its prompts, have taken lately, and how often it was right. While little is
 known it reads along with few rows; where it did not pay it is tried again after `STALE` steps.
 
-A draft model that fails is left alone from then on: rows go on without it.
+Where something fails for one row alone, that row goes on without drafts. Where the draft model itself fails, all rows
+that it has read do; after `FAILURES` times with no draft between them it is left alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from worker.engine.batch.row import Row
 from worker.engine.messages import SpeculationConfig
-from worker.engine.speculation.draft_batch import DraftBatch
+from worker.engine.speculation.draft_batch import DraftBatch, RowFailedError
 from worker.engine.speculation.draft_times import DraftTimes, best_step
 from worker.engine.speculation.payoff import SHARED_RECENT, Chance, StepTimes, Try
 
@@ -25,6 +26,7 @@ PROBES = 8  # drafts, or times that none would pay, after which it is known how 
 FEW = 2  # rows that it reads along with before
 SHORTEST = 4  # ids that a row may still say, at least, for the model to begin with it
 LONGEST_REST = 32  # steps, of a batch in which its drafts do not pay
+FAILURES = 2  # of the model, with no draft between them
 SAID = 0.5  # of what a row may still say, the part that it is taken to say
 
 
@@ -41,7 +43,13 @@ class ModelDrafts:
         self._chance = Chance()
         self._probes = 0
         self._times = DraftTimes()
-        self.has_failed = False
+        self._failures = 0
+        self._refused: set[Row] = set()  # rows that go on without, since something has failed
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is left alone from now on."""
+        return self._failures >= FAILURES
 
     @property
     def name(self) -> str:
@@ -90,6 +98,8 @@ class ModelDrafts:
         return [row for row in new if self._saves(row, saved / len(rows))]
 
     def _is_servable(self, row: Row) -> bool:
+        if row in self._refused:
+            return False
         left = row.sampling.max_tokens - row.position
         return left >= SHORTEST and self._batch.room(row) > self._config.tokens + SHORTEST
 
@@ -141,6 +151,10 @@ class ModelDrafts:
         began = self._clock()
         try:
             drafts = self._batch.drafts(inputs, lengths)
+            self._failures = 0 if drafts else self._failures
+        except RowFailedError as error:
+            self._refuse(error)
+            drafts = {}
         except Exception as error:
             self._fail(error)
             drafts = {}
@@ -157,11 +171,21 @@ class ModelDrafts:
 
     def remove(self, rows: Iterable[Row]) -> None:
         """Forget these rows."""
-        gone = {row for row in rows if self._chances.pop(row, None) is not None}
+        left = set(rows)
+        gone = {row for row in left if self._chances.pop(row, None) is not None}
         self._resting -= gone
+        self._refused -= left
         self._batch.remove(gone)
 
+    def _refuse(self, error: RowFailedError) -> None:
+        log.warning("engine.row_not_drafted_for seq=%s: it goes on without", error.row.spec.id, exc_info=error)
+        self.remove([error.row])
+        self._refused.add(error.row)
+
     def _fail(self, error: Exception) -> None:
-        log.error("engine.draft_model_failed: rows go on without it", exc_info=error)
-        self.has_failed = True
-        self.remove(list(self._chances))
+        self._failures += 1
+        says = "rows go on without it" if self.has_failed else "the rows that it has read go on without it"
+        log.error("engine.draft_model_failed: %s", says, exc_info=error)
+        rows = list(self._chances)
+        self.remove(rows)
+        self._refused.update(rows)

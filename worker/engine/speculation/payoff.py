@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-RECENT = 0.1  # weight of the latest drafted token in a row's chance; the first ones weigh more
+RECENT = 0.07  # weight of the latest drafted token in a row's chance; the first ones weigh more
 SHARED_RECENT = 0.02  # and in that of all rows
 FEW = 2.0  # drafted tokens, as many as what a row begins with counts for
 FIRST_CHANCE = 0.5  # before anything is known
 HOPE = 0.7  # what a row that has paused is tried with
-UNLIKELY = 0.1  # a place in a draft that is reached more seldom is not worth it
-LIKELY = 0.4  # a row whose drafts fail pauses only below that
+UNLIKELY = 0.05  # a place in a draft that is reached more seldom is not worth it
+LIKELY = 0.34  # a row whose drafts fail pauses only below that
 LONGEST_PAUSE = 6  # times that it doubles: 64 steps
 SLOWED = 1.08  # times what a step without drafts takes: so much later a row may get its tokens for others' drafts
 PACE_RECENT = 0.2  # weight of the latest step in a row's pace
@@ -76,7 +76,7 @@ class Chance:
 
 def pause(failures: int) -> int:
     """Steps from one try to the next after so many have failed in a row."""
-    return 1 << min(LONGEST_PAUSE, 2 * failures)
+    return 1 << min(LONGEST_PAUSE, failures)
 
 
 class StepTimes:
