@@ -139,7 +139,7 @@ def shown(name: str, state: SplitState) -> dict[str, Any]:
         "confidence": split.confidence,
         "latest": split.latest,
         "started_ms": state.started_ms,
-        "rewards": sum(each.count for each in state.earned.values()),
+        "rewards": state.counted,
         "versions": [
             {
                 "id": f"{name}@{version}",

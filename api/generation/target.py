@@ -49,6 +49,11 @@ class TargetFields(RequestModel):
     )
     user: str | None = Field(default=None, description="a session: it stays with its choice of an adapter split")
 
+    @property
+    def session(self) -> str:
+        """Who stays with a choice of a split; "": every request is alone."""
+        return self.user or ""
+
     @model_validator(mode="after")
     def _one_adapter(self) -> "TargetFields":
         if self.adapter and self.lora_adapter and self.adapter != self.lora_adapter:
@@ -77,7 +82,7 @@ class JobTarget:
 
 async def target_of(ring: Ring, body: TargetFields, request: Request, *, split: bool = False) -> Target:
     """The target of one request, pinned unless it says otherwise; errors and `split` as in `find_target`."""
-    session = body.user or request.state.request_id
+    session = body.session or request.state.request_id
     adapter = body.adapter or body.lora_adapter or ""
     return await find_target(ring, body.model, adapter, body.adapter_policy or "pin", session=session, split=split)
 

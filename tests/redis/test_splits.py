@@ -70,20 +70,33 @@ async def earn(redis: Redis, state: dict[str, Any], version: int, rewards: list[
     return sum([await count_for_split(redis, live) for live in lives])
 
 
+async def answered(server: Api, bodies: list[dict[str, Any]], path: str = "/v1/completions") -> list[dict[str, Any]]:
+    """All at once; the answers in order."""
+    answers = await asyncio.gather(*(server.post(path, body) for body in bodies))
+    assert {answer.status_code for answer in answers} == {200}, answers[0].text
+    return [answer.json() for answer in answers]
+
+
+def version_of(answer: dict[str, Any]) -> int:
+    return int(answer["system_fingerprint"].rpartition("@")[2])
+
+
 async def test_requests_for_the_name_alone_are_split_and_a_user_stays(server: Api, worker: ScriptedWorker) -> None:
     state = await begun(server)
     assert (state["state"], [each["share"] for each in state["versions"]]) == ("running", [0.5, 0.5])
-    for user in "abcdefgh" * 2:
-        answer = await server.post("/v1/completions", {**ASK, "user": user})
-        assert answer.json()["system_fingerprint"].endswith(worker.specs[-1].adapter)
-    taken = [spec.adapter for spec in worker.specs]
-    assert taken[:8] == taken[8:] and set(taken) == {"policy@1", "policy@2"}
+    answers = await answered(server, [{**ASK, "user": user} for user in "abcdefgh" * 2])
+    taken = [version_of(answer) for answer in answers]
+    assert taken[:8] == taken[8:] and set(taken) == {1, 2}
     assert all(spec.adapter_policy == "pin" and spec.collect and spec.collect.arm for spec in worker.specs)
-    worker.specs.clear()
     chat = {"model": MODEL, "adapter": "policy", "messages": [{"role": "user", "content": "hi"}]}
-    for user in range(40):
-        await server.post("/v1/chat/completions", {**chat, "user": str(user)})
-    assert 8 <= Counter(spec.adapter for spec in worker.specs)["policy@1"] <= 32
+    answers = await answered(server, [{**chat, "user": str(user)} for user in range(40)], "/v1/chat/completions")
+    assert 8 <= Counter(map(version_of, answers))[1] <= 32
+    worker.specs.clear()
+    message = {"model": "policy", "max_tokens": 8, "messages": [{"role": "user", "content": "hi"}]}
+    await answered(server, [{**message, "metadata": {"user_id": user}} for user in "abcdefgh"], "/v1/messages")
+    assert Counter(spec.adapter for spec in worker.specs) == Counter(f"policy@{version}" for version in taken[:8])
+    page = (await server.http.get("/dashboard/adapters/policy")).text
+    assert "0 of 400 rewards" in page
     metrics = (await server.http.get("/metrics")).text
     assert 'mlx_parallm_split_share{adapter="policy",version="2"} 0.5' in metrics
 
@@ -104,10 +117,10 @@ async def test_feedback_is_counted_once_and_moves_the_shares(
     server: Api, worker: ScriptedWorker, redis: Redis, redis_url: str
 ) -> None:
     await begun(server)
-    answers = [(await server.post("/v1/completions", {**ASK, "user": str(user)})).json() for user in range(24)]
+    answers = await answered(server, [{**ASK, "user": str(user)} for user in range(24)])
     await kept(redis, redis_url, 24)
     for answer in answers:
-        good = answer["system_fingerprint"].endswith("policy@1")
+        good = version_of(answer) == 1
         said = await server.post("/v1/feedback", {"id": answer["id"], "rating": "up" if good else "down"})
         assert said.status_code == 200
         if answer is answers[0]:
@@ -151,8 +164,8 @@ async def test_the_verdict_moves_the_latest_version(
     await earn(redis, state, worse, [0.0] * 9)
     assert (await seen(server))["verdict"] is None
     await earn(redis, state, worse, [0.0] * 5, "late")
-    asked = [server.post("/v1/completions", ASK) for _ in range(4)]
-    assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+    await answered(server, [ASK] * 4)
+    assert "20 rewards" in (await server.http.get("/dashboard/adapters/policy")).text
     told = await seen(server)
     assert (told["state"], told["rewards"]) == ("decided", 20)
     assert (told["verdict"]["winner"], told["verdict"]["outcome"]) == (f"policy@{better}", outcome)
@@ -206,8 +219,7 @@ async def test_a_version_that_goes_ends_the_split_and_pruning_leaves_it(server: 
     deleted = await server.ring.adapters.prune("policy", 1)
     assert 2 not in deleted and deleted
     await server.ring.adapters.reject("policy", 2, [GateCheck("by_hand", False)])
-    for user in range(12):
-        assert (await server.post("/v1/completions", {**ASK, "user": str(user)})).status_code == 200
+    await answered(server, [{**ASK, "user": str(user)} for user in range(12)])
     assert {spec.adapter for spec in worker.specs} == {"policy@1"}
     assert "version 2" in (await seen(server))["over"]
 

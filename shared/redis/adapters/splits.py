@@ -62,9 +62,14 @@ class SplitState(msgspec.Struct, frozen=True):
         return dict(zip(self.split.versions, shares(self.split, self.earned), strict=True))
 
     @property
+    def counted(self) -> int:
+        """Rewards of all its versions."""
+        return sum(each.count for each in self.earned.values())
+
+    @property
     def full(self) -> bool:
         """Whether it has all rewards that the verdict takes."""
-        return sum(each.count for each in self.earned.values()) >= self.split.verdict_after
+        return self.counted >= self.split.verdict_after
 
 
 class Splits:
