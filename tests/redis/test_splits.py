@@ -134,6 +134,16 @@ async def test_feedback_is_counted_once_and_moves_the_shares(
     assert state["versions"][1]["share"] < 0.02
 
 
+async def test_scored_live_traffic_is_counted_too(server: Api, redis: Redis, redis_url: str) -> None:
+    await begun(server)
+    scored = {**ASK, "collect_trajectory": True, "scoring_function": "exact", "metadata": {"reference": "hello"}}
+    answers = await answered(server, [*[{**scored, "user": str(user)} for user in range(8)], {**ASK, **scored, "n": 2}])
+    await kept(redis, redis_url, 10)
+    state = await seen(server)
+    (one, two), expected = state["versions"], Counter(map(version_of, [*answers, answers[-1]]))
+    assert (one["rewards"], two["rewards"], one["mean_reward"]) == (expected[1], expected[2], 1.0)
+
+
 async def test_an_answer_counts_once_for_the_split_that_chose_its_version(server: Api, redis: Redis) -> None:
     state = await begun(server)
     assert await earn(redis, state, 1, [1.0, 0.5]) == 2
