@@ -133,11 +133,11 @@ def winner(split: Split, earned: Mapping[int, Rewards]) -> tuple[int, str]:
     now = known[split.versions.index(split.latest)]
     best, version = max(zip(known, split.versions, strict=True), key=lambda pair: pair[0].mean)
     if version == split.latest:
-        return version, f"of {count} rewards, the latest version has earned the most: {now.mean:.4g}"
+        return version, f"after {count} rewards, the latest version is worth the most, about {now.mean:.4g}"
     chance = better(best, now)
     said = (
-        f"of {count} rewards, version {version} has earned {best.mean:.4g}, version {split.latest} {now.mean:.4g}: "
-        f"better with probability {chance:.4f}"
+        f"after {count} rewards, version {version} is worth about {best.mean:.4g}, version {split.latest} about "
+        f"{now.mean:.4g}: better with probability {chance:.4f}"
     )
     return (version if chance >= split.confidence else split.latest), said
 
