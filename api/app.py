@@ -10,6 +10,7 @@ from fastapi import Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from api.adapters import routes as adapters
+from api.adapters import splits
 from api.anthropic import routes as messages
 from api.batches import batch_routes as batches
 from api.batches import file_routes as files
@@ -100,6 +101,7 @@ ROUTED = (
         jobs,
         job_streams,
         adapters,
+        splits,
         address,
         generate,
         pause,

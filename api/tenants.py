@@ -115,6 +115,9 @@ RULES: dict[str, Rule] = {
     "POST /v1/adapters/{name}/promote": CHANGE_ADAPTER,
     "POST /v1/adapters/{name}/reject": CHANGE_ADAPTER,
     "POST /v1/adapters/{name}/best": CHANGE_ADAPTER,
+    "PUT /v1/adapters/{name}/split": CHANGE_ADAPTER,
+    "GET /v1/adapters/{name}/split": CHANGE_ADAPTER,  # of an adapter that is there for all: an admin's alone
+    "DELETE /v1/adapters/{name}/split": CHANGE_ADAPTER,
     "DELETE /v1/adapters/{name}": CHANGE_ADAPTER,
     "DELETE /v1/adapters/{name}/versions/{version}": CHANGE_ADAPTER,
     "POST /load_adapter": WORK,

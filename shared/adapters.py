@@ -186,6 +186,11 @@ def check_name(name: str) -> str:
 
 def _parse_choice(part: str, text: str, *, split: bool) -> AdapterChoice:
     match = _CHOICE.fullmatch(part)
+    if match is None and part.endswith(":auto"):
+        raise InvalidRequestError(
+            f"{text[:200]!r}: shares that rewards move are set for an adapter with PUT /v1/adapters/NAME/split; "
+            "requests then name the adapter alone"
+        )
     if match is None:
         raise InvalidRequestError(
             f"{text[:200]!r} is no adapter reference: write name, name@version or a@1:0.9,b@2:0.1"

@@ -17,6 +17,7 @@ import msgspec
 
 from shared.errors import IncompatibleVersionError, TokenOutOfRangeError, UnreadableMessageError
 from shared.frames import Finish, TokenLogprob, VersionSpan
+from shared.splits import Arm
 
 SCHEMA = 1  # that we write, and the newest that we read
 OLDEST = 1  # that we read; also what a message means that does not say
@@ -76,6 +77,7 @@ class Collection(msgspec.Struct, frozen=True, omit_defaults=True):
     answer: str = ""  # what its client knows the answer by; "": it does not wait for feedback
     answer_ttl_s: int = 0  # for so long it waits
     answers_bytes: int = 0  # that such answers of one tenant may have
+    arm: Arm | None = None  # the version that a split has chosen, which its reward counts for
 
 
 class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):

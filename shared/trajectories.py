@@ -7,6 +7,7 @@ import msgspec
 from shared.frames import Finish, FinishReason, TokenEvent, TokenLogprob, VersionSpan, spans_of
 from shared.jobs import SamplingOverrides
 from shared.sequences import LogprobsMode, SamplingParams, SequenceResult, SequenceSpec, Timings
+from shared.splits import Arm
 from shared.token_events import join
 
 
@@ -72,6 +73,7 @@ class LiveTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     collected_ms: int = 0
     advantage: float | None = None  # in place of what the group's rewards would give
     tenant: str = ""  # who owns it (shared/owners.py)
+    arm: Arm | None = None  # the version that a split of the policy has chosen, which the reward counts for
 
 
 class ScoreOrder(msgspec.Struct, frozen=True):

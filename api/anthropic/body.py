@@ -209,9 +209,17 @@ class MessagesRequest(DrawFields, PromptedFields):
     )
     stream: bool | None = False
     stop_sequences: list[str] | None = None
-    metadata: dict[str, Any] | None = Field(default=None, description="accepted, not used and not kept")
+    metadata: dict[str, Any] | None = Field(
+        default=None, description="`user_id` stays with its choice of an adapter split; nothing else is used, or kept"
+    )
     service_tier: Literal["auto", "standard_only"] | None = Field(default=None, description="there is one tier")
     diagnostics: dict[str, Any] | None = Field(default=None, description="answered with `unavailable`")
+
+    @property
+    def session(self) -> str:
+        """Anthropic's name for who asks, else ours."""
+        given = (self.metadata or {}).get("user_id")
+        return given if isinstance(given, str) and given else super().session
 
     @property
     def shows_thinking(self) -> bool:

@@ -69,7 +69,7 @@ class TokenCount(BaseModel):
 )
 async def create_message(body: MessagesRequest, request: Request, ring: TheRing) -> Response:
     """Anthropic's Messages for text, thinking and tools."""
-    target = await target_of(ring, body, request)
+    target = await target_of(ring, body, request, split=True)
     codec = target.served.codec
     chat = await _chat(body, codec, request)
     work, reply = await _planned(ring, body, chat, target)

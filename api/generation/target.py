@@ -6,8 +6,9 @@ an adapter is the model with its manifest's `base_sha256`.
 
 A name that is none of these may be an alias (`--model-alias`): what it stands for is looked up in its place.
 
-Invariants. A split is decided here, by a hash of the session, so that a session stays with its choice. A pinned
-request leaves with `name@k`, the version of its admission; a following one leaves with the bare name.
+Invariants. A split is decided here, by a hash of the session, so that a session stays with its choice; for an adapter
+that is named alone, the split that is set for it (`api/ring/split_choices.py`) chooses the version. A pinned request
+leaves with `name@k`, the version of its admission; a following one leaves with the bare name.
 """
 
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from shared.errors import (
 from shared.process.options.model_aliases import meant_by
 from shared.redis.training.board import TrainingBoard
 from shared.sequences import AdapterPolicy, ModelCard
+from shared.splits import Arm
 
 
 class TargetFields(RequestModel):
@@ -47,6 +49,11 @@ class TargetFields(RequestModel):
     )
     user: str | None = Field(default=None, description="a session: it stays with its choice of an adapter split")
 
+    @property
+    def session(self) -> str:
+        """Who stays with a choice of a split; "": every request is alone."""
+        return self.user or ""
+
     @model_validator(mode="after")
     def _one_adapter(self) -> "TargetFields":
         if self.adapter and self.lora_adapter and self.adapter != self.lora_adapter:
@@ -62,6 +69,7 @@ class Target:
     adapter: str = ""  # for SequenceSpec: "" is the base
     policy: AdapterPolicy = "pin"
     admitted: ResolvedAdapter | None = None  # the version at admission
+    arm: Arm | None = None  # where a split of the adapter has chosen it
 
 
 @dataclass(frozen=True)
@@ -72,28 +80,43 @@ class JobTarget:
     adapter: str = ""
 
 
-async def target_of(ring: Ring, body: TargetFields, request: Request) -> Target:
-    """The target of one request, pinned unless it says otherwise; errors as in `find_target`."""
-    session = body.user or request.state.request_id
+async def target_of(ring: Ring, body: TargetFields, request: Request, *, split: bool = False) -> Target:
+    """The target of one request, pinned unless it says otherwise; errors and `split` as in `find_target`."""
+    session = body.session or request.state.request_id
     adapter = body.adapter or body.lora_adapter or ""
-    return await find_target(ring, body.model, adapter, body.adapter_policy or "pin", session=session)
+    return await find_target(ring, body.model, adapter, body.adapter_policy or "pin", session=session, split=split)
 
 
 async def find_target(
-    ring: Ring, model: str | None, adapter: str = "", policy: AdapterPolicy = "pin", *, session: str
+    ring: Ring,
+    model: str | None,
+    adapter: str = "",
+    policy: AdapterPolicy = "pin",
+    *,
+    session: str,
+    split: bool = False,
 ) -> Target:
-    """The target of one request; UnknownModelError, UnknownAdapterError, or InvalidRequestError for a wrong pair."""
+    """The target of one request; UnknownModelError, UnknownAdapterError, or InvalidRequestError for a wrong pair.
+
+    `split`: where only an adapter is named, its split may choose the version. That is for answers that people or
+    rewards judge; vectors and scores of two versions cannot be compared.
+    """
     model = await meant(ring, model)
     if not adapter and (model is None or await ring.live_card(model) is not None):
         return Target(await ring.served(model))
     base, reference = await _parted(ring, model, adapter)
     if not reference:
         return Target(await ring.served(base))
-    resolved = await _resolve(ring, await _parsed(ring, reference, adapter), session, as_model=not adapter)
+    parsed = await _parsed(ring, reference, adapter)
+    by_split = None
+    if split and policy == "pin" and parsed.choices[0].follows and len(parsed.choices) == 1:
+        by_split = await ring.splits.choose(parsed.choices[0].name, session)
+    resolved = by_split.resolved if by_split else await _resolve(ring, parsed, session, as_model=not adapter)
     served = await ring.served(base or await _live_base(ring, resolved.manifest))
     check_base(resolved.manifest, served.card)
     follow = resolved.follows and policy == "follow"
-    return Target(served, resolved.name if follow else resolved.id, "follow" if follow else "pin", resolved)
+    arm = by_split.arm if by_split else None
+    return Target(served, resolved.name if follow else resolved.id, "follow" if follow else "pin", resolved, arm)
 
 
 async def find_job_target(ring: Ring, model: str | None, adapter: str, policy: AdapterPolicy) -> JobTarget:
@@ -166,7 +189,7 @@ async def _parsed(ring: Ring, reference: str, adapter: str) -> AdapterRef:
     try:
         return AdapterRef.parse(reference)
     except InvalidRequestError as error:
-        if adapter or "@" in reference:
+        if adapter or "@" in reference or ":auto" in reference:
             error.param = "adapter" if adapter else "model"
             raise
         raise await _unknown(ring, reference) from error

@@ -32,7 +32,7 @@ _NO_HINT = {("reasoning_effort", "none"), ("verbosity", "medium")}  # ask for no
 )
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, ring: TheRing) -> Response:
     """OpenAI's chat completions for text, with vLLM's extras."""
-    target = await target_of(ring, body, request)
+    target = await target_of(ring, body, request, split=True)
     codec = target.served.codec
     work, reply_plan = await plan(ring, body, target, await asked_of(codec, body, ring.settings))
     response = await reply(ring, codec, work, reply_plan, bool(body.stream))

@@ -8,7 +8,6 @@ from api.ops.snapshot import trainings
 from api.ring.first_tokens import Forecast
 from api.ring.ring import SERVING, Ring
 from shared.redis import keys
-from shared.redis.adapters.catalog import AdapterCatalog
 from shared.redis.connection.client import server_time_ms
 from shared.redis.ring.worker_registry import WorkerStatus
 from shared.redis.training.board import TrainingBoard
@@ -33,7 +32,7 @@ async def read_gauges(ring: Ring, totals: dict[str, float]) -> Gauges:
         await _queue(gauges, ring, name, live)
     for worker in workers:
         _worker(gauges, worker, now_ms)
-    await _adapters(gauges, ring.adapters, workers)
+    await _adapters(gauges, ring, workers)
     await _training(gauges, ring)
     gauges["mlx_parallm_jobs_active"][()] = await ring.redis.zcard(keys.active_jobs())
     await _redis(gauges, ring)
@@ -102,9 +101,19 @@ def _worker(gauges: Gauges, worker: WorkerStatus, now_ms: int) -> None:
         gauges[f"mlx_parallm_{name}"][worker.model, worker.id] = value
 
 
-async def _adapters(gauges: Gauges, adapters: AdapterCatalog, workers: list[WorkerStatus]) -> None:
-    for name, latest in (await adapters.pointers()).items():
+async def _adapters(gauges: Gauges, ring: Ring, workers: list[WorkerStatus]) -> None:
+    pointers = await ring.adapters.pointers()
+    for name, latest in pointers.items():
         gauges["mlx_parallm_adapter_latest_version"][(name,)] = latest
+    for name in await ring.splits.stored.among(pointers):
+        state = await ring.splits.stored.find(name)
+        if state is None or state.over:
+            continue
+        for version, share in state.shares.items():
+            earned = state.earned[version]
+            gauges["mlx_parallm_split_share"][name, str(version)] = share
+            gauges["mlx_parallm_split_rewards"][name, str(version)] = earned.count
+            gauges["mlx_parallm_split_mean_reward"][name, str(version)] = earned.mean
     for worker in workers:
         for name, version in worker.adapters.items():
             gauges["mlx_parallm_adapter_loaded_version"][name, worker.id] = version

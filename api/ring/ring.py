@@ -16,8 +16,10 @@ from api.ring.caller import asker
 from api.ring.first_tokens import FirstTokens, Forecast
 from api.ring.grammars import GrammarChecker
 from api.ring.ordered_scores import OrderedScores
+from api.ring.split_choices import SplitChoices
 from shared.errors import InvalidRequestError, PausedError, ServiceUnavailableError, UnknownModelError
 from shared.process.settings import ApiSettings
+from shared.redis.adapters.splits import Splits
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
 from shared.redis.files.batch_store import BatchStore
@@ -84,6 +86,7 @@ class Ring:
         self.conversations = ConversationStore(self.redis, terms)
         self.dead_letters = DeadLetters(self.redis)
         self.adapters = AdapterStore(self.redis, keep_n=settings.adapter_keep_n, who_asks=asker)
+        self.splits = SplitChoices(Splits(self.redis, self.adapters), self.tally)
         self.frames = FrameReader(settings.redis, self.api_id)
         self.counts = MetricWriter(self.redis, self.tally, "api", self.api_id)
         self.patterns = RewardPool(processes=1)  # compiles the patterns of rewards, and scores nothing

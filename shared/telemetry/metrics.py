@@ -35,6 +35,7 @@ _MODEL = ("model_name",)
 _CLASS = ("model_name", "class")
 _WORKER = ("model_name", "worker")
 _POLICY = ("policy",)
+_ARM = ("adapter", "version")
 
 
 class Metric(NamedTuple):
@@ -144,6 +145,12 @@ _OURS = (
     _gauge("mlx_parallm_ssd_cache_files", _WORKER, "of them, files of the worker's model"),
     _gauge("mlx_parallm_ssd_cache_waiting_files", _WORKER, "files that wait to be written"),
     _gauge("mlx_parallm_adapter_latest_version", ("adapter",), "the version that a bare name means"),
+    _counter("mlx_parallm_split_requests_total", _ARM, "requests for which a split has chosen this version"),
+    _gauge(
+        "mlx_parallm_split_share", _ARM, "share of requests that a split gives this version; absent when it is over"
+    ),
+    _gauge("mlx_parallm_split_rewards", _ARM, "rewards that this version has in its split"),
+    _gauge("mlx_parallm_split_mean_reward", _ARM, "their mean"),
     _gauge("mlx_parallm_adapter_loaded_version", ("adapter", "worker"), "the version that a worker computes with"),
     _gauge("mlx_parallm_jobs_active", (), "jobs that have not ended"),
     _gauge("mlx_parallm_redis_used_memory_bytes", (), "memory of Redis"),

@@ -28,6 +28,7 @@ MEASUREMENTS = {
     "redis_scaling": "how many workers and apis one Redis carries: simulated workers with a timed model",
     "adapter_publish": "from a publish to the first token of the new version at each of 2 workers",
     "adapter_flight": "token frames while 100 MB of adapter are in flight",
+    "splits": "regret of splits whose shares move, over fixed ones, simulated",
     "traces": "requests and streams with OpenTelemetry traces absent, off, on for one in ten, on for all",
 }
 

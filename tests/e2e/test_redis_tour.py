@@ -29,7 +29,7 @@ COMMANDS = re.findall(r"^\$R (.+?)\s*(?:# .*)?$", PAGE.read_text(), re.MULTILINE
 MAY_BE_EMPTY = (
     "deadletters", "XPENDING", "CONSUMERS", "SLOWLOG", "queue:batch'", ":out:", "jobs:active", "$WORKER", ":finished:",
     "batches:pending", ":pins", ":collected'", ":trajectories'", "orders", ":answer:", ":limit:", "arq:",
-    ":of:acme", "parallm:children", "parallm:named:", ":due", "{completions}",
+    ":of:acme", "parallm:children", "parallm:named:", ":due", "{completions}", ":split",
 )  # fmt: skip
 MAY_BE_ABSENT = (
     "parallm:pause",

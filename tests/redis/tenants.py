@@ -42,6 +42,7 @@ BODIES: dict[str, dict[str, Any]] = {  # of routes that name a thing in their pa
     "POST /v1/adapters/{name}/promote": {"json": {"version": 1}},
     "POST /v1/adapters/{name}/reject": {"json": {"version": 1}},
     "POST /v1/adapters/{name}/best": {"json": {"version": 1, "value": 1.0}},
+    "PUT /v1/adapters/{name}/split": {"json": {"split": "hers@1:0.5,hers@2:0.5"}},
     "POST /v1/adapters/{name}/versions": {"files": files(mlx_config())},
     "PUT /v1/trainers/{policy}": {"json": {"owner": "b"}},
     "DELETE /v1/trainers/{policy}": {"params": {"owner": "b"}},

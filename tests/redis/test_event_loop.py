@@ -277,7 +277,20 @@ async def a_stream_read_again(http: httpx.AsyncClient) -> None:
     assert again.text.count('"finish_reason":"stop"') == 50
 
 
-ATTACKS = {"a batch": a_batch, "a stream read again": a_stream_read_again, "a long history": a_long_history}
+async def a_split_of_many(http: httpx.AsyncClient) -> None:
+    """A split is refused by its length, before anybody reads it."""
+    wrong = {"split": "a@1:1," * 150_000, **{f"x{i}": 1 for i in range(500)}}
+    for body in (wrong, {"split": ["a@1:1"] * 150_000}):
+        refused = await http.put("/v1/adapters/a/split", json=body)
+        assert refused.status_code in (400, 413), refused.text[:300]
+
+
+ATTACKS = {
+    "a batch": a_batch,
+    "a stream read again": a_stream_read_again,
+    "a long history": a_long_history,
+    "a split of many": a_split_of_many,
+}
 
 
 @pytest.mark.timeout(400)

@@ -20,6 +20,7 @@ from shared.errors import ParallmError, QueueFullError
 from shared.jobs import RewardSpec
 from shared.owners import working_for
 from shared.redis import keys
+from shared.redis.adapters.splits import count_for_split
 from shared.redis.connection.faults import reason
 from shared.redis.kept.answer_store import AnswerStore
 from shared.redis.kept.kept_things import Terms
@@ -84,6 +85,7 @@ class Collecting:
             queue = TrajectoryQueue(
                 self._context.redis, live.policy, max_entries=self._max_entries, max_bytes=self._max_bytes
             )
+            await count_for_split(self._context.redis, live)
             if await queue.add(live):
                 reward = live.trajectory.reward
                 log.debug("collect.added", trajectory=live.id, reward=reward.value if reward else None)
@@ -163,6 +165,7 @@ def live_trajectory(settled: Settled, text: str, reward: Reward | None) -> LiveT
         temperature=spec.sampling.temperature,
         collected_ms=time.time_ns() // 1_000_000,
         tenant=spec.tenant,
+        arm=collect.arm,
     )
 
 

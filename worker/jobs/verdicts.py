@@ -11,6 +11,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from shared.redis.adapters.splits import count_for_split
 from shared.redis.connection.faults import reason
 from shared.redis.due.due_list import DueList
 from shared.redis.kept.answer_store import LIST, Answer, AnswerStore, Verdict, due_answer, live_of
@@ -69,7 +70,9 @@ class Verdicts:
         group = f"{first.id}-preferred" if len(judged) > 1 else ""
         for each, verdict in judged:
             queue = TrajectoryQueue(self._redis, each.policy, max_entries=self._max_entries, max_bytes=self._max_bytes)
-            await queue.add(judged_live(each, verdict, group))
+            judged_answer = judged_live(each, verdict, group)
+            await count_for_split(self._redis, judged_answer)
+            await queue.add(judged_answer)
         await answers.delivered(keeper, name)
         log.debug("verdicts.delivered", trajectory=first.id, pair=len(judged) > 1)
 

@@ -39,7 +39,7 @@ async def create_response(body: ResponseRequest, request: Request, ring: TheRing
     stored = is_stored(ring, body)
     body.store = stored
     history = await history_of(ring, body)
-    target = await target_of(ring, body, request)
+    target = await target_of(ring, body, request, split=True)
     codec = target.served.codec
     asked = body.model_copy(update={"input": [*history.items, *body.input]}) if history.items else body
     chat, work, reply_plan = await plan_response(ring, asked, target, history.ids)

@@ -6,11 +6,13 @@ from typing import NamedTuple
 from api.ops.dashboard.samples import Histogram, metadata, reward_histogram
 from api.ops.ring_view import TrainingView
 from api.ops.snapshot import trainings
+from api.ring.caller import asker
 from api.ring.ring import Ring
 from shared.adapters import AdapterManifest
 from shared.errors import UnknownAdapterError
 from shared.jobs import TERMINAL, JobSpec, JobStatus
 from shared.redis.adapters.catalog import Acknowledgement, AdapterFlip, AdapterSummary
+from shared.redis.adapters.splits import SplitState
 from shared.redis.queue.dead_letters import DeadLetter
 from shared.redis.training.board import TrainingBoard
 from shared.training import Alert, TrainingPoint
@@ -39,6 +41,7 @@ class AdapterDetail(NamedTuple):
     history: list[AdapterFlip]
     acks: dict[str, Acknowledgement]  # of live workers
     gone: int  # workers that had loaded a version and live no more
+    split: SplitState | None  # of its requests, for who may change it
 
 
 class RunView(NamedTuple):
@@ -95,9 +98,9 @@ async def adapter_view(ring: Ring, name: str) -> AdapterDetail:
     live = {worker for model in await ring.registry.names() for worker in await ring.registry.live(model)}
     said = await ring.adapters.acks(name)
     acks = {worker: ack for worker, ack in said.items() if worker in live}
-    return AdapterDetail(
-        summary, versions, await ring.adapters.history(name, HISTORY_SHOWN), acks, len(said) - len(acks)
-    )
+    history = await ring.adapters.history(name, HISTORY_SHOWN)
+    split = await ring.splits.read(name) if asker().owns(summary.tenant) else None
+    return AdapterDetail(summary, versions, history, acks, len(said) - len(acks), split)
 
 
 async def training_views(ring: Ring) -> list[RunView]:

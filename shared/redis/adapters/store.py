@@ -34,7 +34,7 @@ from shared.owners import WhoAsks, anybody
 from shared.redis import keys
 from shared.redis.adapters import bytes as adapter_bytes
 from shared.redis.adapters.pins import AdapterPins
-from shared.redis.connection.client import Script
+from shared.redis.connection.client import Script, ask
 
 LOG_LENGTH = 2000  # entries that are looked at; the log holds about 1,000
 
@@ -298,7 +298,7 @@ class AdapterStore(AdapterPins):
         """Delete what is older than the newest `keep_n` that were ever served; returns the deleted.
 
         Rejected versions and candidates take no place of those: of them the newest `keep_n` stay, too. Latest, best and
-        pinned ones stay whatever their age.
+        pinned ones stay whatever their age, and so do those of a split.
         """
         if keep_n <= 0:
             return []
@@ -307,6 +307,7 @@ class AdapterStore(AdapterPins):
         good = [version for version in summary.versions if version in served and version not in rejected]
         others = [version for version in summary.versions if version not in good]
         kept = {*good[-keep_n:], *others[-keep_n:], summary.latest, summary.best}
+        kept |= await self._in_split(name, summary.latest)
         deleted: list[int] = []
         for version in (version for version in summary.versions if version not in kept):
             try:
@@ -320,6 +321,14 @@ class AdapterStore(AdapterPins):
         raw = await self._redis.mget([keys.adapter_manifest(name, version) for version in versions]) if versions else []
         manifests = (msgspec.json.decode(manifest, type=AdapterManifest) for manifest in raw if manifest is not None)
         return {manifest.version for manifest in manifests if manifest.status == "rejected"}
+
+    async def _in_split(self, name: str, latest: int) -> set[int]:
+        """The versions of the split that is in force."""
+        key = keys.split(name)
+        versions, began_at, verdict = await ask(self._redis, "HMGET", key, "versions", "latest", "verdict")
+        if versions is None or verdict is not None or int(began_at) != latest:
+            return set()
+        return {int(version) for version in versions.decode().split(",")}
 
     async def _ever_served(self, name: str) -> set[int]:
         """The versions that `latest` has pointed at; of those long gone the log knows no more."""

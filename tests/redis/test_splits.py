@@ -1,0 +1,312 @@
+"""Splits of an adapter's requests: who goes where, what is counted, and how the verdict moves the latest version."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from api.http.api_keys import line_of, new_key
+from shared.adapters import GateCheck
+from shared.redis import keys
+from shared.redis.adapters.splits import Splits, count_for_split
+from shared.sequences import SequenceSpec
+from shared.splits import Arm
+from shared.trajectories import LiveTrajectory, Reward, Trajectory
+from tests.redis.adapter_versions import publish
+from tests.redis.api_servers import Api, api
+from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working
+from tests.redis.test_feedback import kept, runner
+
+TWO = "policy@1:0.5,policy@2:0.5"
+ASK: dict[str, Any] = {"model": "policy", "prompt": "say", "max_tokens": 8}
+
+
+def script(spec: SequenceSpec) -> Answer:
+    return Answer("hello", versions={0: spec.adapter} if spec.adapter else {})
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.ring.split_choices.LOOK_AGAIN_S", 0.0)
+
+
+@pytest.fixture
+async def worker(redis_url: str) -> AsyncIterator[ScriptedWorker]:
+    async with working(redis_url, script) as playing:
+        yield playing
+
+
+@pytest.fixture
+async def server(redis_url: str, worker: ScriptedWorker) -> AsyncIterator[Api]:
+    async with api(redis_url, feedback_ttl_days=1) as serving:
+        await publish(serving.ring.adapters)
+        await publish(serving.ring.adapters, seed=1, set_latest=False)
+        yield serving
+
+
+async def begun(server: Api, split: str = TWO, **terms: Any) -> dict[str, Any]:
+    answer = await server.http.put("/v1/adapters/policy/split", json={"split": split, **terms})
+    assert answer.status_code == 200, answer.text
+    told: dict[str, Any] = answer.json()
+    return told
+
+
+async def seen(server: Api) -> dict[str, Any]:
+    told: dict[str, Any] = (await server.http.get("/v1/adapters/policy/split")).json()
+    return told
+
+
+def rewarded(state: dict[str, Any], version: int, answer: str, reward: float) -> LiveTrajectory:
+    trajectory = Trajectory(0, 0, (1,), (2,), "x", (-0.5,), "stop", reward=Reward("feedback", reward))
+    return LiveTrajectory(answer, "policy", MODEL, trajectory, arm=Arm(state["id"], version))
+
+
+async def earn(redis: Redis, state: dict[str, Any], version: int, rewards: list[float], name: str = "a") -> int:
+    lives = [rewarded(state, version, f"{name}{version}-{i}", reward) for i, reward in enumerate(rewards)]
+    return sum([await count_for_split(redis, live) for live in lives])
+
+
+async def answered(server: Api, bodies: list[dict[str, Any]], path: str = "/v1/completions") -> list[dict[str, Any]]:
+    """All at once; the answers in order."""
+    answers = await asyncio.gather(*(server.post(path, body) for body in bodies))
+    assert {answer.status_code for answer in answers} == {200}, answers[0].text
+    return [answer.json() for answer in answers]
+
+
+def version_of(answer: dict[str, Any]) -> int:
+    return int(answer["system_fingerprint"].rpartition("@")[2])
+
+
+async def test_requests_for_the_name_alone_are_split_and_a_user_stays(server: Api, worker: ScriptedWorker) -> None:
+    state = await begun(server)
+    assert (state["state"], [each["share"] for each in state["versions"]]) == ("running", [0.5, 0.5])
+    answers = await answered(server, [{**ASK, "user": user} for user in "abcdefgh" * 2])
+    taken = [version_of(answer) for answer in answers]
+    assert taken[:8] == taken[8:] and set(taken) == {1, 2}
+    assert all(spec.adapter_policy == "pin" and spec.collect and spec.collect.arm for spec in worker.specs)
+    chat = {"model": MODEL, "adapter": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    answers = await answered(server, [{**chat, "user": str(user)} for user in range(40)], "/v1/chat/completions")
+    assert 8 <= Counter(map(version_of, answers))[1] <= 32
+    worker.specs.clear()
+    message = {"model": "policy", "max_tokens": 8, "messages": [{"role": "user", "content": "hi"}]}
+    await answered(server, [{**message, "metadata": {"user_id": user}} for user in "abcdefgh"], "/v1/messages")
+    assert Counter(spec.adapter for spec in worker.specs) == Counter(f"policy@{version}" for version in taken[:8])
+    page = (await server.http.get("/dashboard/adapters/policy")).text
+    assert "0 of 400 rewards" in page
+    metrics = (await server.http.get("/metrics")).text
+    assert 'mlx_parallm_split_share{adapter="policy",version="2"} 0.5' in metrics
+
+
+async def test_what_names_a_version_or_compares_vectors_is_not_split(server: Api, worker: ScriptedWorker) -> None:
+    await begun(server, "policy@1:0.000001,policy@2:1000000", auto=False)
+    for fields in ({"model": "policy@1"}, {"adapter_policy": "follow"}):
+        await server.post("/v1/completions", {**ASK, **fields})
+    await server.post("/generate", {"adapter": "policy", "prompt": "say"})
+    await server.post("/v1/embeddings", {"model": "policy", "input": "say"})
+    assert [spec.adapter for spec in worker.specs] == ["policy@1", "policy", "policy@1", "policy@1"]
+    assert all(spec.collect is None or spec.collect.arm is None for spec in worker.specs)
+    await server.post("/v1/completions", ASK)
+    assert worker.specs[-1].adapter == "policy@2"
+
+
+async def test_feedback_is_counted_once_and_moves_the_shares(
+    server: Api, worker: ScriptedWorker, redis: Redis, redis_url: str
+) -> None:
+    await begun(server)
+    answers = await answered(server, [{**ASK, "user": str(user)} for user in range(24)])
+    await kept(redis, redis_url, 24)
+    for answer in answers:
+        good = version_of(answer) == 1
+        said = await server.post("/v1/feedback", {"id": answer["id"], "rating": "up" if good else "down"})
+        assert said.status_code == 200
+        if answer is answers[0]:
+            await server.post("/v1/feedback", {"id": answer["id"], "rating": "up" if good else "down"})
+    async with runner(redis_url) as (_, verdicts):
+        while await verdicts.deliver():
+            pass
+    state = await seen(server)
+    assert state["rewards"] == 24
+    assert [each["mean_reward"] for each in state["versions"]] == [1.0, 0.0]
+    assert state["versions"][1]["share"] < 0.02
+
+
+async def test_scored_live_traffic_is_counted_too(server: Api, redis: Redis, redis_url: str) -> None:
+    await begun(server)
+    scored = {**ASK, "collect_trajectory": True, "scoring_function": "exact", "metadata": {"reference": "hello"}}
+    answers = await answered(server, [*[{**scored, "user": str(user)} for user in range(8)], {**ASK, **scored, "n": 2}])
+    await kept(redis, redis_url, 10)
+    state = await seen(server)
+    (one, two), expected = state["versions"], Counter(map(version_of, [*answers, answers[-1]]))
+    assert (one["rewards"], two["rewards"], one["mean_reward"]) == (expected[1], expected[2], 1.0)
+
+
+async def test_an_answer_counts_once_for_the_split_that_chose_its_version(server: Api, redis: Redis) -> None:
+    state = await begun(server)
+    assert await earn(redis, state, 1, [1.0, 0.5]) == 2
+    assert await earn(redis, state, 1, [1.0, 0.5]) == 0, "told again"
+    assert await earn(redis, {"id": "another"}, 1, [1.0], "b") == 0
+    for odd in (float("nan"), float("inf"), 1e300):
+        assert await earn(redis, state, 1, [odd], "c") == 0
+    again = await begun(server, floor=0.05)
+    assert (again["id"], again["rewards"], again["floor"]) == (state["id"], 2, 0.05), "new terms, same rewards"
+    await publish(server.ring.adapters, seed=2, set_latest=False)
+    other = await begun(server, "policy@1:1,policy@3:1")
+    assert other["id"] != state["id"] and other["rewards"] == 0
+    assert await earn(redis, state, 1, [1.0], "d") == 0, "of a split that has made room"
+    for key in (keys.split("policy"), keys.split_answers("policy")):
+        assert await redis.ttl(key) > 0 or not await redis.exists(key)
+
+
+@pytest.mark.parametrize(("latest", "better", "outcome"), [(1, 2, "promoted"), (2, 1, "rolled_back"), (1, 1, "kept")])
+async def test_the_verdict_moves_the_latest_version(
+    server: Api, worker: ScriptedWorker, redis: Redis, latest: int, better: int, outcome: str
+) -> None:
+    adapters = server.ring.adapters
+    if latest == 2:
+        await adapters.promote("policy", 2, gate=[GateCheck("held_out", True, "0.5")])
+    state = await begun(server, verdict_after=20)
+    worse = 3 - better
+    await earn(redis, state, better, [1.0] * 10)
+    await earn(redis, state, worse, [0.0] * 9)
+    assert (await seen(server))["verdict"] is None
+    await earn(redis, state, worse, [0.0] * 5, "late")
+    await answered(server, [ASK] * 4)
+    assert "20 rewards" in (await server.http.get("/dashboard/adapters/policy")).text
+    told = await seen(server)
+    assert (told["state"], told["rewards"]) == ("decided", 20)
+    assert (told["verdict"]["winner"], told["verdict"]["outcome"]) == (f"policy@{better}", outcome)
+    assert await adapters.latest("policy") == better
+    moves = [flip.version for flip in await adapters.history("policy")]
+    assert len(moves) == {"promoted": 2, "rolled_back": 3, "kept": 1}[outcome], "it moves once"
+    if outcome == "promoted":
+        (check,) = (await adapters.manifest("policy", 2)).gate
+        assert (check.name, check.passed) == ("split", True) and "20 rewards" in check.detail
+    await server.post("/v1/completions", ASK)
+    spec = worker.specs[-1]
+    assert spec.adapter == f"policy@{better}" and spec.collect is not None and spec.collect.arm is None
+    assert await earn(redis, state, 1, [1.0], "after") == 0
+    fresh = await begun(server, verdict_after=20)
+    assert fresh["id"] != state["id"] and fresh["rewards"] == 0, "after a verdict it begins anew"
+
+
+async def test_an_api_that_dies_behind_the_promotion_leaves_the_verdict_to_another(server: Api, redis: Redis) -> None:
+    state = await begun(server, verdict_after=10)
+    await earn(redis, state, 1, [0.0] * 5)
+    await earn(redis, state, 2, [1.0] * 5)
+    splits = Splits(redis, server.ring.adapters)
+    found = await splits.find("policy")
+    assert found is not None
+    await server.ring.adapters.promote("policy", 2, if_latest=1)
+    assert (await seen(server))["verdict"]["outcome"] == "promoted"
+    before = (await seen(server))["verdict"]
+    await splits.settle("policy", found)  # of one that has looked before
+    assert (await seen(server))["verdict"] == before
+    assert len(await server.ring.adapters.history("policy")) == 2
+
+
+async def test_a_person_who_moves_the_latest_version_ends_the_split(
+    server: Api, worker: ScriptedWorker, redis: Redis
+) -> None:
+    state = await begun(server, verdict_after=10)
+    await publish(server.ring.adapters, seed=2)
+    await server.post("/v1/completions", ASK)
+    assert worker.specs[-1].adapter == "policy@3"
+    await earn(redis, state, 1, [0.0] * 5)
+    await earn(redis, state, 2, [1.0] * 5)
+    told = await seen(server)
+    assert (told["state"], told["verdict"], await server.ring.adapters.latest("policy")) == ("over", None, 3)
+    assert "3" in told["over"] and [each["share"] for each in told["versions"]] == [0, 0]
+
+
+async def test_a_version_that_goes_ends_the_split_and_pruning_leaves_it(server: Api, worker: ScriptedWorker) -> None:
+    await begun(server)
+    for seed in range(3):
+        await publish(server.ring.adapters, seed=2 + seed, set_latest=False)
+    deleted = await server.ring.adapters.prune("policy", 1)
+    assert 2 not in deleted and deleted
+    await server.ring.adapters.reject("policy", 2, [GateCheck("by_hand", False)])
+    await answered(server, [{**ASK, "user": str(user)} for user in range(12)])
+    assert {spec.adapter for spec in worker.specs} == {"policy@1"}
+    assert "version 2" in (await seen(server))["over"]
+
+
+async def test_a_split_ends_when_it_is_deleted(server: Api, worker: ScriptedWorker) -> None:
+    await begun(server, "policy@1:0.000001,policy@2:1000000", auto=False)
+    assert (await server.http.delete("/v1/adapters/policy/split")).json()["deleted"]
+    await server.post("/v1/completions", ASK)
+    assert worker.specs[-1].adapter == "policy@1"
+    for call in (server.http.get, server.http.delete):
+        assert (await call("/v1/adapters/policy/split")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({}, 400, "split"),
+        ({"split": "policy@1"}, 400, "split"),
+        ({"split": "policy@1,policy@2"}, 400, "split"),
+        ({"split": "policy@1:auto,policy@2:auto"}, 400, "split"),
+        ({"split": "policy@1:1,other@2:1"}, 400, "split"),
+        ({"split": "policy:1,policy@2:1"}, 400, "split"),
+        ({"split": "policy@2:1,policy@3:1"}, 400, "split"),
+        ({"split": "policy@1:1,policy@9:1"}, 404, None),
+        ({"split": TWO, "floor": 0.5}, 400, "floor"),
+        ({"split": TWO, "floor": -1}, 400, "floor"),
+        ({"split": TWO, "verdict_after": 3}, 400, "verdict_after"),
+        ({"split": TWO, "confidence": 1}, 400, "confidence"),
+        ({"split": TWO, "shares": "auto"}, 400, "shares"),
+        ({"split": ",".join(f"policy@{k}:1" for k in range(1, 10))}, 400, "split"),
+    ],
+)
+async def test_a_wrong_split_is_refused_by_name(
+    server: Api, body: dict[str, Any], status: int, param: str | None
+) -> None:
+    refused = await server.http.put("/v1/adapters/policy/split", json=body)
+    assert refused.status_code == status, refused.text
+    assert param is None or refused.json()["error"]["param"] == param
+    assert (await server.http.get("/v1/adapters/policy/split")).status_code == 404
+
+
+@pytest.mark.parametrize("model", ["policy@1:auto,policy@2:auto", "policy:auto"])
+async def test_a_request_that_asks_for_moving_shares_is_told_where_they_are_set(server: Api, model: str) -> None:
+    refused = await server.post("/v1/completions", {**ASK, "model": model})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+    assert "/split" in refused.json()["error"]["message"]
+
+
+async def test_a_rejected_version_is_not_split_over(server: Api) -> None:
+    await server.ring.adapters.reject("policy", 2, [GateCheck("held_out", False)])
+    refused = await server.http.put("/v1/adapters/policy/split", json={"split": TWO})
+    assert refused.status_code == 409
+
+
+async def test_a_split_is_about_its_owners_requests_alone(redis_url: str, redis: Redis, tmp_path: Path) -> None:
+    secrets = {name: new_key() for name in ("alice", "bob", "root")}
+    file = tmp_path / "keys"
+    file.write_text(
+        f"{line_of(secrets['alice'], name='alice', tenant='acme')}\n"
+        f"{line_of(secrets['bob'], name='bob', tenant='bobs')}\n"
+        f"{line_of(secrets['root'], name='root', role='admin')}\n"
+    )
+    said = {name: {"authorization": f"Bearer {secret}"} for name, secret in secrets.items()}
+    async with working(redis_url, script) as worker, api(redis_url, feedback_ttl_days=1, api_key_file=file) as server:
+        await publish(server.ring.adapters)  # for all
+        await publish(server.ring.adapters, seed=1, set_latest=False)
+        one_sided = {"split": "policy@1:0.000001,policy@2:1000000", "auto": False}
+
+        async def asked(who: str, method: str, **request: Any) -> int:
+            path = "/v1/adapters/policy/split"
+            return (await server.http.request(method, path, headers=said[who], **request)).status_code
+
+        assert await asked("bob", "PUT", json=one_sided) == 403
+        assert await asked("root", "PUT", json=one_sided) == 200
+        assert [await asked(who, "GET") for who in ("alice", "bob", "root")] == [403, 403, 200]
+        assert await asked("alice", "DELETE") == 403
+        for who in ("alice", "bob", "root"):
+            await server.post("/v1/completions", ASK, headers=said[who])
+        assert [spec.adapter for spec in worker.specs] == ["policy@1", "policy@1", "policy@2"]
+        assert [bool(spec.collect and spec.collect.arm) for spec in worker.specs] == [False, False, True]

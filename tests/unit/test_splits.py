@@ -1,0 +1,74 @@
+"""Shares and verdicts of splits: from counts alone, at any scale of rewards."""
+
+import random
+
+import pytest
+
+from shared.splits import Rewards, Split, beliefs, best_chances, shares, winner
+
+EVEN = Split((3, 4), (0.5, 0.5), 3)
+
+
+def earned(*rewards: float) -> Rewards:
+    mean = sum(rewards) / len(rewards)
+    return Rewards(len(rewards), mean, sum((each - mean) ** 2 for each in rewards))
+
+
+def ups(count: int, of: int) -> Rewards:
+    return earned(*[1.0] * count, *[0.0] * (of - count))
+
+
+def test_shares_begin_as_they_are_written_and_move_to_what_earns_more() -> None:
+    careful = Split((3, 4), (0.9, 0.1), 3, floor=0.01)
+    assert shares(careful, {}) == pytest.approx((0.892, 0.108))
+    assert shares(careful, {3: ups(5, 5)}) == shares(careful, {}), "equal rewards tell nothing"
+    better = shares(careful, {3: ups(20, 50), 4: ups(40, 50)})
+    assert better[1] > 0.95 and sum(better) == pytest.approx(1)
+    worse = shares(careful, {3: ups(40, 50), 4: ups(20, 50)})
+    assert worse[1] == pytest.approx(0.01, abs=1e-3), "the floor"
+    assert shares(Split((3, 4), (0.9, 0.1), 3, auto=False), {3: ups(1, 50), 4: ups(50, 50)}) == (0.9, 0.1)
+
+
+@pytest.mark.parametrize(("scale", "shift"), [(1e-6, 0.0), (1.0, -5.0), (1e6, 0.0), (1e3, 1e6)])
+def test_the_scale_of_rewards_changes_nothing(scale: float, shift: float) -> None:
+    draw = random.Random(1)
+    good, bad = [draw.gauss(1, 1) for _ in range(30)], [draw.gauss(0.5, 1) for _ in range(30)]
+    plain = shares(EVEN, {3: earned(*good), 4: earned(*bad)})
+    told = shares(EVEN, {3: earned(*(scale * x + shift for x in good)), 4: earned(*(scale * x + shift for x in bad))})
+    assert told == pytest.approx(plain, abs=1e-4) and plain[0] > 0.6
+
+
+def test_a_version_that_nobody_has_judged_is_tried_and_one_outlier_decides_nothing() -> None:
+    three = Split((3, 4, 5), (1 / 3, 1 / 3, 1 / 3), 3)
+    told = shares(three, {3: ups(30, 60), 4: ups(2, 60)})
+    assert told[2] > 0.2 and told[1] < 0.02 and sum(told) == pytest.approx(1)
+    absurd = {3: ups(60, 100), 4: earned(*[0.0] * 60, *[1.0] * 39, 1e6)}
+    assert shares(EVEN, absurd)[1] < 0.95 and winner(EVEN, absurd)[0] == 3
+
+
+def test_chances_of_several_agree_with_those_of_two() -> None:
+    known = beliefs(EVEN, {3: ups(10, 30), 4: ups(14, 30)})
+    assert known is not None
+    far = [*known, type(known[0])(-100.0, 0.1)]
+    assert best_chances(far)[:2] == pytest.approx(best_chances(known), abs=1e-6)
+
+
+def test_the_verdict_needs_confidence_against_the_latest_version() -> None:
+    assert winner(EVEN, {3: ups(10, 50), 4: ups(40, 50)})[0] == 4
+    assert winner(EVEN, {3: ups(24, 50), 4: ups(25, 50)})[0] == 3, "no difference: all stays"
+    assert winner(EVEN, {3: ups(40, 50), 4: ups(10, 50)})[0] == 3
+    assert winner(EVEN, {3: ups(5, 5), 4: ups(5, 5)})[0] == 3
+    assert winner(Split((3, 4), (0.5, 0.5), 4), {3: ups(40, 50), 4: ups(10, 50)})[0] == 3, "back to the older one"
+    twins = Split((3, 4, 5), (0.4, 0.3, 0.3), 3)
+    assert winner(twins, {3: ups(10, 60), 4: ups(50, 60), 5: ups(49, 60)})[0] == 4, "two good ones do not block another"
+
+
+def test_a_bad_versions_share_is_below_a_fiftieth_within_200_requests() -> None:
+    for seed in range(20):
+        draw, acc, low = random.Random(seed), {3: [1.0] * 0, 4: [1.0] * 0}, False
+        for _ in range(200):
+            told = shares(EVEN, {version: earned(*rewards) for version, rewards in acc.items() if rewards})
+            low = low or told[1] < 0.02
+            version = 3 if draw.random() < told[0] else 4
+            acc[version].append(float(draw.random() < (0.8 if version == 3 else 0.3)))
+        assert low, seed
