@@ -74,7 +74,7 @@ class StepMetrics(msgspec.Struct, frozen=True):
     tasks_solved: float | None = None  # share of all tasks, by what each earned last; None: no curriculum
     tasks_hopeless: float | None = None
     tasks_unseen: float | None = None
-    difficulty: float | None = None  # mean place of the batch's tasks among all; None: no curriculum by difficulty
+    difficulty: float | None = None  # mean place of the batch's tasks among all; None: no curriculum that knows it
     wanted_difficulty: float | None = None  # of the next ones
 
 

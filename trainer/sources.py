@@ -11,12 +11,12 @@ import structlog
 
 from shared.errors import SetupError
 from trainer.curricula.curriculum import Curriculum
-from trainer.curricula.difficulty import Places, is_number, places_of
+from trainer.curricula.difficulty import Places, places_of
 from trainer.inbox import Inbox, Moved
 from trainer.parts import Parts
 from trainer.rollouts.atropos import AtroposApi, AtroposCollector
 from trainer.rollouts.collector import Collector
-from trainer.rollouts.environments import ArithmeticEnvironment, DatasetEnvironment, Environment
+from trainer.rollouts.environments import ArithmeticEnvironment, DatasetEnvironment, Environment, is_observation
 from trainer.rollouts.episodes import EpisodeOptions, Episodes
 from trainer.rollouts.groups import IndexedSource
 from trainer.rollouts.live import LiveCollector
@@ -49,13 +49,14 @@ async def _places(environment: Environment, tasks: int) -> Places:
     difficulties: list[float] = []
     for first in range(0, tasks, _AT_ONCE):
         asked = (environment.reset(task) for task in range(first, min(first + _AT_ONCE, tasks)))
-        for observation in await asyncio.gather(*asked):
-            if not is_number(observation.difficulty):
+        for given in await asyncio.gather(*asked):
+            difficulty = is_observation(environment.name, given).difficulty
+            if difficulty is None:
                 raise SetupError(
-                    f"--curriculum difficulty: task {len(difficulties)} of {environment.name!r} has the difficulty "
-                    f"{observation.difficulty!r:.80}, not a number; `reset` gives it as `Observation(difficulty=...)`"
+                    f"--curriculum difficulty: task {len(difficulties)} of {environment.name!r} has no difficulty; "
+                    "`reset` gives it as `Observation(difficulty=...)`"
                 )
-            difficulties.append(float(observation.difficulty or 0))
+            difficulties.append(float(difficulty))
     return places_of(difficulties)
 
 

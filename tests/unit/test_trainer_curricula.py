@@ -294,8 +294,10 @@ async def test_an_environment_without_end_gives_so_many_tasks_as_are_told() -> N
 
 async def test_an_environment_without_difficulties_is_refused_by_name() -> None:
     settings = TrainSettings(task="package.module:Class", curriculum="difficulty")
-    for given in (None, "hard", float("nan")):
-        with pytest.raises(SetupError, match=r"task 0 of 'numbered' has the difficulty .*Observation\(difficulty="):
+    with pytest.raises(SetupError, match=r"task 0 of 'numbered' has no difficulty; .*Observation\(difficulty="):
+        await open_curriculum(settings, Numbered(None), RunState("run"))
+    for given in ("hard", float("nan"), True):
+        with pytest.raises(SetupError, match=f"'numbered': `reset` gave the difficulty {given!r}, not a number"):
             await open_curriculum(settings, Numbered(given), RunState("run"))
 
 

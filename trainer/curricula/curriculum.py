@@ -9,7 +9,7 @@ Invariants.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,8 +42,10 @@ class Curriculum:
     ) -> None:
         self._options, self._identity = options, identity
         self._pool = TaskPool(tasks, options.target, None if places is None else kinds_of(places))
-        scheduled = places is not None and options.name == "difficulty"
-        self._wanted = Wanted(places, options.target, options.pace) if places is not None and scheduled else None
+        self._places = places
+        self._wanted: Wanted | None = None
+        if places is not None and options.name == "difficulty":
+            self._wanted = Wanted(places, options.target, options.pace)
         self._drawn: dict[int, DrawnTask] = {}  # by the group's index; groups that are neither consumed nor dropped
         self._sums: np.ndarray | None = None  # of the weights, up to each task
         self._tasks: tuple[int, ...] = ()  # of the last batch
@@ -98,11 +100,11 @@ class Curriculum:
 
     def figures(self) -> CurriculumFigures:
         """After a train step."""
-        shares, wanted = self._pool.shares(), self._wanted
-        figures = CurriculumFigures(shares.solved, shares.hopeless, shares.unseen, self._tasks)
-        if wanted is None or not self._tasks:
-            return figures
-        return replace(figures, difficulty=float(wanted.places[[*self._tasks]].mean()), wanted_difficulty=wanted.place)
+        shares, difficulty = self._pool.shares(), None
+        if self._places is not None and self._tasks:
+            difficulty = float(self._places[list(self._tasks)].mean())
+        wanted = self._wanted.place if self._wanted is not None else None
+        return CurriculumFigures(shares.solved, shares.hopeless, shares.unseen, self._tasks, difficulty, wanted)
 
     def _by_weight(self, index: int) -> int:
         """A task that is not under way, while there is one."""
@@ -127,4 +129,4 @@ class Curriculum:
 
     def _chance(self, index: int, what: int | str) -> float:
         """Even in [0, 1), the same each time."""
-        return derived_seed(self._options.seed, "curriculum", index, what) / 2**63
+        return (derived_seed(self._options.seed, "curriculum", index, what) >> 10) / 2**53

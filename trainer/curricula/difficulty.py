@@ -7,6 +7,7 @@ So levels, ages and 0-to-100 estimates need no settings of their own.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class DifficultyField:
 
 def is_number(value: object) -> bool:
     """Whether difficulties can be compared with it."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def places_of(difficulties: Sequence[float]) -> Places:

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, cast
 from shared.errors import SetupError
 from shared.jobs import Message
 from shared.seeds import derived_seed
-from trainer.curricula.difficulty import DifficultyField
+from trainer.curricula.difficulty import DifficultyField, is_number
 from trainer.tiny.data import Split, arithmetic_prompts
 
 
@@ -172,6 +172,8 @@ def is_observation(name: str, given: object) -> Observation:
     if not isinstance(given, Observation):
         said = f"`reset` gave {given!r:.80}, not a trainer.rollouts.environments.Observation"
         raise SetupError(f"environment {name!r}: {said}")
+    if given.difficulty is not None and not is_number(given.difficulty):
+        raise SetupError(f"environment {name!r}: `reset` gave the difficulty {given.difficulty!r:.80}, not a number")
     return given
 
 

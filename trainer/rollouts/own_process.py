@@ -84,7 +84,8 @@ class OwnObject:
         what = call.what
         if isinstance(what, Reset):
             observation = is_observation(self.name, await self._environment.reset(what.index))
-            plain = replace(observation, info=self._packed(observation.info))
+            difficulty = None if observation.difficulty is None else float(observation.difficulty)
+            plain = replace(observation, info=self._packed(observation.info), difficulty=difficulty)
             return Answer(call.number, observation=plain)
         if isinstance(what, Score):
             return Answer(call.number, outcome=await self._score(what))
