@@ -91,8 +91,11 @@ def held_out_curve(args: argparse.Namespace, curriculum: str, seed: int, folder:
     asyncio.run(train(settings, **environments))
     lines = read(folder / "policy" / "metrics.jsonl")
     used = sum(line.taught for line in lines) / sum(line.groups for line in lines)
-    curve = [line.held_out for line in lines if (line.train_step + 1) % args.every == 0]
-    curve = [value if value is not None else lines[0].reward for value in curve]
+    known = next(line.held_out for line in lines if line.held_out is not None)
+    curve: Curve = []
+    for line in lines[args.every - 1 :: args.every]:
+        known = known if line.held_out is None else line.held_out
+        curve.append(known)
     shown = " ".join(f"{reward:.2f}" for reward in curve)
     print(f"  {curriculum:12} seed {seed}: {used:.0%} of groups taught; held-out {shown}", flush=True)
     return curve
@@ -133,14 +136,14 @@ def main() -> None:
     parser.add_argument("--curricula", nargs="+", default=["reward", "reward+field", "difficulty"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tasks", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--max-lag", type=int, default=1)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument("--options", default="{}", help="further settings of all runs, as JSON")
+    parser.add_argument("--options", default='{"schedule": "linear"}', help="further settings of all runs, as JSON")
     args = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     curves: dict[str, list[list[float]]] = {}
