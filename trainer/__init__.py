@@ -9,9 +9,9 @@
     gate.py       the checks that a version must pass; pure
     state.py      the progress that a checkpoint saves
 
-Read `loop.py` first. Then `rollouts/` (samples and their rewards), `learn/` (the train step, the one room that computes
-with MLX), `versions/` (gate, publish, checkpoints) and `ring/` (how all of it reaches the ring). `settings.py` has the
-flags, `orders.py` what users ask, `metrics.py` what a run reports, `loggers/` the boards that others draw of it,
-`stopping.py` signals, `warm_up.py` the train steps before a hosted trainer is ready. `recipes/` holds settings, `tiny/`
-makes our own small model.
+Read `loop.py` first. Then `rollouts/` (samples and their rewards), `curricula/` (which tasks), `learn/` (the train
+step, the one room that computes with MLX), `versions/` (gate, publish, checkpoints) and `ring/` (how all of it
+reaches the ring). `settings.py` has the flags, `orders.py` what users ask, `metrics.py` what a run reports,
+`loggers/` the boards that others draw of it, `stopping.py` signals, `warm_up.py` the train steps before a hosted
+trainer is ready. `recipes/` holds settings, `tiny/` makes our own small model.
 """

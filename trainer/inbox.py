@@ -128,9 +128,11 @@ class Inbox:
         if batch.source == "prompts" and self._own is not None:
             self._own.discard(batch.groups)
 
-    def pace_on(self, state: RunState) -> None:
-        """A train step is done: more groups may start."""
+    def pace_on(self, state: RunState, batch: Batch) -> None:
+        """A train step on this batch is done: more groups may start."""
         if self._own is not None:
+            if batch.source == "prompts":
+                self._own.learned(batch.groups)
             self._own.pace_on(state.own_steps)
 
     def take_dropped(self) -> tuple[list[int], int]:
@@ -146,6 +148,7 @@ class Inbox:
         """Write into the state what a checkpoint needs."""
         if self._own is not None:
             state.cursor, state.pending, state.consumed = self._own.cursor, self._own.pending(), self._own.consumed
+            state.curriculum = self._own.curriculum_books()
         if self._live is not None:
             state.taken = list(self._live.taken)
 

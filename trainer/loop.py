@@ -40,7 +40,7 @@ from trainer.parts import Parts, new_learner
 from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.pacing import lag_of, oldest_version
 from trainer.settings import TrainSettings
-from trainer.sources import open_inbox
+from trainer.sources import open_curriculum, open_inbox
 from trainer.state import RunState
 from trainer.versions.checkpoint import Checkpoint, CheckpointStore, differences
 from trainer.versions.disk import Disk
@@ -76,8 +76,9 @@ class TrainLoop:
             if await self._begin():
                 await self._ring.board.show("waiting")
                 self._inbox = open_inbox(
-                    self.settings, self.parts, self.state, self._start_id, self._sampled_from, self._foreign.wait
-                )
+                    self.settings, self.parts, self.state, self._start_id, self._sampled_from, self._foreign.wait,
+                    self._curriculum,
+                )  # fmt: skip
                 async with self._inbox:
                     self._ring.mailbox.known(self.state.orders)
                     await self._train()
@@ -198,6 +199,7 @@ class TrainLoop:
             loggers=loggers,
         )
         loggers.begin(settings.folder, anew=settings.resume == "no")
+        self._curriculum = await open_curriculum(settings, self.parts.environment, self.state)
         self._probes = await self._probe_prompts()
         examiner = Examiner(settings, self.parts, self._learner, self._probes, f"{self.state.run}-{self._start_id}")
         self._serving = Serving(settings, self.parts, self._learner, self._publisher, examiner, self.state)
@@ -283,12 +285,13 @@ class TrainLoop:
             raise
         timing.publish_s = time.perf_counter() - started - timing.train_s
         self._count(batch, trained.report, timing)
-        self._inbox.pace_on(state)
+        self._inbox.pace_on(state, batch)
         own, stale = self._inbox.take_dropped()
         state.dropped = [*state.dropped, *own]
         metrics = step_metrics(
             state, batch.groups, trained.report, dropped, timing, lags,
             stale=stale, held_out=self._serving.held_out, gate=failed, source=batch.source,
+            curriculum=self._curriculum.figures() if self._curriculum and batch.source == "prompts" else None,
         )  # fmt: skip
         self._last = metrics
         await self._disk.run(self._metrics.write, metrics)

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import structlog
 
 from shared.training import TrainerState, TrainerStatus, TrainingPoint
+from trainer.curricula.curriculum import CurriculumFigures
 from trainer.learn.batches import Dropped
 from trainer.learn.optimize import StepReport
 from trainer.loggers.loggers import Loggers
@@ -69,6 +70,12 @@ class StepMetrics(msgspec.Struct, frozen=True):
     seconds: float  # since the run began, over all resumes
     indices: tuple[int, ...]  # of the groups of our own prompts that this step consumed
     source: str = "prompts"  # where the batch came from: prompts, live, posted
+    tasks: tuple[int, ...] = ()  # of these groups, where a curriculum has chosen them
+    tasks_solved: float | None = None  # share of all tasks, by what each earned last; None: no curriculum
+    tasks_hopeless: float | None = None
+    tasks_unseen: float | None = None
+    difficulty: float | None = None  # mean place of the batch's tasks among all; None: no curriculum that knows it
+    wanted_difficulty: float | None = None  # of the next ones
 
 
 def updates_per_s(state: RunState) -> float:
@@ -102,6 +109,7 @@ def step_metrics(
     held_out: float | None,
     gate: str,
     source: str = "prompts",
+    curriculum: CurriculumFigures | None = None,
 ) -> StepMetrics:
     """The line of the train step that was just counted in `state`."""
     distances = report.distances
@@ -143,6 +151,7 @@ def step_metrics(
         seconds=state.seconds,
         indices=tuple(group.index for group in batch if group.index >= 0),
         source=source,
+        **({} if curriculum is None else asdict(curriculum)),
     )
 
 

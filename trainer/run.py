@@ -35,7 +35,7 @@ def training_tasks(settings: TrainSettings, scorer: Scorer | None) -> Environmen
     if settings.task in ("jsonl", "gsm8k"):
         if settings.dataset is None:
             raise SetupError(f"task {settings.task!r} needs a dataset")
-        tasks = read_jsonl(settings.dataset, settings.task_count)
+        tasks = read_jsonl(settings.dataset, settings.task_count, settings.difficulty_field())
         return DatasetEnvironment(settings.task, tasks, _needed(scorer), settings.seed, settings.system_prompt)
     return _own(settings, settings.task_options)
 

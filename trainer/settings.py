@@ -14,6 +14,7 @@ from shared.jobs import SamplingOverrides
 from shared.process.settings import JoinSettings
 from shared.rewards.model_kinds import OWN_VARIABLES
 from shared.trajectories import drawing_of
+from trainer.curricula.settings import CurriculumSettings
 from trainer.gate import GateLimits
 from trainer.learn.options import (
     CLIP_RANGES,
@@ -38,7 +39,7 @@ def _no(value: Any) -> Any:
     return "no" if value is False else value
 
 
-class TrainSettings(JoinSettings):
+class TrainSettings(CurriculumSettings, JoinSettings):
     """`mlx_parallm_train`: one per policy."""
 
     is_trainer: ClassVar[bool] = True
@@ -71,7 +72,9 @@ class TrainSettings(JoinSettings):
     seed: int = Field(default=0, description="of tasks, samples and the adapter")
 
     task: str = Field(default="arithmetic", description="arithmetic, jsonl, gsm8k, or an environment: module:Class")
-    task_count: int = Field(default=0, ge=0, description="repeat the same few tasks; 0: all")
+    task_count: int = Field(
+        default=0, ge=0, description="repeat the same few tasks; 0: all, or 1024 where a curriculum needs an end"
+    )
     dataset: Path | None = Field(default=None, description="JSON lines, for jsonl and gsm8k")
     held_out_dataset: Path | None = Field(default=None, description="JSON lines for evaluation")
     reward: str = Field(
@@ -300,6 +303,8 @@ class TrainSettings(JoinSettings):
         if wrong := sorted(self.chat_template_kwargs.keys() & OWN_VARIABLES):
             raise SetupError(f"--chat-template-kwargs: {wrong[0]!r} is not a template variable of its own")
         self._check_tasks()
+        others = "--atropos-url" if self.atropos_url else f"--source {self.source}"
+        self.check_curriculum(self.task, "" if others in ("--source prompts", "--source both") else others)
         check_installed(self.logger)
         try:
             self.optimize_options()
@@ -318,12 +323,12 @@ class TrainSettings(JoinSettings):
             "system_prompt": not scored,
             "task_options": data_set or arithmetic,
             "held_out_options": data_set or arithmetic or self.held_out_dataset is not None,
-            "task_count": not data_set and not arithmetic,
+            "task_count": not data_set and not arithmetic and self.curriculum == "uniform",
         }
         for name in (name for name, useless in unused.items() if useless and getattr(self, name)):
             need = "--task jsonl or gsm8k" if name in _OF_DATA_SETS else "an environment: --task package.module:Class"
             if name == "task_count":
-                need = "--task arithmetic, jsonl or gsm8k"
+                need = "--task arithmetic, jsonl or gsm8k, or a --curriculum"
             raise SetupError(f"--{name.replace('_', '-')} has no use with --task {self.task}: it goes with {need}")
 
     def cautions(self) -> list[str]:
@@ -338,6 +343,11 @@ class TrainSettings(JoinSettings):
             said.append(
                 "top_p, top_k or min_p: the ratio is taken between filtered distributions, and what the filters leave "
                 "out is never learned from"
+            )
+        if self.curriculum != "uniform" and not self.curriculum_floor and not self.evaluate_every:
+            said.append(
+                "curriculum_floor 0 without evaluate_every: nothing compares one version with another, so none is "
+                "taken back for its rewards"
             )
         held_out = self.held_out_dataset or self.held_out_options or self.task == "arithmetic"
         if self.evaluate_every and not held_out:

@@ -20,6 +20,23 @@ class Snapshot:
     optimizer: Moments
 
 
+class DrawnTask(msgspec.Struct, frozen=True, array_like=True):
+    """The task that a curriculum has chosen for a group."""
+
+    task: int
+    evenly: bool  # drawn from all tasks alike: such groups alone compare one version with another
+
+
+class CurriculumBooks(msgspec.Struct, frozen=True):
+    """Where a curriculum is."""
+
+    identity: str  # of the tasks and the curriculum
+    drawn: dict[int, DrawnTask]  # by the index of each pending group
+    seen: bytes  # what tried tasks have earned (`trainer/curricula/pool.py`)
+    kinds: list[tuple[float, float]] = []  # of each kind of tasks: what it has earned, of how many samples
+    wanted: float | None = None  # difficulty, as a place in the task set
+
+
 class RunState(msgspec.Struct):
     """Where the run is.
 
@@ -56,6 +73,7 @@ class RunState(msgspec.Struct):
     trajectories: int = 0
     tokens: int = 0
     seconds: float = 0.0  # of training so far, over all resumes
+    curriculum: CurriculumBooks | None = None
     ring: str = ""  # where it has been trained; "": not known
     base_sha256: str = ""  # of the model that it has been trained on; "": not known
     schema: int = 1

@@ -21,6 +21,7 @@ MEASUREMENTS = {
     "kv_bits": "KV in 8 and 4 bits: rows in the same memory, and decode speed over full precision",
     "speculation": "rows with drafts over rows without, by how often drafts are right",
     "draft_model": "rows with a draft model over rows without: the model itself, and a part of it",
+    "curricula": "train steps to the same held-out reward with a curriculum, over without",
     "epochs": "a job's second epoch over the first one's prompts, with what it wrote remembered over without",
     "transfers": "a leaving worker's long row: the wait for its next token elsewhere, with KV transfer and without",
     "overload": "goodput and first tokens at four times the sustainable rate; slow readers; 1,000 streams",

@@ -10,6 +10,8 @@ from typing import Any
 
 from trainer.rollouts.environments import Observation, Outcome
 
+HARD = 13  # the task whose difficulty is no number
+
 
 class Hazards:
     """Does what the action says."""
@@ -23,7 +25,8 @@ class Hazards:
         if index < 0:
             time.sleep(3600)  # noqa: ASYNC251
         prompt = ({"role": "user", "content": f"task {self._start + index}"},)
-        return Observation(prompt, info={"index": index, "bytes": b"\x00", "tuple": (1, 2)})
+        difficulty: Any = "hard" if index == HARD else index
+        return Observation(prompt, {"index": index, "bytes": b"\x00", "tuple": (1, 2)}, difficulty)
 
     async def step(self, observation: Observation, action: str) -> Outcome:
         if action == "sleep":

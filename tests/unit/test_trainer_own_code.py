@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from shared.errors import SetupError
+from tests.unit.own_code import HARD
 from tests.waiting import wait_until
 from trainer.rollouts import own_code
 from trainer.rollouts.environments import Observation
@@ -32,7 +33,9 @@ async def hasty() -> AsyncIterator[OwnEnvironment]:
 async def test_an_environment_is_what_it_was(hazards: OwnEnvironment) -> None:
     assert hazards.name == "hazards"
     seen = await hazards.reset(3)
-    assert seen.prompt == ({"role": "user", "content": "task 8"},)
+    assert seen.prompt == ({"role": "user", "content": "task 8"},) and seen.difficulty == 3.0
+    with pytest.raises(SetupError, match="the difficulty 'hard', not a number"):
+        await hazards.reset(HARD)
     outcome = await hazards.step(seen, "print")
     assert (outcome.reward, outcome.done, outcome.components) == (3.0, True, {"bytes": 1.0})
     again = await hazards.step(Observation(seen.prompt, outcome.info), "on")

@@ -10,6 +10,7 @@ GROUPS = {
     ),
     "policy": ("loss", "kl", "entropy", "clip_fraction", "grad_norm", "update_rms", "learning_rate"),
     "staleness": ("lag_mean", "lag_max", "dropped", "mismatch", "mismatch_max", "staleness", "staleness_max"),
+    "curriculum": ("tasks_solved", "tasks_hopeless", "tasks_unseen", "difficulty", "wanted_difficulty"),
     "speed": ("tokens", "tokens_per_s", "wait_s", "train_s", "publish_s"),
     "run": ("policy_step", "version"),
 }  # fmt: skip

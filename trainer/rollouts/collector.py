@@ -11,14 +11,17 @@ Invariants.
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import structlog
 
 from shared.errors import ParallmError, SetupError, UnknownAdapterError
+from trainer.curricula.curriculum import Curriculum
 from trainer.rollouts.episodes import Episodes
 from trainer.rollouts.groups import IndexedSource, Lag, RolloutGroup
 from trainer.rollouts.own_code import BlockedError
 from trainer.rollouts.pacing import Pace, StaleWatch
+from trainer.state import CurriculumBooks
 
 log = structlog.get_logger()
 
@@ -39,12 +42,14 @@ class Collector(IndexedSource):
         pending: Sequence[int] = (),
         consumed: int = 0,
         watch: StaleWatch | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
         super().__init__(cursor, consumed)
         self._player = player
         self._watch = watch or StaleWatch()
         self._pace = pace
         self._adapter = adapter
+        self._curriculum = curriculum
         self._again = sorted(pending)
         self._running: dict[int, asyncio.Task[None]] = {}
         self._steps_done = 0
@@ -76,6 +81,16 @@ class Collector(IndexedSource):
         self._watch.used()
         return batch
 
+    def learned(self, batch: Sequence[RolloutGroup]) -> None:
+        """A train step has been made of a batch that was handed out: the curriculum counts its rewards."""
+        if self._curriculum is not None:
+            self._curriculum.learned([group.index for group in batch], [group.rewards for group in batch])
+
+    def discard(self, batch: Sequence[RolloutGroup]) -> None:
+        """A batch that was handed out taught nothing, because its policy is no more."""
+        super().discard(batch)
+        self._forget([group.index for group in batch])
+
     def pace_on(self, steps_done: int) -> None:
         """A train step is done: more groups may start."""
         self._steps_done = steps_done
@@ -85,10 +100,16 @@ class Collector(IndexedSource):
         """Indices that are started and neither consumed nor dropped."""
         return sorted([*self._again, *self._running, *super().pending()])
 
+    def curriculum_books(self) -> CurriculumBooks | None:
+        """Of what chooses the tasks; None when they follow one another."""
+        return None if self._curriculum is None else self._curriculum.books(self.pending())
+
     def _fill(self) -> None:
         accepted = self.consumed + len(self.waiting)
         for _ in range(self._pace.capacity(self._steps_done, accepted, len(self._running))):
             index = self._next_index()
+            if self._curriculum is not None:
+                self._curriculum.draw(index)
             self._running[index] = asyncio.create_task(self._play(index), name=f"group {index}")
 
     def _next_index(self) -> int:
@@ -104,12 +125,10 @@ class Collector(IndexedSource):
                 group = await self._play_until_done(index)
         except TimeoutError:
             log.warning("group.deadline", index=index, seconds=self._pace.group_deadline_s)
-            del self._running[index]
-            self.dropped.append(index)
+            self._give_up(index)
         except BlockedError as error:
             log.warning("group.blocked", index=index, reason=str(error))
-            del self._running[index]
-            self.dropped.append(index)
+            self._give_up(index)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -119,10 +138,21 @@ class Collector(IndexedSource):
             self._failure = error
         else:
             del self._running[index]
-            self.waiting.append(group)
+            judges = self._curriculum is None or self._curriculum.drawn(index).evenly
+            self.waiting.append(group if judges else replace(group, judges=False))
         if self._failure is None:
             self._fill()
         self._changed.set()
+
+    def _give_up(self, index: int) -> None:
+        del self._running[index]
+        self.dropped.append(index)
+        if self._curriculum is not None:
+            self._curriculum.failed(index)
+
+    def _forget(self, indices: Sequence[int]) -> None:
+        if self._curriculum is not None:
+            self._curriculum.dropped(indices)
 
     async def _play_until_done(self, index: int) -> RolloutGroup:
         pause, longest = _BACKOFF_S
@@ -147,4 +177,5 @@ class Collector(IndexedSource):
             log.info("groups.stale", groups=len(stale), bound=self._pace.max_lag)
             self._watch.dropped(old, ages[stale[-1]])
             self.dropped += stale
+            self._forget(stale)
             self.waiting = [group for group in self.waiting if group.index not in stale]

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, cast
 from shared.errors import SetupError
 from shared.jobs import Message
 from shared.seeds import derived_seed
+from trainer.curricula.difficulty import DifficultyField, is_number
 from trainer.tiny.data import Split, arithmetic_prompts
 
 
@@ -27,6 +28,7 @@ class Observation:
 
     prompt: str | tuple[Message, ...]
     info: Any = None
+    difficulty: float | None = None  # of the task, on any scale, for `--curriculum difficulty`
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,12 @@ class ArithmeticEnvironment:
     name = "arithmetic"
 
     def __init__(self, seed: int = 0, split: Split = "train", count: int = 0) -> None:
-        self._seed, self._split, self._count = seed, split, count
+        self._seed, self._split, self.count = seed, split, count
 
     async def reset(self, index: int) -> Observation:
         """An addition as a user asks it."""
-        if self._count:
-            index %= self._count
+        if self.count:
+            index %= self.count
         (task,) = arithmetic_prompts(1, derived_seed(self._seed, self._split, index), self._split)
         return Observation(({"role": "user", "content": task.question},), info=task.answer)
 
@@ -85,6 +87,7 @@ class Task:
 
     prompt: str | tuple[Message, ...]
     reference: Any
+    difficulty: float | None = None
 
 
 class DatasetEnvironment:
@@ -93,7 +96,7 @@ class DatasetEnvironment:
     def __init__(self, name: str, tasks: list[Task], scorer: Scorer, seed: int = 0, system_prompt: str = "") -> None:
         if not tasks:
             raise SetupError(f"{name}: the data set is empty")
-        self.name = name
+        self.name, self.count = name, len(tasks)
         self._tasks, self._scorer, self._seed = tasks, scorer, seed
         self._system = (_message("system", system_prompt),) if system_prompt else ()
         self._orders: dict[int, list[int]] = {}
@@ -106,8 +109,8 @@ class DatasetEnvironment:
             self._orders = {epoch: order}
         task = self._tasks[self._orders[epoch][place]]
         if self._system and not isinstance(task.prompt, str):
-            return Observation((*self._system, *task.prompt), info=task.reference)
-        return Observation(task.prompt, info=task.reference)
+            return Observation((*self._system, *task.prompt), task.reference, task.difficulty)
+        return Observation(task.prompt, task.reference, task.difficulty)
 
     async def step(self, observation: Observation, action: str) -> Outcome:
         """Score the reply."""
@@ -115,8 +118,11 @@ class DatasetEnvironment:
         return Outcome(value, components=components)
 
 
-def read_jsonl(path: Path, limit: int = 0) -> list[Task]:
-    """Tasks from JSON lines: `prompt` (text or messages), or `question` as in GSM8K; `reference`, or `answer`."""
+def read_jsonl(path: Path, limit: int = 0, difficulty: DifficultyField | None = None) -> list[Task]:
+    """Tasks from JSON lines: `prompt` (text or messages), or `question` as in GSM8K; `reference`, or `answer`.
+
+    With `difficulty` each line has to say how hard its task is.
+    """
     if not path.is_file():
         raise SetupError(f"no data set {path}")
     tasks: list[Task] = []
@@ -125,7 +131,7 @@ def read_jsonl(path: Path, limit: int = 0) -> list[Task]:
             if not line.strip():
                 continue
             try:
-                tasks.append(_task(json.loads(line.decode())))
+                tasks.append(_task(json.loads(line.decode()), difficulty))
             except ValueError as error:
                 raise SetupError(f"{path}, line {number}: {error}") from error
             if limit and len(tasks) == limit:
@@ -166,6 +172,8 @@ def is_observation(name: str, given: object) -> Observation:
     if not isinstance(given, Observation):
         said = f"`reset` gave {given!r:.80}, not a trainer.rollouts.environments.Observation"
         raise SetupError(f"environment {name!r}: {said}")
+    if given.difficulty is not None and not is_number(given.difficulty):
+        raise SetupError(f"environment {name!r}: `reset` gave the difficulty {given.difficulty!r:.80}, not a number")
     return given
 
 
@@ -177,7 +185,7 @@ def is_outcome(name: str, given: object) -> Outcome:
     return given
 
 
-def _task(line: Any) -> Task:
+def _task(line: Any, difficulty: DifficultyField | None) -> Task:
     """ValueError that names the field."""
     if not isinstance(line, dict):
         raise ValueError(f'a task is an object such as {{"prompt": ..., "reference": ...}}, not {line!r:.80}')
@@ -190,11 +198,12 @@ def _task(line: Any) -> Task:
         if not isinstance(prompt, str):
             raise ValueError("`question` is not a text")
         prompt = [_message("user", prompt)]
+    hardness = difficulty.read(line) if difficulty is not None else None
     if isinstance(prompt, str):
-        return Task(prompt, reference)
+        return Task(prompt, reference, hardness)
     if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) and "role" in m for m in prompt):
         raise ValueError(f"`{field}` is neither a text nor a list of messages")
-    return Task(tuple(prompt), reference)
+    return Task(tuple(prompt), reference, hardness)
 
 
 def _message(role: Literal["user", "assistant", "tool", "system"], content: str) -> Message:

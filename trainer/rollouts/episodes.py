@@ -10,6 +10,7 @@ from shared.errors import SetupError
 from shared.jobs import SamplingOverrides
 from shared.seeds import derived_seed
 from shared.trajectories import Reward, Trajectory
+from trainer.curricula.curriculum import Curriculum
 from trainer.rollouts.conversation import ChatEncoder, joined
 from trainer.rollouts.environments import Environment, Observation, Outcome, is_observation, is_outcome
 from trainer.rollouts.groups import RolloutGroup, RolloutRequest, RolloutSource
@@ -36,18 +37,22 @@ class Episodes:
     environment: Environment
     conversation: ChatEncoder
     options: EpisodeOptions
+    curriculum: Curriculum | None = None  # None: group k is of task k
 
     async def play(self, index: int, adapter: str) -> RolloutGroup:
-        """The finished group of task `index`; a sample whose reward failed carries the error and no value."""
-        options = self.options
-        observation = is_observation(self.environment.name, await self.environment.reset(index))
+        """The finished group `index`; a sample whose reward failed carries the error and no value."""
+        options, task = self.options, index
+        metadata = {"environment": self.environment.name, "index": index}
+        if self.curriculum is not None:
+            metadata["task"] = task = self.curriculum.drawn(index).task
+        observation = is_observation(self.environment.name, await self.environment.reset(task))
         request = RolloutRequest(
             id=f"{options.run}-{index}",
             prompt_ids=self.conversation.prompt_ids(observation),
             n=options.group_size,
             sampling=self._seeded(index),
             adapter=adapter,
-            metadata={"environment": self.environment.name, "index": index},
+            metadata=metadata,
             has_next_turn=options.max_turns > 1,
         )
         sampled = await self.source.generate(request)

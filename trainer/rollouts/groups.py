@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self
 
 from shared.jobs import SamplingOverrides
 from shared.trajectories import Trajectory
+from trainer.state import CurriculumBooks
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class RolloutGroup:
     trajectories: tuple[Trajectory, ...]
     pool: str = ""  # single samples of one pool share a baseline: the mean of their rewards in the train step
     advantages: tuple[float | None, ...] = ()  # one a trajectory, where the user has given them
+    judges: bool = True  # its reward may be compared with other versions'; not where its task was chosen for its reward
 
     @property
     def rewards(self) -> list[float]:
@@ -79,6 +81,10 @@ class IndexedSource(ABC):
     async def next_batch(self, steps_done: int, lag: Lag) -> list[RolloutGroup]:
         """Wait for a batch; may be cancelled without loss."""
 
+    def learned(self, batch: Sequence[RolloutGroup]) -> None:
+        """A train step has been made of a batch that was handed out; most sources need not know."""
+        return
+
     @abstractmethod
     def pace_on(self, steps_done: int) -> None:
         """A train step is done: more groups may start."""
@@ -96,6 +102,10 @@ class IndexedSource(ABC):
     def pending(self) -> list[int]:
         """Indices that are started and neither consumed nor dropped."""
         return [group.index for group in self.waiting]
+
+    def curriculum_books(self) -> CurriculumBooks | None:
+        """Of what chooses the tasks; None when they follow one another."""
+        return None
 
     def take_dropped(self) -> list[int]:
         """Indices dropped since the last call."""

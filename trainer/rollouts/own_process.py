@@ -17,6 +17,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Coroutine, Generator
+from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,9 @@ class OwnObject:
         what = call.what
         if isinstance(what, Reset):
             observation = is_observation(self.name, await self._environment.reset(what.index))
-            return Answer(call.number, observation=Observation(observation.prompt, self._packed(observation.info)))
+            difficulty = None if observation.difficulty is None else float(observation.difficulty)
+            plain = replace(observation, info=self._packed(observation.info), difficulty=difficulty)
+            return Answer(call.number, observation=plain)
         if isinstance(what, Score):
             return Answer(call.number, outcome=await self._score(what))
         info = None if what.observation.info is None else _unpacked(what.observation.info)

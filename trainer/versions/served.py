@@ -162,10 +162,13 @@ class Serving:
         return ""
 
     async def judge(self, batch: Batch) -> bool:
-        """Judge the versions that sampled this batch; True when rewards have collapsed and an older one is served."""
+        """Judge the versions that sampled this batch; True when rewards have collapsed and an older one is served.
+
+        A curriculum's own choice judges nobody: harder tasks earn less, by whatever version.
+        """
         earned: dict[tuple[str, int], list[float]] = {}
         for group in batch.groups:
-            if group.rewards and (version := self._sampled_by(group)):
+            if group.rewards and group.judges and (version := self._sampled_by(group)):
                 earned.setdefault((tasks_of(group, batch), version), []).append(float(np.mean(group.rewards)))
         for (tasks, version), means in sorted(earned.items()):
             watch = self._watch(tasks)

@@ -1,0 +1,94 @@
+"""The settings of a curriculum: part of those of `mlx_parallm_train`."""
+
+from pydantic import BaseModel, Field
+
+from shared.errors import SetupError
+from trainer.curricula.difficulty import DifficultyField
+from trainer.curricula.options import CurriculumName, CurriculumOptions
+
+_OF_CURRICULA = ("curriculum_floor", "curriculum_target", "curriculum_hopeless", "curriculum_solved")
+_BY_DIFFICULTY = ("curriculum_pace",)
+_OF_FIELDS = ("curriculum_field", "curriculum_levels")
+
+
+class CurriculumSettings(BaseModel):
+    """Which tasks a run learns from."""
+
+    curriculum: CurriculumName = Field(
+        default="uniform",
+        description="which tasks to learn from: all alike; by reward, those that are neither solved nor hopeless; by "
+        "difficulty, harder ones as rewards rise",
+    )
+    curriculum_floor: float = Field(
+        default=0.1, ge=0, le=1, description="share of groups whose task is drawn evenly from all"
+    )
+    curriculum_target: float = Field(
+        default=0.5, ge=0.05, le=0.95, description="mean reward of the tasks to learn from; 0: hopeless, 1: solved"
+    )
+    curriculum_hopeless: float = Field(default=0.0, description="mean reward of a task that is never solved")
+    curriculum_solved: float = Field(default=1.0, description="mean reward of a task that always is")
+    curriculum_pace: float = Field(
+        default=0.05, gt=0, le=1, description="part of the task set by which a train step may move the difficulty"
+    )
+    curriculum_field: str = Field(
+        default="",
+        description="of a data set's lines, or of their metadata, that says how hard the task is; by reward, tasks "
+        "alike in it are expected to earn alike; default: none by reward, difficulty by difficulty",
+    )
+    curriculum_levels: tuple[str, ...] = Field(
+        default=(), description="its values where they are no numbers, the easiest first"
+    )
+
+    def curriculum_options(self, seed: int) -> CurriculumOptions:
+        """How tasks are chosen."""
+        return CurriculumOptions(
+            self.curriculum,
+            self.curriculum_floor,
+            self.curriculum_target,
+            self.curriculum_hopeless,
+            self.curriculum_solved,
+            self.curriculum_pace,
+            seed,
+        )
+
+    def difficulty_field(self) -> DifficultyField | None:
+        """What the lines of the data set must have."""
+        by_field = self.curriculum == "difficulty" or self.curriculum_field
+        return DifficultyField(self.curriculum_field or "difficulty", self.curriculum_levels) if by_field else None
+
+    def check_curriculum(self, task: str, others: str) -> None:
+        """SetupError when settings contradict each other. `others`: who chooses the tasks in place of this run."""
+        fields = CurriculumSettings.model_fields
+        given = [
+            name
+            for name in (*_OF_CURRICULA, *_OF_FIELDS, *_BY_DIFFICULTY)
+            if getattr(self, name) != fields[name].default
+        ]
+        if self.curriculum == "uniform" and given:
+            flag = "difficulty" if given[0] in _BY_DIFFICULTY else "reward or difficulty"
+            raise SetupError(f"{_flag(given[0])} has no use without --curriculum {flag}")
+        if self.curriculum == "reward" and given and given[-1] in _BY_DIFFICULTY:
+            raise SetupError(f"{_flag(given[-1])} has no use without --curriculum difficulty")
+        if self.curriculum == "reward" and self.curriculum_levels and not self.curriculum_field:
+            raise SetupError("--curriculum-levels goes with a --curriculum-field")
+        self._check_difficulty(task)
+        if self.curriculum != "uniform" and others:
+            raise SetupError(f"--curriculum chooses among the run's own tasks: with {others} others do")
+        if self.curriculum_hopeless >= self.curriculum_solved:
+            bounds = f"{self.curriculum_hopeless:g} has to be below --curriculum-solved {self.curriculum_solved:g}"
+            raise SetupError(f"--curriculum-hopeless {bounds}")
+
+    def _check_difficulty(self, task: str) -> None:
+        if task == "arithmetic" and self.difficulty_field() is not None:
+            raise SetupError("the sums of --task arithmetic have no difficulty to choose by: give a data set")
+        if ":" in task and (self.curriculum_levels or self.curriculum_field):
+            raise SetupError(
+                "--curriculum-field and --curriculum-levels are of data sets: an environment's `reset` gives "
+                "`Observation(difficulty=...)`"
+            )
+        if len(set(self.curriculum_levels)) < len(self.curriculum_levels):
+            raise SetupError("--curriculum-levels names a level twice")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
