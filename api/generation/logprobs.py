@@ -32,7 +32,7 @@ class TextLogprobs(msgspec.Struct):
     text_offset: list[int] = []
     token_logprobs: list[float | None] = []
     tokens: list[str] = []
-    top_logprobs: list[Any] | None = None  # of each token a dict of name -> log-probability
+    top_logprobs: list[Any] = []  # of each token a dict of name -> log-probability, the drawn one's at least
 
 
 class TokenNames:
@@ -133,9 +133,8 @@ class TextOffsets:
                 built.text_offset.append(self._offset)
                 built.tokens.append(self._names.name(token))
                 built.token_logprobs.append(None if logprob is None else floored(logprob))
-                if built.top_logprobs is not None:
-                    top = tops[i][: self._top] if tops else ()
-                    built.top_logprobs.append(None if logprob is None else self._names.top(top, token, logprob))
+                top = tops[i][: self._top] if tops else ()
+                built.top_logprobs.append(None if logprob is None else self._names.top(top, token, logprob))
             self._offset += len(self._stream.push([token]))
 
 

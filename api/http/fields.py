@@ -151,14 +151,18 @@ def _logit_bias(value: Any) -> Any:
         raise complaint("", "an object of token id to bias")
     if len(value) > MAX_BIASES:
         raise complaint("", f"at most {MAX_BIASES} tokens")
-    return {_bias_token(token): _bias_amount(token, amount) for token, amount in value.items()}
+    if wrong := [str(token)[:40] for token in value if not _is_token(token)]:
+        more = " and more" if len(wrong) > 8 else ""
+        raise complaint("", f"not a token id: {', '.join(map(repr, wrong[:8]))}{more}")
+    return {int(token): _bias_amount(token, amount) for token, amount in value.items()}
 
 
-def _bias_token(token: Any) -> int:
+def _is_token(key: Any) -> bool:
     try:
-        return int(token)
+        int(key)
     except (TypeError, ValueError):
-        raise complaint("", f"key {str(token)[:40]!r} is not a token id") from None
+        return False
+    return True
 
 
 def _bias_amount(token: Any, amount: Any) -> float:

@@ -118,7 +118,7 @@ class ChunkWriter:
 
 def text_logprobs(plan: ReplyPlan, offsets: TextOffsets, index: int, delta: Delta) -> TextLogprobs:
     """The legacy form of what is new, behind the echoed prompt's when the choice begins with one."""
-    prompt, built = index // plan.n, TextLogprobs(top_logprobs=[] if plan.logprobs else None)
+    prompt, built = index // plan.n, TextLogprobs()
     if plan.echo and delta.prompt_logprobs is not None:
         ids = plan.prompts[prompt]
         offsets.add(built, ids, delta.prompt_logprobs, delta.prompt_top_logprobs, 0 if delta.first else len(ids))

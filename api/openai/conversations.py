@@ -111,9 +111,9 @@ def _reasoning(codec: TextCodec, body: ChatFields, prompt: str) -> tuple[tuple[s
     return marks, thinking
 
 
-async def encoded_chat(codec: TextCodec, body: ChatFields) -> list[int]:
+async def encoded_chat(codec: TextCodec, body: ChatFields, tools: ToolUse | None) -> list[int]:
     """Ids of a chat through the model's template."""
-    return (await _encoded(codec, body, None, {}))[1]
+    return (await _encoded(codec, body, tools, {}))[1]
 
 
 async def _encoded(

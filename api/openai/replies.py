@@ -164,8 +164,7 @@ def _text_choice(plan: ReplyPlan, codec: TextCodec, index: int, delta: Delta) ->
     prompt, shown = index // plan.n, None
     if plan.logprobs is not None:
         shown = text_logprobs(plan, TextOffsets.of(plan, codec), index, delta)
-        if shown.top_logprobs is not None:
-            shown.top_logprobs = in_parts(shown.top_logprobs)
+        shown.top_logprobs = in_parts(shown.top_logprobs)
     text = plan.echo[prompt] + delta.text if plan.echo else delta.text
     choice: dict[str, Any] = {"index": index, "text": text, "logprobs": shown}
     if plan.token_ids:

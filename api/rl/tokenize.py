@@ -16,6 +16,7 @@ from api.http.errors import error_responses
 from api.http.fields import Off, RequestModel, complaint
 from api.openai.bodies import ChatFields, ChatMessage
 from api.openai.conversations import encoded_chat
+from api.openai.tools import Tools, ToolUse
 from api.ring.ring import TheRing
 from api.ring.room import LARGE_CHARS, aside
 from shared.sequences import vocabulary_error
@@ -28,7 +29,6 @@ class TokenizeRequest(ChatFields):
     """Text, or a chat that goes through the model's template."""
 
     off: ClassVar[Off] = {
-        "tools": ([],),
         "chat_template": (),
         "mm_processor_kwargs": (),
     }
@@ -36,6 +36,7 @@ class TokenizeRequest(ChatFields):
     model: str | None = Field(default=None, description="may be left out when only one model is served")
     prompt: str | None = None
     messages: list[ChatMessage] = Field(default_factory=list)
+    tools: Tools | None = Field(default=None, description="of a chat: the template shows them as for an answer")
     return_token_strs: bool | None = Field(
         default=False, description="adds `token_strs`, as the vocabulary spells them"
     )
@@ -44,6 +45,8 @@ class TokenizeRequest(ChatFields):
     def _one_input(self) -> "TokenizeRequest":
         if (self.prompt is None) == (not self.messages):
             raise complaint("prompt", "give exactly one of 'prompt' and 'messages'")
+        if self.tools and not self.messages:
+            raise complaint("tools", "'tools' needs 'messages'")
         return self
 
 
@@ -100,7 +103,7 @@ async def tokenize(body: TokenizeRequest, ring: TheRing) -> Response:
     if body.prompt is not None:
         (tokens,) = await encoded(codec, [body.prompt], body.add_special_tokens is not False)
     else:
-        tokens = await encoded_chat(codec, body)
+        tokens = await encoded_chat(codec, body, ToolUse.of(body.tools, None, None))
     named = codec if body.return_token_strs else None
     if len(tokens) > LARGE_CHARS:
         shown = await aside(_shown, tokens, target.card.context_length, named)

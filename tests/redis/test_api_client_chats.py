@@ -85,6 +85,16 @@ async def test_a_continued_message_may_end_inside_reasoning(
     assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
 
 
+async def test_a_chat_is_counted_with_its_tools(server: Api, worker: ScriptedWorker) -> None:
+    body = {"messages": HELLO, "tools": TOOLS}
+    await server.post("/v1/chat/completions", body)
+    counted = (await server.post("/tokenize", body)).json()
+    assert codec().decode(counted["tokens"]) == prompt(worker)
+    assert counted["tokens"] == list(worker.specs[-1].prompt_ids)
+    refused = (await server.post("/tokenize", {"prompt": "hi", "tools": TOOLS})).json()["error"]
+    assert refused["param"] == "tools"
+
+
 async def test_allowed_tools_are_those_that_the_model_is_told_of(server: Api, worker: ScriptedWorker) -> None:
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "clock"}}]}
     body = {"messages": HELLO, "tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}

@@ -106,6 +106,10 @@ async def test_masks_and_named_log_probabilities_reach_the_worker(server: Api, w
     assert sampling.allowed_token_ids == tuple(sorted(wanted))
     assert (sampling.logprob_token_ids, sampling.top_logprobs) == (tuple(wanted), 0)
     assert answer["choices"][0]["logprobs"]["top_logprobs"][0] == {"h": -0.25}
+    none = {"prompt": "say", "logprobs": 0}  # but the drawn token's
+    async with server.stream("/v1/completions", {**none, "stream": True}) as events:
+        for shown in ((await events.all())[0], (await server.post("/v1/completions", none)).json()):
+            assert shown["choices"][0]["logprobs"]["top_logprobs"][0] == {"h": -0.25}
     await server.post("/v1/chat/completions", {"messages": HELLO, "bad_words": ["no", " never"]})
     assert worker.specs[-1].sampling.bad_words == tuple(tuple(ids(text)) for text in ("no", " no", " never"))
     body = {"token_ids": ids("say"), "sampling_params": {"bad_words": ["x"], "allowed_token_ids": None}}

@@ -174,7 +174,12 @@ def test_the_same_parameters_with_values_that_mean_off_are_accepted() -> None:
 
 @pytest.mark.parametrize(
     ("bias", "said"),
-    [({"5": 1, "cat": 1}, "'cat' is not a token id"), ({"5": "x"}, "key '5' is not"), ({"7": 101}, "key '7' lies")],
+    [
+        ({"5": 1, "cat": 1, "dog": "x"}, "not a token id: 'cat', 'dog'"),
+        ({f"x{i}": 1 for i in range(9)}, "'x7' and more"),
+        ({"5": "x"}, "key '5' is not"),
+        ({"7": 101}, "key '7' lies"),
+    ],
 )
 def test_a_bad_bias_is_named(bias: dict[str, Any], said: str) -> None:
     error = refusal(ChatCompletionRequest, {"messages": HELLO, "logit_bias": bias})
