@@ -8,6 +8,7 @@ Nothing here imports MLX or FastAPI, so every process can import all of it. Read
     jobs.py          a job that is submitted and polled
     trajectories.py  what a rollout leaves behind
     adapters.py      an adapter version
+    heads.py         small networks on hidden states
     training.py      what a trainer tells, is asked and answers
     errors.py        every error, with its HTTP status
     owners.py        whose a thing is

@@ -19,6 +19,7 @@ import mlx_lm.utils
 from shared.errors import SetupError
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
+from worker.engine.heads.head import Heads
 from worker.engine.kv.cuda import attention as cuda_attention
 from worker.engine.kv.kinds import window_of
 from worker.engine.kv.layout import KvLayout, layout_of
@@ -26,6 +27,7 @@ from worker.engine.messages import EngineConfig
 from worker.engine.model import cuda_graphs
 from worker.engine.model.batching import check_batch
 from worker.engine.model.draft import DraftModel, check_tokenizer
+from worker.engine.model.pooling import hidden_size
 from worker.engine.model.sites import module_shapes
 from worker.engine.scheduler import DraftKv
 
@@ -48,6 +50,7 @@ class LoadedModel:
     kv_limit_bytes: int
     kv: KvLayout = field(default_factory=KvLayout)
     draft: DraftModel | None = None
+    heads: Heads = field(default_factory=dict)  # of its own
 
     @property
     def draft_kv(self) -> DraftKv:
@@ -80,6 +83,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         created=int(time.time()),
         modules=module_shapes(model),
         sources=(config.model,),
+        hidden_size=hidden_size(model),
     )
     draft = _draft_model(config, bundle)
     limit = config.kv_limit_bytes or free_bytes() // 2
