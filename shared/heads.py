@@ -71,23 +71,14 @@ def check_heads(heads: Heads) -> None:
 def choose(heads: Heads, kind: HeadKind, name: str = "", *, usual: str = "") -> str:
     """The name of the head that is meant: `name`, else the one that is called `usual`, else the only one of its kind.
 
-    "" when there is none of that kind; InvalidRequestError when the named one is of another kind or is not there, or
-    when it is not clear which is meant.
+    "" when there is none; InvalidRequestError when it is not clear which is meant.
     """
     fitting = sorted(head for head, spec in heads.items() if spec.kind == kind)
     if name:
-        if name in fitting:
-            return name
-        there = f"it is of kind '{heads[name].kind}'" if name in heads else f"there are {shown(heads)}"
-        raise InvalidRequestError(f"no head {name!r} of kind '{kind}': {there}", param="head")
+        return name if name in fitting else ""
     if usual in fitting or len(fitting) < 2:
         return usual if usual in fitting else "".join(fitting)
     raise InvalidRequestError(f"several heads of kind '{kind}': name one of {', '.join(fitting)}", param="head")
-
-
-def shown(heads: Heads) -> str:
-    """Names and kinds, for people."""
-    return ", ".join(f"{name} ({spec.kind})" for name, spec in sorted(heads.items())) or "none"
 
 
 def _check_labels(labels: tuple[str, ...]) -> None:

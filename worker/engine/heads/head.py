@@ -16,7 +16,7 @@ import numpy as np
 from shared.errors import AdapterRejectedError
 from shared.heads import Activation, HeadSpec
 
-Tensors = Mapping[str, mx.array]
+Tensors = dict[str, mx.array]
 
 _ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
     "gelu": nn.gelu,
@@ -27,7 +27,9 @@ _ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
+    """Weights [outputs, inputs], and a bias."""
+
     weight_OI: mx.array
     bias_O: mx.array | None
 
@@ -41,8 +43,8 @@ class Head:
     """In memory, evaluated."""
 
     spec: HeadSpec
-    output: _Layer
-    hidden: _Layer | None = None
+    output: Layer
+    hidden: Layer | None = None
 
     def __call__(self, state_H: mx.array) -> bytes:
         """Its outputs: fp32, little-endian."""
@@ -63,14 +65,15 @@ def read_heads(owner: str, specs: Mapping[str, HeadSpec], file: Path, hidden_siz
         if spec.inputs != hidden_size:
             states = f"hidden states of {hidden_size} numbers" if hidden_size else "no hidden states that it shows"
             raise AdapterRejectedError(f"{owner}: head {name!r} reads {spec.inputs} numbers; this model has {states}")
-        hidden = _layer(tensors, f"heads.{name}.hidden") if spec.hidden else None
-        heads[name] = Head(spec, _layer(tensors, f"heads.{name}"), hidden)
+        hidden = layer(tensors, f"heads.{name}.hidden") if spec.hidden else None
+        heads[name] = Head(spec, layer(tensors, f"heads.{name}"), hidden)
     return heads
 
 
-def _layer(tensors: Tensors, path: str) -> _Layer:
+def layer(tensors: Tensors, path: str) -> Layer:
+    """The tensors `PATH.weight` and, if there is one, `PATH.bias`, evaluated in fp32."""
     bias = tensors.get(f"{path}.bias")
     weight_OI = tensors[f"{path}.weight"].astype(mx.float32)
     bias_O = None if bias is None else bias.astype(mx.float32)
     mx.eval([weight_OI, *([] if bias_O is None else [bias_O])])
-    return _Layer(weight_OI, bias_O)
+    return Layer(weight_OI, bias_O)

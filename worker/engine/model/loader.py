@@ -19,6 +19,7 @@ import mlx_lm.utils
 from shared.errors import SetupError
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
+from worker.engine.heads.classifier import Classifier, is_classifier
 from worker.engine.heads.head import Heads
 from worker.engine.kv.cuda import attention as cuda_attention
 from worker.engine.kv.kinds import window_of
@@ -63,7 +64,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     cuda_graphs.prepare()
     cuda_attention.install()
     path = _find(config.model)
-    model, bundle, model_config = _read(path, config)
+    model, bundle, model_config, heads = _read(path, config)
     context = _context_length(model_config, config.max_context)
     bound = config.max_kv_size if config.max_kv_size < context else 0  # a longer row is refused in any case
     kv = layout_of(model, config.kv_bits, config.kv_group_size, bound)
@@ -84,23 +85,32 @@ def load_model(config: EngineConfig) -> LoadedModel:
         modules=module_shapes(model),
         sources=(config.model,),
         hidden_size=hidden_size(model),
+        heads={name: head.spec for name, head in heads.items()},
     )
     draft = _draft_model(config, bundle)
     limit = config.kv_limit_bytes or free_bytes() // 2
-    return LoadedModel(card, bundle, model, model_config, path, limit, kv, draft)
+    return LoadedModel(card, bundle, model, model_config, path, limit, kv, draft, heads)
 
 
-def _read(path: Path, config: EngineConfig) -> tuple[Any, TokenizerBundle, dict[str, Any]]:
-    """The module with its weights in memory, its tokenizer and its config.json."""
+def _read(path: Path, config: EngineConfig) -> tuple[Any, TokenizerBundle, dict[str, Any], Heads]:
+    """The module with its weights in memory, its tokenizer, its config.json, and its own heads."""
+    heads: Heads = {}
     try:
-        model, tokenizer, model_config = mlx_lm.utils.load(
-            str(path), return_config=True, trust_remote_code=config.trust_remote_code
-        )
+        described = mlx_lm.utils.load_config(path)
+        if is_classifier(described):
+            classifier = Classifier(described)
+            model, model_config = classifier.load(path)
+            heads = classifier.heads(hidden_size(model))
+        else:
+            model, model_config = mlx_lm.utils.load_model(path, trust_remote_code=config.trust_remote_code)
+        tokenizer = mlx_lm.utils.load_tokenizer(path, eos_token_ids=model_config.get("eos_token_id"))
+    except SetupError as error:
+        raise SetupError(f"cannot load the model at {path}: {error}") from error
     except Exception as error:
         raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
     _set_dtype(model, config.dtype)
     mx.eval(model.parameters())
-    return model, export_tokenizer(tokenizer), model_config
+    return model, export_tokenizer(tokenizer), model_config, heads
 
 
 def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | None:
@@ -109,7 +119,7 @@ def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | 
         return None
     name = config.speculation.draft_model
     try:
-        model, its_bundle, its_config = _read(_find(name), config)
+        model, its_bundle, its_config, _ = _read(_find(name), config)
         check_tokenizer(bundle, its_bundle)
         check_batch(model, config.max_rows)
         kv = KvLayout()
