@@ -13,5 +13,5 @@ Read `loop.py` first. Then `rollouts/` (samples and their rewards), `learn/` (th
 with MLX), `versions/` (gate, publish, checkpoints) and `ring/` (how all of it reaches the ring). `settings.py` has the
 flags, `orders.py` what users ask, `metrics.py` what a run reports, `loggers/` the boards that others draw of it,
 `stopping.py` signals, `warm_up.py` the train steps before a hosted trainer is ready. `recipes/` holds settings, `tiny/`
-makes our own small model.
+makes our own small model. `heads/` is another kind of run: a head that learns from preferences (`--mode reward`).
 """

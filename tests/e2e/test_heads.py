@@ -248,6 +248,71 @@ def test_heads_alone_are_a_version_and_new_weights_come_without_a_description(ht
     assert (shown["kind"], shown["heads"]["topic"]["labels"], shown["heads"]["value"]["inputs"]) == ("head", LABELS, H)
 
 
+def trained(served: Ring, folder: Path, *arguments: str) -> Process:
+    return Process.start(
+        "trainer", "--connect-to", served.url, "--model", f"models/{MODEL}", "--mode", "reward", "--run-dir",
+        str(folder), "--log-json", "true", *arguments,
+    )  # fmt: skip
+
+
+def test_a_reward_model_is_trained_gated_resumed_and_learned_from(
+    http: httpx.Client, served: Ring, tmp_path: Path
+) -> None:
+    """Answers that begin with a nine are preferred to those that begin with a one."""
+    pairs = [{"prompt": f"{at}+3=", "chosen": f"9{at % 7}", "rejected": f"1{at % 5}"} for at in range(60)]
+    data, tasks = tmp_path / "pairs.jsonl", tmp_path / "tasks.jsonl"
+    data.write_text("".join(map("{}\n".format, map(json.dumps, pairs))))
+    tasks.write_text("".join(json.dumps({"prompt": f"{at}+3="}) + "\n" for at in range(8)))
+    fields = (
+        "--dataset", str(data), "--adapter", "preference", "--prompts-per-step", "8", "--learning-rate", "3e-3",
+        "--head-learning-rate", "3e-2", "--lora-rank", "4", "--evaluate-every", "6",
+    )  # fmt: skip
+    for steps in (6, 12):  # the second one goes on where the first one has ended
+        trainer = trained(served, tmp_path, *fields, "--steps", str(steps))
+        try:
+            assert trainer.wait(120) == 0, trainer.output
+        finally:
+            trainer.stop()
+    lines = [json.loads(line) for line in (tmp_path / "preference" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 13)) and lines[-1]["held_out"] >= 0.9
+    described = http.get("/v1/adapters/preference").json()
+    assert (described["latest"], described["versions"][-1]["heads"]["reward"]["kind"]) == (2, "scalar")
+    assert {check["name"] for check in described["versions"][-1]["gate"]} >= {"reload_parity", "reward_floor"}
+    good, bad = score(http, model="preference@2", completions=["92", "12"], prompts="77+3=")
+    assert good["score"] > bad["score"]
+
+    policy = Process.start(
+        "trainer", "--connect-to", served.url, "--model", f"models/{MODEL}", "--run-dir", str(tmp_path),
+        "--log-json", "true", "--task", "jsonl", "--dataset", str(tasks), "--reward", "model", "--reward-options",
+        '{"model": "preference@2"}', "--steps", "2", "--prompts-per-step", "4", "--max-tokens", "4", "--adapter", "taught",
+    )  # fmt: skip
+    try:
+        assert policy.wait(120) == 0, policy.output
+    finally:
+        policy.stop()
+    assert http.get("/v1/adapters/taught").json()["latest"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ((), "--mode reward needs a --dataset"),
+        (("--dataset", "nothing.jsonl"), "no data set nothing.jsonl"),
+        (("--dataset", "x.jsonl", "--group-size", "4"), "--group-size has no use with --mode reward"),
+        (("--dataset", "x.jsonl", "--head", "My Head"), "--head: 'My Head'"),
+        (("--mode", "rl", "--head-only", "true"), "--head-only goes with --mode reward"),
+    ],
+)
+def test_a_run_that_cannot_be_meant_is_refused(
+    served: Ring, tmp_path: Path, arguments: tuple[str, ...], word: str
+) -> None:
+    trainer = trained(served, tmp_path, *arguments)
+    try:
+        assert trainer.wait(60) == 2 and word in trainer.output
+    finally:
+        trainer.stop()
+
+
 def test_a_classifier_of_hugging_face_is_served_beside_the_model(
     http: httpx.Client, served: Ring, tmp_path: Path
 ) -> None:
