@@ -284,33 +284,14 @@ def test_a_reward_model_is_trained_gated_resumed_and_learned_from(
     policy = Process.start(
         "trainer", "--connect-to", served.url, "--model", f"models/{MODEL}", "--run-dir", str(tmp_path),
         "--log-json", "true", "--task", "jsonl", "--dataset", str(tasks), "--reward", "model", "--reward-options",
-        '{"model": "preference@2"}', "--steps", "2", "--prompts-per-step", "4", "--max-tokens", "4", "--adapter", "taught",
+        '{"model": "preference@2"}', "--steps", "1", "--prompts-per-step", "4", "--max-tokens", "4", "--adapter",
+        "taught",
     )  # fmt: skip
     try:
         assert policy.wait(120) == 0, policy.output
     finally:
         policy.stop()
     assert http.get("/v1/adapters/taught").json()["latest"] >= 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        ((), "--mode reward needs a --dataset"),
-        (("--dataset", "nothing.jsonl"), "no data set nothing.jsonl"),
-        (("--dataset", "x.jsonl", "--group-size", "4"), "--group-size has no use with --mode reward"),
-        (("--dataset", "x.jsonl", "--head", "My Head"), "--head: 'My Head'"),
-        (("--mode", "rl", "--head-only", "true"), "--head-only goes with --mode reward"),
-    ],
-)
-def test_a_run_that_cannot_be_meant_is_refused(
-    served: Ring, tmp_path: Path, arguments: tuple[str, ...], word: str
-) -> None:
-    trainer = trained(served, tmp_path, *arguments)
-    try:
-        assert trainer.wait(60) == 2 and word in trainer.output
-    finally:
-        trainer.stop()
 
 
 def test_a_classifier_of_hugging_face_is_served_beside_the_model(

@@ -15,8 +15,11 @@ from shared.heads import HeadSpec
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.adapter_bench import AdapterBench, row
 from tests.engine.adapter_models import MadeAdapter, make_adapter
-from tests.engine.conftest import prompt_of
+from tests.engine.conftest import Bench, prompt_of
+from tests.engine.kv_models import BOUNDED, CONFIGS, QUANTISED, Model
+from worker.engine.heads.head import Head, Layer
 from worker.engine.model.loader import LoadedModel
+from worker.engine.model.pooling import hidden_size
 
 Array = npt.NDArray[np.float32]
 Weights = dict[str, Array]
@@ -83,7 +86,7 @@ def asked(seq: str, ids: list[int], adapter: str, head: str = "value", **fields:
     return SequenceSpec(seq, "m", tuple(ids), SamplingParams(0, 0), kind="head", adapter=adapter, head=head, **fields)
 
 
-def outputs(bench: AdapterBench, seq: str) -> Array:
+def outputs(bench: Bench, seq: str) -> Array:
     [event] = bench.events[seq]
     assert event.finish is not None and event.finish.reason == "stop" and event.tokens == []
     assert event.embedding is not None
@@ -96,7 +99,7 @@ def reference(versions: Versions, spec: SequenceSpec) -> Array:
     return computed(versions.weights[spec.adapter, spec.head], state_H)
 
 
-def count_forwards(bench: AdapterBench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_forwards(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every forward that shows hidden states."""
     model, rows = bench.engine._model, []
     hidden = model.hidden
@@ -137,6 +140,27 @@ def test_rows_of_several_versions_share_a_forward(
         assert forwards == [4]
         for each in wanted:
             np.testing.assert_allclose(outputs(bench, each.id), reference(versions, each), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted({*CONFIGS, *BOUNDED, *QUANTISED} - {"mamba2"}))  # it shows no hidden states
+def test_texts_that_share_a_forward_are_read_as_alone_whatever_the_kv(
+    model_of: Model, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    loaded = model_of(name)
+    weights = weights_of(SCALAR, hidden_size(loaded.model), seed=3)
+    tensors = {part: mx.array(each) for part, each in weights.items()}
+    head = Head(SCALAR, Layer(tensors["weight"], tensors["bias"]))
+    loaded = replace(loaded, heads={"value": head})
+    wanted = [asked(f"v{at}", prompt_of(4 + 5 * at, seed=at, vocab=100), "") for at in range(4)]
+    together, alone = Bench(loaded, prefill_chunk=128), Bench(loaded, prefill_chunk=128)
+    forwards = count_forwards(together, monkeypatch)
+    together.submit(*wanted)
+    together.run()
+    assert forwards == [4]
+    for each in wanted:
+        alone.submit(each)
+        alone.run()
+        np.testing.assert_allclose(outputs(together, each.id), outputs(alone, each.id), rtol=1e-4, atol=1e-4)
 
 
 def test_rows_that_decode_and_texts_that_heads_read_leave_each_other_alone(

@@ -81,6 +81,11 @@ def test_what_is_no_example_is_refused_with_its_line(
     assert word in str(refused.value) and "data.jsonl" in str(refused.value)
 
 
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, codec: TextCodec) -> None:
+    with pytest.raises(SetupError, match="no data set"):
+        read_examples(tmp_path / "nothing.jsonl", codec, 100)
+
+
 def test_a_label_that_training_does_not_know_is_refused(tmp_path: Path, codec: TextCodec) -> None:
     with pytest.raises(SetupError, match="label 'c' is none of a, b"):
         read_examples(written(tmp_path, {"completion": "x", "label": "c"}), codec, 100, ("a", "b"))

@@ -77,6 +77,7 @@ class HeadRun:
         self._disk = Disk(settings.folder, ring.sink.alert, self._stop)
         self._checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.keep_checkpoints)
         self._rejections = 0
+        self._saved = 0  # train step of the latest checkpoint
         self._told = 0.0
         self.state = RunState(settings.run_name, ring=ring.id, base_sha256=ring.base_sha256)
 
@@ -109,6 +110,7 @@ class HeadRun:
                 raise SetupError(f"the checkpoint is of another run: {differs}; give another --run, or --resume no")
             await self._host.run(at_once(lambda: self._learner.restore(checkpoint)))
             self.state = checkpoint.state
+            self._saved = self.state.train_step
         log.info(
             "train.begins", form=form, examples=len(self._examples.items), held_out=len(self._held_out.items),
             too_long=self._examples.too_long, train_step=self.state.train_step,
@@ -127,6 +129,8 @@ class HeadRun:
             last = state.train_step == settings.steps or self.stopping
             held_out = await self._publish(report) if due or last else None
             await self._tell(report, held_out)
+        if state.train_step != self._saved:  # stopped between two candidates
+            await self._save()
         log.info("train.ended", steps=state.train_step, version=state.version, held_out=state.held_out)
         return state
 
@@ -182,6 +186,7 @@ class HeadRun:
     async def _save(self) -> None:
         snapshot = await self._host.run(at_once(self._learner.snapshot))
         self.state.saves += 1
+        self._saved = self.state.train_step
         checkpoint = Checkpoint(snapshot.adapter, snapshot.adapter_config, snapshot.optimizer, self.state)
         await self._disk.run(self._checkpoints.save, checkpoint)
         if self.state.version and self.state.version == self.state.best_version:

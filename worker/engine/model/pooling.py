@@ -5,13 +5,17 @@ Hidden states are those behind the model's last norm, in fp32: what its head wou
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 
 from shared.sequences import Pooling
+
+log = logging.getLogger(__name__)
 
 
 def hidden_states(model: Any) -> Callable[..., mx.array] | None:
@@ -22,9 +26,15 @@ def hidden_states(model: Any) -> Callable[..., mx.array] | None:
 
 
 def hidden_size(model: Any) -> int:
-    """Numbers in a hidden state; 0 when the model shows none."""
+    """Numbers in a hidden state; 0 when the model shows none, or not in the way that others do."""
     states = hidden_states(model)
-    return 0 if states is None else int(states(mx.zeros((1, 1), mx.int32)).shape[-1])
+    if states is None:
+        return 0
+    try:
+        return int(states(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model)).shape[-1])
+    except Exception as error:
+        log.warning("model.shows_no_hidden_states reason=%s: %s", type(error).__name__, error)
+        return 0
 
 
 class Pool:
