@@ -9,6 +9,7 @@ Nothing here imports MLX or FastAPI, so every process can import all of it. Read
     trajectories.py  what a rollout leaves behind
     adapters.py      an adapter version
     splits.py        an adapter's requests over several versions: shares and the verdict
+    heads.py         small networks on hidden states
     training.py      what a trainer tells, is asked and answers
     errors.py        every error, with its HTTP status
     owners.py        whose a thing is

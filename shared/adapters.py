@@ -1,8 +1,9 @@
 """Adapters: names, versions, references to them and what the store says of each version.
 
-**adapter** a named LoRA or DoRA · **adapter version** `name@k`, immutable, k increasing, never reused · **reference**
-what a request writes into `model` or `adapter`: `name` (the latest version), `name@k` (that one), or a weighted split
-`name@12:0.9,name@13:0.1`, of which one choice is taken by a hash of the session, so that a session stays with it.
+**adapter** a named LoRA or DoRA, heads (shared/heads.py), or both · **adapter version** `name@k`, immutable, k
+increasing, never reused · **reference** what a request writes into `model` or `adapter`: `name` (the latest version),
+`name@k` (that one), or a weighted split `name@12:0.9,name@13:0.1`, of which one choice is taken by a hash of the
+session, so that a session stays with it.
 
 Who fills what: `shared/adapter_files/formats.py` reads an adapter directory into a `PreparedAdapter`; the store
 (`shared/redis/adapters/store.py`) turns that into an `AdapterManifest`, the durable description of one version.
@@ -17,11 +18,12 @@ from typing import Literal
 import msgspec
 
 from shared.errors import InvalidRequestError, UnknownAdapterError
+from shared.heads import HeadSpec
 
 SCHEMA = 1
 MAX_CHOICES = 16
 
-AdapterKind = Literal["lora", "dora"]
+AdapterKind = Literal["lora", "dora", "head"]  # head: heads alone, without LoRA
 AdapterStatus = Literal["published", "rejected"]
 AdapterChange = Literal["seen", "published", "promoted", "rolled_back", "rejected", "deleted"]
 ModuleShapes = dict[str, tuple[int, int]]  # module path -> (in, out)
@@ -60,6 +62,7 @@ class AdapterManifest(msgspec.Struct, frozen=True):
     source: str = ""  # where it came from: "upload", "trainer", a folder
     schema: int = SCHEMA
     tenant: str = ""  # who owns the adapter; "": it is there for all
+    heads: dict[str, HeadSpec] = {}
 
     @property
     def id(self) -> str:
@@ -82,6 +85,7 @@ class PreparedAdapter(msgspec.Struct, frozen=True):
     modules: tuple[str, ...]
     sha256: str
     size: int
+    heads: dict[str, HeadSpec] = {}
 
 
 class AdapterEvent(msgspec.Struct, frozen=True):

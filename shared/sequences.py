@@ -17,6 +17,7 @@ import msgspec
 
 from shared.errors import IncompatibleVersionError, TokenOutOfRangeError, UnreadableMessageError
 from shared.frames import Finish, TokenLogprob, VersionSpan
+from shared.heads import HeadSpec
 from shared.splits import Arm
 
 SCHEMA = 1  # that we write, and the newest that we read
@@ -25,7 +26,7 @@ OLDEST = 1  # that we read; also what a message means that does not say
 M = TypeVar("M", "SequenceSpec", "SequenceResult")
 
 SequenceClass = Literal["interactive", "batch"]
-SequenceKind = Literal["generate", "score", "embed"]
+SequenceKind = Literal["generate", "score", "embed", "head"]
 Pooling = Literal["mean", "last", "cls"]
 AdapterPolicy = Literal["follow", "pin"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]  # vLLM's names
@@ -106,6 +107,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     has_next_turn: bool = False  # another prompt may begin with this one and its completion: their KV is kept; that of
     # interactive sequences is kept in any case
     prediction_ids: tuple[int, ...] = ()  # what the client expects, at least in part; may come sooner, never changes it
+    head: str = ""  # kind "head": the name of that which reads the prompt
     schema: int = OLDEST  # `encode` writes ours
 
     @property
@@ -142,7 +144,7 @@ class SequenceResult(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: tuple[float | None, ...] = ()
     prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     score_logprobs: tuple[float, ...] = ()
-    embedding: bytes = b""  # kind "embed": fp32, little-endian
+    embedding: bytes = b""  # kind "embed", or what a head gives: fp32, little-endian
     timings: Timings = Timings()
     schema: int = OLDEST  # `encode` writes ours
 
@@ -175,6 +177,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     kv: str = ""  # how KV is quantised or bounded, like "8 bits, groups of 64, 28 of 28 caches"; "": it is not
     kv_window: int = 0  # positions of KV that a row holds at most, however long it is; 0: all
     sources: tuple[str, ...] = ()  # what its workers were given as --model: hub names, folders; requests may say these
+    hidden_size: int = 0  # of the hidden states that embeddings and heads are made of; 0: not known, or it shows none
+    heads: dict[str, HeadSpec] = {}  # of its own
 
 
 def held(positions: int, window: int) -> int:

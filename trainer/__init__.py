@@ -14,4 +14,5 @@ step, the one room that computes with MLX), `versions/` (gate, publish, checkpoi
 reaches the ring). `settings.py` has the flags, `orders.py` what users ask, `metrics.py` what a run reports,
 `loggers/` the boards that others draw of it, `stopping.py` signals, `warm_up.py` the train steps before a hosted
 trainer is ready. `recipes/` holds settings, `tiny/` makes our own small model.
+`heads/` is another kind of run: a head that learns from preferences (`--mode reward`).
 """

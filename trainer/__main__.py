@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 async def _train(settings: TrainSettings) -> int:
     # These import mlx, so only after fast_blas.install.
+    from trainer.heads.run import HeadRun, train_head
     from trainer.learn.compute import ThreadHost, at_once
     from trainer.loop import TrainLoop
     from trainer.run import train
@@ -50,7 +51,7 @@ async def _train(settings: TrainSettings) -> int:
     running = asyncio.current_task()
     assert running is not None
 
-    def begun(training: TrainLoop) -> None:
+    def begun(training: TrainLoop | HeadRun) -> None:
         def stop() -> None:
             log.info("train.stopping", hint="a checkpoint is saved after this train step; again: end at once")
             training.stop()
@@ -63,7 +64,7 @@ async def _train(settings: TrainSettings) -> int:
         async def loaded() -> LoadedModel:
             return await host.run(at_once(lambda: load_model(config)))
 
-        await train(settings, host, loaded, begun)
+        await (train_head if settings.mode == "reward" else train)(settings, host, loaded, begun)
     return 0
 
 

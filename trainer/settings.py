@@ -21,6 +21,7 @@ from trainer.learn.options import (
     AdapterKind,
     AdapterShape,
     AdvantageScale,
+    HeadSettings,
     LossName,
     LossOptions,
     OptimizeOptions,
@@ -39,7 +40,7 @@ def _no(value: Any) -> Any:
     return "no" if value is False else value
 
 
-class TrainSettings(CurriculumSettings, JoinSettings):
+class TrainSettings(CurriculumSettings, JoinSettings, HeadSettings):
     """`mlx_parallm_train`: one per policy."""
 
     is_trainer: ClassVar[bool] = True
@@ -52,7 +53,7 @@ class TrainSettings(CurriculumSettings, JoinSettings):
     dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
         default="", description="of the base; default: the model's, float32 on a Linux CPU"
     )
-    mode: Literal["rl"] = Field(default="rl", description="what kind of training: from rewards")
+    mode: Literal["rl", "reward"] = Field(default="rl", description="rl: from rewards; reward: a head, from a dataset")
     over_http: bool = Field(
         default=False, description="with --connect-to an api: everything through it, the ring's Redis is not needed"
     )
@@ -302,9 +303,12 @@ class TrainSettings(CurriculumSettings, JoinSettings):
                 raise SetupError(f"{flag}: {error}") from error
         if wrong := sorted(self.chat_template_kwargs.keys() & OWN_VARIABLES):
             raise SetupError(f"--chat-template-kwargs: {wrong[0]!r} is not a template variable of its own")
-        self._check_tasks()
-        others = "--atropos-url" if self.atropos_url else f"--source {self.source}"
-        self.check_curriculum(self.task, "" if others in ("--source prompts", "--source both") else others)
+        if self.mode == "reward":
+            self.check_head(JoinSettings.model_fields, self.dataset)
+        else:
+            self._check_tasks()
+            others = "--atropos-url" if self.atropos_url else f"--source {self.source}"
+            self.check_curriculum(self.task, "" if others in ("--source prompts", "--source both") else others)
         check_installed(self.logger)
         try:
             self.optimize_options()
@@ -313,6 +317,7 @@ class TrainSettings(CurriculumSettings, JoinSettings):
 
     def _check_tasks(self) -> None:
         """Nothing that is given for one kind of task is left out in silence because the run has another kind."""
+        self.check_no_head()
         data_set, arithmetic = self.task in ("jsonl", "gsm8k"), self.task == "arithmetic"
         scored = data_set or self.held_out_dataset is not None
         unused = {

@@ -95,7 +95,13 @@ async def publish(ring: Ring, name: str, fields: UploadFields, files: AdapterFil
     card = await _base(ring, name, fields.model)
     config = files.config if files.config is not None else await _inherited(ring, name)
     adapter = await asyncio.to_thread(
-        prepare, config, files.tensors, workdir, shapes=card.modules, max_bytes=ring.settings.max_adapter_bytes
+        prepare,
+        config,
+        files.tensors,
+        workdir,
+        shapes=card.modules,
+        hidden_size=card.hidden_size,
+        max_bytes=ring.settings.max_adapter_bytes,
     )
     return await ring.adapters.publish(
         name,

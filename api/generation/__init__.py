@@ -10,5 +10,6 @@ The way out: `choice.py` (token events to new text) with `splitter.py` (reasonin
 in `tool_formats.py`), and `logprobs.py`. `api/http/sse.py` sends the bytes.
 
 For some requests only: `resume.py` (streams that outlive their connection), `collection.py` (live traffic that is
-trained on), `continuations.py` (log-probabilities of given texts), `tracing.py` (spans).
+trained on), `continuations.py` (log-probabilities of given texts), `heads.py` (what heads say of texts),
+`tracing.py` (spans).
 """

@@ -113,7 +113,7 @@ async def check_scoring(ring: Ring, scoring: CheckedReward, param: str) -> list[
     """
     try:
         await ring.patterns.check(scoring, key_name())
-        return await ring.judges.check(scoring.served_models)
+        return await ring.judges.check(scoring)
     except ParallmError as error:
         error.param = param
         raise

@@ -38,6 +38,7 @@ class Work(msgspec.Struct, frozen=True):
     seed_by_prompt: bool = False  # else equal prompts draw equal samples
     name: str = ""  # what the request calls itself
     prediction_ids: tuple[int, ...] = ()  # what the client expects of each completion
+    head: str = ""  # kind "head"
 
     def specs(
         self,
@@ -85,6 +86,7 @@ class Work(msgspec.Struct, frozen=True):
                 trace=trace,
                 tenant=tenant,
                 prediction_ids=self.prediction_ids,
+                head=self.head,
             )
             for p, prompt in enumerate(self.prompts)
             for s in range(self.n)

@@ -4,6 +4,7 @@ With `actions` the action space is discrete: the policy is the model's own distr
 action's log-probability is exact under it. Without, an action is the text that the model writes.
 """
 
+import asyncio
 import math
 import random
 import secrets
@@ -16,6 +17,7 @@ from starlette.responses import Response
 
 from api.generation.choice import ends_with_stop_token, shown_versions
 from api.generation.continuations import check_pairs, log_probabilities
+from api.generation.heads import heads_of, read_by_head
 from api.generation.plan import check_prompts, encoded, plain_work, room_for
 from api.generation.running import gather_all
 from api.generation.sampling import StrictId
@@ -28,6 +30,7 @@ from api.openai.conversations import template_messages
 from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
 from shared.frames import spans_of
+from shared.heads import VALUE
 from shared.rewards.model_kinds import softmax
 from shared.sequences import LogprobsMode, SamplingParams
 from shared.text.codec import TextCodec
@@ -81,21 +84,28 @@ class ActRequest(PolicyFields):
     responses=error_responses(ok="An action for each observation, with its log-probability and the policy's version"),
 )
 async def act(body: ActRequest, request: Request, ring: TheRing) -> Response:
-    """`value_estimates` and `new_hidden_states` are null: a language model has neither value head nor hidden state."""
+    """`value_estimates` are those of the head `value`, null without one; a language model has no hidden states."""
     target = await target_of(ring, body, request)
     if body.actions is not None:
         check_pairs(len(body.observations), len(body.actions), "observations")
     prompts = await _prompts(target.served.codec, body.observations)
     seed = secrets.randbits(62) if body.seed is None else body.seed
     choose = _choose if body.actions is not None else _write
+    values = asyncio.create_task(_values(ring, target, prompts))
+    try:
+        chosen = await choose(body, ring, target, prompts, seed)
+        estimates = await values
+    finally:
+        values.cancel()
+        await asyncio.gather(values, return_exceptions=True)
     return json_reply(
         {
             "id": f"act-{uuid.uuid4().hex}",
             "object": "rl.act",
             "model": body.model or target.served.card.name,
             "policy_version": target.admitted.id if target.admitted is not None else "",
-            **await choose(body, ring, target, prompts, seed),
-            "value_estimates": None,
+            **chosen,
+            "value_estimates": estimates,
             "new_hidden_states": None,
             "seed": seed,
         }
@@ -116,6 +126,15 @@ def _prompt(codec: TextCodec, observation: Observation) -> list[int]:
     if messages:
         return codec.encode_chat(template_messages(messages))
     return [each for each in observation if isinstance(each, int)]
+
+
+async def _values(ring: Ring, target: Target, prompts: list[list[int]]) -> list[float] | None:
+    """What the policy's value head says of each observation; None when it has none."""
+    spec = heads_of(target).get(VALUE)
+    if spec is None or spec.kind != "scalar":
+        return None
+    check_prompts(prompts, target.served.card, ring.settings, "observations")
+    return [float(outputs[0]) for outputs in await read_by_head(ring, target, VALUE, prompts)]
 
 
 async def _choose(body: ActRequest, ring: Ring, target: Target, prompts: list[list[int]], seed: int) -> dict[str, Any]:

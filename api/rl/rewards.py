@@ -1,7 +1,7 @@
 """POST /v1/rewards/score: what the reward registry says of texts, at once. For thousands use a job of kind score.
 
-Functions run in a job runner's pool of processes; a judge and a likelihood are asked of a served model through the
-queue, in the class of the caller's key, and cancelled when the client leaves.
+Functions run in a job runner's pool of processes; a judge, a likelihood and a reward model are asked through the queue,
+in the class of the caller's key, and cancelled when the client leaves.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ router = APIRouter(tags=["training"], route_class=BodyRoute)
 Question = str | list[ChatMessage]
 
 MAX_TEXTS = 1024
-ASKING = ("judge", "likelihood")  # rewards that `model` goes to
+ASKING = ("judge", "likelihood", "model")  # rewards that `model` goes to
 
 
 class ScoreBody(RequestModel):
@@ -86,7 +86,7 @@ class ScoreBody(RequestModel):
             return scoring_reward(given, param)
         spec = named_scoring(given, param)
         if spec.name not in ASKING:
-            raise InvalidRequestError(f"only {' and '.join(ASKING)} ask a model", param="model")
+            raise InvalidRequestError(f"only {', '.join(ASKING)} ask a model", param="model")
         if spec.options.get("model", self.model) != self.model:
             raise InvalidRequestError(f"'model' and the model of '{param}' differ", param="model")
         return scoring_reward({**spec.options, "name": spec.name, "model": self.model}, param)

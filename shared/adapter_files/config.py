@@ -5,6 +5,8 @@ dropout, keys}; `scale` multiplies B A directly. PEFT (https://huggingface.co/do
 `lora_alpha`, `target_modules`, `use_dora`, `use_rslora`; the factor is alpha / r, or alpha / sqrt(r) with
 rank-stabilised LoRA (arXiv 2312.03732).
 
+`heads` beside them, or alone, describes heads (shared/heads.py); that is ours.
+
 What would change the model in a way that A, B and m do not express is refused by name, never ignored. What only
 mattered to training (dropout, learning rate, ...) is ignored.
 """
@@ -17,6 +19,7 @@ import msgspec
 
 from shared.adapters import AdapterKind
 from shared.errors import AdapterRejectedError
+from shared.heads import Heads, HeadSpec, check_fields, check_heads
 
 MAX_CONFIG_BYTES = 2**20
 MAX_RANK = 1024
@@ -32,6 +35,7 @@ class AdapterConfig(msgspec.Struct, frozen=True):
     rank: int
     scale: float
     targets: tuple[str, ...] = ()  # modules that the configuration names; (): it does not say
+    heads: dict[str, HeadSpec] = {}
 
     def names(self, module: str) -> bool:
         """Whether the configuration means this module."""
@@ -90,9 +94,13 @@ def read_config(data: bytes) -> AdapterConfig:
         raise AdapterRejectedError(f"adapter_config.json has {len(data)} bytes; at most {MAX_CONFIG_BYTES} are taken")
     try:
         raw = msgspec.json.decode(data, type=dict[str, Any])
-        config = _peft(raw) if "peft_type" in raw or "r" in raw else _mlx(raw)
+        heads = _heads(raw.pop("heads", {}))
+        config = _peft(raw) if "peft_type" in raw or "r" in raw else _mlx(raw, has_heads=bool(heads))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise AdapterRejectedError(f"adapter_config.json: {error}") from error
+    config = msgspec.structs.replace(config, heads=heads)
+    if config.kind == "head":
+        return config
     if not 1 <= config.rank <= MAX_RANK:
         raise AdapterRejectedError(f"adapter_config.json: rank {config.rank} is not within 1 to {MAX_RANK}")
     if not math.isfinite(config.scale):
@@ -100,18 +108,40 @@ def read_config(data: bytes) -> AdapterConfig:
     return config
 
 
-def mlx_config(kind: AdapterKind, rank: int, scale: float, modules: tuple[str, ...]) -> bytes:
-    """An `adapter_config.json` with which `mlx_lm` loads an adapter of ours (`--adapter-path`)."""
+def mlx_config(
+    kind: AdapterKind, rank: int, scale: float, modules: tuple[str, ...], heads: Heads | None = None
+) -> bytes:
+    """An `adapter_config.json` with which `mlx_lm` loads a LoRA of ours (`--adapter-path`); it passes over heads."""
+    described = {"heads": heads} if heads else {}
+    if kind == "head":
+        return msgspec.json.encode(described)
     keys = {layer["rest"] if (layer := _LAYER.fullmatch(module)) else module for module in modules}
     parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted(keys)}
     # -1: all layers. A layer that the file does not name keeps lora_b = 0, which is the base.
-    return msgspec.json.encode({"fine_tune_type": kind, "num_layers": -1, "lora_parameters": parameters})
+    return msgspec.json.encode({"fine_tune_type": kind, "num_layers": -1, "lora_parameters": parameters, **described})
 
 
-def _mlx(raw: dict[str, Any]) -> AdapterConfig:
+def _heads(raw: Any) -> dict[str, HeadSpec]:
+    heads: dict[str, HeadSpec] = {}
+    for name, described in msgspec.convert(raw, dict[str, Any]).items():
+        try:
+            heads[name] = msgspec.convert(described, HeadSpec)
+            check_fields(described)
+        except ValueError as error:
+            raise AdapterRejectedError(f"adapter_config.json: heads.{name[:80]}: {error}") from error
+    try:
+        check_heads(heads)
+    except ValueError as error:
+        raise AdapterRejectedError(f"adapter_config.json: heads: {error}") from error
+    return heads
+
+
+def _mlx(raw: dict[str, Any], *, has_heads: bool) -> AdapterConfig:
+    if "lora_parameters" not in raw and has_heads:
+        return AdapterConfig("mlx-lm", "head", 0, 0.0)
     if "lora_parameters" not in raw:
         raise AdapterRejectedError(
-            "adapter_config.json: neither mlx-lm's lora_parameters nor PEFT's peft_type is there"
+            "adapter_config.json: neither mlx-lm's lora_parameters nor PEFT's peft_type is there, and no heads"
         )
     config = msgspec.convert(raw, _MlxConfig)
     lora = config.lora_parameters

@@ -5,6 +5,8 @@ experts `lora_a` [experts, r, in] and `lora_b` [experts, out, r] (mlx_lm/tuner/{
 `base_model.model.<module>.` with `lora_A.weight` [r, in], `lora_B.weight` [out, r], `lora_magnitude_vector` [out], and
 `lora_embedding_A`, `lora_embedding_B` without `.weight` (peft/utils/save_and_load.py): the transposes.
 
+Either may hold heads, too (heads.py).
+
 Invariant: what `prepare` returns has been checked whole, and nobody else writes to that file. Every refusal is an
 AdapterRejectedError that names the key and the reason.
 """
@@ -19,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple
 
 from shared.adapter_files.config import MAX_CONFIG_BYTES, AdapterConfig, mlx_config, read_config
+from shared.adapter_files.heads import PREFIX, checked_heads, parted
 from shared.adapter_files.tensors import Tensor, read_tensors, write_tensors
 from shared.adapters import AdapterManifest, ModuleShapes, PreparedAdapter
 from shared.errors import AdapterRejectedError
@@ -56,25 +59,37 @@ class _Shape(NamedTuple):
     rank: int
 
 
+class _Base(NamedTuple):
+    """What is known of the base model."""
+
+    shapes: ModuleShapes
+    hidden_size: int
+
+
 def prepare(
     config: bytes,
     tensors: Path,
     workdir: Path,
     *,
     shapes: ModuleShapes | None = None,
+    hidden_size: int = 0,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> PreparedAdapter:
     """Check an adapter's two files, and convert PEFT's layout into a new file in `workdir`.
 
-    `tensors` must be a file that nobody else writes to. `shapes` are the base model's modules (`ModelCard.modules`);
-    empty or None: not known, and then checked by the worker that loads the adapter.
+    `tensors` must be a file that nobody else writes to. `shapes` and `hidden_size` are the base model's
+    (`ModelCard`); empty, None or 0: not known, and then checked by the worker that loads the adapter.
     """
-    parsed = read_config(config)
-    return _prepare(parsed, tensors, workdir, shapes or {}, max_bytes)
+    return _prepare(read_config(config), tensors, workdir, _Base(shapes or {}, hidden_size), max_bytes)
 
 
 def prepare_directory(
-    directory: Path, workdir: Path, *, shapes: ModuleShapes | None = None, max_bytes: int = DEFAULT_MAX_BYTES
+    directory: Path,
+    workdir: Path,
+    *,
+    shapes: ModuleShapes | None = None,
+    hidden_size: int = 0,
+    max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> PreparedAdapter:
     """Like `prepare`, of a copy of an mlx-lm or PEFT adapter directory; the directory may change meanwhile."""
     source = directory / CONFIG_FILE
@@ -89,38 +104,43 @@ def prepare_directory(
     if tensors.stat().st_size > max_bytes:
         raise AdapterRejectedError(f"{tensors.name} is larger than the {max_bytes} bytes that this server takes")
     shutil.copyfile(tensors, copy)
-    return _prepare(parsed, copy, workdir, shapes or {}, max_bytes)
+    return _prepare(parsed, copy, workdir, _Base(shapes or {}, hidden_size), max_bytes)
 
 
 @contextmanager
 def prepared(
-    directory: Path, *, shapes: ModuleShapes | None = None, max_bytes: int = DEFAULT_MAX_BYTES
+    directory: Path,
+    *,
+    shapes: ModuleShapes | None = None,
+    hidden_size: int = 0,
+    max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> Iterator[PreparedAdapter]:
     """`prepare_directory` in a temporary folder that lives as long as the block."""
     with TemporaryDirectory(prefix="parallm-adapter-") as workdir:
-        yield prepare_directory(directory, Path(workdir), shapes=shapes, max_bytes=max_bytes)
+        folder = Path(workdir)
+        yield prepare_directory(directory, folder, shapes=shapes, hidden_size=hidden_size, max_bytes=max_bytes)
 
 
 def inherit_config(manifest: AdapterManifest) -> bytes:
     """The `adapter_config.json` of a published version, for tensors that come without one."""
-    return mlx_config(manifest.kind, manifest.rank, manifest.scale, manifest.modules)
+    return mlx_config(manifest.kind, manifest.rank, manifest.scale, manifest.modules, manifest.heads)
 
 
-def _prepare(
-    config: AdapterConfig, tensors: Path, workdir: Path, shapes: ModuleShapes, max_bytes: int
-) -> PreparedAdapter:
-    read = read_tensors(tensors, max_bytes=max_bytes)
-    modules = _by_module(config, read)
-    _check(config, modules, shapes)
+def _prepare(config: AdapterConfig, tensors: Path, workdir: Path, base: _Base, max_bytes: int) -> PreparedAdapter:
+    adapting, of_heads = parted(read_tensors(tensors, max_bytes=max_bytes))
+    heads = checked_heads(config.heads, of_heads, base.hidden_size)
+    modules = _by_module(config, adapting)
+    _check(config, modules, base.shapes)
     path = tensors
     if config.format == "peft":
         path = workdir / f"converted.{MLX_FILE}"
         flat = {f"{module}.{part}": tensor for module, parts in modules.items() for part, tensor in parts.items()}
+        flat |= {f"{PREFIX}{name}.{part}": each for name, parts in of_heads.items() for part, each in parts.items()}
         write_tensors(path, flat, {"format": "mlx"})
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return PreparedAdapter(
-        path, config.kind, config.rank, config.scale, tuple(sorted(modules)), digest, path.stat().st_size
+        path, config.kind, config.rank, config.scale, tuple(sorted(modules)), digest, path.stat().st_size, heads
     )
 
 
@@ -137,8 +157,10 @@ def _by_module(config: AdapterConfig, tensors: Mapping[str, Tensor]) -> _Modules
         if part in parts:
             raise AdapterRejectedError(f"{key}: a second {part} for module {match['module']}")
         parts[part] = tensor if config.format == "mlx-lm" else _transposed(key, part, tensor)
-    if not modules:
-        raise AdapterRejectedError("the file holds no tensor")
+    if config.kind == "head" and modules:
+        raise AdapterRejectedError(f"{min(modules)}: adapter_config.json describes heads alone, and no LoRA")
+    if config.kind != "head" and not modules:
+        raise AdapterRejectedError("the file holds no tensor of a LoRA")
     return modules
 
 

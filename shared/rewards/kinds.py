@@ -22,6 +22,7 @@ from shared.rewards.model_kinds import (
     JudgeOptions,
     LikelihoodOptions,
     ModelOptions,
+    RewardModelOptions,
     models_of,
     needs,
 )
@@ -183,6 +184,7 @@ REWARDS: dict[str, RewardKind] = {
         RewardKind("weighted", WeightedOptions),
         RewardKind("judge", JudgeOptions),
         RewardKind("likelihood", LikelihoodOptions),
+        RewardKind("model", RewardModelOptions),
     )
 }
 

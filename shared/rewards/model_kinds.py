@@ -14,6 +14,7 @@ import msgspec
 
 from shared.adapters import AdapterRef
 from shared.errors import InvalidRequestError
+from shared.heads import MAX_LABEL
 
 PROMPT, COMPLETION, REFERENCE = "{prompt}", "{completion}", "{reference}"
 MAX_TEMPLATE = 65_536
@@ -100,7 +101,27 @@ class LikelihoodOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
             raise ValueError("scale must be a finite number")
 
 
-ModelOptions = JudgeOptions | LikelihoodOptions
+class RewardModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`scale` times the number that a reward model's head gives the prompt with its completion, at the last token.
+
+    The head is a scalar one: the one called `reward`, or the only one. With `label` it is one of labels, and the number
+    is that label's probability. A chat goes through the model's chat template; without a prompt the text is read alone.
+    """
+
+    model: str
+    head: str = ""
+    label: str = ""
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_model(self.model, "model")
+        if len(self.head) > 64 or len(self.label) > MAX_LABEL:
+            raise ValueError("head and label are the names of what the model has")
+        if not math.isfinite(self.scale):
+            raise ValueError("scale must be a finite number")
+
+
+ModelOptions = JudgeOptions | LikelihoodOptions | RewardModelOptions
 
 
 def models_of(options: ModelOptions) -> tuple[str, ...]:
@@ -111,7 +132,9 @@ def models_of(options: ModelOptions) -> tuple[str, ...]:
 
 
 def needs(options: ModelOptions, place: str) -> bool:
-    """Whether PROMPT or REFERENCE is looked at."""
+    """Whether it has nothing to say without PROMPT or REFERENCE."""
+    if isinstance(options, RewardModelOptions):
+        return False
     texts = (options.template, options.target) if isinstance(options, LikelihoodOptions) else (options.template,)
     return any(place in text for text in texts)
 

@@ -1,8 +1,9 @@
 """Rewards that served models give: every token of a judge goes through the queue, as anybody's does.
 
-A mark's probability is the exact log-probability of its text behind the judge's prompt (a sequence of kind "score"
-each, kept together by their group), so a verdict always parses and nothing is drawn. What is judged cannot speak for
-the judge: special tokens spelled in it become spaces before the chat template puts its own.
+A reward model's number is what its head says at the end of the text (a sequence of kind "head"). A mark's probability
+is the exact log-probability of its text behind the judge's prompt (a sequence of kind "score" each, kept together by
+their group), so a verdict always parses and nothing is drawn. What is judged cannot speak for the judge: special tokens
+spelled in it become spaces before the chat template puts its own.
 
 Invariants. A sample that cannot be scored carries its error, and no other sample is harmed. At most AT_ONCE samples of
 one process are with the workers. A call that is cancelled or late cancels its sequences.
@@ -13,12 +14,13 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 from redis.asyncio import Redis
 
 from shared.errors import (
@@ -30,17 +32,21 @@ from shared.errors import (
     UnknownModelError,
     from_code,
 )
-from shared.jobs import Message
+from shared.heads import REWARD, HeadKind, Heads, HeadSpec, choose
+from shared.jobs import Message, Prompt
 from shared.owners import ADMINS, WhoAsks, anybody
+from shared.redis.adapters.catalog import missing_head
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.queue.sequence_calls import SequenceCalls
 from shared.redis.ring.worker_registry import WorkerRegistry
-from shared.rewards.kinds import Score
+from shared.rewards.kinds import CheckedReward, Score
 from shared.rewards.model_kinds import (
+    MAX_MARKS,
     PROMPT,
     JudgeOptions,
     LikelihoodOptions,
     ModelOptions,
+    RewardModelOptions,
     filled,
     lacks,
     models_of,
@@ -48,6 +54,7 @@ from shared.rewards.model_kinds import (
 )
 from shared.scoring.pool import RewardSample
 from shared.sequences import ModelCard, SamplingParams, SequenceClass, SequenceKind, SequenceResult, SequenceSpec
+from shared.text.answered import answered
 from shared.text.codec import CodecCache, TextCodec
 from shared.trajectories import Reward
 
@@ -63,6 +70,7 @@ class AskedModel:
     card: ModelCard
     codec: TextCodec
     adapter: str  # name@k; "": the base
+    heads: Heads
 
 
 class ServedRewards:
@@ -83,9 +91,13 @@ class ServedRewards:
         await asyncio.gather(*self._calls.values(), return_exceptions=True)
         await self._stack.aclose()
 
-    async def check(self, names: Iterable[str]) -> list[ModelCard]:
-        """The models behind these names; UnknownModelError, or ConflictError, for one that cannot be asked."""
-        return [(await self._resolve(name)).card for name in names]
+    async def check(self, reward: CheckedReward) -> list[ModelCard]:
+        """The models that a reward asks; UnknownModelError, ConflictError, or InvalidRequestError if it cannot be."""
+        models = {name: await self._resolve(name) for name in reward.served_models}
+        for options in reward.all_options:
+            if isinstance(options, RewardModelOptions):
+                await self._head_of(models[options.model], options)
+        return [model.card for model in models.values()]
 
     async def score(
         self,
@@ -112,6 +124,8 @@ class ServedRewards:
                 async with asyncio.timeout_at(until), self._room:
                     if isinstance(options, JudgeOptions):
                         score = await self._judge(ask, options, models[0], sample)
+                    elif isinstance(options, RewardModelOptions):
+                        score = await self._read(ask, options, models[0], sample)
                     else:
                         score = await self._likelihood(ask, options, models, sample)
             except TimeoutError:
@@ -132,7 +146,7 @@ class ServedRewards:
             rewards.append(each)
         return rewards
 
-    # -- the two kinds
+    # -- the kinds
 
     async def _judge(self, ask: "_Ask", options: JudgeOptions, judge: AskedModel, sample: RewardSample) -> Score:
         codec = judge.codec
@@ -168,6 +182,19 @@ class ServedRewards:
         value = total - components.get("against", 0.0)
         return Score(options.scale * (value / tokens if options.per_token else value), components)
 
+    async def _read(self, ask: "_Ask", options: RewardModelOptions, model: AskedModel, sample: RewardSample) -> Score:
+        head, spec = await self._head_of(model, options)
+        prompt, chars = sample.prompt, len(sample.completion) + _size(sample.prompt)
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int) and sample.model != model.card.name:
+            prompt, _, _ = await self._texts(sample)
+        ids = await _beside(chars, answered, model.codec, prompt, sample.completion)
+        outputs = await ask.read(model, ids, head)
+        if not options.label:
+            return Score(options.scale * outputs[0], {"value": outputs[0]} if options.scale != 1.0 else {})
+        chances = dict(zip(spec.labels, softmax(outputs), strict=True))
+        chance = chances[options.label]
+        return Score(options.scale * chance, chances if len(chances) <= MAX_MARKS else {options.label: chance})
+
     def _context(self, model: AskedModel, template: str, texts: Sequence[str], sample: RewardSample) -> list[int]:
         """The ids before the target; the default template is the prompt, encoded as a request would be."""
         prompt = sample.prompt
@@ -180,21 +207,35 @@ class ServedRewards:
 
     # -- what they need
 
+    async def _head_of(self, model: AskedModel, options: RewardModelOptions) -> tuple[str, HeadSpec]:
+        """The head that is meant; InvalidRequestError, with versions that have one, when the model has none such."""
+        named = model.adapter or model.card.name
+        kind: HeadKind = "labels" if options.label else "scalar"
+        head = choose(model.heads, kind, options.head, usual="" if options.label else REWARD)
+        if not head:
+            raise InvalidRequestError(await missing_head(self._store, named, kind, options.head))
+        spec = model.heads[head]
+        if options.label and options.label not in spec.labels:
+            labels = ", ".join(spec.labels)
+            raise InvalidRequestError(f"head {head!r} of {named} has no label {options.label!r}, but {labels}")
+        return head, spec
+
     async def _resolve(self, name: str) -> AskedModel:
         """The model or adapter version that a name stands for now."""
         card = None if "@" in name else await self._registry.card(name)
         adapter = ""
+        heads: Heads = {}
         if card is None:
             try:
                 resolved = await self._store.resolve(name)
             except (UnknownAdapterError, InvalidRequestError) as error:
                 known = ", ".join(await self._registry.names()) or "none"
                 raise UnknownModelError(f"no model and no adapter {name!r}; models: {known}") from error
-            adapter, base = resolved.id, resolved.manifest.base_sha256
+            adapter, base, heads = resolved.id, resolved.manifest.base_sha256, resolved.manifest.heads
             card = await self._base(base)
             if card is None:
                 raise UnknownModelError(f"no worker has ever served the base of adapter {adapter} ({base[:12]})")
-        return AskedModel(card, await self._codecs.codec(card), adapter)
+        return AskedModel(card, await self._codecs.codec(card), adapter, {**card.heads, **heads})
 
     async def _base(self, base_sha256: str) -> ModelCard | None:
         """The model that an adapter stands on, one with a live worker first."""
@@ -252,6 +293,13 @@ class _Ask:
         ids = list(result.completion_ids)
         return ids[:-1] if ids and ids[-1] in model.card.eos_token_ids else ids
 
+    async def read(self, model: AskedModel, ids: list[int], head: str) -> list[float]:
+        """What a head says of a text."""
+        (spec,) = self._specs(model, ids, "head", SamplingParams(max_tokens=0, seed=0), [()])
+        (result,) = await self.rewards.run(model.card.name, [msgspec.structs.replace(spec, head=head)])
+        outputs: list[float] = np.frombuffer(result.embedding, "<f4").tolist()
+        return outputs
+
     async def log_likelihoods(
         self, model: AskedModel, prompt: list[int], continuations: list[list[int]]
     ) -> list[float]:
@@ -295,6 +343,11 @@ class _Ask:
             )
             for i, continuation in enumerate(continuations)
         ]
+
+
+def _size(prompt: Prompt | None) -> int:
+    """About how many characters it has."""
+    return len(prompt or ()) if prompt is None or isinstance(prompt, str) else sum(len(str(item)) for item in prompt)
 
 
 def shown_chat(messages: Sequence[Message]) -> str:

@@ -124,7 +124,7 @@ def test_a_sample_that_cannot_be_judged_costs_nobody_else_anything(http: httpx.C
         ({"reward": {"name": "judge", "model": MODEL, "marks": {"1": 0}}}, 400, "reward", "marks must be 2"),
         ({"reward": {"name": "judge", "model": MODEL, "marks": {"1": 0, "10": 1}}}, 400, "reward", "begins with"),
         ({"reward": {"name": "judge", "model": "a@1:0.5,a@2:0.5"}}, 400, "reward", "not a split"),
-        ({"reward": "exact", "model": MODEL}, 400, "model", "only judge and likelihood"),
+        ({"reward": "exact", "model": MODEL}, 400, "model", "only judge, likelihood, model"),
         ({"reward": {"name": "judge", "model": "other"}, "model": MODEL}, 400, "model", "differ"),
         ({"prompts": ["one", "two"], "model": MODEL}, 400, "prompts", "one for each"),
         ({"model": MODEL, "reward": "judge", "scoring_function": "judge"}, 400, "reward", "give one of"),

@@ -123,3 +123,27 @@ def test_rollouts_that_are_tempered_or_filtered_come_with_the_samplers_own_logpr
         sampling = TrainSettings(**changes).sampling()
         assert sampling.logprobs_mode == "processed_logprobs"
         assert [getattr(sampling, name) for name in changes] == list(changes.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--mode", "reward"], "--mode reward needs a --dataset"),
+        (["--mode", "reward", "--dataset", "x", "--group-size", "4"], "--group-size has no use with --mode reward"),
+        (["--mode", "reward", "--dataset", "x", "--task", "gsm8k"], "--task has no use with --mode reward"),
+        (["--mode", "reward", "--dataset", "x", "--logger", "wandb"], "--logger has no use with --mode reward"),
+        (["--mode", "reward", "--dataset", "x", "--head", "My Head"], "--head: 'My Head'"),
+        (["--head-only"], "--head-only goes with --mode reward"),
+        (["--head-hidden", "8"], "--head-hidden goes with --mode reward"),
+    ],
+)
+def test_a_run_that_trains_a_head_takes_what_it_has_a_use_for(arguments: list[str], word: str) -> None:
+    with pytest.raises(SetupError) as refused:
+        load(TrainSettings, arguments).check()
+    assert word in str(refused.value)
+
+
+def test_a_run_that_trains_a_head_is_a_run() -> None:
+    settings = load(TrainSettings, ["--mode", "reward", "--dataset", "x", "--head-only", "--evaluate-every", "5"])
+    settings.check()
+    assert settings.head_only and settings.head == "reward"

@@ -4,9 +4,15 @@ A schedule is a pure function of the train step, so that a resumed run needs onl
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from shared.errors import SetupError
+from shared.heads import MAX_HIDDEN, REWARD, HeadSpec, check_heads
 
 AdvantageScale = Literal["mean", "std", "leave_one_out"]
 ScheduleName = Literal["constant", "linear", "cosine"]
@@ -89,3 +95,49 @@ class OptimizeOptions:
     max_completion: int = 256  # L_max of Dr.GRPO
     distances_every: int = 10  # train steps between two measurements of mismatch and staleness; 0: never
     seed: int = 0
+
+
+class HeadSettings(BaseModel):
+    """Part of TrainSettings: what `--mode reward` alone knows."""
+
+    head: str = Field(default=REWARD, description="mode reward: name of the head that learns")
+    head_hidden: int = Field(
+        default=0, ge=0, le=MAX_HIDDEN, description="mode reward: width of the head's hidden layer; 0: it is linear"
+    )
+    head_only: bool = Field(default=False, description="mode reward: the head learns alone, without a LoRA")
+    head_learning_rate: float = Field(
+        default=1e-3, gt=0, description="mode reward: of the head; that of the LoRA is learning_rate"
+    )
+
+    def check_head(self, shared: Iterable[str], dataset: Path | None) -> None:
+        """SetupError for settings that a head does not learn with, by name, and where it has nothing to learn from.
+
+        `shared`: the settings of all processes.
+        """
+        if unused := sorted(self._changed() - set(shared) - _OF_HEADS - HeadSettings.model_fields.keys()):
+            raise SetupError(f"--{unused[0].replace('_', '-')} has no use with --mode reward")
+        if dataset is None:
+            raise SetupError("--mode reward needs a --dataset of pairs, scores or labels")
+        try:
+            check_heads({self.head: HeadSpec("scalar")})
+        except ValueError as error:
+            raise SetupError(f"--head: {error}") from error
+
+    def check_no_head(self) -> None:
+        """SetupError for settings of heads in another mode."""
+        if unused := sorted(self._changed() & HeadSettings.model_fields.keys()):
+            raise SetupError(f"--{unused[0].replace('_', '-')} goes with --mode reward")
+
+    def _changed(self) -> set[str]:
+        """The settings that are not what they are by default."""
+        fields = type(self).model_fields.items()
+        return {name for name, field in fields if getattr(self, name) != field.get_default(call_default_factory=True)}
+
+
+_OF_HEADS = {  # settings of a trainer that `--mode reward` has a use for
+    "model", "dtype", "mode", "over_http", "connect_key", "adapter", "adapter_keep_n", "run", "run_dir", "seed",
+    "dataset", "held_out_dataset", "steps", "prompts_per_step", "lora_kind", "lora_rank", "lora_scale", "lora_targets",
+    "learning_rate", "schedule", "warmup_steps", "final_rate_fraction", "max_grad_norm", "weight_decay", "adam_beta1",
+    "adam_beta2", "microbatch_tokens", "gradient_checkpointing", "max_parity", "reward_margin", "max_rejections",
+    "evaluate_every", "keep_checkpoints", "resume",
+}  # fmt: skip

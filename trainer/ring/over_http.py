@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -28,6 +28,7 @@ from shared.errors import (
 )
 from shared.jobs import TERMINAL, JobStatus
 from shared.redis.training.orders import Received
+from shared.rewards.kinds import CheckedReward
 from shared.rewards.model_kinds import ModelOptions, lacks
 from shared.scoring.pool import RewardSample
 from shared.sequences import SequenceClass
@@ -287,9 +288,9 @@ class HttpJudges:
     def __init__(self, api: HttpApi) -> None:
         self._api = api
 
-    async def check(self, names: Iterable[str]) -> None:
+    async def check(self, reward: CheckedReward) -> None:
         """UnknownModelError for a model or adapter that is not served."""
-        for name in names:
+        for name in reward.served_models:
             await self._api.call("GET", f"/v1/models/{quote(name)}", _Done)
 
     async def score(

@@ -15,8 +15,7 @@ import numpy as np
 import structlog
 from redis.asyncio import Redis
 
-from shared.adapter_files.config import mlx_config
-from shared.adapter_files.formats import MLX_FILE, prepared
+from shared.adapter_files.formats import MLX_FILE, inherit_config, prepared
 from shared.adapter_files.tensors import read_tensors
 from shared.adapters import GateCheck
 from shared.owners import ADMINS
@@ -90,7 +89,7 @@ class StoreSink:
 
     async def stage(self, candidate: Candidate) -> int:
         """Store the candidate as the next version; the latest stays what it was."""
-        with prepared(candidate.directory, shapes=self._card.modules) as adapter:
+        with prepared(candidate.directory, shapes=self._card.modules, hidden_size=self._card.hidden_size) as adapter:
             manifest = await self._store.publish(
                 self._name,
                 adapter,
@@ -121,8 +120,7 @@ class StoreSink:
             await asyncio.to_thread(file.write_bytes, b"".join(chunks))
             tensors = await asyncio.to_thread(read_tensors, file, max_bytes=manifest.size)
             weights = {name: np.array(tensor.floats()) for name, tensor in tensors.items()}
-        config = mlx_config(manifest.kind, manifest.rank, manifest.scale, tuple(sorted(manifest.modules)))
-        return Stored(weights, config, manifest.base_sha256)
+        return Stored(weights, inherit_config(manifest), manifest.base_sha256)
 
     async def served_base(self) -> str:
         """See `AdapterSink`: of the model under the name that this run's samples ask for."""

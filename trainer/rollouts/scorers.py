@@ -9,7 +9,7 @@ own (trainer/rollouts/own_code.py), may be async, and gives a number or a number
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,8 +28,8 @@ from trainer.rollouts.own_code import OwnFunction
 class Judges(Models, Protocol):
     """Who asks served models: `shared.scoring.served.ServedRewards`, or `trainer.ring.over_http.HttpJudges`."""
 
-    async def check(self, names: Iterable[str]) -> Any:
-        """An error of ours for a model or adapter that cannot be asked."""
+    async def check(self, reward: CheckedReward) -> Any:
+        """An error of ours for a reward that asks a model or adapter which cannot be asked."""
 
 
 @contextlib.asynccontextmanager
@@ -67,9 +67,10 @@ async def ring_judges(redis: str) -> AsyncIterator[ServedRewards]:
 
 async def check_judges(reward: str, options: Mapping[str, Any], judges: Judges) -> None:
     """SetupError when a model that the reward asks has never been served."""
-    models = () if ":" in reward else _checked(reward, options).served_models
+    if ":" in reward:
+        return
     try:
-        await judges.check(models)
+        await judges.check(_checked(reward, options))
     except ParallmError as error:
         raise SetupError(f"reward {reward!r}: {error}; start a worker for it first") from error
 

@@ -186,7 +186,8 @@ class CheckpointStore:
 def differences(saved: bytes, present: bytes) -> str:
     """How two adapter configurations differ, in the words of the settings; "" when they do not."""
     there, here = read_config(saved), read_config(present)
-    fields = {"lora_kind": "kind", "lora_rank": "rank", "lora_scale": "scale", "lora_targets": "targets"}
+    lora = {"lora_kind": "kind", "lora_rank": "rank", "lora_scale": "scale", "lora_targets": "targets"}
+    fields = {**lora, "head": "heads"}
     pairs = ((setting, getattr(there, field), getattr(here, field)) for setting, field in fields.items())
     return ", ".join(f"{setting} {old} there, {new} here" for setting, old, new in pairs if old != new)
 

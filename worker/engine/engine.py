@@ -60,7 +60,7 @@ class Engine:
         self._grammars = Grammars(loaded.tokenizer, loaded.card.vocab_size, wake)
         self._limits = Limits.of(loaded.card, loaded.kv_limit_bytes, loaded.draft_kv)
         bound_freed_memory(self._limits.kv_limit_bytes)
-        self._model = RowModel(loaded.model, adapters, loaded.kv)
+        self._model = RowModel(loaded.model, adapters, loaded.kv, loaded.heads)
         self._pieces = Pieces(ChunkSize(config.prefill_chunk, config.piece_s))
         self._class_turns = ClassTurns()
         score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
@@ -222,8 +222,8 @@ class Engine:
         if spec.kind == "generate" and (finish := row.resume()):
             self._events.append(row.last_event(finish))
             return
-        if spec.kind == "embed" and not self._model.embeds:
-            raise UnsupportedModelError("this model shows no hidden states, so it makes no embeddings", param="model")
+        if spec.kind in ("embed", "head") and not self._model.embeds:
+            raise UnsupportedModelError("this model shows no hidden states: no embeddings, no heads", param="model")
         self._model.adapters.admit(row)
         if s.grammar and spec.kind == "generate":
             row.place = self._grammars.open(s.grammar, row.tokens, spec.tenant)
@@ -306,7 +306,7 @@ class Engine:
     def _scored(self, task: PrefillTask) -> None:
         """Tell of the log-probabilities, or of the embedding, that a prefill brought."""
         for row in task.rows:
-            event = report_of(task, row)
+            event = report_of(task, row, self._model)
             if event.finish is not None:
                 self._leave([row])
             if event.prompt_logprobs is not None or event.finish is not None:

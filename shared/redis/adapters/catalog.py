@@ -10,9 +10,13 @@ from redis.asyncio import Redis
 
 from shared.adapters import AdapterManifest, AdapterRef, ResolvedAdapter, unknown_adapter, version_id
 from shared.errors import ConflictError, UnknownAdapterError
+from shared.heads import HeadKind
 from shared.owners import WhoAsks, anybody
 from shared.redis import keys
 from shared.redis.adapters import bytes as adapter_bytes
+
+MOST_WITH_HEAD = 8  # versions that are named to somebody who looks for a head
+LOOKED_AT = 64  # of the newest, for that
 
 
 class AdapterSummary(msgspec.Struct, frozen=True):
@@ -150,8 +154,34 @@ class AdapterCatalog:
             worker.decode(): Acknowledgement(*(int(part) for part in value.split())) for worker, value in raw.items()
         }
 
+    async def with_head(self, name: str, kind: HeadKind, head: str = "") -> list[str]:
+        """The newest published versions of an adapter that have a head of this kind, of this name if one is given."""
+        found: list[str] = []
+        for version in (await self.versions(name))[: -LOOKED_AT - 1 : -1]:
+            try:
+                manifest = await self.manifest(name, version)
+            except UnknownAdapterError:  # deleted just now
+                continue
+            fits = any(spec.kind == kind and head in ("", own) for own, spec in manifest.heads.items())
+            if fits and manifest.status == "published":
+                found.append(manifest.id)
+            if len(found) == MOST_WITH_HEAD:
+                break
+        return found
+
     async def _head(self, name: str) -> dict[bytes, bytes]:
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.adapter(name))
             (head,) = await pipe.execute()
         return dict(head) if self._who_asks().sees(head.get(b"tenant", b"").decode()) else {}
+
+
+async def missing_head(catalog: AdapterCatalog, model: str, kind: HeadKind, head: str = "") -> str:
+    """What is said to somebody who wants a head that a model, or a version `name@k`, does not have."""
+    wanted = f"head {head!r} of kind '{kind}'" if head else f"head of kind '{kind}'"
+    name, _, version = model.partition("@")
+    if not version:
+        return f"model '{model}' has no {wanted} of its own: name an adapter version that has one"
+    others = await catalog.with_head(name, kind, head)
+    has = "has" if len(others) == 1 else "have"
+    return f"{model} has no {wanted}; " + (f"{', '.join(others)} {has} one" if others else "no version of it has one")

@@ -95,6 +95,7 @@ class AdapterStore(AdapterPins):
             gate=tuple(gate),
             source=source,
             tenant=tenant,
+            heads=adapter.heads,
         )
         await self._commit(manifest, adapter.path, set_latest and status == "published", if_latest)
         if self._keep_n:

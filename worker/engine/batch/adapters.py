@@ -9,6 +9,7 @@ from typing import Protocol
 
 from shared.errors import UnknownAdapterError
 from worker.engine.batch.row import Row
+from worker.engine.heads.head import Heads
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class Adapters(Protocol):
 
     def version(self, row: Row) -> str:
         """The version that a forward would compute the row with now."""
+
+    def heads(self, row: Row) -> Heads:
+        """Those of the version that `version` says."""
 
     def release(self, row: Row) -> None:
         """The row has left: its slot may be reused."""
@@ -87,6 +91,10 @@ class NoAdapters:
     def version(self, row: Row) -> str:
         """The base."""
         return ""
+
+    def heads(self, row: Row) -> Heads:
+        """The base's own are not an adapter's."""
+        return {}
 
     def release(self, row: Row) -> None:
         """Nothing is held."""

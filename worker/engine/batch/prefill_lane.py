@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from shared.errors import ParallmError
 from shared.frames import Finish, TokenEvent, TokenLogprob
 from shared.sequences import SequenceClass
 from worker.engine.batch.adapters import Adapters
@@ -28,6 +29,8 @@ from worker.engine.kv.slabs import KvRows
 from worker.engine.model.pooling import Pool
 from worker.engine.sampling.draw import most_likely, top_lists
 from worker.engine.scheduler import widest
+
+MOST_TOGETHER = 32  # texts that heads read in one forward
 
 
 @dataclass
@@ -49,7 +52,7 @@ class PrefillTask:
     pool: Pool | None = None  # of an embedding: then all ids are fed, and nothing is scored
 
     def __post_init__(self) -> None:
-        embeds = self.rows[0].spec.pooling if self.pool is not None else ""
+        embeds = "" if self.pool is None else self.pool.pooling
         self.key = (tuple(self.ids), self.adapter, embeds)  # tasks of equal keys have the same KV
         self.reports = any(row.spec.kind != "generate" or wants_prompt_logprobs(row) for row in self.rows)
 
@@ -75,8 +78,8 @@ class PrefillTask:
 def task_for(row: Row, adapter: str = "") -> PrefillTask:
     """The task that a row needs: a score, its prompt's log-probabilities, or only KV to fork from."""
     ids = row.context
-    if row.spec.kind == "embed":
-        return PrefillTask([row], ids, 0, adapter, pool=Pool(row.spec.pooling))
+    if row.spec.kind in ("embed", "head"):
+        return PrefillTask([row], ids, 0, adapter, pool=Pool("last" if row.spec.kind == "head" else row.spec.pooling))
     if wants_prompt_logprobs(row):
         return PrefillTask([row], ids, 0, adapter, row.sampling.prompt_logprobs or 0)
     score_from = len(row.spec.prompt_ids) - 1 if row.spec.kind == "score" else len(ids) - 1
@@ -95,8 +98,8 @@ def wants_prompt_logprobs(row: Row) -> bool:
     return row.sampling.prompt_logprobs is not None and all(event.prompt_logprobs is None for event in row.prior)
 
 
-def report_of(task: PrefillTask, row: Row) -> TokenEvent:
-    """What a complete task tells of a row: its prompt's log-probabilities, its score or its embedding; or nothing."""
+def report_of(task: PrefillTask, row: Row, model: RowModel) -> TokenEvent:
+    """What a complete task tells of a row: its prompt's log-probabilities, score, embedding or head; or nothing."""
     prompt = len(row.spec.prompt_ids)
     event = TokenEvent(row.spec.id, row.attempt, row.start, [], [])
     if wants_prompt_logprobs(row):
@@ -106,6 +109,12 @@ def report_of(task: PrefillTask, row: Row) -> TokenEvent:
     if row.spec.kind == "score":
         event.score_logprobs = task.logprobs[prompt - 1 - task.score_from :]
         event.finish = Finish("stop", cached_tokens=row.cached_tokens)
+    elif row.spec.kind == "head" and task.pool is not None:
+        event.version = model.adapters.version(row)
+        try:
+            event.embedding, event.finish = model.head(row)(task.pool.vector_H), Finish("stop")
+        except ParallmError as error:
+            event.finish = Finish.failed(error)
     elif task.pool is not None:
         event.embedding, event.finish = task.pool.result(), Finish("stop")
     return event
@@ -181,6 +190,10 @@ class PrefillLane:
 
     def feed(self, task: PrefillTask, budget: int) -> int:
         """Run one chunk of a task, at most `budget` ids; its length."""
+        if task.pool is not None and not task.done and (tasks := self._together(task, budget)):
+            return self._embed_together(tasks)
+        if task.pool is not None and not task.left:
+            return 0
         if not task.kv:
             self._begin(task)
         length = int(min(budget, task.left, widest(task.done, self._area)))
@@ -227,6 +240,33 @@ class PrefillLane:
         pool.take(self._model.hidden(ids_1L, cache=[*task.kv, RowTag((task.rows[0],))])[0])
         self._fed(task, length)
 
+    def _together(self, task: PrefillTask, budget: int) -> list[PrefillTask]:
+        """The task with others of its class that heads read, whole, in one forward; [] when there are no others."""
+        most = int(min(budget, widest(0, self._area)))
+        tasks: list[PrefillTask] = []
+        width = 0
+        for other in (task, *(each for each in self._tasks if each is not task)):
+            if not _is_short_read(other, most) or other.sequence_class != task.sequence_class:
+                continue
+            if (len(tasks) + 1) * max(width, other.left) > most or len(tasks) == MOST_TOGETHER:
+                break
+            tasks.append(other)
+            width = max(width, other.left)
+        return tasks if len(tasks) > 1 and tasks[0] is task else []
+
+    def _embed_together(self, tasks: list[PrefillTask]) -> int:
+        """One forward of whole texts, padded behind: no position sees what follows it, and no KV is kept."""
+        width = max(task.left for task in tasks)
+        ids_BL = mx.array([task.ids + [0] * (width - task.left) for task in tasks])
+        kv = self._model.new_kv()
+        hidden_BLH = self._model.hidden(ids_BL, cache=[*kv, RowTag(tuple(task.rows[0] for task in tasks))])
+        self._pieces.begin(hidden_BLH, ids_BL.size)
+        for task, hidden_LH in zip(tasks, hidden_BLH, strict=True):
+            assert task.pool is not None
+            task.pool.take(hidden_LH[: task.left])
+            task.done = len(task.ids)
+        return ids_BL.size
+
     def _fed(self, task: PrefillTask, length: int) -> None:
         self._pieces.begin([cache.state for cache in task.kv], length)
         task.done += length
@@ -239,6 +279,11 @@ class PrefillLane:
         task.cached, task.kv_versions = prefix.length, {version} if prefix.length else set()
         if task.pool is None:
             task.stops = self._prefixes.stops(task.rows[0].spec.prompt_ids, version, prefix.length)
+
+
+def _is_short_read(task: PrefillTask, most: int) -> bool:
+    """Whether a task is a head's, not begun, and no longer than this."""
+    return not task.done and task.left <= most and all(row.spec.kind == "head" for row in task.rows)
 
 
 def _collect(task: PrefillTask, logits_LV: mx.array, targets: list[int]) -> None:

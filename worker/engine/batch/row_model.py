@@ -5,12 +5,15 @@ latest one-token forward is left here: rows, the versions they computed with, in
 """
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
 
+from shared.errors import UnsupportedModelError
 from worker.engine.batch.adapters import Adapters, NoAdapters
 from worker.engine.batch.row import Row, RowTag
+from worker.engine.heads.head import Head, Heads
 from worker.engine.kv.layout import KvLayout
 from worker.engine.model.batching import takes_padding
 from worker.engine.model.pooling import hidden_states
@@ -19,9 +22,13 @@ from worker.engine.model.pooling import hidden_states
 class RowModel:
     """Wraps a loaded mlx-lm model."""
 
-    def __init__(self, model: Any, adapters: Adapters | None, kv: KvLayout) -> None:
+    def __init__(
+        self, model: Any, adapters: Adapters | None, kv: KvLayout, heads: Heads = MappingProxyType({})
+    ) -> None:
+        """`heads`: of the model itself."""
         self.model = model
         self._kv = kv
+        self._heads = heads
         self.adapters: Adapters = adapters or NoAdapters()
         self.takes_padding = takes_padding(model)
         self.rows: tuple[Row, ...] = ()
@@ -39,6 +46,14 @@ class RowModel:
         self._enter(cache[-1])
         hidden_BLH: mx.array = self._hidden(tokens_BL, cache=cache[:-1])
         return hidden_BLH
+
+    def head(self, row: Row) -> Head:
+        """The head that a row asks for: its adapter version's, else the model's; UnsupportedModelError for neither."""
+        head = {**self._heads, **self.adapters.heads(row)}.get(row.spec.head)
+        if head is None:
+            owner = self.adapters.version(row) or "this model"
+            raise UnsupportedModelError(f"{owner} has no head {row.spec.head!r}", param="head")
+        return head
 
     @property
     def embeds(self) -> bool:

@@ -15,12 +15,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 
 from shared.adapters import AdapterManifest
 from shared.errors import AdapterRejectedError, ParallmError
+from worker.engine.heads.head import Heads, read_heads
 from worker.engine.lora.layers import SiteWeights
 from worker.engine.lora.stacks import AdaptedModel, AdapterWeights
 from worker.engine.model.sites import Site
@@ -30,14 +32,25 @@ PAUSE_S = 0.001  # after each module: the engine's thread shares the interpreter
 log = logging.getLogger(__name__)
 
 Tensors = dict[str, mx.array]
-OnRead = Callable[[AdapterManifest, AdapterWeights | ParallmError], None]
+
+
+@dataclass(frozen=True)
+class ReadAdapter:
+    """One version in memory."""
+
+    weights: AdapterWeights
+    heads: Heads
+
+
+OnRead = Callable[[AdapterManifest, ReadAdapter | ParallmError], None]
 
 
 class AdapterReader:
     """Reads adapters in order of request; `on_read` is called in the reader's thread."""
 
-    def __init__(self, adapted: AdaptedModel, max_rank: int, on_read: OnRead) -> None:
+    def __init__(self, adapted: AdaptedModel, max_rank: int, hidden_size: int, on_read: OnRead) -> None:
         self._adapted = adapted
+        self._hidden_size = hidden_size
         self._max_rank = max_rank
         self._on_read = on_read
         self._requests: queue.SimpleQueue[tuple[Path, AdapterManifest] | None] = queue.SimpleQueue()
@@ -69,11 +82,12 @@ class AdapterReader:
             mx.clear_streams()
 
     def _serve(self, path: Path, manifest: AdapterManifest) -> None:
-        result: AdapterWeights | ParallmError
+        result: ReadAdapter | ParallmError
         try:
+            heads = read_heads(manifest.id, manifest.heads, path, self._hidden_size)
             weights = read_adapter(path, manifest, self._adapted.sites, self._adapted.dtype, self._max_rank)
             self._adapted.prepare_kernels(weights)
-            result = weights
+            result = ReadAdapter(weights, heads)
         except ParallmError as error:
             result = error
         except Exception as error:

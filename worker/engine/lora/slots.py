@@ -26,9 +26,10 @@ from shared.adapters import AdapterManifest, AdapterRef, version_id
 from shared.errors import EngineError, InvalidRequestError, ParallmError, UnknownAdapterError
 from worker.engine.batch.adapters import AdapterStats, SlotConfig
 from worker.engine.batch.row import Row
-from worker.engine.lora.reader import AdapterReader
+from worker.engine.heads.head import Heads
+from worker.engine.lora.reader import AdapterReader, ReadAdapter
 from worker.engine.lora.slot_table import SlotTable
-from worker.engine.lora.stacks import AdaptedModel, AdapterWeights
+from worker.engine.lora.stacks import AdaptedModel
 from worker.engine.model.loader import LoadedModel
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class _Load:
     steps: Iterator[list[mx.array]]
     dora: bool
     began: float  # monotonic
+    heads: Heads
 
 
 class AdapterSlots:
@@ -69,16 +71,17 @@ class AdapterSlots:
         dtype: mx.Dtype = getattr(mx, config.dtype or loaded.card.dtype)
         self._adapted = AdaptedModel(loaded.model, config.slots + 1, dtype)
         self._table = SlotTable(config.slots)
-        self._reader = AdapterReader(self._adapted, config.max_rank, self._on_read)
+        self._reader = AdapterReader(self._adapted, config.max_rank, loaded.card.hidden_size, self._on_read)
         self._wake, self._on_change = wake, on_change
         self._files: dict[str, tuple[Path, AdapterManifest]] = {}
         self._latest: dict[str, str] = {}  # name -> version that the store points at
         self._serving: dict[str, str] = {}  # name -> version that followers use
         self._failed: dict[str, ParallmError] = {}
         self._claims: dict[Row, _Claim] = {}
-        self._read: deque[tuple[AdapterManifest, AdapterWeights | ParallmError]] = deque()
+        self._read: deque[tuple[AdapterManifest, ReadAdapter | ParallmError]] = deque()
         self._loads: deque[_Load] = deque()
         self._dora: set[str] = set()
+        self._heads: dict[str, Heads] = {}  # of loaded versions
         self._moved: list[Row] = []
         self._epoch = 0  # changes when a follower's version may have changed
         self._selected: tuple[tuple[Row, ...], int] = ((), -1)
@@ -157,6 +160,10 @@ class AdapterSlots:
         claim = self._claims.get(row)
         return claim.version if claim is not None and claim.held else ""
 
+    def heads(self, row: Row) -> Heads:
+        """What was read with the version's weights."""
+        return self._heads.get(self.version(row), {})
+
     def release(self, row: Row) -> None:
         """Give up the hold, or the wish."""
         claim = self._claims.pop(row, None)
@@ -211,17 +218,17 @@ class AdapterSlots:
             else:
                 self._reader.read(*file)
 
-    def _on_read(self, manifest: AdapterManifest, result: AdapterWeights | ParallmError) -> None:
+    def _on_read(self, manifest: AdapterManifest, result: ReadAdapter | ParallmError) -> None:
         """Called in the reader's thread."""
         self._read.append((manifest, result))
         self._wake()
 
-    def _begin_load(self, manifest: AdapterManifest, result: AdapterWeights | ParallmError) -> None:
+    def _begin_load(self, manifest: AdapterManifest, result: ReadAdapter | ParallmError) -> None:
         if isinstance(result, ParallmError):
             self._fail(manifest.id, result)
             return
-        steps = self._adapted.fill(self._table.slot_of(manifest.id), result)
-        self._loads.append(_Load(manifest.id, steps, manifest.kind == "dora", time.monotonic()))
+        steps = self._adapted.fill(self._table.slot_of(manifest.id), result.weights)
+        self._loads.append(_Load(manifest.id, steps, manifest.kind == "dora", time.monotonic(), result.heads))
 
     def _fail(self, version: str, error: ParallmError) -> None:
         self._failed[version] = error
@@ -255,6 +262,9 @@ class AdapterSlots:
         """The remap: from here on rows may use the slot."""
         self._table.finish_load(load.version)
         (self._dora.add if load.dora else self._dora.discard)(load.version)
+        loaded = self._table.loaded()
+        self._heads = {version: heads for version, heads in self._heads.items() if version in loaded}
+        self._heads[load.version] = load.heads
         for claim in self._claims.values():
             if claim.version == load.version and not claim.held:
                 self._hold(claim)  # before anybody else may take the slot

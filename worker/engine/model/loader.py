@@ -19,6 +19,8 @@ import mlx_lm.utils
 from shared.errors import SetupError
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
+from worker.engine.heads.classifier import Classifier, is_classifier
+from worker.engine.heads.head import Heads
 from worker.engine.kv.cuda import attention as cuda_attention
 from worker.engine.kv.kinds import window_of
 from worker.engine.kv.layout import KvLayout, layout_of
@@ -26,6 +28,7 @@ from worker.engine.messages import EngineConfig
 from worker.engine.model import cuda_graphs
 from worker.engine.model.batching import check_batch
 from worker.engine.model.draft import DraftModel, check_tokenizer
+from worker.engine.model.pooling import hidden_size
 from worker.engine.model.sites import module_shapes
 from worker.engine.scheduler import DraftKv
 
@@ -48,6 +51,7 @@ class LoadedModel:
     kv_limit_bytes: int
     kv: KvLayout = field(default_factory=KvLayout)
     draft: DraftModel | None = None
+    heads: Heads = field(default_factory=dict)  # of its own
 
     @property
     def draft_kv(self) -> DraftKv:
@@ -60,7 +64,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     cuda_graphs.prepare()
     cuda_attention.install()
     path = _find(config.model)
-    model, bundle, model_config = _read(path, config)
+    model, bundle, model_config, heads = _read(path, config)
     context = _context_length(model_config, config.max_context)
     bound = config.max_kv_size if config.max_kv_size < context else 0  # a longer row is refused in any case
     kv = layout_of(model, config.kv_bits, config.kv_group_size, bound)
@@ -80,23 +84,33 @@ def load_model(config: EngineConfig) -> LoadedModel:
         created=int(time.time()),
         modules=module_shapes(model),
         sources=(config.model,),
+        hidden_size=hidden_size(model),
+        heads={name: head.spec for name, head in heads.items()},
     )
     draft = _draft_model(config, bundle)
     limit = config.kv_limit_bytes or free_bytes() // 2
-    return LoadedModel(card, bundle, model, model_config, path, limit, kv, draft)
+    return LoadedModel(card, bundle, model, model_config, path, limit, kv, draft, heads)
 
 
-def _read(path: Path, config: EngineConfig) -> tuple[Any, TokenizerBundle, dict[str, Any]]:
-    """The module with its weights in memory, its tokenizer and its config.json."""
+def _read(path: Path, config: EngineConfig) -> tuple[Any, TokenizerBundle, dict[str, Any], Heads]:
+    """The module with its weights in memory, its tokenizer, its config.json, and its own heads."""
+    heads: Heads = {}
     try:
-        model, tokenizer, model_config = mlx_lm.utils.load(
-            str(path), return_config=True, trust_remote_code=config.trust_remote_code
-        )
+        described = mlx_lm.utils.load_config(path)
+        if is_classifier(described):
+            classifier = Classifier(described)
+            model, model_config = classifier.load(path)
+            heads = classifier.heads(hidden_size(model))
+        else:
+            model, model_config = mlx_lm.utils.load_model(path, trust_remote_code=config.trust_remote_code)
+        tokenizer = mlx_lm.utils.load_tokenizer(path, eos_token_ids=model_config.get("eos_token_id"))
+    except SetupError as error:
+        raise SetupError(f"cannot load the model at {path}: {error}") from error
     except Exception as error:
         raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
     _set_dtype(model, config.dtype)
     mx.eval(model.parameters())
-    return model, export_tokenizer(tokenizer), model_config
+    return model, export_tokenizer(tokenizer), model_config, heads
 
 
 def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | None:
@@ -105,7 +119,7 @@ def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | 
         return None
     name = config.speculation.draft_model
     try:
-        model, its_bundle, its_config = _read(_find(name), config)
+        model, its_bundle, its_config, _ = _read(_find(name), config)
         check_tokenizer(bundle, its_bundle)
         check_batch(model, config.max_rows)
         kv = KvLayout()

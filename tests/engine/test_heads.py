@@ -1,0 +1,237 @@
+"""Heads read the last hidden state under their row's own version, whatever runs beside them."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from shared.heads import HeadSpec
+from shared.sequences import SamplingParams, SequenceSpec
+from tests.engine.adapter_bench import AdapterBench, row
+from tests.engine.adapter_models import MadeAdapter, make_adapter
+from tests.engine.conftest import Bench, prompt_of
+from tests.engine.kv_models import BOUNDED, CONFIGS, QUANTISED, Model
+from worker.engine.heads.head import Head, Layer
+from worker.engine.model.loader import LoadedModel
+from worker.engine.model.pooling import hidden_size
+
+Array = npt.NDArray[np.float32]
+Weights = dict[str, Array]
+
+SCALAR = HeadSpec("scalar")
+TOPICS = HeadSpec("labels", labels=("a", "b", "c"), activation="gelu")
+SPECS = {"value": SCALAR, "topic": TOPICS}
+HIDDEN = 24
+
+
+def weights_of(spec: HeadSpec, inputs: int, seed: int) -> Weights:
+    draw = np.random.default_rng(seed)
+    hidden = HIDDEN if spec.activation else 0
+    shapes = {"weight": (spec.outputs, hidden or inputs), "bias": (spec.outputs,)}
+    if hidden:
+        shapes |= {"hidden.weight": (hidden, inputs), "hidden.bias": (hidden,)}
+    return {part: (draw.standard_normal(shape) / 8).astype(np.float32) for part, shape in shapes.items()}
+
+
+def computed(weights: Weights, state_H: Array) -> Array:
+    """The same in numpy, in double precision."""
+    x = state_H.astype(np.float64)
+    if "hidden.weight" in weights:
+        x = weights["hidden.weight"] @ x + weights["hidden.bias"]
+        x = x * 0.5 * (1 + np.array([math.erf(each / math.sqrt(2)) for each in x]))
+    return np.asarray(weights["weight"] @ x + weights["bias"])
+
+
+class Versions:
+    """A LoRA with heads (a@1, a@2), heads alone (h@1), a LoRA without (a@3), and the weights of all heads."""
+
+    def __init__(self, loaded: LoadedModel, folder: Path) -> None:
+        self.made: dict[str, MadeAdapter] = {}
+        self.weights: dict[tuple[str, str], Weights] = {}
+        self._inputs = loaded.card.hidden_size
+        for number in (1, 2):
+            self._add(make_adapter(loaded.model, folder, version=number), seed=10 * number)
+        plain = make_adapter(loaded.model, folder, version=3)
+        self.made["a@3"] = plain
+        bare = msgspec.structs.replace(plain.manifest, name="h", version=1, kind="head", rank=0, modules=())
+        self._add(MadeAdapter(folder / "nothing", bare, loaded.model), seed=7)
+
+    def _add(self, made: MadeAdapter, seed: int) -> None:
+        version = made.manifest.id
+        tensors: dict[str, Any] = dict(mx.load(str(made.path))) if made.path.exists() else {}  # type: ignore[arg-type]
+        sized = {}
+        for at, (name, spec) in enumerate(SPECS.items()):
+            weights = weights_of(spec, self._inputs, seed + at)
+            self.weights[version, name] = weights
+            tensors |= {f"heads.{name}.{part}": mx.array(each) for part, each in weights.items()}
+            sized[name] = msgspec.structs.replace(spec, inputs=self._inputs, hidden=HIDDEN if spec.activation else 0)
+        path = made.path.with_name(f"{version}-heads.safetensors")
+        mx.save_safetensors(str(path), tensors)
+        manifest = msgspec.structs.replace(made.manifest, heads=sized)
+        self.made[version] = replace(made, path=path, manifest=manifest)
+
+
+@pytest.fixture(scope="module")
+def versions(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Versions:
+    return Versions(llama, tmp_path_factory.mktemp("heads"))
+
+
+def asked(seq: str, ids: list[int], adapter: str, head: str = "value", **fields: Any) -> SequenceSpec:
+    return SequenceSpec(seq, "m", tuple(ids), SamplingParams(0, 0), kind="head", adapter=adapter, head=head, **fields)
+
+
+def outputs(bench: Bench, seq: str) -> Array:
+    [event] = bench.events[seq]
+    assert event.finish is not None and event.finish.reason == "stop" and event.tokens == []
+    assert event.embedding is not None
+    return np.frombuffer(event.embedding, "<f4")
+
+
+def reference(versions: Versions, spec: SequenceSpec) -> Array:
+    model = versions.made[spec.adapter].reference
+    state_H = np.array(model.model(mx.array([spec.prompt_ids]))[0, -1].astype(mx.float32))
+    return computed(versions.weights[spec.adapter, spec.head], state_H)
+
+
+def count_forwards(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every forward that shows hidden states."""
+    model, rows = bench.engine._model, []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda ids, cache: (rows.append(len(cache[-1].rows)), hidden(ids, cache))[1])
+    return rows
+
+
+@pytest.mark.parametrize("length", [1, 64, 150])
+@pytest.mark.parametrize("head", ["value", "topic"])
+@pytest.mark.parametrize("version", ["a@1", "h@1"])
+def test_values_are_those_of_a_reference_in_any_chunks(
+    llama: LoadedModel, versions: Versions, version: str, head: str, length: int
+) -> None:
+    wanted = asked("v", prompt_of(length), version, head)
+    with AdapterBench(llama, versions.made, prefill_chunk=64) as bench:
+        bench.provide()
+        bench.submit(wanted)
+        bench.run()
+        np.testing.assert_allclose(outputs(bench, "v"), reference(versions, wanted), rtol=1e-5, atol=1e-5)
+        assert bench.events["v"][0].version == version
+        bench.assert_nothing_is_held()
+
+
+def test_rows_of_several_versions_share_a_forward(
+    llama: LoadedModel, versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [
+        asked(f"{version}{at}", prompt_of(5 + 3 * at, seed=at), version, ("value", "topic")[at % 2])
+        for at, version in enumerate(("a@1", "h@1", "a@2", "a@1"))
+    ]
+    with AdapterBench(llama, versions.made, prefill_chunk=128) as bench:
+        bench.provide()
+        bench.submit(*(row(f"load {each}", [1, 2], each, max_tokens=1) for each in ("a@1", "a@2", "h@1")))
+        bench.run()
+        forwards = count_forwards(bench, monkeypatch)
+        bench.submit(*wanted)
+        bench.run()
+        assert forwards == [4]
+        for each in wanted:
+            np.testing.assert_allclose(outputs(bench, each.id), reference(versions, each), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted({*CONFIGS, *BOUNDED, *QUANTISED} - {"mamba2"}))  # it shows no hidden states
+def test_texts_that_share_a_forward_are_read_as_alone_whatever_the_kv(
+    model_of: Model, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    loaded = model_of(name)
+    weights = weights_of(SCALAR, hidden_size(loaded.model), seed=3)
+    tensors = {part: mx.array(each) for part, each in weights.items()}
+    head = Head(SCALAR, Layer(tensors["weight"], tensors["bias"]))
+    loaded = replace(loaded, heads={"value": head})
+    wanted = [asked(f"v{at}", prompt_of(4 + 5 * at, seed=at, vocab=100), "") for at in range(4)]
+    together, alone = Bench(loaded, prefill_chunk=128), Bench(loaded, prefill_chunk=128)
+    forwards = count_forwards(together, monkeypatch)
+    together.submit(*wanted)
+    together.run()
+    assert forwards == [4]
+    for each in wanted:
+        alone.submit(each)
+        alone.run()
+        np.testing.assert_allclose(outputs(together, each.id), outputs(alone, each.id), rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_decode_and_texts_that_heads_read_leave_each_other_alone(
+    llama: LoadedModel, versions: Versions
+) -> None:
+    with AdapterBench(llama, versions.made, prefill_chunk=16) as bench:
+        bench.provide()
+        decoding = row("s1", prompt_of(20), "a@1", max_tokens=30)
+        bench.submit(decoding)
+        bench.until(lambda: len(bench.tokens("s1")) > 2)
+        wanted = [asked(f"v{at}", prompt_of(4 + 13 * at, seed=at), "a@2") for at in range(5)]
+        bench.submit(*wanted)
+        bench.until(lambda: len(bench.events.keys()) == 6)
+        assert bench.events["s1"][-1].finish is None  # between its steps, not behind them
+        bench.run()
+        bench.assert_true_to_its_versions(decoding)
+        for each in wanted:
+            np.testing.assert_allclose(outputs(bench, each.id), reference(versions, each), rtol=1e-5, atol=1e-5)
+        assert bench.engine.stats().rows == 0
+
+
+def test_a_pinned_row_keeps_its_version_and_a_newer_one_has_its_own(llama: LoadedModel, versions: Versions) -> None:
+    ids = prompt_of(12)
+    with AdapterBench(llama, versions.made) as bench:
+        for version in ("a@1", "a@2"):
+            bench.publish(version)
+            bench.load(version)
+        wanted = [asked("old", ids, "a@1"), asked("new", ids, "a@2"), asked("latest", ids, "a")]
+        bench.submit(*wanted)
+        bench.run()
+        for each in wanted[:2]:
+            np.testing.assert_allclose(outputs(bench, each.id), reference(versions, each), rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(outputs(bench, "latest"), outputs(bench, "new"))
+        assert not np.allclose(outputs(bench, "old"), outputs(bench, "new"))
+
+
+def test_heads_go_with_their_slot(llama: LoadedModel, versions: Versions) -> None:
+    with AdapterBench(llama, versions.made, slots=1) as bench:
+        bench.provide()
+        for at, version in enumerate(("a@1", "h@1", "a@2", "a@1")):
+            wanted = asked(f"v{at}", prompt_of(9), version, "topic")
+            bench.submit(wanted)
+            bench.run()
+            np.testing.assert_allclose(outputs(bench, f"v{at}"), reference(versions, wanted), rtol=1e-5, atol=1e-5)
+            assert bench.slots._heads.keys() == {version}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "head", "owner"), [("a@3", "value", "a@3"), ("a@1", "nope", "a@1"), ("", "value", "model")]
+)
+def test_a_row_whose_version_has_no_such_head_ends_with_a_word_of_it(
+    llama: LoadedModel, versions: Versions, adapter: str, head: str, owner: str
+) -> None:
+    with AdapterBench(llama, versions.made) as bench:
+        bench.provide()
+        bench.submit(asked("v", [1, 2, 3], adapter, head), asked("w", [1, 2, 3], "a@1"))
+        bench.run()
+        assert bench.finish("v").reason == "error"
+        assert owner in bench.finish("v").error_message and repr(head) in bench.finish("v").error_message
+        assert bench.finish("w").reason == "stop"
+
+
+def test_a_head_for_other_hidden_states_is_refused_by_the_worker_that_loads_it(
+    llama: LoadedModel, versions: Versions
+) -> None:
+    made = versions.made["h@1"]
+    wide = msgspec.structs.replace(SCALAR, inputs=65)
+    manifest = msgspec.structs.replace(made.manifest, heads={"value": wide})
+    with AdapterBench(llama, {"h@1": replace(made, manifest=manifest)}) as bench:
+        bench.provide()
+        bench.submit(asked("v", [1, 2, 3], "h@1"))
+        bench.run()
+        assert "'value' reads 65 numbers" in bench.finish("v").error_message
+        assert "64" in bench.finish("v").error_message

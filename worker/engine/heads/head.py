@@ -1,0 +1,79 @@
+"""One head: its weights, and what it makes of a hidden state.
+
+All is computed in fp32, products and sums apart from each other: some back ends round the inputs of a matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from shared.errors import AdapterRejectedError
+from shared.heads import Activation, HeadSpec
+
+Tensors = dict[str, mx.array]
+
+_ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
+    "gelu": nn.gelu,
+    "relu": nn.relu,
+    "silu": nn.silu,
+    "tanh": mx.tanh,
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights [outputs, inputs], and a bias."""
+
+    weight_OI: mx.array
+    bias_O: mx.array | None
+
+    def __call__(self, x_I: mx.array) -> mx.array:
+        y_O = mx.sum(self.weight_OI * x_I, axis=-1)
+        return y_O if self.bias_O is None else y_O + self.bias_O
+
+
+@dataclass(frozen=True)
+class Head:
+    """In memory, evaluated."""
+
+    spec: HeadSpec
+    output: Layer
+    hidden: Layer | None = None
+
+    def __call__(self, state_H: mx.array) -> bytes:
+        """Its outputs: fp32, little-endian."""
+        x_I = state_H.astype(mx.float32)
+        if self.hidden is not None:
+            x_I = _ACTIVATIONS[self.spec.activation](self.hidden(x_I))
+        return np.array(self.output(x_I)).astype("<f4").tobytes()
+
+
+Heads = Mapping[str, Head]
+
+
+def read_heads(owner: str, specs: Mapping[str, HeadSpec], file: Path, hidden_size: int) -> dict[str, Head]:
+    """The heads in an adapter's file; AdapterRejectedError when this model's hidden states do not fit them."""
+    tensors: Tensors = mx.load(str(file)) if specs else {}  # type: ignore[assignment]
+    heads: dict[str, Head] = {}
+    for name, spec in specs.items():
+        if spec.inputs != hidden_size:
+            states = f"hidden states of {hidden_size} numbers" if hidden_size else "no hidden states that it shows"
+            raise AdapterRejectedError(f"{owner}: head {name!r} reads {spec.inputs} numbers; this model has {states}")
+        hidden = layer(tensors, f"heads.{name}.hidden") if spec.hidden else None
+        heads[name] = Head(spec, layer(tensors, f"heads.{name}"), hidden)
+    return heads
+
+
+def layer(tensors: Tensors, path: str) -> Layer:
+    """The tensors `PATH.weight` and, if there is one, `PATH.bias`, evaluated in fp32."""
+    bias = tensors.get(f"{path}.bias")
+    weight_OI = tensors[f"{path}.weight"].astype(mx.float32)
+    bias_O = None if bias is None else bias.astype(mx.float32)
+    mx.eval([weight_OI, *([] if bias_O is None else [bias_O])])
+    return Layer(weight_OI, bias_O)
