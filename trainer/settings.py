@@ -307,8 +307,7 @@ class TrainSettings(CurriculumSettings, JoinSettings, HeadSettings):
             self.check_head(JoinSettings.model_fields, self.dataset)
         else:
             self._check_tasks()
-            others = "--atropos-url" if self.atropos_url else f"--source {self.source}"
-            self.check_curriculum(self.task, "" if others in ("--source prompts", "--source both") else others)
+            self.check_curriculum(self.task, self.source, self.atropos_url)
         check_installed(self.logger)
         try:
             self.optimize_options()
@@ -349,11 +348,7 @@ class TrainSettings(CurriculumSettings, JoinSettings, HeadSettings):
                 "top_p, top_k or min_p: the ratio is taken between filtered distributions, and what the filters leave "
                 "out is never learned from"
             )
-        if self.curriculum != "uniform" and not self.curriculum_floor and not self.evaluate_every:
-            said.append(
-                "curriculum_floor 0 without evaluate_every: nothing compares one version with another, so none is "
-                "taken back for its rewards"
-            )
+        said += self.curriculum_cautions(evaluates=bool(self.evaluate_every))
         held_out = self.held_out_dataset or self.held_out_options or self.task == "arithmetic"
         if self.evaluate_every and not held_out:
             said.append("evaluate_every without held_out_dataset or held_out_options: evaluated on the training tasks")

@@ -56,8 +56,8 @@ class CurriculumSettings(BaseModel):
         by_field = self.curriculum == "difficulty" or self.curriculum_field
         return DifficultyField(self.curriculum_field or "difficulty", self.curriculum_levels) if by_field else None
 
-    def check_curriculum(self, task: str, others: str) -> None:
-        """SetupError when settings contradict each other. `others`: who chooses the tasks in place of this run."""
+    def check_curriculum(self, task: str, source: str, atropos_url: str) -> None:
+        """SetupError when settings contradict each other, or others choose the tasks in place of this run."""
         fields = CurriculumSettings.model_fields
         given = [
             name
@@ -72,11 +72,19 @@ class CurriculumSettings(BaseModel):
         if self.curriculum == "reward" and self.curriculum_levels and not self.curriculum_field:
             raise SetupError("--curriculum-levels goes with a --curriculum-field")
         self._check_difficulty(task)
-        if self.curriculum != "uniform" and others:
+        if self.curriculum != "uniform" and (atropos_url or source not in ("prompts", "both")):
+            others = "--atropos-url" if atropos_url else f"--source {source}"
             raise SetupError(f"--curriculum chooses among the run's own tasks: with {others} others do")
         if self.curriculum_hopeless >= self.curriculum_solved:
             bounds = f"{self.curriculum_hopeless:g} has to be below --curriculum-solved {self.curriculum_solved:g}"
             raise SetupError(f"--curriculum-hopeless {bounds}")
+
+    def curriculum_cautions(self, *, evaluates: bool) -> list[str]:
+        """Warnings of settings that are allowed and seldom meant, for the log."""
+        if self.curriculum == "uniform" or self.curriculum_floor or evaluates:
+            return []
+        why = "nothing compares one version with another, so none is taken back for its rewards"
+        return [f"curriculum_floor 0 without evaluate_every: {why}"]
 
     def _check_difficulty(self, task: str) -> None:
         if task == "arithmetic" and self.difficulty_field() is not None:
