@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
 
 from api.http.connections import raise_file_limit
 from api.serve.embedded_redis import EmbeddedRedis
@@ -25,6 +26,10 @@ sys.dont_write_bytecode = False
 ROOT = Path(__file__).parents[1]
 os.environ["PARALLM_TEST_SCANS"] = str(ROOT / ".pytest_cache" / "transformers")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests/startup"), os.environ.get("PYTHONPATH")]))
+
+# Durations are no assertions: a machine that others use stops a test for seconds.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 # Files that take about 20 s and more.
 LONGEST = frozenset(

@@ -99,7 +99,7 @@ COLD: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(schedule=st.lists(ACTIONS, min_size=8, max_size=20), through=st.booleans())
 def test_any_schedule_with_restarts_gives_the_tokens_of_cold_runs(
     name: str, model_of: Model, schedule: list[tuple[str, int, int]], through: bool

@@ -70,7 +70,7 @@ def written(loaded: LoadedModel, rows: list[SequenceSpec]) -> list[list[int]]:
     return [bench.tokens(each.id) for each in rows]
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(st.integers(0, 1 << 30), st.booleans(), st.sampled_from([ALWAYS, ROWS, BY_MODEL]), st.sampled_from([60, 1024]))
 def test_a_draft_model_changes_nothing(
     llama: LoadedModel, other: LoadedModel, seed: int, is_same: bool, config: SpeculationConfig, context: int

@@ -176,7 +176,7 @@ LIMIT = 16 << 10  # of the KV of a few prompts
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "lfm2 4", "llama last-24"])
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(schedule=st.lists(ACTIONS, min_size=8, max_size=24))
 def test_any_schedule_gives_the_tokens_of_cold_runs(
     name: str, model_of: Model, schedule: list[tuple[str, int, int]]

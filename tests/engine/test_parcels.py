@@ -5,7 +5,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 import safetensors
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
@@ -86,7 +86,6 @@ def test_the_label_is_in_the_first_bytes() -> None:
 SMALL = whole(LABEL, [(mx.arange(12).reshape(1, 1, 3, 4).astype(mx.float16),)], [])
 
 
-@settings(deadline=None)
 @given(st.integers(0, 8 * len(SMALL) - 1))
 def test_a_parcel_with_one_flipped_bit_gives_nothing(bit: int) -> None:
     data = bytearray(SMALL)
@@ -95,7 +94,6 @@ def test_a_parcel_with_one_flipped_bit_gives_nothing(bit: int) -> None:
         unpack(data, "us")
 
 
-@settings(deadline=None)
 @given(st.integers(0, len(SMALL) - 1))
 def test_a_parcel_that_is_cut_short_gives_nothing(length: int) -> None:
     with pytest.raises(UnusableParcelError):

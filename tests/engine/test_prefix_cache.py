@@ -360,7 +360,7 @@ def test_of_a_kind_that_we_do_not_know_nothing_is_kept(other: object) -> None:
     assert cache.stats.bytes == 0 and not cache.stops([1] * 80, "", 0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 1), max_size=6)), max_size=30))
 def test_any_schedule_keeps_every_block_reachable(schedule: list[tuple[bool, list[int]]]) -> None:
     cache = cache_of(7)

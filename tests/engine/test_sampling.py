@@ -140,7 +140,7 @@ def test_counts_grow_by_the_token_that_the_host_has_not_seen() -> None:
     sharpness=st.floats(0.05, 8.0),
     candidates=st.sampled_from([4, 16, 64]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_the_nucleus_is_the_reference_s(seed: int, top_k: int, top_p: float, sharpness: float, candidates: int) -> None:
     scores_V = np.random.default_rng(seed).normal(size=64).astype(np.float32) * np.float32(sharpness)
     chances_1V = mx.softmax(mx.array(scores_V[None]), axis=-1)

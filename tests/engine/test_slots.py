@@ -191,7 +191,7 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=12, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(slots=st.integers(1, 3), operations=st.lists(OPERATIONS, min_size=6, max_size=24))
 def test_any_schedule_keeps_every_row_true_to_its_versions(
     llama: LoadedModel, made: Made, slots: int, operations: list[tuple[Any, ...]]

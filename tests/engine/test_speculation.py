@@ -130,7 +130,7 @@ EVERY_KIND = [
 ]
 
 
-@settings(max_examples=42, deadline=None)
+@settings(max_examples=42)
 @given(st.integers(0, 1 << 30), st.sampled_from(EVERY_KIND), st.booleans())
 def test_drafts_change_nothing(model_of: Model, llama: LoadedModel, seed: int, name: str, always: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -180,7 +180,7 @@ def test_joined_events_lose_nothing() -> None:
     cut=st.integers(0, 60),
     mode=st.sampled_from(["plain", "logprobs", "stop text"]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_stream_resumed_at_any_event_says_exactly_what_was_missing(
     text: str, before: int, after: int, cut: int, mode: str
 ) -> None:

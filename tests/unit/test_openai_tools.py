@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from api.generation.choice import Choice
@@ -136,7 +136,6 @@ def test_a_forced_call_that_is_cut_off_shows_what_there_is(length: int) -> None:
 PARTS = ["<think>", "</think>", "<tool_call>", "</tool_call>", ROME, "\n", " ", "word", "<", "{", '{"name": "f"}']
 
 
-@settings(deadline=None)
 @given(
     parts=st.lists(st.sampled_from(PARTS), max_size=12),
     cuts=st.lists(st.integers(0, 120), max_size=8),

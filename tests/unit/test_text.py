@@ -77,7 +77,7 @@ def streamed(codec: TextCodec, chunks: list[list[int]]) -> str:
 
 @pytest.mark.parametrize("name", CODECS)
 @given(data=st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_streamed_deltas_join_to_the_whole_decode_for_any_ids(name: str, data: st.DataObject) -> None:
     codec = CODECS[name]()
     ids = st.integers(0, codec.vocab_size + 3)  # a model may have more rows than the tokenizer knows
@@ -90,7 +90,7 @@ def test_streamed_deltas_join_to_the_whole_decode_for_any_ids(name: str, data: s
 @given(
     pieces=st.lists(st.sampled_from([0xF0, 0x9F, 0x98, 0x80, 0xE2, 0x82, 0xAC, 0xED, 0xA0, 0xC3, 0x41]), max_size=24)
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_malformed_byte_runs_decode_as_the_library_decodes_them(name: str, pieces: list[int]) -> None:
     codec = CODECS[name]()
     by_byte = {codec.token_bytes(i): i for i in range(codec.vocab_size)}
@@ -99,7 +99,7 @@ def test_malformed_byte_runs_decode_as_the_library_decodes_them(name: str, piece
 
 
 @given(text=st.text(max_size=60))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_text_survives_encoding_and_streaming_byte_level(text: str) -> None:
     codec = byte_level()
     ids = codec.encode(text)
