@@ -197,20 +197,20 @@ def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path: Path, monke
 
 
 def test_no_secret_and_no_text_of_users_is_told_to_others() -> None:
-    hidden = {
-        "redis": "redis://:hidden@r/0",
-        "connect_key": "hidden",
-        "redis_password": "hidden",
-        "connect_to": "redis://:hidden@r/0",
-        "atropos_url": "http://me:hidden@a:8001",
-        "otlp_endpoint": "http://me:hidden@c:4318",
-        "system_prompt": "hidden",
-        "reward_options": {"key": "hidden", "format_score": 0.5},
-        "task_options": {"nested": {"key": "hidden"}, "size": 3},
-        "model": "https://me:hidden@hub/model",
+    given = {
+        "redis": "redis://:secret-text@r/0",
+        "connect_key": "secret-text",
+        "redis_password": "secret-text",
+        "connect_to": "redis://:secret-text@r/0",
+        "atropos_url": "http://me:secret-text@a:8001",
+        "otlp_endpoint": "http://me:secret-text@c:4318",
+        "system_prompt": "secret-text",
+        "reward_options": {"key": "secret-text", "format_score": 0.5},
+        "task_options": {"nested": {"key": "secret-text"}, "size": 3},
+        "model": "https://me:secret-text@hub/model",
     }
-    config = loggers_of(TrainSettings(**hidden)).config  # type: ignore[arg-type]
-    assert "hidden" not in str(config)
+    config = loggers_of(TrainSettings(**given)).config  # type: ignore[arg-type]
+    assert "secret-text" not in str(config)
     assert config["reward_options.format_score"] == 0.5 and config["task_options.size"] == 3
     assert config["learning_rate"] == 1e-5
 
