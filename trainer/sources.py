@@ -38,8 +38,8 @@ async def open_curriculum(settings: TrainSettings, environment: Environment, boo
     ends = isinstance(environment, ArithmeticEnvironment | DatasetEnvironment) and environment.count
     tasks = ends or settings.task_count or ENDLESS
     places = await _places(environment, tasks) if settings.difficulty_field() is not None else None
-    identity = await asyncio.to_thread(_identity, settings, tasks)
-    curriculum = Curriculum(options, tasks, places, identity)
+    identity = await asyncio.to_thread(_identity, settings, tasks, places)
+    curriculum = await asyncio.to_thread(Curriculum, options, tasks, places, identity)
     if books.curriculum is not None and not curriculum.restore(books.curriculum):
         log.warning("curriculum.begun_anew", reason="the checkpoint's is of other tasks, or of another kind")
     return curriculum
@@ -57,14 +57,16 @@ async def _places(environment: Environment, tasks: int) -> Places:
                     "`reset` gives it as `Observation(difficulty=...)`"
                 )
             difficulties.append(float(difficulty))
-    return places_of(difficulties)
+    return await asyncio.to_thread(places_of, difficulties)
 
 
-def _identity(settings: TrainSettings, tasks: int) -> str:
+def _identity(settings: TrainSettings, tasks: int, places: Places | None) -> str:
     """By what a checkpoint's books are known to be of these tasks and of this kind of curriculum."""
     named = [settings.curriculum, settings.curriculum_field, settings.curriculum_levels, settings.task, tasks]
+    named += [settings.curriculum_hopeless, settings.curriculum_solved, settings.reward, settings.reward_options]
     told = json.dumps([*named, settings.task_options, settings.seed], sort_keys=True, default=str)
-    return hashlib.sha256(told.encode() + (_digest(settings.dataset) if settings.dataset else b"")).hexdigest()
+    read = _digest(settings.dataset) if settings.dataset else b""
+    return hashlib.sha256(told.encode() + read + (b"" if places is None else places.tobytes())).hexdigest()
 
 
 def _digest(path: Path) -> bytes:

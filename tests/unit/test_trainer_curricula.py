@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from shared.errors import SetupError
 from tests.unit.test_trainer_collect import Player, fresh, settle
@@ -72,6 +73,13 @@ def test_unseen_tasks_of_a_hopeless_kind_weigh_little() -> None:
     for index in range(10, 50):
         pool.count(index % 50, index, share=0.5, samples=64)
     assert pool.weights()[9] > 0.8, "a kind that is learned is drawn again"
+
+
+def test_large_groups_leave_nothing_below_zero() -> None:
+    pool = TaskPool(2, target=0.5, kinds=np.array([0, 0]))
+    for index in range(50):
+        pool.count(index % 2, index, share=0.0, samples=4096)
+    assert (pool.weights() > 0).all() and (pool.weights() < 1e-3).all()
 
 
 def test_tasks_that_teach_are_drawn_and_a_floor_forgets_none() -> None:
@@ -232,6 +240,7 @@ def test_a_hundred_thousand_tasks_take_little_room_in_a_checkpoint() -> None:
         ({"prompt": "1"}, (), "there is no `difficulty`"),
         ({"prompt": "1", "difficulty": "hard"}, (), "'hard', not a number: name the levels"),
         ({"prompt": "1", "difficulty": True}, (), "True, not a number"),
+        ({"prompt": "1", "difficulty": 10**400}, (), "1000.*, not a number"),
         ({"prompt": "1", "difficulty": "odd"}, ("easy", "hard"), "'odd', none of --curriculum-levels easy, hard"),
     ],
 )
@@ -281,6 +290,13 @@ class Numbered:
         raise AssertionError("nothing is played here")
 
 
+class Harder(Numbered):
+    """Its later tasks are."""
+
+    async def reset(self, index: int) -> Observation:
+        return Observation("?", difficulty=float(index))
+
+
 async def test_an_environment_without_end_gives_so_many_tasks_as_are_told() -> None:
     task = "package.module:Class"
     for count, tasks in ((0, ENDLESS), (7, 7)):
@@ -290,6 +306,19 @@ async def test_an_environment_without_end_gives_so_many_tasks_as_are_told() -> N
         assert await open_curriculum(settings, environment, RunState("run")) is not None
         assert environment.asked == list(range(tasks))
     assert await open_curriculum(TrainSettings(task=task), Numbered(), RunState("run")) is None
+
+
+async def test_books_of_tasks_that_are_as_hard_as_others_now_are_left() -> None:
+    settings, books = TrainSettings(task="m:C", curriculum="difficulty", task_count=4), RunState("run")
+    before = await open_curriculum(settings, Numbered(), books)
+    assert before is not None
+    drawn(before, range(4))
+    before.learned(list(range(4)), [[1.0]] * 4)
+    books.curriculum = before.books([])
+    again = await open_curriculum(settings, Numbered(), books)
+    harder = await open_curriculum(settings, Harder(), books)
+    assert again is not None and again.books([]) == books.curriculum
+    assert harder is not None and harder.books([]) != books.curriculum
 
 
 async def test_an_environment_without_difficulties_is_refused_by_name() -> None:
@@ -322,6 +351,13 @@ async def test_an_environment_without_difficulties_is_refused_by_name() -> None:
 def test_settings_that_contradict_each_other_are_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(SetupError, match=complaint):
         TrainSettings(**changes).check()
+
+
+@pytest.mark.parametrize("name", ["curriculum_hopeless", "curriculum_solved"])
+def test_bounds_are_numbers(name: str) -> None:
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ValidationError, match=name):
+            TrainSettings(curriculum="reward", **{name: value})
 
 
 def test_nothing_that_compares_versions_is_worth_a_caution() -> None:

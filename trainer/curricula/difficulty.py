@@ -51,7 +51,12 @@ class DifficultyField:
 
 def is_number(value: object) -> bool:
     """Whether difficulties can be compared with it."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False
 
 
 def places_of(difficulties: Sequence[float]) -> Places:

@@ -9,6 +9,7 @@ Invariant. A group that started earlier than the task's last known one changes n
 """
 
 from dataclasses import dataclass
+from math import exp
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +56,7 @@ class TaskPool:
         self._earned[task] = MEMORY * self._earned[task] + share * samples
         self._tried[task] = MEMORY * self._tried[task] + samples
         if self._kinds is not None:
-            kind, kept = self._kinds[task], 1 - samples / KIND_MEMORY
+            kind, kept = self._kinds[task], exp(-samples / KIND_MEMORY)
             self._kind_earned[kind] = kept * self._kind_earned[kind] + share * samples
             self._kind_tried[kind] = kept * self._kind_tried[kind] + samples
 

@@ -25,8 +25,12 @@ class CurriculumSettings(BaseModel):
     curriculum_target: float = Field(
         default=0.5, ge=0.05, le=0.95, description="mean reward of the tasks to learn from; 0: hopeless, 1: solved"
     )
-    curriculum_hopeless: float = Field(default=0.0, description="mean reward of a task that is never solved")
-    curriculum_solved: float = Field(default=1.0, description="mean reward of a task that always is")
+    curriculum_hopeless: float = Field(
+        default=0.0, allow_inf_nan=False, description="mean reward of a task that is never solved"
+    )
+    curriculum_solved: float = Field(
+        default=1.0, allow_inf_nan=False, description="mean reward of a task that always is"
+    )
     curriculum_pace: float = Field(
         default=0.05, gt=0, le=1, description="part of the task set by which a train step may move the difficulty"
     )
