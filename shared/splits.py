@@ -18,7 +18,7 @@ MOST_VERSIONS = 8
 MOST_REWARDS = 20_000  # until the verdict: so many ids of answers are remembered
 MOST_REWARD = 1e9  # further from 0 no reward is counted
 
-Outcome = Literal["promoted", "rolled_back", "kept", "moved"]
+Outcome = Literal["promoted", "rolled_back", "kept"]
 
 _OWN = 1.0  # rewards' worth of all versions' mean, for each version
 _SPREAD = 4.0  # rewards' worth of all versions' variance
@@ -57,7 +57,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """How a split has ended."""
 
     winner: int
-    outcome: Outcome  # moved: somebody had chosen another latest version by then
+    outcome: Outcome
     detail: str
     at_ms: int = 0
 

@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 
 from api.http.api_keys import line_of, new_key
 from shared.adapters import GateCheck
+from shared.errors import ConflictError
 from shared.redis import keys
 from shared.redis.adapters.splits import Splits, count_for_split
 from shared.sequences import SequenceSpec
@@ -193,19 +194,61 @@ async def test_the_verdict_moves_the_latest_version(
     assert fresh["id"] != state["id"] and fresh["rewards"] == 0, "after a verdict it begins anew"
 
 
-async def test_an_api_that_dies_behind_the_promotion_leaves_the_verdict_to_another(server: Api, redis: Redis) -> None:
-    state = await begun(server, verdict_after=10)
-    await earn(redis, state, 1, [0.0] * 5)
-    await earn(redis, state, 2, [1.0] * 5)
-    splits = Splits(redis, server.ring.adapters)
+async def test_the_promotion_and_the_end_of_the_split_are_one_step(server: Api, redis: Redis) -> None:
+    state = await begun(server, verdict_after=20)
+    await earn(redis, state, 1, [0.0] * 10)
+    await earn(redis, state, 2, [1.0] * 10)
+    splits, adapters = Splits(redis, server.ring.adapters), server.ring.adapters
     found = await splits.find("policy")
     assert found is not None
-    await server.ring.adapters.promote("policy", 2, if_latest=1)
-    assert (await seen(server))["verdict"]["outcome"] == "promoted"
-    before = (await seen(server))["verdict"]
+    await asyncio.gather(*(splits.settle("policy", found) for _ in range(4)))
+    told = (await seen(server))["verdict"]
+    assert told["outcome"] == "promoted" and len(await adapters.history("policy")) == 2, "it moves once"
+    await adapters.rollback("policy", 1)
     await splits.settle("policy", found)  # of one that has looked before
-    assert (await seen(server))["verdict"] == before
-    assert len(await server.ring.adapters.history("policy")) == 2
+    assert (await seen(server))["verdict"] == told
+    assert await adapters.latest("policy") == 1, "what an operator has undone stays undone"
+
+
+@pytest.mark.parametrize("back", ["rollback", "promote"])
+async def test_a_split_stays_over_when_the_latest_version_comes_back(server: Api, redis: Redis, back: str) -> None:
+    adapters = server.ring.adapters
+    await adapters.promote("policy", 2)
+    await publish(adapters, seed=2, set_latest=False)
+    state = await begun(server, "policy@2:0.5,policy@3:0.5", verdict_after=20)
+    await earn(redis, state, 2, [0.0] * 10)
+    await adapters.rollback("policy", 1)
+    assert await earn(redis, state, 3, [1.0] * 10) == 0, "nothing is counted for it any more"
+    assert not await redis.exists(keys.split_answers("policy"))
+    await (adapters.rollback("policy", 2) if back == "rollback" else adapters.promote("policy", 2))
+    told = await seen(server)
+    assert (told["state"], told["verdict"], told["rewards"]) == ("over", None, 10) and "1" in told["over"]
+    assert await adapters.latest("policy") == 2
+    again = await begun(server, "policy@2:0.5,policy@3:0.5", verdict_after=20)
+    assert again["id"] != state["id"] and again["rewards"] == 0
+
+
+async def test_a_version_that_is_published_ends_a_split_for_good(server: Api, redis: Redis) -> None:
+    state = await begun(server)
+    await publish(server.ring.adapters, seed=2)
+    await server.ring.adapters.rollback("policy", 1)
+    assert await earn(redis, state, 1, [1.0]) == 0
+    assert "moved to 3" in (await seen(server))["over"]
+
+
+async def test_a_promotion_that_is_refused_leaves_no_check_on_the_manifest(server: Api, redis: Redis) -> None:
+    state = await begun(server, verdict_after=20)
+    await earn(redis, state, 1, [0.0] * 10)
+    await earn(redis, state, 2, [1.0] * 10)
+    splits, adapters = Splits(redis, server.ring.adapters), server.ring.adapters
+    found = await splits.find("policy")
+    assert found is not None
+    await publish(adapters, seed=2)
+    await splits.settle("policy", found)  # of one that has looked before
+    assert (await adapters.manifest("policy", 2)).gate == () and await adapters.latest("policy") == 3
+    with pytest.raises(ConflictError):
+        await adapters.promote("policy", 2, gate=[GateCheck("by_hand", True)])
+    assert (await adapters.manifest("policy", 2)).gate == ()
 
 
 async def test_a_person_who_moves_the_latest_version_ends_the_split(
