@@ -22,6 +22,8 @@ Outcome = Literal["promoted", "rolled_back", "kept"]
 
 _OWN = 1.0  # rewards' worth of all versions' mean, for each version
 _SPREAD = 4.0  # rewards' worth of all versions' variance
+_NOISE = 1e-24  # variance, as a part of the squared mean, that rounding may make
+_TINY = 1e-200  # below it arithmetic loses figures
 _STEPS = [step / 10 for step in range(-50, 51)]  # of the integral over one version's mean, in its errors
 
 
@@ -77,7 +79,7 @@ def beliefs(split: Split, earned: Mapping[int, Rewards]) -> list[Belief] | None:
         return None
     mean = sum(each.count * each.mean for each in rewards) / count
     variance = sum(each.squares + each.count * (each.mean - mean) ** 2 for each in rewards) / count
-    if variance <= 1e-18 * (1 + mean * mean):
+    if variance <= max(_NOISE * mean * mean, _TINY):
         return None
     found = []
     for each in rewards:
@@ -95,6 +97,8 @@ def shares(split: Split, earned: Mapping[int, Rewards]) -> tuple[float, ...]:
     chances = list(split.weights)
     if known is not None:
         chances = [w * c for w, c in zip(split.weights, best_chances(known), strict=True)]
+    if sum(chances) < _TINY:  # each one's weight or chance is too small for a number
+        chances = list(split.weights)
     total = sum(chances)
     left = 1 - split.floor * len(chances)
     return tuple(split.floor + left * chance / total for chance in chances)
@@ -103,8 +107,7 @@ def shares(split: Split, earned: Mapping[int, Rewards]) -> tuple[float, ...]:
 def best_chances(known: list[Belief]) -> list[float]:
     """For each version, how likely it is the best one."""
     if len(known) == 2:
-        first = better(known[0], known[1])
-        return [first, 1 - first]
+        return [better(*known), better(*reversed(known))]
     found = []
     for i, one in enumerate(known):
         others = known[:i] + known[i + 1 :]

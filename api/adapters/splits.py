@@ -21,6 +21,8 @@ from shared.errors import InvalidRequestError, NotFoundError
 from shared.redis.adapters.splits import SplitState
 from shared.splits import MOST_REWARDS, MOST_VERSIONS, Split
 
+LEAST_SHARE = 1e-6  # that a version can begin with
+
 router = APIRouter(tags=["adapters"], route_class=BodyRoute)
 Name = Annotated[str, PathParameter(pattern=f"^{NAME}$")]
 
@@ -109,7 +111,13 @@ def _read(name: str, body: SplitBody) -> tuple[tuple[int, ...], tuple[float, ...
         raise InvalidRequestError(f"a floor of {body.floor} leaves nothing to share", param="floor")
     choices = tuple(sorted(choices, key=lambda choice: choice.version))
     total = math.fsum(choice.weight for choice in choices)
-    return tuple(choice.version for choice in choices), tuple(choice.weight / total for choice in choices)
+    weights = tuple(choice.weight / total for choice in choices)
+    for choice, weight in zip(choices, weights, strict=True):
+        if weight < LEAST_SHARE:
+            raise InvalidRequestError(
+                f"'{choice}' begins with a share of {weight:.3g}; {LEAST_SHARE:g} is the least", param="split"
+            )
+    return tuple(choice.version for choice in choices), weights
 
 
 async def _there(ring: Ring, name: str) -> SplitState:

@@ -103,7 +103,7 @@ async def test_requests_for_the_name_alone_are_split_and_a_user_stays(server: Ap
 
 
 async def test_what_names_a_version_or_compares_vectors_is_not_split(server: Api, worker: ScriptedWorker) -> None:
-    await begun(server, "policy@1:0.000001,policy@2:1000000", auto=False)
+    await begun(server, "policy@1:0.00001,policy@2:1", auto=False)
     for fields in ({"model": "policy@1"}, {"adapter_policy": "follow"}):
         await server.post("/v1/completions", {**ASK, **fields})
     await server.post("/generate", {"adapter": "policy", "prompt": "say"})
@@ -277,8 +277,18 @@ async def test_a_version_that_goes_ends_the_split_and_pruning_leaves_it(server: 
     assert "version 2" in (await seen(server))["over"]
 
 
+async def test_a_split_that_cannot_be_read_does_not_end_the_scrape(server: Api, redis: Redis) -> None:
+    await begun(server)
+    await publish(server.ring.adapters, "other")
+    await redis.hset(keys.split("other"), mapping={"terms": "{}", "id": "x", "started_ms": "0"})
+    await redis.expire(keys.split("other"), 60)
+    metrics = await server.http.get("/metrics")
+    assert metrics.status_code == 200
+    assert 'mlx_parallm_split_share{adapter="policy",version="2"} 0.5' in metrics.text
+
+
 async def test_a_split_ends_when_it_is_deleted(server: Api, worker: ScriptedWorker) -> None:
-    await begun(server, "policy@1:0.000001,policy@2:1000000", auto=False)
+    await begun(server, "policy@1:0.00001,policy@2:1", auto=False)
     assert (await server.http.delete("/v1/adapters/policy/split")).json()["deleted"]
     await server.post("/v1/completions", ASK)
     assert worker.specs[-1].adapter == "policy@1"
@@ -297,6 +307,9 @@ async def test_a_split_ends_when_it_is_deleted(server: Api, worker: ScriptedWork
         ({"split": "policy:1,policy@2:1"}, 400, "split"),
         ({"split": "policy@2:1,policy@3:1"}, 400, "split"),
         ({"split": "policy@1:1,policy@9:1"}, 404, None),
+        ({"split": "policy@1:5e-324,policy@2:1000000"}, 400, "split"),
+        ({"split": "policy@1:1,policy@2:1000001"}, 400, "split"),
+        ({"split": "policy@1:0.000001,policy@2:2"}, 400, "split"),
         ({"split": TWO, "floor": 0.5}, 400, "floor"),
         ({"split": TWO, "floor": -1}, 400, "floor"),
         ({"split": TWO, "verdict_after": 3}, 400, "verdict_after"),
@@ -339,7 +352,7 @@ async def test_a_split_is_about_its_owners_requests_alone(redis_url: str, redis:
     async with working(redis_url, script) as worker, api(redis_url, feedback_ttl_days=1, api_key_file=file) as server:
         await publish(server.ring.adapters)  # for all
         await publish(server.ring.adapters, seed=1, set_latest=False)
-        one_sided = {"split": "policy@1:0.000001,policy@2:1000000", "auto": False}
+        one_sided = {"split": "policy@1:0.00001,policy@2:1", "auto": False}
 
         async def asked(who: str, method: str, **request: Any) -> int:
             path = "/v1/adapters/policy/split"

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from shared.splits import Rewards, Split, beliefs, best_chances, shares, winner
+from shared.splits import Belief, Rewards, Split, beliefs, best_chances, shares, winner
 
 EVEN = Split((3, 4), (0.5, 0.5), 3)
 
@@ -29,13 +29,32 @@ def test_shares_begin_as_they_are_written_and_move_to_what_earns_more() -> None:
     assert shares(Split((3, 4), (0.9, 0.1), 3, auto=False), {3: ups(1, 50), 4: ups(50, 50)}) == (0.9, 0.1)
 
 
-@pytest.mark.parametrize(("scale", "shift"), [(1e-6, 0.0), (1.0, -5.0), (1e6, 0.0), (1e3, 1e6)])
+@pytest.mark.parametrize(
+    ("scale", "shift"), [(1e-6, 0.0), (1.0, -5.0), (1e6, 0.0), (1e3, 1e6), (1e-10, 0.0), (1.0, 1e9), (1e-90, 0.0)]
+)
 def test_the_scale_of_rewards_changes_nothing(scale: float, shift: float) -> None:
     draw = random.Random(1)
     good, bad = [draw.gauss(1, 1) for _ in range(30)], [draw.gauss(0.5, 1) for _ in range(30)]
     plain = shares(EVEN, {3: earned(*good), 4: earned(*bad)})
     told = shares(EVEN, {3: earned(*(scale * x + shift for x in good)), 4: earned(*(scale * x + shift for x in bad))})
     assert told == pytest.approx(plain, abs=1e-4) and plain[0] > 0.6
+
+
+@pytest.mark.parametrize("tiny", [0.0, 5e-324, 1e-300])
+def test_no_counts_make_shares_that_cannot_be_computed(tiny: float) -> None:
+    """Weights and chances that arithmetic takes for 0."""
+    lopsided = Split((3, 4), (tiny, 1.0), 4)
+    for count in (1, 50, 20_000):
+        for rewards in (
+            {3: Rewards(count, 1e9), 4: Rewards(count, -1e9)},
+            {3: Rewards(count, -1e9), 4: Rewards(1, 1e9)},
+        ):
+            told = shares(lopsided, rewards)
+            assert sum(told) == pytest.approx(1) and min(told) >= lopsided.floor
+    known = beliefs(EVEN, {3: ups(10, 30), 4: ups(14, 30)})
+    assert known is not None and sum(best_chances(known)) == pytest.approx(1)
+    assert best_chances([Belief(0.0, 1e-9), Belief(9.0, 1e-9)])[0] >= 0
+    assert best_chances([Belief(12.0, 1.0), Belief(0.0, 1.0)])[1] > 0, "small and not lost in 1 - x"
 
 
 def test_a_version_that_nobody_has_judged_is_tried_and_one_outlier_decides_nothing() -> None:
