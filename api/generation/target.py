@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from api.http.fields import RequestModel, complaint
 from api.ring.caller import asker
 from api.ring.ring import Ring, ServedModel
-from shared.adapters import AdapterManifest, AdapterRef, ResolvedAdapter
+from shared.adapters import AdapterChoice, AdapterManifest, AdapterRef, ResolvedAdapter
 from shared.errors import (
     ConflictError,
     InvalidRequestError,
@@ -110,12 +110,11 @@ async def find_target(
     parsed = await _parsed(ring, reference, adapter)
     by_split = None
     if split and policy == "pin" and parsed.choices[0].follows and len(parsed.choices) == 1:
-        by_split = await ring.splits.choose(parsed.choices[0].name, session)
-    resolved = by_split.resolved if by_split else await _resolve(ring, parsed, session, as_model=not adapter)
+        by_split = await _by_split(ring, parsed.choices[0].name, session)
+    resolved, arm = by_split or (await _resolve(ring, parsed, session, as_model=not adapter), None)
     served = await ring.served(base or await _live_base(ring, resolved.manifest))
     check_base(resolved.manifest, served.card)
     follow = resolved.follows and policy == "follow"
-    arm = by_split.arm if by_split else None
     return Target(served, resolved.name if follow else resolved.id, "follow" if follow else "pin", resolved, arm)
 
 
@@ -211,6 +210,17 @@ async def _resolve(ring: Ring, ref: AdapterRef, session: str, *, as_model: bool)
         if as_model and not any(choice.version for choice in ref.choices):
             raise await _unknown(ring, ref) from error
         raise UnknownAdapterError(error.message, param="model" if as_model else "adapter") from error
+
+
+async def _by_split(ring: Ring, name: str, session: str) -> tuple[ResolvedAdapter, Arm] | None:
+    arm = await ring.splits.choose(name, session)
+    if arm is None:
+        return None
+    try:
+        return await ring.adapters.resolve(AdapterRef((AdapterChoice(name, arm.version),))), arm
+    except (UnknownAdapterError, ConflictError):  # deleted or rejected since this process has looked
+        ring.splits.forget(name)
+        return None
 
 
 async def check_published(ring: Ring, name: str) -> None:

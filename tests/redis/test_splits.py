@@ -10,10 +10,13 @@ import pytest
 from redis.asyncio import Redis
 
 from api.http.api_keys import line_of, new_key
+from api.ring.caller import ApiKey, calling
 from shared.adapters import GateCheck
 from shared.errors import ConflictError
+from shared.owners import Asker
 from shared.redis import keys
-from shared.redis.adapters.splits import Splits, count_for_split
+from shared.redis.adapters.splits import Splits, SplitState, count_for_split
+from shared.redis.adapters.store import AdapterStore
 from shared.sequences import SequenceSpec
 from shared.splits import Arm
 from shared.trajectories import LiveTrajectory, Reward, Trajectory
@@ -21,6 +24,7 @@ from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working
 from tests.redis.test_feedback import kept, runner
+from tests.waiting import wait_until
 
 TWO = "policy@1:0.5,policy@2:0.5"
 ASK: dict[str, Any] = {"model": "policy", "prompt": "say", "max_tokens": 8}
@@ -275,6 +279,110 @@ async def test_a_version_that_goes_ends_the_split_and_pruning_leaves_it(server: 
     await answered(server, [{**ASK, "user": str(user)} for user in range(12)])
     assert {spec.adapter for spec in worker.specs} == {"policy@1"}
     assert "version 2" in (await seen(server))["over"]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+async def test_no_request_goes_by_an_old_look_and_those_at_once_share_a_new_one(
+    server: Api, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, choices, looks = Clock(), server.ring.splits, 0
+    find = choices.stored.find
+
+    async def counted(name: str) -> SplitState | None:
+        nonlocal looks
+        looks += 1
+        return await find(name)
+
+    monkeypatch.setattr("api.ring.split_choices.LOOK_AGAIN_S", 1.0)
+    monkeypatch.setattr("api.ring.split_choices.time", clock)
+    await begun(server)
+    monkeypatch.setattr(choices.stored, "find", counted)
+    assert all(await asyncio.gather(*(choices.choose("policy", str(user)) for user in range(10)))) and looks == 1
+    await redis.unlink(keys.split("policy"))  # by another api process
+    clock.now += 100
+    assert set(await asyncio.gather(*(choices.choose("policy", str(user)) for user in range(10)))) == {None}
+    assert looks == 2
+    clock.now += 1.5
+    await begun(server)
+    choices.forget("policy")
+    assert await choices.choose("policy", "a") is not None
+    await redis.unlink(keys.split("policy"))
+    clock.now += 1.5
+    assert await choices.choose("policy", "a") is not None, "a little old, and looked at anew meanwhile"
+
+    async def seen_anew() -> bool:
+        return await choices.choose("policy", "a") is None
+
+    await wait_until(seen_anew)
+
+
+async def test_a_verdict_is_given_whoever_asks_first(server: Api, redis: Redis) -> None:
+    state = await begun(server, verdict_after=20)
+    await earn(redis, state, 1, [0.0] * 10)
+    await earn(redis, state, 2, [1.0] * 10)
+    token = calling.set(ApiKey("bob", b"", tenant="bobs"))
+    try:
+        assert await server.ring.splits.choose("policy", "x") is None
+    finally:
+        calling.reset(token)
+    assert await server.ring.adapters.latest("policy") == 2
+
+
+@pytest.mark.parametrize("change", ["delete", "reject", "elsewhere"])
+async def test_nobody_is_sent_to_a_version_that_has_just_gone(
+    server: Api, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    monkeypatch.setattr("api.ring.split_choices.LOOK_AGAIN_S", 60.0)
+    await begun(server, "policy@1:0.00001,policy@2:1", auto=False)
+    chosen = await server.ring.splits.choose("policy", "x")
+    assert chosen is not None and chosen.version == 2
+    if change == "delete":
+        assert (await server.http.delete("/v1/adapters/policy/versions/2")).status_code == 200
+    elif change == "reject":
+        gate = {"version": 2, "gate": [{"name": "by_hand", "passed": False}]}
+        assert (await server.http.post("/v1/adapters/policy/reject", json=gate)).status_code == 200
+    else:
+        await server.ring.adapters.delete("policy", 2)
+    if change != "elsewhere":
+        assert await server.ring.splits.choose("policy", "x") is None
+    answer = await server.post("/v1/completions", ASK)
+    assert answer.status_code == 200 and worker.specs[-1].adapter == "policy@1"
+
+
+async def test_a_rollback_holds_from_the_next_request_on(
+    server: Api, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.ring.split_choices.LOOK_AGAIN_S", 60.0)
+    await server.ring.adapters.promote("policy", 2)
+    await begun(server, "policy@1:0.00001,policy@2:1", auto=False)
+    assert await server.ring.splits.choose("policy", "x") is not None
+    assert (await server.http.post("/v1/adapters/policy/rollback", json={})).status_code == 200
+    await server.post("/v1/completions", ASK)
+    assert worker.specs[-1].adapter == "policy@1"
+    assert (await server.http.post("/v1/adapters/policy/promote", json={"version": 2})).status_code == 200
+    await server.post("/v1/completions", ASK)
+    assert worker.specs[-1].adapter == "policy@2"
+
+
+async def test_a_deleted_adapters_split_goes_with_it_and_is_never_shown_to_the_names_next_owner(
+    server: Api, redis: Redis
+) -> None:
+    state = await begun(server)
+    await earn(redis, state, 1, [1.0])
+    split = await redis.dump(keys.split("policy"))
+    await server.ring.adapters.delete("policy")
+    assert not await redis.exists(keys.split("policy"), keys.split_answers("policy"))
+    await redis.restore(keys.split("policy"), 60_000, split)  # as if the adapter had gone by its time to live
+    bobs = AdapterStore(redis, who_asks=lambda: Asker("bobs", limited=True))
+    await publish(bobs)
+    assert await Splits(redis, bobs).find("policy") is None
 
 
 async def test_a_split_that_cannot_be_read_does_not_end_the_scrape(server: Api, redis: Redis) -> None:
