@@ -113,13 +113,15 @@ class Splits:
         return bool(await ask(self._redis, "UNLINK", *_keys(name)))
 
     async def find(self, name: str) -> SplitState | None:
-        """The split of an adapter, over or not."""
-        raw, latest = await ask_all(
-            self._redis, [("HGETALL", keys.split(name)), ("HGET", keys.adapter(name), "latest")]
+        """The split of an adapter, over or not; that of an earlier adapter of this name is nobody's."""
+        raw, (latest, tenant) = await ask_all(
+            self._redis, [("HGETALL", keys.split(name)), ("HMGET", keys.adapter(name), "latest", "tenant")]
         )
         if b"terms" not in raw:
             return None
         split = msgspec.json.decode(raw[b"terms"], type=Split)
+        if split.tenant != (tenant or b"").decode():
+            return None
         packed = await ask(self._redis, "MGET", *(keys.adapter_manifest(name, version) for version in split.versions))
         manifests = [msgspec.json.decode(each, type=AdapterManifest) for each in packed if each is not None]
         return SplitState(

@@ -34,7 +34,7 @@ from shared.owners import WhoAsks, anybody
 from shared.redis import keys
 from shared.redis.adapters import bytes as adapter_bytes
 from shared.redis.adapters.pins import AdapterPins
-from shared.redis.connection.client import Script, ask
+from shared.redis.connection.client import Script, ask, ask_all
 
 LOG_LENGTH = 2000  # entries that are looked at; the log holds about 1,000
 
@@ -284,10 +284,8 @@ class AdapterStore(AdapterPins):
         """Point `best` at a version, with the figure that it won by."""
         await self.check_change(name)
         await self.manifest(name, version)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hset(keys.adapter(name), mapping={"best": str(version), "best_value": repr(value)})
-            pipe.expire(keys.adapter(name), keys.ADAPTER_TTL_S)
-            await pipe.execute()
+        head, fields = keys.adapter(name), ("best", version, "best_value", repr(value))
+        await ask_all(self._redis, [("HSET", head, *fields), ("EXPIRE", head, keys.ADAPTER_TTL_S)])
 
     # -- deleting
 
@@ -327,6 +325,8 @@ class AdapterStore(AdapterPins):
                 keys.adapter_log(name),
                 keys.adapter_manifest(name, ""),
                 keys.adapter_bytes(name, ""),
+                keys.split(name),
+                keys.split_answers(name),
             ],
             [name, keys.adapter_channel()],
         )
