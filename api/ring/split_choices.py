@@ -6,12 +6,13 @@ costs no round trip more. Whoever finds that a split has all its rewards gives t
 Invariants. Nothing is chosen from a look that is older than twice LOOK_AGAIN_S: a request that finds one waits for the
 next, and all who wait share it. A split is about the requests of those who own the adapter, and about nobody else's.
 While its shares stay, the same session gets the same version; when they move, only sessions between the old and the new
-cut change.
+cut change. The floor alone is drawn for each request, so that few sessions do not leave a version untried.
 """
 
 import asyncio
 import contextvars
 import functools
+import random
 import time
 from typing import NamedTuple
 
@@ -36,7 +37,8 @@ KNOWN = 1024  # adapters whose split, or lack of one, is remembered
 class _Look(NamedTuple):
     at: float  # when it began
     state: SplitState | None  # None: no split that is in force
-    reference: AdapterRef | None  # its versions by their shares
+    reference: AdapterRef | None  # its versions by their shares above the floor
+    floor: float = 0.0  # share of each that is drawn for the request, whoever sends it
 
 
 class SplitChoices:
@@ -60,7 +62,7 @@ class SplitChoices:
         state = look.state
         if state is None or look.reference is None or not _concerns(state.split.tenant):
             return None
-        version = look.reference.choose(f"{state.id}:{session}").version
+        version = _drawn(state.split.versions, look.floor) or look.reference.choose(f"{state.id}:{session}").version
         self._tally.counter("mlx_parallm_split_requests_total", name, str(version)).add()
         return Arm(state.id, version)
 
@@ -116,8 +118,16 @@ class SplitChoices:
         state = await self.read(name)
         if state is None or state.over:
             return look
-        choices = [AdapterChoice(name, version, share) for version, share in state.shares.items() if share > 0]
-        return look._replace(state=state, reference=AdapterRef(tuple(choices)))
+        floor = state.split.floor if state.split.auto else 0.0
+        above = {version: share - floor for version, share in state.shares.items()}
+        choices = tuple(AdapterChoice(name, version, share) for version, share in above.items() if share > 0)
+        return look._replace(state=state, reference=AdapterRef(choices), floor=floor)
+
+
+def _drawn(versions: tuple[int, ...], floor: float) -> int:
+    """The version that a request gets by its floor; 0: none, the session decides."""
+    lot = random.random()
+    return versions[min(int(lot / floor), len(versions) - 1)] if lot < floor * len(versions) else 0
 
 
 def _concerns(owner: str) -> bool:

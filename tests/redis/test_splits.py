@@ -87,7 +87,7 @@ def version_of(answer: dict[str, Any]) -> int:
 
 
 async def test_requests_for_the_name_alone_are_split_and_a_user_stays(server: Api, worker: ScriptedWorker) -> None:
-    state = await begun(server)
+    state = await begun(server, floor=0)
     assert (state["state"], [each["share"] for each in state["versions"]]) == ("running", [0.5, 0.5])
     answers = await answered(server, [{**ASK, "user": user} for user in "abcdefgh" * 2])
     taken = [version_of(answer) for answer in answers]
@@ -258,7 +258,7 @@ async def test_a_promotion_that_is_refused_leaves_no_check_on_the_manifest(serve
 async def test_a_person_who_moves_the_latest_version_ends_the_split(
     server: Api, worker: ScriptedWorker, redis: Redis
 ) -> None:
-    state = await begun(server, verdict_after=10)
+    state = await begun(server, verdict_after=20)
     await publish(server.ring.adapters, seed=2)
     await server.post("/v1/completions", ASK)
     assert worker.specs[-1].adapter == "policy@3"
@@ -333,6 +333,19 @@ async def test_a_verdict_is_given_whoever_asks_first(server: Api, redis: Redis) 
     finally:
         calling.reset(token)
     assert await server.ring.adapters.latest("policy") == 2
+
+
+async def test_the_floor_is_drawn_for_each_request_of_few_users(
+    server: Api, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.ring.split_choices.LOOK_AGAIN_S", 60.0)
+    state = await begun(server, floor=0.1)
+    await earn(redis, state, 1, [1.0, 0.9] * 10)
+    await earn(redis, state, 2, [0.1, 0.0] * 10)
+    server.ring.splits.forget("policy")
+    chosen = [await server.ring.splits.choose("policy", "the only user") for _ in range(1000)]
+    taken = Counter(arm.version for arm in chosen if arm is not None)
+    assert 40 < taken[2] < 180 and taken[1] + taken[2] == 1000
 
 
 @pytest.mark.parametrize("change", ["delete", "reject", "elsewhere"])
@@ -421,6 +434,7 @@ async def test_a_split_ends_when_it_is_deleted(server: Api, worker: ScriptedWork
         ({"split": TWO, "floor": 0.5}, 400, "floor"),
         ({"split": TWO, "floor": -1}, 400, "floor"),
         ({"split": TWO, "verdict_after": 3}, 400, "verdict_after"),
+        ({"split": TWO, "verdict_after": 19}, 400, "verdict_after"),
         ({"split": TWO, "confidence": 1}, 400, "confidence"),
         ({"split": TWO, "shares": "auto"}, 400, "shares"),
         ({"split": ",".join(f"policy@{k}:1" for k in range(1, 10))}, 400, "split"),

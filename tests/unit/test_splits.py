@@ -82,6 +82,38 @@ def test_the_verdict_needs_confidence_against_the_latest_version() -> None:
     assert winner(twins, {3: ups(10, 60), 4: ups(50, 60), 5: ups(49, 60)})[0] == 4, "two good ones do not block another"
 
 
+def test_a_winner_is_found_behind_a_mean_that_is_higher_by_luck() -> None:
+    three = Split((1, 2, 3), (0.4, 0.3, 0.3), 1)
+    assert winner(three, {1: ups(50, 100), 2: ups(239, 299), 3: ups(1, 1)})[0] == 2
+    assert winner(three, {1: ups(30, 100), 2: ups(252, 298), 3: ups(2, 2)})[0] == 2, "two rewards promote nobody"
+    assert winner(three, {1: ups(50, 100), 2: ups(130, 200), 3: ups(10, 10)})[0] == 3
+
+
+def test_a_verdict_moves_nothing_on_a_few_rewards_of_one_version() -> None:
+    best, why = winner(EVEN, {3: ups(0, 9), 4: ups(391, 391)})
+    assert best == 3 and "10 rewards of each" in why
+    assert winner(EVEN, {3: ups(391, 391), 4: ups(0, 9)})[0] == 3
+    assert winner(EVEN, {3: ups(0, 10), 4: ups(390, 390)})[0] == 4
+
+
+def test_confidence_is_shared_by_the_versions_that_are_compared() -> None:
+    told = {3: ups(100, 200), 4: ups(117, 200)}
+    assert winner(EVEN, told)[0] == 4
+    many = Split((3, 4, 5, 6, 7), (0.2,) * 5, 3)
+    assert winner(many, told | {version: ups(100, 200) for version in (5, 6, 7)})[0] == 3
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.01, 0.12])
+def test_a_version_keeps_a_share_until_a_verdict_may_compare_it(floor: float) -> None:
+    even = Split((3, 4), (0.5, 0.5), 3, floor=floor)
+    assert shares(even, {3: ups(0, 9), 4: ups(300, 300)})[0] >= 0.15
+    assert shares(even, {3: ups(0, 10), 4: ups(300, 300)})[0] == pytest.approx(floor, abs=1e-3)
+    for weights in ((0.125,) * 8, (0.15,) * 4 + (0.1,) * 4, (0.93,) + (0.01,) * 7):
+        many = Split(tuple(range(3, 11)), weights, 3, floor=floor)
+        told = shares(many, {3: ups(0, 2), 4: ups(300, 300)})
+        assert sum(told) == pytest.approx(1) and min(told) >= floor
+
+
 def test_a_bad_versions_share_is_below_a_fiftieth_within_200_requests() -> None:
     for seed in range(20):
         draw, acc, low = random.Random(seed), {3: [1.0] * 0, 4: [1.0] * 0}, False
