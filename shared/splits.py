@@ -9,6 +9,7 @@ verdict asks for.
 Plain arithmetic: whoever knows the counts comes to the same shares and to the same verdict.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Literal
@@ -20,6 +21,7 @@ LEAST_REWARDS = 10  # of a version, and of the latest, for it to become the late
 MOST_REWARDS = 20_000  # until the verdict: so many ids of answers are remembered
 MOST_REWARD = 1e9  # further from 0 no reward is counted
 
+ArmKind = Literal["latest", "candidate"]
 Outcome = Literal["promoted", "rolled_back", "kept"]
 
 _OWN = 1.0  # rewards' worth of all versions' mean, for each version
@@ -97,6 +99,13 @@ def shares(split: Split, earned: Mapping[int, Rewards]) -> tuple[float, ...]:
     """The share of each version; 1 together."""
     if not split.auto:
         return split.weights
+    return _shares(split, tuple(earned.get(version, Rewards()) for version in split.versions))
+
+
+@functools.lru_cache(maxsize=256)
+def _shares(split: Split, rewards: tuple[Rewards, ...]) -> tuple[float, ...]:
+    """Kept by what they follow from: with many versions they take milliseconds, and are asked for again and again."""
+    earned = dict(zip(split.versions, rewards, strict=True))
     known = beliefs(split, earned)
     chances = list(split.weights)
     if known is not None:

@@ -25,13 +25,20 @@ from shared.errors import ParallmError
 from shared.owners import ANYBODY
 from shared.redis.adapters.splits import Splits, SplitState
 from shared.redis.connection.faults import reason
-from shared.splits import Arm
+from shared.splits import Arm, ArmKind
 from shared.telemetry.metrics import Tally
 
 log = structlog.get_logger()
 
 LOOK_AGAIN_S = 1.0
 KNOWN = 1024  # adapters whose split, or lack of one, is remembered
+
+
+class Choice(NamedTuple):
+    """The version that a split has chosen."""
+
+    arm: Arm
+    kind: ArmKind
 
 
 class _Look(NamedTuple):
@@ -51,7 +58,7 @@ class SplitChoices:
         self._looking: dict[str, asyncio.Task[_Look]] = {}
         self._tasks: set[asyncio.Task[_Look]] = set()  # those that `forget` has made useless, too
 
-    async def choose(self, name: str, session: str) -> Arm | None:
+    async def choose(self, name: str, session: str) -> Choice | None:
         """The version for this session; None when no split of the adapter is about this asker's requests."""
         look = self._seen.get(name)
         now = time.monotonic()
@@ -63,8 +70,12 @@ class SplitChoices:
         if state is None or look.reference is None or not _concerns(state.split.tenant):
             return None
         version = _drawn(state.split.versions, look.floor) or look.reference.choose(f"{state.id}:{session}").version
-        self._tally.counter("mlx_parallm_split_requests_total", name, str(version)).add()
-        return Arm(state.id, version)
+        return Choice(Arm(state.id, version), "latest" if version == state.split.latest else "candidate")
+
+    def sent(self, to: ArmKind | None) -> None:
+        """Count a request that has been sent; `to`: what a split has chosen for it. Names of adapters have no end."""
+        if to is not None:
+            self._tally.counter("mlx_parallm_split_requests_total", to).add()
 
     def forget(self, name: str) -> None:
         """Look again at the next request: the adapter or its split was changed here."""

@@ -106,6 +106,20 @@ async def test_requests_for_the_name_alone_are_split_and_a_user_stays(server: Ap
     assert 'mlx_parallm_split_share{adapter="policy",version="2"} 0.5' in metrics
 
 
+async def test_requests_are_counted_when_they_are_sent(server: Api) -> None:
+    await begun(server, floor=0)
+    answers = await answered(server, [{**ASK, "user": user} for user in "abcdefgh"])
+    refused = await asyncio.gather(*(server.post("/v1/completions", {**ASK, "n": -1, "user": user}) for user in "abcd"))
+    refused += [await server.post("/v1/completions", {**ASK, "prompt": [10**9]})]
+    assert {answer.status_code for answer in refused} == {400}
+    later = [{"model": "policy", "input": "say", "background": True, "user": user} for user in "abcd"]
+    assert {(await server.post("/v1/responses", body)).status_code for body in later} == {200}
+    name = "mlx_parallm_split_requests_total"
+    counted = {field: count for field, count in server.ring.tally.fields().items() if field.startswith(name)}
+    taken = Counter(map(version_of, answers)) + Counter(map(version_of, answers[:4]))
+    assert counted == {f"{name}|latest": taken[1], f"{name}|candidate": taken[2]}
+
+
 async def test_what_names_a_version_or_compares_vectors_is_not_split(server: Api, worker: ScriptedWorker) -> None:
     await begun(server, "policy@1:0.00001,policy@2:1", auto=False)
     for fields in ({"model": "policy@1"}, {"adapter_policy": "follow"}):
@@ -344,7 +358,7 @@ async def test_the_floor_is_drawn_for_each_request_of_few_users(
     await earn(redis, state, 2, [0.1, 0.0] * 10)
     server.ring.splits.forget("policy")
     chosen = [await server.ring.splits.choose("policy", "the only user") for _ in range(1000)]
-    taken = Counter(arm.version for arm in chosen if arm is not None)
+    taken = Counter(choice.arm.version for choice in chosen if choice is not None)
     assert 40 < taken[2] < 180 and taken[1] + taken[2] == 1000
 
 
@@ -355,7 +369,7 @@ async def test_nobody_is_sent_to_a_version_that_has_just_gone(
     monkeypatch.setattr("api.ring.split_choices.LOOK_AGAIN_S", 60.0)
     await begun(server, "policy@1:0.00001,policy@2:1", auto=False)
     chosen = await server.ring.splits.choose("policy", "x")
-    assert chosen is not None and chosen.version == 2
+    assert chosen is not None and chosen.arm.version == 2
     if change == "delete":
         assert (await server.http.delete("/v1/adapters/policy/versions/2")).status_code == 200
     elif change == "reject":

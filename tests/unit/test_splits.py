@@ -82,6 +82,21 @@ def test_the_verdict_needs_confidence_against_the_latest_version() -> None:
     assert winner(twins, {3: ups(10, 60), 4: ups(50, 60), 5: ups(49, 60)})[0] == 4, "two good ones do not block another"
 
 
+def test_shares_of_the_same_counts_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = 0
+
+    def counted(known: list[Belief]) -> list[float]:
+        nonlocal computed
+        computed += 1
+        return best_chances(known)
+
+    monkeypatch.setattr("shared.splits.best_chances", counted)
+    many = Split(tuple(range(3, 11)), (0.125,) * 8, 3)
+    counts = {version: ups(version, 37) for version in many.versions}
+    assert [shares(many, dict(counts)) for _ in range(8)] == [shares(many, counts)] * 8 and computed == 1
+    assert shares(many, counts | {3: ups(30, 37)}) != shares(many, counts) and computed == 2
+
+
 def test_a_winner_is_found_behind_a_mean_that_is_higher_by_luck() -> None:
     three = Split((1, 2, 3), (0.4, 0.3, 0.3), 1)
     assert winner(three, {1: ups(50, 100), 2: ups(239, 299), 3: ups(1, 1)})[0] == 2
