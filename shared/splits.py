@@ -3,11 +3,13 @@
 Shares are those of Thompson sampling: a version gets requests as often as it is the best one by what is known. What is
 known of a version is a normal distribution of its mean reward, from the count, mean and variance of its own rewards and
 one reward's worth of all versions' together: so rewards may have any scale, and what nobody has judged yet is tried.
-The shares to begin with are prior odds, and no version falls below the floor.
+The shares to begin with are prior odds. No version falls below the floor, nor far, before it has as many rewards as a
+verdict asks for.
 
 Plain arithmetic: whoever knows the counts comes to the same shares and to the same verdict.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Literal
@@ -15,13 +17,19 @@ from typing import Literal
 import msgspec
 
 MOST_VERSIONS = 8
+LEAST_REWARDS = 10  # of a version, and of the latest, for it to become the latest
 MOST_REWARDS = 20_000  # until the verdict: so many ids of answers are remembered
 MOST_REWARD = 1e9  # further from 0 no reward is counted
 
-Outcome = Literal["promoted", "rolled_back", "kept", "moved"]
+ArmKind = Literal["latest", "candidate"]
+Outcome = Literal["promoted", "rolled_back", "kept"]
 
 _OWN = 1.0  # rewards' worth of all versions' mean, for each version
 _SPREAD = 4.0  # rewards' worth of all versions' variance
+_UNTRIED = 0.15  # share that a version keeps, unless it began with less, until it has LEAST_REWARDS
+_ROOM = 0.8  # part of what floors leave that such shares may take
+_NOISE = 1e-24  # variance, as a part of the squared mean, that rounding may make
+_TINY = 1e-200  # below it arithmetic loses figures
 _STEPS = [step / 10 for step in range(-50, 51)]  # of the integral over one version's mean, in its errors
 
 
@@ -57,7 +65,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """How a split has ended."""
 
     winner: int
-    outcome: Outcome  # moved: somebody had chosen another latest version by then
+    outcome: Outcome
     detail: str
     at_ms: int = 0
 
@@ -77,7 +85,7 @@ def beliefs(split: Split, earned: Mapping[int, Rewards]) -> list[Belief] | None:
         return None
     mean = sum(each.count * each.mean for each in rewards) / count
     variance = sum(each.squares + each.count * (each.mean - mean) ** 2 for each in rewards) / count
-    if variance <= 1e-18 * (1 + mean * mean):
+    if variance <= max(_NOISE * mean * mean, _TINY):
         return None
     found = []
     for each in rewards:
@@ -91,20 +99,38 @@ def shares(split: Split, earned: Mapping[int, Rewards]) -> tuple[float, ...]:
     """The share of each version; 1 together."""
     if not split.auto:
         return split.weights
+    return _shares(split, tuple(earned.get(version, Rewards()) for version in split.versions))
+
+
+@functools.lru_cache(maxsize=256)
+def _shares(split: Split, rewards: tuple[Rewards, ...]) -> tuple[float, ...]:
+    """Kept by what they follow from: with many versions they take milliseconds, and are asked for again and again."""
+    earned = dict(zip(split.versions, rewards, strict=True))
     known = beliefs(split, earned)
     chances = list(split.weights)
     if known is not None:
         chances = [w * c for w, c in zip(split.weights, best_chances(known), strict=True)]
-    total = sum(chances)
-    left = 1 - split.floor * len(chances)
-    return tuple(split.floor + left * chance / total for chance in chances)
+    if sum(chances) < _TINY:  # each one's weight or chance is too small for a number
+        chances = list(split.weights)
+    least = [split.floor] * len(chances) if known is None else _least_shares(split, earned)
+    left, total = 1 - sum(least), sum(chances)
+    return tuple(low + left * chance / total for low, chance in zip(least, chances, strict=True))
+
+
+def _least_shares(split: Split, earned: Mapping[int, Rewards]) -> list[float]:
+    """The floor, and more of it for versions that lack rewards for a verdict."""
+    more = [
+        max(0.0, min(_UNTRIED, weight) - split.floor) if earned.get(version, Rewards()).count < LEAST_REWARDS else 0.0
+        for version, weight in zip(split.versions, split.weights, strict=True)
+    ]
+    room = _ROOM * (1 - split.floor * len(more))
+    return [split.floor + each * min(1.0, room / sum(more)) if each else split.floor for each in more]
 
 
 def best_chances(known: list[Belief]) -> list[float]:
     """For each version, how likely it is the best one."""
     if len(known) == 2:
-        first = better(known[0], known[1])
-        return [first, 1 - first]
+        return [better(*known), better(*reversed(known))]
     found = []
     for i, one in enumerate(known):
         others = known[:i] + known[i + 1 :]
@@ -125,21 +151,30 @@ def better(one: Belief, other: Belief) -> float:
 
 
 def winner(split: Split, earned: Mapping[int, Rewards]) -> tuple[int, str]:
-    """The version that is to be the latest, and why: the best one if it is surely better than the latest."""
+    """The version that is to be the latest, and why.
+
+    Of those that are surely better than the latest it is the one with the highest lower bound of its mean: one that has
+    hardly been tried may have the highest mean by luck. Each comparison is a chance to err, so they share what
+    `confidence` leaves.
+    """
     known = beliefs(split, earned)
     count = sum(each.count for each in earned.values())
     if known is None:
         return split.latest, f"{count} rewards tell the versions not apart"
-    now = known[split.versions.index(split.latest)]
-    best, version = max(zip(known, split.versions, strict=True), key=lambda pair: pair[0].mean)
-    if version == split.latest:
-        return version, f"after {count} rewards, the latest version is worth the most, about {now.mean:.4g}"
-    chance = better(best, now)
+    belief = dict(zip(split.versions, known, strict=True))
+    now, others = belief[split.latest], [version for version in split.versions if version != split.latest]
+    chances = {version: better(belief[version], now) for version in others}
+    asked = 1 - (1 - split.confidence) / len(others)
+    tried = {version for version, each in earned.items() if each.count >= LEAST_REWARDS}
+    sure = [version for version in others if {version, split.latest} <= tried and chances[version] >= asked]
+    best = max(sure or others, key=lambda version: belief[version].mean - belief[version].error)
     said = (
-        f"after {count} rewards, version {version} is worth about {best.mean:.4g}, version {split.latest} about "
-        f"{now.mean:.4g}: better with probability {chance:.4f}"
+        f"after {count} rewards, version {best} is worth about {belief[best].mean:.4g}, version {split.latest} about "
+        f"{now.mean:.4g}: better with probability {chances[best]:.4f}, and {asked:.4g} is asked for"
     )
-    return (version if chance >= split.confidence else split.latest), said
+    if not {best, split.latest} <= tried:
+        said += f", and {LEAST_REWARDS} rewards of each"
+    return (best if sure else split.latest), said
 
 
 def _below(z: float) -> float:

@@ -103,7 +103,7 @@ async def publish(ring: Ring, name: str, fields: UploadFields, files: AdapterFil
         hidden_size=card.hidden_size,
         max_bytes=ring.settings.max_adapter_bytes,
     )
-    return await ring.adapters.publish(
+    manifest = await ring.adapters.publish(
         name,
         adapter,
         base_sha256=card.base_sha256,
@@ -115,6 +115,8 @@ async def publish(ring: Ring, name: str, fields: UploadFields, files: AdapterFil
         set_latest=fields.set_latest,
         if_latest=fields.if_latest,
     )
+    ring.splits.forget(name)
+    return manifest
 
 
 async def _base(ring: Ring, name: str, model: str | None) -> ModelCard:

@@ -130,6 +130,7 @@ async def roll_back(name: Name, ring: TheRing, body: VersionBody | None = None) 
     """Make another version the latest, by default the one before."""
     asked = body or VersionBody()
     version = await ring.adapters.rollback(name, asked.version, reason=asked.reason)
+    ring.splits.forget(name)
     return Loaded(policy_version=version, message=f"{name}@{version} is the latest version")
 
 
@@ -137,6 +138,7 @@ async def roll_back(name: Name, ring: TheRing, body: VersionBody | None = None) 
 async def promote(name: Name, body: PromoteBody, ring: TheRing) -> Loaded:
     """Make an uploaded candidate the latest version; 409 when a newer one has been it."""
     await ring.adapters.promote(name, body.version, gate=checks_of(body.gate), if_latest=body.if_latest)
+    ring.splits.forget(name)
     return Loaded(policy_version=body.version, message=f"{name}@{body.version} is the latest version")
 
 
@@ -144,6 +146,7 @@ async def promote(name: Name, body: PromoteBody, ring: TheRing) -> Loaded:
 async def reject(name: Name, body: RejectBody, ring: TheRing) -> dict[str, Any]:
     """Write down that a candidate failed its gate: it can be looked at and is never served; 409 for the latest."""
     manifest = await ring.adapters.reject(name, body.version, checks_of(body.gate))
+    ring.splits.forget(name)
     return {"id": manifest.id, "object": "adapter.version", "status": manifest.status}
 
 
@@ -158,6 +161,7 @@ async def set_best(name: Name, body: BestBody, ring: TheRing) -> dict[str, Any]:
 async def delete_adapter(name: Name, ring: TheRing) -> dict[str, Any]:
     """Delete all versions; 409 while a worker uses one."""
     await ring.adapters.delete(name)
+    ring.splits.forget(name)
     return {"id": name, "object": "adapter", "deleted": True}
 
 
@@ -167,6 +171,7 @@ async def delete_adapter(name: Name, ring: TheRing) -> dict[str, Any]:
 async def delete_version(name: Name, version: Version, ring: TheRing) -> dict[str, Any]:
     """Delete a version; 409 when it is the latest, or while a worker uses it."""
     await ring.adapters.delete(name, version)
+    ring.splits.forget(name)
     return {"id": f"{name}@{version}", "object": "adapter.version", "deleted": True}
 
 
@@ -217,6 +222,7 @@ async def switch_lora(body: SwitchBody, ring: TheRing) -> Loaded:
         await ring.adapters.promote(name, version)
     except ConflictError:  # it is older than another one has been
         await ring.adapters.rollback(name, version, reason="switch")
+    ring.splits.forget(name)
     return Loaded(policy_version=version, message=f"{name}@{version} is the latest version")
 
 
@@ -265,6 +271,7 @@ async def load_lora_adapter(body: LoadLoraBody, ring: TheRing) -> str:
 async def unload_lora_adapter(body: UnloadLoraBody, ring: TheRing) -> str:
     """Delete an adapter with all its versions; 409 while a worker uses one."""
     await ring.adapters.delete(body.lora_name)
+    ring.splits.forget(body.lora_name)
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
 

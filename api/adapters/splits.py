@@ -19,7 +19,9 @@ from api.ring.ring import Ring, TheRing
 from shared.adapters import NAME, AdapterRef
 from shared.errors import InvalidRequestError, NotFoundError
 from shared.redis.adapters.splits import SplitState
-from shared.splits import MOST_REWARDS, MOST_VERSIONS, Split
+from shared.splits import LEAST_REWARDS, MOST_REWARDS, MOST_VERSIONS, Split
+
+LEAST_SHARE = 1e-6  # that a version can begin with
 
 router = APIRouter(tags=["adapters"], route_class=BodyRoute)
 Name = Annotated[str, PathParameter(pattern=f"^{NAME}$")]
@@ -35,7 +37,9 @@ class SplitBody(RequestModel):
     )
     auto: bool = Field(default=True, description="rewards move the shares; false: they stay")
     floor: float = Field(default=0.01, ge=0, le=0.5, description="share that every version keeps until the verdict")
-    verdict_after: int = Field(default=400, ge=10, le=MOST_REWARDS, description="rewards of all versions together")
+    verdict_after: int = Field(
+        default=400, ge=10, le=MOST_REWARDS, description="rewards of all versions, 10 each or more"
+    )
     confidence: float = Field(
         default=0.95, ge=0.5, lt=1, description="that another version is better, for it to become the latest"
     )
@@ -107,9 +111,21 @@ def _read(name: str, body: SplitBody) -> tuple[tuple[int, ...], tuple[float, ...
             raise InvalidRequestError(f"'{choice}' is no version of '{name}', as '{name}@3' would be", param="split")
     if body.floor * len(choices) >= 1:
         raise InvalidRequestError(f"a floor of {body.floor} leaves nothing to share", param="floor")
+    if body.verdict_after < LEAST_REWARDS * len(choices):
+        raise InvalidRequestError(
+            f"a verdict over {len(choices)} versions takes {LEAST_REWARDS * len(choices)} rewards or more, "
+            f"not {body.verdict_after}",
+            param="verdict_after",
+        )
     choices = tuple(sorted(choices, key=lambda choice: choice.version))
     total = math.fsum(choice.weight for choice in choices)
-    return tuple(choice.version for choice in choices), tuple(choice.weight / total for choice in choices)
+    weights = tuple(choice.weight / total for choice in choices)
+    for choice, weight in zip(choices, weights, strict=True):
+        if weight < LEAST_SHARE:
+            raise InvalidRequestError(
+                f"'{choice}' begins with a share of {weight:.3g}; {LEAST_SHARE:g} is the least", param="split"
+            )
+    return tuple(choice.version for choice in choices), weights
 
 
 async def _there(ring: Ring, name: str) -> SplitState:

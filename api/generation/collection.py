@@ -50,7 +50,7 @@ async def collection_of(ring: Ring, body: SamplingFields, target: Target, prompt
         reference=reference,
         metadata=metadata,
         samples=body.n or 1,
-        arm=target.arm,
+        arm=target.choice.arm if target.choice else None,
     )
 
 
@@ -68,7 +68,7 @@ async def collection_for_feedback(ring: Ring, target: Target, answer: str, sampl
         answer=answer,
         answer_ttl_s=settings.feedback_ttl_s,
         answers_bytes=settings.feedback_store_mb << 20,
-        arm=target.arm,
+        arm=target.choice.arm if target.choice else None,
     )
 
 

@@ -162,6 +162,7 @@ def unchecked_plan(body: SamplingFields, target: Target, asked: Asked, settings:
         adapter_policy=target.policy,
         deadline_ms=reply.deadline_ms,
         name=reply.name,
+        split_to=target.choice.kind if target.choice else None,
         prediction_ids=asked.prediction,
     )
     return work, reply

@@ -87,6 +87,7 @@ class Generation:
             await generation._pin(work)
             await generation._note_name(work)
             await generation._enqueue(specs)
+            ring.splits.sent(work.split_to)
             generation._specs = {spec.id: spec for spec in specs}
             generation._feed.on_lost = generation._lost
         except BaseException as error:

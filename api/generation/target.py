@@ -20,7 +20,8 @@ from pydantic import Field, model_validator
 from api.http.fields import RequestModel, complaint
 from api.ring.caller import asker
 from api.ring.ring import Ring, ServedModel
-from shared.adapters import AdapterManifest, AdapterRef, ResolvedAdapter
+from api.ring.split_choices import Choice
+from shared.adapters import AdapterChoice, AdapterManifest, AdapterRef, ResolvedAdapter
 from shared.errors import (
     ConflictError,
     InvalidRequestError,
@@ -31,7 +32,6 @@ from shared.errors import (
 from shared.process.options.model_aliases import meant_by
 from shared.redis.training.board import TrainingBoard
 from shared.sequences import AdapterPolicy, ModelCard
-from shared.splits import Arm
 
 
 class TargetFields(RequestModel):
@@ -69,7 +69,7 @@ class Target:
     adapter: str = ""  # for SequenceSpec: "" is the base
     policy: AdapterPolicy = "pin"
     admitted: ResolvedAdapter | None = None  # the version at admission
-    arm: Arm | None = None  # where a split of the adapter has chosen it
+    choice: Choice | None = None  # where a split of the adapter has chosen it
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,12 @@ async def find_target(
     parsed = await _parsed(ring, reference, adapter)
     by_split = None
     if split and policy == "pin" and parsed.choices[0].follows and len(parsed.choices) == 1:
-        by_split = await ring.splits.choose(parsed.choices[0].name, session)
-    resolved = by_split.resolved if by_split else await _resolve(ring, parsed, session, as_model=not adapter)
+        by_split = await _by_split(ring, parsed.choices[0].name, session)
+    resolved, choice = by_split or (await _resolve(ring, parsed, session, as_model=not adapter), None)
     served = await ring.served(base or await _live_base(ring, resolved.manifest))
     check_base(resolved.manifest, served.card)
     follow = resolved.follows and policy == "follow"
-    arm = by_split.arm if by_split else None
-    return Target(served, resolved.name if follow else resolved.id, "follow" if follow else "pin", resolved, arm)
+    return Target(served, resolved.name if follow else resolved.id, "follow" if follow else "pin", resolved, choice)
 
 
 async def find_job_target(ring: Ring, model: str | None, adapter: str, policy: AdapterPolicy) -> JobTarget:
@@ -211,6 +210,17 @@ async def _resolve(ring: Ring, ref: AdapterRef, session: str, *, as_model: bool)
         if as_model and not any(choice.version for choice in ref.choices):
             raise await _unknown(ring, ref) from error
         raise UnknownAdapterError(error.message, param="model" if as_model else "adapter") from error
+
+
+async def _by_split(ring: Ring, name: str, session: str) -> tuple[ResolvedAdapter, Choice] | None:
+    choice = await ring.splits.choose(name, session)
+    if choice is None:
+        return None
+    try:
+        return await ring.adapters.resolve(AdapterRef((AdapterChoice(name, choice.arm.version),))), choice
+    except (UnknownAdapterError, ConflictError):  # deleted or rejected since this process has looked
+        ring.splits.forget(name)
+        return None
 
 
 async def check_published(ring: Ring, name: str) -> None:

@@ -15,6 +15,7 @@ from shared.sequences import (
     SequenceKind,
     SequenceSpec,
 )
+from shared.splits import ArmKind
 
 MOST_CARRIED = 1 << 23  # tokens: some 30 MB in one call of Redis
 
@@ -39,6 +40,7 @@ class Work(msgspec.Struct, frozen=True):
     name: str = ""  # what the request calls itself
     prediction_ids: tuple[int, ...] = ()  # what the client expects of each completion
     head: str = ""  # kind "head"
+    split_to: ArmKind | None = None  # where a split has chosen the version
 
     def specs(
         self,

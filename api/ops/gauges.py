@@ -1,22 +1,29 @@
 """Gauges: the present state of workers, queues, adapters, jobs and Redis, read from Redis at each scrape."""
 
+import asyncio
 import time
 from collections import defaultdict
 from typing import Any
+
+import structlog
 
 from api.ops.snapshot import trainings
 from api.ring.first_tokens import Forecast
 from api.ring.ring import SERVING, Ring
 from shared.redis import keys
 from shared.redis.connection.client import server_time_ms
+from shared.redis.connection.faults import reason
 from shared.redis.ring.worker_registry import WorkerStatus
 from shared.redis.training.board import TrainingBoard
 from shared.telemetry.metrics import CATALOGUE, series
+
+log = structlog.get_logger()
 
 Gauges = dict[str, dict[tuple[str, ...], float]]  # metric -> label values -> value
 
 ROWS_OF = "adapter_rows:"  # in a heartbeat's figures, before a version (worker/reports.py)
 WAITS_FOR = "adapter_waits:"
+SPLITS_AT_ONCE = 16  # that are read
 
 
 async def read_gauges(ring: Ring, totals: dict[str, float]) -> Gauges:
@@ -105,18 +112,28 @@ async def _adapters(gauges: Gauges, ring: Ring, workers: list[WorkerStatus]) -> 
     pointers = await ring.adapters.pointers()
     for name, latest in pointers.items():
         gauges["mlx_parallm_adapter_latest_version"][(name,)] = latest
-    for name in await ring.splits.stored.among(pointers):
-        state = await ring.splits.stored.find(name)
-        if state is None or state.over:
-            continue
-        for version, share in state.shares.items():
-            earned = state.earned[version]
-            gauges["mlx_parallm_split_share"][name, str(version)] = share
-            gauges["mlx_parallm_split_rewards"][name, str(version)] = earned.count
-            gauges["mlx_parallm_split_mean_reward"][name, str(version)] = earned.mean
+    split = await ring.splits.stored.among(pointers)
+    for at in range(0, len(split), SPLITS_AT_ONCE):
+        await asyncio.gather(*(_split(gauges, ring, name) for name in split[at : at + SPLITS_AT_ONCE]))
     for worker in workers:
         for name, version in worker.adapters.items():
             gauges["mlx_parallm_adapter_loaded_version"][name, worker.id] = version
+
+
+async def _split(gauges: Gauges, ring: Ring, name: str) -> None:
+    try:
+        state = await ring.splits.stored.find(name)
+        shares = {} if state is None or state.over else state.shares
+    except Exception as error:  # one split that cannot be read costs its own figures, not the scrape
+        log.warning("gauges.split_failed", adapter=name, error=reason(error))
+        return
+    if state is None:
+        return
+    for version, share in shares.items():
+        earned = state.earned[version]
+        gauges["mlx_parallm_split_share"][name, str(version)] = share
+        gauges["mlx_parallm_split_rewards"][name, str(version)] = earned.count
+        gauges["mlx_parallm_split_mean_reward"][name, str(version)] = earned.mean
 
 
 async def _training(gauges: Gauges, ring: Ring) -> None:

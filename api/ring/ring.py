@@ -111,6 +111,7 @@ class Ring:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.splits.close()
         await self.judges.close()
         self.patterns.close()
         await self.grammars.close()

@@ -242,8 +242,8 @@ adapter_pins = Key(
 adapter_acks = Key("parallm:adapter:{*}:acks", "hash", "worker", "30 d", "which worker has loaded which version")
 # Fields: version, previous, reason
 adapter_log = Key("parallm:adapter:{*}:log", "stream", "publisher", "30 d, 1,000 entries", "every move of latest")
-# Fields: id, terms, versions, latest, most, all, verdict; count, mean and squares of each version's rewards. Its name
-# begins as those of the keys that a job runner may write
+# Fields: id, terms, versions, latest, most, all, verdict, moved; count, mean and squares of each version's rewards.
+# Its name begins as those of the keys that a job runner may write
 split = Key(
     "parallm:{*}:split", "hash", "api", "30 d from the last reward", "split of an adapter's requests over versions"
 )

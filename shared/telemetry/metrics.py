@@ -145,7 +145,11 @@ _OURS = (
     _gauge("mlx_parallm_ssd_cache_files", _WORKER, "of them, files of the worker's model"),
     _gauge("mlx_parallm_ssd_cache_waiting_files", _WORKER, "files that wait to be written"),
     _gauge("mlx_parallm_adapter_latest_version", ("adapter",), "the version that a bare name means"),
-    _counter("mlx_parallm_split_requests_total", _ARM, "requests for which a split has chosen this version"),
+    _counter(
+        "mlx_parallm_split_requests_total",
+        ("to",),
+        "requests that a split has sent to the latest version, or a candidate",
+    ),
     _gauge(
         "mlx_parallm_split_share", _ARM, "share of requests that a split gives this version; absent when it is over"
     ),

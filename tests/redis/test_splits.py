@@ -10,9 +10,13 @@ import pytest
 from redis.asyncio import Redis
 
 from api.http.api_keys import line_of, new_key
+from api.ring.caller import ApiKey, calling
 from shared.adapters import GateCheck
+from shared.errors import ConflictError
+from shared.owners import Asker
 from shared.redis import keys
-from shared.redis.adapters.splits import Splits, count_for_split
+from shared.redis.adapters.splits import Splits, SplitState, count_for_split
+from shared.redis.adapters.store import AdapterStore
 from shared.sequences import SequenceSpec
 from shared.splits import Arm
 from shared.trajectories import LiveTrajectory, Reward, Trajectory
@@ -20,6 +24,7 @@ from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working
 from tests.redis.test_feedback import kept, runner
+from tests.waiting import wait_until
 
 TWO = "policy@1:0.5,policy@2:0.5"
 ASK: dict[str, Any] = {"model": "policy", "prompt": "say", "max_tokens": 8}
@@ -82,7 +87,7 @@ def version_of(answer: dict[str, Any]) -> int:
 
 
 async def test_requests_for_the_name_alone_are_split_and_a_user_stays(server: Api, worker: ScriptedWorker) -> None:
-    state = await begun(server)
+    state = await begun(server, floor=0)
     assert (state["state"], [each["share"] for each in state["versions"]]) == ("running", [0.5, 0.5])
     answers = await answered(server, [{**ASK, "user": user} for user in "abcdefgh" * 2])
     taken = [version_of(answer) for answer in answers]
@@ -101,8 +106,22 @@ async def test_requests_for_the_name_alone_are_split_and_a_user_stays(server: Ap
     assert 'mlx_parallm_split_share{adapter="policy",version="2"} 0.5' in metrics
 
 
+async def test_requests_are_counted_when_they_are_sent(server: Api) -> None:
+    await begun(server, floor=0)
+    answers = await answered(server, [{**ASK, "user": user} for user in "abcdefgh"])
+    refused = await asyncio.gather(*(server.post("/v1/completions", {**ASK, "n": -1, "user": user}) for user in "abcd"))
+    refused += [await server.post("/v1/completions", {**ASK, "prompt": [10**9]})]
+    assert {answer.status_code for answer in refused} == {400}
+    later = [{"model": "policy", "input": "say", "background": True, "user": user} for user in "abcd"]
+    assert {(await server.post("/v1/responses", body)).status_code for body in later} == {200}
+    name = "mlx_parallm_split_requests_total"
+    counted = {field: count for field, count in server.ring.tally.fields().items() if field.startswith(name)}
+    taken = Counter(map(version_of, answers)) + Counter(map(version_of, answers[:4]))
+    assert counted == {f"{name}|latest": taken[1], f"{name}|candidate": taken[2]}
+
+
 async def test_what_names_a_version_or_compares_vectors_is_not_split(server: Api, worker: ScriptedWorker) -> None:
-    await begun(server, "policy@1:0.000001,policy@2:1000000", auto=False)
+    await begun(server, "policy@1:0.00001,policy@2:1", auto=False)
     for fields in ({"model": "policy@1"}, {"adapter_policy": "follow"}):
         await server.post("/v1/completions", {**ASK, **fields})
     await server.post("/generate", {"adapter": "policy", "prompt": "say"})
@@ -193,25 +212,67 @@ async def test_the_verdict_moves_the_latest_version(
     assert fresh["id"] != state["id"] and fresh["rewards"] == 0, "after a verdict it begins anew"
 
 
-async def test_an_api_that_dies_behind_the_promotion_leaves_the_verdict_to_another(server: Api, redis: Redis) -> None:
-    state = await begun(server, verdict_after=10)
-    await earn(redis, state, 1, [0.0] * 5)
-    await earn(redis, state, 2, [1.0] * 5)
-    splits = Splits(redis, server.ring.adapters)
+async def test_the_promotion_and_the_end_of_the_split_are_one_step(server: Api, redis: Redis) -> None:
+    state = await begun(server, verdict_after=20)
+    await earn(redis, state, 1, [0.0] * 10)
+    await earn(redis, state, 2, [1.0] * 10)
+    splits, adapters = Splits(redis, server.ring.adapters), server.ring.adapters
     found = await splits.find("policy")
     assert found is not None
-    await server.ring.adapters.promote("policy", 2, if_latest=1)
-    assert (await seen(server))["verdict"]["outcome"] == "promoted"
-    before = (await seen(server))["verdict"]
+    await asyncio.gather(*(splits.settle("policy", found) for _ in range(4)))
+    told = (await seen(server))["verdict"]
+    assert told["outcome"] == "promoted" and len(await adapters.history("policy")) == 2, "it moves once"
+    await adapters.rollback("policy", 1)
     await splits.settle("policy", found)  # of one that has looked before
-    assert (await seen(server))["verdict"] == before
-    assert len(await server.ring.adapters.history("policy")) == 2
+    assert (await seen(server))["verdict"] == told
+    assert await adapters.latest("policy") == 1, "what an operator has undone stays undone"
+
+
+@pytest.mark.parametrize("back", ["rollback", "promote"])
+async def test_a_split_stays_over_when_the_latest_version_comes_back(server: Api, redis: Redis, back: str) -> None:
+    adapters = server.ring.adapters
+    await adapters.promote("policy", 2)
+    await publish(adapters, seed=2, set_latest=False)
+    state = await begun(server, "policy@2:0.5,policy@3:0.5", verdict_after=20)
+    await earn(redis, state, 2, [0.0] * 10)
+    await adapters.rollback("policy", 1)
+    assert await earn(redis, state, 3, [1.0] * 10) == 0, "nothing is counted for it any more"
+    assert not await redis.exists(keys.split_answers("policy"))
+    await (adapters.rollback("policy", 2) if back == "rollback" else adapters.promote("policy", 2))
+    told = await seen(server)
+    assert (told["state"], told["verdict"], told["rewards"]) == ("over", None, 10) and "1" in told["over"]
+    assert await adapters.latest("policy") == 2
+    again = await begun(server, "policy@2:0.5,policy@3:0.5", verdict_after=20)
+    assert again["id"] != state["id"] and again["rewards"] == 0
+
+
+async def test_a_version_that_is_published_ends_a_split_for_good(server: Api, redis: Redis) -> None:
+    state = await begun(server)
+    await publish(server.ring.adapters, seed=2)
+    await server.ring.adapters.rollback("policy", 1)
+    assert await earn(redis, state, 1, [1.0]) == 0
+    assert "moved to 3" in (await seen(server))["over"]
+
+
+async def test_a_promotion_that_is_refused_leaves_no_check_on_the_manifest(server: Api, redis: Redis) -> None:
+    state = await begun(server, verdict_after=20)
+    await earn(redis, state, 1, [0.0] * 10)
+    await earn(redis, state, 2, [1.0] * 10)
+    splits, adapters = Splits(redis, server.ring.adapters), server.ring.adapters
+    found = await splits.find("policy")
+    assert found is not None
+    await publish(adapters, seed=2)
+    await splits.settle("policy", found)  # of one that has looked before
+    assert (await adapters.manifest("policy", 2)).gate == () and await adapters.latest("policy") == 3
+    with pytest.raises(ConflictError):
+        await adapters.promote("policy", 2, gate=[GateCheck("by_hand", True)])
+    assert (await adapters.manifest("policy", 2)).gate == ()
 
 
 async def test_a_person_who_moves_the_latest_version_ends_the_split(
     server: Api, worker: ScriptedWorker, redis: Redis
 ) -> None:
-    state = await begun(server, verdict_after=10)
+    state = await begun(server, verdict_after=20)
     await publish(server.ring.adapters, seed=2)
     await server.post("/v1/completions", ASK)
     assert worker.specs[-1].adapter == "policy@3"
@@ -234,8 +295,135 @@ async def test_a_version_that_goes_ends_the_split_and_pruning_leaves_it(server: 
     assert "version 2" in (await seen(server))["over"]
 
 
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+async def test_no_request_goes_by_an_old_look_and_those_at_once_share_a_new_one(
+    server: Api, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, choices, looks = Clock(), server.ring.splits, 0
+    find = choices.stored.find
+
+    async def counted(name: str) -> SplitState | None:
+        nonlocal looks
+        looks += 1
+        return await find(name)
+
+    monkeypatch.setattr("api.ring.split_choices.LOOK_AGAIN_S", 1.0)
+    monkeypatch.setattr("api.ring.split_choices.time", clock)
+    await begun(server)
+    monkeypatch.setattr(choices.stored, "find", counted)
+    assert all(await asyncio.gather(*(choices.choose("policy", str(user)) for user in range(10)))) and looks == 1
+    await redis.unlink(keys.split("policy"))  # by another api process
+    clock.now += 100
+    assert set(await asyncio.gather(*(choices.choose("policy", str(user)) for user in range(10)))) == {None}
+    assert looks == 2
+    clock.now += 1.5
+    await begun(server)
+    choices.forget("policy")
+    assert await choices.choose("policy", "a") is not None
+    await redis.unlink(keys.split("policy"))
+    clock.now += 1.5
+    assert await choices.choose("policy", "a") is not None, "a little old, and looked at anew meanwhile"
+
+    async def seen_anew() -> bool:
+        return await choices.choose("policy", "a") is None
+
+    await wait_until(seen_anew)
+
+
+async def test_a_verdict_is_given_whoever_asks_first(server: Api, redis: Redis) -> None:
+    state = await begun(server, verdict_after=20)
+    await earn(redis, state, 1, [0.0] * 10)
+    await earn(redis, state, 2, [1.0] * 10)
+    token = calling.set(ApiKey("bob", b"", tenant="bobs"))
+    try:
+        assert await server.ring.splits.choose("policy", "x") is None
+    finally:
+        calling.reset(token)
+    assert await server.ring.adapters.latest("policy") == 2
+
+
+async def test_the_floor_is_drawn_for_each_request_of_few_users(
+    server: Api, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.ring.split_choices.LOOK_AGAIN_S", 60.0)
+    state = await begun(server, floor=0.1)
+    await earn(redis, state, 1, [1.0, 0.9] * 10)
+    await earn(redis, state, 2, [0.1, 0.0] * 10)
+    server.ring.splits.forget("policy")
+    chosen = [await server.ring.splits.choose("policy", "the only user") for _ in range(1000)]
+    taken = Counter(choice.arm.version for choice in chosen if choice is not None)
+    assert 40 < taken[2] < 180 and taken[1] + taken[2] == 1000
+
+
+@pytest.mark.parametrize("change", ["delete", "reject", "elsewhere"])
+async def test_nobody_is_sent_to_a_version_that_has_just_gone(
+    server: Api, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    monkeypatch.setattr("api.ring.split_choices.LOOK_AGAIN_S", 60.0)
+    await begun(server, "policy@1:0.00001,policy@2:1", auto=False)
+    chosen = await server.ring.splits.choose("policy", "x")
+    assert chosen is not None and chosen.arm.version == 2
+    if change == "delete":
+        assert (await server.http.delete("/v1/adapters/policy/versions/2")).status_code == 200
+    elif change == "reject":
+        gate = {"version": 2, "gate": [{"name": "by_hand", "passed": False}]}
+        assert (await server.http.post("/v1/adapters/policy/reject", json=gate)).status_code == 200
+    else:
+        await server.ring.adapters.delete("policy", 2)
+    if change != "elsewhere":
+        assert await server.ring.splits.choose("policy", "x") is None
+    answer = await server.post("/v1/completions", ASK)
+    assert answer.status_code == 200 and worker.specs[-1].adapter == "policy@1"
+
+
+async def test_a_rollback_holds_from_the_next_request_on(
+    server: Api, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.ring.split_choices.LOOK_AGAIN_S", 60.0)
+    await server.ring.adapters.promote("policy", 2)
+    await begun(server, "policy@1:0.00001,policy@2:1", auto=False)
+    assert await server.ring.splits.choose("policy", "x") is not None
+    assert (await server.http.post("/v1/adapters/policy/rollback", json={})).status_code == 200
+    await server.post("/v1/completions", ASK)
+    assert worker.specs[-1].adapter == "policy@1"
+    assert (await server.http.post("/v1/adapters/policy/promote", json={"version": 2})).status_code == 200
+    await server.post("/v1/completions", ASK)
+    assert worker.specs[-1].adapter == "policy@2"
+
+
+async def test_a_deleted_adapters_split_goes_with_it_and_is_never_shown_to_the_names_next_owner(
+    server: Api, redis: Redis
+) -> None:
+    state = await begun(server)
+    await earn(redis, state, 1, [1.0])
+    split = await redis.dump(keys.split("policy"))
+    await server.ring.adapters.delete("policy")
+    assert not await redis.exists(keys.split("policy"), keys.split_answers("policy"))
+    await redis.restore(keys.split("policy"), 60_000, split)  # as if the adapter had gone by its time to live
+    bobs = AdapterStore(redis, who_asks=lambda: Asker("bobs", limited=True))
+    await publish(bobs)
+    assert await Splits(redis, bobs).find("policy") is None
+
+
+async def test_a_split_that_cannot_be_read_does_not_end_the_scrape(server: Api, redis: Redis) -> None:
+    await begun(server)
+    await publish(server.ring.adapters, "other")
+    await redis.hset(keys.split("other"), mapping={"terms": "{}", "id": "x", "started_ms": "0"})
+    await redis.expire(keys.split("other"), 60)
+    metrics = await server.http.get("/metrics")
+    assert metrics.status_code == 200
+    assert 'mlx_parallm_split_share{adapter="policy",version="2"} 0.5' in metrics.text
+
+
 async def test_a_split_ends_when_it_is_deleted(server: Api, worker: ScriptedWorker) -> None:
-    await begun(server, "policy@1:0.000001,policy@2:1000000", auto=False)
+    await begun(server, "policy@1:0.00001,policy@2:1", auto=False)
     assert (await server.http.delete("/v1/adapters/policy/split")).json()["deleted"]
     await server.post("/v1/completions", ASK)
     assert worker.specs[-1].adapter == "policy@1"
@@ -254,9 +442,13 @@ async def test_a_split_ends_when_it_is_deleted(server: Api, worker: ScriptedWork
         ({"split": "policy:1,policy@2:1"}, 400, "split"),
         ({"split": "policy@2:1,policy@3:1"}, 400, "split"),
         ({"split": "policy@1:1,policy@9:1"}, 404, None),
+        ({"split": "policy@1:5e-324,policy@2:1000000"}, 400, "split"),
+        ({"split": "policy@1:1,policy@2:1000001"}, 400, "split"),
+        ({"split": "policy@1:0.000001,policy@2:2"}, 400, "split"),
         ({"split": TWO, "floor": 0.5}, 400, "floor"),
         ({"split": TWO, "floor": -1}, 400, "floor"),
         ({"split": TWO, "verdict_after": 3}, 400, "verdict_after"),
+        ({"split": TWO, "verdict_after": 19}, 400, "verdict_after"),
         ({"split": TWO, "confidence": 1}, 400, "confidence"),
         ({"split": TWO, "shares": "auto"}, 400, "shares"),
         ({"split": ",".join(f"policy@{k}:1" for k in range(1, 10))}, 400, "split"),
@@ -296,7 +488,7 @@ async def test_a_split_is_about_its_owners_requests_alone(redis_url: str, redis:
     async with working(redis_url, script) as worker, api(redis_url, feedback_ttl_days=1, api_key_file=file) as server:
         await publish(server.ring.adapters)  # for all
         await publish(server.ring.adapters, seed=1, set_latest=False)
-        one_sided = {"split": "policy@1:0.000001,policy@2:1000000", "auto": False}
+        one_sided = {"split": "policy@1:0.00001,policy@2:1", "auto": False}
 
         async def asked(who: str, method: str, **request: Any) -> int:
             path = "/v1/adapters/policy/split"

@@ -107,6 +107,7 @@ async def begin(
         await due.add(entry, keys.BACKGROUND_LEASE_MS)  # should we die before it is enqueued
         await _pin(ring, spec, settings.background_timeout_s)
         await ring.queue(work.model).enqueue([spec], prefer=await ring.affinity.preferred([spec]))
+        ring.splits.sent(work.split_to)
         if run.webhook is not None:
             await webhooks.wait_for(ring.redis, "response", who, writer.id)
         await due.hasten(entry)

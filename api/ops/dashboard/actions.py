@@ -48,6 +48,7 @@ async def cancel_batch(request: Request, batch_id: str, ring: TheRing) -> Respon
 async def roll_back(request: Request, name: str, ring: TheRing, version: Annotated[int, Form(ge=1)]) -> Response:
     """Make another version the latest."""
     latest = await ring.adapters.rollback(name, version, reason="rolled back from the dashboard")
+    ring.splits.forget(name)
     return _done(request, f"{name}@{latest} is the latest version", f"/dashboard/adapters/{name}")
 
 

@@ -2,9 +2,9 @@
 
 Invariants.
 - A split holds while the latest version is the one that it began with: who moves `latest`, by hand or by training, ends
-  it at once.
+  it in the same step and for good, also when `latest` comes back.
 - An answer's reward is counted once, and not behind the last one that the verdict takes: so every process comes to the
-  same verdict, and `latest` moves once, through the store's own promote and rollback.
+  same verdict. It is written, and `latest` moves, in one step of the store's own promote or rollback; or neither.
 - A version that a split names is gone or rejected: the split is over.
 """
 
@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 from shared.adapters import AdapterManifest, GateCheck
 from shared.errors import ConflictError, UnknownAdapterError
 from shared.redis import keys
-from shared.redis.adapters.store import AdapterStore
+from shared.redis.adapters.store import AdapterStore, SplitEnd
 from shared.redis.connection.client import Argument, Script, ask, ask_all
 from shared.splits import MOST_REWARD, Outcome, Rewards, Split, Verdict, shares, winner
 from shared.trajectories import LiveTrajectory
@@ -43,6 +43,7 @@ class SplitState(msgspec.Struct, frozen=True):
     latest: int
     manifests: dict[int, AdapterManifest]  # of its versions that may be served
     started_ms: int
+    moved: int = 0  # to which version somebody has moved `latest` while it ran
     verdict: Verdict | None = None
 
     @property
@@ -50,6 +51,8 @@ class SplitState(msgspec.Struct, frozen=True):
         """Why it chooses no versions any more; "": it does."""
         if self.verdict is not None:
             return f"the verdict is version {self.verdict.winner}"
+        if self.moved:
+            return f"the latest version was moved to {self.moved} from {self.split.latest}, which it was from the start"
         if self.latest != self.split.latest:
             return f"the latest version is {self.latest or 'gone'}, and was {self.split.latest} when the split began"
         if lost := [version for version in self.split.versions if version not in self.manifests]:
@@ -110,13 +113,15 @@ class Splits:
         return bool(await ask(self._redis, "UNLINK", *_keys(name)))
 
     async def find(self, name: str) -> SplitState | None:
-        """The split of an adapter, over or not."""
-        raw, latest = await ask_all(
-            self._redis, [("HGETALL", keys.split(name)), ("HGET", keys.adapter(name), "latest")]
+        """The split of an adapter, over or not; that of an earlier adapter of this name is nobody's."""
+        raw, (latest, tenant) = await ask_all(
+            self._redis, [("HGETALL", keys.split(name)), ("HMGET", keys.adapter(name), "latest", "tenant")]
         )
         if b"terms" not in raw:
             return None
         split = msgspec.json.decode(raw[b"terms"], type=Split)
+        if split.tenant != (tenant or b"").decode():
+            return None
         packed = await ask(self._redis, "MGET", *(keys.adapter_manifest(name, version) for version in split.versions))
         manifests = [msgspec.json.decode(each, type=AdapterManifest) for each in packed if each is not None]
         return SplitState(
@@ -126,6 +131,7 @@ class Splits:
             latest=int(latest or 0),
             manifests={each.version: each for each in manifests if each.status == "published"},
             started_ms=int(raw[b"started_ms"]),
+            moved=int(raw.get(b"moved", 0)),
             verdict=msgspec.json.decode(raw[b"verdict"], type=Verdict) if b"verdict" in raw else None,
         )
 
@@ -136,32 +142,34 @@ class Splits:
 
     async def settle(self, name: str, state: SplitState) -> None:
         """Give the verdict of a split that has all its rewards; to say it again changes nothing."""
-        best, why = winner(state.split, state.earned)
-        if state.over and state.latest != best:
+        if state.over:
             return
-        outcome: Outcome = "kept"
-        if best != state.split.latest:
-            outcome = "promoted" if best > state.split.latest else "rolled_back"
+        best, why = winner(state.split, state.earned)
+        latest = state.split.latest
+        outcome: Outcome = "kept" if best == latest else "promoted" if best > latest else "rolled_back"
+        verdict = msgspec.json.encode(Verdict(best, outcome, why, time.time_ns() // 1_000_000))
+        if best == latest:
+            if not await _end(self._redis, _keys(name), [state.id, verdict]):
+                return
+        else:
             try:
-                await self._move(name, best, state.split.latest, why)
-            except (ConflictError, UnknownAdapterError) as error:
-                if await self._adapters.latest(name) != best:  # or another process was faster
-                    outcome, why = "moved", f"{why}; {error.message}"
-        verdict = Verdict(best, outcome, why, time.time_ns() // 1_000_000)
-        if await _end(self._redis, _keys(name), [state.id, msgspec.json.encode(verdict)]):
-            log.info("split.verdict", adapter=name, winner=best, outcome=outcome, detail=why)
+                await self._move(name, best, latest, why, SplitEnd(state.id, verdict))
+            except (ConflictError, UnknownAdapterError) as error:  # another process was faster, or somebody ended it
+                log.info("split.not_moved", adapter=name, winner=best, detail=error.message)
+                return
+        log.info("split.verdict", adapter=name, winner=best, outcome=outcome, detail=why)
 
-    async def _move(self, name: str, version: int, latest: int, why: str) -> None:
+    async def _move(self, name: str, version: int, latest: int, why: str, ends: SplitEnd) -> None:
         if version > latest:
             manifest = await self._adapters.manifest(name, version)
-            gate = [check for check in manifest.gate if check.name != GATE]
+            gate = [*(check for check in manifest.gate if check.name != GATE), GateCheck(GATE, True, why)]
             try:
-                await self._adapters.promote(name, version, gate=[*gate, GateCheck(GATE, True, why)], if_latest=latest)
+                await self._adapters.promote(name, version, gate=gate, if_latest=latest, ends=ends)
                 return
             except ConflictError:  # a newer one has been the latest before
                 if await self._adapters.latest(name) != latest:
                     raise
-        await self._adapters.rollback(name, version, reason=f"split: {why}", if_latest=latest)
+        await self._adapters.rollback(name, version, reason=f"split: {why}", if_latest=latest, ends=ends)
 
 
 async def count_for_split(redis: Redis, live: LiveTrajectory) -> bool:

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import msgspec
 from redis.asyncio import Redis
@@ -34,7 +34,7 @@ from shared.owners import WhoAsks, anybody
 from shared.redis import keys
 from shared.redis.adapters import bytes as adapter_bytes
 from shared.redis.adapters.pins import AdapterPins
-from shared.redis.connection.client import Script, ask
+from shared.redis.connection.client import Script, ask, ask_all
 
 LOG_LENGTH = 2000  # entries that are looked at; the log holds about 1,000
 
@@ -43,6 +43,13 @@ _flip = Script("adapter_flip")
 _reject = Script("adapter_reject")
 _delete = Script("adapter_delete")
 _forget = Script("adapter_forget")
+
+
+class SplitEnd(NamedTuple):
+    """The split whose verdict a move of `latest` is: it ends in the same step."""
+
+    split: str  # its id
+    verdict: bytes
 
 
 class AdapterStore(AdapterPins):
@@ -149,6 +156,8 @@ class AdapterStore(AdapterPins):
                     data,
                     keys.adapter_log(name),
                     keys.training(name),
+                    keys.split(name),
+                    keys.split_answers(name),
                 ],
                 [
                     name,
@@ -172,32 +181,61 @@ class AdapterStore(AdapterPins):
     # -- flipping
 
     async def promote(
-        self, name: str, version: int, *, gate: Sequence[GateCheck] = (), if_latest: int | None = None
+        self,
+        name: str,
+        version: int,
+        *,
+        gate: Sequence[GateCheck] = (),
+        if_latest: int | None = None,
+        ends: SplitEnd | None = None,
     ) -> None:
         """Make a candidate the latest; ConflictError when a newer version has been it, or its gate rejected it.
 
         `gate`: the checks that it has passed, for its manifest; without any, those of its publication stay.
         """
         await self.check_change(name)
+        manifest = b""
         if gate:
-            manifest = msgspec.structs.replace(await self.manifest(name, version), gate=tuple(gate))
-            key = keys.adapter_manifest(name, version)
-            await self._redis.set(key, msgspec.json.encode(manifest), xx=True, keepttl=True)
-        await self._move(name, version, "promoted", "promoted", if_latest)
+            manifest = msgspec.json.encode(
+                msgspec.structs.replace(await self.manifest(name, version), gate=tuple(gate))
+            )
+        await self._move(name, version, "promoted", "promoted", if_latest, manifest, ends)
         if self._keep_n:
             await self.prune(name, self._keep_n)
 
     async def rollback(
-        self, name: str, to_version: int | None = None, *, reason: str = "rollback", if_latest: int | None = None
+        self,
+        name: str,
+        to_version: int | None = None,
+        *,
+        reason: str = "rollback",
+        if_latest: int | None = None,
+        ends: SplitEnd | None = None,
     ) -> int:
         """Make another version the latest, by default the one before; returns it. Logged with the reason."""
         await self.check_change(name)
-        return await self._move(name, to_version, "rolled_back", reason, if_latest)
+        return await self._move(name, to_version, "rolled_back", reason, if_latest, b"", ends)
 
-    async def _move(self, name: str, version: int | None, change: str, reason: str, if_latest: int | None) -> int:
+    async def _move(
+        self,
+        name: str,
+        version: int | None,
+        change: str,
+        reason: str,
+        if_latest: int | None,
+        manifest: bytes,
+        ends: SplitEnd | None,
+    ) -> int:
         status, latest = await _flip(
             self._redis,
-            [keys.adapter(name), keys.adapter_versions(name), keys.adapter_log(name), keys.adapter_manifest(name, "")],
+            [
+                keys.adapter(name),
+                keys.adapter_versions(name),
+                keys.adapter_log(name),
+                keys.adapter_manifest(name, ""),
+                keys.split(name),
+                keys.split_answers(name),
+            ],
             [
                 name,
                 "" if version is None else str(version),
@@ -206,6 +244,8 @@ class AdapterStore(AdapterPins):
                 reason[:200],
                 str(keys.ADAPTER_TTL_S),
                 keys.adapter_channel(),
+                manifest,
+                *(ends or ("", "")),
             ],
         )
         target = name if version is None else version_id(name, version)
@@ -220,6 +260,8 @@ class AdapterStore(AdapterPins):
                 raise ConflictError(f"a newer version than {target} has been the latest; roll back to it instead")
             case "moved":
                 raise ConflictError(f"the latest version of {name!r} is {latest}, not {if_latest}")
+            case "over":
+                raise ConflictError(f"the split of {name!r} that this was the verdict of has ended")
         return int(latest)
 
     async def reject(self, name: str, version: int, gate: Sequence[GateCheck]) -> AdapterManifest:
@@ -242,10 +284,8 @@ class AdapterStore(AdapterPins):
         """Point `best` at a version, with the figure that it won by."""
         await self.check_change(name)
         await self.manifest(name, version)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hset(keys.adapter(name), mapping={"best": str(version), "best_value": repr(value)})
-            pipe.expire(keys.adapter(name), keys.ADAPTER_TTL_S)
-            await pipe.execute()
+        head, fields = keys.adapter(name), ("best", version, "best_value", repr(value))
+        await ask_all(self._redis, [("HSET", head, *fields), ("EXPIRE", head, keys.ADAPTER_TTL_S)])
 
     # -- deleting
 
@@ -285,6 +325,8 @@ class AdapterStore(AdapterPins):
                 keys.adapter_log(name),
                 keys.adapter_manifest(name, ""),
                 keys.adapter_bytes(name, ""),
+                keys.split(name),
+                keys.split_answers(name),
             ],
             [name, keys.adapter_channel()],
         )
@@ -326,8 +368,9 @@ class AdapterStore(AdapterPins):
     async def _in_split(self, name: str, latest: int) -> set[int]:
         """The versions of the split that is in force."""
         key = keys.split(name)
-        versions, began_at, verdict = await ask(self._redis, "HMGET", key, "versions", "latest", "verdict")
-        if versions is None or verdict is not None or int(began_at) != latest:
+        fields = ("versions", "latest", "verdict", "moved")
+        versions, began_at, verdict, moved = await ask(self._redis, "HMGET", key, *fields)
+        if versions is None or verdict is not None or moved is not None or int(began_at) != latest:
             return set()
         return {int(version) for version in versions.decode().split(",")}
 

@@ -1,8 +1,8 @@
 -- Make an uploaded version visible, and flip `latest` to it. All or nothing; the same call again changes nothing.
--- uses: policy_owner
+-- uses: policy_owner split_close
 --
 -- KEYS[1] head hash   KEYS[2] versions   KEYS[3] manifest   KEYS[4] bytes hash   KEYS[5] log of flips
--- KEYS[6] what the policy's trainer tells
+-- KEYS[6] what the policy's trainer tells   KEYS[7] the split of its requests   KEYS[8] answers whose reward that has
 -- ARGV[1] name   ARGV[2] version   ARGV[3] manifest JSON   ARGV[4] chunks that the bytes must have
 -- ARGV[5] sha256 of the base, or ''   ARGV[6] '1': flip latest   ARGV[7] flip only if latest is this, or ''
 -- ARGV[8] time to live, seconds   ARGV[9] event channel   ARGV[10] who owns the adapter
@@ -32,6 +32,7 @@ if ARGV[6] == '1' and version > high then
   redis.call('XADD', KEYS[5], 'MAXLEN', '~', 1000, '*',
     'version', version, 'previous', latest, 'reason', 'published', 'at_ms', string.format('%.0f', at_ms))
   latest = version
+  split_close(KEYS[7], KEYS[8], latest)
 end
 for i = 1, 5 do redis.call('EXPIRE', KEYS[i], ARGV[8]) end
 redis.call('PUBLISH', ARGV[9], cjson.encode(

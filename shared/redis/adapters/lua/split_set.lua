@@ -7,8 +7,9 @@
 local latest = redis.call('HGET', KEYS[3], 'latest')
 if not latest then return {'unknown', ''} end
 if latest ~= ARGV[4] then return {'moved', latest} end
-local id, versions, began_at, verdict = unpack(redis.call('HMGET', KEYS[1], 'id', 'versions', 'latest', 'verdict'))
-if not id or verdict or versions ~= ARGV[3] or began_at ~= latest then
+local id, versions, began_at, verdict, moved =
+  unpack(redis.call('HMGET', KEYS[1], 'id', 'versions', 'latest', 'verdict', 'moved'))
+if not id or verdict or moved or versions ~= ARGV[3] or began_at ~= latest then
   redis.call('UNLINK', KEYS[1], KEYS[2])
   id = ARGV[1]
   redis.call('HSET', KEYS[1], 'id', id, 'versions', ARGV[3], 'latest', latest, 'started_ms', ARGV[6])
