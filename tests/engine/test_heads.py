@@ -197,6 +197,15 @@ def test_a_pinned_row_keeps_its_version_and_a_newer_one_has_its_own(llama: Loade
         assert not np.allclose(outputs(bench, "old"), outputs(bench, "new"))
 
 
+def test_a_row_that_would_follow_is_refused(llama: LoadedModel, versions: Versions) -> None:
+    with AdapterBench(llama, versions.made) as bench:
+        bench.publish("a@1")
+        bench.submit(asked("v", [1, 2, 3], "a", adapter_policy="follow"), asked("w", [1, 2, 3], "a"))
+        bench.run()
+        assert (bench.finish("v").reason, bench.finish("v").error_code) == ("error", "unsupported_parameter")
+        assert bench.finish("w").reason == "stop"
+
+
 def test_heads_go_with_their_slot(llama: LoadedModel, versions: Versions) -> None:
     with AdapterBench(llama, versions.made, slots=1) as bench:
         bench.provide()
