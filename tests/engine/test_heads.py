@@ -232,6 +232,77 @@ def test_a_row_whose_version_has_no_such_head_ends_with_a_word_of_it(
         assert bench.finish("w").reason == "stop"
 
 
+def test_texts_that_share_a_forward_are_read_by_a_head_at_once(
+    llama: LoadedModel, versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[int, ...]] = []
+    compute = Head.__call__
+    monkeypatch.setattr(
+        Head, "__call__", lambda head, states_NH: (read.append(states_NH.shape), compute(head, states_NH))[1]
+    )
+    wanted = [
+        asked(f"{version} {head} {at}", prompt_of(5 + at, seed=at), version, head)
+        for at in range(3)
+        for version, head in (("a@1", "value"), ("a@1", "topic"), ("h@1", "value"))
+    ]
+    with AdapterBench(llama, versions.made, prefill_chunk=256, max_rows=16) as bench:
+        bench.provide()
+        bench.submit(*(row(f"load {each}", [1, 2], each, max_tokens=1) for each in ("a@1", "h@1")))
+        bench.run()
+        bench.submit(*wanted)
+        bench.run()
+        assert sorted(read) == [(3, 64)] * 3
+        for each in wanted:
+            np.testing.assert_allclose(outputs(bench, each.id), reference(versions, each), rtol=1e-5, atol=1e-5)
+
+
+def test_arithmetic_that_fails_ends_its_row_and_nobody_elses(
+    llama: LoadedModel, versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(layer: Layer, x_NI: mx.array) -> mx.array:
+        raise RuntimeError("out of memory")
+
+    with AdapterBench(llama, versions.made) as bench:
+        bench.provide()
+        decoding = row("s", prompt_of(20), "a@1", max_tokens=30)
+        bench.submit(decoding)
+        bench.until(lambda: len(bench.tokens("s")) > 2)
+        with monkeypatch.context() as patched:
+            patched.setattr(Layer, "__call__", out_of_memory)
+            bench.submit(
+                *(asked(f"v{at}", [1, 2, 3 + at], "a@1") for at in range(5))
+            )  # more than an engine gives up at
+            bench.until(lambda: len(bench.events) == 6)
+        for at in range(5):
+            assert bench.finish(f"v{at}").error_code == "engine_error"
+            assert "'value': RuntimeError: out of memory" in bench.finish(f"v{at}").error_message
+        bench.submit(asked("after", [1, 2, 3], "a@1"))
+        bench.run()
+        assert bench.finish("after").reason == "stop"
+        bench.assert_true_to_its_versions(decoding)
+        bench.assert_nothing_is_held()
+
+
+def test_what_is_not_finite_is_no_answer(llama: LoadedModel) -> None:
+    wild = Head(SCALAR, Layer(mx.full((1, 64), 3e38), mx.array([3e38])))
+    bench = Bench(replace(llama, heads={"wild": wild, "value": Head(SCALAR, Layer(mx.ones((1, 64)), None))}))
+    bench.submit(asked("v", [1, 2, 3], "", "wild"), asked("w", [1, 2, 3], ""))
+    bench.run()
+    assert bench.finish("v").error_code == "unsupported_model" and "'wild'" in bench.finish("v").error_message
+    assert bench.events["v"][-1].embedding is None
+    assert bench.finish("w").reason == "stop"
+
+
+def test_a_worker_counts_the_memory_of_heads(llama: LoadedModel, versions: Versions) -> None:
+    with AdapterBench(llama, versions.made) as bench:
+        bench.provide()
+        bench.submit(asked("v", [1, 2, 3], "h@1"), asked("w", [1, 2, 3], "a@1"))
+        bench.run()
+        weights = [each for (version, _), each in versions.weights.items() if version in ("h@1", "a@1")]
+        of_heads = sum(tensor.nbytes for each in weights for tensor in each.values())
+        assert bench.slots.stats.bytes == bench.slots._adapted.nbytes + of_heads
+
+
 def test_a_head_for_other_hidden_states_is_refused_by_the_worker_that_loads_it(
     llama: LoadedModel, versions: Versions
 ) -> None:

@@ -273,7 +273,8 @@ class AdapterSlots:
         name = load.version.partition("@")[0]
         if self._latest.get(name) == load.version:
             self._serve(name)
-        self._bytes = self._adapted.nbytes
+        of_heads = (head.nbytes for heads in self._heads.values() for head in heads.values())
+        self._bytes = self._adapted.nbytes + sum(of_heads)
         self._swaps += 1
         self._swap_s += time.monotonic() - load.began
         self._changed = True
