@@ -1,5 +1,6 @@
 """Heads read the last hidden state under their row's own version, whatever runs beside them."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models import mamba2
 
 from shared.heads import HeadSpec
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.adapter_bench import AdapterBench, row
 from tests.engine.adapter_models import MadeAdapter, make_adapter
 from tests.engine.conftest import Bench, prompt_of
-from tests.engine.kv_models import BOUNDED, CONFIGS, QUANTISED, Model
+from tests.engine.kv_models import BOUNDED, CONFIGS, QUANTISED, SIZES, Model
+from tests.engine.small_models import write_tokenizer
 from worker.engine.heads.head import Head, Layer
-from worker.engine.model.loader import LoadedModel
+from worker.engine.messages import EngineConfig
+from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.model.pooling import hidden_size
 
 Array = npt.NDArray[np.float32]
@@ -161,6 +166,16 @@ def test_texts_that_share_a_forward_are_read_as_alone_whatever_the_kv(
         alone.submit(each)
         alone.run()
         np.testing.assert_allclose(outputs(together, each.id), outputs(alone, each.id), rtol=1e-4, atol=1e-4)
+
+
+def test_the_card_of_a_model_without_hidden_states_says_so(llama: LoadedModel, tmp_path: Path) -> None:
+    config: dict[str, Any] = {"model_type": "mamba2"} | SIZES | CONFIGS["mamba2"] | {"time_step_limit": [0.01, 10.0]}
+    model = mamba2.Model(mamba2.ModelArgs.from_dict(config))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_tokenizer(tmp_path)
+    assert load_model(EngineConfig(str(tmp_path))).card.head_inputs is None
+    assert llama.card.head_inputs == 64
 
 
 def test_rows_that_decode_and_texts_that_heads_read_leave_each_other_alone(
