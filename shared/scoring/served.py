@@ -218,7 +218,11 @@ class ServedRewards:
         """The head that is meant; InvalidRequestError, with versions that have one, when the model has none such."""
         named = model.adapter or model.card.name
         kind: HeadKind = "labels" if options.label else "scalar"
-        head = choose(model.heads, kind, options.head, usual="" if options.label else REWARD)
+        try:
+            head = choose(model.heads, kind, options.head, usual="" if options.label else REWARD)
+        except InvalidRequestError as error:
+            error.message = f"{named} has {error.message}, as the reward's option 'head'"
+            raise
         if not head:
             raise InvalidRequestError(await missing_head(self._store, named, kind, options.head))
         spec = model.heads[head]

@@ -62,11 +62,11 @@ async def test_a_reference_reaches_the_worker(
     assert ("policy@" in body["system_fingerprint"]) == bool(adapter)
 
 
-async def publish_topics(server: Api, folder: Path, labels: list[str]) -> None:
-    config = {"heads": {"topic": {"kind": "labels", "labels": labels}, "value": {"kind": "scalar"}}}
-    tensors = {
-        f"heads.{name}.weight": np.ones((n, 8), np.float32) for name, n in (("topic", len(labels)), ("value", 1))
-    }
+async def publish_topics(server: Api, folder: Path, labels: list[str], *more: str) -> None:
+    topics = {name: {"kind": "labels", "labels": labels} for name in ("topic", *more)}
+    config = {"heads": {**topics, "value": {"kind": "scalar"}}}
+    tensors = {f"heads.{name}.weight": np.ones((len(labels), 8), np.float32) for name in topics}
+    tensors["heads.value.weight"] = np.ones((1, 8), np.float32)
     made = prepare_directory(write(folder / f"of-{len(labels)}", config, tensors), folder)
     await server.ring.adapters.publish("topics", made, base_sha256=CARD.base_sha256)
 
@@ -87,6 +87,16 @@ async def test_a_head_is_read_by_the_version_that_chose_it_whatever_the_policy(
     heads = [(spec.adapter, spec.adapter_policy) for spec in worker.specs if spec.kind == "head"]
     assert heads == [("topics@2", "pin")] * 2
     assert [spec.adapter_policy for spec in worker.specs if spec.kind == "generate"] == ["follow"]
+
+
+async def test_several_heads_for_a_reward_are_a_matter_of_its_option(server: Api, tmp_path: Path) -> None:
+    await publish_topics(server, tmp_path, ["a", "b"], "other")
+    reward = {"name": "model", "label": "a"}
+    for body in ({"model": "topics", "reward": reward}, {"reward": {**reward, "model": "topics"}}):
+        answer = await server.post("/v1/rewards/score", {**body, "completions": "x"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "reward"), answer.text
+        assert "name one of other, topic, as the reward's option 'head'" in error["message"]
 
 
 async def test_a_user_stays_with_one_side_of_a_split(server: Api, worker: ScriptedWorker) -> None:
