@@ -21,6 +21,7 @@ Activation = Literal["", "gelu", "relu", "silu", "tanh"]
 MAX_HEADS = 16
 MAX_LABELS = 1024
 MAX_HIDDEN = 16_384
+MAX_WEIGHTS = 1 << 24  # of one head, 64 MiB: whoever decodes waits while they are multiplied
 MAX_LABEL = 256  # characters
 REWARD, VALUE = "reward", "value"  # the names by which rewards and values are looked for
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -43,6 +44,9 @@ class HeadSpec(msgspec.Struct, frozen=True, omit_defaults=True):
             _check_labels(self.labels)
         if self.inputs < 0 or not 0 <= self.hidden <= MAX_HIDDEN:
             raise ValueError(f"inputs must be positive, hidden 0 to {MAX_HIDDEN}")
+        weights = self.hidden * (self.inputs + self.outputs) or self.inputs * self.outputs
+        if weights > MAX_WEIGHTS:
+            raise ValueError(f"it has {weights:,} weights; a head may have {MAX_WEIGHTS:,}")
 
     @property
     def outputs(self) -> int:

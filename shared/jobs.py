@@ -17,15 +17,9 @@ JobKind = Literal["generate", "rollout", "score", "batch"]
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
 TERMINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled", "expired"})
 
-PIN_S = 86_400.0  # of the adapter versions of a job; renewed by every tick
 
 Message = dict[str, Any]  # an OpenAI chat message, as the chat template takes it
 Prompt = str | Sequence[Message | int]  # text, messages or token ids; a mixture is refused
-
-
-def pin_owner(job_id: str) -> str:
-    """Under which name a job pins the adapter versions that it names."""
-    return f"job:{job_id}"
 
 
 class RewardSpec(msgspec.Struct, frozen=True, omit_defaults=True):

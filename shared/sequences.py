@@ -179,6 +179,12 @@ class ModelCard(msgspec.Struct, frozen=True):
     sources: tuple[str, ...] = ()  # what its workers were given as --model: hub names, folders; requests may say these
     hidden_size: int = 0  # of the hidden states that embeddings and heads are made of; 0: not known, or it shows none
     heads: dict[str, HeadSpec] = {}  # of its own
+    shows_states: bool = True  # hidden states; False: it is known that it shows none
+
+    @property
+    def head_inputs(self) -> int | None:
+        """Numbers that a head reads; 0: not known, None: there is nothing to read."""
+        return self.hidden_size if self.shows_states else None
 
 
 def held(positions: int, window: int) -> int:

@@ -100,7 +100,7 @@ async def publish(ring: Ring, name: str, fields: UploadFields, files: AdapterFil
         files.tensors,
         workdir,
         shapes=card.modules,
-        hidden_size=card.hidden_size,
+        hidden_size=card.head_inputs,
         max_bytes=ring.settings.max_adapter_bytes,
     )
     manifest = await ring.adapters.publish(

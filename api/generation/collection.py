@@ -115,7 +115,7 @@ async def check_scoring(ring: Ring, scoring: CheckedReward, param: str) -> list[
         await ring.patterns.check(scoring, key_name())
         return await ring.judges.check(scoring)
     except ParallmError as error:
-        error.param = param
+        error.param = "reward" if error.param == "head" and param == "model" else param  # an option of the reward
         raise
 
 

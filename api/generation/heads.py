@@ -1,9 +1,11 @@
 """What a request asks of heads: which one is meant, and what it says of each text.
 
-Each text is a sequence of kind "head" in the same queue, read under the version that the request was admitted with.
+Each text is a sequence of kind "head" in the same queue, read under the version that the request was admitted with,
+also where the request follows: which head is meant, and what its outputs are called, was chosen by that version.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -38,5 +40,7 @@ async def read_by_head(
     ring: Ring, target: Target, head: str, prompts: Sequence[Sequence[int]]
 ) -> list[npt.NDArray[np.float32]]:
     """A head's outputs for each prompt."""
+    if target.admitted is not None:
+        target = replace(target, adapter=target.admitted.id, policy="pin")
     work = plain_work("head", target, ring.settings, prompts, UNSAMPLED, kind="head", head=head)
     return [np.frombuffer(events[-1].embedding or b"", "<f4") for events in await gather_all(ring, work)]

@@ -63,7 +63,7 @@ class _Base(NamedTuple):
     """What is known of the base model."""
 
     shapes: ModuleShapes
-    hidden_size: int
+    hidden_size: int | None
 
 
 def prepare(
@@ -72,13 +72,14 @@ def prepare(
     workdir: Path,
     *,
     shapes: ModuleShapes | None = None,
-    hidden_size: int = 0,
+    hidden_size: int | None = 0,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> PreparedAdapter:
     """Check an adapter's two files, and convert PEFT's layout into a new file in `workdir`.
 
     `tensors` must be a file that nobody else writes to. `shapes` and `hidden_size` are the base model's
-    (`ModelCard`); empty, None or 0: not known, and then checked by the worker that loads the adapter.
+    (`ModelCard.modules`, `head_inputs`); empty, None, of the size 0: not known, and then checked by the worker that
+    loads the adapter.
     """
     return _prepare(read_config(config), tensors, workdir, _Base(shapes or {}, hidden_size), max_bytes)
 
@@ -88,7 +89,7 @@ def prepare_directory(
     workdir: Path,
     *,
     shapes: ModuleShapes | None = None,
-    hidden_size: int = 0,
+    hidden_size: int | None = 0,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> PreparedAdapter:
     """Like `prepare`, of a copy of an mlx-lm or PEFT adapter directory; the directory may change meanwhile."""
@@ -112,7 +113,7 @@ def prepared(
     directory: Path,
     *,
     shapes: ModuleShapes | None = None,
-    hidden_size: int = 0,
+    hidden_size: int | None = 0,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> Iterator[PreparedAdapter]:
     """`prepare_directory` in a temporary folder that lives as long as the block."""

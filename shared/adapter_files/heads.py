@@ -32,19 +32,22 @@ def parted(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def checked_heads(
-    config: Mapping[str, HeadSpec], tensors: Mapping[str, Mapping[str, Tensor]], hidden_size: int = 0
+    config: Mapping[str, HeadSpec], tensors: Mapping[str, Mapping[str, Tensor]], hidden_size: int | None = 0
 ) -> dict[str, HeadSpec]:
     """The heads with the sizes of their tensors; AdapterRejectedError names the key and the reason.
 
-    `hidden_size`: the base model's; 0: not known, and then checked by the worker that loads the head.
+    `hidden_size`: the base model's; 0: not known, and then checked by the worker that loads the head; None: it shows no
+    hidden states.
     """
+    if config and hidden_size is None:
+        raise AdapterRejectedError(f"heads.{min(config)}: the base shows no hidden states that a head could read")
     if missing := sorted(config.keys() - tensors.keys()):
         raise AdapterRejectedError(
             f"heads.{missing[0]}: adapter_config.json names it, and the file has no tensors of it"
         )
     if unnamed := sorted(tensors.keys() - config.keys()):
         raise AdapterRejectedError(f"heads.{unnamed[0][:80]}: adapter_config.json says nothing of it under 'heads'")
-    return {name: _checked(f"heads.{name}", spec, tensors[name], hidden_size) for name, spec in config.items()}
+    return {name: _checked(f"heads.{name}", spec, tensors[name], hidden_size or 0) for name, spec in config.items()}
 
 
 def _checked(where: str, spec: HeadSpec, parts: Mapping[str, Tensor], hidden_size: int) -> HeadSpec:

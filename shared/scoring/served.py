@@ -6,7 +6,8 @@ their group), so a verdict always parses and nothing is drawn. What is judged ca
 spelled in it become spaces before the chat template puts its own.
 
 Invariants. A sample that cannot be scored carries its error, and no other sample is harmed. At most AT_ONCE samples of
-one process are with the workers. A call that is cancelled or late cancels its sequences.
+one process are with the workers of a model, so one that nobody serves keeps nobody from another. A call that is
+cancelled or late cancels its sequences.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
@@ -82,7 +84,9 @@ class ServedRewards:
         self._registry = WorkerRegistry(redis)
         self._store = AdapterStore(redis, who_asks=who_asks)
         self._codecs = CodecCache(self._registry)
-        self._room = asyncio.Semaphore(AT_ONCE)
+        self._rooms: WeakValueDictionary[tuple[str, ...], asyncio.Semaphore] = (
+            WeakValueDictionary()
+        )  # of calls that run
         self._calls: dict[str, asyncio.Task[SequenceCalls]] = {}
         self._stack = AsyncExitStack()
 
@@ -116,12 +120,15 @@ class ServedRewards:
         except ParallmError as error:
             return [_failed(name, error)] * len(samples)
 
+        asked = tuple(sorted({model.card.name for model in models}))
+        room = self._rooms.setdefault(asked, asyncio.Semaphore(AT_ONCE))
+
         async def one(sample: RewardSample) -> Reward:
             if missing := lacks(options, sample.prompt, sample.reference):
                 return Reward(name, None, error=missing)
             ask = _Ask(self, sequence_class, deadline_ms)
             try:
-                async with asyncio.timeout_at(until), self._room:
+                async with asyncio.timeout_at(until), room:
                     if isinstance(options, JudgeOptions):
                         score = await self._judge(ask, options, models[0], sample)
                     elif isinstance(options, RewardModelOptions):
@@ -211,7 +218,11 @@ class ServedRewards:
         """The head that is meant; InvalidRequestError, with versions that have one, when the model has none such."""
         named = model.adapter or model.card.name
         kind: HeadKind = "labels" if options.label else "scalar"
-        head = choose(model.heads, kind, options.head, usual="" if options.label else REWARD)
+        try:
+            head = choose(model.heads, kind, options.head, usual="" if options.label else REWARD)
+        except InvalidRequestError as error:
+            error.message = f"{named} has {error.message}, as the reward's option 'head'"
+            raise
         if not head:
             raise InvalidRequestError(await missing_head(self._store, named, kind, options.head))
         spec = model.heads[head]

@@ -79,3 +79,13 @@ def test_what_cannot_be_served_as_it_is_meant_is_refused(
     with pytest.raises(SetupError, match=r"cannot load the model") as refused:
         load_model(EngineConfig(str(folder)))
     assert word in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["score.weight", "score.bias"])
+def test_a_head_with_a_value_that_is_not_finite_is_refused(tmp_path: Path, name: str) -> None:
+    folder = checkpoint(tmp_path, {"score.weight": (2, H), "score.bias": (2,)})
+    tensors: dict[str, mx.array] = mx.load(str(folder / "model.safetensors"))  # type: ignore[assignment]
+    tensors[name] = tensors[name].at[-1].add(mx.nan)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tensors), {"format": "pt"})
+    with pytest.raises(SetupError, match=f"{name} holds a value that is not finite"):
+        load_model(EngineConfig(str(folder)))

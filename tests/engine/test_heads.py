@@ -1,5 +1,6 @@
 """Heads read the last hidden state under their row's own version, whatever runs beside them."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models import mamba2
 
 from shared.heads import HeadSpec
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.adapter_bench import AdapterBench, row
 from tests.engine.adapter_models import MadeAdapter, make_adapter
 from tests.engine.conftest import Bench, prompt_of
-from tests.engine.kv_models import BOUNDED, CONFIGS, QUANTISED, Model
+from tests.engine.kv_models import BOUNDED, CONFIGS, QUANTISED, SIZES, Model
+from tests.engine.small_models import write_tokenizer
 from worker.engine.heads.head import Head, Layer
-from worker.engine.model.loader import LoadedModel
+from worker.engine.messages import EngineConfig
+from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.model.pooling import hidden_size
 
 Array = npt.NDArray[np.float32]
@@ -163,6 +168,16 @@ def test_texts_that_share_a_forward_are_read_as_alone_whatever_the_kv(
         np.testing.assert_allclose(outputs(together, each.id), outputs(alone, each.id), rtol=1e-4, atol=1e-4)
 
 
+def test_the_card_of_a_model_without_hidden_states_says_so(llama: LoadedModel, tmp_path: Path) -> None:
+    config: dict[str, Any] = {"model_type": "mamba2"} | SIZES | CONFIGS["mamba2"] | {"time_step_limit": [0.01, 10.0]}
+    model = mamba2.Model(mamba2.ModelArgs.from_dict(config))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_tokenizer(tmp_path)
+    assert load_model(EngineConfig(str(tmp_path))).card.head_inputs is None
+    assert llama.card.head_inputs == 64
+
+
 def test_rows_that_decode_and_texts_that_heads_read_leave_each_other_alone(
     llama: LoadedModel, versions: Versions
 ) -> None:
@@ -197,6 +212,15 @@ def test_a_pinned_row_keeps_its_version_and_a_newer_one_has_its_own(llama: Loade
         assert not np.allclose(outputs(bench, "old"), outputs(bench, "new"))
 
 
+def test_a_row_that_would_follow_is_refused(llama: LoadedModel, versions: Versions) -> None:
+    with AdapterBench(llama, versions.made) as bench:
+        bench.publish("a@1")
+        bench.submit(asked("v", [1, 2, 3], "a", adapter_policy="follow"), asked("w", [1, 2, 3], "a"))
+        bench.run()
+        assert (bench.finish("v").reason, bench.finish("v").error_code) == ("error", "unsupported_parameter")
+        assert bench.finish("w").reason == "stop"
+
+
 def test_heads_go_with_their_slot(llama: LoadedModel, versions: Versions) -> None:
     with AdapterBench(llama, versions.made, slots=1) as bench:
         bench.provide()
@@ -221,6 +245,77 @@ def test_a_row_whose_version_has_no_such_head_ends_with_a_word_of_it(
         assert bench.finish("v").reason == "error"
         assert owner in bench.finish("v").error_message and repr(head) in bench.finish("v").error_message
         assert bench.finish("w").reason == "stop"
+
+
+def test_texts_that_share_a_forward_are_read_by_a_head_at_once(
+    llama: LoadedModel, versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[int, ...]] = []
+    compute = Head.__call__
+    monkeypatch.setattr(
+        Head, "__call__", lambda head, states_NH: (read.append(states_NH.shape), compute(head, states_NH))[1]
+    )
+    wanted = [
+        asked(f"{version} {head} {at}", prompt_of(5 + at, seed=at), version, head)
+        for at in range(3)
+        for version, head in (("a@1", "value"), ("a@1", "topic"), ("h@1", "value"))
+    ]
+    with AdapterBench(llama, versions.made, prefill_chunk=256, max_rows=16) as bench:
+        bench.provide()
+        bench.submit(*(row(f"load {each}", [1, 2], each, max_tokens=1) for each in ("a@1", "h@1")))
+        bench.run()
+        bench.submit(*wanted)
+        bench.run()
+        assert sorted(read) == [(3, 64)] * 3
+        for each in wanted:
+            np.testing.assert_allclose(outputs(bench, each.id), reference(versions, each), rtol=1e-5, atol=1e-5)
+
+
+def test_arithmetic_that_fails_ends_its_row_and_nobody_elses(
+    llama: LoadedModel, versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(layer: Layer, x_NI: mx.array) -> mx.array:
+        raise RuntimeError("out of memory")
+
+    with AdapterBench(llama, versions.made) as bench:
+        bench.provide()
+        decoding = row("s", prompt_of(20), "a@1", max_tokens=30)
+        bench.submit(decoding)
+        bench.until(lambda: len(bench.tokens("s")) > 2)
+        with monkeypatch.context() as patched:
+            patched.setattr(Layer, "__call__", out_of_memory)
+            bench.submit(
+                *(asked(f"v{at}", [1, 2, 3 + at], "a@1") for at in range(5))
+            )  # more than an engine gives up at
+            bench.until(lambda: len(bench.events) == 6)
+        for at in range(5):
+            assert bench.finish(f"v{at}").error_code == "engine_error"
+            assert "'value': RuntimeError: out of memory" in bench.finish(f"v{at}").error_message
+        bench.submit(asked("after", [1, 2, 3], "a@1"))
+        bench.run()
+        assert bench.finish("after").reason == "stop"
+        bench.assert_true_to_its_versions(decoding)
+        bench.assert_nothing_is_held()
+
+
+def test_what_is_not_finite_is_no_answer(llama: LoadedModel) -> None:
+    wild = Head(SCALAR, Layer(mx.full((1, 64), 3e38), mx.array([3e38])))
+    bench = Bench(replace(llama, heads={"wild": wild, "value": Head(SCALAR, Layer(mx.ones((1, 64)), None))}))
+    bench.submit(asked("v", [1, 2, 3], "", "wild"), asked("w", [1, 2, 3], ""))
+    bench.run()
+    assert bench.finish("v").error_code == "unsupported_model" and "'wild'" in bench.finish("v").error_message
+    assert bench.events["v"][-1].embedding is None
+    assert bench.finish("w").reason == "stop"
+
+
+def test_a_worker_counts_the_memory_of_heads(llama: LoadedModel, versions: Versions) -> None:
+    with AdapterBench(llama, versions.made) as bench:
+        bench.provide()
+        bench.submit(asked("v", [1, 2, 3], "h@1"), asked("w", [1, 2, 3], "a@1"))
+        bench.run()
+        weights = [each for (version, _), each in versions.weights.items() if version in ("h@1", "a@1")]
+        of_heads = sum(tensor.nbytes for each in weights for tensor in each.values())
+        assert bench.slots.stats.bytes == bench.slots._adapted.nbytes + of_heads
 
 
 def test_a_head_for_other_hidden_states_is_refused_by_the_worker_that_loads_it(

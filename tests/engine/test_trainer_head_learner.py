@@ -1,6 +1,7 @@
 """A head learns: Bradley-Terry on pairs, squared error on scores, cross entropy on labels, with a LoRA or alone."""
 
 import json
+import tracemalloc
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
@@ -143,6 +144,18 @@ def test_a_gradient_that_is_not_finite_changes_nothing(llama: LoadedModel) -> No
     assert not report.is_finite
     for name, value in learning.weights().items():
         np.testing.assert_array_equal(before[name], value)
+
+
+def test_scores_are_compared_two_by_two_without_a_table_of_all() -> None:
+    draw = np.random.default_rng(1)
+    wanted, said = draw.integers(0, 9, 300).astype(float), draw.integers(0, 20, 300).astype(np.float32)
+    above = wanted[:, None] > wanted[None]
+    expected = (said[:, None] > said[None])[above].mean()
+    assert share_right("scores", said[:, None], wanted.tolist()) == pytest.approx(expected, abs=1e-12)
+    tracemalloc.start()
+    share_right("scores", np.arange(4000, dtype=np.float32)[:, None], list(range(4000)))
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20, "16 million comparisons are 16 MB at least"
+    tracemalloc.stop()
 
 
 def test_how_much_is_right() -> None:

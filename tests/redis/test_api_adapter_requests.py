@@ -2,17 +2,21 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from shared.adapter_files.formats import prepare_directory
 from shared.errors import ConflictError
 from shared.jobs import JobSpec
 from shared.redis import keys
 from shared.sequences import SequenceSpec
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
-from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker
+from tests.redis.scripted_worker import CARD, MODEL, Answer, ScriptedWorker
+from tests.unit.adapter_files import write
 from tests.unit.api_texts import ids
 from tests.waiting import wait_until
 
@@ -56,6 +60,43 @@ async def test_a_reference_reaches_the_worker(
     assert (spec.model, spec.adapter, spec.adapter_policy) == (MODEL, adapter, policy)
     assert body["system_fingerprint"].endswith(f"-{adapter}" if policy == "pin" and adapter else "")
     assert ("policy@" in body["system_fingerprint"]) == bool(adapter)
+
+
+async def publish_topics(server: Api, folder: Path, labels: list[str], *more: str) -> None:
+    topics = {name: {"kind": "labels", "labels": labels} for name in ("topic", *more)}
+    config = {"heads": {**topics, "value": {"kind": "scalar"}}}
+    tensors = {f"heads.{name}.weight": np.ones((len(labels), 8), np.float32) for name in topics}
+    tensors["heads.value.weight"] = np.ones((1, 8), np.float32)
+    made = prepare_directory(write(folder / f"of-{len(labels)}", config, tensors), folder)
+    await server.ring.adapters.publish("topics", made, base_sha256=CARD.base_sha256)
+
+
+async def test_a_head_is_read_by_the_version_that_chose_it_whatever_the_policy(
+    server: Api, worker: ScriptedWorker, tmp_path: Path
+) -> None:
+    for labels in (["a", "b"], ["a", "b", "c"]):
+        await publish_topics(server, tmp_path, labels)
+    worker.script = lambda spec: Answer(
+        "hello", embedding=np.zeros(3 if spec.adapter == "topics@2" else 2, "<f4").tobytes()
+    )
+    target = {"model": "topics", "adapter_policy": "follow"}
+    response = await server.post("/v1/classifications", {**target, "input": "a"})
+    assert response.status_code == 200 and len(response.json()["data"][0]["probs"]) == 3, response.text
+    response = await server.post("/v1/rl/act", {**target, "observations": ["a"], "max_tokens": 4})
+    assert response.json()["value_estimates"] == [0.0]
+    heads = [(spec.adapter, spec.adapter_policy) for spec in worker.specs if spec.kind == "head"]
+    assert heads == [("topics@2", "pin")] * 2
+    assert [spec.adapter_policy for spec in worker.specs if spec.kind == "generate"] == ["follow"]
+
+
+async def test_several_heads_for_a_reward_are_a_matter_of_its_option(server: Api, tmp_path: Path) -> None:
+    await publish_topics(server, tmp_path, ["a", "b"], "other")
+    reward = {"name": "model", "label": "a"}
+    for body in ({"model": "topics", "reward": reward}, {"reward": {**reward, "model": "topics"}}):
+        answer = await server.post("/v1/rewards/score", {**body, "completions": "x"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "reward"), answer.text
+        assert "name one of other, topic, as the reward's option 'head'" in error["message"]
 
 
 async def test_a_user_stays_with_one_side_of_a_split(server: Api, worker: ScriptedWorker) -> None:

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.redis.jobs.ledger import JobLedger, SampleRecord
-from shared.redis.ring.worker_registry import WorkerRegistry
+from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import CARD, MODEL
@@ -86,6 +86,26 @@ async def test_a_job_that_has_ended_can_be_deleted_and_its_key_used_again(server
     assert (await server.http.get("/v1/jobs")).json()["data"] == []
     assert (await server.http.delete(f"/v1/jobs/{first}")).status_code == 404
     assert (await server.post("/v1/jobs", body)).json()["id"] != first
+
+
+@pytest.mark.parametrize("parts", [False, True])
+async def test_a_model_that_scores_a_job_cannot_be_deleted_before_its_end(
+    server: Api, redis: Redis, parts: bool
+) -> None:
+    status = WorkerStatus("w1", MODEL, "host", 1, "ready", 0, 8, 0, 0, 1, 0.0, 0, 1, 2**40)
+    await WorkerRegistry(redis).heartbeat(status)
+    for seed in range(2):
+        await publish(server.ring.adapters, "judge", seed=seed)
+    judge = {"name": "judge", "options": {"model": "judge@1"}}
+    reward = {"name": "weighted", "parts": [judge, {"name": "exact"}]} if parts else judge
+    answer = await server.post("/v1/jobs", {**JOB, "reward": reward, "prompts": ["a"]})
+    assert answer.status_code == 202, answer.text
+    job = answer.json()["id"]
+    for path in ("/v1/adapters/judge/versions/1", "/v1/adapters/judge"):
+        refused = await server.http.delete(path)
+        assert refused.status_code == 409 and job in refused.text, refused.text
+    assert (await server.post(f"/v1/jobs/{job}/cancel", {})).status_code == 200
+    assert (await server.http.delete("/v1/adapters/judge/versions/1")).status_code == 200
 
 
 async def test_a_job_that_is_deleted_as_it_ends_pins_no_adapter_version(server: Api, redis: Redis) -> None:

@@ -13,16 +13,17 @@ from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
 from shared.redis.jobs.store import JobStore
+from shared.redis.queue.sequence_queue import SequenceQueue
 from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from shared.rewards.functions import load
 from shared.rewards.model_kinds import JudgeOptions
 from shared.scoring.pool import RewardSample
 from shared.scoring.served import AT_ONCE, ServedRewards
-from shared.sequences import SequenceSpec
+from shared.sequences import ModelCard, SequenceSpec
 from shared.trajectories import Trajectory
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import api
-from tests.redis.job_fakes import MODEL, FakeWorker, context, prompts, register, spec, working
+from tests.redis.job_fakes import MODEL, FakeWorker, bundle, context, prompts, register, spec, working
 from tests.redis.scripted_worker import MODEL as SCRIPTED
 from tests.redis.scripted_worker import Answer
 from tests.redis.scripted_worker import working as scripted
@@ -64,6 +65,33 @@ async def test_without_a_worker_the_time_runs_out_and_nothing_stays_queued(redis
         (good,) = await judges.score("judge", JUDGE, [PLAIN], within_s=20)
         assert good.value == 0.5
         assert len(worker.seen) == 2, "what was late had been cancelled"
+
+
+async def test_a_model_whose_workers_are_gone_keeps_no_other_waiting(redis: Redis, judges: ServedRewards) -> None:
+    card = msgspec.structs.replace(await _card(redis), name="gone")
+    await WorkerRegistry(redis).register_model(card, bundle())
+    gone = msgspec.structs.replace(JUDGE, model="gone")
+    stuck = asyncio.create_task(judges.score("judge", gone, [PLAIN] * 2 * AT_ONCE))
+    waiting = SequenceQueue(redis, "gone")
+
+    async def full() -> bool:
+        return (await waiting.depth())["batch"].waiting == 2 * AT_ONCE  # two marks each
+
+    await wait_until(full)
+    try:
+        async with working(FakeWorker(redis, answering)):
+            (good,) = await judges.score("judge", JUDGE, [PLAIN], within_s=20)
+        assert good.value == 0.5, good.error
+        assert not stuck.done()
+    finally:
+        stuck.cancel()
+        await asyncio.gather(stuck, return_exceptions=True)
+
+
+async def _card(redis: Redis) -> ModelCard:
+    card = await WorkerRegistry(redis).card(MODEL)
+    assert card is not None
+    return card
 
 
 async def test_a_model_that_nobody_served_is_each_samples_error(judges: ServedRewards) -> None:

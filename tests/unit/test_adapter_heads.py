@@ -119,6 +119,26 @@ def test_a_description_that_is_none_is_refused_with_its_name(tmp_path: Path, hea
     assert word in refused(tmp_path, {"heads": heads}, head())
 
 
+def test_a_head_on_a_base_without_hidden_states_is_refused_and_a_lora_is_taken(tmp_path: Path) -> None:
+    folder = write(tmp_path / "heads", {"heads": SCALAR}, head())
+    with pytest.raises(AdapterRejectedError, match=r"heads\.reward: the base shows no hidden states"):
+        prepare_directory(folder, tmp_path, hidden_size=None)
+    assert prepare_directory(write(tmp_path / "lora", mlx_config(), lora()), tmp_path, hidden_size=None).heads == {}
+    assert prepare_directory(folder, tmp_path, hidden_size=0).heads, "not known: the worker that loads it checks"
+
+
+def test_a_head_that_is_too_large_to_be_read_between_two_steps_is_refused(tmp_path: Path) -> None:
+    labels = [f"l{at}" for at in range(1024)]
+    heads = {"topic": {"kind": "labels", "labels": labels, "activation": "gelu"}}
+    wide = {name: np.zeros(shape, np.float16) for name, shape in (
+        ("heads.topic.weight", (1024, 16_384)), ("heads.topic.hidden.weight", (16_384, H)),
+    )}  # fmt: skip
+    assert "heads.topic: it has 16,973,824 weights; a head may have 16,777,216" in refused(
+        tmp_path, {"heads": heads}, wide
+    )
+    assert HeadSpec("labels", tuple(labels), inputs=16_384).outputs == 1024, "a linear one of any usual width is taken"
+
+
 def test_which_head_is_meant() -> None:
     one, two = HeadSpec("scalar"), HeadSpec("labels", ("a", "b"))
     assert choose({"x": one, "topic": two}, "scalar") == "x"

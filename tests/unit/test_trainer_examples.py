@@ -71,6 +71,8 @@ def test_texts_beyond_the_context_are_left_out_and_counted(tmp_path: Path, codec
         ([{"chosen": [{"role": "user"}], "rejected": "b"}], "line 1: a conversation ends"),
         ([{"chosen": [], "rejected": "b"}], "line 1: a conversation ends"),
         ([{"completion": "b" * 500, "score": 1}], "at most 100 tokens"),
+        ([{"completion": "", "score": 1}, {"completion": "", "score": 2}], "each example has a text without tokens"),
+        ([{"completion": "", "score": 1}, {"completion": "b" * 500, "score": 2}], "at most 100 tokens"),
     ],
 )
 def test_what_is_no_example_is_refused_with_its_line(

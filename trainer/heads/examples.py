@@ -87,6 +87,8 @@ def read_examples(path: Path, codec: TextCodec, longest: int, labels: Sequence[s
             raise SetupError(f"{path}, line {number}: {error}") from error
     fitting = tuple(item for item in items if all(0 < len(text.ids) <= longest for text in item.texts))
     if not fitting:
+        if all(any(not text.ids for text in item.texts) for item in items):
+            raise SetupError(f"{path}: each example has a text without tokens")
         raise SetupError(f"{path}: no text has at most {longest} tokens, which is the model's context")
     return Examples(form, fitting, known if form == "labels" else (), len(items) - len(fitting))
 

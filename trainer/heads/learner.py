@@ -1,6 +1,9 @@
 """One train step of a head, and what it gets right. Belongs to the MLX thread; plain data goes in and out."""
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -215,6 +218,12 @@ def share_right(form: Form, outputs_BO: Outputs, targets: Sequence[float]) -> fl
         return float(np.mean(outputs_BO[0::2, 0] > outputs_BO[1::2, 0]))
     if form == "labels":
         return float(np.mean(np.argmax(outputs_BO, axis=-1) == np.array(targets)))
-    wanted, said = np.array(targets), outputs_BO[:, 0]
-    above = wanted[:, None] > wanted[None]
-    return float(np.mean((said[:, None] > said[None])[above])) if above.any() else 0.5
+    below: list[float] = []  # what was said of all that are wanted lower, sorted
+    right = pairs = 0
+    for _, level in groupby(sorted(zip(targets, outputs_BO[:, 0].tolist(), strict=True)), key=itemgetter(0)):
+        said = [each for _, each in level]
+        right += sum(bisect_left(below, each) for each in said)
+        pairs += len(below) * len(said)
+        for each in said:
+            insort(below, each)
+    return right / pairs if pairs else 0.5

@@ -89,7 +89,7 @@ class StoreSink:
 
     async def stage(self, candidate: Candidate) -> int:
         """Store the candidate as the next version; the latest stays what it was."""
-        with prepared(candidate.directory, shapes=self._card.modules, hidden_size=self._card.hidden_size) as adapter:
+        with prepared(candidate.directory, shapes=self._card.modules, hidden_size=self._card.head_inputs) as adapter:
             manifest = await self._store.publish(
                 self._name,
                 adapter,

@@ -23,7 +23,7 @@ from shared.sequences import SequenceClass
 from shared.text.codec import TextCodec
 from worker.engine.batch.adapters import Adapters
 from worker.engine.batch.keeping import Keeping
-from worker.engine.batch.prefill_lane import Followers, PrefillLane, PrefillTask, promote, report_of, task_for
+from worker.engine.batch.prefill_lane import Followers, PrefillLane, PrefillTask, promote, task_for
 from worker.engine.batch.prompt_group import Entry
 from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import NO_DEADLINE, Row, events_of
@@ -304,9 +304,10 @@ class Engine:
                 return
 
     def _scored(self, task: PrefillTask) -> None:
-        """Tell of the log-probabilities, or of the embedding, that a prefill brought."""
-        for row in task.rows:
-            event = report_of(task, row, self._model)
+        """Tell of what a prefill brought: log-probabilities, an embedding, or what a head says."""
+        with mx.stream(self._batch.stream):
+            reports = self._lane.reports(task)
+        for row, event in reports:
             if event.finish is not None:
                 self._leave([row])
             if event.prompt_logprobs is not None or event.finish is not None:

@@ -9,9 +9,10 @@ import structlog
 
 from shared.errors import QueueFullError, UnknownModelError, UnreadableMessageError
 from shared.frames import Finish
-from shared.jobs import PIN_S, TERMINAL, InputLine, JobSpec, JobState, pin_owner
+from shared.jobs import TERMINAL, InputLine, JobSpec, JobState
 from shared.redis import keys
 from shared.redis.jobs.ledger import JobProgress, SampleRecord
+from shared.redis.jobs.pins import pin, unpin
 from shared.redis.queue.dead_letters import Unusable, bury
 from shared.sequences import ModelCard, SequenceResult, SequenceSpec, decode_result
 from shared.telemetry.tracing import traceparent
@@ -62,7 +63,7 @@ class JobWork:
     @classmethod
     async def on(cls, context: TickContext, spec: JobSpec) -> "JobWork":
         """With the card and the codec of the job's model; UnknownModelError when no worker has ever registered it."""
-        await context.adapters.pin_all(spec.adapter, pin_owner(spec.id), PIN_S)
+        await pin(context.adapters, spec)
         card = await context.registry.card(spec.model)
         if card is None and needs_model(spec):
             raise UnknownModelError(f"no worker has registered the model {spec.model!r}")
@@ -292,7 +293,7 @@ class JobWork:
             log.info("job.finished", job=self._spec.id, state=state)
         self._context.forget(self._spec.id)
         await self._context.redis.delete(self._finished)
-        await self._context.adapters.unpin_all(self._spec.adapter, pin_owner(self._spec.id))
+        await unpin(self._context.adapters, self._spec)
 
 
 def needs_model(spec: JobSpec) -> bool:

@@ -13,7 +13,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared.errors import ConflictError
-from shared.jobs import PIN_S, TERMINAL, InputLine, JobCounts, JobSpec, JobState, JobStatus, JobUsage, pin_owner
+from shared.jobs import TERMINAL, InputLine, JobCounts, JobSpec, JobState, JobStatus, JobUsage
 from shared.owners import ANYBODY, Asker
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
@@ -21,6 +21,7 @@ from shared.redis.connection.client import Script, ask, ask_all
 from shared.redis.due import webhooks
 from shared.redis.jobs import intake as job_intake
 from shared.redis.jobs.ledger import JobLedger, decode_job_spec, unknown_job
+from shared.redis.jobs.pins import pin, unpin
 from shared.redis.jobs.ticks import enqueue_tick
 from shared.telemetry.tracing import traceparent
 
@@ -55,14 +56,13 @@ class JobStore:
         InvalidRequestError that names the wrong field, ConflictError when the key was used for something else.
         """
         spec = msgspec.structs.replace(spec, id=spec.id or new_job_id(), trace=traceparent())
-        owner = pin_owner(spec.id)
-        await self._adapters.pin_all(spec.adapter, owner, PIN_S)
+        await pin(self._adapters, spec)
         created = False
         try:
             job_id, created = await job_intake.submit(self._redis, spec, inputs, idempotency_key)
         finally:
             if not created:
-                await self._adapters.unpin_all(spec.adapter, owner)
+                await unpin(self._adapters, spec)
         if spec.webhook is not None and (created or (await self.status(job_id)).status not in TERMINAL):
             await webhooks.wait_for(self._redis, "job", job_id)
         if created:
@@ -98,7 +98,7 @@ class JobStore:
         if not state:
             raise unknown_job(job_id)
         if state == "queued" and await self._ledger.finish(job_id, "cancelled", only_queued=True):
-            await self._adapters.unpin_all((await self.spec(job_id)).adapter, pin_owner(job_id))
+            await unpin(self._adapters, await self.spec(job_id))
         return await self.status(job_id)
 
     async def delete(self, job_id: str) -> None:
@@ -107,7 +107,7 @@ class JobStore:
         if status.status not in TERMINAL:
             raise ConflictError(f"job {job_id} is {status.status}: cancel it first")
         spec = await self.spec(job_id)
-        await self._adapters.unpin_all(spec.adapter, pin_owner(job_id))  # its runner may not have come to it yet
+        await unpin(self._adapters, spec)  # its runner may not have come to it yet
         chunks = range(-(-status.counts.total // keys.RESULTS_PER_CHUNK))
         whole = [keys.job_results(job_id, chunk) for chunk in chunks]
         whole += [keys.job_inputs(job_id), keys.job_order(job_id), keys.finished(spec.model, job_id)]

@@ -7,13 +7,16 @@ log-probabilities of the ids that it was asked about.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
-from shared.errors import ParallmError
+from shared.errors import EngineError, ParallmError, UnsupportedModelError
 from shared.frames import Finish, TokenEvent, TokenLogprob
 from shared.sequences import SequenceClass
 from worker.engine.batch.adapters import Adapters
@@ -29,6 +32,8 @@ from worker.engine.kv.slabs import KvRows
 from worker.engine.model.pooling import Pool
 from worker.engine.sampling.draw import most_likely, top_lists
 from worker.engine.scheduler import widest
+
+log = logging.getLogger(__name__)
 
 MOST_TOGETHER = 32  # texts that heads read in one forward
 
@@ -50,6 +55,7 @@ class PrefillTask:
     logprobs: list[float] = field(default_factory=list)  # of ids[1 + score_from :]
     top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
     pool: Pool | None = None  # of an embedding: then all ids are fed, and nothing is scored
+    outputs: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # of the heads that have read it, by name
 
     def __post_init__(self) -> None:
         embeds = "" if self.pool is None else self.pool.pooling
@@ -96,28 +102,6 @@ def promote(row: Row, adapters: Adapters, prefixes: PrefixCache) -> None:
 def wants_prompt_logprobs(row: Row) -> bool:
     """Asked for, and not already sent by an earlier attempt."""
     return row.sampling.prompt_logprobs is not None and all(event.prompt_logprobs is None for event in row.prior)
-
-
-def report_of(task: PrefillTask, row: Row, model: RowModel) -> TokenEvent:
-    """What a complete task tells of a row: its prompt's log-probabilities, score, embedding or head; or nothing."""
-    prompt = len(row.spec.prompt_ids)
-    event = TokenEvent(row.spec.id, row.attempt, row.start, [], [])
-    if wants_prompt_logprobs(row):
-        event.prompt_logprobs = [None, *task.logprobs[: prompt - 1]]
-        if count := row.sampling.prompt_logprobs:
-            event.prompt_top_logprobs = [[], *(top[:count] for top in task.top_logprobs[: prompt - 1])]
-    if row.spec.kind == "score":
-        event.score_logprobs = task.logprobs[prompt - 1 - task.score_from :]
-        event.finish = Finish("stop", cached_tokens=row.cached_tokens)
-    elif row.spec.kind == "head" and task.pool is not None:
-        event.version = model.adapters.version(row)
-        try:
-            event.embedding, event.finish = model.head(row)(task.pool.vector_H), Finish("stop")
-        except ParallmError as error:
-            event.finish = Finish.failed(error)
-    elif task.pool is not None:
-        event.embedding, event.finish = task.pool.result(), Finish("stop")
-    return event
 
 
 class PrefillLane:
@@ -177,6 +161,50 @@ class PrefillLane:
                 if not task.rows:
                     self._tasks.remove(task)
                 return
+
+    def reports(self, task: PrefillTask) -> list[tuple[Row, TokenEvent]]:
+        """What a complete task tells of its rows: a prompt's log-probabilities, score, embedding, head; or nothing."""
+        return [(row, self._report(task, row)) for row in task.rows]
+
+    def _report(self, task: PrefillTask, row: Row) -> TokenEvent:
+        prompt = len(row.spec.prompt_ids)
+        event = TokenEvent(row.spec.id, row.attempt, row.start, [], [])
+        if wants_prompt_logprobs(row):
+            event.prompt_logprobs = [None, *task.logprobs[: prompt - 1]]
+            if count := row.sampling.prompt_logprobs:
+                event.prompt_top_logprobs = [[], *(top[:count] for top in task.top_logprobs[: prompt - 1])]
+        if row.spec.kind == "score":
+            event.score_logprobs = task.logprobs[prompt - 1 - task.score_from :]
+            event.finish = Finish("stop", cached_tokens=row.cached_tokens)
+        elif row.spec.kind == "head":
+            event.version = self._model.adapters.version(row)
+            event.embedding, event.finish = self._read(task, row)
+        elif task.pool is not None:
+            event.embedding, event.finish = task.pool.result(), Finish("stop")
+        return event
+
+    def _read(self, task: PrefillTask, row: Row) -> tuple[bytes | None, Finish]:
+        """What its head says of a row; an error ends this row alone."""
+        name = row.spec.head
+        try:
+            if name not in task.outputs:
+                self._read_together(task, row)
+            if np.isfinite(task.outputs[name]).all():
+                return task.outputs[name].tobytes(), Finish("stop")
+            raise UnsupportedModelError(f"what head {name!r} says of this text is no finite number", param="model")
+        except ParallmError as error:
+            return None, Finish.failed(error)
+        except Exception as error:
+            log.exception("engine.head_failed seq=%s", row.spec.id)
+            return None, Finish.failed(EngineError(f"head {name!r}: {type(error).__name__}: {error}"))
+
+    def _read_together(self, task: PrefillTask, row: Row) -> None:
+        """Read a text, and those that wait for the same head of the same version, all at once."""
+        name, head = row.spec.head, self._model.head(row)
+        tasks = [task, *(other for other in self._tasks if _waits_for(other, name, task.adapter))]
+        states_NH = mx.stack([each.pool.vector_H for each in tasks if each.pool is not None])
+        for each, outputs_O in zip(tasks, head(states_NH), strict=True):
+            each.outputs[name] = outputs_O
 
     def give_up(self) -> list[Row]:
         """The rows of tasks that have begun, which are forgotten: what they wait for cannot be computed."""
@@ -284,6 +312,12 @@ class PrefillLane:
 def _is_short_read(task: PrefillTask, most: int) -> bool:
     """Whether a task is a head's, not begun, and no longer than this."""
     return not task.done and task.left <= most and all(row.spec.kind == "head" for row in task.rows)
+
+
+def _waits_for(task: PrefillTask, head: str, adapter: str) -> bool:
+    """Whether a task is complete but for what this head says of it."""
+    heads = {row.spec.head for row in task.rows if row.spec.kind == "head"}
+    return task.adapter == adapter and head in heads and not task.left and head not in task.outputs
 
 
 def _collect(task: PrefillTask, logits_LV: mx.array, targets: list[int]) -> None:

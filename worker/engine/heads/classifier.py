@@ -53,6 +53,9 @@ class Classifier:
             raise SetupError(f"the classifier's labels: {error}") from error
         if weight.shape != (spec.outputs, hidden_size):
             raise SetupError(f"{SCORE}.weight has shape {weight.shape}, expected {(spec.outputs, hidden_size)}")
+        for name, tensor in self._tensors.items():
+            if not mx.isfinite(tensor).all().item():
+                raise SetupError(f"{name} holds a value that is not finite")
         return {SCORE: Head(spec, layer(self._tensors, SCORE))}
 
     def _spec(self, outputs: int, hidden_size: int) -> HeadSpec:

@@ -23,7 +23,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from shared.adapters import AdapterManifest, AdapterRef, version_id
-from shared.errors import EngineError, InvalidRequestError, ParallmError, UnknownAdapterError
+from shared.errors import EngineError, InvalidRequestError, ParallmError, UnknownAdapterError, UnsupportedParameterError
 from worker.engine.batch.adapters import AdapterStats, SlotConfig
 from worker.engine.batch.row import Row
 from worker.engine.heads.head import Heads
@@ -127,6 +127,8 @@ class AdapterSlots:
             raise InvalidRequestError("an adapter split is decided before a sequence is queued", param="adapter")
         choice = ref.choices[0]
         follows = choice.follows and row.spec.adapter_policy == "follow"
+        if follows and row.spec.kind == "head":
+            raise UnsupportedParameterError("a head is read by the version that it was chosen for, and follows none")
         version = version_id(choice.name, choice.version) if choice.version else self._latest.get(choice.name, "")
         if not version or not (version in self._files or self._table.is_loaded(version)):
             raise UnknownAdapterError(f"adapter {row.spec.adapter!r} is not known on this worker")
@@ -271,7 +273,8 @@ class AdapterSlots:
         name = load.version.partition("@")[0]
         if self._latest.get(name) == load.version:
             self._serve(name)
-        self._bytes = self._adapted.nbytes
+        of_heads = (head.nbytes for heads in self._heads.values() for head in heads.values())
+        self._bytes = self._adapted.nbytes + sum(of_heads)
         self._swaps += 1
         self._swap_s += time.monotonic() - load.began
         self._changed = True

@@ -69,6 +69,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     bound = config.max_kv_size if config.max_kv_size < context else 0  # a longer row is refused in any case
     kv = layout_of(model, config.kv_bits, config.kv_group_size, bound)
     kv_bytes, kv_window, vocab, dtype = _measure(model, kv)
+    states = hidden_size(model)
     card = ModelCard(
         name=config.served_name or config.model.rstrip("/").rsplit("/", 1)[-1],
         context_length=context,
@@ -84,8 +85,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
         created=int(time.time()),
         modules=module_shapes(model),
         sources=(config.model,),
-        hidden_size=hidden_size(model),
+        hidden_size=states,
         heads={name: head.spec for name, head in heads.items()},
+        shows_states=states > 0,
     )
     draft = _draft_model(config, bundle)
     limit = config.kv_limit_bytes or free_bytes() // 2

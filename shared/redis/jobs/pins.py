@@ -1,0 +1,38 @@
+"""A job keeps the adapter versions that it names from being deleted: its own, and those that its reward asks."""
+
+import contextlib
+
+from shared.errors import InvalidRequestError, UnknownAdapterError
+from shared.jobs import JobSpec
+from shared.redis.adapters.pins import AdapterPins
+from shared.rewards.kinds import check
+
+PIN_S = 86_400.0  # renewed by every tick
+
+
+async def pin(adapters: AdapterPins, spec: JobSpec) -> None:
+    """Begin, or go on; UnknownAdapterError when the job's own version has gone.
+
+    That a reward model has gone is an error of each sample, as everything that goes wrong with it.
+    """
+    await adapters.pin_all(spec.adapter, _owner(spec), PIN_S)
+    for model in _scoring(spec):
+        with contextlib.suppress(UnknownAdapterError):
+            await adapters.pin_all(model, _owner(spec), PIN_S)
+
+
+async def unpin(adapters: AdapterPins, spec: JobSpec) -> None:
+    """End it."""
+    for reference in (spec.adapter, *_scoring(spec)):
+        await adapters.unpin_all(reference, _owner(spec))
+
+
+def _owner(spec: JobSpec) -> str:
+    return f"job:{spec.id}"
+
+
+def _scoring(spec: JobSpec) -> tuple[str, ...]:
+    try:
+        return () if spec.reward is None else check(spec.reward).served_models
+    except InvalidRequestError:  # of a job that another release has taken
+        return ()
