@@ -7,7 +7,7 @@ that `Runs` says, in less than 1 us, of most ends that they do not occur at all.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ BEGINNING = 64  # ids of a text that are counted from its first one
 AT_ONCE = 64  # ids from which on an array takes less time than one after the other
 OWN_VOTES = 2  # texts that a row's own chance counts for beside theirs
 _BITS = 16
+RUNS_BYTES = (1 << _BITS) // 8
 _MASK = (1 << 64) - 1
 _FACTOR, _GOLDEN = 0x100000001B3, 0x9E3779B97F4A7C15
 _NOWHERE: Ids = np.array([], np.int32)
@@ -30,26 +31,33 @@ class Runs:
 
     def __init__(self, length: int) -> None:
         self._length = length
-        self._marks = bytearray(1 << _BITS)
+        self._marks = bytearray(RUNS_BYTES)  # a bit each
 
     def add(self, ids: Ids) -> None:
         """All runs in these, but for the one at the end."""
         count = len(ids) - self._length
         if count <= 0:
             return
-        hashes = np.zeros(count, np.uint64)
+        hashes, wide = np.zeros(count, np.uint64), ids.astype(np.uint64)
         for at in range(self._length):
-            hashes = hashes * np.uint64(_FACTOR) + ids[at : at + count].astype(np.uint64)
-        np.frombuffer(self._marks, np.uint8)[(hashes * np.uint64(_GOLDEN)) >> np.uint64(64 - _BITS)] = 1
+            hashes = hashes * np.uint64(_FACTOR) + wide[at : at + count]
+        marked = np.zeros(1 << _BITS, np.bool_)
+        marked[(hashes * np.uint64(_GOLDEN)) >> np.uint64(64 - _BITS)] = True
+        marks = np.frombuffer(self._marks, np.uint8)
+        marks |= np.packbits(marked, bitorder="little")
 
     def add_end(self, ids: Sequence[int]) -> None:
         """The run at the end of these: the text goes on behind it now."""
         if len(ids) >= self._length:
-            self._marks[self._place(ids)] = 1
+            place = self._place(ids)
+            self._marks[place >> 3] |= 1 << (place & 7)
 
     def may_have(self, ids: Sequence[int]) -> bool:
         """Whether the run at the end of these may be one of them."""
-        return len(ids) >= self._length and self._marks[self._place(ids)] == 1
+        if len(ids) < self._length:
+            return False
+        place = self._place(ids)
+        return self._marks[place >> 3] >> (place & 7) & 1 == 1
 
     def _place(self, ids: Sequence[int]) -> int:
         hashed = 0
@@ -66,6 +74,11 @@ class Text:
         self.runs = {length: Runs(length) for length in lengths}
         for runs in self.runs.values():
             runs.add(ids)
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        return self.ids.nbytes + len(self.runs) * RUNS_BYTES
 
 
 class History:
@@ -138,57 +151,26 @@ class Guess:
 NOTHING = Guess([])
 
 
-@dataclass(slots=True)
-class _Step:
-    """An id that texts begin with, behind those before it."""
-
-    texts: int = 0
-    latest: int = 0  # the number of the last one
-    next: dict[int, _Step] = field(default_factory=dict)
-
-
 class Beginnings:
-    """What texts begin with, counted: found in a step an id, without a search."""
+    """What texts begin with, one row of a table for each: found by one comparison, without a search."""
 
-    def __init__(self) -> None:
-        self._first = _Step()
+    def __init__(self, texts: Sequence[Ids]) -> None:
+        """The latest is the last."""
+        self._table: Ids = np.full((len(texts), BEGINNING + 1), BREAK, np.int32)  # behind the last column, too
+        for row, ids in zip(self._table, texts, strict=True):
+            begun = ids[:BEGINNING]
+            row[: len(begun)] = begun
 
-    def add(self, ids: Ids) -> None:
-        """One more text."""
-        step = self._first
-        step.texts += 1
-        step.latest = number = step.latest + 1
-        for id_ in ids[:BEGINNING].tolist():
-            step = step.next.setdefault(id_, _Step())
-            step.texts, step.latest = step.texts + 1, number
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        return self._table.nbytes
 
-    def remove(self, ids: Ids) -> None:
-        """One that was added."""
-        step = self._first
-        step.texts -= 1
-        for id_ in ids[:BEGINNING].tolist():
-            after = step.next[id_]
-            after.texts -= 1
-            if not after.texts:
-                del step.next[id_]
-                return
-            step = after
-
-    def draft(self, written: Sequence[int], count: int) -> Guess:
+    def draft(self, written: Ids, count: int) -> Guess:
         """At most `count` ids that texts which begin so go on with: at each place what most say, then the latest."""
-        step = self._first
-        for id_ in written:
-            if id_ not in step.next:
-                return NOTHING
-            step = step.next[id_]
-        draft: list[int] = []
-        votes: list[tuple[int, int]] = []
-        while step.next and len(draft) < count:
-            id_, after = max(step.next.items(), key=lambda pair: (pair[1].texts, pair[1].latest))
-            draft.append(id_)
-            votes.append((after.texts, step.texts))
-            step = after
-        return Guess(draft, len(written), votes)
+        matched = len(written)
+        rows = np.flatnonzero((self._table[:, :matched] == written).all(axis=1))
+        return goes_on(self._table.ravel(), (rows * (BEGINNING + 1) + matched).tolist(), matched, count)
 
 
 def occurrences(text: Ids, end: Ids, least: int, most: int) -> tuple[Ids, int]:
