@@ -67,10 +67,11 @@ def test_a_history_grows_and_shows_its_latest_ids() -> None:
 def test_many_ids_at_once_are_the_same_as_one_after_the_other(begun: list[int], more: list[int]) -> None:
     at_once, single = History(begun, (1, 3)), History(begun, (1, 3))
     at_once.add(more)
-    for each in more:
-        single.add([each])
-    assert at_once.end == single.end and at_once.latest(200).tolist() == single.latest(200).tolist() == begun + more
-    assert all(at_once.runs[length]._marks == single.runs[length]._marks for length in (1, 3))
+    for id_ in more:
+        single.add([id_])
+        each = single.runs
+    assert at_once.latest(200).tolist() == single.latest(200).tolist() == begun + more
+    assert all(at_once.runs[length]._marks == each[length]._marks for length in (1, 3))
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 4))
@@ -82,7 +83,6 @@ def test_no_run_that_goes_on_is_overlooked(ids: list[int], begun: int) -> None:
     for length in (1, 3):
         ends = [ids[max(0, end - 3) : end] for end in range(length, len(ids))]
         assert all(runs[length].may_have(end) for end in ends for runs in texts)
-    assert history.end == ids[-3:]
 
 
 def test_most_runs_that_do_not_occur_are_known_not_to() -> None:
@@ -111,8 +111,7 @@ def test_the_longest_end_is_found(
 
 
 def found(course: Course, source: Ids, row: Ids, count: int, least: int, most: int) -> Guess:
-    end = End(row[-most:], row[-most:].tolist(), least)
-    return course.draft(source, slice(None), Text(source, (least,)).runs[least], end, count)
+    return course.draft(Text(source, (least,)), slice(None), End(row[-most:], least), count)
 
 
 def own_draft(text: Ids, count: int, least: int, most: int) -> Guess:
@@ -151,7 +150,7 @@ def along(*more: int, source: Ids = TEXT, begun: int = BEGUN, least: int = 1) ->
     course, row = Course(), [1, *source[:begun].tolist()]
     assert found(course, source, np.array(row, np.int32), 3, least, WINDOW).ids == source[begun : begun + 3].tolist()
     for id_ in more:
-        course.follow([id_])
+        course.follow([id_], source)
         row.append(id_)
         guess = found(course, source, np.array(row, np.int32), 3, least, WINDOW)
     return guess.ids
@@ -187,18 +186,41 @@ def test_a_place_is_lost_behind_too_many_misses_and_where_little_has_held() -> N
 def test_a_row_goes_on_along_its_own_text() -> None:
     course, text = Course(is_own=True), [*range(100, 130), *range(100, 110)]
     assert found(course, ids(*text), ids(*text), 2, 1, 4) == Guess([110, 111], 4)
-    course.follow([9])
     text.append(9)
+    course.follow([9], ids(*text))
     assert found(course, ids(*text), ids(*text), 3, 1, 4) == Guess([111, 112, 113], 1)
+
+
+@pytest.mark.parametrize("period", [1, 2, 3])
+def test_a_place_in_a_text_that_repeats_itself_is_kept_however_short_its_period(period: int) -> None:
+    text, course = History([*range(period)] * 9, (1, 4)), Course(is_own=True)
+    for turn in range(4):
+        guess = course.draft(text, slice(None), End(text.latest(4), 1), 5)
+        assert guess.ids == [at % period for at in range(5)]
+        assert guess.matched == min(WINDOW, 4 + 6 * turn), "it is not looked for again"
+        drawn = [*guess.ids, (guess.ids[-1] + 1) % period]
+        text.add(drawn)
+        course.follow(drawn, text.ids)
+
+
+def test_a_row_that_has_gone_on_far_is_looked_for_again_in_place_of_being_followed() -> None:
+    row = History(TEXT[:5].tolist(), (1,))
+    course, text = Course(), Text(TEXT, (1,))
+    assert course.draft(text, slice(None), End(row.latest(4), 1), 1) == Guess([105], 4, [(1, 1)])
+    row.add(TEXT[5:50].tolist())
+    course.follow(TEXT[5:50].tolist(), row.ids)
+    assert course._now is None and row._marked == 5, "nor is it asked yet where its runs are"
+    assert course.draft(text, slice(None), End(row.latest(4), 1), 1) == Guess([150], 4, [(1, 1)])
+    assert row.runs[1].may_have([148]) and not row.runs[1].may_have([149]) and row._marked == 50
 
 
 def test_of_several_texts_those_count_that_say_what_is_drawn_and_all_of_them_where_none_does() -> None:
     source = ids(*[BREAK, *range(20), 30, 31, 32] * 2, BREAK, *range(20), 40, 41, 42)
     course, row = Course(), list(range(20))
     assert found(course, source, ids(*row), 1, 1, WINDOW).votes == [(2, 3)]
-    course.follow([9])
+    course.follow([9], source)
     assert found(course, source, ids(*row, 9), 2, 1, WINDOW).ids == [31, 32]
-    course.follow([41])
+    course.follow([41], source)
     assert found(course, source, ids(*row, 9, 41), 2, 1, WINDOW).ids == [42]
 
 

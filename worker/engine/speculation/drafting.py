@@ -66,9 +66,9 @@ class _Source:
 
     def add(self, ids: Sequence[int]) -> None:
         """The row has gone on with these."""
-        for each in (self.own, self.predicted, self.kept):
-            each.follow(ids)
         self.history.add(ids)
+        for each in (self.own, self.predicted, self.kept):
+            each.follow(ids, self.history.ids)
         self.told += len(ids)
 
     @property
@@ -338,18 +338,16 @@ class Drafting:
             if (guess := joined.beginnings.draft(written, longest)).ids:
                 return self._worth(row, source, guess)
         guess, far = NOTHING, min(FARTHEST, LOOKED_THROUGH // rows)
-        history, last = source.history, source.history.end
+        history = source.history
         if config.own_text:
-            end = End(history.latest(config.ngram_max), last, least)
-            guess = source.own.draft(history.ids, slice(-far, None), history.runs[least], end, most)
-        end = End(history.latest(WINDOW), last, least)
+            end = End(history.latest(config.ngram_max), least)
+            guess = source.own.draft(history, slice(-far, None), end, most)
+        end = End(history.latest(WINDOW), least)
         if joined is not None:
-            text = joined.text
-            theirs = source.kept.draft(text.ids, slice(-far, None), text.runs[least], end, longest)
+            theirs = source.kept.draft(joined.text, slice(-far, None), end, longest)
             guess = theirs if theirs.ids and theirs.matched >= guess.matched else guess
         if source.prediction is not None:
-            text = source.prediction
-            theirs = source.predicted.draft(text.ids, slice(far), text.runs[least], end, most)
+            theirs = source.predicted.draft(source.prediction, slice(far), end, most)
             if theirs.ids and theirs.matched >= guess.matched:
                 guess, source.is_predicted = theirs, True
         return self._worth(row, source, guess)

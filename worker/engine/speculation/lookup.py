@@ -17,7 +17,7 @@ Ids = npt.NDArray[np.int32]
 BREAK = -1  # between two texts: no id, so nothing is matched or drafted across it
 VOTERS = 32  # places, the latest ones, that say what comes next
 BEGINNING = 64  # ids of a text that are counted from its first one
-AT_ONCE = 64  # ids from which on an array takes less time than one after the other
+AT_ONCE = 24  # ids from which on an array takes less time than one after the other
 OWN_VOTES = 2  # texts that a row's own chance counts for beside theirs
 _BITS = 16
 RUNS_BYTES = (1 << _BITS) // 8
@@ -88,33 +88,35 @@ class History:
         self._ids: Ids = np.empty(max(64, 2 * len(ids)), np.int32)
         self._size = len(ids)
         self._ids[: self._size] = ids
-        self.runs = Text(self._ids[: self._size], lengths).runs
-        self._kept = max(self.runs, default=1)
-        self.end = list(ids[-self._kept :])  # the latest ids, as many as the longest run
+        self._runs = Text(self._ids[: self._size], lengths).runs
+        self._kept = max(self._runs, default=1)
+        self._marked = self._size  # ids, the runs before which are marked
 
     def __len__(self) -> int:
         return self._size
 
     def add(self, ids: Sequence[int]) -> None:
         """At the end."""
-        if len(ids) > AT_ONCE:
-            tail = [*self.end, *ids]
-            for runs in self.runs.values():
-                runs.add(np.array(tail, np.int32))
-            self.end = tail[-self._kept :]
-        else:
-            self._add_ends(ids)
         size = self._size + len(ids)
         if size > len(self._ids):
             self._ids = np.concatenate([self._ids[: self._size], np.empty(size, np.int32)])
         self._ids[self._size : size] = ids
         self._size = size
 
-    def _add_ends(self, ids: Sequence[int]) -> None:
-        for id_ in ids:
-            for runs in self.runs.values():
-                runs.add_end(self.end)
-            self.end = [*self.end[1 - self._kept :], id_] if self._kept > 1 else [id_]
+    @property
+    def runs(self) -> dict[int, Runs]:
+        """By their lengths; marked only now, since a row that goes along with a text asks for none."""
+        latest = self._ids[max(0, self._marked - self._kept) : self._size]
+        count, self._marked = self._size - self._marked, self._size
+        if count > AT_ONCE:
+            for runs in self._runs.values():
+                runs.add(latest)
+        elif count:
+            ids = latest.tolist()
+            for end in range(len(ids) - count, len(ids)):
+                for runs in self._runs.values():
+                    runs.add_end(ids[:end])
+        return self._runs
 
     @property
     def ids(self) -> Ids:
