@@ -20,6 +20,7 @@ from worker.engine.speculation.lookup import (
     History,
     Ids,
     Text,
+    goes_on,
     occurrences,
 )
 from worker.engine.speculation.memory import (
@@ -139,6 +140,24 @@ def test_of_several_texts_the_draft_says_what_most_of_them_say_and_then_the_late
     assert draft_from(texts, ids(7), 4, 1, 8) == Guess([1, 5], 1, [(3, 4), (1, 2)])
     loud = ids(*[BREAK, 7, 1] * VOTERS, *[BREAK, 7, 2] * (VOTERS // 2 + 1))
     assert draft_from(loud, ids(7), 1, 1, 8).ids == [2], "the latest ones are asked"
+
+
+@given(st.lists(st.integers(0, 2) | st.just(BREAK), min_size=1, max_size=30), st.data())
+def test_what_several_places_say_is_what_each_says_by_itself(text: list[int], data: st.DataObject) -> None:
+    """Voted for one id after the other."""
+    places = sorted(data.draw(st.sets(st.integers(0, len(text)), min_size=1, max_size=6)))
+    draft, votes, at = [], [], places
+    for _ in range(4):
+        at = [place for place in at if place < len(text)]
+        nexts = [text[place] for place in at if text[place] != BREAK]
+        if not nexts:
+            break
+        id_ = max(reversed(nexts), key=nexts.count)
+        draft.append(id_)
+        votes.append((nexts.count(id_), len(at)))
+        at = [place + 1 for place in at if text[place] == id_]
+    guess = goes_on(ids(*text), places, 3, 4)
+    assert guess.ids == draft and guess.matched == 3 and list(guess.votes) == votes
 
 
 TEXT = ids(*range(100, 200))

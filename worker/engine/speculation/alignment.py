@@ -12,7 +12,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from worker.engine.speculation.lookup import BREAK, NOTHING, Guess, History, Ids, Text, goes_on, goes_round, occurrences
+from worker.engine.speculation.lookup import (
+    BREAK,
+    NOTHING,
+    PAST_END,
+    Guess,
+    History,
+    Ids,
+    Text,
+    goes_on,
+    goes_round,
+    occurrences,
+    said_at,
+)
 
 WINDOW = 16  # latest ids of a row, of which it is known whether the text says them
 HELD = 4  # of them, at least, for a row to go along where the text does not say the latest one
@@ -56,11 +68,17 @@ class Alignment:
 
     def follow(self, ids: Sequence[int]) -> None:
         """The row has gone on with these."""
-        for id_ in ids:
-            said = [(place, int(self.ids[place])) for place in self.places if place < len(self.ids)]
-            same = [place + 1 for place, each in said if each == id_]
+        said = said_at(self.ids, self.places, len(ids))
+        if said and said.count(list(ids)) == len(said):  # quickly, since that is so most of the time
+            self._held = (self._held << len(ids) | _ones(len(ids))) & _ones(WINDOW)
+            self.places = [place + len(ids) for place in self.places]
+            return
+        goes_along = list(zip(self.places, said, strict=True))
+        for at, id_ in enumerate(ids):
+            same = [each for each in goes_along if each[1][at] == id_]
             self._held = (self._held << 1 | bool(same)) & _ones(WINDOW)
-            self.places = same or [place + 1 for place, each in said if each != BREAK]
+            goes_along = same or [each for each in goes_along if each[1][at] not in (BREAK, PAST_END)]
+        self.places = [place + len(ids) for place, _ in goes_along]
 
     def find_near(self, end: Ids) -> int:
         """Go to where the text says what the row has drawn in place of what it missed; how many ids say so."""

@@ -6,6 +6,7 @@ that `Runs` says, in less than 1 us, of most ends that they do not occur at all.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int32]
 
 BREAK = -1  # between two texts: no id, so nothing is matched or drafted across it
+PAST_END = -2  # of all of them
 VOTERS = 32  # places, the latest ones, that say what comes next
 BEGINNING = 64  # ids of a text that are counted from its first one
 AT_ONCE = 24  # ids from which on an array takes less time than one after the other
@@ -203,28 +205,36 @@ def goes_round(text: Ids, places: Sequence[int], matched: int, count: int) -> Gu
     return Guess([said[at % len(said)] for at in range(count)], matched)
 
 
+def said_at(source: Ids, places: Sequence[int], count: int) -> list[list[int]]:
+    """The next `count` ids at each of these places; PAST_END behind the last one."""
+    said = [source[place : place + count].tolist() for place in places]
+    return [ids if len(ids) == count else ids + [PAST_END] * (count - len(ids)) for ids in said]
+
+
 def goes_on(source: Ids, places: Sequence[int], matched: int, count: int) -> Guess:
     """At most `count` ids that a text says from these places on: the next id is the one that most of them say.
 
     Of equally many the latest place counts. Nothing goes on behind a BREAK.
     """
+    said = said_at(source, places, count)
+    if said and min(said[-1]) >= 0 and said.count(said[-1]) == len(said):  # quickly, since that is so most of the time
+        return Guess(said[-1], matched, [(len(said), len(said))] * count)
     draft: list[int] = []
     votes: list[tuple[int, int]] = []
-    at = [place for place in places if place < len(source)]
-    while len(at) > 1 and len(draft) < count:
-        said = source[at].tolist()
-        by_id: dict[int, list[int]] = {}
-        for place, id_ in zip(reversed(at), reversed(said), strict=True):  # of equal ones `max` takes the first
-            if id_ != BREAK:
-                by_id.setdefault(id_, []).append(place + 1)
-        if not by_id:
-            return Guess(draft, matched, votes)
-        id_ = max(by_id, key=lambda id_: len(by_id[id_]))
+    for at in range(count):
+        nexts = Counter([ids[at] for ids in reversed(said)])  # of equal ones `max` takes the first
+        going_on = len(said) - nexts.pop(PAST_END, 0)
+        nexts.pop(BREAK, None)
+        if not nexts:
+            break
+        id_ = max(nexts, key=nexts.__getitem__)
         draft.append(id_)
-        votes.append((len(by_id[id_]), len(said)))
-        at = [place for place in reversed(by_id[id_]) if place < len(source)]
-    if at:
-        alone = source[at[0] : at[0] + count - len(draft)].tolist()
-        draft += alone[: alone.index(BREAK)] if BREAK in alone else alone
-        votes += [(1, 1)] * (len(draft) - len(votes))
+        votes.append((nexts[id_], going_on))
+        if nexts[id_] < len(said):
+            said = [ids for ids in said if ids[at] == id_]
+        if len(said) == 1:
+            ends = next((end for end in range(at + 1, count) if said[0][end] < 0), count)
+            draft += said[0][at + 1 : ends]
+            votes += [(1, 1)] * (ends - at - 1)
+            break
     return Guess(draft, matched, votes)
