@@ -1,6 +1,7 @@
 """What to draft and when it pays: plain ids and plain times, no model."""
 
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,13 +20,18 @@ from worker.engine.speculation.lookup import (
     History,
     Ids,
     Text,
+    goes_on,
     occurrences,
 )
 from worker.engine.speculation.memory import (
+    AT_ONCE as JOINED_AT_ONCE,
+)
+from worker.engine.speculation.memory import (
     FARTHEST,
-    JOINED,
+    JOINED_SHARE,
     KEPT,
     Completions,
+    Joined,
     Key,
     Memory,
     bytes_of,
@@ -62,10 +68,11 @@ def test_a_history_grows_and_shows_its_latest_ids() -> None:
 def test_many_ids_at_once_are_the_same_as_one_after_the_other(begun: list[int], more: list[int]) -> None:
     at_once, single = History(begun, (1, 3)), History(begun, (1, 3))
     at_once.add(more)
-    for each in more:
-        single.add([each])
-    assert at_once.end == single.end and at_once.latest(200).tolist() == single.latest(200).tolist() == begun + more
-    assert all(at_once.runs[length]._marks == single.runs[length]._marks for length in (1, 3))
+    for id_ in more:
+        single.add([id_])
+        each = single.runs
+    assert at_once.latest(200).tolist() == single.latest(200).tolist() == begun + more
+    assert all(at_once.runs[length]._marks == each[length]._marks for length in (1, 3))
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 4))
@@ -77,7 +84,6 @@ def test_no_run_that_goes_on_is_overlooked(ids: list[int], begun: int) -> None:
     for length in (1, 3):
         ends = [ids[max(0, end - 3) : end] for end in range(length, len(ids))]
         assert all(runs[length].may_have(end) for end in ends for runs in texts)
-    assert history.end == ids[-3:]
 
 
 def test_most_runs_that_do_not_occur_are_known_not_to() -> None:
@@ -106,8 +112,7 @@ def test_the_longest_end_is_found(
 
 
 def found(course: Course, source: Ids, row: Ids, count: int, least: int, most: int) -> Guess:
-    end = End(row[-most:], row[-most:].tolist(), least)
-    return course.draft(source, slice(None), Text(source, (least,)).runs[least], end, count)
+    return course.draft(Text(source, (least,)), slice(None), End(row[-most:], least), count)
 
 
 def own_draft(text: Ids, count: int, least: int, most: int) -> Guess:
@@ -137,6 +142,24 @@ def test_of_several_texts_the_draft_says_what_most_of_them_say_and_then_the_late
     assert draft_from(loud, ids(7), 1, 1, 8).ids == [2], "the latest ones are asked"
 
 
+@given(st.lists(st.integers(0, 2) | st.just(BREAK), min_size=1, max_size=30), st.data())
+def test_what_several_places_say_is_what_each_says_by_itself(text: list[int], data: st.DataObject) -> None:
+    """Voted for one id after the other."""
+    places = sorted(data.draw(st.sets(st.integers(0, len(text)), min_size=1, max_size=6)))
+    draft, votes, at = [], [], places
+    for _ in range(4):
+        at = [place for place in at if place < len(text)]
+        nexts = [text[place] for place in at if text[place] != BREAK]
+        if not nexts:
+            break
+        id_ = max(reversed(nexts), key=nexts.count)
+        draft.append(id_)
+        votes.append((nexts.count(id_), len(at)))
+        at = [place + 1 for place in at if text[place] == id_]
+    guess = goes_on(ids(*text), places, 3, 4)
+    assert guess.ids == draft and guess.matched == 3 and list(guess.votes) == votes
+
+
 TEXT = ids(*range(100, 200))
 BEGUN = 20  # ids of it that rows have written, before they go on in another way
 
@@ -146,7 +169,7 @@ def along(*more: int, source: Ids = TEXT, begun: int = BEGUN, least: int = 1) ->
     course, row = Course(), [1, *source[:begun].tolist()]
     assert found(course, source, np.array(row, np.int32), 3, least, WINDOW).ids == source[begun : begun + 3].tolist()
     for id_ in more:
-        course.follow([id_])
+        course.follow([id_], source)
         row.append(id_)
         guess = found(course, source, np.array(row, np.int32), 3, least, WINDOW)
     return guess.ids
@@ -182,18 +205,41 @@ def test_a_place_is_lost_behind_too_many_misses_and_where_little_has_held() -> N
 def test_a_row_goes_on_along_its_own_text() -> None:
     course, text = Course(is_own=True), [*range(100, 130), *range(100, 110)]
     assert found(course, ids(*text), ids(*text), 2, 1, 4) == Guess([110, 111], 4)
-    course.follow([9])
     text.append(9)
+    course.follow([9], ids(*text))
     assert found(course, ids(*text), ids(*text), 3, 1, 4) == Guess([111, 112, 113], 1)
+
+
+@pytest.mark.parametrize("period", [1, 2, 3])
+def test_a_place_in_a_text_that_repeats_itself_is_kept_however_short_its_period(period: int) -> None:
+    text, course = History([*range(period)] * 9, (1, 4)), Course(is_own=True)
+    for turn in range(4):
+        guess = course.draft(text, slice(None), End(text.latest(4), 1), 5)
+        assert guess.ids == [at % period for at in range(5)]
+        assert guess.matched == min(WINDOW, 4 + 6 * turn), "it is not looked for again"
+        drawn = [*guess.ids, (guess.ids[-1] + 1) % period]
+        text.add(drawn)
+        course.follow(drawn, text.ids)
+
+
+def test_a_row_that_has_gone_on_far_is_looked_for_again_in_place_of_being_followed() -> None:
+    row = History(TEXT[:5].tolist(), (1,))
+    course, text = Course(), Text(TEXT, (1,))
+    assert course.draft(text, slice(None), End(row.latest(4), 1), 1) == Guess([105], 4, [(1, 1)])
+    row.add(TEXT[5:50].tolist())
+    course.follow(TEXT[5:50].tolist(), row.ids)
+    assert course._now is None and row._marked == 5, "nor is it asked yet where its runs are"
+    assert course.draft(text, slice(None), End(row.latest(4), 1), 1) == Guess([150], 4, [(1, 1)])
+    assert row.runs[1].may_have([148]) and not row.runs[1].may_have([149]) and row._marked == 50
 
 
 def test_of_several_texts_those_count_that_say_what_is_drawn_and_all_of_them_where_none_does() -> None:
     source = ids(*[BREAK, *range(20), 30, 31, 32] * 2, BREAK, *range(20), 40, 41, 42)
     course, row = Course(), list(range(20))
     assert found(course, source, ids(*row), 1, 1, WINDOW).votes == [(2, 3)]
-    course.follow([9])
+    course.follow([9], source)
     assert found(course, source, ids(*row, 9), 2, 1, WINDOW).ids == [31, 32]
-    course.follow([41])
+    course.follow([41], source)
     assert found(course, source, ids(*row, 9, 41), 2, 1, WINDOW).ids == [42]
 
 
@@ -222,34 +268,43 @@ def test_prompts_of_other_tenants_and_models_are_other_prompts() -> None:
     assert len(keys) == 5 and of("a", (1, 2)) in keys
 
 
+def asked(memory: Memory, key: Key) -> Joined | None:
+    """By a row, in a step of its own."""
+    memory.begin()
+    return memory.joined(key)
+
+
 def test_memory_keeps_to_its_bytes_and_to_tenants() -> None:
-    prompt, size = tuple(range(20)), bytes_of(ids(*[0] * 7))
+    prompt, size = tuple(range(20)), bytes_of(ids(*[0] * 100_000))
     memory = Memory(3 * size, (1,))
     for tenant in ("a", "b"):
         memory.add(written(of(tenant, prompt), ids(*[ord(tenant)] * 7)))
-    theirs = memory.known(of("a", prompt))
+    theirs = asked(memory, of("a", prompt))
     assert theirs is not None and ord("a") in theirs.text.ids and ord("b") not in theirs.text.ids
-    assert memory.known(of("", prompt)) is None and memory.known(of("a", prompt[:-1])) is None
+    assert asked(memory, of("", prompt)) is None and asked(memory, of("a", prompt[:-1])) is None
+    assert memory.bytes == 2 * bytes_of(ids(*[0] * 7)) + theirs.bytes
     for at in range(2):
-        memory.add(written(of("c", prompt), ids(*[5] * 7), begin=at))
-    assert memory.bytes == 3 * size
-    assert memory.known(of("b", prompt)) is None, "asked for longest ago"
-    assert memory.known(of("a", prompt)) is not None
-    memory.add(written(of("d", prompt), ids(*range(1000))))
-    assert memory.known(of("d", prompt)) is None, "larger than all that is kept"
+        memory.add(written(of("c", prompt), ids(*[5] * 100_000), begin=at))
+    assert asked(memory, of("b", prompt)) is not None and asked(memory, of("a", prompt)) is not None
+    memory.add(written(of("d", prompt), ids(*[5] * 90_000)))
+    assert asked(memory, of("c", prompt)) is not None, "one of two was written last"
+    assert memory.bytes <= 3 * size
+    memory.add(written(of("f", prompt), ids(*[5] * 300_000)))
+    assert asked(memory, of("f", prompt)) is None, "larger than all that is kept"
     for at in range(9):
-        memory.add(written(of("e", prompt), ids(*[5] * 7), begin=at))
-    assert memory.bytes == 3 * size and memory.known(of("a", prompt)) is None
+        memory.add(written(of("e", prompt), ids(*[5] * 100_000), begin=at))
+    assert memory.bytes <= 3 * size and asked(memory, of("e", prompt)) is not None
+    assert all(asked(memory, of(each, prompt)) is None for each in "abd"), "asked for longest ago"
 
 
 def test_memory_keeps_the_latest_completions_of_a_prompt() -> None:
     memory, key = Memory(1 << 20, (1,)), of("", (1,))
     for each in range(KEPT + 3):
         memory.add(written(key, ids(100 + each), begin=each))
-    known = memory.known(key)
+    known = asked(memory, key)
     assert known is not None and known.text.ids[20::22].tolist() == [19] * KEPT, "each behind the prompt's end"
     assert known.text.ids[known.text.ids >= 100].tolist() == list(range(103, 100 + KEPT + 3))
-    assert known.beginnings.draft([], 1) == Guess([100 + KEPT + 2], 0, [(1, KEPT)])
+    assert known.beginnings.draft(ids(), 1) == Guess([100 + KEPT + 2], 0, [(1, KEPT)])
 
 
 def test_no_more_is_held_than_is_counted() -> None:
@@ -259,27 +314,66 @@ def test_no_more_is_held_than_is_counted() -> None:
     for at in range(300):
         memory.add(written(at.to_bytes(16), np.arange(at, at + 64, dtype=np.int32), begin=at))
     held = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
     assert 300 * 64 * 4 < held < memory.bytes <= 1 << 20
+    for at in range(300):
+        asked(memory, at.to_bytes(16))
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert memory._joined and held < memory.bytes <= 1 << 20, "what is joined, too"
 
 
-def test_beginnings_are_counted_for_the_prompts_that_were_asked_for_last() -> None:
+@pytest.mark.parametrize("prompts", [JOINED_AT_ONCE, 130])
+def test_what_rows_ask_for_in_every_step_is_joined_once_and_a_little_of_it_in_a_step(
+    prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, made = Memory(64 << 20, (1, 4)), 0
+    keys = [of("", (at,)) for at in range(prompts)]
+    for key in keys:
+        memory.add(written(key, ids(1, 2, 3)))
+
+    def count(self: Joined, *given: Any) -> None:
+        nonlocal made
+        made += 1
+        init(self, *given)
+
+    init = Joined.__init__
+    monkeypatch.setattr(Joined, "__init__", count)
+    steps = -(-prompts // JOINED_AT_ONCE)
+    for step in range(1, steps + 4):
+        memory.begin()
+        ready = sum(memory.joined(key) is not None for key in keys)
+        assert made == min(prompts, step * JOINED_AT_ONCE) and ready <= made
+    assert ready == prompts
+    for _ in range(3):  # sequences of all prompts end all the time: each has its turn
+        for key in keys:
+            memory.add(Completions(key, (1,), [(mark_of(f"{len(memory._known[key])}"), ids(1, 2, 4))]))
+        for _ in range(steps):
+            memory.begin()
+            assert all(memory.joined(key) is not None for key in keys), "an older one until then"
+    assert made == 4 * prompts and all(known.is_joined for known in memory._known.values())
+
+
+def test_what_rows_look_through_is_not_joined_again_and_again_where_there_is_no_room_for_all() -> None:
     memory = Memory(1 << 20, (1,))
-    for at in range(JOINED + 1):
-        memory.add(written(of("", (at,)), ids(at, 7)))
-        known = memory.known(of("", (at,)))
-        assert known is not None and known.beginnings.draft([at], 1).ids == [7]
-    held = [known for known in memory._known.values() if known._beginnings is not None]
-    assert len(held) == JOINED
-    memory.add(written(of("", (0,)), ids(0, 8), begin=9))
-    known = memory.known(of("", (0,)))
-    assert known is not None and known.beginnings.draft([0], 1) == Guess([8], 1, [(1, 2)])
+    keys = [of("", (at,)) for at in range(60)]
+    for key in keys:
+        memory.add(written(key, ids(1, 2, 3)))
+    for _ in range(20):
+        memory.begin()
+        ready = [memory.joined(key) for key in keys]
+    memory.begin()
+    assert [memory.joined(key) for key in keys] == ready and 3 < len([each for each in ready if each]) < 60
+    assert memory._joined_bytes <= (1 << 20) // JOINED_SHARE
+    for _ in range(3):
+        memory.begin()
+        others = [memory.joined(key) for key in keys[-3:]]
+    assert all(others), "nobody has asked for those of the others since"
 
 
 def test_no_more_is_joined_than_is_looked_through() -> None:
     memory, key = Memory(1 << 20, (1,)), of("", (1,))
     memory.add(written(key, *(np.full(FARTHEST // 2, at, np.int32) for at in range(30, 35))))
-    known = memory.known(key)
+    known = asked(memory, key)
     assert known is not None and len(known.text.ids) == FARTHEST
     assert sorted(set(known.text.ids[20:].tolist()) - {BREAK, *range(20)}) == [33, 34]
 
@@ -287,36 +381,19 @@ def test_no_more_is_joined_than_is_looked_through() -> None:
 def test_what_comes_again_from_elsewhere_is_kept_once() -> None:
     memory, key = Memory(1 << 20, (1,)), of("", (1,))
     memory.add(written(key, ids(5), ids(6)))
-    known = memory.known(key)
+    known = asked(memory, key)
     assert known is not None
-    before = known.text
     memory.add(written(key, ids(5), ids(6)))
-    assert memory.known(key) is known and known.text is before and memory.bytes == 2 * bytes_of(ids(5))
+    assert asked(memory, key) is known and memory.bytes == 2 * bytes_of(ids(5)) + known.bytes
     memory.add(Completions(of("", (2,)), (2,), []))
-    assert memory.known(of("", (2,))) is None
-
-
-def test_texts_of_prompts_asked_for_long_ago_are_joined_anew() -> None:
-    memory = Memory(1 << 20, (1,))
-    for at in range(JOINED + 1):
-        memory.add(written(of("", (at,)), ids(at)))
-    first = memory.known(of("", (0,)))
-    assert first is not None
-    before = first.text
-    for at in range(1, JOINED + 1):
-        assert memory.known(of("", (at,))) is not None
-    assert first.text is not before and first.text.ids.tolist() == before.ids.tolist()
+    assert asked(memory, of("", (2,))) is None
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=12), st.lists(st.integers(0, 2), max_size=3))
 def test_beginnings_say_what_most_texts_go_on_with(texts: list[list[int]], end: list[int]) -> None:
-    beginnings = Beginnings()
-    for text in [[0, 1], [2], *texts]:
-        beginnings.add(ids(*text))
-    for text in [[0, 1], [2]]:
-        beginnings.remove(ids(*text))
+    beginnings = Beginnings([ids(*text) for text in texts])
     nexts = [text[len(end)] for text in texts if text[: len(end)] == end and len(text) > len(end)]
-    guess = beginnings.draft(end, 1)
+    guess = beginnings.draft(ids(*end), 1)
     if not nexts:
         assert guess.ids == []
         return

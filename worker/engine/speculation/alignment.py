@@ -12,7 +12,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from worker.engine.speculation.lookup import BREAK, NOTHING, Guess, Ids, Runs, goes_on, goes_round, occurrences
+from worker.engine.speculation.lookup import (
+    BREAK,
+    NOTHING,
+    PAST_END,
+    Guess,
+    History,
+    Ids,
+    Text,
+    goes_on,
+    goes_round,
+    occurrences,
+    said_at,
+)
 
 WINDOW = 16  # latest ids of a row, of which it is known whether the text says them
 HELD = 4  # of them, at least, for a row to go along where the text does not say the latest one
@@ -27,7 +39,6 @@ class End:
     """Of a row that is to go on."""
 
     ids: Ids  # as many as are looked for, at most
-    last: Sequence[int]  # of them, as `Runs` take them
     least: int  # that are to be found
 
 
@@ -57,11 +68,17 @@ class Alignment:
 
     def follow(self, ids: Sequence[int]) -> None:
         """The row has gone on with these."""
-        for id_ in ids:
-            said = [(place, int(self.ids[place])) for place in self.places if place < len(self.ids)]
-            same = [place + 1 for place, each in said if each == id_]
+        said = said_at(self.ids, self.places, len(ids))
+        if said and said.count(list(ids)) == len(said):  # quickly, since that is so most of the time
+            self._held = (self._held << len(ids) | _ones(len(ids))) & _ones(WINDOW)
+            self.places = [place + len(ids) for place in self.places]
+            return
+        goes_along = list(zip(self.places, said, strict=True))
+        for at, id_ in enumerate(ids):
+            same = [each for each in goes_along if each[1][at] == id_]
             self._held = (self._held << 1 | bool(same)) & _ones(WINDOW)
-            self.places = same or [place + 1 for place, each in said if each != BREAK]
+            goes_along = same or [each for each in goes_along if each[1][at] not in (BREAK, PAST_END)]
+        self.places = [place + len(ids) for place, _ in goes_along]
 
     def find_near(self, end: Ids) -> int:
         """Go to where the text says what the row has drawn in place of what it missed; how many ids say so."""
@@ -90,14 +107,19 @@ class Course:
         """The row goes on there for sure."""
         self._now = Alignment(ids, [place], WINDOW)
 
-    def follow(self, ids: Sequence[int]) -> None:
-        """The row has gone on with these."""
-        if self._now is not None:
-            self._now.follow(ids)
+    def follow(self, ids: Sequence[int], own: Ids) -> None:
+        """The row has gone on with these; `own`: its own text, which says them already."""
+        if len(ids) > WINDOW:
+            self._now = None  # to look for its place takes less time than to follow that far
+        if self._now is None:
+            return
+        if self._is_own:
+            self._now.ids = own  # a text of a short period has not said all of them before
+        self._now.follow(ids)
 
-    def draft(self, ids: Ids, span: slice, runs: Runs, end: End, count: int) -> Guess:
+    def draft(self, text: Text | History, span: slice, end: End, count: int) -> Guess:
         """At most `count` ids that the row goes on with by such a text; a place is looked for in that span of it."""
-        now = self._now
+        now, ids = self._now, text.ids
         if now is not None and self._is_own:
             now.ids = ids
         sure = 0
@@ -105,7 +127,7 @@ class Course:
             if not now.misses and now.ids is ids:
                 return self._said(now, count)
             sure = max(SURE - 1, now.find_near(end.ids)) if now.misses else now.held
-        if sure < len(end.ids) and runs.may_have(end.last):
+        if sure < len(end.ids) and text.runs[end.least].may_have(end.ids.tolist()):
             places, matched = occurrences(ids[span][:-1], end.ids, max(end.least, sure + 1), len(end.ids))
             if matched:
                 low, _, _ = span.indices(len(ids))

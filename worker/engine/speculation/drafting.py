@@ -25,7 +25,17 @@ from worker.engine.speculation.alignment import WINDOW, Course, End
 from worker.engine.speculation.draft_batch import DraftBatch
 from worker.engine.speculation.draft_times import best_step
 from worker.engine.speculation.lookup import BEGINNING, NOTHING, Guess, History, Text
-from worker.engine.speculation.memory import ANCHOR, FARTHEST, Completions, Key, Memory, key_of, mark_of, text_behind
+from worker.engine.speculation.memory import (
+    ANCHOR,
+    FARTHEST,
+    Completions,
+    Joined,
+    Key,
+    Memory,
+    key_of,
+    mark_of,
+    text_behind,
+)
 from worker.engine.speculation.model_drafts import ModelDrafts
 from worker.engine.speculation.payoff import SHARED_RECENT, UNLIKELY, Chance, StepTimes, Try, best_length
 
@@ -44,6 +54,7 @@ class _Source:
     chance: Chance
     prediction: Text | None  # of its client
     key: Key | None  # of what others have written behind its prompt; None: that is not kept
+    joined: Joined | None = None  # that, as far as it is ready in this step
     rests: bool = False  # in this step
     is_predicted: bool = False  # its draft is from there
     by_model: bool = False  # its draft is of the draft model
@@ -55,9 +66,9 @@ class _Source:
 
     def add(self, ids: Sequence[int]) -> None:
         """The row has gone on with these."""
-        for each in (self.own, self.predicted, self.kept):
-            each.follow(ids)
         self.history.add(ids)
+        for each in (self.own, self.predicted, self.kept):
+            each.follow(ids, self.history.ids)
         self.told += len(ids)
 
     @property
@@ -127,8 +138,10 @@ class Drafting:
             return False
         self._take_in([row for row in rows if row not in self._rows])
         sources = [(row, source) for row in rows if (source := self._source(row)) is not None]
+        self._memory.begin()
         for _, source in sources:
             source.rests = self._config.adapts_to_rows and source.chance.pauses(self._step)
+            source.joined = None if source.key is None or source.rests else self._memory.joined(source.key)
         if self._model_may_draft(rows):
             return True
         if rests:
@@ -319,24 +332,22 @@ class Drafting:
         most = source.chance.length(config.tokens) if config.adapts_to_rows else config.tokens
         most, longest = min(most, room - 1), min(config.tokens, room - 1)
         source.is_predicted = source.by_model = False
-        known = self._memory.known(source.key) if source.key is not None else None
-        if known is not None and source.prediction is None and source.written < BEGINNING:
-            written = source.history.latest(source.written).tolist()
-            if (guess := known.beginnings.draft(written, longest)).ids:
+        joined = source.joined
+        if joined is not None and source.prediction is None and source.written < BEGINNING:
+            written = source.history.latest(source.written)
+            if (guess := joined.beginnings.draft(written, longest)).ids:
                 return self._worth(row, source, guess)
         guess, far = NOTHING, min(FARTHEST, LOOKED_THROUGH // rows)
-        history, last = source.history, source.history.end
+        history = source.history
         if config.own_text:
-            end = End(history.latest(config.ngram_max), last, least)
-            guess = source.own.draft(history.ids, slice(-far, None), history.runs[least], end, most)
-        end = End(history.latest(WINDOW), last, least)
-        if known is not None:
-            text = known.text
-            theirs = source.kept.draft(text.ids, slice(-far, None), text.runs[least], end, longest)
+            end = End(history.latest(config.ngram_max), least)
+            guess = source.own.draft(history, slice(-far, None), end, most)
+        end = End(history.latest(WINDOW), least)
+        if joined is not None:
+            theirs = source.kept.draft(joined.text, slice(-far, None), end, longest)
             guess = theirs if theirs.ids and theirs.matched >= guess.matched else guess
         if source.prediction is not None:
-            text = source.prediction
-            theirs = source.predicted.draft(text.ids, slice(far), text.runs[least], end, most)
+            theirs = source.predicted.draft(source.prediction, slice(far), end, most)
             if theirs.ids and theirs.matched >= guess.matched:
                 guess, source.is_predicted = theirs, True
         return self._worth(row, source, guess)

@@ -6,8 +6,9 @@ that `Runs` says, in less than 1 us, of most ends that they do not occur at all.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +16,13 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int32]
 
 BREAK = -1  # between two texts: no id, so nothing is matched or drafted across it
+PAST_END = -2  # of all of them
 VOTERS = 32  # places, the latest ones, that say what comes next
 BEGINNING = 64  # ids of a text that are counted from its first one
-AT_ONCE = 64  # ids from which on an array takes less time than one after the other
+AT_ONCE = 24  # ids from which on an array takes less time than one after the other
 OWN_VOTES = 2  # texts that a row's own chance counts for beside theirs
 _BITS = 16
+RUNS_BYTES = (1 << _BITS) // 8
 _MASK = (1 << 64) - 1
 _FACTOR, _GOLDEN = 0x100000001B3, 0x9E3779B97F4A7C15
 _NOWHERE: Ids = np.array([], np.int32)
@@ -30,26 +33,33 @@ class Runs:
 
     def __init__(self, length: int) -> None:
         self._length = length
-        self._marks = bytearray(1 << _BITS)
+        self._marks = bytearray(RUNS_BYTES)  # a bit each
 
     def add(self, ids: Ids) -> None:
         """All runs in these, but for the one at the end."""
         count = len(ids) - self._length
         if count <= 0:
             return
-        hashes = np.zeros(count, np.uint64)
+        hashes, wide = np.zeros(count, np.uint64), ids.astype(np.uint64)
         for at in range(self._length):
-            hashes = hashes * np.uint64(_FACTOR) + ids[at : at + count].astype(np.uint64)
-        np.frombuffer(self._marks, np.uint8)[(hashes * np.uint64(_GOLDEN)) >> np.uint64(64 - _BITS)] = 1
+            hashes = hashes * np.uint64(_FACTOR) + wide[at : at + count]
+        marked = np.zeros(1 << _BITS, np.bool_)
+        marked[(hashes * np.uint64(_GOLDEN)) >> np.uint64(64 - _BITS)] = True
+        marks = np.frombuffer(self._marks, np.uint8)
+        marks |= np.packbits(marked, bitorder="little")
 
     def add_end(self, ids: Sequence[int]) -> None:
         """The run at the end of these: the text goes on behind it now."""
         if len(ids) >= self._length:
-            self._marks[self._place(ids)] = 1
+            place = self._place(ids)
+            self._marks[place >> 3] |= 1 << (place & 7)
 
     def may_have(self, ids: Sequence[int]) -> bool:
         """Whether the run at the end of these may be one of them."""
-        return len(ids) >= self._length and self._marks[self._place(ids)] == 1
+        if len(ids) < self._length:
+            return False
+        place = self._place(ids)
+        return self._marks[place >> 3] >> (place & 7) & 1 == 1
 
     def _place(self, ids: Sequence[int]) -> int:
         hashed = 0
@@ -67,6 +77,11 @@ class Text:
         for runs in self.runs.values():
             runs.add(ids)
 
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        return self.ids.nbytes + len(self.runs) * RUNS_BYTES
+
 
 class History:
     """Ids of a row, to which more are added at the end."""
@@ -75,33 +90,35 @@ class History:
         self._ids: Ids = np.empty(max(64, 2 * len(ids)), np.int32)
         self._size = len(ids)
         self._ids[: self._size] = ids
-        self.runs = Text(self._ids[: self._size], lengths).runs
-        self._kept = max(self.runs, default=1)
-        self.end = list(ids[-self._kept :])  # the latest ids, as many as the longest run
+        self._runs = Text(self._ids[: self._size], lengths).runs
+        self._kept = max(self._runs, default=1)
+        self._marked = self._size  # ids, the runs before which are marked
 
     def __len__(self) -> int:
         return self._size
 
     def add(self, ids: Sequence[int]) -> None:
         """At the end."""
-        if len(ids) > AT_ONCE:
-            tail = [*self.end, *ids]
-            for runs in self.runs.values():
-                runs.add(np.array(tail, np.int32))
-            self.end = tail[-self._kept :]
-        else:
-            self._add_ends(ids)
         size = self._size + len(ids)
         if size > len(self._ids):
             self._ids = np.concatenate([self._ids[: self._size], np.empty(size, np.int32)])
         self._ids[self._size : size] = ids
         self._size = size
 
-    def _add_ends(self, ids: Sequence[int]) -> None:
-        for id_ in ids:
-            for runs in self.runs.values():
-                runs.add_end(self.end)
-            self.end = [*self.end[1 - self._kept :], id_] if self._kept > 1 else [id_]
+    @property
+    def runs(self) -> dict[int, Runs]:
+        """By their lengths; marked only now, since a row that goes along with a text asks for none."""
+        latest = self._ids[max(0, self._marked - self._kept) : self._size]
+        count, self._marked = self._size - self._marked, self._size
+        if count > AT_ONCE:
+            for runs in self._runs.values():
+                runs.add(latest)
+        elif count:
+            ids = latest.tolist()
+            for end in range(len(ids) - count, len(ids)):
+                for runs in self._runs.values():
+                    runs.add_end(ids[:end])
+        return self._runs
 
     @property
     def ids(self) -> Ids:
@@ -138,57 +155,26 @@ class Guess:
 NOTHING = Guess([])
 
 
-@dataclass(slots=True)
-class _Step:
-    """An id that texts begin with, behind those before it."""
-
-    texts: int = 0
-    latest: int = 0  # the number of the last one
-    next: dict[int, _Step] = field(default_factory=dict)
-
-
 class Beginnings:
-    """What texts begin with, counted: found in a step an id, without a search."""
+    """What texts begin with, one row of a table for each: found by one comparison, without a search."""
 
-    def __init__(self) -> None:
-        self._first = _Step()
+    def __init__(self, texts: Sequence[Ids]) -> None:
+        """The latest is the last."""
+        self._table: Ids = np.full((len(texts), BEGINNING + 1), BREAK, np.int32)  # behind the last column, too
+        for row, ids in zip(self._table, texts, strict=True):
+            begun = ids[:BEGINNING]
+            row[: len(begun)] = begun
 
-    def add(self, ids: Ids) -> None:
-        """One more text."""
-        step = self._first
-        step.texts += 1
-        step.latest = number = step.latest + 1
-        for id_ in ids[:BEGINNING].tolist():
-            step = step.next.setdefault(id_, _Step())
-            step.texts, step.latest = step.texts + 1, number
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        return self._table.nbytes
 
-    def remove(self, ids: Ids) -> None:
-        """One that was added."""
-        step = self._first
-        step.texts -= 1
-        for id_ in ids[:BEGINNING].tolist():
-            after = step.next[id_]
-            after.texts -= 1
-            if not after.texts:
-                del step.next[id_]
-                return
-            step = after
-
-    def draft(self, written: Sequence[int], count: int) -> Guess:
+    def draft(self, written: Ids, count: int) -> Guess:
         """At most `count` ids that texts which begin so go on with: at each place what most say, then the latest."""
-        step = self._first
-        for id_ in written:
-            if id_ not in step.next:
-                return NOTHING
-            step = step.next[id_]
-        draft: list[int] = []
-        votes: list[tuple[int, int]] = []
-        while step.next and len(draft) < count:
-            id_, after = max(step.next.items(), key=lambda pair: (pair[1].texts, pair[1].latest))
-            draft.append(id_)
-            votes.append((after.texts, step.texts))
-            step = after
-        return Guess(draft, len(written), votes)
+        matched = len(written)
+        rows = np.flatnonzero((self._table[:, :matched] == written).all(axis=1))
+        return goes_on(self._table.ravel(), (rows * (BEGINNING + 1) + matched).tolist(), matched, count)
 
 
 def occurrences(text: Ids, end: Ids, least: int, most: int) -> tuple[Ids, int]:
@@ -219,28 +205,36 @@ def goes_round(text: Ids, places: Sequence[int], matched: int, count: int) -> Gu
     return Guess([said[at % len(said)] for at in range(count)], matched)
 
 
+def said_at(source: Ids, places: Sequence[int], count: int) -> list[list[int]]:
+    """The next `count` ids at each of these places; PAST_END behind the last one."""
+    said = [source[place : place + count].tolist() for place in places]
+    return [ids if len(ids) == count else ids + [PAST_END] * (count - len(ids)) for ids in said]
+
+
 def goes_on(source: Ids, places: Sequence[int], matched: int, count: int) -> Guess:
     """At most `count` ids that a text says from these places on: the next id is the one that most of them say.
 
     Of equally many the latest place counts. Nothing goes on behind a BREAK.
     """
+    said = said_at(source, places, count)
+    if said and min(said[-1]) >= 0 and said.count(said[-1]) == len(said):  # quickly, since that is so most of the time
+        return Guess(said[-1], matched, [(len(said), len(said))] * count)
     draft: list[int] = []
     votes: list[tuple[int, int]] = []
-    at = [place for place in places if place < len(source)]
-    while len(at) > 1 and len(draft) < count:
-        said = source[at].tolist()
-        by_id: dict[int, list[int]] = {}
-        for place, id_ in zip(reversed(at), reversed(said), strict=True):  # of equal ones `max` takes the first
-            if id_ != BREAK:
-                by_id.setdefault(id_, []).append(place + 1)
-        if not by_id:
-            return Guess(draft, matched, votes)
-        id_ = max(by_id, key=lambda id_: len(by_id[id_]))
+    for at in range(count):
+        nexts = Counter([ids[at] for ids in reversed(said)])  # of equal ones `max` takes the first
+        going_on = len(said) - nexts.pop(PAST_END, 0)
+        nexts.pop(BREAK, None)
+        if not nexts:
+            break
+        id_ = max(nexts, key=nexts.__getitem__)
         draft.append(id_)
-        votes.append((len(by_id[id_]), len(said)))
-        at = [place for place in reversed(by_id[id_]) if place < len(source)]
-    if at:
-        alone = source[at[0] : at[0] + count - len(draft)].tolist()
-        draft += alone[: alone.index(BREAK)] if BREAK in alone else alone
-        votes += [(1, 1)] * (len(draft) - len(votes))
+        votes.append((nexts[id_], going_on))
+        if nexts[id_] < len(said):
+            said = [ids for ids in said if ids[at] == id_]
+        if len(said) == 1:
+            ends = next((end for end in range(at + 1, count) if said[0][end] < 0), count)
+            draft += said[0][at + 1 : ends]
+            votes += [(1, 1)] * (ends - at - 1)
+            break
     return Guess(draft, matched, votes)

@@ -6,7 +6,9 @@ asked for once more. Adapter versions do not matter here, since a draft is only 
 Other workers of the ring have written some of it (worker/ring_memory.py).
 
 Invariants. Completions are kept by tenant: nobody's text is drafted for anybody else, nor shows in how soon somebody
-else's tokens come. What is kept is bounded in bytes; the prompts that were asked for longest ago go first.
+else's tokens come. What is kept is bounded in bytes, what it is looked through by included; the prompts that were asked
+for longest ago go first. A step joins the completions of a few prompts at most, and what the rows of a step look
+through is not made again and again: rows for which there is no room go without.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from shared.sequences import SequenceSpec
-from worker.engine.speculation.lookup import BREAK, Beginnings, Ids, Text
+from worker.engine.speculation.lookup import BEGINNING, BREAK, RUNS_BYTES, Beginnings, Ids, Text
 
 KEPT = 32  # latest completions of one prompt
 COMPLETION_BYTES = 1_200  # beside its ids, what is kept of its prompt included
-JOINED = 64  # prompts whose completions lie in one array, and their beginnings counted, ready to be looked through
+AT_ONCE = 8  # prompts whose completions are joined in one step: each takes some tenths of a millisecond
+JOINED_SHARE = 2  # of all bytes, the part that what is joined may take
 FARTHEST = 1 << 14  # ids, the latest ones, that are looked through
 MARK_BYTES = 8
+ID_BYTES = 4
 ANCHOR = 32  # ids of the prompt's end before each, by which its beginning is found
 
 Key = bytes  # digest of model, tenant and prompt
@@ -55,15 +59,32 @@ class Completions:
     texts: list[tuple[Mark, Ids]]
 
 
+class Joined:
+    """Completions of one prompt, ready to be looked through."""
+
+    def __init__(self, anchor: Ids, texts: Sequence[Ids], lengths: tuple[int, ...]) -> None:
+        """The latest `FARTHEST` ids, each completion behind the prompt's end."""
+        parts: list[Ids] = []
+        left = FARTHEST
+        for ids in reversed(texts):
+            parts += [ids[-left:], anchor]
+            left -= len(ids) + len(anchor)
+            if left <= 0:
+                break
+        self.text = Text(np.concatenate(parts[::-1])[-FARTHEST:], lengths)
+        self.beginnings = Beginnings(texts)
+        self.bytes = self.text.nbytes + self.beginnings.nbytes
+
+
 class Known:
     """All that is kept of one prompt."""
 
-    def __init__(self, prompt_ids: Sequence[int], lengths: tuple[int, ...]) -> None:
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
         self._anchor = text_behind(prompt_ids, ())
-        self._lengths = lengths
         self._texts: OrderedDict[Mark, Ids] = OrderedDict()  # the latest last
-        self._joined: Text | None = None
-        self._beginnings: Beginnings | None = None
+        self.joined: Joined | None = None
+        self.is_joined = False  # with all that is kept now
+        self.asked = 0  # the step in which a row has asked last
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -73,44 +94,18 @@ class Known:
 
     def add(self, mark: Mark, ids: Ids) -> None:
         """One more completion."""
-        self._texts[mark], self._joined = ids, None
-        if self._beginnings is not None:
-            self._beginnings.add(ids)
+        self._texts[mark], self.is_joined = ids, False
 
     def forget_oldest(self) -> int:
         """The bytes that this has freed."""
         _, ids = self._texts.popitem(last=False)
-        self._joined = None
-        if self._beginnings is not None:
-            self._beginnings.remove(ids)
+        self.is_joined = False
         return bytes_of(ids)
 
-    def forget_joined(self) -> None:
-        """What is made again when it is asked for."""
-        self._joined = self._beginnings = None
-
-    @property
-    def beginnings(self) -> Beginnings:
-        """What completions begin with."""
-        if self._beginnings is None:
-            self._beginnings = Beginnings()
-            for ids in self._texts.values():
-                self._beginnings.add(ids)
-        return self._beginnings
-
-    @property
-    def text(self) -> Text:
-        """The latest `FARTHEST` ids, each completion behind the prompt's end."""
-        if self._joined is None:
-            parts: list[Ids] = []
-            left = FARTHEST
-            for ids in reversed(self._texts.values()):
-                parts += [ids[-left:], self._anchor]
-                left -= len(ids) + len(self._anchor)
-                if left <= 0:
-                    break
-            self._joined = Text(np.concatenate(parts[::-1])[-FARTHEST:], self._lengths)
-        return self._joined
+    def join(self, lengths: tuple[int, ...]) -> Joined:
+        """Make it ready to be looked through."""
+        self.joined, self.is_joined = Joined(self._anchor, list(self._texts.values()), lengths), True
+        return self.joined
 
 
 def bytes_of(ids: Ids) -> int:
@@ -131,13 +126,22 @@ class Memory:
         self._limit_bytes = limit_bytes
         self._lengths = lengths
         self._known: OrderedDict[Key, Known] = OrderedDict()  # the latest used last
-        self._joined: OrderedDict[Key, None] = OrderedDict()  # prompts that were asked for last
-        self.bytes = 0
+        self._joined: OrderedDict[Key, Known] = OrderedDict()  # those with something joined, the same way
+        self._due: OrderedDict[Key, None] = OrderedDict()  # prompts that wait to be joined, the first come first
+        self._step = self._left = 0  # of `AT_ONCE`, in this step
+        self._joined_bytes = 0
+        self.bytes = 0  # of all
+
+    def begin(self) -> None:
+        """A step begins in which rows ask; what was not asked for in the one before waits no longer."""
+        self._step, self._left = self._step + 1, AT_ONCE
+        for key in [key for key in self._due if key not in self._known or self._known[key].asked < self._step - 1]:
+            del self._due[key]
 
     def add(self, completions: Completions) -> None:
         """What sequences have written; what is known already changes nothing."""
         key = completions.key
-        known = self._known.setdefault(key, Known(completions.prompt_ids, self._lengths))
+        known = self._known.setdefault(key, Known(completions.prompt_ids))
         self._known.move_to_end(key)
         for mark, ids in completions.texts:
             if mark in known or bytes_of(ids) > self._limit_bytes:
@@ -146,23 +150,59 @@ class Memory:
             self.bytes += bytes_of(ids)
             if len(known) > KEPT:
                 self.bytes -= known.forget_oldest()
+        self._keep_to_limit()
+        if not known:
+            self._known.pop(key, None)
+
+    def joined(self, key: Key) -> Joined | None:
+        """What a row looks through that has this prompt; None: nothing is known, or nothing is ready yet."""
+        known = self._known.get(key)
+        if known is None:
+            return None
+        self._known.move_to_end(key)
+        if key in self._joined:
+            self._joined.move_to_end(key)
+        known.asked = self._step
+        if not known.is_joined:
+            self._due[key] = None
+        while self._due and self._left > 0:
+            self._join(self._due.popitem(last=False)[0])
+        return known.joined  # an older one until its turn has come
+
+    def _join(self, key: Key) -> None:
+        known = self._known.get(key)
+        if known is None or not self._has_room(known):
+            return
+        self._left -= 1
+        self._forget_joined(key)
+        joined = known.join(self._lengths)
+        self._joined[key] = known
+        self._joined_bytes += joined.bytes
+        self.bytes += joined.bytes
+        self._keep_to_limit()
+
+    def _has_room(self, known: Known) -> bool:
+        """Whether this may be joined beside what rows of this step and of the one before have asked for."""
+        largest = FARTHEST * ID_BYTES + len(self._lengths) * RUNS_BYTES + KEPT * (BEGINNING + 1) * ID_BYTES
+        most = self._limit_bytes // JOINED_SHARE - largest + (known.joined.bytes if known.joined is not None else 0)
+        while self._joined_bytes > most:
+            oldest, of_it = next(iter(self._joined.items()), (b"", known))
+            if of_it.asked >= self._step - 1:
+                return False
+            self._forget_joined(oldest)
+        return True
+
+    def _forget_joined(self, key: Key) -> None:
+        known = self._joined.pop(key, None)
+        if known is not None and known.joined is not None:
+            self._joined_bytes -= known.joined.bytes
+            self.bytes -= known.joined.bytes
+            known.joined, known.is_joined = None, False
+
+    def _keep_to_limit(self) -> None:
         while self.bytes > self._limit_bytes:
             oldest, of_it = next(iter(self._known.items()))
             self.bytes -= of_it.forget_oldest()
             if not of_it:
+                self._forget_joined(oldest)
                 del self._known[oldest]
-        if not known:
-            self._known.pop(key, None)
-
-    def known(self, key: Key) -> Known | None:
-        """All that is kept of a prompt; None: nothing is."""
-        known = self._known.get(key)
-        if known is not None:
-            self._known.move_to_end(key)
-            self._joined[key] = None
-            self._joined.move_to_end(key)
-            if len(self._joined) > JOINED:
-                oldest, _ = self._joined.popitem(last=False)
-                if oldest in self._known:
-                    self._known[oldest].forget_joined()
-        return known
