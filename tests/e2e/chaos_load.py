@@ -17,6 +17,7 @@ import httpx
 
 from api.cli.client import InferenceClient, JobRequest
 from api.cli.http import RequestFailedError
+from api.generation.resume import GRACE_S
 from shared.frames import events_of_chunk
 from shared.jobs import JobInput, JobStatus
 from shared.redis import keys
@@ -193,7 +194,9 @@ class Load:
 
     async def streams(self) -> None:
         rng = self.rng
-        async with httpx.AsyncClient(timeout=httpx.Timeout(15, connect=2), trust_env=False) as http:
+        # It asks elsewhere well before an api gives up waiting for it (api/generation/resume.py).
+        timeout = httpx.Timeout(GRACE_S / 3, connect=2)
+        async with httpx.AsyncClient(timeout=timeout, trust_env=False) as http:
             while not self.stopping:
                 prompt = rng.choice(PROMPTS)
                 stream = Stream(self, self.answers.tokens[prompt][: rng.randint(40, LONGEST)])
