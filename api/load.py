@@ -23,6 +23,7 @@ LONGEST_RETRY_S = 30
 LONGEST_SHED_S = 0.5
 LAG_LOOK_S = 0.05
 LAG_LIMIT_S = 0.5  # from here on this process is the bottleneck, and what it accepts would wait in it
+FEW = 8  # requests under way: up to here the machine has too much to do, not we, and refusing helps nobody
 ALARM_S = 1.0  # a stop of the event loop that /health tells of
 REMEMBERED_S = 60.0
 
@@ -48,7 +49,7 @@ class Load:
     @property
     def lags(self) -> bool:
         """Whether this process has more to do than it can."""
-        return self.lag_s > LAG_LIMIT_S
+        return self.lag_s > LAG_LIMIT_S and self.under_way > FEW
 
     @property
     def longest_stop_s(self) -> float:

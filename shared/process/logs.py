@@ -42,7 +42,7 @@ def configure(level: str = "INFO", json: bool | None = None) -> None:
     structlog.configure(
         processors=[*shared, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
-        logger_factory=structlog.PrintLoggerFactory(_stderr),
+        logger_factory=structlog.WriteLoggerFactory(_stderr),
         cache_logger_on_first_use=True,
     )
     formatter = structlog.stdlib.ProcessorFormatter(

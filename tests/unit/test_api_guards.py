@@ -247,6 +247,12 @@ def test_a_stop_of_the_event_loop_is_remembered_and_counted() -> None:
     load.looked(0.0)
     assert load.stood_still
     assert load.longest_stop_s == 1.5
+    assert not load.lags, "nobody waits here: the machine is busy with something else"
+    with contextlib.ExitStack() as under_way:
+        for _ in range(9):
+            under_way.enter_context(load.one("k"))
+        assert load.lags
+    assert not load.lags
     assert 0.5 < load.lag_s < 1.5, "an old lag fades"
     counted = tally.fields()
     assert counted["mlx_parallm_api_loop_lag_seconds|2.5"] == 1
