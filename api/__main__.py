@@ -11,11 +11,10 @@ from types import FrameType
 import structlog
 import uvicorn
 
-from api.app import create_app, find_routes
 from api.http.connections import bounded, raise_file_limit
 from api.http.exposure import check_exposure
 from shared.errors import ServiceUnavailableError, SetupError
-from shared.process.garbage import leave_out_what_is_loaded
+from shared.process.garbage import leave_out_what_is_loaded, no_collections
 from shared.process.lifeline import follow_parent
 from shared.process.logs import configure
 from shared.process.settings import ApiSettings, load
@@ -124,8 +123,11 @@ def _listen(settings: ApiSettings, fd: int | None) -> socket.socket:
 
 
 def _config(settings: ApiSettings) -> uvicorn.Config:
-    app = create_app(settings)
-    find_routes(app)
+    with no_collections():
+        from api.app import create_app, find_routes
+
+        app = create_app(settings)
+        find_routes(app)
     return uvicorn.Config(
         app,
         http=bounded(settings.slow_reader_s),

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling, Scheduling
 
 from api.http.connections import raise_file_limit
 from api.serve.embedded_redis import EmbeddedRedis
@@ -37,8 +39,11 @@ LONGEST = frozenset(
     | {"test_hosted", "test_jobs_runner", "test_kv_kinds", "test_leaving_workers", "test_prometheus", "test_readme"}
     | {"test_trainer_kills", "test_trainer_loop", "test_training", "test_training_api", "test_training_over_http"}
     | {"test_commands", "test_dashboard_browser", "test_examples", "test_joining", "test_pause", "test_redis_roles"}
-    | {"test_served_rewards", "test_structured_outputs", "test_traces"}
+    | {"test_structured_outputs", "test_traces"}
 )
+
+
+SHARED = "tests/e2e/served/"
 
 
 def pytest_configure() -> None:
@@ -46,6 +51,17 @@ def pytest_configure() -> None:
     gc.disable()  # until all is imported: each collection would look at what stays in any case
     if sys.platform == "darwin":
         raise_file_limit()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
+    """One process runs a file, or a folder whose files share a ring."""
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return SHARED if file.startswith(SHARED) else file
+
+    return Files(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ import structlog
 
 from shared.errors import ParallmError
 from shared.process import logs
+from shared.process.garbage import no_collections
 from shared.process.settings import load
 from shared.telemetry import tracing
 from trainer import stopping
@@ -41,12 +42,13 @@ def main(argv: list[str] | None = None) -> int:
 
 async def _train(settings: TrainSettings) -> int:
     # These import mlx, so only after fast_blas.install.
-    from trainer.heads.run import HeadRun, train_head
-    from trainer.learn.compute import ThreadHost, at_once
-    from trainer.loop import TrainLoop
-    from trainer.run import train
-    from worker.engine.messages import EngineConfig
-    from worker.engine.model.loader import LoadedModel, load_model
+    with no_collections():
+        from trainer.heads.run import HeadRun, train_head
+        from trainer.learn.compute import ThreadHost, at_once
+        from trainer.loop import TrainLoop
+        from trainer.run import train
+        from worker.engine.messages import EngineConfig
+        from worker.engine.model.loader import LoadedModel, load_model
 
     running = asyncio.current_task()
     assert running is not None

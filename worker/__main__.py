@@ -14,6 +14,7 @@ import structlog
 
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.process.discovery import join
+from shared.process.garbage import no_collections
 from shared.process.lifeline import VARIABLE, follow_parent
 from shared.process.logs import configure
 from shared.process.settings import WorkerSettings, load
@@ -66,11 +67,12 @@ def _begin_anew() -> None:
 
 def _work(settings: WorkerSettings) -> int:
     # These import mlx, so only after fast_blas.install.
-    from worker.engine_watch import guard_loop
-    from worker.guest import invited
-    from worker.process import WorkerProcess
+    with no_collections():
+        from worker.engine_watch import guard_loop
+        from worker.guest import invited
+        from worker.process import WorkerProcess
 
-    guest = invited(settings)  # before the event loop: a guest may need one of its own
+        guest = invited(settings)  # before the event loop: a guest may need one of its own
 
     async def run() -> int:
         await require(settings.redis)

@@ -2,15 +2,15 @@
 
 import asyncio
 import sys
+from collections.abc import Awaitable, Callable
 
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.process import logs
-from shared.process.garbage import leave_out_what_is_loaded
+from shared.process.garbage import leave_out_what_is_loaded, no_collections
 from shared.process.lifeline import follow_parent
 from shared.process.settings import RunnerSettings, load
 from shared.redis.connection.client import require
 from shared.telemetry import tracing
-from worker.jobs.runner import run
 
 
 def main() -> None:
@@ -22,8 +22,10 @@ def main() -> None:
         logs.configure(settings.log_level, settings.log_json)
         tracing.start(settings.otlp_endpoint, "runner")
         follow_parent()
+        with no_collections():
+            from worker.jobs.runner import run
         leave_out_what_is_loaded()
-        asyncio.run(_start(settings))
+        asyncio.run(_start(settings, run))
     except SetupError as error:
         print(f"job runner: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -34,7 +36,7 @@ def main() -> None:
         tracing.stop()
 
 
-async def _start(settings: RunnerSettings) -> None:
+async def _start(settings: RunnerSettings, run: Callable[[RunnerSettings], Awaitable[None]]) -> None:
     await require(settings.redis)
     await run(settings)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.rings import MODEL, Process, Ring
-from tests.e2e.test_predictions import ids, log_probability, post
+from tests.e2e.served.test_predictions import ids, log_probability, post
 from tests.waiting import wait_until
 from trainer.metrics import read
 
