@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save, save_file
 
 from tests.e2e.rings import MODEL, ROOT, Process, Ring
-from tests.e2e.test_adapters import CONFIG, weights
 from tests.e2e.served.test_predictions import ids, post
+from tests.e2e.test_adapters import CONFIG, weights
 from tests.unit.adapter_files import Array
 from tests.waiting import wait_until
 
