@@ -24,6 +24,7 @@ from tests.redis.scripted_worker import MODEL, Answer, working
 from tests.waiting import wait_until
 
 LONGEST = 10  # times `known_work`: 0.1 s where that takes 0.01 s
+SHORT_S = 0.02  # no machine does the known work in a tenth of this
 VALUES = 199_000
 _HI = {"role": "user", "content": "hi"}
 
@@ -311,12 +312,12 @@ async def test_the_worst_that_each_endpoint_can_be_sent_stops_nobody_for_long(lo
             assert answer.status_code in (200, 202, 400, 413, 429, *refused), (
                 f"{name}: {answer.status_code} {answer.text[:300]}"
             )
-            found[name] = loop.longest_s / known_work()
+            found[name] = loop.longest_s / known_work() if loop.longest_s > SHORT_S else 0
             print(f"{name}: {1000 * loop.longest_s:.0f} ms {answer.status_code} {answer.text[:80]} {loop.what[:100]}")
         for name, attack in ATTACKS.items():
             loop.longest_s = 0.0
             await attack(http)
-            found[name] = loop.longest_s / known_work()
+            found[name] = loop.longest_s / known_work() if loop.longest_s > SHORT_S else 0
             print(f"{name}: {1000 * loop.longest_s:.0f} ms {loop.what[:100]}")
     slow = {name: round(times, 1) for name, times in found.items() if times > LONGEST}
     assert not slow, f"steps of the event loop, in times of the known work: {slow}"
