@@ -26,13 +26,11 @@ class BlockWriter:
         self._written: list[str] = []  # of the open block
         self._open = False
         self.blocks: list[dict[str, Any]] = []  # complete but for the open one, which is the last
-        self.thought: list[str] = []
 
     def take(self, piece: Piece) -> list[Event]:
         """The events of a piece: reasoning, then content, then calls."""
         events: list[Event] = []
         if piece.reasoning:
-            self.thought.append(piece.reasoning)
             events += self._grow("thinking", piece.reasoning)
         if piece.content:
             events += self._grow("text", piece.content)

@@ -8,7 +8,6 @@ from api.anthropic.blocks import BlockWriter, Event
 from api.anthropic.body import MessagesRequest
 from api.generation.choice import Choice, Delta, ReplyPlan, usage
 from api.generation.splitter import Piece
-from api.ring.room import LARGE_CHARS
 from shared.frames import Finish, TokenEvent
 from shared.text.codec import TextCodec
 from shared.token_events import join
@@ -20,7 +19,6 @@ class MessageWriter:
     def __init__(self, body: MessagesRequest, plan: ReplyPlan, codec: TextCodec, *, fills_context: bool) -> None:
         self._body = body
         self._plan = plan
-        self._codec = codec
         self._fills_context = fills_context  # `max_tokens` is more than the context leaves
         self._finish: Finish | None = None
         self._called = False
@@ -49,11 +47,6 @@ class MessageWriter:
             self._finish, self._called = delta.finish, delta.calls_ended_it
             events += self._writer.end()
         return events
-
-    @property
-    def is_long(self) -> bool:
-        """Whether to count the tokens of its thinking takes so long that it is done beside the event loop."""
-        return sum(map(len, self._writer.thought)) > LARGE_CHARS
 
     def last(self) -> bytes:
         """The last events of a stream."""
@@ -94,14 +87,13 @@ class MessageWriter:
 
     def _usage(self) -> dict[str, Any]:
         counts = usage(self._plan, [self._choice])
-        cached, thought = counts.prompt_tokens_details.cached_tokens, "".join(self._writer.thought)
+        cached = counts.prompt_tokens_details.cached_tokens
         return {
             "input_tokens": counts.prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": min(counts.completion_tokens, self._body.max_tokens),
-            # Counted by encoding the text again.
-            "output_tokens_details": {"thinking_tokens": len(self._codec.encode(thought, False)) if thought else 0},
+            "output_tokens_details": {"thinking_tokens": self._choice.reasoning},
             "service_tier": "standard",
         }
 

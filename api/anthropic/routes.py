@@ -166,7 +166,7 @@ async def _events(generation: Generation, writer: MessageWriter, request_id: str
                     if out or events is None or time.monotonic() - said >= PING_EVERY_S:
                         said = time.monotonic()
                         yield lines(out) or PING
-            yield await aside(writer.last) if writer.is_long else writer.last()
+            yield writer.last()
         except Exception as error:
             yield to_bytes(anthropic_error(stream_failure(error, writer.id), request_id), "error")
     finally:

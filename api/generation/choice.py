@@ -119,13 +119,15 @@ class Choice:
     """One choice while its events come in. With `seen` it shows only what lies beyond."""
 
     __slots__ = (
-        "_decoder", "_eos", "_show_stop", "_skip_chars", "_skip_tokens", "_split", "_splitter", "_versions", "begun",
-        "cached", "chars", "ended", "prediction", "seen_end", "tokens",
+        "_codec", "_decoder", "_eos", "_show_stop", "_skip_chars", "_skip_tokens", "_split", "_splitter", "_thought",
+        "_versions", "begun", "cached", "chars", "ended", "prediction", "reasoning", "seen_end", "tokens",
     )  # fmt: skip
 
     def __init__(self, plan: ReplyPlan, codec: TextCodec, seen: Progress = NOTHING_SEEN) -> None:
         self._split = plan.split
+        self._codec = codec
         self._splitter = None if plan.split is None else Splitter(plan.split)
+        self._thought = plan.split.think_end if plan.split is not None and plan.split.thinking else ""
         self._decoder = codec.stream(plan.shown_tokens(codec))
         self._eos = plan.eos_token_ids
         self._show_stop = plan.show_stop_token
@@ -137,7 +139,8 @@ class Choice:
         self.tokens = 0
         self.chars = 0
         self.cached = 0
-        self.prediction = PredictionDetails()
+        self.reasoning = 0  # tokens of it, its marks included
+        self.prediction = Prediction()
         self.ended = False
 
     def take(self, events: list[TokenEvent]) -> Delta:
@@ -150,7 +153,7 @@ class Choice:
         if finish is not None:
             self.ended = True
             self.cached = finish.cached_tokens
-            self.prediction = PredictionDetails(finish.accepted_prediction_tokens, finish.rejected_prediction_tokens)
+            self.prediction = Prediction(finish.accepted_prediction_tokens, finish.rejected_prediction_tokens)
         delta = Delta(text, event.tokens, event.logprobs, event.top_logprobs, not self.begun, finish)
         delta.prompt_logprobs = event.prompt_logprobs
         delta.prompt_top_logprobs = event.prompt_top_logprobs
@@ -188,12 +191,36 @@ class Choice:
             delta.older_calls = self._split is not None and self._split.older
             delta.calls_ended_it = whole and self._split is not None and not self._split.named
         delta.piece = piece
+        if self._thought:
+            self._count_reasoning(splitter, delta.tokens)
+
+    def _count_reasoning(self, splitter: Splitter, tokens: list[int]) -> None:
+        if splitter.in_reasoning:
+            self.reasoning = self.tokens
+        elif splitter.reasoned:
+            self.reasoning = self.tokens - len(tokens) + _until(self._thought, tokens, self._codec)
+            self._thought = ""
 
     def _skip(self, delta: Delta) -> None:
         delta.seen_tokens, chars = min(self._skip_tokens, len(delta.tokens)), min(self._skip_chars, len(delta.text))
         self._skip_tokens -= delta.seen_tokens
         self._skip_chars -= chars
         delta.text = delta.text[chars:]
+
+
+def _until(mark: str, tokens: list[int], codec: TextCodec) -> int:
+    """How many tokens there are up to the end of a mark; all of them when it began before them."""
+    whole = codec.added_token(mark)
+    if whole is not None:
+        return tokens.index(whole) + 1 if whole in tokens else len(tokens)
+    pieces, text = codec.visible_pieces([mark]), ""
+    for at, token in enumerate(tokens, 1):
+        piece = pieces[token]
+        text += piece if isinstance(piece, str) else piece.decode(errors="replace")
+        if mark in text:
+            return at
+        text = text[-len(mark) :]
+    return len(tokens)
 
 
 def ends_with_stop_token(tokens: list[int], finish: Finish, eos_token_ids: tuple[int, ...]) -> bool:
@@ -212,11 +239,19 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int
 
 
-class PredictionDetails(msgspec.Struct, frozen=True):
+class Prediction(msgspec.Struct, frozen=True):
     """Tokens of the client's prediction that were drafted, by whether the model drew the same."""
 
-    accepted_prediction_tokens: int = 0
-    rejected_prediction_tokens: int = 0
+    accepted: int = 0
+    rejected: int = 0
+
+
+class CompletionDetails(msgspec.Struct):
+    """Tokens of the completions that a client might not expect."""
+
+    reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class Usage(msgspec.Struct, omit_defaults=True):
@@ -226,7 +261,7 @@ class Usage(msgspec.Struct, omit_defaults=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
-    completion_tokens_details: PredictionDetails | None = None  # of a request with a prediction
+    completion_tokens_details: CompletionDetails | None = None  # of a request with a prediction, or that may reason
 
 
 def usage(plan: ReplyPlan, choices: Sequence[Choice]) -> Usage:
@@ -234,13 +269,14 @@ def usage(plan: ReplyPlan, choices: Sequence[Choice]) -> Usage:
     prompt = sum(map(len, plan.prompts))
     completion = sum(choice.tokens for choice in choices)
     cached = sum(max(choice.cached for choice in choices[p : p + plan.n]) for p in range(0, len(choices), plan.n))
-    drafted = None
-    if plan.predicted:
-        drafted = PredictionDetails(
-            sum(choice.prediction.accepted_prediction_tokens for choice in choices),
-            sum(choice.prediction.rejected_prediction_tokens for choice in choices),
+    details = None
+    if plan.predicted or (plan.split is not None and plan.split.thinking):
+        details = CompletionDetails(
+            sum(choice.reasoning for choice in choices),
+            sum(choice.prediction.accepted for choice in choices),
+            sum(choice.prediction.rejected for choice in choices),
         )
-    return Usage(prompt, completion, prompt + completion, PromptDetails(cached), drafted)
+    return Usage(prompt, completion, prompt + completion, PromptDetails(cached), details)
 
 
 def shown_versions(spans: Sequence[VersionSpan]) -> list[dict[str, Any]]:

@@ -126,9 +126,15 @@ class Splitter:
         self._held = ""
         self._began = False  # content has begun: what led up to it is behind us
         self._state = {"": self._content, "open": self._reasoning, "may": self._perhaps}[plan.thinking]
+        self.reasoned = plan.thinking == "open"  # there was reasoning
         self._piece = Piece()
         self._growing = GrowingCall()
         self.calls = 0
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether what comes next is reasoning, as far as one can see."""
+        return self._state == self._reasoning
 
     @property
     def in_call(self) -> bool:
@@ -157,7 +163,7 @@ class Splitter:
         begun = self._held.lstrip()
         if begun.startswith(start):
             self._held = begun[len(start) :]
-            self._state = self._reasoning
+            self._state, self.reasoned = self._reasoning, True
             return True
         if not final and start.startswith(begun):
             return False

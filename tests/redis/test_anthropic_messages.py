@@ -27,6 +27,7 @@ TEMPLATE = """{% for m in messages %}{{ m.role }}: {{ m.content }}
 CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
 CLOCK = {"name": "clock", "input_schema": {"type": "object", "properties": {"zone": {"type": "string"}}}}
 USED = {"type": "tool_use", "name": "clock", "input": {"zone": "UTC"}}
+THOUGHT = len("<think>so so</think>")  # a letter is a token
 PATH = "/v1/messages"
 ANSWERS = {
     "say": Answer("hello", Finish("stop", cached_tokens=3)),
@@ -122,6 +123,21 @@ async def test_a_stream_adds_up_to_the_whole_message(server: Api) -> None:
         assert [event["type"] for event in events][:2] == ["message_start", "ping"]
 
 
+@pytest.mark.parametrize(("word", "thought"), [("think", THOUGHT), ("say", 0)])
+async def test_tokens_of_reasoning_are_counted_alike_everywhere(server: Api, word: str, thought: int) -> None:
+    messages = [{"role": "user", "content": word}]
+    for hidden in ({}, {"include_reasoning": False}):
+        answer = await server.post("/v1/chat/completions", {"messages": messages, "n": 2, **hidden})
+        details = answer.json()["usage"]["completion_tokens_details"]
+        assert details["reasoning_tokens"] == 2 * thought
+    usage = {"include_usage": True}
+    async with server.stream("/v1/chat/completions", {"messages": messages, "stream_options": usage}) as events:
+        counts = [chunk["usage"] for chunk in await events.all() if chunk.get("usage")]
+    assert [count["completion_tokens_details"]["reasoning_tokens"] for count in counts] == [thought]
+    answer = await server.post("/v1/responses", {"input": word})
+    assert answer.json()["usage"]["output_tokens_details"]["reasoning_tokens"] == thought
+
+
 async def test_answers_have_anthropic_s_blocks_stop_reasons_and_usage(server: Api, worker: ScriptedWorker) -> None:
     said = await whole(server, "say")
     prompt = len(worker.specs[-1].prompt_ids)
@@ -132,7 +148,9 @@ async def test_answers_have_anthropic_s_blocks_stop_reasons_and_usage(server: Ap
     thought = await whole(server, "think")
     assert [block["type"] for block in thought["content"]] == ["thinking", "text"]
     assert (thought["content"][0]["thinking"], thought["content"][1]["text"]) == ("so so", "hello")
-    assert thought["content"][0]["signature"] and thought["usage"]["output_tokens_details"]["thinking_tokens"] == 5
+    assert (
+        thought["content"][0]["signature"] and thought["usage"]["output_tokens_details"]["thinking_tokens"] == THOUGHT
+    )
     called = await whole(server, "call", tools=[CLOCK])
     assert [block["type"] for block in called["content"]] == ["thinking", "text", "tool_use"]
     assert told(called)["content"][2] == USED and called["stop_reason"] == "tool_use"

@@ -58,7 +58,7 @@ async def test_a_prediction_travels_with_the_sequence_and_is_counted(redis_url: 
         for content in ("a b c", parts):
             body = {"messages": HELLO, "prediction": {"type": "content", "content": content}, "n": 2}
             told = (await server.post("/v1/chat/completions", body)).json()["usage"]
-            details = {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 4}
+            details = {"reasoning_tokens": 0, "accepted_prediction_tokens": 6, "rejected_prediction_tokens": 4}
             assert told["completion_tokens_details"] == details
             assert codec().decode(worker.specs[-1].prediction_ids) == "a b c"
         told = (await server.post("/v1/chat/completions", {"messages": HELLO})).json()["usage"]

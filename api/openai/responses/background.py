@@ -342,7 +342,7 @@ class _Reading:
         if failure is None:
             prompt = self._spec.prompt_ids
             ids = own_ids(prompt[: self._run.before], prompt, writer.tokens)
-            state, shown = writer.status, await aside(writer.shown) if writer.is_long else writer.shown()
+            state, shown = writer.status, writer.shown()
         elif isinstance(failure, RequestCancelledError):
             state, shown = "cancelled", writer.shown(status="cancelled")
         else:

@@ -22,7 +22,6 @@ class ItemWriter:
         self._base = base
         self._logprobs: list[ChatLogprob] = []  # of tokens that no text has come of yet
         self.items: list[dict[str, Any]] = []  # as they are now
-        self.reasoning = ""
         self._open = ""  # kind of the last item while it grows: message, reasoning, call
         self._calls = 0
 
@@ -31,7 +30,6 @@ class ItemWriter:
         events: list[Event] = []
         self._logprobs += logprobs
         if piece.reasoning:
-            self.reasoning += piece.reasoning
             events += self._grow("reasoning", piece.reasoning)
         if piece.content:
             events += self._grow("message", piece.content)

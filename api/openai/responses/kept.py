@@ -68,7 +68,7 @@ async def keep(ring: Ring, who: str, body: ResponseRequest, writer: ResponseWrit
         output = [(item["id"], msgspec.json.encode(item)) for item in writer.output]
         return shown_items(body.input, base), output, without_output(writer.shown())
 
-    large = len(body.input) > LARGE_COUNT or writer.is_long or len(writer.tokens) > LONG_BYTES // 8
+    large = len(body.input) > LARGE_COUNT or len(writer.tokens) > LONG_BYTES // 8
     given, output, shown = await aside(write) if large else write()
     name = "" if body.conversation is None else body.conversation.id
     if name:

@@ -92,8 +92,7 @@ async def _events(
             detail = {"code": "rate_limit_exceeded" if told.status == 429 else "server_error", "message": told.message}
             yield to_bytes({"type": "response.failed", "response": writer.shown(status="failed", error=detail)})
             return
-        last = await aside(writer.shown) if writer.is_long else writer.shown()
-        yield to_bytes({"type": f"response.{writer.status}", "response": last})
+        yield to_bytes({"type": f"response.{writer.status}", "response": writer.shown()})
     finally:
         generation.close()
 

@@ -9,7 +9,6 @@ from api.generation.logprobs import ChatLogprob, TokenNames
 from api.generation.splitter import Piece
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.items import Event, ItemWriter
-from api.ring.room import LARGE_CHARS
 from shared.frames import Finish, TokenEvent
 from shared.redis.kept.response_store import ResponseState
 from shared.text.codec import TextCodec
@@ -22,7 +21,6 @@ class ResponseWriter:
     def __init__(self, body: ResponseRequest, plan: ReplyPlan, codec: TextCodec) -> None:
         self._body = body
         self._plan = plan
-        self._codec = codec
         self._names = TokenNames(codec, by_id=False)
         self._name = plan.id.rpartition("-")[2]
         self._writer = ItemWriter(self._name[:24])
@@ -65,11 +63,6 @@ class ResponseWriter:
         told = self._names.chat(tokens, delta.logprobs[: len(tokens)], delta.top_logprobs)
         marks = () if self._plan.split is None else self._plan.split.marks
         return [each for each in told if each.token not in marks]
-
-    @property
-    def is_long(self) -> bool:
-        """Whether to count the tokens of its reasoning takes so long that it is done beside the event loop."""
-        return len(self._writer.reasoning) > LARGE_CHARS
 
     @property
     def status(self) -> ResponseState:
@@ -118,7 +111,6 @@ class ResponseWriter:
 
     def _usage(self) -> dict[str, Any]:
         counts = usage(self._plan, [self.choice])
-        thought = self._writer.reasoning
         return {
             "input_tokens": counts.prompt_tokens,
             "input_tokens_details": {
@@ -126,7 +118,6 @@ class ResponseWriter:
                 "cache_write_tokens": 0,
             },
             "output_tokens": counts.completion_tokens,
-            # Counted by encoding the text again.
-            "output_tokens_details": {"reasoning_tokens": len(self._codec.encode(thought, False)) if thought else 0},
+            "output_tokens_details": {"reasoning_tokens": self.choice.reasoning},
             "total_tokens": counts.total_tokens,
         }
