@@ -6,13 +6,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
 from api.http.api_keys import line_of, new_key
 from api.ring.caller import ApiKey, calling
-from shared.adapters import GateCheck
+from shared.adapters import AdapterManifest, GateCheck
 from shared.errors import ConflictError
+from shared.heads import HeadSpec
 from shared.owners import Asker
 from shared.redis import keys
 from shared.redis.adapters.splits import Splits, SplitState, count_for_split
@@ -420,6 +422,19 @@ async def test_a_split_that_cannot_be_read_does_not_end_the_scrape(server: Api, 
     metrics = await server.http.get("/metrics")
     assert metrics.status_code == 200
     assert 'mlx_parallm_split_share{adapter="policy",version="2"} 0.5' in metrics.text
+
+
+async def test_what_is_remembered_of_a_split_does_not_grow_with_its_versions_manifests(
+    server: Api, redis: Redis
+) -> None:
+    await begun(server)
+    key = keys.adapter_manifest("policy", 2)
+    manifest = msgspec.json.decode(await redis.get(key), type=AdapterManifest)
+    heads = {f"h{at}": HeadSpec("labels", tuple(map(str, range(1024))), inputs=8) for at in range(16)}
+    await redis.set(key, msgspec.json.encode(msgspec.structs.replace(manifest, heads=heads)), keepttl=True)
+    state = await server.ring.splits.read("policy")
+    assert state is not None and not state.over
+    assert len(msgspec.json.encode(state)) < 2_000
 
 
 async def test_a_split_ends_when_it_is_deleted(server: Api, worker: ScriptedWorker) -> None:
