@@ -62,6 +62,7 @@ from shared.trajectories import Reward
 
 AT_ONCE = 64
 WITHIN_S = 120.0
+UNANSWERED = "no answer of"  # how the error begins of a sample that nobody has scored in its time
 IN_THREAD_CHARS = 2_000  # a longer text is tokenized beside the event loop
 
 
@@ -136,7 +137,7 @@ class ServedRewards:
                     else:
                         score = await self._likelihood(ask, options, models, sample)
             except TimeoutError:
-                return Reward(name, None, error=f"no answer of {models[0].card.name!r} within {within_s:g} s")
+                return Reward(name, None, error=f"{UNANSWERED} {models[0].card.name!r} within {within_s:g} s")
             except ParallmError as error:
                 return _failed(name, error)
             except RecursionError:
@@ -273,7 +274,7 @@ class ServedRewards:
         return shown, sample.completion, json.dumps(reference, ensure_ascii=False)
 
     async def run(self, model: str, specs: Sequence[SequenceSpec]) -> list[SequenceResult]:
-        """Results of sequences, all of which have ended well; the error of one that has not."""
+        """Results of sequences, all of which have ended well; the error of one that has not, TimeoutError if late."""
         task = self._calls.get(model)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             calls = SequenceCalls(self._redis, model, self._owner)
@@ -283,6 +284,8 @@ class ServedRewards:
             finish = result.finish
             if finish.reason == "error":
                 raise from_code(finish.error_code, finish.error_message)
+            if finish.reason == "deadline":
+                raise TimeoutError
             if finish.reason not in ("stop", "length"):
                 raise InvalidRequestError(f"the scoring ended early: {finish.reason}")
         return results

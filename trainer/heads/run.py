@@ -4,6 +4,9 @@ Every `evaluate_every` train steps, and at the end, the weights become a candida
 finite, when it ranks held-out examples no worse than the last good version by more than `reward_margin`, and when a
 worker that has loaded it says of some texts what the trainer says (the reward `model`, through the queue). One that
 fails is rejected in the store, and weights and moments go back. Checkpoints are written at the same times.
+
+Invariants. A worker that does not answer says nothing about the weights: it is asked until it does. What has been
+learned is in a checkpoint before it is offered, and what no worker has judged is offered again by the next start.
 """
 
 import asyncio
@@ -19,6 +22,8 @@ from shared.adapters import GateCheck, version_id
 from shared.errors import ParallmError, SetupError
 from shared.rewards.model_kinds import RewardModelOptions, softmax
 from shared.scoring.pool import RewardSample
+from shared.scoring.served import UNANSWERED
+from shared.trajectories import Reward
 from trainer import gate
 from trainer.heads.examples import Examples, batch_of, read_examples, split
 from trainer.heads.learner import HeadLearner, HeadOptions, HeadReport
@@ -77,6 +82,7 @@ class HeadRun:
         self._disk = Disk(settings.folder, ring.sink.alert, self._stop)
         self._checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.keep_checkpoints)
         self._rejections = 0
+        self._unanswered = ""  # why no worker has judged the last candidate
         self._saved = 0  # train step of the latest checkpoint
         self._told = 0.0
         self.state = RunState(settings.run_name, ring=ring.id, base_sha256=ring.base_sha256)
@@ -119,11 +125,14 @@ class HeadRun:
     async def run(self) -> RunState:
         """To the end."""
         settings, state = self._settings, self.state
+        if state.unpublished and state.train_step >= settings.steps:
+            await self._publish(HeadReport(0.0, 0.0, is_finite=True))
         while state.train_step < settings.steps and not self.stopping:
             batch = batch_of(self._examples, settings.prompts_per_step, state.train_step, settings.seed)
             step = state.train_step
             report = await self._host.run(lambda batch=batch, step=step: self._learner.train(batch, step))  # type: ignore[misc]
             state.train_step += 1
+            state.unpublished += 1
             state.consumed += len(batch)
             due = settings.evaluate_every and state.train_step % settings.evaluate_every == 0
             last = state.train_step == settings.steps or self.stopping
@@ -139,6 +148,8 @@ class HeadRun:
     async def _publish(self, report: HeadReport) -> float:
         """Offer the weights; the share of held-out examples that they have right."""
         settings, state = self._settings, self.state
+        if state.train_step != self._saved:
+            await self._save()
         right = await self._host.run(lambda: self._learner.right(self._held_out.items))
         weights = await self._host.run(at_once(self._learner.weights))
         checks = [
@@ -148,6 +159,10 @@ class HeadRun:
         ]
         metrics = {"held_out": right, "loss": report.loss}
         published = await self._publisher.publish(weights, state, checks, metrics, self._parity)
+        if not published.version and self._unanswered:
+            log.warning("version.not_judged", why=self._unanswered)
+            return right
+        state.unpublished = 0
         if published.version:
             self._rejections = 0
             await self._host.run(at_once(self._learner.accept))
@@ -175,13 +190,23 @@ class HeadRun:
         label = self._examples.labels[0] if self._examples.labels else ""
         options = RewardModelOptions(version_id(self._settings.adapter, version), self._settings.head, label)
         samples = [RewardSample(text.answer, None, text.prompt) for text in texts]
-        rewards = await self._way.judges.score("model", options, samples)
+        rewards = await self._answered(options, samples)
         mine = await self._host.run(lambda: self._learner.read(texts))
         if failed := next((reward.error for reward in rewards if reward.value is None), ""):
             return [GateCheck("reload_parity", False, failed)]
         own = [softmax(each)[0] if label else each[0] for each in mine]
         gaps = [abs((reward.value or 0.0) - value) for reward, value in zip(rewards, own, strict=True)]
         return [gate.at_most("reload_parity", float(np.mean(gaps)), self._settings.max_parity)]
+
+    async def _answered(self, options: RewardModelOptions, samples: list[RewardSample]) -> list[Reward]:
+        """What workers say of these, once some do, or the run is to stop."""
+        while True:
+            rewards = await self._way.judges.score("model", options, samples)
+            failed = next((reward.error for reward in rewards if reward.value is None), "")
+            self._unanswered = failed if failed.startswith(UNANSWERED) else ""
+            if not self._unanswered or self.stopping:
+                return rewards
+            log.warning("gate.waits", adapter=options.model, why=self._unanswered)
 
     async def _save(self) -> None:
         snapshot = await self._host.run(at_once(self._learner.snapshot))
