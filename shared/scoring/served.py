@@ -12,7 +12,6 @@ cancelled or late cancels its sequences.
 
 import asyncio
 import json
-import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ from shared.redis.adapters.catalog import missing_head
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.queue.sequence_calls import SequenceCalls
 from shared.redis.ring.worker_registry import WorkerRegistry
-from shared.rewards.kinds import CheckedReward, Score
+from shared.rewards.kinds import CheckedReward, Score, wrong_with
 from shared.rewards.model_kinds import (
     MAX_MARKS,
     PROMPT,
@@ -142,8 +141,8 @@ class ServedRewards:
                 return _failed(name, error)
             except RecursionError:
                 return Reward(name, None, error="the reference is nested too deep to be shown to a model")
-            if not math.isfinite(score.value):
-                return Reward(name, None, error=f"the reward is {score.value}")
+            if wrong := wrong_with(score.value):
+                return Reward(name, None, error=wrong)
             return Reward(name, score.value, score.components)
 
         scored = await asyncio.gather(*map(one, samples), return_exceptions=True)
