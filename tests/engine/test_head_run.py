@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shared.adapters import GateCheck
-from shared.errors import ConflictError
+from shared.errors import ConflictError, SetupError
 from shared.rewards.model_kinds import ModelOptions
 from shared.scoring.pool import RewardSample
 from shared.scoring.served import UNANSWERED
@@ -55,18 +55,21 @@ class Workers:
         """They can be asked."""
 
 
-async def train(folder: Path, workers: Workers, sink: MemorySink) -> HeadRun:
+async def train(
+    folder: Path, workers: Workers, sink: MemorySink, *, base: str = "", ring_id: str = "", **changes: Any
+) -> HeadRun:
     data = folder / "pairs.jsonl"
     pairs = [{"prompt": f"{at}+3=", "chosen": f"9{at % 7}", "rejected": f"1{at % 5}"} for at in range(40)]
     data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     given = {"mode": "reward", "model": "models/tiny", "dataset": data, "run_dir": folder, "adapter": "judge"}
-    given |= {"steps": STEPS, "prompts_per_step": 8, "head_only": True}
+    given |= {"steps": STEPS, "prompts_per_step": 8, "head_only": True, **changes}
     settings = TrainSettings.model_construct(**(TrainSettings().model_dump() | given))
     async with ThreadHost() as host, RingMailbox(NoOrders()) as mailbox:
         loaded = await host.run(at_once(lambda: load_model(EngineConfig("models/tiny"))))
         source = InProcessSource(host, loaded.model, settings.adapter_shape(), sink, loaded.card.eos_token_ids)
         codec = TextCodec(loaded.tokenizer)
-        ring = Ring(loaded.card.base_sha256, codec, source, sink, RingBoard(NoBoard()), mailbox)
+        served = base or loaded.card.base_sha256
+        ring = Ring(served, codec, source, sink, RingBoard(NoBoard()), mailbox, id=ring_id)
         workers.run = run = HeadRun(settings, host, Way(workers, lambda _: pytest.fail("joined")), ring)
         await run.start(loaded)
         await run.run()
@@ -106,3 +109,24 @@ async def test_a_store_that_refuses_costs_nothing_that_was_learned(tmp_path: Pat
     sink = MemorySink("judge")
     await train(tmp_path, Workers(), sink)
     assert sink.latest == 1 and learned(sink) > 0
+
+
+async def test_a_run_that_begins_anew_leaves_the_earlier_one_and_its_best_alone(tmp_path: Path) -> None:
+    await train(tmp_path, Workers(), MemorySink("judge"))
+    sink = MemorySink("judge")
+    again = await train(tmp_path, Workers(), sink, resume="no", steps=STEPS - 1)
+    assert again.state.train_step == STEPS - 1 and sink.latest == 1
+    checkpoints = CheckpointStore(tmp_path / "judge" / "checkpoints")
+    assert checkpoints.names() == ["step-000002"] == [checkpoints.pointer("best")]
+    assert CheckpointStore(tmp_path / "judge.1" / "checkpoints").names() == ["step-000003"]
+    assert len((tmp_path / "judge" / "metrics.jsonl").read_text().splitlines()) == STEPS - 1
+
+
+@pytest.mark.parametrize("home", [{"base": "another"}, {"ring_id": "another"}])
+async def test_a_run_of_another_base_or_ring_is_not_gone_on_with(tmp_path: Path, home: dict[str, Any]) -> None:
+    await train(tmp_path, Workers(), MemorySink("judge"), ring_id="mine")
+    with pytest.raises(SetupError, match=r"another (base model|ring)"):
+        await train(tmp_path, Workers(), MemorySink("judge"), **{"ring_id": "mine", **home})
+    if "ring_id" in home:
+        moved = await train(tmp_path, Workers(), MemorySink("judge"), move_run=True, **home)
+        assert moved.state.ring == "another"

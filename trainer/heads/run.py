@@ -36,6 +36,7 @@ from trainer.state import RunState
 from trainer.versions.checkpoint import Checkpoint, CheckpointStore, differences
 from trainer.versions.disk import Disk
 from trainer.versions.publish import Publisher
+from trainer.versions.run_folder import begin_anew, check_home
 from trainer.versions.run_lock import run_lock
 from worker.engine.model.loader import LoadedModel
 
@@ -110,13 +111,16 @@ class HeadRun:
         config = await self._host.run(at_once(self._learner.config))
         sink = self._ring.sink
         self._publisher = Publisher(sink, settings.folder, settings.adapter, config, self._ring.base_sha256, self._disk)
-        checkpoint = None if settings.resume == "no" else self._checkpoints.load(settings.resume)
-        if checkpoint is not None:
+        if settings.resume == "no":
+            self._checkpoints = begin_anew(settings, self._checkpoints)
+        elif (checkpoint := self._checkpoints.load(settings.resume)) is not None:
+            check_home(settings, checkpoint.state, self._ring)
             if differs := differences(checkpoint.adapter_config, config):
                 raise SetupError(f"the checkpoint is of another run: {differs}; give another --run, or --resume no")
             await self._host.run(at_once(lambda: self._learner.restore(checkpoint)))
             self.state = checkpoint.state
             self._saved = self.state.train_step
+        self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
         log.info(
             "train.begins", form=form, examples=len(self._examples.items), held_out=len(self._held_out.items),
             too_long=self._examples.too_long, train_step=self.state.train_step,
@@ -213,9 +217,9 @@ class HeadRun:
         self.state.saves += 1
         self._saved = self.state.train_step
         checkpoint = Checkpoint(snapshot.adapter, snapshot.adapter_config, snapshot.optimizer, self.state)
-        await self._disk.run(self._checkpoints.save, checkpoint)
+        name = await self._disk.run(self._checkpoints.save, checkpoint)
         if self.state.version and self.state.version == self.state.best_version:
-            await self._disk.run(self._checkpoints.set_best, self._checkpoints.names()[-1])
+            await self._disk.run(self._checkpoints.set_best, name)
         await asyncio.to_thread(self._publisher.forget, {self.state.version, self.state.best_version})
 
     # -- data, figures
