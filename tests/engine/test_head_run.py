@@ -130,3 +130,12 @@ async def test_a_run_of_another_base_or_ring_is_not_gone_on_with(tmp_path: Path,
     if "ring_id" in home:
         moved = await train(tmp_path, Workers(), MemorySink("judge"), move_run=True, **home)
         assert moved.state.ring == "another"
+
+
+async def test_a_run_that_was_killed_tells_each_step_once(tmp_path: Path) -> None:
+    await train(tmp_path, Workers(), MemorySink("judge"))
+    figures = tmp_path / "judge" / "metrics.jsonl"
+    with figures.open("ab") as file:
+        file.write(b'{"step":4,"loss":0.5,"grad_norm":1.0}\n{"step":5,"lo')  # of steps behind the last checkpoint
+    await train(tmp_path, Workers(), MemorySink("judge"), steps=STEPS + 2)
+    assert [json.loads(line)["step"] for line in figures.read_text().splitlines()] == [1, 2, 3, 4, 5]

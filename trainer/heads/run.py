@@ -29,6 +29,7 @@ from trainer.heads.examples import Examples, batch_of, read_examples, split
 from trainer.heads.learner import HeadLearner, HeadOptions, HeadReport
 from trainer.learn.compute import ComputeHost, at_once
 from trainer.learn.options import HeadSettings
+from trainer.metrics import cut
 from trainer.ring.join import Way, way_to_ring
 from trainer.ring.ring import Ring
 from trainer.settings import TrainSettings
@@ -121,6 +122,7 @@ class HeadRun:
             self.state = checkpoint.state
             self._saved = self.state.train_step
         self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
+        await self._disk.run(cut, settings.folder / "metrics.jsonl", "step", self.state.train_step + 1)
         log.info(
             "train.begins", form=form, examples=len(self._examples.items), held_out=len(self._held_out.items),
             too_long=self._examples.too_long, train_step=self.state.train_step,
