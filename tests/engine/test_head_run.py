@@ -35,8 +35,10 @@ STEPS = 3
 class Workers:
     """Say what the learner says, after having been asked so often in vain."""
 
-    def __init__(self, in_vain: int = 0, asked: Callable[[HeadRun], None] = lambda run: None) -> None:
-        self.left, self._asked = in_vain, asked
+    def __init__(
+        self, in_vain: int = 0, asked: Callable[[HeadRun], None] = lambda run: None, error: float = 0.0
+    ) -> None:
+        self.left, self._asked, self._error = in_vain, asked, error
         self.run: HeadRun | None = None
 
     async def score(self, name: str, options: ModelOptions, samples: Sequence[RewardSample], **_: Any) -> list[Reward]:
@@ -49,7 +51,7 @@ class Workers:
         codec = run._ring.codec
         ids = [tuple(answered(codec, sample.prompt, sample.completion)) for sample in samples]
         said = await run._host.run(lambda: run._learner.read([Text(None, "", each) for each in ids]))
-        return [Reward(name, value) for (value,) in said]
+        return [Reward(name, value + self._error) for (value,) in said]
 
     async def check(self, reward: Any) -> None:
         """They can be asked."""
@@ -139,3 +141,23 @@ async def test_a_run_that_was_killed_tells_each_step_once(tmp_path: Path) -> Non
         file.write(b'{"step":4,"loss":0.5,"grad_norm":1.0}\n{"step":5,"lo')  # of steps behind the last checkpoint
     await train(tmp_path, Workers(), MemorySink("judge"), steps=STEPS + 2)
     assert [json.loads(line)["step"] for line in figures.read_text().splitlines()] == [1, 2, 3, 4, 5]
+
+
+async def test_what_is_learned_between_two_candidates_is_in_checkpoints(tmp_path: Path) -> None:
+    await train(tmp_path, Workers(), MemorySink("judge"), steps=5, checkpoint_every=2)
+    names = CheckpointStore(tmp_path / "judge" / "checkpoints").names()
+    assert names == ["step-000002", "step-000004", "step-000005"]
+
+
+async def test_a_resumed_run_falls_back_to_the_last_good_version_not_to_its_checkpoint(tmp_path: Path) -> None:
+    def die(run: HeadRun) -> None:
+        raise RuntimeError("killed")
+
+    sink = MemorySink("judge")
+    await train(tmp_path, Workers(), sink)
+    with pytest.raises(RuntimeError, match="killed"):
+        await train(tmp_path, Workers(asked=die), sink, steps=STEPS + 2)
+    run = await train(tmp_path, Workers(error=1000.0), sink, steps=STEPS + 2)
+    assert (sink.latest, run.state.rejected, run.state.train_step) == (1, 1, STEPS + 2)
+    name = "heads.reward.weight"
+    assert (run._learner.weights()[name] == sink.versions[1][name]).all()

@@ -3,7 +3,8 @@
 Every `evaluate_every` train steps, and at the end, the weights become a candidate. It passes when its numbers are
 finite, when it ranks held-out examples no worse than the last good version by more than `reward_margin`, and when a
 worker that has loaded it says of some texts what the trainer says (the reward `model`, through the queue). One that
-fails is rejected in the store, and weights and moments go back. Checkpoints are written at the same times.
+fails is rejected in the store, and weights and moments go back. Checkpoints are written at the same times, and every
+`checkpoint_every` train steps.
 
 Invariants. A worker that does not answer says nothing about the weights: it is asked until it does. What has been
 learned is in a checkpoint before it is offered, and what no worker has judged is offered again by the next start.
@@ -118,8 +119,10 @@ class HeadRun:
             check_home(settings, checkpoint.state, self._ring)
             if differs := differences(checkpoint.adapter_config, config):
                 raise SetupError(f"the checkpoint is of another run: {differs}; give another --run, or --resume no")
-            await self._host.run(at_once(lambda: self._learner.restore(checkpoint)))
-            self.state = checkpoint.state
+            self.state = state = checkpoint.state
+            good = state.unpublished and state.version in self._publisher.kept()
+            fall_back = self._publisher.weights_of(state.version) if good else None
+            await self._host.run(at_once(lambda: self._learner.restore(checkpoint, fall_back)))
             self._saved = self.state.train_step
         self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
         await self._disk.run(cut, settings.folder / "metrics.jsonl", "step", self.state.train_step + 1)
@@ -143,6 +146,8 @@ class HeadRun:
             due = settings.evaluate_every and state.train_step % settings.evaluate_every == 0
             last = state.train_step == settings.steps or self.stopping
             held_out = await self._publish(report) if due or last else None
+            if settings.checkpoint_every and state.train_step - self._saved >= settings.checkpoint_every:
+                await self._save()
             await self._tell(report, held_out)
         if state.train_step != self._saved:  # stopped between two candidates
             await self._save()
