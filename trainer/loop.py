@@ -13,7 +13,6 @@ Invariants.
 """
 
 import asyncio
-import itertools
 import secrets
 import time
 from collections.abc import Sequence
@@ -48,6 +47,7 @@ from trainer.versions.examine import Examiner
 from trainer.versions.foreign import ForeignMoves
 from trainer.versions.posted import LogprobCheck
 from trainer.versions.publish import Publisher
+from trainer.versions.run_folder import begin_anew, check_home
 from trainer.versions.served import Serving
 
 log = structlog.get_logger()
@@ -185,7 +185,7 @@ class TrainLoop:
             self._ring.sink, settings.folder, settings.adapter, config, self._ring.base_sha256, self._disk
         )
         if settings.resume == "no":
-            self._set_aside()
+            self.checkpoints = begin_anew(settings, self.checkpoints)
         elif (checkpoint := self.checkpoints.load(settings.resume)) is not None:
             await self._resume(checkpoint, config)
         self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
@@ -205,18 +205,8 @@ class TrainLoop:
         self._serving = Serving(settings, self.parts, self._learner, self._publisher, examiner, self.state)
         self._foreign = ForeignMoves(settings, self.parts, self.state, self._serving)
 
-    def _set_aside(self) -> None:
-        """Begin anew under a name that has checkpoints: the earlier run's folder gets a number, nothing is lost."""
-        folder = self.settings.folder
-        if not self.checkpoints.names():
-            return
-        number = next(n for n in itertools.count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
-        aside = folder.rename(folder.with_name(f"{folder.name}.{number}"))
-        self.checkpoints = CheckpointStore(folder / "checkpoints", self.settings.keep_checkpoints)
-        log.warning("run.set_aside", earlier_run=str(aside))
-
     async def _resume(self, checkpoint: Checkpoint, config: bytes) -> None:
-        self._check_home(checkpoint.state)
+        check_home(self.settings, checkpoint.state, self._ring)
         differs = differences(checkpoint.adapter_config, config)
         try:
             if not differs:
@@ -230,17 +220,6 @@ class TrainLoop:
             )
         self.state = checkpoint.state
         log.info("run.resumed", train_step=self.state.train_step, pending=len(self.state.pending))
-
-    def _check_home(self, saved: RunState) -> None:
-        """SetupError when the checkpoint belongs elsewhere: what another ring has spoilt would be learned on here."""
-        folder, ways = self.settings.folder, "another --run or --run-dir, or --resume no to begin anew"
-        if saved.base_sha256 and saved.base_sha256 != self._ring.base_sha256:
-            raise SetupError(f"{folder} holds a run of another base model than {self.settings.model}: give {ways}")
-        if saved.ring and self._ring.id and saved.ring != self._ring.id and not self.settings.move_run:
-            raise SetupError(
-                f"{folder} holds a run that was trained on another ring (train step {saved.train_step}): give {ways}; "
-                "to go on with it here, give --move-run"
-            )
 
     async def _probe_prompts(self) -> list[tuple[int, ...]]:
         environment = self.parts.held_out or self.parts.environment

@@ -28,6 +28,7 @@ from shared.rewards.model_kinds import (
 )
 
 MAX_PATTERN = 4_096
+LARGEST = 1e100  # beyond it, rewards and their squares have sums that are no numbers
 
 
 class ExactOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -194,6 +195,11 @@ class Score(NamedTuple):
 
     value: float
     components: dict[str, float] = {}  # noqa: RUF012 - a NamedTuple's default, never written
+
+
+def wrong_with(value: float) -> str:
+    """What keeps a number from being a reward; "" when nothing does."""
+    return "" if abs(value) <= LARGEST else f"the reward is {value}, and {LARGEST:g} is the largest"
 
 
 class CheckedReward(NamedTuple):

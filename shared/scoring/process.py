@@ -7,7 +7,6 @@ knows at which sample a process was lost.
 
 import contextlib
 import faulthandler
-import math
 import os
 import signal
 import time
@@ -21,7 +20,7 @@ from shared.errors import InvalidRequestError
 from shared.jobs import RewardSpec
 from shared.process.call_pipe import CallPipe
 from shared.rewards.functions import Scorer, load
-from shared.rewards.kinds import Options, check
+from shared.rewards.kinds import Options, check, wrong_with
 from shared.trajectories import Reward
 
 LATE = "timed out after"  # how the error of a sample that ran out of time begins
@@ -109,8 +108,8 @@ def _score_one(
         return _failed(spec, f"{LATE} {timeout_s:g} s")
     except Exception as error:  # whatever a reward raises is that sample's error
         return _failed(spec, f"{type(error).__name__}: {error}"[:500])
-    if not math.isfinite(score.value):
-        return _failed(spec, f"the reward is {score.value}")
+    if wrong := wrong_with(score.value):
+        return _failed(spec, wrong)
     return Reward(spec.name, float(score.value), score.components)
 
 

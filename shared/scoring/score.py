@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from shared.jobs import RewardSpec
-from shared.rewards.kinds import CheckedReward, WeightedOptions
+from shared.rewards.kinds import CheckedReward, WeightedOptions, wrong_with
 from shared.rewards.model_kinds import ModelOptions
 from shared.scoring.pool import RewardSample
 from shared.scoring.served import WITHIN_S
@@ -82,4 +82,6 @@ def _sum(options: WeightedOptions, rewards: Sequence[Reward]) -> Reward:
             return Reward("weighted", None, error=f"{part.name}: {reward.error}")
         components[part.name] = reward.value
         total += part.weight * reward.value
+    if wrong := wrong_with(total):
+        return Reward("weighted", None, error=wrong)
     return Reward("weighted", total, components)

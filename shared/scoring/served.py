@@ -12,7 +12,6 @@ cancelled or late cancels its sequences.
 
 import asyncio
 import json
-import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ from shared.redis.adapters.catalog import missing_head
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.queue.sequence_calls import SequenceCalls
 from shared.redis.ring.worker_registry import WorkerRegistry
-from shared.rewards.kinds import CheckedReward, Score
+from shared.rewards.kinds import CheckedReward, Score, wrong_with
 from shared.rewards.model_kinds import (
     MAX_MARKS,
     PROMPT,
@@ -62,6 +61,7 @@ from shared.trajectories import Reward
 
 AT_ONCE = 64
 WITHIN_S = 120.0
+UNANSWERED = "no answer of"  # how the error begins of a sample that nobody has scored in its time
 IN_THREAD_CHARS = 2_000  # a longer text is tokenized beside the event loop
 
 
@@ -136,13 +136,13 @@ class ServedRewards:
                     else:
                         score = await self._likelihood(ask, options, models, sample)
             except TimeoutError:
-                return Reward(name, None, error=f"no answer of {models[0].card.name!r} within {within_s:g} s")
+                return Reward(name, None, error=f"{UNANSWERED} {models[0].card.name!r} within {within_s:g} s")
             except ParallmError as error:
                 return _failed(name, error)
             except RecursionError:
                 return Reward(name, None, error="the reference is nested too deep to be shown to a model")
-            if not math.isfinite(score.value):
-                return Reward(name, None, error=f"the reward is {score.value}")
+            if wrong := wrong_with(score.value):
+                return Reward(name, None, error=wrong)
             return Reward(name, score.value, score.components)
 
         scored = await asyncio.gather(*map(one, samples), return_exceptions=True)
@@ -273,7 +273,7 @@ class ServedRewards:
         return shown, sample.completion, json.dumps(reference, ensure_ascii=False)
 
     async def run(self, model: str, specs: Sequence[SequenceSpec]) -> list[SequenceResult]:
-        """Results of sequences, all of which have ended well; the error of one that has not."""
+        """Results of sequences, all of which have ended well; the error of one that has not, TimeoutError if late."""
         task = self._calls.get(model)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             calls = SequenceCalls(self._redis, model, self._owner)
@@ -283,6 +283,8 @@ class ServedRewards:
             finish = result.finish
             if finish.reason == "error":
                 raise from_code(finish.error_code, finish.error_message)
+            if finish.reason == "deadline":
+                raise TimeoutError
             if finish.reason not in ("stop", "length"):
                 raise InvalidRequestError(f"the scoring ended early: {finish.reason}")
         return results

@@ -5,12 +5,14 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
 from shared.frames import VersionSpan
 from shared.redis import keys
 from shared.redis.connection.client import connect
+from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.redis.training.trajectory_intake import SCORERS, TrajectoryIntake
 from shared.redis.training.trajectory_queue import TrajectoryQueue
 from shared.scoring.pool import RewardPool
@@ -18,8 +20,8 @@ from shared.sequences import SequenceSpec
 from shared.trajectories import LiveTrajectory, Trajectory
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
-from tests.redis.scripted_worker import MODEL, Answer, working
-from tests.unit.api_texts import EOS, codec, ids
+from tests.redis.scripted_worker import CARD, MODEL, Answer, working
+from tests.unit.api_texts import EOS, bundle, codec, ids
 from tests.waiting import wait_until
 from worker.jobs.collecting import Collecting
 from worker.jobs.context import TickContext
@@ -45,6 +47,13 @@ async def scorer(redis_url: str, name: str = "r1") -> AsyncIterator[Collecting]:
         await blocking.aclose()
 
 
+async def taken(runner: Collecting) -> int:
+    """How many entries were taken, and scored to their end."""
+    count = await runner.collect(MODEL)
+    await asyncio.gather(*runner.under_way)
+    return count
+
+
 async def collected(redis: Redis, policy: str = "policy") -> list[LiveTrajectory]:
     return [each.live for each in await TrajectoryQueue(redis, policy).peek()]
 
@@ -53,8 +62,8 @@ async def test_each_sample_becomes_one_scored_trajectory(server: Api, redis: Red
     answer = (await server.post("/v1/completions", {**ASK, **REFERENCE, "n": 2})).json()
     async with scorer(redis_url) as runner:
         await wait_until(lambda: _length(redis, 2))
-        assert await runner.collect(MODEL) == 2
-        assert await runner.collect(MODEL) == 0
+        assert await taken(runner) == 2
+        assert await taken(runner) == 0
     first, second = sorted(await collected(redis), key=lambda live: live.id)
     assert [first.id, second.id] == [f"{answer['id']}-0", f"{answer['id']}-1"]
     assert first.group == second.group and first.group_size == 2
@@ -63,6 +72,29 @@ async def test_each_sample_becomes_one_scored_trajectory(server: Api, redis: Red
     assert t.logprobs == (-0.25,) * 6 and t.spans == (VersionSpan("", 0, 6),)
     assert t.reward is not None and (t.reward.name, t.reward.value) == ("exact", 1.0)
     assert t.metadata == {"difficulty": "hard"} and t.text == "hello" and t.finish_reason == "stop"
+
+
+async def test_a_reward_model_whose_workers_are_gone_keeps_nobody_else_waiting(
+    server: Api, redis: Redis, redis_url: str
+) -> None:
+    await WorkerRegistry(redis).register_model(msgspec.structs.replace(CARD, name="gone", base_sha256="g"), bundle())
+    slow = {"name": "likelihood", "model": "gone"}
+    await server.post("/v1/completions", {**ASK, **REFERENCE, "scoring_function": slow, "n": 8})
+    good = (await server.post("/v1/completions", {**ASK, **REFERENCE})).json()
+    plain = (await server.post("/v1/completions", {**ASK, "scoring_function": None})).json()
+    async with scorer(redis_url) as runner:
+        running = asyncio.create_task(runner.run())
+
+        async def both() -> bool:
+            return {live.id for live in await collected(redis)} == {f"{each['id']}-0" for each in (good, plain)}
+
+        try:
+            await wait_until(both, timeout_s=30)
+            assert await redis.xlen(keys.collected(MODEL)) == 8, "the others are not given up"
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await runner._context.served.close()
 
 
 async def _length(redis: Redis, count: int) -> bool:
@@ -127,11 +159,11 @@ async def test_a_runner_that_dies_before_it_forgets_doubles_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(TrajectoryIntake, "done", die)
         async with scorer(redis_url) as dying:
-            with pytest.raises(RuntimeError, match="killed"):
-                await dying.collect(MODEL)
+            assert await taken(dying) == 1
+            assert (await redis.xpending(keys.collected(MODEL), SCORERS))["pending"] == 1
     monkeypatch.setattr("shared.redis.training.trajectory_intake.TAKE_OVER_MS", 0)
     async with scorer(redis_url, "r2") as next_one:
-        assert await next_one.collect(MODEL) == 1
+        assert await taken(next_one) == 1
     assert len(await collected(redis)) == 1
     assert await redis.xpending(keys.collected(MODEL), SCORERS) == {
         "pending": 0, "min": None, "max": None, "consumers": []

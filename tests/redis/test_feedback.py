@@ -63,6 +63,7 @@ async def kept(redis: Redis, redis_url: str, answers: int) -> None:
             return taken >= answers
 
         await wait_until(all_taken)
+        await asyncio.gather(*collecting.under_way)
 
 
 async def delivered(redis: Redis, redis_url: str) -> list[LiveTrajectory]:

@@ -160,6 +160,20 @@ async def test_a_reward_that_fails_marks_its_sample(redis: Redis, runner: TickCo
     assert bad.reward is not None and bad.reward.value is None and bad.reward.error
 
 
+async def test_rewards_whose_sum_would_be_no_number_are_errors_and_the_job_ends(
+    redis: Redis, runner: TickContext
+) -> None:
+    parts = [{"name": "length", "weight": 1e308, "options": {"target": 1000}}, {"name": "format", "weight": 0.0}]
+    reward = {"name": "weighted", "options": {"parts": parts}}
+    job = await submit(redis, prompts(4), spec("rollout", n=8, reward=reward))
+    async with working(FakeWorker(redis, lambda sequence: "9")):
+        status = await advance(runner, job)
+    assert (status.status, status.counts.succeeded, status.reward_errors) == ("succeeded", 32, 32)
+    ((_, line), *_) = await JobStore(redis).results(job)
+    said = msgspec.json.decode(line, type=Trajectory).reward
+    assert said is not None and "1e+100 is the largest" in said.error
+
+
 async def test_two_runners_on_one_job_record_each_sample_once(redis: Redis, redis_url: str) -> None:
     """Even without the lease: what makes it right is that every step is repeatable."""
     job = await submit(redis, prompts(300), spec("generate"))

@@ -99,3 +99,6 @@ async def test_functions_and_judges_add_up_and_a_failed_part_names_itself() -> N
     good, bad = await rewards.score(reward, [RewardSample("abc", "abc"), RewardSample("?", "abc")])
     assert (good.value, good.components) == (4 * 0.5 - 3, {"judge": 0.5, "exact": 3.0})
     assert (bad.value, bad.error) == (None, "judge: asleep")
+    heavy = [{"name": "judge", "weight": 1e308, "options": {"model": "m"}}, {"name": "exact"}]
+    (large,) = await rewards.score(check(RewardSpec("weighted", {"parts": heavy})), [RewardSample("abc", "abc")])
+    assert large.value is None and "largest" in large.error

@@ -140,11 +140,31 @@ def test_rewards_on_another_scale_are_brought_to_it() -> None:
 
 
 def test_a_group_without_rewards_and_one_that_could_not_be_played_count_as_hopeless() -> None:
-    curriculum = Curriculum(BY_REWARD, 2)
-    drawn(curriculum, range(2))
-    curriculum.learned([0], [[]])
-    curriculum.failed(1)
-    assert curriculum.figures().tasks_hopeless == 1
+    curriculum = Curriculum(BY_REWARD, 3)
+    drawn(curriculum, range(3))
+    curriculum.learned([0, 1], [[], [0.5]])
+    curriculum.failed(2)
+    assert curriculum.figures().tasks_hopeless == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("name", ["reward", "difficulty"])
+def test_while_nothing_can_be_scored_nothing_is_learned_about_tasks(name: Any) -> None:
+    places = places_of(range(20))
+    curriculum = Curriculum(CurriculumOptions(name, floor=0.0, pace=0.5), 20, places)
+    drawn(curriculum, range(4))
+    curriculum.learned(range(4), [[1.0, 1.0]] * 4)
+    before = curriculum.figures()
+    for step in range(2, 8):  # the reward's model is away
+        indices = range(2 * step, 2 * step + 2)
+        drawn(curriculum, indices)
+        curriculum.learned(indices, [[], []])
+    after = curriculum.figures()
+    assert (after.tasks_hopeless, after.tasks_unseen) == (0, before.tasks_unseen)
+    assert after.wanted_difficulty == before.wanted_difficulty and curriculum.books(range(100)).drawn == {}
+    drawn(curriculum, range(90, 92))
+    curriculum.learned([90, 91], [[], [1.0]])
+    wanted = curriculum.figures().wanted_difficulty
+    assert before.wanted_difficulty is None or (wanted is not None and wanted >= before.wanted_difficulty)
 
 
 def test_difficulty_rises_with_rewards_and_falls_without() -> None:

@@ -4,7 +4,8 @@ Invariants.
 - A draw depends on the run's seed, the group's index, what train steps have counted, and the tasks that are under way.
   So a run that was resumed draws as one that was never stopped, and with K = 0 the same run draws the same tasks.
 - Only groups that a train step has consumed count. What is too old, or was sampled by a version that collapsed, does
-  not; a group that could not be played at all counts as hopeless, or it would be drawn again and again.
+  not. A group that could not be played at all counts as hopeless, or it would be drawn again and again, and so does
+  one that could not be scored; but where no group of a train step was, the tasks are not to blame, and nothing counts.
 - Evaluations ask the held-out tasks themselves, never this: nothing that they earn can influence a draw.
 """
 
@@ -79,13 +80,15 @@ class Curriculum:
 
     def learned(self, indices: Sequence[int], rewards: Sequence[Sequence[float]]) -> None:
         """A train step has consumed these groups, with the rewards of each."""
-        drawn = [self._drawn.pop(index) for index in indices]
+        self._tasks = tuple(self._drawn.pop(index).task for index in indices)
+        if not any(rewards):
+            return
         shares = [self._options.share(float(np.mean(earned))) if earned else 0.0 for earned in rewards]
-        for index, task, share, earned in zip(indices, drawn, shares, rewards, strict=True):
-            self._pool.count(task.task, index, share, len(earned) or 1)
-        self._tasks = tuple(task.task for task in drawn)
+        for index, task, share, earned in zip(indices, self._tasks, shares, rewards, strict=True):
+            self._pool.count(task, index, share, len(earned) or 1)
         if self._wanted is not None:
-            self._wanted.follow(self._tasks, shares)
+            scored = [at for at, earned in enumerate(rewards) if earned]
+            self._wanted.follow([self._tasks[at] for at in scored], [shares[at] for at in scored])
         self._sums = None
 
     def failed(self, index: int) -> None:

@@ -142,12 +142,13 @@ class HeadLearner:
         """All of the state, for a checkpoint."""
         return Snapshot(self.weights(), self.config(), self._moments())
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Go on exactly where a checkpoint was taken."""
+    def restore(self, snapshot: Snapshot, good: Arrays | None = None) -> None:
+        """Go on exactly where a checkpoint was taken; `good`: the last good weights, where those are others."""
         self._load(snapshot.adapter)
         state = tree_unflatten([(name, mx.array(value)) for name, value in snapshot.optimizer.items()])
         self._of_head.state, self._of_body.state = state["head"], state.get("body", {})
         self.accept()
+        self._good = good or self._good
 
     def accept(self) -> None:
         """The present weights are the last good ones."""

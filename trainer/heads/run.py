@@ -3,7 +3,11 @@
 Every `evaluate_every` train steps, and at the end, the weights become a candidate. It passes when its numbers are
 finite, when it ranks held-out examples no worse than the last good version by more than `reward_margin`, and when a
 worker that has loaded it says of some texts what the trainer says (the reward `model`, through the queue). One that
-fails is rejected in the store, and weights and moments go back. Checkpoints are written at the same times.
+fails is rejected in the store, and weights and moments go back. Checkpoints are written at the same times, and every
+`checkpoint_every` train steps.
+
+Invariants. A worker that does not answer says nothing about the weights: it is asked until it does. What has been
+learned is in a checkpoint before it is offered, and what no worker has judged is offered again by the next start.
 """
 
 import asyncio
@@ -19,11 +23,14 @@ from shared.adapters import GateCheck, version_id
 from shared.errors import ParallmError, SetupError
 from shared.rewards.model_kinds import RewardModelOptions, softmax
 from shared.scoring.pool import RewardSample
+from shared.scoring.served import UNANSWERED
+from shared.trajectories import Reward
 from trainer import gate
 from trainer.heads.examples import Examples, batch_of, read_examples, split
 from trainer.heads.learner import HeadLearner, HeadOptions, HeadReport
 from trainer.learn.compute import ComputeHost, at_once
 from trainer.learn.options import HeadSettings
+from trainer.metrics import cut
 from trainer.ring.join import Way, way_to_ring
 from trainer.ring.ring import Ring
 from trainer.settings import TrainSettings
@@ -31,6 +38,7 @@ from trainer.state import RunState
 from trainer.versions.checkpoint import Checkpoint, CheckpointStore, differences
 from trainer.versions.disk import Disk
 from trainer.versions.publish import Publisher
+from trainer.versions.run_folder import begin_anew, check_home
 from trainer.versions.run_lock import run_lock
 from worker.engine.model.loader import LoadedModel
 
@@ -77,6 +85,7 @@ class HeadRun:
         self._disk = Disk(settings.folder, ring.sink.alert, self._stop)
         self._checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.keep_checkpoints)
         self._rejections = 0
+        self._unanswered = ""  # why no worker has judged the last candidate
         self._saved = 0  # train step of the latest checkpoint
         self._told = 0.0
         self.state = RunState(settings.run_name, ring=ring.id, base_sha256=ring.base_sha256)
@@ -104,13 +113,19 @@ class HeadRun:
         config = await self._host.run(at_once(self._learner.config))
         sink = self._ring.sink
         self._publisher = Publisher(sink, settings.folder, settings.adapter, config, self._ring.base_sha256, self._disk)
-        checkpoint = None if settings.resume == "no" else self._checkpoints.load(settings.resume)
-        if checkpoint is not None:
+        if settings.resume == "no":
+            self._checkpoints = begin_anew(settings, self._checkpoints)
+        elif (checkpoint := self._checkpoints.load(settings.resume)) is not None:
+            check_home(settings, checkpoint.state, self._ring)
             if differs := differences(checkpoint.adapter_config, config):
                 raise SetupError(f"the checkpoint is of another run: {differs}; give another --run, or --resume no")
-            await self._host.run(at_once(lambda: self._learner.restore(checkpoint)))
-            self.state = checkpoint.state
+            self.state = state = checkpoint.state
+            good = state.unpublished and state.version in self._publisher.kept()
+            fall_back = self._publisher.weights_of(state.version) if good else None
+            await self._host.run(at_once(lambda: self._learner.restore(checkpoint, fall_back)))
             self._saved = self.state.train_step
+        self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
+        await self._disk.run(cut, settings.folder / "metrics.jsonl", "step", self.state.train_step + 1)
         log.info(
             "train.begins", form=form, examples=len(self._examples.items), held_out=len(self._held_out.items),
             too_long=self._examples.too_long, train_step=self.state.train_step,
@@ -119,15 +134,20 @@ class HeadRun:
     async def run(self) -> RunState:
         """To the end."""
         settings, state = self._settings, self.state
+        if state.unpublished and state.train_step >= settings.steps:
+            await self._publish(HeadReport(0.0, 0.0, is_finite=True))
         while state.train_step < settings.steps and not self.stopping:
             batch = batch_of(self._examples, settings.prompts_per_step, state.train_step, settings.seed)
             step = state.train_step
             report = await self._host.run(lambda batch=batch, step=step: self._learner.train(batch, step))  # type: ignore[misc]
             state.train_step += 1
+            state.unpublished += 1
             state.consumed += len(batch)
             due = settings.evaluate_every and state.train_step % settings.evaluate_every == 0
             last = state.train_step == settings.steps or self.stopping
             held_out = await self._publish(report) if due or last else None
+            if settings.checkpoint_every and state.train_step - self._saved >= settings.checkpoint_every:
+                await self._save()
             await self._tell(report, held_out)
         if state.train_step != self._saved:  # stopped between two candidates
             await self._save()
@@ -139,6 +159,8 @@ class HeadRun:
     async def _publish(self, report: HeadReport) -> float:
         """Offer the weights; the share of held-out examples that they have right."""
         settings, state = self._settings, self.state
+        if state.train_step != self._saved:
+            await self._save()
         right = await self._host.run(lambda: self._learner.right(self._held_out.items))
         weights = await self._host.run(at_once(self._learner.weights))
         checks = [
@@ -148,6 +170,10 @@ class HeadRun:
         ]
         metrics = {"held_out": right, "loss": report.loss}
         published = await self._publisher.publish(weights, state, checks, metrics, self._parity)
+        if not published.version and self._unanswered:
+            log.warning("version.not_judged", why=self._unanswered)
+            return right
+        state.unpublished = 0
         if published.version:
             self._rejections = 0
             await self._host.run(at_once(self._learner.accept))
@@ -175,7 +201,7 @@ class HeadRun:
         label = self._examples.labels[0] if self._examples.labels else ""
         options = RewardModelOptions(version_id(self._settings.adapter, version), self._settings.head, label)
         samples = [RewardSample(text.answer, None, text.prompt) for text in texts]
-        rewards = await self._way.judges.score("model", options, samples)
+        rewards = await self._answered(options, samples)
         mine = await self._host.run(lambda: self._learner.read(texts))
         if failed := next((reward.error for reward in rewards if reward.value is None), ""):
             return [GateCheck("reload_parity", False, failed)]
@@ -183,14 +209,24 @@ class HeadRun:
         gaps = [abs((reward.value or 0.0) - value) for reward, value in zip(rewards, own, strict=True)]
         return [gate.at_most("reload_parity", float(np.mean(gaps)), self._settings.max_parity)]
 
+    async def _answered(self, options: RewardModelOptions, samples: list[RewardSample]) -> list[Reward]:
+        """What workers say of these, once some do, or the run is to stop."""
+        while True:
+            rewards = await self._way.judges.score("model", options, samples)
+            failed = next((reward.error for reward in rewards if reward.value is None), "")
+            self._unanswered = failed if failed.startswith(UNANSWERED) else ""
+            if not self._unanswered or self.stopping:
+                return rewards
+            log.warning("gate.waits", adapter=options.model, why=self._unanswered)
+
     async def _save(self) -> None:
         snapshot = await self._host.run(at_once(self._learner.snapshot))
         self.state.saves += 1
         self._saved = self.state.train_step
         checkpoint = Checkpoint(snapshot.adapter, snapshot.adapter_config, snapshot.optimizer, self.state)
-        await self._disk.run(self._checkpoints.save, checkpoint)
+        name = await self._disk.run(self._checkpoints.save, checkpoint)
         if self.state.version and self.state.version == self.state.best_version:
-            await self._disk.run(self._checkpoints.set_best, self._checkpoints.names()[-1])
+            await self._disk.run(self._checkpoints.set_best, name)
         await asyncio.to_thread(self._publisher.forget, {self.state.version, self.state.best_version})
 
     # -- data, figures

@@ -139,5 +139,5 @@ _OF_HEADS = {  # settings of a trainer that `--mode reward` has a use for
     "dataset", "held_out_dataset", "steps", "prompts_per_step", "lora_kind", "lora_rank", "lora_scale", "lora_targets",
     "learning_rate", "schedule", "warmup_steps", "final_rate_fraction", "max_grad_norm", "weight_decay", "adam_beta1",
     "adam_beta2", "microbatch_tokens", "gradient_checkpointing", "max_parity", "reward_margin", "max_rejections",
-    "evaluate_every", "keep_checkpoints", "resume",
+    "evaluate_every", "checkpoint_every", "keep_checkpoints", "resume", "move_run",
 }  # fmt: skip

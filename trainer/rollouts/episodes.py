@@ -1,13 +1,13 @@
 """One group from start to end: reset the environment, sample, step, and go on while the environment wants more."""
 
 import asyncio
-import math
 from dataclasses import dataclass
 
 import msgspec
 
 from shared.errors import SetupError
 from shared.jobs import SamplingOverrides
+from shared.rewards.kinds import wrong_with
 from shared.seeds import derived_seed
 from shared.trajectories import Reward, Trajectory
 from trainer.curricula.curriculum import Curriculum
@@ -87,8 +87,8 @@ class Episodes:
 
     async def _judged(self, observation: Observation, action: str) -> Outcome:
         outcome = is_outcome(self.environment.name, await self.environment.step(observation, action))
-        if outcome.reward is not None and not math.isfinite(outcome.reward):
-            raise ValueError(f"the reward is {outcome.reward}")
+        if outcome.reward is not None and (wrong := wrong_with(outcome.reward)):
+            raise ValueError(wrong)
         return outcome
 
     async def _next_turn(self, request: RolloutRequest, whole: Trajectory, between: list[int], turn: int) -> Trajectory:

@@ -17,7 +17,7 @@ import msgspec
 import structlog
 from redis.asyncio import Redis
 
-from shared.adapters import AdapterManifest, GateCheck
+from shared.adapters import AdapterStatus, GateCheck
 from shared.errors import ConflictError, UnknownAdapterError
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore, SplitEnd
@@ -34,6 +34,16 @@ _reward = Script("split_reward")
 _end = Script("split_end")
 
 
+class _Manifest(msgspec.Struct, frozen=True):
+    """What a split needs of a version's manifest, which may name thousands of modules and labels."""
+
+    version: int
+    status: AdapterStatus
+
+
+_manifest = msgspec.json.Decoder(_Manifest)
+
+
 class SplitState(msgspec.Struct, frozen=True):
     """A split as it is now."""
 
@@ -41,7 +51,7 @@ class SplitState(msgspec.Struct, frozen=True):
     split: Split
     earned: dict[int, Rewards]
     latest: int
-    manifests: dict[int, AdapterManifest]  # of its versions that may be served
+    served: frozenset[int]  # its versions that are there and not rejected
     started_ms: int
     moved: int = 0  # to which version somebody has moved `latest` while it ran
     verdict: Verdict | None = None
@@ -55,7 +65,7 @@ class SplitState(msgspec.Struct, frozen=True):
             return f"the latest version was moved to {self.moved} from {self.split.latest}, which it was from the start"
         if self.latest != self.split.latest:
             return f"the latest version is {self.latest or 'gone'}, and was {self.split.latest} when the split began"
-        if lost := [version for version in self.split.versions if version not in self.manifests]:
+        if lost := [version for version in self.split.versions if version not in self.served]:
             return f"version {lost[0]} is deleted or rejected"
         return ""
 
@@ -123,13 +133,13 @@ class Splits:
         if split.tenant != (tenant or b"").decode():
             return None
         packed = await ask(self._redis, "MGET", *(keys.adapter_manifest(name, version) for version in split.versions))
-        manifests = [msgspec.json.decode(each, type=AdapterManifest) for each in packed if each is not None]
+        manifests = [_manifest.decode(each) for each in packed if each is not None]
         return SplitState(
             id=raw[b"id"].decode(),
             split=split,
             earned={version: _earned(raw, version) for version in split.versions},
             latest=int(latest or 0),
-            manifests={each.version: each for each in manifests if each.status == "published"},
+            served=frozenset(each.version for each in manifests if each.status == "published"),
             started_ms=int(raw[b"started_ms"]),
             moved=int(raw.get(b"moved", 0)),
             verdict=msgspec.json.decode(raw[b"verdict"], type=Verdict) if b"verdict" in raw else None,

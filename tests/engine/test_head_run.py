@@ -1,0 +1,163 @@
+"""A run that trains a head, on bad days: no worker answers, the store refuses, the run is stopped while it waits."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.adapters import GateCheck
+from shared.errors import ConflictError, SetupError
+from shared.rewards.model_kinds import ModelOptions
+from shared.scoring.pool import RewardSample
+from shared.scoring.served import UNANSWERED
+from shared.text.answered import answered
+from shared.text.codec import TextCodec
+from shared.trajectories import Reward
+from tests.training.in_process import InProcessSource, MemorySink
+from tests.training.nobody import NoBoard, NoOrders
+from trainer.heads.examples import Text
+from trainer.heads.run import HeadRun
+from trainer.learn.compute import ThreadHost, at_once
+from trainer.ring.board import RingBoard
+from trainer.ring.join import Way
+from trainer.ring.mailbox import RingMailbox
+from trainer.ring.ring import Ring
+from trainer.settings import TrainSettings
+from trainer.versions.checkpoint import CheckpointStore
+from worker.engine.messages import EngineConfig
+from worker.engine.model.loader import load_model
+
+STEPS = 3
+
+
+class Workers:
+    """Say what the learner says, after having been asked so often in vain."""
+
+    def __init__(
+        self, in_vain: int = 0, asked: Callable[[HeadRun], None] = lambda run: None, error: float = 0.0
+    ) -> None:
+        self.left, self._asked, self._error = in_vain, asked, error
+        self.run: HeadRun | None = None
+
+    async def score(self, name: str, options: ModelOptions, samples: Sequence[RewardSample], **_: Any) -> list[Reward]:
+        run = self.run
+        assert run is not None
+        self._asked(run)
+        self.left -= 1
+        if self.left >= 0:
+            return [Reward(name, None, error=f"{UNANSWERED} 'tiny' within 120 s")] * len(samples)
+        codec = run._ring.codec
+        ids = [tuple(answered(codec, sample.prompt, sample.completion)) for sample in samples]
+        said = await run._host.run(lambda: run._learner.read([Text(None, "", each) for each in ids]))
+        return [Reward(name, value + self._error) for (value,) in said]
+
+    async def check(self, reward: Any) -> None:
+        """They can be asked."""
+
+
+async def train(
+    folder: Path, workers: Workers, sink: MemorySink, *, base: str = "", ring_id: str = "", **changes: Any
+) -> HeadRun:
+    data = folder / "pairs.jsonl"
+    pairs = [{"prompt": f"{at}+3=", "chosen": f"9{at % 7}", "rejected": f"1{at % 5}"} for at in range(40)]
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    given = {"mode": "reward", "model": "models/tiny", "dataset": data, "run_dir": folder, "adapter": "judge"}
+    given |= {"steps": STEPS, "prompts_per_step": 8, "head_only": True, **changes}
+    settings = TrainSettings.model_construct(**(TrainSettings().model_dump() | given))
+    async with ThreadHost() as host, RingMailbox(NoOrders()) as mailbox:
+        loaded = await host.run(at_once(lambda: load_model(EngineConfig("models/tiny"))))
+        source = InProcessSource(host, loaded.model, settings.adapter_shape(), sink, loaded.card.eos_token_ids)
+        codec = TextCodec(loaded.tokenizer)
+        served = base or loaded.card.base_sha256
+        ring = Ring(served, codec, source, sink, RingBoard(NoBoard()), mailbox, id=ring_id)
+        workers.run = run = HeadRun(settings, host, Way(workers, lambda _: pytest.fail("joined")), ring)
+        await run.start(loaded)
+        await run.run()
+    return run
+
+
+def learned(sink: MemorySink) -> float:
+    weights = sink.versions[sink.latest]
+    return float(abs(weights["heads.reward.weight"]).max())
+
+
+async def test_a_worker_that_does_not_answer_is_asked_until_it_does(tmp_path: Path) -> None:
+    workers, sink = Workers(in_vain=3), MemorySink("judge")
+    run = await train(tmp_path, workers, sink)
+    assert (sink.latest, run.state.version, sink.rejected) == (1, 1, {}) and learned(sink) > 0
+    assert (workers.left, run.state.unpublished) == (-1, 0)
+
+
+async def test_what_no_worker_had_judged_when_the_run_was_stopped_is_offered_by_the_next_start(tmp_path: Path) -> None:
+    sink = MemorySink("judge")
+    run = await train(tmp_path, Workers(in_vain=1, asked=HeadRun.stop), sink)
+    assert (sink.latest, run.state.train_step, run.state.unpublished) == (0, STEPS, STEPS)
+    again = await train(tmp_path, Workers(), sink)
+    assert (again.state.train_step, sink.latest, again.state.unpublished) == (STEPS, 2, 0) and learned(sink) > 0
+
+
+async def test_a_store_that_refuses_costs_nothing_that_was_learned(tmp_path: Path) -> None:
+    class Contested(MemorySink):
+        async def promote(self, version: int, gate: Sequence[GateCheck], if_latest: int | None = None) -> None:
+            self.latest = 7  # somebody's upload
+            raise ConflictError(f"a newer version than judge@{version} has been the latest")
+
+    with pytest.raises(ConflictError):
+        await train(tmp_path, Workers(), Contested("judge"))
+    checkpoint = CheckpointStore(tmp_path / "judge" / "checkpoints").load()
+    assert checkpoint is not None and checkpoint.state.train_step == STEPS
+    sink = MemorySink("judge")
+    await train(tmp_path, Workers(), sink)
+    assert sink.latest == 1 and learned(sink) > 0
+
+
+async def test_a_run_that_begins_anew_leaves_the_earlier_one_and_its_best_alone(tmp_path: Path) -> None:
+    await train(tmp_path, Workers(), MemorySink("judge"))
+    sink = MemorySink("judge")
+    again = await train(tmp_path, Workers(), sink, resume="no", steps=STEPS - 1)
+    assert again.state.train_step == STEPS - 1 and sink.latest == 1
+    checkpoints = CheckpointStore(tmp_path / "judge" / "checkpoints")
+    assert checkpoints.names() == ["step-000002"] == [checkpoints.pointer("best")]
+    assert CheckpointStore(tmp_path / "judge.1" / "checkpoints").names() == ["step-000003"]
+    assert len((tmp_path / "judge" / "metrics.jsonl").read_text().splitlines()) == STEPS - 1
+
+
+@pytest.mark.parametrize("home", [{"base": "another"}, {"ring_id": "another"}])
+async def test_a_run_of_another_base_or_ring_is_not_gone_on_with(tmp_path: Path, home: dict[str, Any]) -> None:
+    await train(tmp_path, Workers(), MemorySink("judge"), ring_id="mine")
+    with pytest.raises(SetupError, match=r"another (base model|ring)"):
+        await train(tmp_path, Workers(), MemorySink("judge"), **{"ring_id": "mine", **home})
+    if "ring_id" in home:
+        moved = await train(tmp_path, Workers(), MemorySink("judge"), move_run=True, **home)
+        assert moved.state.ring == "another"
+
+
+async def test_a_run_that_was_killed_tells_each_step_once(tmp_path: Path) -> None:
+    await train(tmp_path, Workers(), MemorySink("judge"))
+    figures = tmp_path / "judge" / "metrics.jsonl"
+    with figures.open("ab") as file:
+        file.write(b'{"step":4,"loss":0.5,"grad_norm":1.0}\n{"step":5,"lo')  # of steps behind the last checkpoint
+    await train(tmp_path, Workers(), MemorySink("judge"), steps=STEPS + 2)
+    assert [json.loads(line)["step"] for line in figures.read_text().splitlines()] == [1, 2, 3, 4, 5]
+
+
+async def test_what_is_learned_between_two_candidates_is_in_checkpoints(tmp_path: Path) -> None:
+    await train(tmp_path, Workers(), MemorySink("judge"), steps=5, checkpoint_every=2)
+    names = CheckpointStore(tmp_path / "judge" / "checkpoints").names()
+    assert names == ["step-000002", "step-000004", "step-000005"]
+
+
+async def test_a_resumed_run_falls_back_to_the_last_good_version_not_to_its_checkpoint(tmp_path: Path) -> None:
+    def die(run: HeadRun) -> None:
+        raise RuntimeError("killed")
+
+    sink = MemorySink("judge")
+    await train(tmp_path, Workers(), sink)
+    with pytest.raises(RuntimeError, match="killed"):
+        await train(tmp_path, Workers(asked=die), sink, steps=STEPS + 2)
+    run = await train(tmp_path, Workers(error=1000.0), sink, steps=STEPS + 2)
+    assert (sink.latest, run.state.rejected, run.state.train_step) == (1, 1, STEPS + 2)
+    name = "heads.reward.weight"
+    assert (run._learner.weights()[name] == sink.versions[1][name]).all()

@@ -1,0 +1,36 @@
+"""Whose a run's folder is: an earlier run's is set aside or gone on with, one from elsewhere is refused."""
+
+import itertools
+
+import structlog
+
+from shared.errors import SetupError
+from trainer.ring.ring import Ring
+from trainer.settings import TrainSettings
+from trainer.state import RunState
+from trainer.versions.checkpoint import CheckpointStore
+
+log = structlog.get_logger()
+
+
+def begin_anew(settings: TrainSettings, checkpoints: CheckpointStore) -> CheckpointStore:
+    """Begin under a name that may have checkpoints: the earlier run's folder gets a number, nothing is lost."""
+    folder = settings.folder
+    if not checkpoints.names():
+        return checkpoints
+    number = next(n for n in itertools.count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
+    aside = folder.rename(folder.with_name(f"{folder.name}.{number}"))
+    log.warning("run.set_aside", earlier_run=str(aside))
+    return CheckpointStore(folder / "checkpoints", settings.keep_checkpoints)
+
+
+def check_home(settings: TrainSettings, saved: RunState, ring: Ring) -> None:
+    """SetupError when the checkpoint belongs elsewhere: what another ring has spoilt would be learned on here."""
+    folder, ways = settings.folder, "another --run or --run-dir, or --resume no to begin anew"
+    if saved.base_sha256 and saved.base_sha256 != ring.base_sha256:
+        raise SetupError(f"{folder} holds a run of another base model than {settings.model}: give {ways}")
+    if saved.ring and ring.id and saved.ring != ring.id and not settings.move_run:
+        raise SetupError(
+            f"{folder} holds a run that was trained on another ring (train step {saved.train_step}): give {ways}; "
+            "to go on with it here, give --move-run"
+        )
