@@ -21,7 +21,7 @@ from trainer.learn.options import (
     AdapterKind,
     AdapterShape,
     AdvantageScale,
-    HeadSettings,
+    DataSettings,
     LossName,
     LossOptions,
     OptimizeOptions,
@@ -40,7 +40,7 @@ def _no(value: Any) -> Any:
     return "no" if value is False else value
 
 
-class TrainSettings(CurriculumSettings, JoinSettings, HeadSettings):
+class TrainSettings(CurriculumSettings, JoinSettings, DataSettings):
     """`mlx_parallm_train`: one per policy."""
 
     is_trainer: ClassVar[bool] = True
@@ -53,7 +53,6 @@ class TrainSettings(CurriculumSettings, JoinSettings, HeadSettings):
     dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
         default="", description="of the base; default: the model's, float32 on a Linux CPU"
     )
-    mode: Literal["rl", "reward"] = Field(default="rl", description="rl: from rewards; reward: a head, from a dataset")
     over_http: bool = Field(
         default=False, description="with --connect-to an api: everything through it, the ring's Redis is not needed"
     )
@@ -76,7 +75,9 @@ class TrainSettings(CurriculumSettings, JoinSettings, HeadSettings):
     task_count: int = Field(
         default=0, ge=0, description="repeat the same few tasks; 0: all, or 1024 where a curriculum needs an end"
     )
-    dataset: Path | None = Field(default=None, description="JSON lines, for jsonl and gsm8k")
+    dataset: Path | None = Field(
+        default=None, description="JSON lines, for jsonl, gsm8k and the modes sft, dpo and reward"
+    )
     held_out_dataset: Path | None = Field(default=None, description="JSON lines for evaluation")
     reward: str = Field(
         default="", description="of a data set: a reward's name, or package.module:function; default: gsm8k, else exact"
@@ -303,9 +304,8 @@ class TrainSettings(CurriculumSettings, JoinSettings, HeadSettings):
                 raise SetupError(f"{flag}: {error}") from error
         if wrong := sorted(self.chat_template_kwargs.keys() & OWN_VARIABLES):
             raise SetupError(f"--chat-template-kwargs: {wrong[0]!r} is not a template variable of its own")
-        if self.mode == "reward":
-            self.check_head(JoinSettings.model_fields, self.dataset)
-        else:
+        self.check_mode(JoinSettings.model_fields, self.dataset)
+        if self.mode == "rl":
             self._check_tasks()
             self.check_curriculum(self.task, self.source, self.atropos_url)
         check_installed(self.logger)
@@ -316,7 +316,6 @@ class TrainSettings(CurriculumSettings, JoinSettings, HeadSettings):
 
     def _check_tasks(self) -> None:
         """Nothing that is given for one kind of task is left out in silence because the run has another kind."""
-        self.check_no_head()
         data_set, arithmetic = self.task in ("jsonl", "gsm8k"), self.task == "arithmetic"
         scored = data_set or self.held_out_dataset is not None
         unused = {
