@@ -192,8 +192,10 @@ class TrainLoop:
             await self._resume(checkpoint, config)
         resumed = checkpoint is not None
         start = await starting_weights(settings.start_from, self.state, self._publisher, resumed=resumed)
-        if start is not None and not resumed:
-            await self.parts.host.run(at_once(lambda: self._learner.load(start)))
+        if start is not None:
+            self._learner.begin_with(start)
+            if not resumed:
+                await self.parts.host.run(at_once(lambda: self._learner.load(start)))
         self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
         first_step = self.state.train_step
         loggers = self.parts.loggers

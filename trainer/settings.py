@@ -131,7 +131,7 @@ class TrainSettings(CurriculumSettings, JoinSettings, DataSettings):
     clip_high: float | None = Field(
         default=None, gt=0, description="how far above 1 it counts; default: 0.28, for gspo 0.0004"
     )
-    kl_coefficient: float = Field(default=0.0, ge=0, description="of k3 to the base; 0 skips that pass")
+    kl_coefficient: float = Field(default=0.0, ge=0, description="of k3 to what the run began with; 0 skips that pass")
     entropy_bonus: float = Field(
         default=0.0, ge=0, description="factor on the mean entropy, which is added to what is maximised"
     )
@@ -194,7 +194,9 @@ class TrainSettings(CurriculumSettings, JoinSettings, DataSettings):
     max_probe_kl: float = Field(
         default=0.5, gt=0, description="gate: nats a token from the last good version, on fixed prompts"
     )
-    max_base_kl: float = Field(default=2.0, gt=0, description="gate: the same from the base model")
+    max_base_kl: float = Field(
+        default=2.0, gt=0, description="gate: the same from what the run began with: the base, or start_from"
+    )
     max_best_kl: float = Field(
         default=1.0, gt=0, description="gate: the same from the best version, once one has been judged"
     )

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 from shared.errors import SetupError
 from tests.training.in_process import MemorySink
 from tests.training.run import in_process_ring, train
+from trainer.metrics import read
 from trainer.ring.join import Way
 from trainer.settings import TrainSettings
 from trainer.state import RunState
@@ -98,6 +99,14 @@ async def test_other_runs_begin_with_a_version_and_go_on_from_their_own(tmp_path
     )  # fmt: skip
     state, mine = await train(rewarded)
     assert state.started_from and all((mine.versions[1][name] == value).all() for name, value in taught.items())
+    strict = {"run": "held", "max_base_kl": 1e-4, "learning_rate": 1e-9, "kl_coefficient": 0.1, "max_lag": 0} | {
+        "group_size": 4,
+        "prompts_per_step": 8,
+    }
+    for steps in (1, 2):  # the second time resumed
+        held, _ = await train(rewarded.model_copy(update=strict | {"steps": steps}), MemorySink("taught"))
+        assert (held.rejected, held.policy_step) == (0, steps), "far from the base, at what the run began with"
+    assert all(line.kl < 1e-6 for line in read(rewarded.run_dir / "held" / "metrics.jsonl"))
 
 
 async def test_a_start_that_does_not_fit_is_refused(tmp_path: Path) -> None:

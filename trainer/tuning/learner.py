@@ -53,7 +53,6 @@ class TuneLearner(DataLearner[SampleGroup]):
         self._chunk = head_chunk(self._policy.base)
         self._scores = partial(shared_scores if shared else row_scores, chunk=self._chunk, entropy=False)
         self._of_policy = nn.value_and_grad(self._policy.model, self._loss)
-        self._start: Arrays | None = None  # that the run began with; None: the base
         self._references: dict[_Pair, tuple[float, float]] = {}
         super().__init__(options, {"body": self._policy.model})
 
@@ -62,7 +61,7 @@ class TuneLearner(DataLearner[SampleGroup]):
     def begin_with(self, weights: Arrays) -> None:
         """See `DataLearner`."""
         super().begin_with(weights)
-        self._start, self._references = weights, {}
+        self._policy.origin, self._references = weights, {}
 
     def measure(self, items: Sequence[SampleGroup]) -> Work[Measured]:
         """Of sft, the share of tokens named and their loss; of dpo, the share of pairs that gained, loss and margin."""
@@ -127,7 +126,7 @@ class TuneLearner(DataLearner[SampleGroup]):
         """Log-probability [B] of each answer by what the run began with."""
         pairs = [_pair(item) for item in part]
         if new := [item for item, pair in zip(part, pairs, strict=True) if pair not in self._references]:
-            with weights_in(self._policy, self._start) as model:
+            with weights_in(self._policy, self._policy.origin) as model:
                 x = to_arrays(pad(new))
                 said: list[float] = np.array(answer_logps(self._scores(model, x).logp_BT, x.mask_BT)).tolist()
             for item, chosen, rejected in zip(new, said[0::2], said[1::2], strict=True):
