@@ -13,7 +13,6 @@ Invariants.
 """
 
 import asyncio
-import itertools
 import secrets
 import time
 from collections.abc import Sequence
@@ -42,7 +41,7 @@ from trainer.rollouts.pacing import lag_of, oldest_version
 from trainer.settings import TrainSettings
 from trainer.sources import open_curriculum, open_inbox
 from trainer.state import RunState
-from trainer.versions.checkpoint import Checkpoint, CheckpointStore, differences
+from trainer.versions.checkpoint import Checkpoint, CheckpointStore, differences, set_aside
 from trainer.versions.disk import Disk
 from trainer.versions.examine import Examiner
 from trainer.versions.foreign import ForeignMoves
@@ -187,7 +186,7 @@ class TrainLoop:
         )
         checkpoint: Checkpoint | None = None
         if settings.resume == "no":
-            self._set_aside()
+            self.checkpoints = set_aside(self.checkpoints, settings.folder)
         elif (checkpoint := self.checkpoints.load(settings.resume)) is not None:
             await self._resume(checkpoint, config)
         resumed = checkpoint is not None
@@ -212,16 +211,6 @@ class TrainLoop:
         examiner = Examiner(settings, self.parts, self._learner, self._probes, f"{self.state.run}-{self._start_id}")
         self._serving = Serving(settings, self.parts, self._learner, self._publisher, examiner, self.state)
         self._foreign = ForeignMoves(settings, self.parts, self.state, self._serving)
-
-    def _set_aside(self) -> None:
-        """Begin anew under a name that has checkpoints: the earlier run's folder gets a number, nothing is lost."""
-        folder = self.settings.folder
-        if not self.checkpoints.names():
-            return
-        number = next(n for n in itertools.count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
-        aside = folder.rename(folder.with_name(f"{folder.name}.{number}"))
-        self.checkpoints = CheckpointStore(folder / "checkpoints", self.settings.keep_checkpoints)
-        log.warning("run.set_aside", earlier_run=str(aside))
 
     async def _resume(self, checkpoint: Checkpoint, config: bytes) -> None:
         self._check_home(checkpoint.state)

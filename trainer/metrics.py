@@ -165,7 +165,7 @@ class MetricsLog:
         self._curves = TensorBoardLog(tensorboard, first_step) if tensorboard is not None else None
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        _cut(path, first_step)
+        cut_lines(path, first_step)
         self._file = path.open("ab", buffering=0)
 
     def write(self, metrics: StepMetrics) -> None:
@@ -233,14 +233,14 @@ def figures(m: StepMetrics) -> dict[str, str | int | float]:
     return attributes if m.loss is None else {**attributes, "parallm.loss": m.loss}
 
 
-def _cut(path: Path, first_step: int) -> None:
-    """Drop lines from `first_step` on, and a torn last line."""
+def cut_lines(path: Path, first_step: int, counted: str = "train_step") -> None:
+    """Drop lines from `first_step` on, by their field `counted`, and a torn last line."""
     if not path.exists():
         return
     kept: list[bytes] = []
     for line in path.read_bytes().split(b"\n")[:-1]:
         record: dict[str, Any] = json.loads(line)
-        if record["train_step"] < first_step:
+        if record[counted] < first_step:
             kept.append(line + b"\n")
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(b"".join(kept))

@@ -1,6 +1,7 @@
 """Runs that tune, in one process without a ring: resumed to the byte, gated, and warm starts of other runs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,9 @@ async def test_a_run_in_pieces_gives_the_same_bytes_as_one_run(tmp_path: Path, m
     for steps in (1, 4):
         pieces = settings(tmp_path / "pieces", mode=mode, steps=steps)
         await tuned(pieces)
+        if steps == 1:  # killed in the midst of a line behind the checkpoint
+            with (pieces.folder / "metrics.jsonl").open("a") as file:
+                file.write('{"step":2,"loss":9.0}\n{"step":3,"lo')
     file = "checkpoints/step-000004/adapters.safetensors"
     assert (run.folder / file).read_bytes() == (pieces.folder / file).read_bytes()
     told, again = lines(run), lines(pieces)
@@ -107,6 +111,23 @@ async def test_other_runs_begin_with_a_version_and_go_on_from_their_own(tmp_path
         held, _ = await train(rewarded.model_copy(update=strict | {"steps": steps}), MemorySink("taught"))
         assert (held.rejected, held.policy_step) == (0, steps), "far from the base, at what the run began with"
     assert all(line.kl < 1e-6 for line in read(rewarded.run_dir / "held" / "metrics.jsonl"))
+
+
+async def test_a_run_that_begins_anew_loses_nothing_of_the_earlier_one(tmp_path: Path) -> None:
+    for _ in range(2):
+        run = settings(tmp_path, steps=2, resume="no")
+        state, _ = await tuned(run)
+    assert state.train_step == 2 and [line["step"] for line in lines(run)] == [0, 1, 2]
+    assert (tmp_path / "taught.1" / "checkpoints" / "step-000002" / "state.json").exists()
+
+
+async def test_a_checkpoint_of_another_base_is_refused(tmp_path: Path) -> None:
+    run = settings(tmp_path, steps=1)
+    await tuned(run)
+    async with in_process_ring(run, MemorySink("taught")) as (host, loaded, ring):
+        tuning = TuneRun(run, host, Way(None, None), replace(ring, base_sha256="other"))  # type: ignore[arg-type]
+        with pytest.raises(SetupError, match="trained on another base model than models/tiny"):
+            await tuning.start(loaded)
 
 
 async def test_a_start_that_does_not_fit_is_refused(tmp_path: Path) -> None:

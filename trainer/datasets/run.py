@@ -22,11 +22,12 @@ from trainer import gate
 from trainer.datasets.learner import DataLearner, DataOptions, DataReport, Measured
 from trainer.datasets.lines import Data, batch_of
 from trainer.learn.compute import ComputeHost, at_once
+from trainer.metrics import cut_lines
 from trainer.ring.join import Way, way_to_ring
 from trainer.ring.ring import Ring
 from trainer.settings import TrainSettings
 from trainer.state import RunState
-from trainer.versions.checkpoint import Checkpoint, CheckpointStore, differences
+from trainer.versions.checkpoint import Checkpoint, CheckpointStore, differences, set_aside
 from trainer.versions.disk import Disk
 from trainer.versions.publish import Publisher
 from trainer.versions.run_lock import run_lock
@@ -120,12 +121,12 @@ class DataRun(ABC, Generic[T]):
         config = await self._host.run(at_once(self._learner.config))
         sink = self._ring.sink
         self._publisher = Publisher(sink, settings.folder, settings.adapter, config, self._ring.base_sha256, self._disk)
-        checkpoint = None if settings.resume == "no" else self._checkpoints.load(settings.resume)
+        checkpoint = self._load(config)
         if checkpoint is not None:
-            if differs := differences(checkpoint.adapter_config, config):
-                raise SetupError(f"the checkpoint is of another run: {differs}; give another --run, or --resume no")
             self.state = checkpoint.state
             self._saved = self.state.train_step
+        first_line = self._saved + 1 if checkpoint is not None else 0
+        await self._disk.run(cut_lines, settings.folder / "metrics.jsonl", first_line, "step")
         resumed = checkpoint is not None
         start = await starting_weights(settings.start_from, self.state, self._publisher, resumed=resumed)
         if start is not None:
@@ -136,6 +137,22 @@ class DataRun(ABC, Generic[T]):
             "train.begins", form=self._data.form, examples=len(self._data.learned), held_out=len(self._data.held_out),
             too_long=self._data.too_long, train_step=self.state.train_step,
         )  # fmt: skip
+
+    def _load(self, config: bytes) -> Checkpoint | None:
+        """Where the run goes on; None: it begins. SetupError when the folder holds another run."""
+        settings = self._settings
+        if settings.resume == "no":
+            self._checkpoints = set_aside(self._checkpoints, settings.folder)
+            return None
+        checkpoint = self._checkpoints.load(settings.resume)
+        if checkpoint is None:
+            return None
+        differs = differences(checkpoint.adapter_config, config)
+        if checkpoint.state.base_sha256 not in ("", self._ring.base_sha256):
+            differs = f"it was trained on another base model than {settings.model}"
+        if differs:
+            raise SetupError(f"the checkpoint is of another run: {differs}; give another --run, or --resume no")
+        return checkpoint
 
     async def run(self) -> RunState:
         """To the end."""

@@ -15,6 +15,7 @@ Invariants.
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import structlog
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
@@ -33,6 +35,8 @@ from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE
 from shared.errors import SetupError
 from shared.training import is_checkpoint_name
 from trainer.state import Arrays, RunState, Snapshot
+
+log = structlog.get_logger()
 
 _OPTIMIZER, _STATE, _MANIFEST = "optimizer.safetensors", "state.json", "manifest.json"
 _TEMPORARY = ".tmp-"
@@ -63,7 +67,7 @@ class CheckpointStore:
 
     def __init__(self, root: Path, keep_n: int = 3) -> None:
         self.root = root
-        self._keep_n = keep_n
+        self.keep_n = keep_n
         root.mkdir(parents=True, exist_ok=True)
 
     def save(self, checkpoint: Checkpoint, name: str = "") -> str:
@@ -178,9 +182,19 @@ class CheckpointStore:
     def _prune(self) -> None:
         numbered = [name for name in self.names() if re.fullmatch(r"step-\d+", name)]
         kept = {self.pointer("latest"), self.pointer("best")}
-        for name in numbered[: -self._keep_n] if self._keep_n else ():
+        for name in numbered[: -self.keep_n] if self.keep_n else ():
             if name not in kept:
                 shutil.rmtree(self.root / name)
+
+
+def set_aside(store: CheckpointStore, folder: Path) -> CheckpointStore:
+    """A store to begin anew with: the folder of a run that has checkpoints gets a number, nothing is lost."""
+    if not store.names():
+        return store
+    number = next(n for n in itertools.count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
+    aside = folder.rename(folder.with_name(f"{folder.name}.{number}"))
+    log.warning("run.set_aside", earlier_run=str(aside))
+    return CheckpointStore(store.root, store.keep_n)
 
 
 def differences(saved: bytes, present: bytes) -> str:
