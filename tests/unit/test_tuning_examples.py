@@ -108,6 +108,8 @@ def test_tools_reach_the_template_and_call_arguments_are_objects(tmp_path: Path)
     (item,) = read(tmp_path, {"messages": [user("a"), called, tool, said("wet")], "tools": tools}, template=TOOLS)
     prompt, counted = shown(item, TOOLS)
     assert prompt.startswith("[weather]<start>user") and counted == ["Oslo<eos>", "wet<eos>"]
+    (item,) = read(tmp_path, {"prompt": [user("a")], "completion": "b", "tools": tools}, template=TOOLS)
+    assert shown(item, TOOLS) == ("[weather]<start>user\na<eos>\n<start>assistant\n", ["b<eos>"])
 
 
 def test_a_completion_counts_whole_and_its_prompt_does_not(tmp_path: Path) -> None:
@@ -186,6 +188,8 @@ GOOD = {"prompt": "a", "completion": "b"}
         ),
         ("sft", [{"prompt": [user("a")], "completion": []}], "line 1: a conversation ends with an assistant's"),
         ("sft", [{"prompt": "a", "completion": [user("b")]}], "line 1: a conversation ends with an assistant's"),
+        ("sft", [{**GOOD, "tools": [{"type": "function"}]}], "line 1: 'tools' are for chats"),
+        ("sft", [{**GOOD, "functions": []}], "line 1: 'functions' are not read: give them as 'tools'"),
         ("dpo", [GOOD], "line 1: a pair has 'chosen' and 'rejected'"),
         ("dpo", [{"prompt": "a", "chosen": "b", "rejected": "b"}], "line 1: 'chosen' and 'rejected' are the same"),
         ("dpo", [{"chosen": "a", "rejected": "b"}], "line 1: a pair needs a 'prompt'"),

@@ -1,8 +1,8 @@
 """What a policy is tuned on, as token ids: each prompt as a worker would see it, and which tokens after it count.
 
 **sft** `{"messages": [...], "tools"?}`, OpenAI's form: each assistant turn counts, but for those with `"weight": 0`.
-`{"prompt"?, "completion"}`: the completion counts. **dpo** `{"prompt"?, "chosen", "rejected"}`. `prompt` is a text or
-messages; an answer is a text, or a whole conversation of messages that ends with it.
+`{"prompt"?, "completion"}`: the completion counts. **dpo** `{"prompt"?, "chosen", "rejected"}`. Chats of these may have
+`tools`, too. `prompt` is a text or messages; an answer is a text, or a whole conversation that ends with it.
 
 What counts of a turn is what the model would have to write: what stands between the prompt that the chat template makes
 of all before it (with its generation prompt) and the end of the turn, the end token included. What the template puts
@@ -40,7 +40,8 @@ class Examples(NamedTuple):
 
 class _Line(msgspec.Struct, frozen=True):
     messages: list[Message] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None  # that a chat's template is told of
+    functions: Any = None  # what `tools` were called once
     prompt: str | list[Message] | None = None
     completion: str | list[Message] | None = None
     chosen: str | list[Message] | None = None
@@ -60,6 +61,8 @@ def read_examples(
     too_long = 0
     for number, line in read_lines(path, _line):
         try:
+            if line.functions is not None:
+                raise ValueError("'functions' are not read: give them as 'tools'")
             for item in read(line):
                 if all(len(item.prompt_ids) + len(each.completion_ids) <= longest for each in item.samples):
                     fitting.append(item)
@@ -116,7 +119,7 @@ class _Encoder:
                 raise ValueError("'prompt' has no use beside 'messages'")
             rows = list(self._turns(_checked(line.messages), line.tools))
         else:
-            rows = [self._answered(_exchange(line.prompt, line.completion))]
+            rows = [self._answered(_exchange(line.prompt, line.completion), line.tools)]
         if not rows:
             raise ValueError("no token of it counts")
         return rows
@@ -130,16 +133,18 @@ class _Encoder:
             raise ValueError("'chosen' and 'rejected' do not answer the same prompt")
         if chosen.answer == rejected.answer:
             raise ValueError("'chosen' and 'rejected' are the same answer")
-        better, worse = self._answered(chosen), self._answered(rejected)
+        better, worse = (self._answered(each, line.tools) for each in (chosen, rejected))
         if better.prompt_ids != worse.prompt_ids:  # without a prompt, the first token stands for it
             raise ValueError("a pair needs a 'prompt' with this model, whose texts begin with no token of their own")
         return [SampleGroup("", better.prompt_ids, (*better.samples, *worse.samples))]
 
-    def _answered(self, said: Exchange) -> SampleGroup:
+    def _answered(self, said: Exchange, tools: list[dict[str, Any]] | None) -> SampleGroup:
         if isinstance(said.prompt, list):
             turns = [*_checked(said.prompt), {"role": "assistant", "content": said.answer}]
             earlier = [{**turn, "weight": 0} for turn in turns[:-1]]
-            rows = list(self._turns([*earlier, turns[-1]], None))
+            rows = list(self._turns([*earlier, turns[-1]], tools))
+        elif tools:
+            raise ValueError("'tools' are for chats, and the prompt is a text")
         else:
             row = _Row(self._codec)
             row.add_ids(self._codec.encode(said.prompt or ""), counts=False)
