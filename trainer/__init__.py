@@ -14,5 +14,6 @@ step, the one room that computes with MLX), `versions/` (gate, publish, checkpoi
 reaches the ring). `settings.py` has the flags, `orders.py` what users ask, `metrics.py` what a run reports,
 `loggers/` the boards that others draw of it, `stopping.py` signals, `warm_up.py` the train steps before a hosted
 trainer is ready. `recipes/` holds settings, `tiny/` makes our own small model.
-`heads/` is another kind of run: a head that learns from preferences (`--mode reward`).
+`datasets/` are runs that learn from a data set in place of rollouts: `heads/` a head that learns from preferences
+(`--mode reward`), `tuning/` a policy that learns from examples or preferences (`--mode sft`, `dpo`).
 """

@@ -5,6 +5,7 @@ A process of its own, on any machine that reaches the ring's Redis and has the m
 
 import asyncio
 import sys
+from typing import Any
 
 import structlog
 
@@ -43,17 +44,19 @@ def main(argv: list[str] | None = None) -> int:
 async def _train(settings: TrainSettings) -> int:
     # These import mlx, so only after fast_blas.install.
     with no_collections():
-        from trainer.heads.run import HeadRun, train_head
+        from trainer.datasets.run import DataRun, train_on_data
+        from trainer.heads.run import HeadRun
         from trainer.learn.compute import ThreadHost, at_once
         from trainer.loop import TrainLoop
         from trainer.run import train
+        from trainer.tuning.run import TuneRun
         from worker.engine.messages import EngineConfig
         from worker.engine.model.loader import LoadedModel, load_model
 
     running = asyncio.current_task()
     assert running is not None
 
-    def begun(training: TrainLoop | HeadRun) -> None:
+    def begun(training: TrainLoop | DataRun[Any]) -> None:
         def stop() -> None:
             log.info("train.stopping", hint="a checkpoint is saved after this train step; again: end at once")
             training.stop()
@@ -66,7 +69,12 @@ async def _train(settings: TrainSettings) -> int:
         async def loaded() -> LoadedModel:
             return await host.run(at_once(lambda: load_model(config)))
 
-        await (train_head if settings.mode == "reward" else train)(settings, host, loaded, begun)
+        if settings.mode == "reward":
+            await train_on_data(HeadRun, settings, host, loaded, begun)
+        elif settings.mode == "rl":
+            await train(settings, host, loaded, begun)
+        else:
+            await train_on_data(TuneRun, settings, host, loaded, begun)
     return 0
 
 

@@ -20,7 +20,7 @@ class GateLimits:
 
     max_update_rms: float = 0.05  # of one train step, over all adapter parameters
     max_probe_kl: float = 0.5  # nats per token, from the last good version, on fixed prompts
-    max_base_kl: float = 2.0  # as max_probe_kl, from the base: small steps add up
+    max_base_kl: float = 2.0  # as max_probe_kl, from what the run began with: small steps add up
     max_best_kl: float = 1.0  # from the best version that was judged
 
 
@@ -63,8 +63,8 @@ def at_most(name: str, value: float, limit: float) -> GateCheck:
     """A distance that keeps its bound.
 
     `update_norm`: of the parameters in one train step · `probe_kl`: from the last good version, on fixed prompts ·
-    `base_kl`: from the base, however small the steps are · `best_kl`: from the best version that was judged ·
-    `reload_parity`: of what a worker that has loaded the version computes.
+    `base_kl`: from what the run began with, however small the steps are · `best_kl`: from the best version that was
+    judged · `reload_parity`: of what a worker that has loaded the version computes.
     """
     return GateCheck(name, math.isfinite(value) and value <= limit, f"{value:.4g}, bound {limit:.4g}")
 

@@ -21,7 +21,7 @@ from trainer.learn.options import (
     AdapterKind,
     AdapterShape,
     AdvantageScale,
-    HeadSettings,
+    DataSettings,
     LossName,
     LossOptions,
     OptimizeOptions,
@@ -40,7 +40,7 @@ def _no(value: Any) -> Any:
     return "no" if value is False else value
 
 
-class TrainSettings(CurriculumSettings, JoinSettings, HeadSettings):
+class TrainSettings(CurriculumSettings, JoinSettings, DataSettings):
     """`mlx_parallm_train`: one per policy."""
 
     is_trainer: ClassVar[bool] = True
@@ -53,7 +53,6 @@ class TrainSettings(CurriculumSettings, JoinSettings, HeadSettings):
     dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
         default="", description="of the base; default: the model's, float32 on a Linux CPU"
     )
-    mode: Literal["rl", "reward"] = Field(default="rl", description="rl: from rewards; reward: a head, from a dataset")
     over_http: bool = Field(
         default=False, description="with --connect-to an api: everything through it, the ring's Redis is not needed"
     )
@@ -76,7 +75,9 @@ class TrainSettings(CurriculumSettings, JoinSettings, HeadSettings):
     task_count: int = Field(
         default=0, ge=0, description="repeat the same few tasks; 0: all, or 1024 where a curriculum needs an end"
     )
-    dataset: Path | None = Field(default=None, description="JSON lines, for jsonl and gsm8k")
+    dataset: Path | None = Field(
+        default=None, description="JSON lines, for jsonl, gsm8k and the modes sft, dpo and reward"
+    )
     held_out_dataset: Path | None = Field(default=None, description="JSON lines for evaluation")
     reward: str = Field(
         default="", description="of a data set: a reward's name, or package.module:function; default: gsm8k, else exact"
@@ -130,7 +131,7 @@ class TrainSettings(CurriculumSettings, JoinSettings, HeadSettings):
     clip_high: float | None = Field(
         default=None, gt=0, description="how far above 1 it counts; default: 0.28, for gspo 0.0004"
     )
-    kl_coefficient: float = Field(default=0.0, ge=0, description="of k3 to the base; 0 skips that pass")
+    kl_coefficient: float = Field(default=0.0, ge=0, description="of k3 to what the run began with; 0 skips that pass")
     entropy_bonus: float = Field(
         default=0.0, ge=0, description="factor on the mean entropy, which is added to what is maximised"
     )
@@ -193,7 +194,9 @@ class TrainSettings(CurriculumSettings, JoinSettings, HeadSettings):
     max_probe_kl: float = Field(
         default=0.5, gt=0, description="gate: nats a token from the last good version, on fixed prompts"
     )
-    max_base_kl: float = Field(default=2.0, gt=0, description="gate: the same from the base model")
+    max_base_kl: float = Field(
+        default=2.0, gt=0, description="gate: the same from what the run began with: the base, or start_from"
+    )
     max_best_kl: float = Field(
         default=1.0, gt=0, description="gate: the same from the best version, once one has been judged"
     )
@@ -303,9 +306,8 @@ class TrainSettings(CurriculumSettings, JoinSettings, HeadSettings):
                 raise SetupError(f"{flag}: {error}") from error
         if wrong := sorted(self.chat_template_kwargs.keys() & OWN_VARIABLES):
             raise SetupError(f"--chat-template-kwargs: {wrong[0]!r} is not a template variable of its own")
-        if self.mode == "reward":
-            self.check_head(JoinSettings.model_fields, self.dataset)
-        else:
+        self.check_mode(JoinSettings.model_fields, self.dataset)
+        if self.mode == "rl":
             self._check_tasks()
             self.check_curriculum(self.task, self.source, self.atropos_url)
         check_installed(self.logger)
@@ -316,7 +318,6 @@ class TrainSettings(CurriculumSettings, JoinSettings, HeadSettings):
 
     def _check_tasks(self) -> None:
         """Nothing that is given for one kind of task is left out in silence because the run has another kind."""
-        self.check_no_head()
         data_set, arithmetic = self.task in ("jsonl", "gsm8k"), self.task == "arithmetic"
         scored = data_set or self.held_out_dataset is not None
         unused = {

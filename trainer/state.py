@@ -76,6 +76,7 @@ class RunState(msgspec.Struct):
     curriculum: CurriculumBooks | None = None
     ring: str = ""  # where it has been trained; "": not known
     base_sha256: str = ""  # of the model that it has been trained on; "": not known
+    started_from: str = ""  # the adapter that it began with, as `--start-from` named it; "": the base
     schema: int = 1
 
     @property

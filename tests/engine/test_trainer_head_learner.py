@@ -11,8 +11,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from shared.adapter_files.formats import prepare
+from trainer.datasets.learner import DataOptions
 from trainer.heads.examples import Example, Form, Text
-from trainer.heads.learner import HeadLearner, HeadOptions, share_right
+from trainer.heads.learner import HeadLearner, share_right
 from trainer.learn.options import AdapterShape, HeadSettings, Schedule
 from trainer.versions.checkpoint import write_adapter
 from worker.engine.model.loader import LoadedModel
@@ -54,8 +55,8 @@ def examples(form: Form, count: int, seed: int) -> list[Example]:
 def learner(llama: LoadedModel, form: Form, *, lora: bool = True, **options: Any) -> HeadLearner:
     settings = HeadSettings(head_learning_rate=3e-2, **options)
     shape = AdapterShape(rank=4) if lora else None
-    made = HeadOptions(settings, Schedule(peak=3e-3), shape, 512, 1.0, 0.0, (0.9, 0.99), 0)
-    return HeadLearner(llama.model, form, ("low", "high") if form == "labels" else (), 0.0, made)
+    made = DataOptions(Schedule(peak=3e-3), shape, 512, 1.0, 0.0, (0.9, 0.99), 0)
+    return HeadLearner(llama.model, form, ("low", "high") if form == "labels" else (), 0.0, settings, made)
 
 
 @pytest.mark.parametrize("hidden", [0, 16])
@@ -66,7 +67,7 @@ def test_what_is_held_out_is_ranked_after_some_steps(llama: LoadedModel, form: F
     before = {name: np.array(value) for name, value in _leaves(llama)}
     losses = [whole(learning.train(examples(form, 32, seed=step), step)).loss for step in range(30)]
     enough = 0.8 if lora else 0.7  # the random model's own states say only so much
-    assert whole(learning.right(held_out)) >= enough and losses[-1] < losses[0]
+    assert whole(learning.measure(held_out)).right >= enough and losses[-1] < losses[0]
     weights = learning.weights()
     assert any(name.endswith("lora_b") for name in weights) == lora
     assert ("heads.reward.hidden.weight" in weights) == bool(hidden)

@@ -135,9 +135,18 @@ def test_rollouts_that_are_tempered_or_filtered_come_with_the_samplers_own_logpr
         (["--mode", "reward", "--dataset", "x", "--head", "My Head"], "--head: 'My Head'"),
         (["--head-only"], "--head-only goes with --mode reward"),
         (["--head-hidden", "8"], "--head-hidden goes with --mode reward"),
+        (["--dpo-beta", "0.2"], "--dpo-beta goes with --mode dpo"),
+        (["--mode", "reward", "--dataset", "x", "--start-from", "a@1"], "--start-from has no use with --mode reward"),
+        (["--mode", "reward", "--dataset", "x", "--dpo-beta", "0.2"], "--dpo-beta has no use with --mode reward"),
+        (["--mode", "sft"], "--mode sft needs a --dataset of messages or completions"),
+        (["--mode", "dpo"], "--mode dpo needs a --dataset of pairs"),
+        (["--mode", "sft", "--dataset", "x", "--dpo-beta", "0.2"], "--dpo-beta has no use with --mode sft"),
+        (["--mode", "sft", "--dataset", "x", "--head-only"], "--head-only has no use with --mode sft"),
+        (["--mode", "dpo", "--dataset", "x", "--kl-coefficient", "1"], "--kl-coefficient has no use with --mode dpo"),
+        (["--mode", "dpo", "--dataset", "x", "--temperature", "0.5"], "--temperature has no use with --mode dpo"),
     ],
 )
-def test_a_run_that_trains_a_head_takes_what_it_has_a_use_for(arguments: list[str], word: str) -> None:
+def test_each_mode_takes_what_it_has_a_use_for(arguments: list[str], word: str) -> None:
     with pytest.raises(SetupError) as refused:
         load(TrainSettings, arguments).check()
     assert word in str(refused.value)
@@ -147,3 +156,10 @@ def test_a_run_that_trains_a_head_is_a_run() -> None:
     settings = load(TrainSettings, ["--mode", "reward", "--dataset", "x", "--head-only", "--evaluate-every", "5"])
     settings.check()
     assert settings.head_only and settings.head == "reward"
+
+
+def test_runs_that_tune_are_runs() -> None:
+    given = ["--dataset", "x", "--start-from", "taught@3", "--chat-template-kwargs", '{"enable_thinking": false}']
+    load(TrainSettings, ["--mode", "sft", *given]).check()
+    load(TrainSettings, ["--mode", "dpo", "--dpo-beta", "0.2", *given]).check()
+    load(TrainSettings, ["--start-from", "taught@3"]).check()

@@ -38,5 +38,7 @@ async def test_a_trainer_sees_who_has_moved_the_latest_and_reads_what_others_put
     }
     config = read_config(stored.config)
     assert (config.rank, config.scale, config.targets) == (RANK, 20.0, ("self_attn.q_proj", "self_attn.v_proj"))
+    of_another = await StoreSink(redis, "another", CARD).fetch(version, "policy")
+    assert of_another.config == stored.config and of_another.weights.keys() == stored.weights.keys()
     with pytest.raises(UnknownAdapterError):
         await sink.fetch(99)

@@ -63,9 +63,9 @@ class MemorySink:
     async def latest_version(self) -> int:
         return self.latest
 
-    async def fetch(self, version: int) -> Stored:
-        if version not in self.versions:
-            raise UnknownAdapterError(f"there is no adapter {self.name}@{version}")
+    async def fetch(self, version: int, name: str = "") -> Stored:
+        if version not in self.versions or name not in ("", self.name):
+            raise UnknownAdapterError(f"there is no adapter {name or self.name}@{version}")
         candidate = self.candidates[max(self.candidates)]
         return Stored(self.versions[version], self.config, candidate.base_sha256)
 

@@ -8,7 +8,8 @@ fast_blas.install()
 import asyncio
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,18 @@ from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, load_model
 
 
+@asynccontextmanager
+async def in_process_ring(
+    settings: TrainSettings, sink: MemorySink, orders: OrderDesk | None = None
+) -> AsyncIterator[tuple[ThreadHost, LoadedModel, Ring]]:
+    """A thread that computes, the model in it, and a ring whose samples come out of that thread."""
+    async with ThreadHost() as host, RingMailbox(orders or NoOrders()) as mailbox:
+        loaded: LoadedModel = await host.run(at_once(lambda: load_model(EngineConfig(settings.model))))
+        source = InProcessSource(host, loaded.model, settings.adapter_shape(), sink, loaded.card.eos_token_ids)
+        codec, board = TextCodec(loaded.tokenizer), RingBoard(NoBoard())
+        yield host, loaded, Ring(loaded.card.base_sha256, codec, source, sink, board, mailbox)
+
+
 async def train(
     settings: TrainSettings,
     sink: MemorySink | None = None,
@@ -43,17 +56,8 @@ async def train(
 ) -> tuple[RunState, MemorySink]:
     """Train with an in-process ring; `parts` replace what the settings would give, of the run or of its ring."""
     sink = MemorySink() if sink is None else sink
-    async with ThreadHost() as host, RingMailbox(orders or NoOrders()) as mailbox:
-        loaded: LoadedModel = await host.run(at_once(lambda: load_model(EngineConfig(settings.model))))
-        source = InProcessSource(host, loaded.model, settings.adapter_shape(), sink, loaded.card.eos_token_ids)
-        ring = Ring(
-            loaded.card.base_sha256,
-            TextCodec(loaded.tokenizer),
-            wrap_source(source),
-            sink,
-            RingBoard(NoBoard()),
-            mailbox,
-        )
+    async with in_process_ring(settings, sink, orders) as (host, loaded, ring):
+        ring = replace(ring, source=wrap_source(ring.source))
         ring = replace(ring, **{name: parts.pop(name) for name in list(parts) if hasattr(ring, name)})
         tasks = training_tasks(settings, None), held_out_tasks(settings, None)
         made = Parts(host, loaded.model, ring, ChatEncoder(ring.codec), *tasks)

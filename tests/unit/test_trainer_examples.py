@@ -10,7 +10,8 @@ import pytest
 from shared.errors import SetupError
 from shared.text.codec import TextCodec
 from tests.unit.api_texts import codec as byte_codec
-from trainer.heads.examples import Example, Examples, Text, batch_of, read_examples, split
+from trainer.datasets.lines import batch_of, split
+from trainer.heads.examples import Example, Text, read_examples
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +94,14 @@ def test_a_label_that_training_does_not_know_is_refused(tmp_path: Path, codec: T
         read_examples(written(tmp_path, {"completion": "x", "label": "c"}), codec, 100, ("a", "b"))
 
 
-def examples(count: int) -> Examples:
-    return Examples("scores", tuple(Example((Text(None, str(at), (at,)),), float(at)) for at in range(count)))
+def examples(count: int) -> list[Example]:
+    return [Example((Text(None, str(at), (at,)),), float(at)) for at in range(count)]
 
 
 def test_a_split_parts_the_data_in_the_same_way_each_time() -> None:
     learned, held_out = split(examples(50), seed=3)
-    assert len(held_out.items) == 5 and set(learned.items).isdisjoint(held_out.items)
-    assert len(learned.items) == 45 and split(examples(50), seed=3) == (learned, held_out)
+    assert len(held_out) == 5 and set(learned).isdisjoint(held_out)
+    assert len(learned) == 45 and split(examples(50), seed=3) == (learned, held_out)
     with pytest.raises(SetupError, match="too few"):
         split(examples(1), seed=3)
 

@@ -11,18 +11,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
-import numpy as np
 
 from shared.errors import InvalidRequestError, SetupError
 from shared.jobs import Message
 from shared.text.answered import answered
 from shared.text.codec import TextCodec
+from trainer.datasets.lines import exchange, read_lines
 
 Form = Literal["pairs", "scores", "labels"]
-
-HELD_OUT = 0.1  # of the data, where there is none of its own
-MOST_HELD_OUT = 512
-_SHUFFLED = 1  # what the order of a split is drawn for, beside the seed
 
 
 class Text(NamedTuple):
@@ -74,8 +70,11 @@ _line = msgspec.json.Decoder(_Line)
 
 def read_examples(path: Path, codec: TextCodec, longest: int, labels: Sequence[str] = ()) -> Examples:
     """The examples of a file; SetupError names the line. `labels`: those that there may be; none: those of the file."""
-    lines = _lines(path)
-    form = lines[0][1].form
+    lines = read_lines(path, _line)
+    try:
+        form = lines[0][1].form
+    except ValueError as error:
+        raise SetupError(f"{path}, line {lines[0][0]}: {error}") from error
     known = tuple(labels) or tuple(sorted({line.label for _, line in lines if line.label}))
     items: list[Example] = []
     for number, line in lines:
@@ -93,49 +92,6 @@ def read_examples(path: Path, codec: TextCodec, longest: int, labels: Sequence[s
     return Examples(form, fitting, known if form == "labels" else (), len(items) - len(fitting))
 
 
-def split(examples: Examples, seed: int) -> tuple[Examples, Examples]:
-    """What is learned from, and what is held out; SetupError when there is not enough for both."""
-    count = len(examples.items)
-    held_out = min(MOST_HELD_OUT, max(1, round(HELD_OUT * count)))
-    if count - held_out < 1:
-        raise SetupError("one example is too few: some are learned from, and some held out")
-    order = np.random.default_rng((seed, _SHUFFLED)).permutation(count)
-    items = [examples.items[at] for at in order]
-    return (
-        examples._replace(items=tuple(items[held_out:])),
-        examples._replace(items=tuple(items[:held_out]), too_long=0),
-    )
-
-
-def batch_of(examples: Examples, count: int, step: int, seed: int) -> list[Example]:
-    """The examples of train step `step`, from 0: each once in each pass over the data, in an order of its own."""
-    size = len(examples.items)
-    places = range(step * count, (step + 1) * count)
-    orders = {at: np.random.default_rng((seed, at)).permutation(size) for at in {place // size for place in places}}
-    return [examples.items[orders[place // size][place % size]] for place in places]
-
-
-def _lines(path: Path) -> list[tuple[int, _Line]]:
-    if not path.is_file():
-        raise SetupError(f"no data set {path}")
-    lines: list[tuple[int, _Line]] = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                lines.append((number, _line.decode(line)))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise SetupError(f"{path}, line {number}: {error}") from error
-    if not lines:
-        raise SetupError(f"{path} is empty")
-    try:
-        _ = lines[0][1].form
-    except ValueError as error:
-        raise SetupError(f"{path}, line {lines[0][0]}: {error}") from error
-    return lines
-
-
 def _example(line: _Line, codec: TextCodec, labels: Sequence[str]) -> Example:
     if line.form == "pairs":
         return Example((_text(line.prompt, line.chosen, codec), _text(line.prompt, line.rejected, codec)))
@@ -148,12 +104,5 @@ def _example(line: _Line, codec: TextCodec, labels: Sequence[str]) -> Example:
 
 
 def _text(prompt: str | list[Message] | None, answer: Any, codec: TextCodec) -> Text:
-    if isinstance(answer, list):
-        before = prompt if isinstance(prompt, list) else []
-        if isinstance(prompt, str):
-            before = [{"role": "user", "content": prompt}]
-        whole = answer if answer[: len(before)] == before else [*before, *answer]
-        if not whole or not isinstance(whole[-1].get("content"), str):
-            raise ValueError("a conversation ends with a message whose 'content' is a text")
-        prompt, answer = whole[:-1], whole[-1]["content"]
-    return Text(prompt or None, answer, tuple(answered(codec, prompt or None, answer)))
+    asked, said = exchange(prompt, answer)
+    return Text(asked, said, tuple(answered(codec, asked, said)))

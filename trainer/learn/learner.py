@@ -66,7 +66,8 @@ class Learner:
         weights = self._policy.weights()
         if not report.updated and not report.nonfinite_gradients:
             return Trained(report, weights, ())
-        anchors = (self._good, None) if self._best is None else (self._good, None, self._best)
+        origin = self._policy.origin
+        anchors = (self._good, origin) if self._best is None else (self._good, origin, self._best)
         kls = yield from measure_probe_kl(self._policy, anchors, probes)
         checks = (
             gate.finite_gradients(report.nonfinite_gradients),
@@ -91,6 +92,10 @@ class Learner:
     def anchor(self, best: Arrays | None) -> None:
         """Set the weights of the best version: later ones must stay near it."""
         self._best = best
+
+    def begin_with(self, weights: Arrays) -> None:
+        """The run begins, or began, with these in place of the base; `load` and `restore` set the present ones."""
+        self._policy.origin = weights
 
     def accept(self) -> None:
         """The present weights are the last good ones."""

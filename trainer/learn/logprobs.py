@@ -171,7 +171,7 @@ def can_share_prompts(model: Any) -> bool:
 
 def shared_scores(model: Any, x: BatchArrays, *, entropy: bool = True, chunk: int = 0) -> TokenScores:
     """Each prompt once, then all completions after it; the head takes `chunk` positions at a time, 0: all at once."""
-    body, head = _halves(model, chunk)
+    body, head = halves_of(model, chunk)
     caches = [PromptKeys(x.padding_P) for _ in model.layers]
     first_PH = body(x.prompt_PS, cache=caches)[:, -1]
     branches = [cache.branch(x.prompt_of_B) for cache in caches]
@@ -185,7 +185,7 @@ def shared_scores(model: Any, x: BatchArrays, *, entropy: bool = True, chunk: in
 
 def row_scores(model: Any, x: BatchArrays, *, entropy: bool = True, chunk: int = 0) -> TokenScores:
     """Prompt and completion in one forward pass a row; the head takes `chunk` positions at a time, 0: all at once."""
-    body, head = _halves(model, chunk)
+    body, head = halves_of(model, chunk)
     hidden_BLH = body(x.rows_BL[:, :-1])
     targets_BL = x.rows_BL[:, 1:]
     drawn = positions_of(x.drawn, targets_BL.shape)
@@ -195,7 +195,7 @@ def row_scores(model: Any, x: BatchArrays, *, entropy: bool = True, chunk: int =
     return TokenScores(*(mx.take_along_axis(values_BL, at_BT, axis=1) for values_BL in scores))
 
 
-def _halves(model: Any, chunk: int) -> Halves:
+def halves_of(model: Any, chunk: int) -> Halves:
     """Where the model is not cut in two, logits take the place of hidden states."""
     halves = cut(model) if chunk else None
     return halves or Halves(model, lambda logits: logits)

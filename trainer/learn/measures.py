@@ -58,7 +58,7 @@ def measure(
             if step == policy_step:
                 v_BT = theta_BT
             elif step in older:
-                with _weights(policy, older[step]) as model:
+                with weights_in(policy, older[step]) as model:
                     v_BT = _logp(model, scores, arrays)
                 yield
             else:
@@ -107,7 +107,7 @@ def measure_probe_kl(
         tokens_1S = mx.array([list(prompt)[-_LONGEST:]])
         present_SV = _logprobs(policy.model, tokens_1S)
         for anchor, distances in zip(anchors, divergences, strict=True):
-            with _weights(policy, anchor) as model:
+            with weights_in(policy, anchor) as model:
                 anchor_SV = _logprobs(model, tokens_1S)
             kl_S = (mx.exp(anchor_SV) * (anchor_SV - present_SV)).sum(axis=-1)
             distances.append(float(kl_S.mean()))
@@ -131,7 +131,7 @@ def measure_gaps(
     for part in microbatches(samples, lambda: positions):
         batch = pad(part)
         arrays = to_arrays(batch)
-        with _weights(policy, weights) as model:
+        with weights_in(policy, weights) as model:
             gap_BT = np.abs(_logp(model, scores, arrays).astype(np.float64) - batch.sampler_BT)
         rows = (sample for group in part for sample in group.samples)
         for row, sample in enumerate(rows):
@@ -141,7 +141,7 @@ def measure_gaps(
 
 
 @contextmanager
-def _weights(policy: Policy, weights: Arrays | None) -> Iterator[Any]:
+def weights_in(policy: Policy, weights: Arrays | None) -> Iterator[Any]:
     """The model with these weights, None: the base; afterwards the policy has its own again."""
     if weights is None:
         yield policy.base

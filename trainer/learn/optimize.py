@@ -37,7 +37,7 @@ from trainer.learn.logprobs import (
     to_arrays,
 )
 from trainer.learn.losses import LOSSES, LossInputs, StepTotals, k3, token_average, truncated_weights
-from trainer.learn.measures import Distances, measure
+from trainer.learn.measures import Distances, measure, weights_in
 from trainer.learn.microbatch_size import MicrobatchSize
 from trainer.learn.options import OptimizeOptions
 from trainer.learn.policy import Policy
@@ -61,7 +61,7 @@ class StepReport:
     update_rms: float = 0.0  # root mean square of the change of the adapter's parameters
     entropy: float = 0.0
     clip_fraction: float = 0.0
-    kl: float = 0.0  # k3 against the base; 0 when beta is 0
+    kl: float = 0.0  # k3 against the reference; 0 when beta is 0
     tokens: int = 0
     sequences: int = 0
     seconds: float = 0.0
@@ -220,8 +220,9 @@ class Optimizer:
             weight_BT = truncated_weights(old_BT, arrays.sampler_BT, corrected_BT, bound)
             mx.eval(old_BT, weight_BT)
         if self.options.loss.kl_coefficient:
-            reference_BT = self.scores(self.policy.base, arrays, entropy=False).logp_BT
-            mx.eval(reference_BT)
+            with weights_in(self.policy, self.policy.origin) as reference:
+                reference_BT = self.scores(reference, arrays, entropy=False).logp_BT
+                mx.eval(reference_BT)
         return _Prepared(asked, batch, arrays, old_BT, weight_BT, reference_BT)
 
     def _update(

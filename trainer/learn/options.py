@@ -4,7 +4,7 @@ A schedule is a pure function of the train step, so that a resumed run needs onl
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -16,6 +16,7 @@ from shared.heads import MAX_HIDDEN, REWARD, HeadSpec, check_heads
 
 AdvantageScale = Literal["mean", "std", "leave_one_out"]
 ScheduleName = Literal["constant", "linear", "cosine"]
+TrainMode = Literal["rl", "reward", "sft", "dpo"]
 
 
 @dataclass(frozen=True)
@@ -109,24 +110,41 @@ class HeadSettings(BaseModel):
         default=1e-3, gt=0, description="mode reward: of the head; that of the LoRA is learning_rate"
     )
 
-    def check_head(self, shared: Iterable[str], dataset: Path | None) -> None:
-        """SetupError for settings that a head does not learn with, by name, and where it has nothing to learn from.
+
+class DataSettings(HeadSettings):
+    """Part of TrainSettings: the modes that learn from a data set in place of rollouts, and what a run begins with."""
+
+    mode: TrainMode = Field(
+        default="rl",
+        description="rl: from rewards; from a dataset: sft: what answers say; dpo: which are preferred; reward: a head",
+    )
+    dpo_beta: float = Field(
+        default=0.1, gt=0, description="mode dpo: how strongly the policy is held near what the run begins with"
+    )
+    start_from: str = Field(
+        default="",
+        description="adapter that a run begins with: NAME@VERSION, or a folder (with a '/'); default: the base",
+    )
+
+    def check_mode(self, shared: Iterable[str], dataset: Path | None) -> None:
+        """SetupError for settings that the mode has no use for, by name, and where there is nothing to learn from.
 
         `shared`: the settings of all processes.
         """
-        if unused := sorted(self._changed() - set(shared) - _OF_HEADS - HeadSettings.model_fields.keys()):
-            raise SetupError(f"--{unused[0].replace('_', '-')} has no use with --mode reward")
-        if dataset is None:
-            raise SetupError("--mode reward needs a --dataset of pairs, scores or labels")
+        own = _OF_MODES[self.mode]
+        for name in sorted(self._changed()):
+            mode = next((mode for mode, names in _OF_MODES.items() if name in names), "")
+            if mode and name not in own and self.mode == "rl":
+                raise SetupError(f"--{name.replace('_', '-')} goes with --mode {mode}")
+            if self.mode != "rl" and name not in {*own, *_OF_DATA, *shared}:
+                raise SetupError(f"--{name.replace('_', '-')} has no use with --mode {self.mode}")
+        if self.mode != "rl" and dataset is None:
+            what = {"reward": "pairs, scores or labels", "sft": "messages or completions", "dpo": "pairs"}[self.mode]
+            raise SetupError(f"--mode {self.mode} needs a --dataset of {what}")
         try:
             check_heads({self.head: HeadSpec("scalar")})
         except ValueError as error:
             raise SetupError(f"--head: {error}") from error
-
-    def check_no_head(self) -> None:
-        """SetupError for settings of heads in another mode."""
-        if unused := sorted(self._changed() & HeadSettings.model_fields.keys()):
-            raise SetupError(f"--{unused[0].replace('_', '-')} goes with --mode reward")
 
     def _changed(self) -> set[str]:
         """The settings that are not what they are by default."""
@@ -134,7 +152,14 @@ class HeadSettings(BaseModel):
         return {name for name, field in fields if getattr(self, name) != field.get_default(call_default_factory=True)}
 
 
-_OF_HEADS = {  # settings of a trainer that `--mode reward` has a use for
+_TUNING = {"chat_template_kwargs", "start_from"}
+_OF_MODES: Mapping[TrainMode, Collection[str]] = {  # what few modes have a use for
+    "rl": _TUNING,
+    "reward": HeadSettings.model_fields.keys(),
+    "dpo": _TUNING | {"dpo_beta"},
+    "sft": _TUNING,
+}
+_OF_DATA = {  # settings of a trainer that all modes have a use for which learn from a data set
     "model", "dtype", "mode", "over_http", "connect_key", "adapter", "adapter_keep_n", "run", "run_dir", "seed",
     "dataset", "held_out_dataset", "steps", "prompts_per_step", "lora_kind", "lora_rank", "lora_scale", "lora_targets",
     "learning_rate", "schedule", "warmup_steps", "final_rate_fraction", "max_grad_norm", "weight_decay", "adam_beta1",

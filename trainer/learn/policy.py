@@ -4,7 +4,8 @@ Invariants.
 - The base arrays are shared, never copied and never written: `Policy.base` and `Policy.model` hold the same buffers.
 - Adapter parameters are fp32 whatever the base's dtype (bf16, 4 bits); mlx-lm's layers then compute the adapter's
   part in fp32 and cast its sum with the base's output.
-- The reference policy is the base tree: the same weights with the adapter off.
+- The reference policy is what the run began with: the base tree, which is the same weights with the adapter off, or
+  the model with the adapter `origin` (`--start-from`).
 - Gradient checkpointing changes the class of *our* layer instances only; the generator's layers stay as they are.
 """
 
@@ -41,6 +42,7 @@ class Policy:
         self.base: Any = share_tree(model)
         self.base.freeze()
         self.base.eval()
+        self.origin: Arrays | None = None  # the adapter that the run began with; None: the base
         self.model: Any = share_tree(model)
         self.model.freeze()
         self.modules = _attach(self.model, shape)

@@ -181,10 +181,11 @@ class HttpSink:
             lora = None
         return int(lora.rpartition("@")[2]) if lora else 0
 
-    async def fetch(self, version: int) -> Stored:
+    async def fetch(self, version: int, name: str = "") -> Stored:
         """See `AdapterSink`."""
         raise ConflictError(
-            f"the weights of {self._name}@{version} cannot be had over HTTP: only this run's own can be trained on"
+            f"the weights of {name or self._name}@{version} cannot be had over HTTP: only this run's own can be "
+            "trained on, or a folder's (--start-from)"
         )
 
     async def served_base(self) -> str:

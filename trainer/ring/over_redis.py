@@ -111,9 +111,9 @@ class StoreSink:
         """See `AdapterSink`."""
         return await self._store.latest(self._name)
 
-    async def fetch(self, version: int) -> Stored:
+    async def fetch(self, version: int, name: str = "") -> Stored:
         """See `AdapterSink`."""
-        manifest = await self._store.manifest(self._name, version)
+        manifest = await self._store.manifest(name or self._name, version)
         with TemporaryDirectory(prefix="parallm-adapter-") as folder:
             file = Path(folder, MLX_FILE)
             chunks = [chunk async for chunk in self._store.fetch(manifest)]

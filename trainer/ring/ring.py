@@ -54,8 +54,11 @@ class AdapterSink(Protocol):
     async def latest_version(self) -> int:
         """The version that is the latest now, whoever made it so; 0: none."""
 
-    async def fetch(self, version: int) -> Stored:
-        """A version's weights out of the store, whoever put it there; ParallmError when they cannot be had."""
+    async def fetch(self, version: int, name: str = "") -> Stored:
+        """A version's weights out of the store, whoever put it there; ParallmError when they cannot be had.
+
+        `name`: of another adapter than the run's.
+        """
 
     async def served_base(self) -> str:
         """The hash of the base model that workers serve now; "": not known."""

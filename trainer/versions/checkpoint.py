@@ -63,7 +63,7 @@ class CheckpointStore:
 
     def __init__(self, root: Path, keep_n: int = 3) -> None:
         self.root = root
-        self._keep_n = keep_n
+        self.keep_n = keep_n
         root.mkdir(parents=True, exist_ok=True)
 
     def save(self, checkpoint: Checkpoint, name: str = "") -> str:
@@ -178,7 +178,7 @@ class CheckpointStore:
     def _prune(self) -> None:
         numbered = [name for name in self.names() if re.fullmatch(r"step-\d+", name)]
         kept = {self.pointer("latest"), self.pointer("best")}
-        for name in numbered[: -self._keep_n] if self._keep_n else ():
+        for name in numbered[: -self.keep_n] if self.keep_n else ():
             if name not in kept:
                 shutil.rmtree(self.root / name)
 

@@ -14,7 +14,7 @@ from shared.adapters import GateCheck
 from shared.errors import AdapterRejectedError, ConflictError
 from shared.telemetry import tracing
 from trainer import gate
-from trainer.ring.ring import AdapterSink, Candidate
+from trainer.ring.ring import AdapterSink, Candidate, Stored
 from trainer.state import Arrays, RunState
 from trainer.versions.checkpoint import differences, write_adapter
 from trainer.versions.disk import Disk
@@ -165,11 +165,14 @@ class Publisher:
         """
         if version in self.kept():
             return await asyncio.to_thread(self.weights_of, version)
-        stored = await self.sink.fetch(version)
+        return self.fitting(await self.sink.fetch(version), f"{self.adapter}@{version}")
+
+    def fitting(self, stored: Stored, name: str) -> Arrays:
+        """Its weights; ConflictError when they are not of this run's shape and base."""
         checks = [gate.same_base(self.base_sha256, stored.base_sha256), gate.finite_weights(stored.weights)]
         differs = differences(stored.config, self.config) or gate.failures(checks)
         if differs:
-            raise ConflictError(f"{self.adapter}@{version} does not fit this run: {differs}")
+            raise ConflictError(f"{name} does not fit this run: {differs}")
         return stored.weights
 
     def version_folder(self, version: int) -> Path:

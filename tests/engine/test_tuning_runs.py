@@ -1,0 +1,150 @@
+"""Runs that tune, in one process without a ring: resumed to the byte, gated, and warm starts of other runs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from shared.errors import SetupError
+from tests.training.in_process import MemorySink
+from tests.training.run import in_process_ring, train
+from trainer.metrics import read
+from trainer.ring.join import Way
+from trainer.settings import TrainSettings
+from trainer.state import RunState
+from trainer.tuning.run import TuneRun
+
+SMALL: dict[str, Any] = {
+    "model": "models/tiny", "mode": "sft", "adapter": "taught", "steps": 4, "prompts_per_step": 4, "lora_rank": 4,
+    "learning_rate": 3e-3, "evaluate_every": 2, "lora_targets": ("q_proj", "v_proj"),
+}  # fmt: skip
+
+
+def settings(folder: Path, **changes: Any) -> TrainSettings:
+    data = folder / "data.jsonl"
+    rows = (
+        {"prompt": [{"role": "user", "content": f"Which is larger, {a} or {a + 7}?"}], "answer": (str(a + 7), str(a))}
+        for a in range(10, 50)
+    )
+    for_mode = ("chosen", "rejected") if changes.get("mode") == "dpo" else ("completion",)
+    lines = [{"prompt": row["prompt"], **dict(zip(for_mode, row["answer"], strict=False))} for row in rows]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = SMALL | {"dataset": data, "run_dir": folder} | changes
+    return TrainSettings.model_construct(**(TrainSettings().model_dump() | given))
+
+
+async def tuned(run: TrainSettings, sink: MemorySink | None = None) -> tuple[RunState, MemorySink]:
+    sink = sink or MemorySink(run.adapter)
+    run.check()
+    async with in_process_ring(run, sink) as (host, loaded, ring):
+        tuning = TuneRun(run, host, Way(None, None), ring)  # type: ignore[arg-type]  (it asks no judge, and joins none)
+        await tuning.start(loaded)
+        return await tuning.run(), sink
+
+
+def lines(run: TrainSettings) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("mode", ["sft", "dpo"])
+async def test_a_run_in_pieces_gives_the_same_bytes_as_one_run(tmp_path: Path, mode: str) -> None:
+    for name in ("whole", "pieces"):
+        (tmp_path / name).mkdir()
+    run = settings(tmp_path / "whole", mode=mode)
+    state, sink = await tuned(run)
+    for steps in (1, 4):
+        pieces = settings(tmp_path / "pieces", mode=mode, steps=steps)
+        await tuned(pieces)
+        if steps == 1:  # killed in the midst of a line behind the checkpoint
+            with (pieces.folder / "metrics.jsonl").open("a") as file:
+                file.write('{"step":2,"loss":9.0}\n{"step":3,"lo')
+    file = "checkpoints/step-000004/adapters.safetensors"
+    assert (run.folder / file).read_bytes() == (pieces.folder / file).read_bytes()
+    told, again = lines(run), lines(pieces)
+    assert [line["step"] for line in told] == [line["step"] for line in again] == [0, 1, 2, 3, 4]
+    assert [line["loss"] for line in told] == [line["loss"] for line in again]
+    assert (state.version, sink.latest, state.rejected) == (2, 2, 0) and state.tokens > 0
+    assert told[-1]["held_out_loss"] < told[0]["held_out_loss"] and told[-1]["held_out"] > told[0]["held_out"]
+    assert (told[-1]["held_out_margin"] is None) if mode == "sft" else (told[-1]["held_out_margin"] > 0)
+    assert {check.name for check in sink.candidates[1].gate} >= {"reward_floor", "finite_weights"}
+
+
+async def test_a_version_that_a_worker_does_not_confirm_is_not_served(tmp_path: Path) -> None:
+    run = settings(tmp_path, max_parity=1e-12, max_rejections=5)
+    state, sink = await tuned(run)
+    assert (state.version, sink.latest, state.rejected) == (0, 0, 2)
+    assert "reload_parity" in {check.name for check in sink.rejected[1] if not check.passed}
+    assert lines(run)[-1]["held_out"] == pytest.approx(lines(run)[2]["held_out"], abs=0.2)
+
+
+async def test_other_runs_begin_with_a_version_and_go_on_from_their_own(tmp_path: Path) -> None:
+    first = settings(tmp_path)
+    _, sink = await tuned(first)
+    taught = sink.versions[2]
+    preferred = settings(tmp_path, mode="dpo", run="preferred", start_from="taught@2", steps=2, dpo_beta=0.2)
+    await tuned(preferred, sink)
+    begins, *_, ends = lines(preferred)
+    assert begins["held_out_margin"] == 0 and ends["held_out_margin"] > 0, "held against the version, not the base"
+    sink.versions.pop(2)  # what a run began with may be deleted
+    longer = settings(tmp_path, mode="dpo", run="preferred", start_from="taught@2", steps=4, dpo_beta=0.2)
+    await tuned(longer, sink)
+    folder = str(first.folder / "versions/2")
+    whole = settings(tmp_path, mode="dpo", run="whole", start_from=folder, steps=4, dpo_beta=0.2)
+    await tuned(whole)
+    assert [line["loss"] for line in lines(longer)] == [line["loss"] for line in lines(whole)]
+    with pytest.raises(SetupError, match="this run began with taught@2; give another --run"):
+        await tuned(settings(tmp_path, mode="dpo", run="preferred", start_from="taught@1", steps=5))
+    rewarded = settings(
+        tmp_path, mode="rl", run="rewarded", dataset=None, start_from=folder, steps=1, group_size=2, max_tokens=4,
+        probe_prompts=1, parity_every=0, distances_every=0, evaluate_every=0,
+    )  # fmt: skip
+    state, mine = await train(rewarded)
+    assert state.started_from and all((mine.versions[1][name] == value).all() for name, value in taught.items())
+    strict = {"run": "held", "max_base_kl": 1e-4, "learning_rate": 1e-9, "kl_coefficient": 0.1, "max_lag": 0} | {
+        "group_size": 4,
+        "prompts_per_step": 8,
+    }
+    for steps in (1, 2):  # the second time resumed
+        held, _ = await train(rewarded.model_copy(update=strict | {"steps": steps}), MemorySink("taught"))
+        assert (held.rejected, held.policy_step) == (0, steps), "far from the base, at what the run began with"
+    assert all(line.kl < 1e-6 for line in read(rewarded.run_dir / "held" / "metrics.jsonl"))
+
+
+async def test_a_run_that_begins_anew_loses_nothing_of_the_earlier_one(tmp_path: Path) -> None:
+    for _ in range(2):
+        run = settings(tmp_path, steps=2, resume="no")
+        state, _ = await tuned(run)
+    assert state.train_step == 2 and [line["step"] for line in lines(run)] == [0, 1, 2]
+    assert (tmp_path / "taught.1" / "checkpoints" / "step-000002" / "state.json").exists()
+
+
+async def test_a_checkpoint_of_another_base_is_refused(tmp_path: Path) -> None:
+    run = settings(tmp_path, steps=1)
+    await tuned(run)
+    async with in_process_ring(run, MemorySink("taught")) as (host, loaded, ring):
+        tuning = TuneRun(run, host, Way(None, None), replace(ring, base_sha256="other"))  # type: ignore[arg-type]
+        with pytest.raises(SetupError, match="a run of another base model than models/tiny"):
+            await tuning.start(loaded)
+
+
+async def test_a_start_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "given"
+    for named, words in (
+        ("taught", "NAME@VERSION"),
+        ("taught@x", "NAME@VERSION"),
+        ("taught@7", "there is no adapter taught@7"),
+        (str(folder), "holds no adapters.safetensors"),
+    ):
+        with pytest.raises(SetupError, match=words):
+            await tuned(settings(tmp_path, start_from=named))
+    first = settings(tmp_path, steps=1)
+    await tuned(first)
+    with pytest.raises(SetupError, match="lora_rank 4 there, 8 here"):
+        await tuned(settings(tmp_path, run="b", lora_rank=8, start_from=str(first.folder / "versions/1")))
+    kept = first.folder / "versions/1/adapters.safetensors"
+    save_file({name: value * float("nan") for name, value in load_file(kept).items()}, kept)
+    with pytest.raises(SetupError, match="finite_weights"):
+        await tuned(settings(tmp_path, run="c", start_from=str(kept.parent)))

@@ -1,0 +1,189 @@
+"""A train step over items of a data set, and the weights to fall back to. Belongs to the MLX thread.
+
+Plain data goes in and out. What an item's loss is, and what is measured of it, a kind of run says itself.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from shared.errors import SetupError
+from trainer.learn.compute import Work
+from trainer.learn.options import AdapterShape, Schedule
+from trainer.learn.policy import Policy
+from trainer.state import Arrays, Moments, Snapshot
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Constants of every train step."""
+
+    schedule: Schedule
+    shape: AdapterShape | None  # of the LoRA; None: a head learns alone
+    microbatch_tokens: int
+    max_grad_norm: float
+    weight_decay: float
+    adam_betas: tuple[float, float]
+    seed: int
+    checkpoint_layers: bool = False
+
+
+class DataReport(NamedTuple):
+    """What one train step did."""
+
+    loss: float
+    grad_norm: float
+    is_finite: bool  # else nothing was changed
+    tokens: int = 0  # in the loss
+
+
+class Measured(NamedTuple):
+    """How good the weights are on what is held out."""
+
+    right: float  # a share, from 0 to 1; versions are compared by it
+    loss: float | None = None
+    margin: float | None = None
+
+
+class Size(NamedTuple):
+    """What an item takes of a batch: rows, and positions of the longest one."""
+
+    rows: int
+    positions: int
+
+
+def policy_of(model: Any, shape: AdapterShape, options: DataOptions) -> Policy:
+    """A LoRA on the model; SetupError when it does not fit: a target that the model has not, DoRA on experts."""
+    try:
+        return Policy(model, shape, seed=options.seed, checkpoint_layers=options.checkpoint_layers)
+    except ValueError as error:
+        raise SetupError(f"bad settings: {error}") from error
+
+
+class DataLearner(ABC, Generic[T]):
+    """One AdamW for each part that learns, clipped by the norm of all of them."""
+
+    def __init__(
+        self, options: DataOptions, learns: Mapping[str, nn.Module], rates: Mapping[str, float] | None = None
+    ) -> None:
+        """`rates`: of a part, in multiples of the learning rate."""
+        self._options, self._learns, self._rates = options, dict(learns), dict(rates or {})
+        betas, decay = list(options.adam_betas), options.weight_decay
+        self._adams: dict[str, Any] = {
+            name: optim.AdamW(learning_rate=0.0, betas=betas, weight_decay=decay, bias_correction=True)
+            for name in learns
+        }
+        for name, adam in self._adams.items():
+            adam.init(self._learns[name].trainable_parameters())
+        self._good: Arrays = {}
+        self.accept()
+
+    # -- what a kind of run says
+
+    @abstractmethod
+    def measure(self, items: Sequence[T]) -> Work[Measured]:
+        """What the weights get right."""
+
+    @abstractmethod
+    def weights(self) -> Arrays:
+        """A copy as plain data."""
+
+    @abstractmethod
+    def config(self) -> bytes:
+        """`adapter_config.json` of them."""
+
+    @abstractmethod
+    def _size(self, item: T) -> Size: ...
+
+    @abstractmethod
+    def _tokens(self, items: Sequence[T]) -> int:
+        """How many tokens are in the loss; 0 where it is not of tokens."""
+
+    @abstractmethod
+    def _gradient(self, part: Sequence[T], items: Sequence[T]) -> tuple[Any, dict[str, Any]]:
+        """The part's share of the loss of all items, and the gradients of what learns."""
+
+    @abstractmethod
+    def _load(self, weights: Arrays) -> None: ...
+
+    # -- learning
+
+    def train(self, items: Sequence[T], step: int) -> Work[DataReport]:
+        """One update; `step` sets the learning rates."""
+        loss, gradients = 0.0, None
+        for part in self._parts(items):
+            value, more = self._gradient(part, items)
+            gradients = more if gradients is None else tree_map(mx.add, gradients, more)
+            mx.eval(value, gradients)
+            loss += float(value.item())
+            yield
+        clipped, norm = optim.clip_grad_norm(gradients, self._options.max_grad_norm)
+        grad_norm, tokens = float(norm.item()), self._tokens(items)
+        if not np.isfinite(grad_norm) or not np.isfinite(loss):
+            return DataReport(loss, grad_norm, is_finite=False, tokens=tokens)
+        rate = self._options.schedule.rate(step)
+        for name, adam in self._adams.items():
+            adam.learning_rate = rate * self._rates.get(name, 1.0)
+            adam.update(self._learns[name], clipped[name])
+            mx.eval(self._learns[name].trainable_parameters(), adam.state)
+        return DataReport(loss, grad_norm, is_finite=True, tokens=tokens)
+
+    def _parts(self, items: Sequence[T]) -> Iterator[list[T]]:
+        """In order, as many at once as the padded positions allow; at least one."""
+        part: list[T] = []
+        longest = 0
+        for item in items:
+            size = self._size(item)
+            longest = max(longest, size.positions)
+            if part and longest * (len(part) + 1) * size.rows > self._options.microbatch_tokens:
+                yield part
+                part, longest = [], size.positions
+            part.append(item)
+        if part:
+            yield part
+
+    # -- weights
+
+    def begin_with(self, weights: Arrays) -> None:
+        """Learn on from these."""
+        self._load(weights)
+        self.accept()
+
+    def snapshot(self) -> Snapshot:
+        """All of the state, for a checkpoint."""
+        return Snapshot(self.weights(), self.config(), self._moments())
+
+    def restore(self, snapshot: Snapshot, good: Arrays | None = None) -> None:
+        """Go on exactly where a checkpoint was taken; `good`: the last good weights, where those are others."""
+        self._load(snapshot.adapter)
+        state = tree_unflatten([(name, mx.array(value)) for name, value in snapshot.optimizer.items()])
+        for name, adam in self._adams.items():
+            adam.state = state[name]
+        self.accept()
+        if good is not None:
+            self._good = good
+
+    def accept(self) -> None:
+        """The present weights are the last good ones."""
+        self._good = self.weights()
+        # Arrays are shared, since an update replaces them.
+        self._good_moments = {name: tree_map(lambda value: value, adam.state) for name, adam in self._adams.items()}
+
+    def revert(self) -> None:
+        """Back to the last good weights and their moments."""
+        self._load(self._good)
+        for name, adam in self._adams.items():
+            adam.state = self._good_moments[name]
+
+    def _moments(self) -> Moments:
+        state = {name: adam.state for name, adam in self._adams.items()}
+        return {name: np.array(value) for name, value in tree_flatten(state)}

@@ -1,0 +1,286 @@
+"""One run that learns from a data set: read, learn, hold against what is held out, publish through the gate.
+
+Every `evaluate_every` train steps, and at the end, the weights become a candidate. It passes when its numbers are
+finite, when what it has right of the held-out items is no less than the last good version's by more than
+`reward_margin`, and when a worker that has loaded it says, through the queue, what the trainer says. One that fails is
+rejected in the store, and weights and moments go back. Checkpoints are written at the same times, and every
+`checkpoint_every` train steps.
+
+Invariants. A worker that does not answer says nothing about the weights: it is asked until it does. What has been
+learned is in a checkpoint before it is offered, and what no worker has judged is offered again by the next start.
+"""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
+import structlog
+
+from shared.adapters import GateCheck, version_id
+from shared.errors import ParallmError, SetupError
+from trainer import gate
+from trainer.datasets.learner import DataLearner, DataOptions, DataReport, Measured
+from trainer.datasets.lines import Data, batch_of
+from trainer.learn.compute import ComputeHost, at_once
+from trainer.metrics import cut
+from trainer.ring.join import Way, way_to_ring
+from trainer.ring.ring import Ring
+from trainer.settings import TrainSettings
+from trainer.state import RunState
+from trainer.versions.checkpoint import Checkpoint, CheckpointStore, differences
+from trainer.versions.disk import Disk
+from trainer.versions.publish import Publisher
+from trainer.versions.run_folder import begin_anew, check_home
+from trainer.versions.run_lock import run_lock
+from trainer.versions.start import starting_weights
+from worker.engine.model.loader import LoadedModel
+
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
+REPORT_S = 10.0  # between two lines of the log
+
+
+class DataLine(msgspec.Struct, frozen=True):
+    """A line of `metrics.jsonl`."""
+
+    step: int  # 0: before the first one
+    loss: float | None
+    grad_norm: float | None
+    tokens: int = 0  # in the loss, where it is of tokens
+    held_out: float | None = None  # the share that is right, where it was measured
+    held_out_loss: float | None = None
+    held_out_margin: float | None = None  # of pairs
+    version: int = 0  # that is served
+
+
+async def train_on_data(
+    kind: "type[DataRun[Any]]",
+    settings: TrainSettings,
+    host: ComputeHost,
+    load: Callable[[], Awaitable[LoadedModel]],
+    begun: Callable[["DataRun[Any]"], None],
+) -> RunState:
+    """Train until all steps are done or the run is stopped; `begun` gets the run before its first step."""
+    async with AsyncExitStack() as stack:
+        way = await stack.enter_async_context(way_to_ring(settings))
+        loaded = await load()
+        ring = await stack.enter_async_context(way.join(loaded))
+        await stack.enter_async_context(run_lock(settings.folder))
+        run = kind(settings, host, way, ring)
+        begun(run)
+        await run.start(loaded)
+        return await run.run()
+
+
+class DataRun(ABC, Generic[T]):
+    """The run's state and its steps."""
+
+    measures_first: ClassVar[bool] = False  # whether what it begins with has something right
+
+    def __init__(self, settings: TrainSettings, host: ComputeHost, way: Way, ring: Ring) -> None:
+        self._settings, self._host, self._way, self._ring = settings, host, way, ring
+        self._stop = asyncio.Event()
+        self._disk = Disk(settings.folder, ring.sink.alert, self._stop)
+        self._checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.keep_checkpoints)
+        self._rejections = 0
+        self._unanswered = ""  # why no worker has judged the last candidate
+        self._saved = 0  # train step of the latest checkpoint
+        self._told = 0.0
+        self.state = RunState(settings.run_name, ring=ring.id, base_sha256=ring.base_sha256)
+
+    # -- what a kind of run says
+
+    @abstractmethod
+    def _read(self, longest: int) -> Data[T]:
+        """The data, of texts with at most `longest` tokens."""
+
+    @abstractmethod
+    def _new_learner(self, model: Any) -> DataLearner[T]:
+        """In the MLX thread."""
+
+    @abstractmethod
+    async def _parity(self, version: int) -> list[GateCheck]:
+        """Whether a worker that has loaded the version says what we say; without an answer `_unanswered` says why."""
+
+    # -- the run
+
+    def stop(self) -> None:
+        """End after the train step under way."""
+        self._stop.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it was asked to."""
+        return self._stop.is_set()
+
+    async def start(self, loaded: LoadedModel) -> None:
+        """Read the data, make the learner, go on from a checkpoint if there is one."""
+        settings = self._settings
+        self._data = await asyncio.to_thread(self._read, loaded.card.context_length)
+        self._learner = await self._host.run(at_once(lambda: self._new_learner(loaded.model)))
+        config = await self._host.run(at_once(self._learner.config))
+        sink = self._ring.sink
+        self._publisher = Publisher(sink, settings.folder, settings.adapter, config, self._ring.base_sha256, self._disk)
+        checkpoint = self._load(config)
+        if checkpoint is not None:
+            self.state = checkpoint.state
+            self._saved = self.state.train_step
+        first_line = self._saved + 1 if checkpoint is not None else 0
+        await self._disk.run(cut, settings.folder / "metrics.jsonl", "step", first_line)
+        resumed = checkpoint is not None
+        start = await starting_weights(settings.start_from, self.state, self._publisher, resumed=resumed)
+        if start is not None:
+            await self._host.run(at_once(lambda: self._learner.begin_with(start)))
+        if checkpoint is not None:
+            good = self.state.unpublished and self.state.version in self._publisher.kept()
+            fall_back = self._publisher.weights_of(self.state.version) if good else None
+            await self._host.run(at_once(lambda: self._learner.restore(checkpoint, fall_back)))
+        self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
+        log.info(
+            "train.begins", form=self._data.form, examples=len(self._data.learned), held_out=len(self._data.held_out),
+            too_long=self._data.too_long, train_step=self.state.train_step,
+        )  # fmt: skip
+
+    def _load(self, config: bytes) -> Checkpoint | None:
+        """Where the run goes on; None: it begins. SetupError when the folder holds another run."""
+        settings = self._settings
+        if settings.resume == "no":
+            self._checkpoints = begin_anew(settings, self._checkpoints)
+            return None
+        checkpoint = self._checkpoints.load(settings.resume)
+        if checkpoint is None:
+            return None
+        check_home(settings, checkpoint.state, self._ring)
+        if differs := differences(checkpoint.adapter_config, config):
+            raise SetupError(f"the checkpoint is of another run: {differs}; give another --run, or --resume no")
+        return checkpoint
+
+    async def run(self) -> RunState:
+        """To the end."""
+        settings, state = self._settings, self.state
+        if self.measures_first and not state.train_step:
+            begins_with = await self._measure()
+            state.held_out = begins_with.right
+            await self._tell(None, begins_with)
+        if state.unpublished and state.train_step >= settings.steps:
+            await self._publish(DataReport(0.0, 0.0, is_finite=True))
+        while state.train_step < settings.steps and not self.stopping:
+            batch = batch_of(self._data.learned, settings.prompts_per_step, state.train_step, settings.seed)
+            step = state.train_step
+            report = await self._host.run(lambda batch=batch, step=step: self._learner.train(batch, step))  # type: ignore[misc]
+            state.train_step += 1
+            state.unpublished += 1
+            state.consumed += len(batch)
+            state.tokens += report.tokens
+            due = settings.evaluate_every and state.train_step % settings.evaluate_every == 0
+            last = state.train_step == settings.steps or self.stopping
+            measured = await self._publish(report) if due or last else None
+            if settings.checkpoint_every and state.train_step - self._saved >= settings.checkpoint_every:
+                await self._save()
+            await self._tell(report, measured)
+        if state.train_step != self._saved:  # stopped between two candidates
+            await self._save()
+        log.info("train.ended", steps=state.train_step, version=state.version, held_out=state.held_out)
+        return state
+
+    async def _measure(self) -> Measured:
+        return await self._host.run(lambda: self._learner.measure(self._data.held_out))
+
+    # -- versions
+
+    async def _publish(self, report: DataReport) -> Measured:
+        """Offer the weights; what they have right of the held-out items."""
+        settings, state = self._settings, self.state
+        if state.train_step != self._saved:
+            await self._save()
+        measured = await self._measure()
+        weights = await self._host.run(at_once(self._learner.weights))
+        checks = [
+            gate.finite_weights(weights),
+            gate.finite_gradients(0 if report.is_finite else 1),
+            gate.reward_floor(measured.right, state.held_out, settings.reward_margin),
+        ]
+        metrics = {"held_out": measured.right, "loss": report.loss}
+        published = await self._publisher.publish(weights, state, checks, metrics, self._parity)
+        if not published.version and self._unanswered:
+            log.warning("version.not_judged", why=self._unanswered)
+            return measured
+        state.unpublished = 0
+        if published.version:
+            await self._accept(published.version, measured.right)
+        else:
+            self._rejections += 1
+            state.rejected += 1
+            await self._host.run(at_once(self._learner.revert))
+            log.warning("version.rejected", checks=gate.failures(published.checks))
+        await self._save()
+        if self._rejections >= settings.max_rejections:
+            said = f"{self._rejections} candidates in a row failed the gate: {gate.failures(published.checks)}"
+            await self._ring.sink.alert("gave_up", f"the run ends: {said}")
+            raise ParallmError(said)
+        return measured
+
+    async def _accept(self, version: int, right: float) -> None:
+        """What is served now is what the run goes back to."""
+        state = self.state
+        self._rejections = 0
+        await self._host.run(at_once(self._learner.accept))
+        state.version, state.held_out = version, right
+        state.swaps += 1
+        if state.best_held_out is None or right > state.best_held_out:
+            state.best_version, state.best_held_out = version, right
+            await self._ring.sink.set_best(version, right)
+        log.info("version.served", version=version_id(self._settings.adapter, version), held_out=right)
+
+    async def _save(self) -> None:
+        snapshot = await self._host.run(at_once(self._learner.snapshot))
+        self.state.saves += 1
+        self._saved = self.state.train_step
+        checkpoint = Checkpoint(snapshot.adapter, snapshot.adapter_config, snapshot.optimizer, self.state)
+        name = await self._disk.run(self._checkpoints.save, checkpoint)
+        if self.state.version and self.state.version == self.state.best_version:
+            await self._disk.run(self._checkpoints.set_best, name)
+        await asyncio.to_thread(self._publisher.forget, {self.state.version, self.state.best_version})
+
+    # -- figures
+
+    async def _tell(self, report: DataReport | None, measured: Measured | None) -> None:
+        line = DataLine(
+            self.state.train_step,
+            report.loss if report else None,
+            report.grad_norm if report else None,
+            report.tokens if report else 0,
+            measured.right if measured else None,
+            measured.loss if measured else None,
+            measured.margin if measured else None,
+            self.state.version,
+        )
+        await self._disk.run(self._append, msgspec.json.encode(line) + b"\n")
+        if measured is not None or time.monotonic() - self._told > REPORT_S:
+            self._told = time.monotonic()
+            log.info("train.step", **msgspec.structs.asdict(line))
+
+    def _append(self, line: bytes) -> None:
+        with (self._settings.folder / "metrics.jsonl").open("ab") as file:
+            file.write(line)
+
+
+def options_of(settings: TrainSettings) -> DataOptions:
+    """The constants of a train step, of a LoRA as the settings have it."""
+    options = settings.optimize_options()
+    return DataOptions(
+        schedule=options.schedule,
+        shape=settings.adapter_shape(),
+        microbatch_tokens=settings.microbatch_tokens,
+        max_grad_norm=settings.max_grad_norm,
+        weight_decay=settings.weight_decay,
+        adam_betas=options.adam_betas,
+        seed=settings.seed,
+        checkpoint_layers=settings.gradient_checkpointing,
+    )

@@ -1,0 +1,153 @@
+"""What tuning computes: the loss of one part of a batch, what is right of what is held out. Belongs to the MLX thread.
+
+The reference of dpo is what the run begins with: the base, or the version of `--start-from`. Its log-probabilities are
+computed without gradients, of each pair once.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from shared.trajectories import Trajectory
+from trainer.datasets.learner import DataLearner, DataOptions, Measured, Size, policy_of
+from trainer.learn.batches import SampleGroup, pad
+from trainer.learn.compute import Work
+from trainer.learn.logprobs import (
+    BatchArrays,
+    can_share_prompts,
+    from_logits,
+    halves_of,
+    head_chunk,
+    row_scores,
+    shared_scores,
+    to_arrays,
+)
+from trainer.learn.measures import measure_parity, weights_in
+from trainer.learn.options import AdapterShape
+from trainer.state import Arrays
+from trainer.tuning.examples import Tuning
+from trainer.tuning.losses import answer_logps, cross_entropy, margins, preference
+
+_Pair = tuple[tuple[int, ...], ...]  # prompt, chosen, rejected
+
+
+class _Said(NamedTuple):
+    """What the model says of the tokens that count in some rows."""
+
+    logp: float  # sum
+    named: int  # tokens that it would have chosen itself
+    tokens: int
+
+
+class TuneLearner(DataLearner[SampleGroup]):
+    """A LoRA, by cross entropy or by preferences."""
+
+    def __init__(self, model: Any, tuning: Tuning, shape: AdapterShape, beta: float, options: DataOptions) -> None:
+        self._tuning, self._beta = tuning, beta
+        self._policy = policy_of(model, shape, options)
+        shared = not options.checkpoint_layers and can_share_prompts(self._policy.base)
+        self._chunk = head_chunk(self._policy.base)
+        self._scores = partial(shared_scores if shared else row_scores, chunk=self._chunk, entropy=False)
+        self._of_policy = nn.value_and_grad(self._policy.model, self._loss)
+        self._references: dict[_Pair, tuple[float, float]] = {}
+        super().__init__(options, {"body": self._policy.model})
+
+    # -- learning
+
+    def begin_with(self, weights: Arrays) -> None:
+        """See `DataLearner`."""
+        super().begin_with(weights)
+        self._policy.origin, self._references = weights, {}
+
+    def measure(self, items: Sequence[SampleGroup]) -> Work[Measured]:
+        """Of sft, the share of tokens named and their loss; of dpo, the share of pairs that gained, loss and margin."""
+        if self._tuning == "sft":
+            said: list[_Said] = []
+            for part in self._parts(items):
+                said.append(self._said(to_arrays(pad(part))))
+                yield
+            tokens = sum(each.tokens for each in said)
+            return Measured(sum(each.named for each in said) / tokens, -sum(each.logp for each in said) / tokens)
+        gained: list[float] = []
+        loss = 0.0
+        for part in self._parts(items):
+            x, reference_B = to_arrays(pad(part)), self._reference(part)
+            margin_N = self._margins(self._policy.model, x, reference_B)
+            gained += np.array(margin_N).tolist()
+            loss += np.array(preference(margin_N, len(items))).item()
+            yield
+        return Measured(float(np.mean(np.array(gained) > 0)), loss, float(np.mean(gained)))
+
+    def parity(self, trajectories: Sequence[Trajectory]) -> Work[float]:
+        """Mean difference to a worker's log-probabilities of what it has sampled."""
+        return measure_parity(self._policy, trajectories)
+
+    # -- weights
+
+    def weights(self) -> Arrays:
+        """See `DataLearner`."""
+        return self._policy.weights()
+
+    def config(self) -> bytes:
+        """See `DataLearner`."""
+        return self._policy.config()
+
+    def _load(self, weights: Arrays) -> None:
+        self._policy.load(weights)
+
+    # -- batches
+
+    def _size(self, item: SampleGroup) -> Size:
+        longest = max(len(sample.completion_ids) for sample in item.samples)
+        return Size(len(item.samples), len(item.prompt_ids) + longest)
+
+    def _tokens(self, items: Sequence[SampleGroup]) -> int:
+        return sum(sum(sample.mask) for item in items for sample in item.samples)
+
+    def _gradient(self, part: Sequence[SampleGroup], items: Sequence[SampleGroup]) -> tuple[Any, dict[str, Any]]:
+        reference_B = self._reference(part) if self._tuning == "dpo" else None
+        whole = len(items) if self._tuning == "dpo" else self._tokens(items)
+        value, gradients = self._of_policy(self._policy.model, to_arrays(pad(part)), reference_B, whole)
+        return value, {"body": gradients}
+
+    def _loss(self, model: Any, x: BatchArrays, reference_B: mx.array | None, whole: int) -> mx.array:
+        if reference_B is None:
+            return cross_entropy(self._scores(model, x).logp_BT, x.mask_BT, whole)
+        return preference(self._margins(model, x, reference_B), whole)
+
+    def _margins(self, model: Any, x: BatchArrays, reference_B: mx.array) -> mx.array:
+        return margins(answer_logps(self._scores(model, x).logp_BT, x.mask_BT), reference_B, self._beta)
+
+    def _reference(self, part: Sequence[SampleGroup]) -> mx.array:
+        """Log-probability [B] of each answer by what the run began with."""
+        pairs = [_pair(item) for item in part]
+        if new := [item for item, pair in zip(part, pairs, strict=True) if pair not in self._references]:
+            with weights_in(self._policy, self._policy.origin) as model:
+                x = to_arrays(pad(new))
+                said: list[float] = np.array(answer_logps(self._scores(model, x).logp_BT, x.mask_BT)).tolist()
+            for item, chosen, rejected in zip(new, said[0::2], said[1::2], strict=True):
+                self._references[_pair(item)] = chosen, rejected
+        return mx.array([logp for pair in pairs for logp in self._references[pair]])
+
+    def _said(self, x: BatchArrays) -> _Said:
+        """Row by row as a worker reads them; the head sees the positions that count alone."""
+        body, head = halves_of(self._policy.model, self._chunk)
+        rows, places = np.nonzero(np.array(x.mask_BT))
+        before = np.array(x.start_B)[rows] - 1 + places
+        targets_N = x.completion_BT[mx.array(rows), mx.array(places)]
+        hidden_NH = body(x.rows_BL[:, :-1])[mx.array(rows), mx.array(before)]
+        step = self._chunk or len(rows)
+        logp, named = 0.0, 0
+        for at in range(0, len(rows), step):
+            logits_NV, targets = head(hidden_NH[None, at : at + step])[0], targets_N[at : at + step]
+            logp += np.array(from_logits(logits_NV, targets, entropy=False)[0]).sum(dtype=np.float64).item()
+            named += int(np.array(mx.argmax(logits_NV, axis=-1) == targets).sum())
+        return _Said(logp, named, len(rows))
+
+
+def _pair(item: SampleGroup) -> _Pair:
+    return (item.prompt_ids, *(sample.completion_ids for sample in item.samples))

@@ -1,0 +1,67 @@
+"""`mlx_parallm_train --mode sft` and `--mode dpo`: runs on a data set (datasets/run.py) that tune a policy.
+
+A worker that has loaded a version is asked for samples behind held-out prompts, whose log-probabilities must be ours.
+"""
+
+import secrets
+from functools import partial
+from typing import Any
+
+from shared.adapters import GateCheck, version_id
+from shared.jobs import SamplingOverrides
+from shared.seeds import derived_seed
+from trainer import gate
+from trainer.datasets.lines import Data, split
+from trainer.datasets.run import DataRun, options_of
+from trainer.learn.batches import SampleGroup
+from trainer.rollouts.groups import RolloutRequest
+from trainer.tuning.examples import Examples, Tuning, read_examples
+from trainer.tuning.learner import TuneLearner
+
+PARITY_PROMPTS = 4
+PARITY_TOKENS = 16
+
+
+class TuneRun(DataRun[SampleGroup]):
+    """By cross entropy or by preferences."""
+
+    measures_first = True
+    _learner: TuneLearner
+
+    @property
+    def _tuning(self) -> Tuning:
+        return "dpo" if self._settings.mode == "dpo" else "sft"
+
+    def _read(self, longest: int) -> Data[SampleGroup]:
+        settings = self._settings
+        assert settings.dataset is not None, "checked with the settings"
+        read = partial(
+            read_examples, tuning=self._tuning, codec=self._ring.codec, longest=longest,
+            variables=settings.chat_template_kwargs,
+        )  # fmt: skip
+        examples: Examples = read(settings.dataset)
+        if settings.held_out_dataset is None:
+            return Data(*split(examples.items, settings.seed), examples.too_long, self._tuning)
+        return Data(examples.items, read(settings.held_out_dataset).items, examples.too_long, self._tuning)
+
+    def _new_learner(self, model: Any) -> TuneLearner:
+        settings = self._settings
+        return TuneLearner(model, self._tuning, settings.adapter_shape(), settings.dpo_beta, options_of(settings))
+
+    async def _parity(self, version: int) -> list[GateCheck]:
+        settings, samples, run = self._settings, [], secrets.token_hex(3)
+        for at, item in enumerate(self._data.held_out[:PARITY_PROMPTS]):
+            seed = derived_seed(settings.seed, version, at)
+            tokens = min(PARITY_TOKENS, len(item.samples[0].completion_ids))  # the prompt may fill the context
+            request = RolloutRequest(
+                id=f"{settings.run_name}-{run}-parity-{version}-{at}",
+                prompt_ids=item.prompt_ids,
+                n=1,
+                sampling=SamplingOverrides(max_tokens=tokens, seed=seed),
+                adapter=version_id(settings.adapter, version),
+            )
+            samples += await self._ring.source.generate(request)
+        if failed := next((sample.error for sample in samples if sample.error), ""):
+            return [GateCheck("reload_parity", False, failed)]
+        gap = await self._host.run(lambda: self._learner.parity(samples))
+        return [gate.at_most("reload_parity", gap, settings.max_parity)]
