@@ -2,8 +2,8 @@
 
 import json
 import tracemalloc
-from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,21 +14,12 @@ from shared.adapter_files.formats import prepare
 from trainer.datasets.learner import DataOptions
 from trainer.heads.examples import Example, Form, Text
 from trainer.heads.learner import HeadLearner, share_right
+from trainer.learn.compute import finished
 from trainer.learn.options import AdapterShape, HeadSettings, Schedule
 from trainer.versions.checkpoint import write_adapter
 from worker.engine.model.loader import LoadedModel
 
-T = TypeVar("T")
 FORMS: list[Form] = ["pairs", "scores", "labels"]
-
-
-def whole(work: Generator[None, None, T]) -> T:
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            value: T = end.value
-            return value
 
 
 def text(*ids: int) -> Text:
@@ -65,9 +56,9 @@ def learner(llama: LoadedModel, form: Form, *, lora: bool = True, **options: Any
 def test_what_is_held_out_is_ranked_after_some_steps(llama: LoadedModel, form: Form, lora: bool, hidden: int) -> None:
     learning, held_out = learner(llama, form, lora=lora, head_hidden=hidden), examples(form, 60, seed=99)
     before = {name: np.array(value) for name, value in _leaves(llama)}
-    losses = [whole(learning.train(examples(form, 32, seed=step), step)).loss for step in range(30)]
+    losses = [finished(learning.train(examples(form, 32, seed=step), step)).loss for step in range(30)]
     enough = 0.8 if lora else 0.7  # the random model's own states say only so much
-    assert whole(learning.measure(held_out)).right >= enough and losses[-1] < losses[0]
+    assert finished(learning.measure(held_out)).right >= enough and losses[-1] < losses[0]
     weights = learning.weights()
     assert any(name.endswith("lora_b") for name in weights) == lora
     assert ("heads.reward.hidden.weight" in weights) == bool(hidden)
@@ -92,11 +83,11 @@ def test_the_loss_is_that_of_a_reference_however_the_batch_is_cut(
     llama: LoadedModel, form: Form, expected: Callable[[Any, Any], Any]
 ) -> None:
     learning, batch = learner(llama, form), examples(form, 16, seed=1)
-    whole(learning.train(examples(form, 16, seed=2), 0))  # away from zeros
+    finished(learning.train(examples(form, 16, seed=2), 0))  # away from zeros
     texts = [each for example in batch for each in example.texts]
-    out = np.array(whole(learning.read(texts)), np.float64)
+    out = np.array(finished(learning.read(texts)), np.float64)
     wanted = np.mean(expected(out, np.array([example.target for example in batch])))
-    assert whole(learning.train(batch, 1)).loss == pytest.approx(float(wanted), rel=1e-4)
+    assert finished(learning.train(batch, 1)).loss == pytest.approx(float(wanted), rel=1e-4)
 
 
 def test_a_published_head_is_what_the_learner_says_of_itself(llama: LoadedModel, tmp_path: Any) -> None:
@@ -117,10 +108,10 @@ def test_a_published_head_is_what_the_learner_says_of_itself(llama: LoadedModel,
 def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(llama: LoadedModel) -> None:
     one, other = learner(llama, "pairs", head_hidden=8), learner(llama, "pairs", head_hidden=8)
     for step in range(3):
-        whole(one.train(examples("pairs", 8, seed=step), step))
+        finished(one.train(examples("pairs", 8, seed=step), step))
     other.restore(one.snapshot())
     for learning in (one, other):
-        whole(learning.train(examples("pairs", 8, seed=9), 3))
+        finished(learning.train(examples("pairs", 8, seed=9), 3))
     for name, value in one.weights().items():
         np.testing.assert_array_equal(other.weights()[name], value)
 
@@ -128,12 +119,12 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(llama: LoadedModel
 def test_what_the_gate_refuses_leaves_weights_and_moments_as_they_were(llama: LoadedModel) -> None:
     one, other = learner(llama, "pairs"), learner(llama, "pairs")
     for learning in (one, other):
-        whole(learning.train(examples("pairs", 8, seed=1), 0))
+        finished(learning.train(examples("pairs", 8, seed=1), 0))
         learning.accept()
-    whole(one.train(examples("pairs", 8, seed=2), 1))
+    finished(one.train(examples("pairs", 8, seed=2), 1))
     one.revert()
     for learning in (one, other):
-        whole(learning.train(examples("pairs", 8, seed=3), 2))
+        finished(learning.train(examples("pairs", 8, seed=3), 2))
     for name, value in one.weights().items():
         np.testing.assert_array_equal(other.weights()[name], value)
 
@@ -141,7 +132,7 @@ def test_what_the_gate_refuses_leaves_weights_and_moments_as_they_were(llama: Lo
 def test_a_gradient_that_is_not_finite_changes_nothing(llama: LoadedModel) -> None:
     learning = learner(llama, "scores")
     before = learning.weights()
-    report = whole(learning.train([Example((text(1, 2),), float("inf"))], 0))
+    report = finished(learning.train([Example((text(1, 2),), float("inf"))], 0))
     assert not report.is_finite
     for name, value in learning.weights().items():
         np.testing.assert_array_equal(before[name], value)

@@ -1,8 +1,8 @@
 """Tuning by cross entropy and by preferences: losses against numpy, gradients by differences, resumes to the byte."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,28 +12,19 @@ from mlx.utils import tree_flatten
 
 from trainer.datasets.learner import DataOptions
 from trainer.learn.batches import Sample, SampleGroup
+from trainer.learn.compute import finished
 from trainer.learn.options import AdapterShape, Schedule
 from trainer.state import Arrays
 from trainer.tuning.examples import Tuning
 from trainer.tuning.learner import TuneLearner
 from worker.engine.model.loader import LoadedModel
 
-T = TypeVar("T")
 Logps = list[npt.NDArray[np.float64]]
 
 BETA = 0.3
 SHAPE = AdapterShape(rank=4)
 OPTIONS = DataOptions(Schedule(peak=3e-3), SHAPE, 256, 1.0, 0.0, (0.9, 0.99), 0)
 TUNINGS: list[Tuning] = ["sft", "dpo"]
-
-
-def whole(work: Generator[None, None, T]) -> T:
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            value: T = end.value
-            return value
 
 
 def learner(llama: LoadedModel, tuning: Tuning, **options: Any) -> TuneLearner:
@@ -89,7 +80,7 @@ def test_the_loss_of_sft_is_the_mean_over_all_tokens_that_count(llama: LoadedMod
     learning, batch = learner(llama, "sft", **options), examples("sft", 12, seed=1)
     learning.begin_with(random_weights(learning, 5))
     logps, named = reference(learning._policy.model, batch)
-    measured, report = whole(learning.measure(batch)), whole(learning.train(batch, 0))
+    measured, report = finished(learning.measure(batch)), finished(learning.train(batch, 0))
     wanted = -np.concatenate(logps).mean()
     assert report.loss == pytest.approx(wanted, abs=1e-5) and measured.loss == pytest.approx(wanted, abs=1e-5)
     assert report.tokens == len(named) == sum(sum(item.samples[0].mask) for item in batch)
@@ -107,11 +98,11 @@ def test_the_loss_of_dpo_is_held_against_what_the_run_began_with(
         start = random_weights(learning, 4)
         learning.begin_with(start)
         before.load(start)
-    begins = whole(learning.measure(batch))
+    begins = finished(learning.measure(batch))
     assert (begins.right, begins.margin) == (0, 0) and begins.loss == pytest.approx(np.log(2), abs=1e-6)
     learning._load(random_weights(learning, 5))
     margin_N = gained(learning._policy.model, before.model, batch)
-    measured, report = whole(learning.measure(batch)), whole(learning.train(batch, 0))
+    measured, report = finished(learning.measure(batch)), finished(learning.train(batch, 0))
     wanted = np.log1p(np.exp(-margin_N)).mean()
     assert report.loss == pytest.approx(wanted, abs=1e-5) and measured.loss == pytest.approx(wanted, abs=1e-5)
     assert measured.margin == pytest.approx(margin_N.mean(), abs=1e-5)
@@ -146,14 +137,14 @@ def _flat(tree: Any) -> list[tuple[str, mx.array]]:
 
 def test_the_reference_of_a_pair_is_computed_once(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     learning, batch = learner(llama, "dpo"), examples("dpo", 6, seed=7)
-    whole(learning.train(batch[:4], 0))
+    finished(learning.train(batch[:4], 0))
     passes: list[Any] = []
     scores = learning._scores
     monkeypatch.setattr(learning, "_scores", lambda model, x: (passes.append(model), scores(model, x))[1])
-    whole(learning.measure(batch))
+    finished(learning.measure(batch))
     base = [model for model in passes if model is learning._policy.base]
     assert len(base) == 1 and len(passes) > 1, "of the two pairs that are new, in one pass"
-    whole(learning.train(batch, 1))
+    finished(learning.train(batch, 1))
     assert sum(model is learning._policy.base for model in passes) == 1
 
 
@@ -163,11 +154,11 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(llama: LoadedModel
     start = random_weights(one, 8)
     one.begin_with(start)
     for step in range(2):
-        whole(one.train(examples(tuning, 4, seed=step), step))
+        finished(one.train(examples(tuning, 4, seed=step), step))
     other.begin_with(start)
     other.restore(one.snapshot())
     for learning in (one, other):
-        whole(learning.train(examples(tuning, 4, seed=9), 2))
+        finished(learning.train(examples(tuning, 4, seed=9), 2))
     for name, value in one.weights().items():
         np.testing.assert_array_equal(other.weights()[name], value)
 
@@ -177,7 +168,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(llama: LoadedModel, tuning: T
     learning = learner(llama, tuning)
     learning._load({name: np.full_like(value, np.inf) for name, value in learning.weights().items()})
     before = learning.weights()
-    assert not whole(learning.train(examples(tuning, 2, seed=1), 0)).is_finite
+    assert not finished(learning.train(examples(tuning, 2, seed=1), 0)).is_finite
     for name, value in learning.weights().items():
         np.testing.assert_array_equal(before[name], value)
 
@@ -185,9 +176,9 @@ def test_a_loss_that_is_not_finite_changes_nothing(llama: LoadedModel, tuning: T
 @pytest.mark.parametrize("tuning", TUNINGS)
 def test_what_is_shown_or_preferred_becomes_likelier(llama: LoadedModel, tuning: Tuning) -> None:
     learning, batch = learner(llama, tuning), examples(tuning, 8, seed=2)
-    before = whole(learning.measure(batch))
+    before = finished(learning.measure(batch))
     for step in range(8):
-        whole(learning.train(batch, step))
-    after = whole(learning.measure(batch))
+        finished(learning.train(batch, step))
+    after = finished(learning.measure(batch))
     assert after.loss is not None and before.loss is not None and after.loss < 0.9 * before.loss
     assert after.right > before.right

@@ -49,7 +49,7 @@ class ThreadHost:
 
     async def run(self, start: Callable[[], Work[T]]) -> T:
         """Run to the end without a pause."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, _exhaust, start)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: finished(start()))
 
     async def __aenter__(self) -> "ThreadHost":
         return self
@@ -70,8 +70,8 @@ def at_once(function: Callable[[], T]) -> Callable[[], Work[T]]:
     return start
 
 
-def _exhaust(start: Callable[[], Work[T]]) -> T:
-    work = start()
+def finished(work: Work[T]) -> T:
+    """The value of work that is done in one go."""
     while True:
         try:
             next(work)
