@@ -1,7 +1,7 @@
 # make setup   a virtual environment with the locked dependencies (Linux CPU or macOS)
 # make demo    the whole service on one machine, with the tiny model
 # make test    check, then all tests
-# make quick   check, then the tests that need neither Redis nor processes
+# make quick   check, then the tests that need no Redis, but for those marked `long`
 # make check   format, lint, types and layers
 # make bench   measurements (never run by the tests)
 # make clients real clients (openai, openai-agents, anthropic, litellm, langchain, instructor, lm-eval, verifiers; guidellm
@@ -61,9 +61,9 @@ check: setup
 test: setup tools check
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# The loop of a change: what needs no Redis and starts no processes.
+# The loop of a change: what needs no Redis, but for the longest.
 quick: setup check
-	$(BIN)/pytest -n $(CORES) --dist loadfile --no-loadscope-reorder tests/unit tests/engine
+	$(BIN)/pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m "not long" tests/unit tests/engine
 
 bench: setup
 	$(BIN)/python -m tests.bench

@@ -51,6 +51,7 @@ def alone(model: LoadedModel, each: SequenceSpec) -> tuple[list[int], list[float
     return ALONE[known]
 
 
+@pytest.mark.long
 def test_rows_that_join_and_leave_at_random_get_the_tokens_they_get_alone(model: LoadedModel) -> None:
     specs = sequences(30)
     bench, schedule = Bench(model, max_rows=6, prefill_chunk=32), random.Random(11)

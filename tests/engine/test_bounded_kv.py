@@ -29,6 +29,7 @@ def mlx_lms_tokens(loaded: LoadedModel, bound: int, prompt: list[int]) -> list[i
     return [int(token) for token, _ in islice(steps, TOKENS)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*BOUNDED, "llama last-300"])
 def test_a_batch_with_joins_and_hits_writes_what_mlx_lms_rotating_caches_write(name: str, model_of: Model) -> None:
     loaded, bound = model_of(name), model_of(name).kv.bound

@@ -134,6 +134,7 @@ def alone_of(model: LoadedModel, prompts: list[list[int]], options: dict[str, An
     return alone
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tells_at_once", [True, False])
 @pytest.mark.parametrize(
     "options",

@@ -52,6 +52,7 @@ def files(place: Path) -> list[Path]:
     return sorted(place.glob("*/*.safetensors"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", KINDS)
 def test_a_second_turn_after_a_restart_goes_on_from_disk(name: str, model_of: Model, tmp_path: Path) -> None:
     loaded = model_of(name)
@@ -98,6 +99,7 @@ ACTIONS = st.one_of(
 COLD: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
 @settings(max_examples=6)
 @given(schedule=st.lists(ACTIONS, min_size=8, max_size=20), through=st.booleans())
@@ -223,6 +225,7 @@ def damage(path: Path, how: str) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how", ["flipped bit in an array", "flipped bit in a key", "cut short", "empty", "overwritten header"]
 )

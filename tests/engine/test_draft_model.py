@@ -231,6 +231,7 @@ def test_its_kv_counts_where_rows_are_admitted(llama: LoadedModel, other: Loaded
     assert alone.finish("s").reason == "length", "a row that fits without the draft model is not refused for it"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["pin", "follow"])
 def test_rows_of_adapters_are_drafted_for_by_a_model_that_knows_none(
     llama: LoadedModel, tmp_path: Path, policy: Literal["pin", "follow"]
@@ -263,6 +264,7 @@ class Seconds:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("of_draft", [0.1, 1.0])
 def test_a_draft_model_that_is_too_slow_is_hardly_asked(llama: LoadedModel, of_draft: float) -> None:
     """Here a wider step takes no longer, and the draft model is always right."""

@@ -48,6 +48,7 @@ def said(bench: Bench, seq: str) -> str:
     return bytes(tokens).decode()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_random_weights_write_json_of_the_schema(model: LoadedModel, sampling: dict[str, object]) -> None:
     bench = Bench(model)
@@ -76,6 +77,7 @@ def test_other_grammars_hold_too(llama: LoadedModel, text: str, pattern: str) ->
         assert re.fullmatch(pattern, said(bench, f"s{seed}"))
 
 
+@pytest.mark.long
 def test_a_batch_of_both_kinds_gives_every_row_what_it_gets_alone(model: LoadedModel) -> None:
     """Rows come and go at different times, so that plans change while matchers are under way."""
     rows = [
@@ -117,6 +119,7 @@ def test_max_tokens_cuts_it_with_length(llama: LoadedModel) -> None:
     assert bytes(bench.tokens("s")) == b'{"name'[:6]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("after", [1, 7, 25])
 def test_another_worker_continues_inside_the_grammar(model: LoadedModel, after: int) -> None:
     each = constrained("s", PERSON, temperature=1.0, seed=5)

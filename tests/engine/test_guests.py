@@ -243,6 +243,7 @@ def decode(loaded: LoadedModel, between: Callable[[Bench], None]) -> dict[str, l
     return {seq: bench.tokens(seq) for seq in bench.events}
 
 
+@pytest.mark.long
 def test_rows_are_the_same_token_for_token_while_training_runs(served: LoadedModel) -> None:
     undisturbed = decode(served, lambda bench: None)
     student, guests, losses = learner(served), Guests(0.5), list[Any]()
@@ -270,6 +271,7 @@ def test_training_shares_the_served_base(served: LoadedModel) -> None:
     del student
 
 
+@pytest.mark.long
 def test_a_worker_that_trains_holds_one_base_and_the_trainers_own_state(tmp_path: Path) -> None:
     # Its rows' KV stays small beside it, however far they get between the two measurements.
     shape = {"hidden_size": 512, "num_hidden_layers": 3, "intermediate_size": 1536, "vocab_size": 12_288}
@@ -300,6 +302,7 @@ def test_a_worker_that_trains_holds_one_base_and_the_trainers_own_state(tmp_path
     assert alone > 50e6 and (hosted - own) / alone < 1.10
 
 
+@pytest.mark.long
 def test_smaller_microbatches_make_more_units(served: LoadedModel) -> None:
     def units(student: Learner) -> int:
         return sum(1 for _ in student.train(batch(), 0, 0, []))
@@ -341,6 +344,7 @@ def test_a_guest_that_cannot_prepare_leaves_the_worker_alone() -> None:
     assert asked == [place]
 
 
+@pytest.mark.long
 def test_made_up_train_steps_leave_the_served_model_as_it_was(served: LoadedModel) -> None:
     settings = TrainSettings(max_tokens=8, microbatch_s=0.05, lora_rank=4)
     before = mx.array(served.model(mx.array([[1, 2, 3]])))

@@ -112,6 +112,7 @@ def count_forwards(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("length", [1, 64, 150])
 @pytest.mark.parametrize("head", ["value", "topic"])
 @pytest.mark.parametrize("version", ["a@1", "h@1"])

@@ -47,6 +47,7 @@ class EndlessRows(Outbox):
                 self._submit(f"{event.seq}-")
 
 
+@pytest.mark.long
 async def test_both_hosts_make_the_same_weights_of_the_same_run(tmp_path: Path) -> None:
     separate = settings(tmp_path / "separate", max_lag=0, steps=2)
     await train(separate)
@@ -137,6 +138,7 @@ def refused(tries: int, loop: Any) -> None:
     raise ParallmError("5 train steps in a row failed the gate")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("each", "tries", "done"),
     [

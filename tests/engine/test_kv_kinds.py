@@ -49,6 +49,7 @@ def cached(bench: Bench, seq: str) -> int:
     return bench.finish(seq).cached_tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*sorted(CONFIGS), *QUANTISED[:3]])
 @pytest.mark.parametrize("length", [WINDOW - 6, 150], ids=["short", "long"])
 def test_a_second_turn_goes_on_from_the_answer(name: str, length: int, model_of: Model) -> None:
@@ -118,6 +119,7 @@ def test_a_beginning_that_others_share_is_found_where_they_part(name: str, model
     check_like_cold(loaded, bench, *specs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*sorted(CONFIGS), *QUANTISED, *BOUNDED[:2]])
 def test_hits_and_misses_of_any_length_decode_in_one_batch(name: str, model_of: Model) -> None:
     loaded = model_of(name)
@@ -134,6 +136,7 @@ def test_hits_and_misses_of_any_length_decode_in_one_batch(name: str, model_of: 
     check_like_cold(loaded, bench, *specs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", *WINDOWED, *RECURRENT, *QUANTISED[1:3], *BOUNDED[:2]])
 def test_a_group_has_one_prefill_and_goes_on_as_rows(name: str, model_of: Model) -> None:
     loaded = model_of(name)
@@ -146,6 +149,7 @@ def test_a_group_has_one_prefill_and_goes_on_as_rows(name: str, model_of: Model)
         assert all((cached(bench, one.id) > 60) == bool(turn) for one in group)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "jamba"])
 def test_rows_that_come_while_a_beginning_is_fed_share_it(name: str, model_of: Model) -> None:
     loaded = model_of(name)
@@ -175,6 +179,7 @@ ACTIONS = st.one_of(
 LIMIT = 16 << 10  # of the KV of a few prompts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "lfm2 4", "llama last-24"])
 @settings(max_examples=10)
 @given(schedule=st.lists(ACTIONS, min_size=8, max_size=24))

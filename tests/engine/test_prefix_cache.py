@@ -94,6 +94,7 @@ def test_a_hit_leaves_the_slab_and_the_bytes_stay_right() -> None:
 # -- in the engine
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 7, "top_p": 0.9}])
 def test_a_hit_gives_the_tokens_of_a_cold_run(model: LoadedModel, sampling: dict[str, float]) -> None:
     prompt = prompt_of(200)

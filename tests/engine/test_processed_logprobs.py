@@ -105,6 +105,7 @@ def ratios(loaded: LoadedModel, trajectories: list[Trajectory], *, shared: bool 
     return np.asarray(np.exp(logp_BT - batch.sampler_BT)[batch.mask_BT])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(
     "sampling",

@@ -63,6 +63,7 @@ def drawn(logits_V: np.ndarray, s: SamplingParams, count: int, candidates: int =
     return np.bincount(np.array(tokens_B), minlength=len(logits_V)) / count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -92,6 +92,7 @@ class Schedule:
         self.bench.run(5000)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("seed", "name"), [(0, "llama"), (1, "llama"), (2, "llama"), (3, "llama 8"), (4, "llama last-24")]
 )

@@ -53,6 +53,7 @@ def moved(giver: Bench, taker: Bench, ids: list[int]) -> int:
     return offer.length
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "llama 8", "gemma3_text", "qwen3_5", "deepseek_v3", "mamba2"])
 @pytest.mark.parametrize("length", [70, 20])
 def test_a_row_goes_on_in_another_engine_with_the_kv_of_the_first(name: str, length: int, llama: LoadedModel) -> None:
@@ -90,6 +91,7 @@ def test_what_is_set_aside_is_told_and_nothing_is_computed_after_it(llama: Loade
     assert 0 < fed < 899, "of a prompt that was half fed, that half"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "llama 8", "llama last-24", "gemma3_text", "qwen3_5", "mamba2"])
 def test_a_row_that_made_room_comes_back_to_its_kv(name: str, llama: LoadedModel) -> None:
     loaded = small(name, llama)

@@ -191,6 +191,7 @@ OPERATIONS = st.one_of(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=12, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(slots=st.integers(1, 3), operations=st.lists(OPERATIONS, min_size=6, max_size=24))
 def test_any_schedule_keeps_every_row_true_to_its_versions(

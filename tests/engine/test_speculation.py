@@ -129,6 +129,7 @@ EVERY_KIND = [
 ]
 
 
+@pytest.mark.long
 @settings(max_examples=42)
 @given(st.integers(0, 1 << 30), st.sampled_from(EVERY_KIND), st.booleans())
 @example(782751988080, "llama 4", True)  # a code changes
@@ -224,6 +225,7 @@ def test_what_a_batch_larger_than_the_bound_has_written_is_kept(llama: LoadedMod
     assert bench.tokens("again") == bench.tokens("s0") and bench.engine.stats().speculation.accepted > 12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "qwen3 8", "gemma3_text", "qwen3_5"])
 def test_rows_that_are_fast_by_turns_pile_up_no_padding(model_of: Model, name: str) -> None:
     plain = Bench(model_of(name))
@@ -265,6 +267,7 @@ def made(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return make_versions(llama, tmp_path_factory.mktemp("adapters"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["pin", "follow"])
 def test_rows_of_several_adapters_are_drafted_for_while_a_version_is_loaded(
     llama: LoadedModel, made: dict[str, MadeAdapter], policy: Literal["pin", "follow"]
@@ -286,6 +289,7 @@ def test_rows_of_several_adapters_are_drafted_for_while_a_version_is_loaded(
         assert ("a@2" in bench.versions("s1")) == (policy == "follow")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "llama last-24", "qwen3_5", "mamba2", "falcon_h1"])
 def test_a_next_turn_begins_with_kv_that_drafts_have_left(model_of: Model, name: str) -> None:
     """A stop string ends the row inside a draft, and rows of unequal luck end at different positions."""

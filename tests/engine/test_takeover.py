@@ -9,6 +9,7 @@ from worker.engine.model.loader import LoadedModel
 WHOLE: dict[tuple[str, str], Bench] = {}  # each in one attempt
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -33,6 +33,7 @@ def lines(folder: Path) -> list[StepMetrics]:
     return read(folder / "policy" / "metrics.jsonl")
 
 
+@pytest.mark.long
 async def test_a_run_in_pieces_draws_the_same_tasks_and_gives_the_same_bytes_as_one_run(tmp_path: Path) -> None:
     await train(curriculum(tmp_path / "whole"))
     for steps in (2, 4, 6):
@@ -45,6 +46,7 @@ async def test_a_run_in_pieces_draws_the_same_tasks_and_gives_the_same_bytes_as_
     assert whole[-1].tasks_unseen == 1 - len({task for line in whole for task in line.tasks}) / 24
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_lag", [0, 2])
 async def test_each_group_is_of_the_task_that_was_drawn(tmp_path: Path, max_lag: int) -> None:
     environment = Asked()
@@ -54,12 +56,14 @@ async def test_each_group_is_of_the_task_that_was_drawn(tmp_path: Path, max_lag:
     assert set(taught) <= set(environment.asked)
 
 
+@pytest.mark.long
 async def test_evaluations_on_held_out_tasks_change_no_draw(tmp_path: Path) -> None:
     await train(curriculum(tmp_path / "without"))
     await train(curriculum(tmp_path / "with", evaluate_every=1, evaluate_prompts=4))
     assert [line.tasks for line in lines(tmp_path / "without")] == [line.tasks for line in lines(tmp_path / "with")]
 
 
+@pytest.mark.long
 async def test_tasks_that_were_chosen_for_their_rewards_judge_no_version(tmp_path: Path) -> None:
     chosen, _ = await train(curriculum(tmp_path / "chosen", curriculum_floor=0.0))
     evenly, _ = await train(curriculum(tmp_path / "evenly", curriculum_floor=1.0))

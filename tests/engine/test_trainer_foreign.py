@@ -114,6 +114,7 @@ async def test_a_person_says_that_the_runs_own_version_is_served_again(tmp_path:
     await again.training
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("action", "parent"), [("adopt", 2), ("override", 3)])
 async def test_the_settings_may_say_it_beforehand(tmp_path: Path, action: str, parent: int) -> None:
     sink = Meddled()

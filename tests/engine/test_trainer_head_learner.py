@@ -50,6 +50,7 @@ def learner(llama: LoadedModel, form: Form, *, lora: bool = True, **options: Any
     return HeadLearner(llama.model, form, ("low", "high") if form == "labels" else (), 0.0, settings, made)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hidden", [0, 16])
 @pytest.mark.parametrize("lora", [True, False])
 @pytest.mark.parametrize("form", FORMS)

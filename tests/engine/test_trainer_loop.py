@@ -41,6 +41,7 @@ def settings(tmp_path: Path, **changes: Any) -> TrainSettings:
     return TrainSettings.model_construct(**(TrainSettings().model_dump() | SMALL | {"run_dir": tmp_path} | changes))
 
 
+@pytest.mark.long
 async def test_sixteen_tasks_are_learned_by_heart(tmp_path: Path) -> None:
     recipe = settings(
         tmp_path,
@@ -73,12 +74,14 @@ async def test_one_step_off_policy_and_never_more(tmp_path: Path) -> None:
     assert measured[0].staleness == 0 and (measured[1].staleness or 0) > 0
 
 
+@pytest.mark.long
 async def test_on_policy_has_no_lag_and_no_staleness(tmp_path: Path) -> None:
     await train(settings(tmp_path, max_lag=0, distances_every=1))
     lines = read(tmp_path / "policy" / "metrics.jsonl")
     assert all(line.lag_max == 0 and line.staleness == 0 for line in lines)
 
 
+@pytest.mark.long
 async def test_a_run_in_pieces_gives_the_same_bytes_as_one_run(tmp_path: Path) -> None:
     whole = settings(tmp_path / "whole", max_lag=0, steps=6)
     await train(whole)
@@ -91,6 +94,7 @@ async def test_a_run_in_pieces_gives_the_same_bytes_as_one_run(tmp_path: Path) -
     assert [line.loss for line in lines[0]] == [line.loss for line in lines[1]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_lag", [0, 1])
 async def test_after_a_crash_every_group_is_consumed_exactly_once(tmp_path: Path, max_lag: int) -> None:
     """The source dies in the middle of step 4; the checkpoint of step 2 knows what was under way."""
@@ -127,6 +131,7 @@ async def test_a_learning_rate_a_thousand_times_too_high_is_refused(tmp_path: Pa
     assert "probe_kl" in (rejected[0] / "gate.json").read_text()
 
 
+@pytest.mark.long
 async def test_a_refused_step_leaves_the_served_version_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +222,7 @@ async def test_a_stopped_run_saves_and_goes_on_later(tmp_path: Path) -> None:
     assert consumed == list(range(16))
 
 
+@pytest.mark.long
 async def test_tool_turns_are_trained_through_the_loop(tmp_path: Path) -> None:
     class Twice:
         """Asks for the sum again after a first reply."""
@@ -243,6 +249,7 @@ async def test_tool_turns_are_trained_through_the_loop(tmp_path: Path) -> None:
     assert measured and max(measured) < 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -275,6 +282,7 @@ async def test_a_run_that_begins_anew_sets_the_earlier_one_aside(tmp_path: Path)
     assert CheckpointStore(run.folder / "checkpoints").names() == ["step-000001"]
 
 
+@pytest.mark.long
 async def test_a_version_that_the_store_has_deleted_is_gone_back_to_under_a_new_number(tmp_path: Path) -> None:
     class Forgetful(MemorySink):
         async def roll_back(self, version: int, reason: str) -> None:

@@ -61,6 +61,7 @@ def likelihood(policy: Policy, groups: Sequence[SampleGroup]) -> float:
     return float((logp_BT * x.advantage_B[:, None]).sum())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(LOSSES))
 @pytest.mark.parametrize("minibatches", [1, 3])
 def test_a_train_step_makes_good_samples_likelier(policy: Policy, name: LossName, minibatches: int) -> None:

@@ -87,6 +87,7 @@ def test_the_loss_of_sft_is_the_mean_over_all_tokens_that_count(llama: LoadedMod
     assert measured.right == pytest.approx(np.mean(named), abs=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("options", [{}, {"checkpoint_layers": True}, {"microbatch_tokens": 1}])
 def test_the_loss_of_dpo_is_held_against_what_the_run_began_with(

@@ -49,6 +49,7 @@ def lines(run: TrainSettings) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["sft", "dpo"])
 async def test_a_run_in_pieces_gives_the_same_bytes_as_one_run(tmp_path: Path, mode: str) -> None:
     for name in ("whole", "pieces"):
@@ -80,6 +81,7 @@ async def test_a_version_that_a_worker_does_not_confirm_is_not_served(tmp_path: 
     assert lines(run)[-1]["held_out"] == pytest.approx(lines(run)[2]["held_out"], abs=0.2)
 
 
+@pytest.mark.long
 async def test_other_runs_begin_with_a_version_and_go_on_from_their_own(tmp_path: Path) -> None:
     first = settings(tmp_path)
     _, sink = await tuned(first)

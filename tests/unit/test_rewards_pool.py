@@ -114,6 +114,7 @@ async def test_numbers_of_any_size_arrive_as_they_are(pool: RewardPool) -> None:
 SLOW_TO_COMPILE = "(?i)" + "[a-\U0010ffff]" * 815
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [

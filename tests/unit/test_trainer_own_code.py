@@ -42,6 +42,7 @@ async def test_an_environment_is_what_it_was(hazards: OwnEnvironment) -> None:
     assert again.reward == 3.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("action", "said"),
     [
@@ -110,6 +111,7 @@ async def test_code_that_waits_too_long_costs_its_call_and_no_process(hasty: Own
     assert hasty._process is process
 
 
+@pytest.mark.long
 async def test_many_that_hang_cost_nobody_else_a_call(hazards: OwnEnvironment) -> None:
     seen = await hazards.reset(2)
     actions = ["exit", "fine"] * 5
@@ -158,6 +160,7 @@ async def test_what_is_no_environment_is_refused(path: str, options: dict[str, i
             pass
 
 
+@pytest.mark.long
 async def test_a_function_that_never_returns_leaves_nothing_behind() -> None:
     async with OwnFunction("tests.unit.own_code:score", {"bonus": 0.25}, timeout_s=1.5) as function:
         assert await function("abc", None) == (0.75, {"length": 3.0, "reference": 1.0})
@@ -173,6 +176,7 @@ async def test_a_function_that_never_returns_leaves_nothing_behind() -> None:
     await asyncio.gather(hanging, return_exceptions=True)
 
 
+@pytest.mark.long
 def test_the_place_is_the_user_s_own_line() -> None:
     stack = (
         'Thread 0x01 (most recent call first):\n  File "/x/shared/process/call_pipe.py", line 9 in read\n\n'

@@ -79,6 +79,7 @@ async def test_a_wrong_reward_is_refused_before_anything_starts(
             pass
 
 
+@pytest.mark.long
 def test_an_environment_without_its_methods_is_refused() -> None:
     with pytest.raises(SetupError, match="needs `async def reset`"):
         load_class("collections:Counter", {})
