@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -135,8 +137,9 @@ async def test_a_start_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     for named, words in (
         ("taught", "NAME@VERSION"),
         ("taught@x", "NAME@VERSION"),
+        ("taught@" + "9" * 5000, "NAME@VERSION"),
         ("taught@7", "there is no adapter taught@7"),
-        (str(folder), "holds no adapters.safetensors"),
+        (str(folder), "holds no adapter_config.json"),
     ):
         with pytest.raises(SetupError, match=words):
             await tuned(settings(tmp_path, start_from=named))
@@ -145,6 +148,35 @@ async def test_a_start_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="lora_rank 4 there, 8 here"):
         await tuned(settings(tmp_path, run="b", lora_rank=8, start_from=str(first.folder / "versions/1")))
     kept = first.folder / "versions/1/adapters.safetensors"
-    save_file({name: value * float("nan") for name, value in load_file(kept).items()}, kept)
-    with pytest.raises(SetupError, match="finite_weights"):
+    good = load_file(kept)
+    save_file({name: np.repeat(value, 2, axis=int(name[-1] == "b")) for name, value in good.items()}, kept)
+    with pytest.raises(SetupError, match=r"shapes: .*lora_a"):  # of a wider model, with layers of the same names
         await tuned(settings(tmp_path, run="c", start_from=str(kept.parent)))
+    save_file({name: value * float("nan") for name, value in good.items()}, kept)
+    with pytest.raises(SetupError, match="value 0 is not finite"):
+        await tuned(settings(tmp_path, run="c", start_from=str(kept.parent)))
+
+
+@pytest.mark.parametrize("mode", ["sft", "rl"])
+async def test_a_start_that_is_not_there_sets_no_run_aside(tmp_path: Path, mode: str) -> None:
+    await tuned(settings(tmp_path, steps=1))
+    dataset = {"dataset": None} if mode == "rl" else {}
+    again = settings(tmp_path, mode=mode, resume="no", start_from="taught@7", **dataset)
+    with pytest.raises(SetupError, match="there is no adapter taught@7"):
+        await (train(again) if mode == "rl" else tuned(again))
+    assert not (tmp_path / "taught.1").exists() and (again.folder / "checkpoints/step-000001").exists()
+    own = settings(tmp_path, resume="no", start_from=str(again.folder / "versions/1"), steps=1)
+    state, _ = await tuned(own)  # out of the folder that is then set aside
+    assert state.started_from and (tmp_path / "taught.1/versions/1").exists()
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+async def test_a_start_of_half_precision_is_learned_on_in_full(tmp_path: Path, dtype: mx.Dtype) -> None:
+    first = settings(tmp_path, steps=1)
+    await tuned(first)
+    kept = first.folder / "versions/1/adapters.safetensors"
+    mx.save_safetensors(str(kept), {name: mx.array(value).astype(dtype) for name, value in load_file(kept).items()})
+    run = settings(tmp_path, run="on", start_from=str(kept.parent), steps=1)
+    state, _ = await tuned(run)
+    learned = load_file(run.folder / "checkpoints/step-000001/adapters.safetensors")
+    assert state.version == 1 and {value.dtype for value in learned.values()} == {np.dtype("float32")}

@@ -86,6 +86,7 @@ class DataLearner(ABC, Generic[T]):
             adam.init(self._learns[name].trainable_parameters())
         self._good: Arrays = {}
         self.accept()
+        self.shapes = {name: tuple(value.shape) for name, value in self._good.items()}
 
     # -- what a kind of run says
 

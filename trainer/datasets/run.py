@@ -36,7 +36,7 @@ from trainer.versions.disk import Disk
 from trainer.versions.publish import Publisher
 from trainer.versions.run_folder import begin_anew, check_home
 from trainer.versions.run_lock import run_lock
-from trainer.versions.start import starting_weights
+from trainer.versions.start import keep_start, starting_weights
 from worker.engine.model.loader import LoadedModel
 
 T = TypeVar("T")
@@ -131,12 +131,16 @@ class DataRun(ABC, Generic[T]):
         if checkpoint is not None:
             self.state = checkpoint.state
             self._saved = self.state.train_step
-        first_line = self._saved + 1 if checkpoint is not None else 0
+        resumed, shapes = checkpoint is not None, self._learner.shapes
+        start = await starting_weights(settings.start_from, self.state, self._publisher, shapes, resumed=resumed)
+        if settings.resume == "no":
+            self._checkpoints = begin_anew(settings, self._checkpoints)
+        first_line = self._saved + 1 if resumed else 0
         await self._disk.run(cut, settings.folder / "metrics.jsonl", "step", first_line)
-        resumed = checkpoint is not None
-        start = await starting_weights(settings.start_from, self.state, self._publisher, resumed=resumed)
         if start is not None:
             await self._host.run(at_once(lambda: self._learner.begin_with(start)))
+            if not resumed:
+                await keep_start(settings.start_from, start, self.state, self._publisher)
         if checkpoint is not None:
             good = self.state.unpublished and self.state.version in self._publisher.kept()
             fall_back = self._publisher.weights_of(self.state.version) if good else None
@@ -150,10 +154,7 @@ class DataRun(ABC, Generic[T]):
     def _load(self, config: bytes) -> Checkpoint | None:
         """Where the run goes on; None: it begins. SetupError when the folder holds another run."""
         settings = self._settings
-        if settings.resume == "no":
-            self._checkpoints = begin_anew(settings, self._checkpoints)
-            return None
-        checkpoint = self._checkpoints.load(settings.resume)
+        checkpoint = None if settings.resume == "no" else self._checkpoints.load(settings.resume)
         if checkpoint is None:
             return None
         check_home(settings, checkpoint.state, self._ring)
