@@ -1,5 +1,7 @@
 """Runs that tune, in one process without a ring: resumed to the byte, gated, and warm starts of other runs."""
 
+import asyncio
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,16 +10,20 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from msgspec.structs import replace as replace_fields
 from safetensors.numpy import load_file, save_file
 
-from shared.errors import SetupError
+from shared.errors import ServiceUnavailableError, SetupError
+from shared.trajectories import Trajectory
 from tests.training.in_process import MemorySink
 from tests.training.run import in_process_ring, train
 from trainer.metrics import read
 from trainer.ring.join import Way
+from trainer.rollouts.groups import RolloutRequest
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.tuning.run import TuneRun
+from trainer.versions.disk import Disk
 
 SMALL: dict[str, Any] = {
     "model": "models/tiny", "mode": "sft", "adapter": "taught", "steps": 4, "prompts_per_step": 4, "lora_rank": 4,
@@ -72,6 +78,70 @@ async def test_a_run_in_pieces_gives_the_same_bytes_as_one_run(tmp_path: Path, m
     assert told[-1]["held_out_loss"] < told[0]["held_out_loss"] and told[-1]["held_out"] > told[0]["held_out"]
     assert (told[-1]["held_out_margin"] is None) if mode == "sft" else (told[-1]["held_out_margin"] > 0)
     assert {check.name for check in sink.candidates[1].gate} >= {"reward_floor", "finite_weights"}
+
+
+@pytest.mark.parametrize("max_parity", [0.1, 1e-12])  # each version is served, or each is rejected
+async def test_a_run_that_is_killed_at_its_writes_gives_the_same_bytes(
+    tmp_path: Path, max_parity: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class KilledError(Exception):
+        pass
+
+    write, left = Disk.run, 0
+
+    async def write_or_die(self: Disk, *arguments: Any, **named: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KilledError
+        return await write(self, *arguments, **named)
+
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    changes: dict[str, Any] = {"max_parity": max_parity, "checkpoint_every": 1, "evaluate_every": 3, "steps": 6}
+    run, killed = (settings(tmp_path / name, **changes) for name in ("whole", "killed"))
+    await tuned(run)
+    monkeypatch.setattr(Disk, "run", write_or_die)
+    sink = MemorySink("taught")
+    for life in range(3, 99):
+        left = life
+        with contextlib.suppress(KilledError):
+            await tuned(killed, sink)
+            break
+    file = "checkpoints/step-000006/adapters.safetensors"
+    assert (run.folder / file).read_bytes() == (killed.folder / file).read_bytes() and life > 4
+    told, again = ([{**line, "version": 0} for line in lines(each)] for each in (run, killed))
+    assert told == again and [line["step"] for line in told] == [0, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("how", ["silent", "abort", "refused"])
+async def test_a_worker_that_does_not_answer_says_nothing_of_a_version(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.datasets.run.LAST_WAIT_S", 0.1)
+    monkeypatch.setattr("trainer.tuning.run.ASK_AGAIN_S", 0.01)
+    run, sink, asked = settings(tmp_path, steps=3), MemorySink("taught"), 0
+
+    async def kept_from_it(request: RolloutRequest) -> list[Trajectory]:
+        nonlocal asked
+        asked += 1
+        if asked > 2 or how == "silent":
+            tuning.stop()
+        if how == "silent":
+            await asyncio.Event().wait()
+        if how == "refused":
+            raise ServiceUnavailableError("the job expired")
+        return [replace_fields(sample, finish_reason="abort") for sample in await generate(request)]
+
+    async with in_process_ring(run, sink) as (host, loaded, ring):
+        generate, ring.source.generate = ring.source.generate, kept_from_it  # type: ignore[method-assign]
+        tuning = TuneRun(run, host, Way(None, None), ring)  # type: ignore[arg-type]
+        await tuning.start(loaded)
+        stopped = await tuning.run()
+    assert (stopped.train_step, stopped.version, stopped.rejected) == (2, 0, 0)
+    state, _ = await tuned(run, sink)
+    assert (state.train_step, state.rejected, state.swaps) == (3, 0, 2), "offered again, and then the last one"
+    assert [line["step"] for line in lines(run)] == [0, 1, 2, 3]
 
 
 async def test_a_version_that_a_worker_does_not_confirm_is_not_served(tmp_path: Path) -> None:
