@@ -198,6 +198,7 @@ class TrainLoop:
                 await self.parts.host.run(at_once(lambda: self._learner.load(start)))
                 await keep_start(settings.start_from, start, self.state, self._publisher)
         self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
+        self.state.mode = settings.mode
         first_step = self.state.train_step
         loggers = self.parts.loggers
         self._metrics = await self._disk.run(

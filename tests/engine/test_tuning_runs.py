@@ -24,6 +24,7 @@ from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.tuning.run import TuneRun
 from trainer.versions.disk import Disk
+from trainer.versions.run_folder import run_mode
 
 SMALL: dict[str, Any] = {
     "model": "models/tiny", "mode": "sft", "adapter": "taught", "steps": 4, "prompts_per_step": 4, "lora_rank": 4,
@@ -191,6 +192,21 @@ async def test_a_run_that_begins_anew_loses_nothing_of_the_earlier_one(tmp_path:
         state, _ = await tuned(run)
     assert state.train_step == 2 and [line["step"] for line in lines(run)] == [0, 1, 2]
     assert (tmp_path / "taught.1" / "checkpoints" / "step-000002" / "state.json").exists()
+
+
+async def test_a_run_of_another_mode_is_not_gone_on_with(tmp_path: Path) -> None:
+    await tuned(settings(tmp_path, steps=1))
+    small = {"group_size": 2, "max_tokens": 4, "probe_prompts": 1, "parity_every": 0, "evaluate_every": 0, "steps": 1}
+    rewards = settings(tmp_path, mode="rl", dataset=None, max_lag=0, **small)
+    for again in (tuned(settings(tmp_path, mode="dpo", steps=2)), train(rewards.model_copy(update={"steps": 2}))):
+        with pytest.raises(SetupError, match=r"a run of --mode sft: .*--start-from"):
+            await again
+    await train(rewards.model_copy(update={"run": "earlier"}))
+    saved = tmp_path / "earlier/checkpoints/step-000001"
+    state = json.loads((saved / "state.json").read_bytes())
+    assert (state["mode"], state["trajectories"] > 0) == ("rl", True)
+    for mode in ("rl", ""):  # "": of a version that did not write it down
+        assert run_mode(RunState("earlier", trajectories=state["trajectories"], mode=mode)) == "rl"
 
 
 async def test_a_checkpoint_of_another_base_is_refused(tmp_path: Path) -> None:

@@ -148,6 +148,7 @@ class DataRun(ABC, Generic[T]):
             good = await self._good_weights()
             await self._host.run(at_once(lambda: self._learner.restore(checkpoint, good)))
         self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
+        self.state.mode = settings.mode
         log.info(
             "train.begins", form=self._data.form, examples=len(self._data.learned), held_out=len(self._data.held_out),
             too_long=self._data.too_long, train_step=self.state.train_step,
