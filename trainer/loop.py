@@ -49,7 +49,7 @@ from trainer.versions.posted import LogprobCheck
 from trainer.versions.publish import Publisher
 from trainer.versions.run_folder import begin_anew, check_home
 from trainer.versions.served import Serving
-from trainer.versions.start import starting_weights
+from trainer.versions.start import keep_start, starting_weights
 
 log = structlog.get_logger()
 
@@ -186,17 +186,19 @@ class TrainLoop:
             self._ring.sink, settings.folder, settings.adapter, config, self._ring.base_sha256, self._disk
         )
         checkpoint: Checkpoint | None = None
+        if settings.resume != "no" and (checkpoint := self.checkpoints.load(settings.resume)) is not None:
+            await self._resume(checkpoint, config)
+        resumed, shapes = checkpoint is not None, self._learner.shapes
+        start = await starting_weights(settings.start_from, self.state, self._publisher, shapes, resumed=resumed)
         if settings.resume == "no":
             self.checkpoints = begin_anew(settings, self.checkpoints)
-        elif (checkpoint := self.checkpoints.load(settings.resume)) is not None:
-            await self._resume(checkpoint, config)
-        resumed = checkpoint is not None
-        start = await starting_weights(settings.start_from, self.state, self._publisher, resumed=resumed)
         if start is not None:
             self._learner.begin_with(start)
             if not resumed:
                 await self.parts.host.run(at_once(lambda: self._learner.load(start)))
+                await keep_start(settings.start_from, start, self.state, self._publisher)
         self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
+        self.state.mode = settings.mode
         first_step = self.state.train_step
         loggers = self.parts.loggers
         self._metrics = await self._disk.run(

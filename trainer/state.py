@@ -37,6 +37,15 @@ class CurriculumBooks(msgspec.Struct, frozen=True):
     wanted: float | None = None  # difficulty, as a place in the task set
 
 
+class OfferedStep(msgspec.Struct, frozen=True):
+    """The train step whose weights a run on a data set offers; None is what is no number."""
+
+    loss: float | None
+    grad_norm: float | None
+    is_finite: bool
+    tokens: int
+
+
 class RunState(msgspec.Struct):
     """Where the run is.
 
@@ -76,7 +85,9 @@ class RunState(msgspec.Struct):
     curriculum: CurriculumBooks | None = None
     ring: str = ""  # where it has been trained; "": not known
     base_sha256: str = ""  # of the model that it has been trained on; "": not known
+    mode: str = ""  # of learning; "": not written down by the version that saved it
     started_from: str = ""  # the adapter that it began with, as `--start-from` named it; "": the base
+    offered: OfferedStep | None = None  # until it is judged, and its line is written
     schema: int = 1
 
     @property

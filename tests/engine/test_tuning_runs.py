@@ -1,21 +1,30 @@
 """Runs that tune, in one process without a ring: resumed to the byte, gated, and warm starts of other runs."""
 
+import asyncio
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import pytest
+from msgspec.structs import replace as replace_fields
 from safetensors.numpy import load_file, save_file
 
-from shared.errors import SetupError
+from shared.errors import ServiceUnavailableError, SetupError
+from shared.trajectories import Trajectory
 from tests.training.in_process import MemorySink
 from tests.training.run import in_process_ring, train
 from trainer.metrics import read
 from trainer.ring.join import Way
+from trainer.rollouts.groups import RolloutRequest
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.tuning.run import TuneRun
+from trainer.versions.disk import Disk
+from trainer.versions.run_folder import run_mode
 
 SMALL: dict[str, Any] = {
     "model": "models/tiny", "mode": "sft", "adapter": "taught", "steps": 4, "prompts_per_step": 4, "lora_rank": 4,
@@ -73,6 +82,70 @@ async def test_a_run_in_pieces_gives_the_same_bytes_as_one_run(tmp_path: Path, m
     assert {check.name for check in sink.candidates[1].gate} >= {"reward_floor", "finite_weights"}
 
 
+@pytest.mark.parametrize("max_parity", [0.1, 1e-12])  # each version is served, or each is rejected
+async def test_a_run_that_is_killed_at_its_writes_gives_the_same_bytes(
+    tmp_path: Path, max_parity: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class KilledError(Exception):
+        pass
+
+    write, left = Disk.run, 0
+
+    async def write_or_die(self: Disk, *arguments: Any, **named: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KilledError
+        return await write(self, *arguments, **named)
+
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    changes: dict[str, Any] = {"max_parity": max_parity, "checkpoint_every": 1, "evaluate_every": 3, "steps": 6}
+    run, killed = (settings(tmp_path / name, **changes) for name in ("whole", "killed"))
+    await tuned(run)
+    monkeypatch.setattr(Disk, "run", write_or_die)
+    sink = MemorySink("taught")
+    for life in range(3, 99):
+        left = life
+        with contextlib.suppress(KilledError):
+            await tuned(killed, sink)
+            break
+    file = "checkpoints/step-000006/adapters.safetensors"
+    assert (run.folder / file).read_bytes() == (killed.folder / file).read_bytes() and life > 4
+    told, again = ([{**line, "version": 0} for line in lines(each)] for each in (run, killed))
+    assert told == again and [line["step"] for line in told] == [0, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("how", ["silent", "abort", "refused"])
+async def test_a_worker_that_does_not_answer_says_nothing_of_a_version(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.datasets.run.LAST_WAIT_S", 0.1)
+    monkeypatch.setattr("trainer.tuning.run.ASK_AGAIN_S", 0.01)
+    run, sink, asked = settings(tmp_path, steps=3), MemorySink("taught"), 0
+
+    async def kept_from_it(request: RolloutRequest) -> list[Trajectory]:
+        nonlocal asked
+        asked += 1
+        if asked > 2 or how == "silent":
+            tuning.stop()
+        if how == "silent":
+            await asyncio.Event().wait()
+        if how == "refused":
+            raise ServiceUnavailableError("the job expired")
+        return [replace_fields(sample, finish_reason="abort") for sample in await generate(request)]
+
+    async with in_process_ring(run, sink) as (host, loaded, ring):
+        generate, ring.source.generate = ring.source.generate, kept_from_it  # type: ignore[method-assign]
+        tuning = TuneRun(run, host, Way(None, None), ring)  # type: ignore[arg-type]
+        await tuning.start(loaded)
+        stopped = await tuning.run()
+    assert (stopped.train_step, stopped.version, stopped.rejected) == (2, 0, 0)
+    state, _ = await tuned(run, sink)
+    assert (state.train_step, state.rejected, state.swaps) == (3, 0, 2), "offered again, and then the last one"
+    assert [line["step"] for line in lines(run)] == [0, 1, 2, 3]
+
+
 async def test_a_version_that_a_worker_does_not_confirm_is_not_served(tmp_path: Path) -> None:
     run = settings(tmp_path, max_parity=1e-12, max_rejections=5)
     state, sink = await tuned(run)
@@ -123,6 +196,21 @@ async def test_a_run_that_begins_anew_loses_nothing_of_the_earlier_one(tmp_path:
     assert (tmp_path / "taught.1" / "checkpoints" / "step-000002" / "state.json").exists()
 
 
+async def test_a_run_of_another_mode_is_not_gone_on_with(tmp_path: Path) -> None:
+    await tuned(settings(tmp_path, steps=1))
+    small = {"group_size": 2, "max_tokens": 4, "probe_prompts": 1, "parity_every": 0, "evaluate_every": 0, "steps": 1}
+    rewards = settings(tmp_path, mode="rl", dataset=None, max_lag=0, **small)
+    for again in (tuned(settings(tmp_path, mode="dpo", steps=2)), train(rewards.model_copy(update={"steps": 2}))):
+        with pytest.raises(SetupError, match=r"a run of --mode sft: .*--start-from"):
+            await again
+    await train(rewards.model_copy(update={"run": "earlier"}))
+    saved = tmp_path / "earlier/checkpoints/step-000001"
+    state = json.loads((saved / "state.json").read_bytes())
+    assert (state["mode"], state["trajectories"] > 0) == ("rl", True)
+    for mode in ("rl", ""):  # "": of a version that did not write it down
+        assert run_mode(RunState("earlier", trajectories=state["trajectories"], mode=mode)) == "rl"
+
+
 async def test_a_checkpoint_of_another_base_is_refused(tmp_path: Path) -> None:
     run = settings(tmp_path, steps=1)
     await tuned(run)
@@ -137,8 +225,9 @@ async def test_a_start_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     for named, words in (
         ("taught", "NAME@VERSION"),
         ("taught@x", "NAME@VERSION"),
+        ("taught@" + "9" * 5000, "NAME@VERSION"),
         ("taught@7", "there is no adapter taught@7"),
-        (str(folder), "holds no adapters.safetensors"),
+        (str(folder), "holds no adapter_config.json"),
     ):
         with pytest.raises(SetupError, match=words):
             await tuned(settings(tmp_path, start_from=named))
@@ -147,6 +236,35 @@ async def test_a_start_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="lora_rank 4 there, 8 here"):
         await tuned(settings(tmp_path, run="b", lora_rank=8, start_from=str(first.folder / "versions/1")))
     kept = first.folder / "versions/1/adapters.safetensors"
-    save_file({name: value * float("nan") for name, value in load_file(kept).items()}, kept)
-    with pytest.raises(SetupError, match="finite_weights"):
+    good = load_file(kept)
+    save_file({name: np.repeat(value, 2, axis=int(name[-1] == "b")) for name, value in good.items()}, kept)
+    with pytest.raises(SetupError, match=r"shapes: .*lora_a"):  # of a wider model, with layers of the same names
         await tuned(settings(tmp_path, run="c", start_from=str(kept.parent)))
+    save_file({name: value * float("nan") for name, value in good.items()}, kept)
+    with pytest.raises(SetupError, match="value 0 is not finite"):
+        await tuned(settings(tmp_path, run="c", start_from=str(kept.parent)))
+
+
+@pytest.mark.parametrize("mode", ["sft", "rl"])
+async def test_a_start_that_is_not_there_sets_no_run_aside(tmp_path: Path, mode: str) -> None:
+    await tuned(settings(tmp_path, steps=1))
+    dataset = {"dataset": None} if mode == "rl" else {}
+    again = settings(tmp_path, mode=mode, resume="no", start_from="taught@7", **dataset)
+    with pytest.raises(SetupError, match="there is no adapter taught@7"):
+        await (train(again) if mode == "rl" else tuned(again))
+    assert not (tmp_path / "taught.1").exists() and (again.folder / "checkpoints/step-000001").exists()
+    own = settings(tmp_path, resume="no", start_from=str(again.folder / "versions/1"), steps=1)
+    state, _ = await tuned(own)  # out of the folder that is then set aside
+    assert state.started_from and (tmp_path / "taught.1/versions/1").exists()
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+async def test_a_start_of_half_precision_is_learned_on_in_full(tmp_path: Path, dtype: mx.Dtype) -> None:
+    first = settings(tmp_path, steps=1)
+    await tuned(first)
+    kept = first.folder / "versions/1/adapters.safetensors"
+    mx.save_safetensors(str(kept), {name: mx.array(value).astype(dtype) for name, value in load_file(kept).items()})
+    run = settings(tmp_path, run="on", start_from=str(kept.parent), steps=1)
+    state, _ = await tuned(run)
+    learned = load_file(run.folder / "checkpoints/step-000001/adapters.safetensors")
+    assert state.version == 1 and {value.dtype for value in learned.values()} == {np.dtype("float32")}

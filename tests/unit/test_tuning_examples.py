@@ -181,6 +181,22 @@ GOOD = {"prompt": "a", "completion": "b"}
             [{"messages": [said("", tool_calls=[{"id": "1"}])]}],
             "line 1: messages[0]: a tool call has a function",
         ),
+        ("sft", [{"messages": [said("", tool_calls=5)]}], "line 1: messages[0]: tool_calls is a list"),
+        (
+            "sft",
+            [{"messages": [said("", tool_calls=[{"function": {"name": "f", "arguments": "[" * 100_000}}])]}],
+            "line 1: messages[0]: a tool call has a function",
+        ),
+        (
+            "sft",
+            [{"prompt": "a", "completion": [said("b", tool_calls=[{"id": "1"}])]}],
+            "line 1: the answer's message has 'tool_calls'",
+        ),
+        (
+            "dpo",
+            [{"prompt": [user("a")], "chosen": [said("b", reasoning_content="c")], "rejected": "d"}],
+            "line 1: the answer's message has 'reasoning_content'",
+        ),
         (
             "sft",
             [{"chosen": "a", "rejected": "b"}],
@@ -192,6 +208,11 @@ GOOD = {"prompt": "a", "completion": "b"}
         ("sft", [{**GOOD, "functions": []}], "line 1: 'functions' are not read: give them as 'tools'"),
         ("dpo", [GOOD], "line 1: a pair has 'chosen' and 'rejected'"),
         ("dpo", [{"prompt": "a", "chosen": "b", "rejected": "b"}], "line 1: 'chosen' and 'rejected' are the same"),
+        (
+            "dpo",
+            [{"prompt": "a", "chosen": "b", "rejected": "b<eos>"}],
+            "line 1: 'chosen' and 'rejected' are the same to",
+        ),
         ("dpo", [{"chosen": "a", "rejected": "b"}], "line 1: a pair needs a 'prompt'"),
         (
             "dpo",
@@ -206,6 +227,12 @@ def test_what_is_no_example_is_refused_with_its_line(
     with pytest.raises(SetupError) as refused:
         read(tmp_path, *lines, tuning=tuning)
     assert words in str(refused.value) and "data.jsonl" in str(refused.value)
+
+
+def test_a_byte_order_mark_and_lines_of_windows_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"".join(json.dumps(GOOD).encode() + b"\r\n" for _ in range(2)))
+    assert read_examples(path, "sft", codec(), 500).items == read(tmp_path, GOOD, GOOD)
 
 
 def test_a_reply_that_the_template_does_not_put_behind_its_prompt_is_refused(tmp_path: Path) -> None:

@@ -85,7 +85,9 @@ class DataLearner(ABC, Generic[T]):
         for name, adam in self._adams.items():
             adam.init(self._learns[name].trainable_parameters())
         self._good: Arrays = {}
+        self._good_moments: dict[str, Any] = {}
         self.accept()
+        self.shapes = {name: tuple(value.shape) for name, value in self._good.items()}
 
     # -- what a kind of run says
 
@@ -163,14 +165,18 @@ class DataLearner(ABC, Generic[T]):
         return Snapshot(self.weights(), self.config(), self._moments())
 
     def restore(self, snapshot: Snapshot, good: Arrays | None = None) -> None:
-        """Go on exactly where a checkpoint was taken; `good`: the last good weights, where those are others."""
+        """Go on exactly where a checkpoint was taken; `good`: the last good weights, where those are others.
+
+        Their moments are not known any more, unless nothing had been learned yet: they begin anew.
+        """
+        fresh = self._good_moments
         self._load(snapshot.adapter)
         state = tree_unflatten([(name, mx.array(value)) for name, value in snapshot.optimizer.items()])
         for name, adam in self._adams.items():
             adam.state = state[name]
         self.accept()
         if good is not None:
-            self._good = good
+            self._good, self._good_moments = good, fresh
 
     def accept(self) -> None:
         """The present weights are the last good ones."""

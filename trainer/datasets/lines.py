@@ -1,5 +1,6 @@
 """A data set of JSON lines: read with the number of each line, split, and drawn from."""
 
+import codecs
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -33,6 +34,8 @@ def read_lines(path: Path, decoder: msgspec.json.Decoder[T]) -> list[tuple[int, 
     lines: list[tuple[int, T]] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             try:

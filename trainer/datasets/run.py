@@ -6,11 +6,13 @@ finite, when what it has right of the held-out items is no less than the last go
 rejected in the store, and weights and moments go back. Checkpoints are written at the same times, and every
 `checkpoint_every` train steps.
 
-Invariants. A worker that does not answer says nothing about the weights: it is asked until it does. What has been
-learned is in a checkpoint before it is offered, and what no worker has judged is offered again by the next start.
+Invariants. A worker that does not answer says nothing about the weights: it is asked until it does, and no longer than
+`LAST_WAIT_S` once the run is to stop. What has been learned is in a checkpoint before it is offered, and what no worker
+has judged is offered again by the next start, before anything else is learned.
 """
 
 import asyncio
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
@@ -23,26 +25,27 @@ import structlog
 from shared.adapters import GateCheck, version_id
 from shared.errors import ParallmError, SetupError
 from trainer import gate
-from trainer.datasets.learner import DataLearner, DataOptions, DataReport, Measured
+from trainer.datasets.learner import DataLearner, DataOptions, Measured
 from trainer.datasets.lines import Data, batch_of
 from trainer.learn.compute import ComputeHost, at_once
 from trainer.metrics import cut
 from trainer.ring.join import Way, way_to_ring
 from trainer.ring.ring import Ring
 from trainer.settings import TrainSettings
-from trainer.state import RunState
+from trainer.state import Arrays, OfferedStep, RunState
 from trainer.versions.checkpoint import Checkpoint, CheckpointStore, differences
 from trainer.versions.disk import Disk
 from trainer.versions.publish import Publisher
 from trainer.versions.run_folder import begin_anew, check_home
 from trainer.versions.run_lock import run_lock
-from trainer.versions.start import starting_weights
+from trainer.versions.start import keep_start, starting_weights
 from worker.engine.model.loader import LoadedModel
 
 T = TypeVar("T")
 
 log = structlog.get_logger()
 
+LAST_WAIT_S = 10.0  # for a worker's judgement, once the run is to stop
 REPORT_S = 10.0  # between two lines of the log
 
 
@@ -131,29 +134,37 @@ class DataRun(ABC, Generic[T]):
         if checkpoint is not None:
             self.state = checkpoint.state
             self._saved = self.state.train_step
-        first_line = self._saved + 1 if checkpoint is not None else 0
+        resumed, shapes = checkpoint is not None, self._learner.shapes
+        start = await starting_weights(settings.start_from, self.state, self._publisher, shapes, resumed=resumed)
+        if settings.resume == "no":
+            self._checkpoints = begin_anew(settings, self._checkpoints)
+        first_line = 0 if not resumed else self._saved if self.state.offered else self._saved + 1
         await self._disk.run(cut, settings.folder / "metrics.jsonl", "step", first_line)
-        resumed = checkpoint is not None
-        start = await starting_weights(settings.start_from, self.state, self._publisher, resumed=resumed)
         if start is not None:
             await self._host.run(at_once(lambda: self._learner.begin_with(start)))
+            if not resumed:
+                await keep_start(settings.start_from, start, self.state, self._publisher)
         if checkpoint is not None:
-            good = self.state.unpublished and self.state.version in self._publisher.kept()
-            fall_back = self._publisher.weights_of(self.state.version) if good else None
-            await self._host.run(at_once(lambda: self._learner.restore(checkpoint, fall_back)))
+            good = await self._good_weights()
+            await self._host.run(at_once(lambda: self._learner.restore(checkpoint, good)))
         self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
+        self.state.mode = settings.mode
         log.info(
             "train.begins", form=self._data.form, examples=len(self._data.learned), held_out=len(self._data.held_out),
             too_long=self._data.too_long, train_step=self.state.train_step,
         )  # fmt: skip
 
+    async def _good_weights(self) -> Arrays | None:
+        """What a resumed run falls back to, before its checkpoint is restored; None: to the checkpoint."""
+        version = self.state.version
+        if not self.state.unpublished or (version and version not in self._publisher.kept()):
+            return None
+        return self._publisher.weights_of(version) if version else await self._host.run(at_once(self._learner.weights))
+
     def _load(self, config: bytes) -> Checkpoint | None:
         """Where the run goes on; None: it begins. SetupError when the folder holds another run."""
         settings = self._settings
-        if settings.resume == "no":
-            self._checkpoints = begin_anew(settings, self._checkpoints)
-            return None
-        checkpoint = self._checkpoints.load(settings.resume)
+        checkpoint = None if settings.resume == "no" else self._checkpoints.load(settings.resume)
         if checkpoint is None:
             return None
         check_home(settings, checkpoint.state, self._ring)
@@ -168,8 +179,8 @@ class DataRun(ABC, Generic[T]):
             begins_with = await self._measure()
             state.held_out = begins_with.right
             await self._tell(None, begins_with)
-        if state.unpublished and state.train_step >= settings.steps:
-            await self._publish(DataReport(0.0, 0.0, is_finite=True))
+        if state.offered or (state.unpublished and state.train_step >= settings.steps):
+            await self._publish(state.offered or OfferedStep(None, None, is_finite=True, tokens=0))
         while state.train_step < settings.steps and not self.stopping:
             batch = batch_of(self._data.learned, settings.prompts_per_step, state.train_step, settings.seed)
             step = state.train_step
@@ -180,10 +191,13 @@ class DataRun(ABC, Generic[T]):
             state.tokens += report.tokens
             due = settings.evaluate_every and state.train_step % settings.evaluate_every == 0
             last = state.train_step == settings.steps or self.stopping
-            measured = await self._publish(report) if due or last else None
+            trained = OfferedStep(report.loss, report.grad_norm, report.is_finite, report.tokens)
+            if due or last:
+                await self._publish(trained)
+                continue
+            await self._tell(trained)
             if settings.checkpoint_every and state.train_step - self._saved >= settings.checkpoint_every:
                 await self._save()
-            await self._tell(report, measured)
         if state.train_step != self._saved:  # stopped between two candidates
             await self._save()
         log.info("train.ended", steps=state.train_step, version=state.version, held_out=state.held_out)
@@ -194,24 +208,26 @@ class DataRun(ABC, Generic[T]):
 
     # -- versions
 
-    async def _publish(self, report: DataReport) -> Measured:
-        """Offer the weights; what they have right of the held-out items."""
+    async def _publish(self, trained: OfferedStep) -> None:
+        """Offer the weights, and tell of the train step that made them."""
         settings, state = self._settings, self.state
+        state.offered = trained
         if state.train_step != self._saved:
             await self._save()
         measured = await self._measure()
         weights = await self._host.run(at_once(self._learner.weights))
         checks = [
             gate.finite_weights(weights),
-            gate.finite_gradients(0 if report.is_finite else 1),
+            gate.finite_gradients(0 if trained.is_finite else 1),
             gate.reward_floor(measured.right, state.held_out, settings.reward_margin),
         ]
-        metrics = {"held_out": measured.right, "loss": report.loss}
-        published = await self._publisher.publish(weights, state, checks, metrics, self._parity)
+        metrics = {"held_out": measured.right, "loss": math.nan if trained.loss is None else trained.loss}
+        published = await self._publisher.publish(weights, state, checks, metrics, self._judged)
         if not published.version and self._unanswered:
             log.warning("version.not_judged", why=self._unanswered)
-            return measured
-        state.unpublished = 0
+            await self._tell(trained, measured)
+            return
+        state.unpublished, state.offered = 0, None
         if published.version:
             await self._accept(published.version, measured.right)
         else:
@@ -219,12 +235,27 @@ class DataRun(ABC, Generic[T]):
             state.rejected += 1
             await self._host.run(at_once(self._learner.revert))
             log.warning("version.rejected", checks=gate.failures(published.checks))
+        await self._tell(trained, measured)
         await self._save()
         if self._rejections >= settings.max_rejections:
             said = f"{self._rejections} candidates in a row failed the gate: {gate.failures(published.checks)}"
             await self._ring.sink.alert("gave_up", f"the run ends: {said}")
             raise ParallmError(said)
-        return measured
+
+    async def _judged(self, version: int) -> list[GateCheck]:
+        """What a worker says of a version; a run that is stopped does not wait for it for long."""
+        asking, stop = asyncio.create_task(self._parity(version)), asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({asking, stop}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({asking}, timeout=LAST_WAIT_S)
+            if asking.done():
+                return asking.result()
+            self._unanswered = self._unanswered or "no worker has answered before the run was stopped"
+            return [GateCheck("reload_parity", False, self._unanswered)]
+        finally:
+            for task in (asking, stop):
+                task.cancel()
+            await asyncio.gather(asking, stop, return_exceptions=True)
 
     async def _accept(self, version: int, right: float) -> None:
         """What is served now is what the run goes back to."""
@@ -250,12 +281,13 @@ class DataRun(ABC, Generic[T]):
 
     # -- figures
 
-    async def _tell(self, report: DataReport | None, measured: Measured | None) -> None:
+    async def _tell(self, trained: OfferedStep | None, measured: Measured | None = None) -> None:
+        """Always before the checkpoint that holds it: a start drops the lines behind its checkpoint."""
         line = DataLine(
             self.state.train_step,
-            report.loss if report else None,
-            report.grad_norm if report else None,
-            report.tokens if report else 0,
+            trained.loss if trained else None,
+            trained.grad_norm if trained else None,
+            trained.tokens if trained else 0,
             measured.right if measured else None,
             measured.loss if measured else None,
             measured.margin if measured else None,

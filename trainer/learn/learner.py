@@ -52,7 +52,7 @@ class Learner:
         self._good = self._policy.weights()
         self._best: Arrays | None = None  # of the best version that was judged
         self._before = self._optimizer.kept()
-        self._shapes = {name: tuple(value.shape) for name, value in self._good.items()}
+        self.shapes = {name: tuple(value.shape) for name, value in self._good.items()}
 
     def train(
         self, groups: Sequence[SampleGroup], step: int, policy_step: int, probes: Sequence[tuple[int, ...]]
@@ -72,7 +72,7 @@ class Learner:
         checks = (
             gate.finite_gradients(report.nonfinite_gradients),
             gate.finite_weights(weights),
-            gate.fits(weights, self._shapes),
+            gate.fits(weights, self.shapes),
             gate.at_most("update_norm", report.update_rms, self._limits.max_update_rms),
             gate.at_most("probe_kl", kls[0], self._limits.max_probe_kl),
             gate.at_most("base_kl", kls[1], self._limits.max_base_kl),

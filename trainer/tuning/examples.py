@@ -29,6 +29,7 @@ Tuning = Literal["sft", "dpo"]
 Weight = Literal[0, 1]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_PLAIN = {"role", "content", "name", "weight"}  # fields of a message that is an answer
 
 
 class Examples(NamedTuple):
@@ -136,6 +137,8 @@ class _Encoder:
         better, worse = (self._answered(each, line.tools) for each in (chosen, rejected))
         if better.prompt_ids != worse.prompt_ids:  # without a prompt, the first token stands for it
             raise ValueError("a pair needs a 'prompt' with this model, whose texts begin with no token of their own")
+        if better.samples == worse.samples:  # the end token stands in both
+            raise ValueError("'chosen' and 'rejected' are the same tokens up to the end of the answer")
         return [SampleGroup("", better.prompt_ids, (*better.samples, *worse.samples))]
 
     def _answered(self, said: Exchange, tools: list[dict[str, Any]] | None) -> SampleGroup:
@@ -195,6 +198,8 @@ class _Encoder:
 def _exchange(prompt: str | list[Message] | None, answer: str | list[Message] | None) -> Exchange:
     if isinstance(answer, list) and (not answer or answer[-1].get("role") != "assistant"):
         raise ValueError("a conversation ends with an assistant's message")
+    if isinstance(answer, list) and (more := sorted(key for key in answer[-1].keys() - _PLAIN if answer[-1][key])):
+        raise ValueError(f"the answer's message has {more[0]!r}: its text alone is learned, all of it from 'messages'")
     return exchange(prompt, answer)
 
 
@@ -222,6 +227,8 @@ def _message(at: int, message: Message) -> Message:
         content = ""
     elif not isinstance(content, str):
         raise ValueError(f"messages[{at}]: content is a text")
+    if calls and not isinstance(calls, list):
+        raise ValueError(f"messages[{at}]: tool_calls is a list")
     made: Message = {**message, "role": "system" if role == "developer" else role, "content": content}
     if calls:
         made["tool_calls"] = [_call(at, call) for call in calls]
@@ -233,6 +240,6 @@ def _call(at: int, call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
         arguments = function["arguments"]
         told = msgspec.json.decode(arguments or "{}", type=dict) if isinstance(arguments, str) else arguments
-    except (KeyError, TypeError, msgspec.DecodeError) as error:
+    except (KeyError, TypeError, msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"messages[{at}]: a tool call has a function with a name and JSON arguments") from error
     return {**call, "function": {**function, "arguments": told}}

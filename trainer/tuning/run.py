@@ -3,13 +3,18 @@
 A worker that has loaded a version is asked for samples behind held-out prompts, whose log-probabilities must be ours.
 """
 
+import asyncio
 import secrets
 from functools import partial
 from typing import Any
 
+import structlog
+
 from shared.adapters import GateCheck, version_id
+from shared.errors import ServiceUnavailableError
 from shared.jobs import SamplingOverrides
 from shared.seeds import derived_seed
+from shared.trajectories import Trajectory
 from trainer import gate
 from trainer.datasets.lines import Data, split
 from trainer.datasets.run import DataRun, options_of
@@ -20,6 +25,10 @@ from trainer.tuning.learner import TuneLearner
 
 PARITY_PROMPTS = 4
 PARITY_TOKENS = 16
+ASK_AGAIN_S = 1.0
+_CUT_OFF = ("abort", "cancelled", "deadline")  # by a pause, a person or the clock: no word about the weights
+
+log = structlog.get_logger()
 
 
 class TuneRun(DataRun[SampleGroup]):
@@ -49,7 +58,21 @@ class TuneRun(DataRun[SampleGroup]):
         return TuneLearner(model, self._tuning, settings.adapter_shape(), settings.dpo_beta, options_of(settings))
 
     async def _parity(self, version: int) -> list[GateCheck]:
-        settings, samples, run = self._settings, [], secrets.token_hex(3)
+        while True:
+            samples = await self._samples(version)
+            if failed := next((sample.error for sample in samples if sample.error), ""):
+                return [GateCheck("reload_parity", False, failed)]
+            if not self._unanswered:
+                gap = await self._host.run(partial(self._learner.parity, samples))
+                return [gate.at_most("reload_parity", gap, self._settings.max_parity)]
+            log.warning("gate.waits", version=version, why=self._unanswered)
+            await asyncio.sleep(ASK_AGAIN_S)
+
+    async def _samples(self, version: int) -> list[Trajectory]:
+        """What a worker says behind some held-out prompts; where it is kept from that, `_unanswered` says why."""
+        settings, run = self._settings, secrets.token_hex(3)
+        samples: list[Trajectory] = []
+        self._unanswered = ""
         for at, item in enumerate(self._data.held_out[:PARITY_PROMPTS]):
             seed = derived_seed(settings.seed, version, at)
             tokens = min(PARITY_TOKENS, len(item.samples[0].completion_ids))  # the prompt may fill the context
@@ -60,8 +83,11 @@ class TuneRun(DataRun[SampleGroup]):
                 sampling=SamplingOverrides(max_tokens=tokens, seed=seed),
                 adapter=version_id(settings.adapter, version),
             )
-            samples += await self._ring.source.generate(request)
-        if failed := next((sample.error for sample in samples if sample.error), ""):
-            return [GateCheck("reload_parity", False, failed)]
-        gap = await self._host.run(lambda: self._learner.parity(samples))
-        return [gate.at_most("reload_parity", gap, settings.max_parity)]
+            try:
+                samples += await self._ring.source.generate(request)
+            except ServiceUnavailableError as error:  # over HTTP a job has a deadline
+                self._unanswered = str(error)
+                break
+        cut_off = next((each.finish_reason for each in samples if each.finish_reason in _CUT_OFF), "")
+        self._unanswered = self._unanswered or (cut_off and f"a sample ended with {cut_off!r}")
+        return samples

@@ -29,8 +29,17 @@ def check_home(settings: TrainSettings, saved: RunState, ring: Ring) -> None:
     folder, ways = settings.folder, "another --run or --run-dir, or --resume no to begin anew"
     if saved.base_sha256 and saved.base_sha256 != ring.base_sha256:
         raise SetupError(f"{folder} holds a run of another base model than {settings.model}: give {ways}")
+    if (mode := run_mode(saved) or settings.mode) != settings.mode:
+        raise SetupError(
+            f"{folder} holds a run of --mode {mode}: give {ways}; to begin with what it has learned, give --start-from"
+        )
     if saved.ring and ring.id and saved.ring != ring.id and not settings.move_run:
         raise SetupError(
             f"{folder} holds a run that was trained on another ring (train step {saved.train_step}): give {ways}; "
             "to go on with it here, give --move-run"
         )
+
+
+def run_mode(saved: RunState) -> str:
+    """How the run has learned; "" when that is not known."""
+    return saved.mode or ("rl" if saved.trajectories else "")

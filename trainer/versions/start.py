@@ -1,57 +1,75 @@
 """`--start-from`: the adapter that a run begins with, out of the store or a folder, whoever trained it."""
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
+import numpy as np
 
-from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE
+from shared.adapter_files.config import mlx_config
+from shared.adapter_files.formats import prepared
+from shared.adapter_files.tensors import read_tensors
 from shared.errors import ParallmError, SetupError
+from trainer import gate
 from trainer.ring.ring import Stored
 from trainer.state import Arrays, RunState
 from trainer.versions.checkpoint import write_adapter
 from trainer.versions.publish import Publisher
 
 _KEPT = "start"  # a folder of the run: a version may be deleted, and what a run is held against must stay
+_MAX_BYTES = 2**40  # the file is the user's own
+_DIGITS = 18  # of a version's number
 
 
-async def starting_weights(named: str, state: RunState, publisher: Publisher, *, resumed: bool) -> Arrays | None:
-    """What the run began with, also when it is resumed; None: the base. It goes into the run's state and folder.
+async def starting_weights(
+    named: str, state: RunState, publisher: Publisher, shapes: Mapping[str, tuple[int, ...]], *, resumed: bool
+) -> Arrays | None:
+    """What the run begins with, or began with where it is resumed; None: the base. Nothing is written.
 
     SetupError when a resumed run began with something else, or when there are no weights that fit.
     """
-    kept = publisher.folder / _KEPT
     if resumed:
         if named and named != state.started_from:
             began = state.started_from or "the base"
             raise SetupError(f"--start-from {named}: this run began with {began}; give another --run, or --resume no")
-        return publisher.fitting(await asyncio.to_thread(_read, kept), str(kept)) if state.started_from else None
+        if not state.started_from:
+            return None
+        named = str(publisher.folder / _KEPT)
     if not named:
         return None
     try:
         weights = publisher.fitting(await _stored(named, publisher), named)
+        if wrong := gate.failures([gate.fits(weights, shapes)]):
+            raise SetupError(f"{named} does not fit {state.run}'s model: {wrong}")
     except ParallmError as error:
         raise SetupError(f"--start-from {named}: {error}") from error
-    await publisher.disk.run(_keep, kept, weights, publisher.config)
-    state.started_from = named
     return weights
+
+
+async def keep_start(named: str, weights: Arrays, state: RunState, publisher: Publisher) -> None:
+    """Write down what the run begins with, in its state and in its folder."""
+    await publisher.disk.run(_keep, publisher.folder / _KEPT, weights, publisher.config)
+    state.started_from = named
 
 
 async def _stored(named: str, publisher: Publisher) -> Stored:
     if "/" in named:
         return await asyncio.to_thread(_read, Path(named))
     name, _, version = named.rpartition("@")
-    if not name or not version.isdecimal():
+    if not name or not version.isdecimal() or len(version) > _DIGITS:
         raise SetupError("it is NAME@VERSION, such as taught@3, or a folder with a '/' in its path")
     return await publisher.sink.fetch(int(version), name)
 
 
 def _read(folder: Path) -> Stored:
+    """An adapter of mlx-lm's or PEFT's layout; whatever its dtype, learning goes on in fp32."""
     try:
-        return Stored(load_file(folder / MLX_FILE), (folder / CONFIG_FILE).read_bytes(), "")
-    except (OSError, SafetensorError) as error:
-        raise SetupError(f"{folder} holds no {MLX_FILE} and {CONFIG_FILE} that can be read: {error}") from error
+        with prepared(folder, max_bytes=_MAX_BYTES) as made:
+            tensors = read_tensors(made.path, max_bytes=_MAX_BYTES)
+            weights = {name: np.array(tensor.floats()) for name, tensor in tensors.items()}
+    except OSError as error:
+        raise SetupError(f"{folder} cannot be read: {error}") from error
+    return Stored(weights, mlx_config(made.kind, made.rank, made.scale, made.modules, made.heads), "")
 
 
 def _keep(folder: Path, weights: Arrays, config: bytes) -> None:
