@@ -9,6 +9,7 @@ the trajectory is in its queue; a runner that dies in between leaves it to anoth
 has.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -71,6 +72,21 @@ class TrajectoryIntake:
             raise
         entries = [*stuck, *(entry for _, some in fresh for entry in some)]
         return await self._decoded(entries)
+
+    async def again(self, consumer: str, entries: Sequence[str]) -> list[Settled]:
+        """Entries that this runner has read and put off; without those that are gone, or that another one has taken."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for entry in entries:
+                pipe.xpending_range(self._stream, SCORERS, min=entry, max=entry, count=1, consumername=consumer)
+                pipe.xrange(self._stream, entry, entry)
+            try:
+                answers = await pipe.execute()
+            except ResponseError as error:
+                if code_of(error) == "NOGROUP":
+                    return []  # Redis has lost them
+                raise
+        pairs = zip(answers[::2], answers[1::2], strict=True)
+        return await self._decoded([each for mine, there in pairs if mine for each in there])
 
     async def done(self, settled: list[Settled]) -> None:
         """Their trajectories are where they belong."""
