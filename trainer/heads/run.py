@@ -11,6 +11,7 @@ learned is in a checkpoint before it is offered, and what no worker has judged i
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -18,9 +19,10 @@ from contextlib import AsyncExitStack
 import msgspec
 import numpy as np
 import structlog
+from redis.exceptions import RedisError
 
 from shared.adapters import GateCheck, version_id
-from shared.errors import ParallmError, SetupError
+from shared.errors import ParallmError, ServiceUnavailableError, SetupError
 from shared.rewards.model_kinds import RewardModelOptions, softmax
 from shared.scoring.pool import RewardSample
 from shared.scoring.served import UNANSWERED
@@ -45,6 +47,7 @@ from worker.engine.model.loader import LoadedModel
 log = structlog.get_logger()
 
 PARITY_TEXTS = 4
+AGAIN_S = 2.0  # until a worker that has not answered is asked again
 REPORT_S = 10.0  # between two lines of the log
 
 
@@ -120,8 +123,11 @@ class HeadRun:
             if differs := differences(checkpoint.adapter_config, config):
                 raise SetupError(f"the checkpoint is of another run: {differs}; give another --run, or --resume no")
             self.state = state = checkpoint.state
-            good = state.unpublished and state.version in self._publisher.kept()
-            fall_back = self._publisher.weights_of(state.version) if good else None
+            fall_back = None
+            if state.unpublished and not state.version:
+                fall_back = await self._host.run(at_once(self._learner.weights))
+            elif state.unpublished and state.version in self._publisher.kept():
+                fall_back = self._publisher.weights_of(state.version)
             await self._host.run(at_once(lambda: self._learner.restore(checkpoint, fall_back)))
             self._saved = self.state.train_step
         self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
@@ -212,12 +218,17 @@ class HeadRun:
     async def _answered(self, options: RewardModelOptions, samples: list[RewardSample]) -> list[Reward]:
         """What workers say of these, once some do, or the run is to stop."""
         while True:
-            rewards = await self._way.judges.score("model", options, samples)
+            try:
+                rewards = await self._way.judges.score("model", options, samples)
+            except (ServiceUnavailableError, RedisError, OSError) as error:  # the ring or the way to it is away
+                rewards = [Reward("model", None, error=f"{UNANSWERED} {options.model!r}: {error}")] * len(samples)
             failed = next((reward.error for reward in rewards if reward.value is None), "")
             self._unanswered = failed if failed.startswith(UNANSWERED) else ""
             if not self._unanswered or self.stopping:
                 return rewards
             log.warning("gate.waits", adapter=options.model, why=self._unanswered)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), AGAIN_S)
 
     async def _save(self) -> None:
         snapshot = await self._host.run(at_once(self._learner.snapshot))
