@@ -133,6 +133,22 @@ async def test_what_found_no_place_is_scored_as_soon_as_there_is_one(
             await asyncio.gather(running, return_exceptions=True)
 
 
+async def test_what_a_dead_runner_held_is_found_behind_all_that_another_one_has_put_off(
+    server: Api, redis: Redis, redis_url: str
+) -> None:
+    await server.post("/v1/completions", {**ASK, **REFERENCE})
+    stream = keys.collected(MODEL)
+    await wait_until(lambda: _length(redis, 1))
+    ((_, fields),) = await redis.xrange(stream)
+    entries = [await redis.xadd(stream, fields) for _ in range(800)]
+    await redis.xreadgroup(SCORERS, "dead", {stream: ">"})
+    await redis.xclaim(stream, SCORERS, "dead", 0, entries[-1:], idle=3_600_000)
+    async with scorer(redis_url) as runner:
+        counts = [await runner.collect(MODEL) for _ in range(3)]
+        await asyncio.gather(*runner.under_way)
+    assert sum(counts) == 1 and not await redis.xrange(stream, entries[-1], entries[-1])
+
+
 async def _length(redis: Redis, count: int) -> bool:
     return bool(await redis.xlen(keys.collected(MODEL)) == count)
 

@@ -86,6 +86,7 @@ class Collecting:
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._shares: dict[str, Share] = {}
         self._lanes: dict[tuple[str, ...], _Lane] = {}
+        self._intakes: dict[str, TrajectoryIntake] = {}  # by model
 
     async def run(self) -> None:
         """Collect until cancelled; while Redis is away, wait."""
@@ -114,7 +115,7 @@ class Collecting:
 
     async def collect(self, model: str) -> int:
         """Make trajectories of settled sequences, or begin to score them; returns how many are new."""
-        intake = TrajectoryIntake(self._context.redis, model)
+        intake = self._intake(model)
         known = {(each.spec.model, each.entry) for some in self._waiting for each, _ in some.sequences}
         known.update(*(lane.later for lane in self._lanes.values()))
         read = await intake.read(self._context.runner, AT_ONCE)
@@ -144,7 +145,7 @@ class Collecting:
             if not entries:
                 continue  # it may be closed by now
             for model, some in itertools.groupby(entries, key=lambda each: each[0]):
-                intake, these = TrajectoryIntake(self._context.redis, model), list(some)
+                intake, these = self._intake(model), list(some)
                 settled = await intake.again(self._context.runner, [entry for _, entry in these])
                 sequences = await self._with_texts(model, settled)
                 for each in these:
@@ -154,6 +155,11 @@ class Collecting:
             self._close(name)
             count += len(entries)
         return count
+
+    def _intake(self, model: str) -> TrajectoryIntake:
+        if model not in self._intakes:
+            self._intakes[model] = TrajectoryIntake(self._context.redis, model)
+        return self._intakes[model]
 
     @property
     def _waiting(self) -> list[_Waiting]:

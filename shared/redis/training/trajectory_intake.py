@@ -52,18 +52,19 @@ class Settled:
 
 
 class TrajectoryIntake:
-    """One model's intake, for the runners that empty it."""
+    """One model's intake, for a runner that empties it."""
 
     def __init__(self, redis: Redis, model: str) -> None:
         self._redis = redis
         self._stream = keys.collected(model)
         self._stats = keys.collected_stats(model)
+        self._looked_at = b"0-0"  # up to here for what has been left: Redis looks at ten times `count` entries a call
 
     async def read(self, consumer: str, count: int) -> list[Settled]:
         """The next entries that nobody has, or whose runner has not come back to them; does not wait."""
         try:
-            _, stuck, _ = await self._redis.xautoclaim(
-                self._stream, SCORERS, consumer, min_idle_time=TAKE_OVER_MS, count=count
+            self._looked_at, stuck, _ = await self._redis.xautoclaim(
+                self._stream, SCORERS, consumer, TAKE_OVER_MS, start_id=self._looked_at, count=count
             )
             fresh = await self._redis.xreadgroup(SCORERS, consumer, {self._stream: ">"}, count=count)
         except ResponseError as error:
