@@ -4,6 +4,7 @@ Invariant: after a resume the file holds each train step once. Lines of steps th
 off before the first new one is written.
 """
 
+import contextlib
 import errno
 import json
 import math
@@ -234,14 +235,14 @@ def figures(m: StepMetrics) -> dict[str, str | int | float]:
 
 
 def cut(path: Path, field: str, first: int) -> None:
-    """Drop the lines of a run's file whose step, in this field, is `first` or later, and a torn last line."""
+    """Drop the lines of a run's file whose step, in this field, is `first` or later, and what is no line of the run."""
     if not path.exists():
         return
     kept: list[bytes] = []
     for line in path.read_bytes().split(b"\n")[:-1]:
-        record: dict[str, Any] = json.loads(line)
-        if record[field] < first:
-            kept.append(line + b"\n")
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)[field] < first:
+                kept.append(line + b"\n")
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(b"".join(kept))
     temporary.replace(path)

@@ -268,7 +268,7 @@ def answer(
                 raise from_code(code, message or "the engine failed on this sequence")
         if len(found) == len(results):
             body = _body(asked, found, codec, model)
-            return LineAnswer("completed", _line(name, custom_id, 200, msgspec.Raw(body)), _usage(body, codec))
+            return LineAnswer("completed", _line(name, custom_id, 200, msgspec.Raw(body)), _usage(body))
     except ParallmError as error:
         return LineAnswer("failed", _line(name, custom_id, error.status, msgspec.Raw(error_object(error))))
     late = any(each is not None and each.finish_reason == "deadline" for each in results)
@@ -302,14 +302,6 @@ def _body(asked: JobInput, found: Sequence[Trajectory], codec: TextCodec, model:
     return whole_body(plan, codec, events, [each.spans for each in found] if plan.weight_versions else ())
 
 
-class _Message(msgspec.Struct):
-    reasoning_content: str = ""
-
-
-class _Choice(msgspec.Struct):
-    message: _Message = msgspec.field(default_factory=_Message)
-
-
 class _Details(msgspec.Struct):
     cached_tokens: int = 0
 
@@ -322,6 +314,7 @@ class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: _Details = msgspec.field(default_factory=_Details)
+    completion_tokens_details: _Thought = msgspec.field(default_factory=_Thought)
     input_tokens: int = 0  # so a response calls them
     output_tokens: int = 0
     input_tokens_details: _Details = msgspec.field(default_factory=_Details)
@@ -332,20 +325,16 @@ class _Told(msgspec.Struct):
     """What a reply of any endpoint tells of its tokens."""
 
     usage: _Usage
-    choices: list[_Choice] = []
 
 
 _told_decoder = msgspec.json.Decoder(_Told)
 
 
-def _usage(body: bytes, codec: TextCodec) -> LineUsage:
-    told = _told_decoder.decode(body)
-    thoughts = [choice.message.reasoning_content for choice in told.choices]
-    reasoning = sum(len(codec.encode(thought, False)) for thought in thoughts if thought)
-    used = told.usage
+def _usage(body: bytes) -> LineUsage:
+    used = _told_decoder.decode(body).usage
     return LineUsage(
         used.prompt_tokens or used.input_tokens,
         used.prompt_tokens_details.cached_tokens or used.input_tokens_details.cached_tokens,
         used.completion_tokens or used.output_tokens,
-        reasoning or used.output_tokens_details.reasoning_tokens,
+        used.completion_tokens_details.reasoning_tokens or used.output_tokens_details.reasoning_tokens,
     )

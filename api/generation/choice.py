@@ -115,12 +115,15 @@ class Progress(msgspec.Struct, frozen=True):
 NOTHING_SEEN = Progress()
 
 
+LOOK_BACK = 64  # tokens: a mark may come in several events, and its text behind its tokens
+
+
 class Choice:
     """One choice while its events come in. With `seen` it shows only what lies beyond."""
 
     __slots__ = (
-        "_codec", "_decoder", "_eos", "_show_stop", "_skip_chars", "_skip_tokens", "_split", "_splitter", "_thought",
-        "_versions", "begun", "cached", "chars", "ended", "prediction", "reasoning", "seen_end", "tokens",
+        "_codec", "_decoder", "_eos", "_recent", "_show_stop", "_skip_chars", "_skip_tokens", "_split", "_splitter",
+        "_thought", "_versions", "begun", "cached", "chars", "ended", "prediction", "reasoning", "seen_end", "tokens",
     )  # fmt: skip
 
     def __init__(self, plan: ReplyPlan, codec: TextCodec, seen: Progress = NOTHING_SEEN) -> None:
@@ -128,6 +131,7 @@ class Choice:
         self._codec = codec
         self._splitter = None if plan.split is None else Splitter(plan.split)
         self._thought = plan.split.think_end if plan.split is not None and plan.split.thinking else ""
+        self._recent: list[int] = []  # tokens that may have the beginning of the mark that ends reasoning
         self._decoder = codec.stream(plan.shown_tokens(codec))
         self._eos = plan.eos_token_ids
         self._show_stop = plan.show_stop_token
@@ -195,11 +199,13 @@ class Choice:
             self._count_reasoning(splitter, delta.tokens)
 
     def _count_reasoning(self, splitter: Splitter, tokens: list[int]) -> None:
+        recent = self._recent + tokens
         if splitter.in_reasoning:
             self.reasoning = self.tokens
         elif splitter.reasoned:
-            self.reasoning = self.tokens - len(tokens) + _until(self._thought, tokens, self._codec)
+            self.reasoning = self.tokens - len(recent) + _until(self._thought, recent, self._codec)
             self._thought = ""
+        self._recent = recent[-LOOK_BACK:]
 
     def _skip(self, delta: Delta) -> None:
         delta.seen_tokens, chars = min(self._skip_tokens, len(delta.tokens)), min(self._skip_chars, len(delta.text))
@@ -209,10 +215,10 @@ class Choice:
 
 
 def _until(mark: str, tokens: list[int], codec: TextCodec) -> int:
-    """How many tokens there are up to the end of a mark; all of them when it began before them."""
+    """How many tokens there are up to the end of a mark; all of them when it is not among them."""
     whole = codec.added_token(mark)
-    if whole is not None:
-        return tokens.index(whole) + 1 if whole in tokens else len(tokens)
+    if whole is not None and whole in tokens:
+        return tokens.index(whole) + 1  # else it is spelled
     pieces, text = codec.visible_pieces([mark]), ""
     for at, token in enumerate(tokens, 1):
         piece = pieces[token]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shared.adapters import GateCheck
-from shared.errors import ConflictError, SetupError
+from shared.errors import ConflictError, ServiceUnavailableError, SetupError
 from shared.rewards.model_kinds import ModelOptions
 from shared.scoring.pool import RewardSample
 from shared.scoring.served import UNANSWERED
@@ -36,9 +36,13 @@ class Workers:
     """Say what the learner says, after having been asked so often in vain."""
 
     def __init__(
-        self, in_vain: int = 0, asked: Callable[[HeadRun], None] = lambda run: None, error: float = 0.0
+        self,
+        in_vain: int = 0,
+        asked: Callable[[HeadRun], None] = lambda run: None,
+        error: float = 0.0,
+        away: Exception | None = None,
     ) -> None:
-        self.left, self._asked, self._error = in_vain, asked, error
+        self.left, self._asked, self._error, self._away = in_vain, asked, error, away
         self.run: HeadRun | None = None
 
     async def score(self, name: str, options: ModelOptions, samples: Sequence[RewardSample], **_: Any) -> list[Reward]:
@@ -47,6 +51,8 @@ class Workers:
         self._asked(run)
         self.left -= 1
         if self.left >= 0:
+            if self._away is not None:
+                raise self._away
             return [Reward(name, None, error=f"{UNANSWERED} 'tiny' within 120 s")] * len(samples)
         codec = run._ring.codec
         ids = [tuple(answered(codec, sample.prompt, sample.completion)) for sample in samples]
@@ -83,8 +89,14 @@ def learned(sink: MemorySink) -> float:
     return float(abs(weights["heads.reward.weight"]).max())
 
 
-async def test_a_worker_that_does_not_answer_is_asked_until_it_does(tmp_path: Path) -> None:
-    workers, sink = Workers(in_vain=3), MemorySink("judge")
+@pytest.mark.parametrize(
+    "away", [None, ServiceUnavailableError("503: no worker serves 'tiny'"), ConnectionError("gone")]
+)
+async def test_a_worker_that_does_not_answer_is_asked_until_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: Exception | None
+) -> None:
+    monkeypatch.setattr("trainer.heads.run.ASK_AGAIN_S", 0.0)
+    workers, sink = Workers(in_vain=3, away=away), MemorySink("judge")
     run = await train(tmp_path, workers, sink)
     assert (sink.latest, run.state.version, sink.rejected) == (1, 1, {}) and learned(sink) > 0
     assert (workers.left, run.state.unpublished) == (-1, 0)
@@ -141,6 +153,25 @@ async def test_a_run_that_was_killed_tells_each_step_once(tmp_path: Path) -> Non
         file.write(b'{"step":4,"loss":0.5,"grad_norm":1.0}\n{"step":5,"lo')  # of steps behind the last checkpoint
     await train(tmp_path, Workers(), MemorySink("judge"), steps=STEPS + 2)
     assert [json.loads(line)["step"] for line in figures.read_text().splitlines()] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("line", [b'{"train_step":1,"loss":0.5}\n', b"\0\0\0\n"])
+async def test_figures_that_are_no_head_s_keep_no_run_from_its_start(tmp_path: Path, line: bytes) -> None:
+    figures = tmp_path / "judge" / "metrics.jsonl"
+    figures.parent.mkdir()
+    figures.write_bytes(line)  # a policy's of this name, killed before its first checkpoint; or a machine's crash
+    await train(tmp_path, Workers(), MemorySink("judge"))
+    assert [json.loads(line)["step"] for line in figures.read_bytes().splitlines()] == [1, 2, 3]
+
+
+async def test_a_resumed_run_that_has_no_version_yet_falls_back_to_where_it_began(tmp_path: Path) -> None:
+    def die(run: HeadRun) -> None:
+        raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        await train(tmp_path, Workers(asked=die), MemorySink("judge"))
+    run = await train(tmp_path, Workers(error=1000.0), MemorySink("judge"))
+    assert run.state.rejected == 1 and not run._learner.weights()["heads.reward.weight"].any()
 
 
 async def test_what_is_learned_between_two_candidates_is_in_checkpoints(tmp_path: Path) -> None:

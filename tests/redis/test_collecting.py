@@ -75,8 +75,9 @@ async def test_each_sample_becomes_one_scored_trajectory(server: Api, redis: Red
 
 
 async def test_a_reward_model_whose_workers_are_gone_keeps_nobody_else_waiting(
-    server: Api, redis: Redis, redis_url: str
+    server: Api, redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("worker.jobs.collecting.SCORED", 8)  # all of which wait for it
     await WorkerRegistry(redis).register_model(msgspec.structs.replace(CARD, name="gone", base_sha256="g"), bundle())
     slow = {"name": "likelihood", "model": "gone"}
     await server.post("/v1/completions", {**ASK, **REFERENCE, "scoring_function": slow, "n": 8})
@@ -95,6 +96,57 @@ async def test_a_reward_model_whose_workers_are_gone_keeps_nobody_else_waiting(
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
             await runner._context.served.close()
+
+
+async def test_what_found_no_place_is_scored_as_soon_as_there_is_one(
+    server: Api, redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.jobs.collecting.AT_ONCE", 2)
+    monkeypatch.setattr("worker.jobs.collecting.LANE", 4)
+    await server.post("/v1/completions", {**ASK, **REFERENCE, "n": 12})
+    opened, asked = asyncio.Event(), 0
+    async with scorer(redis_url) as runner:
+        score = runner._context.rewards.score
+
+        async def slow(*given: Any, **named: Any) -> Any:
+            nonlocal asked
+            asked += len(given[1])
+            await opened.wait()
+            return await score(*given, **named)
+
+        monkeypatch.setattr(runner._context.rewards, "score", slow)
+        running = asyncio.create_task(runner.run())
+
+        async def all_read() -> bool:
+            return bool((await redis.xpending(keys.collected(MODEL), SCORERS))["pending"] == 12)
+
+        async def all_scored() -> bool:
+            return len(await collected(redis)) == 12
+
+        try:
+            await wait_until(all_read, timeout_s=20)
+            assert asked == 4, "no more than there are places"
+            opened.set()
+            await wait_until(all_scored, timeout_s=20)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_what_a_dead_runner_held_is_found_behind_all_that_another_one_has_put_off(
+    server: Api, redis: Redis, redis_url: str
+) -> None:
+    await server.post("/v1/completions", {**ASK, **REFERENCE})
+    stream = keys.collected(MODEL)
+    await wait_until(lambda: _length(redis, 1))
+    ((_, fields),) = await redis.xrange(stream)
+    entries = [await redis.xadd(stream, fields) for _ in range(800)]
+    await redis.xreadgroup(SCORERS, "dead", {stream: ">"})
+    await redis.xclaim(stream, SCORERS, "dead", 0, entries[-1:], idle=3_600_000)
+    async with scorer(redis_url) as runner:
+        counts = [await runner.collect(MODEL) for _ in range(3)]
+        await asyncio.gather(*runner.under_way)
+    assert sum(counts) == 1 and not await redis.xrange(stream, entries[-1], entries[-1])
 
 
 async def _length(redis: Redis, count: int) -> bool:

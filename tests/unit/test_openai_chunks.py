@@ -11,6 +11,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
 from api.generation.choice import Choice, ReplyPlan, usage
+from api.generation.splitter import SplitPlan
 from api.openai.chunks import ChunkWriter, event_id, seen_until
 from api.openai.replies import whole_body
 from shared.frames import Finish, TokenEvent, TokenLogprob
@@ -263,3 +264,35 @@ def test_echo_and_prompt_logprobs_each_show_as_many_competitors_as_they_asked_fo
     assert choice["logprobs"]["top_logprobs"][1] == {"x": -0.0, "b": -1.0}
     assert len(choice["prompt_logprobs"][1]) == 4
     assert choice["prompt_logprobs"][0] is None
+
+
+@given(
+    thought=st.text("a<é/think", max_size=12).filter(lambda text: "</think>" not in text),
+    cuts=st.lists(st.integers(1, 9), min_size=50, max_size=50),
+    open_=st.booleans(),
+    late=st.integers(0, 12),
+)
+@settings(max_examples=60, deadline=None)
+def test_tokens_of_reasoning_are_counted_alike_however_they_come(
+    thought: str, cuts: list[int], open_: bool, late: int
+) -> None:
+    split = SplitPlan(thinking="open" if open_ else "may", think_start="<think>", think_end="</think>")
+    text = ("" if open_ else "<think>") + f"{thought}</think>"
+    tokens = ids(f"{text}hello")
+    counted = []
+    for many in (cuts, [len(tokens)]):
+        choice, at, shown = Choice(plan(endpoint="chat", split=split), codec()), 0, 0
+        for count in many:
+            last = at + count >= len(tokens)
+            event = TokenEvent("s", 1, at, tokens[at : at + count], [-0.5] * len(tokens[at : at + count]))
+            event.finish = Finish("length") if last else None
+            if late:  # a row with stop strings shows its text later than its tokens
+                whole = codec().decode(tokens[: at + count]).rstrip("\ufffd")
+                until = len(whole) if last else max(shown, len(whole) - late)
+                event.text, shown = whole[shown:until], until
+            choice.take([event])
+            at += count
+            if last:
+                break
+        counted.append(choice.reasoning)
+    assert counted == [len(ids(text))] * 2

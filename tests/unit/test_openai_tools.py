@@ -388,3 +388,7 @@ async def test_a_special_mark_is_seen_in_the_text_of_a_row_with_stop_strings_too
     shown = "".join(row.push(token, may_stop=True)[0] for token in marked.encode("[THINK]hm[/THINK]yesEND"))
     event = TokenEvent(plan.sequence(0), 1, 0, [5], [0.0], text=shown, finish=Finish("stop", "END"))
     assert Choice(plan, marked).take([event]).piece == Piece(content="yes", reasoning="hm")
+    spelled = codec().encode("[THINK]hm[/THINK]yes")  # by a model that does not write the mark as one token
+    choice = Choice(plan, marked)
+    choice.take([TokenEvent(plan.sequence(0), 1, 0, spelled, [0.0] * len(spelled), finish=Finish("length"))])
+    assert choice.reasoning == len(spelled) - len("yes")

@@ -45,6 +45,7 @@ T = TypeVar("T")
 
 log = structlog.get_logger()
 
+ASK_AGAIN_S = 2.0  # a worker that has not answered
 LAST_WAIT_S = 10.0  # for a worker's judgement, once the run is to stop
 REPORT_S = 10.0  # between two lines of the log
 

@@ -3,21 +3,23 @@
 A worker that has loaded a version is asked for the reward `model` of some held-out texts.
 """
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import structlog
+from redis.exceptions import RedisError
 
 from shared.adapters import GateCheck, version_id
-from shared.errors import SetupError
+from shared.errors import ServiceUnavailableError, SetupError
 from shared.rewards.model_kinds import RewardModelOptions, softmax
 from shared.scoring.pool import RewardSample
 from shared.scoring.served import UNANSWERED
 from shared.trajectories import Reward
 from trainer import gate
 from trainer.datasets.lines import Data, split
-from trainer.datasets.run import DataRun, options_of
+from trainer.datasets.run import ASK_AGAIN_S, DataRun, options_of
 from trainer.heads.examples import Example, Examples, read_examples
 from trainer.heads.learner import HeadLearner
 from trainer.learn.options import HeadSettings
@@ -69,9 +71,13 @@ class HeadRun(DataRun[Example]):
     async def _answered(self, options: RewardModelOptions, samples: list[RewardSample]) -> list[Reward]:
         """What workers say of these, once some do, or the run is to stop."""
         while True:
-            rewards = await self._way.judges.score("model", options, samples)
+            try:
+                rewards = await self._way.judges.score("model", options, samples)
+            except (ServiceUnavailableError, RedisError, OSError) as error:  # the ring or the way to it is away
+                rewards = [Reward("model", None, error=f"{UNANSWERED} {options.model!r}: {error}")] * len(samples)
             failed = next((reward.error for reward in rewards if reward.value is None), "")
             self._unanswered = failed if failed.startswith(UNANSWERED) else ""
             if not self._unanswered or self.stopping:
                 return rewards
             log.warning("gate.waits", adapter=options.model, why=self._unanswered)
+            await asyncio.sleep(ASK_AGAIN_S)

@@ -17,7 +17,7 @@ from shared.seeds import derived_seed
 from shared.trajectories import Trajectory
 from trainer import gate
 from trainer.datasets.lines import Data, split
-from trainer.datasets.run import DataRun, options_of
+from trainer.datasets.run import ASK_AGAIN_S, DataRun, options_of
 from trainer.learn.batches import SampleGroup
 from trainer.rollouts.groups import RolloutRequest
 from trainer.tuning.examples import Examples, Tuning, read_examples
@@ -25,7 +25,6 @@ from trainer.tuning.learner import TuneLearner
 
 PARITY_PROMPTS = 4
 PARITY_TOKENS = 16
-ASK_AGAIN_S = 1.0
 _CUT_OFF = ("abort", "cancelled", "deadline")  # by a pause, a person or the clock: no word about the weights
 
 log = structlog.get_logger()

@@ -6,14 +6,16 @@ Repeatable at every point: the queue ignores a trajectory that it knows, and an 
 that did not end by themselves (cancelled, too late, failed) become trajectories without a reward. Answers that may get
 feedback are kept for it instead (`verdicts.py`).
 
-Invariant. Nobody waits for somebody else's score: what is scored is scored beside the reading, and a tenant's reward
-whose models do not answer takes LANE places at most. What finds none stays in the intake, and is read again later.
+Invariant. Nobody waits for somebody else's score: what is scored is scored beside the reading, and what a tenant asks
+of the same models (a lane) has LANE places at most, and half of what other lanes leave, but LEAST. What finds none
+stays in the intake; its lane knows it by its entry and goes on with it, oldest first, as soon as it has places.
 """
 
 import asyncio
 import contextlib
 import functools
 import hashlib
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -47,9 +49,10 @@ log = structlog.get_logger()
 
 AT_ONCE = 64
 LANE = 2 * AT_ONCE  # samples of one tenant that wait for the same models
+LEAST = 8
 SCORED = 8 * AT_ONCE  # samples that wait for their score
-PATIENCE_S = 2.0  # that a lane without room is waited for, once, until it moves again
 LOOK_S = 1.0  # longest wait before a new model, or what a dead runner left, is seen
+BACKLOG_LOOK_S = 0.1  # the same while a lane is full
 RETRY_S = 0.5
 LIVE = "live traffic"  # takes turns with the keys whose jobs are scored
 SHARES_KEPT = 256
@@ -67,7 +70,7 @@ class _Lane:
     """What one tenant has scored by the same models; by functions: by none."""
 
     tasks: dict[asyncio.Task[None], _Waiting] = field(default_factory=dict)
-    is_stuck: bool = False  # nothing was scored lately, or it was waited for in vain
+    later: dict[tuple[str, str], None] = field(default_factory=dict)  # models and entries that found no place, in order
 
     @property
     def held(self) -> int:
@@ -83,6 +86,7 @@ class Collecting:
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._shares: dict[str, Share] = {}
         self._lanes: dict[tuple[str, ...], _Lane] = {}
+        self._intakes: dict[str, TrajectoryIntake] = {}  # by model
 
     async def run(self) -> None:
         """Collect until cancelled; while Redis is away, wait."""
@@ -90,7 +94,7 @@ class Collecting:
             while True:
                 try:
                     models = [card.name for card in await self._context.registry.models()]
-                    moved = [await self.collect(model) for model in models]
+                    moved = [*[await self.collect(model) for model in models], await self.go_on()]
                     if not any(moved):
                         await self._wait(models)
                 except (RedisError, OSError) as error:
@@ -110,54 +114,83 @@ class Collecting:
         return [task for lane in self._lanes.values() for task in lane.tasks]
 
     async def collect(self, model: str) -> int:
-        """Make trajectories of settled sequences, or begin to score them; returns how many were taken."""
-        intake = TrajectoryIntake(self._context.redis, model)
-        here = {(each.spec.model, each.entry) for some in self._waiting for each, _ in some.sequences}
+        """Make trajectories of settled sequences, or begin to score them; returns how many are new."""
+        intake = self._intake(model)
+        known = {(each.spec.model, each.entry) for some in self._waiting for each, _ in some.sequences}
+        known.update(*(lane.later for lane in self._lanes.values()))
         read = await intake.read(self._context.runner, AT_ONCE)
-        settled = [each for each in read if (each.spec.model, each.entry) not in here]
-        if not settled:
-            return 0
-        card = await self._context.registry.card(model)
-        codec = await self._context.codecs.codec(card) if card is not None else None
-        scored: defaultdict[bytes, list[tuple[Settled, str]]] = defaultdict(list)
+        settled = [each for each in read if (model, each.entry) not in known]
         ready: list[tuple[Settled, LiveTrajectory | None]] = []
-        for each in settled:
-            text, collect = _text(each, codec), each.spec.collect
+        scored: list[tuple[Settled, str]] = []
+        for each, text in await self._with_texts(model, settled):
+            collect = each.spec.collect
             if collect is not None and collect.scoring and OUTCOMES[each.result.finish.reason] == "succeeded":
-                packed = msgspec.json.encode([collect.scoring, collect.options, each.spec.tenant])
-                scored[packed].append((each, text))
+                scored.append((each, text))
             else:
                 ready.append((each, None if collect is None else live_trajectory(each, text, None)))
+        for waiting in _by_function(scored):
+            name = _lane_of(waiting)
+            lane = self._lanes.setdefault(name, _Lane())
+            room = 0 if lane.later else self._room(lane)
+            self._begin(intake, name, _Waiting(waiting.packed, waiting.sequences[:room]))
+            lane.later.update(((model, each.entry), None) for each, _ in waiting.sequences[room:])
         await self._deliver(intake, ready)
-        return len(ready) + sum([await self._begin(intake, _Waiting(*each)) for each in scored.items()])
+        return len(settled)
+
+    async def go_on(self) -> int:
+        """Begin to score what found no place earlier; returns how many entries were looked at."""
+        count = 0
+        for name, lane in sorted(self._lanes.items(), key=lambda each: each[1].held):
+            entries = list(itertools.islice(lane.later, min(AT_ONCE, self._room(lane))))
+            if not entries:
+                continue  # it may be closed by now
+            for model, some in itertools.groupby(entries, key=lambda each: each[0]):
+                intake, these = self._intake(model), list(some)
+                settled = await intake.again(self._context.runner, [entry for _, entry in these])
+                sequences = await self._with_texts(model, settled)
+                for each in these:
+                    del lane.later[each]
+                for waiting in _by_function(sequences):
+                    self._begin(intake, name, waiting)
+            self._close(name)
+            count += len(entries)
+        return count
+
+    def _intake(self, model: str) -> TrajectoryIntake:
+        if model not in self._intakes:
+            self._intakes[model] = TrajectoryIntake(self._context.redis, model)
+        return self._intakes[model]
 
     @property
     def _waiting(self) -> list[_Waiting]:
         return [waiting for lane in self._lanes.values() for waiting in lane.tasks.values()]
 
-    async def _begin(self, intake: TrajectoryIntake, waiting: _Waiting) -> int:
-        """Score these beside the reading, if there is room; how many that are."""
-        first, count = waiting.sequences[0][0].spec, len(waiting.sequences)
-        name = (first.tenant, *_models(first.collect))
-        lane = self._lanes.get(name, _Lane())
-        if lane.held + count > LANE and not lane.is_stuck:
-            done, _ = await asyncio.wait(lane.tasks, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
-            lane.is_stuck = not done
-        if lane.held + count > LANE or sum(each.held for each in self._lanes.values()) + count > SCORED:
-            return 0
-        self._lanes[name] = lane
-        task = asyncio.create_task(self._score(intake, waiting, lane))
-        lane.tasks[task] = waiting
-        task.add_done_callback(functools.partial(self._leave, name))
-        return count
+    def _room(self, lane: _Lane) -> int:
+        """How many more samples a lane has places for: no number of full ones takes the last places."""
+        others = sum(each.held for each in self._lanes.values()) - lane.held
+        return max(0, min(LANE, max(LEAST, (SCORED - others) // 2)) - lane.held)
+
+    def _begin(self, intake: TrajectoryIntake, name: tuple[str, ...], waiting: _Waiting) -> None:
+        """Score these beside the reading."""
+        if waiting.sequences:
+            task = asyncio.create_task(self._score(intake, waiting))
+            self._lanes[name].tasks[task] = waiting
+            task.add_done_callback(functools.partial(self._leave, name))
 
     def _leave(self, name: tuple[str, ...], task: asyncio.Task[None]) -> None:
-        lane = self._lanes[name]
-        del lane.tasks[task]
-        if not lane.tasks:
+        del self._lanes[name].tasks[task]
+        self._close(name)
+
+    def _close(self, name: tuple[str, ...]) -> None:
+        if not self._lanes[name].tasks and not self._lanes[name].later:
             del self._lanes[name]
 
-    async def _score(self, intake: TrajectoryIntake, waiting: _Waiting, lane: _Lane) -> None:
+    async def _with_texts(self, model: str, settled: list[Settled]) -> list[tuple[Settled, str]]:
+        card = await self._context.registry.card(model) if settled else None
+        codec = await self._context.codecs.codec(card) if card is not None else None
+        return [(each, _text(each, codec)) for each in settled]
+
+    async def _score(self, intake: TrajectoryIntake, waiting: _Waiting) -> None:
         """What all of these earn, and then their trajectories."""
         spec = waiting.sequences[0][0].spec
         assert spec.collect is not None
@@ -170,7 +203,6 @@ class Collecting:
                     scores = await self._context.rewards.score(check(reward), samples, share=share)
             except ParallmError as error:  # a runner that is older than the api that admitted it
                 scores = [Reward(reward.name, None, error=error.message)] * len(samples)
-            lane.is_stuck = all(score.value is None for score in scores)
             made = [
                 (each, live_trajectory(each, text, score))
                 for (each, text), score in zip(waiting.sequences, scores, strict=True)
@@ -227,6 +259,9 @@ class Collecting:
         if not streams:
             await asyncio.sleep(LOOK_S)
             return
+        if any(lane.later for lane in self._lanes.values()):
+            await asyncio.wait(self.under_way, timeout=BACKLOG_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            return
         try:
             await self._context.blocking.xread(streams, count=1, block=int(1000 * LOOK_S))  # type: ignore[arg-type]
         except ResponseError as error:
@@ -256,6 +291,20 @@ def live_trajectory(settled: Settled, text: str, reward: Reward | None) -> LiveT
 def _sample(settled: Settled, text: str) -> RewardSample:
     spec = settled.spec
     return RewardSample(text, spec.collect.reference if spec.collect else None, spec.prompt_ids, spec.model)
+
+
+def _by_function(sequences: Sequence[tuple[Settled, str]]) -> list[_Waiting]:
+    found: defaultdict[bytes, list[tuple[Settled, str]]] = defaultdict(list)
+    for each, text in sequences:
+        spec = each.spec
+        assert spec.collect is not None, "the caller has looked"
+        found[msgspec.json.encode([spec.collect.scoring, spec.collect.options, spec.tenant])].append((each, text))
+    return [_Waiting(*each) for each in found.items()]
+
+
+def _lane_of(waiting: _Waiting) -> tuple[str, ...]:
+    spec = waiting.sequences[0][0].spec
+    return (spec.tenant, *_models(spec.collect))
 
 
 def _models(collect: Collection | None) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ the trajectory is in its queue; a runner that dies in between leaves it to anoth
 has.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -51,18 +52,19 @@ class Settled:
 
 
 class TrajectoryIntake:
-    """One model's intake, for the runners that empty it."""
+    """One model's intake, for a runner that empties it."""
 
     def __init__(self, redis: Redis, model: str) -> None:
         self._redis = redis
         self._stream = keys.collected(model)
         self._stats = keys.collected_stats(model)
+        self._looked_at = b"0-0"  # up to here for what has been left: Redis looks at ten times `count` entries a call
 
     async def read(self, consumer: str, count: int) -> list[Settled]:
         """The next entries that nobody has, or whose runner has not come back to them; does not wait."""
         try:
-            _, stuck, _ = await self._redis.xautoclaim(
-                self._stream, SCORERS, consumer, min_idle_time=TAKE_OVER_MS, count=count
+            self._looked_at, stuck, _ = await self._redis.xautoclaim(
+                self._stream, SCORERS, consumer, TAKE_OVER_MS, start_id=self._looked_at, count=count
             )
             fresh = await self._redis.xreadgroup(SCORERS, consumer, {self._stream: ">"}, count=count)
         except ResponseError as error:
@@ -71,6 +73,21 @@ class TrajectoryIntake:
             raise
         entries = [*stuck, *(entry for _, some in fresh for entry in some)]
         return await self._decoded(entries)
+
+    async def again(self, consumer: str, entries: Sequence[str]) -> list[Settled]:
+        """Entries that this runner has read and put off; without those that are gone, or that another one has taken."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for entry in entries:
+                pipe.xpending_range(self._stream, SCORERS, min=entry, max=entry, count=1, consumername=consumer)
+                pipe.xrange(self._stream, entry, entry)
+            try:
+                answers = await pipe.execute()
+            except ResponseError as error:
+                if code_of(error) == "NOGROUP":
+                    return []  # Redis has lost them
+                raise
+        pairs = zip(answers[::2], answers[1::2], strict=True)
+        return await self._decoded([each for mine, there in pairs if mine for each in there])
 
     async def done(self, settled: list[Settled]) -> None:
         """Their trajectories are where they belong."""
