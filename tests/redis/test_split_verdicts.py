@@ -38,8 +38,8 @@ async def test_feedback_is_counted_once_and_moves_the_shares(
     server: Api, worker: ScriptedWorker, redis: Redis, redis_url: str
 ) -> None:
     await begun(server)
-    answers = await answered(server, [{**ASK, "user": str(user)} for user in range(24)])
-    await kept(redis, redis_url, 24)
+    answers = await answered(server, [{**ASK, "user": str(user)} for user in range(60)])
+    await kept(redis, redis_url, 60)
     for answer in answers:
         good = version_of(answer) == 1
         said = await server.post("/v1/feedback", {"id": answer["id"], "rating": "up" if good else "down"})
@@ -50,7 +50,7 @@ async def test_feedback_is_counted_once_and_moves_the_shares(
         while await verdicts.deliver():
             pass
     state = await seen(server)
-    assert state["rewards"] == 24
+    assert state["rewards"] == 60
     assert [each["mean_reward"] for each in state["versions"]] == [1.0, 0.0]
     assert state["versions"][1]["share"] < 0.02
 
@@ -58,8 +58,10 @@ async def test_feedback_is_counted_once_and_moves_the_shares(
 async def test_scored_live_traffic_is_counted_too(server: Api, redis: Redis, redis_url: str) -> None:
     await begun(server)
     scored = {**ASK, "collect_trajectory": True, "scoring_function": "exact", "metadata": {"reference": "hello"}}
-    answers = await answered(server, [*[{**scored, "user": str(user)} for user in range(8)], {**ASK, **scored, "n": 2}])
-    await kept(redis, redis_url, 10)
+    answers = await answered(
+        server, [*[{**scored, "user": str(user)} for user in range(26)], {**ASK, **scored, "n": 2}]
+    )
+    await kept(redis, redis_url, 28)
     state = await seen(server)
     (one, two), expected = state["versions"], Counter(map(version_of, [*answers, answers[-1]]))
     assert (one["rewards"], two["rewards"], one["mean_reward"]) == (expected[1], expected[2], 1.0)

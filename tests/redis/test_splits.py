@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import msgspec
@@ -38,17 +39,17 @@ async def server(redis_url: str, worker: ScriptedWorker) -> AsyncIterator[Api]:
 async def test_requests_for_the_name_alone_are_split_and_a_user_stays(server: Api, worker: ScriptedWorker) -> None:
     state = await begun(server, floor=0)
     assert (state["state"], [each["share"] for each in state["versions"]]) == ("running", [0.5, 0.5])
-    answers = await answered(server, [{**ASK, "user": user} for user in "abcdefgh" * 2])
+    answers = await answered(server, [{**ASK, "user": user} for user in ascii_lowercase * 2])
     taken = [version_of(answer) for answer in answers]
-    assert taken[:8] == taken[8:] and set(taken) == {1, 2}
+    assert taken[:26] == taken[26:] and set(taken) == {1, 2}
     assert all(spec.adapter_policy == "pin" and spec.collect and spec.collect.arm for spec in worker.specs)
     chat = {"model": MODEL, "adapter": "policy", "messages": [{"role": "user", "content": "hi"}]}
     answers = await answered(server, [{**chat, "user": str(user)} for user in range(40)], "/v1/chat/completions")
     assert 8 <= Counter(map(version_of, answers))[1] <= 32
     worker.specs.clear()
     message = {"model": "policy", "max_tokens": 8, "messages": [{"role": "user", "content": "hi"}]}
-    await answered(server, [{**message, "metadata": {"user_id": user}} for user in "abcdefgh"], "/v1/messages")
-    assert Counter(spec.adapter for spec in worker.specs) == Counter(f"policy@{version}" for version in taken[:8])
+    await answered(server, [{**message, "metadata": {"user_id": user}} for user in ascii_lowercase], "/v1/messages")
+    assert Counter(spec.adapter for spec in worker.specs) == Counter(f"policy@{version}" for version in taken[:26])
     page = (await server.http.get("/dashboard/adapters/policy")).text
     assert "0 of 400 rewards" in page
     metrics = (await server.http.get("/metrics")).text
