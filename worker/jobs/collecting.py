@@ -260,7 +260,8 @@ class Collecting:
             await asyncio.sleep(LOOK_S)
             return
         if any(lane.later for lane in self._lanes.values()):
-            await asyncio.wait(self.under_way, timeout=BACKLOG_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            if under_way := self.under_way:  # else all have ended since we looked
+                await asyncio.wait(under_way, timeout=BACKLOG_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
             return
         try:
             await self._context.blocking.xread(streams, count=1, block=int(1000 * LOOK_S))  # type: ignore[arg-type]
