@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from shared.errors import ParallmError
+from shared.errors import ParallmError, ServiceUnavailableError
 from shared.process import logs
 from shared.process.garbage import no_collections
 from shared.process.settings import load
@@ -30,6 +30,9 @@ def main(argv: list[str] | None = None) -> int:
         settings.check()
         fast_blas.install()
         return asyncio.run(_train(settings))
+    except ServiceUnavailableError as error:  # may pass, so that a supervisor tries again
+        print(f"mlx_parallm_train: {error}", file=sys.stderr)
+        return 1
     except ParallmError as error:
         print(f"mlx_parallm_train: {error}", file=sys.stderr)
         return 2

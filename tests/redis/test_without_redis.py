@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 NOWHERE = "redis://127.0.0.1:1/0"
-COMMANDS = (["api", "--port", "0"], ["worker.jobs"], ["worker"])
+COMMANDS = (["api", "--port", "0"], ["worker.jobs"], ["worker"], ["trainer", "--model", "models/tiny"])
 
 
 def test_a_process_started_without_its_redis_says_so_and_ends() -> None:

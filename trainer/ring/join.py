@@ -9,7 +9,7 @@ from shared.errors import SetupError, UnknownModelError
 from shared.process.discovery import ring_url
 from shared.process.ring_query import api_url
 from shared.redis import keys
-from shared.redis.connection.client import connect
+from shared.redis.connection.client import connect, require
 from shared.redis.queue.sequence_calls import SequenceCalls
 from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.redis.training.board import TrainingBoard, ring_id
@@ -47,6 +47,7 @@ async def way_to_ring(settings: TrainSettings) -> AsyncIterator[Way]:
     redis = await ring_url(settings)
     if not redis:
         raise SetupError("a trainer joins a ring: give its Redis (--redis redis://HOST:PORT) or an api (--connect-to)")
+    await require(redis)
     async with ring_judges(redis) as judges:
         yield Way(judges, partial(_over_redis, redis, settings))
 
