@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 
 from shared.adapters import GateCheck, version_id
 from shared.errors import ServiceUnavailableError, SetupError
+from shared.redis.connection.faults import reason
 from shared.rewards.model_kinds import RewardModelOptions, softmax
 from shared.scoring.pool import RewardSample
 from shared.scoring.served import UNANSWERED
@@ -74,7 +75,8 @@ class HeadRun(DataRun[Example]):
             try:
                 rewards = await self._way.judges.score("model", options, samples)
             except (ServiceUnavailableError, RedisError, OSError) as error:  # the ring or the way to it is away
-                rewards = [Reward("model", None, error=f"{UNANSWERED} {options.model!r}: {error}")] * len(samples)
+                away = f"{UNANSWERED} {options.model!r}: {reason(error)}"
+                rewards = [Reward("model", None, error=away)] * len(samples)
             failed = next((reward.error for reward in rewards if reward.value is None), "")
             self._unanswered = failed if failed.startswith(UNANSWERED) else ""
             if not self._unanswered or self.stopping:
