@@ -159,14 +159,15 @@ async def test_a_batch_cancelled_or_expired_before_its_job_has_every_line_in_the
 async def test_a_cancel_in_the_moment_of_a_death_reaches_the_job_that_the_dead_process_made(
     server: Api, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    batches, take = server.ring.batches, server.ring.batches.take
+
+    async def leave_it(batch_id: str, owner: str) -> bool:
+        return False
+
+    monkeypatch.setattr(batches, "take", leave_it)  # the server's own work, until the end of this
     batch_id = await created(server, text(line("a"), line("b")))
-    record = await server.ring.batches.find(batch_id)
-
-    async def taken() -> bool:
-        return await server.ring.batches.take(batch_id, "dying")
-
-    monkeypatch.setattr("shared.redis.keys.BATCH_LEASE_MS", 60_000)  # until it is released below
-    await wait_until(taken)  # from now on the server's own work leaves it alone
+    record = await batches.find(batch_id)
+    assert await take(batch_id, "dying")
     await join_worker(redis)
     dying = BatchWork(server.ring)
 
@@ -179,7 +180,8 @@ async def test_a_cancel_in_the_moment_of_a_death_reaches_the_job_that_the_dead_p
     (job,) = (await server.http.get("/v1/jobs")).json()["data"]
     assert (job["status"], (await batch_of(server, batch_id))["status"]) == ("queued", "validating")
     await server.post(f"/v1/batches/{batch_id}/cancel", {})
-    await server.ring.batches.release(batch_id, "dying")
+    monkeypatch.setattr(batches, "take", take)
+    await batches.release(batch_id, "dying")
     ended = await in_state(server, batch_id, "cancelled")
     assert (await server.http.get(f"/v1/jobs/{job['id']}")).json()["status"] == "cancelled"
     assert {each["custom_id"] for each in await content(server, ended["error_file_id"])} == {"a", "b"}
