@@ -198,19 +198,22 @@ async def test_nobody_waits_and_nothing_ends_while_redis_fails(redis: Redis, mon
         await wait_until(lambda: bool(worker.told))
 
 
-async def test_a_prompt_is_looked_up_once_in_a_while(redis: Redis) -> None:
-    store = CompletionStore(redis, BOUNDS)
-    await store.add(key_of(spec("s")), [completion("s", 7)])
+async def test_a_prompt_is_looked_up_once_in_a_while(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, first, second = CompletionStore(redis, BOUNDS), key_of(spec("s")), key_of(spec("s", (9,)))
+    await store.add(first, [completion("s", 7)])
+    await store.add(second, [completion("s", 8)])
+    monkeypatch.setattr("worker.ring_memory.FRESH_S", 600.0)
     async with Worker(store).at_work() as worker:
         worker.memory.claimed([spec("s1"), spec("s2")])
-        await wait_until(lambda: bool(worker.told))
+        await wait_until(lambda: len(worker.told) == 1)
         worker.memory.claimed([spec("s3")])
         worker.memory.claimed([spec("s4", (9,))])
-        await store.add(key_of(spec("s", (9,))), [completion("s", 8)])
-        worker.memory._looked_up.clear()
-        worker.memory.claimed([spec("s5", (9,))])
         await wait_until(lambda: len(worker.told) == 2)
-        assert [each.key for each in worker.told] == [key_of(spec("s")), key_of(spec("s", (9,)))]
+        assert [each.key for each in worker.told] == [first, second], "the first was known"
+        monkeypatch.setattr("worker.ring_memory.FRESH_S", 0.0)
+        worker.memory.claimed([spec("s5")])
+        await wait_until(lambda: len(worker.told) == 3)
+        assert worker.told[-1].key == first
 
 
 async def test_a_prompt_of_ids_that_are_none_costs_the_others_nothing(redis: Redis) -> None:
