@@ -122,9 +122,9 @@ class StepTimes:
         above = next((each for each in wide if each[0] > width), None)
         if above is not None:
             return _on_line(below[-1], above, width)
-        if len(below) <= 2:  # who does not try does not know
-            return below[-1][1] if width == below[-1][0] + 1 else None
-        return max(below[-1][1], _on_line(below[-2], below[-1], width))
+        if len(below) <= 2 and width == below[-1][0] + 1:
+            return below[-1][1]  # it may be so: who does not try does not know
+        return None if len(below) == 1 else max(below[-1][1], _on_line(below[-2], below[-1], width))
 
 
 def _on_line(one: tuple[int, float], other: tuple[int, float], width: int) -> float:
