@@ -1,6 +1,7 @@
 """Adapters: names, versions, references to them and what the store says of each version.
 
-**adapter** a named LoRA or DoRA, heads (shared/heads.py), or both · **adapter version** `name@k`, immutable, k
+**adapter** a named LoRA or DoRA, heads (shared/heads.py), or both; or a network (shared/networks/), which no language
+model is the base of · **adapter version** `name@k`, immutable, k
 increasing, never reused · **reference** what a request writes into `model` or `adapter`: `name` (the latest version),
 `name@k` (that one), or a weighted split `name@12:0.9,name@13:0.1`, of which one choice is taken by a hash of the
 session, so that a session stays with it.
@@ -19,11 +20,12 @@ import msgspec
 
 from shared.errors import InvalidRequestError, UnknownAdapterError
 from shared.heads import HeadSpec
+from shared.networks.spec import NetworkSpec
 
 SCHEMA = 1
 MAX_CHOICES = 16
 
-AdapterKind = Literal["lora", "dora", "head"]  # head: heads alone, without LoRA
+AdapterKind = Literal["lora", "dora", "head", "network"]  # head: heads alone, without LoRA
 AdapterStatus = Literal["published", "rejected"]
 AdapterChange = Literal["seen", "published", "promoted", "rolled_back", "rejected", "deleted"]
 ModuleShapes = dict[str, tuple[int, int]]  # module path -> (in, out)
@@ -63,6 +65,7 @@ class AdapterManifest(msgspec.Struct, frozen=True):
     schema: int = SCHEMA
     tenant: str = ""  # who owns the adapter; "": it is there for all
     heads: dict[str, HeadSpec] = {}
+    network: NetworkSpec | None = None  # kind "network"
 
     @property
     def id(self) -> str:
@@ -86,6 +89,7 @@ class PreparedAdapter(msgspec.Struct, frozen=True):
     sha256: str
     size: int
     heads: dict[str, HeadSpec] = {}
+    network: NetworkSpec | None = None
 
 
 class AdapterEvent(msgspec.Struct, frozen=True):
