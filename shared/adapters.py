@@ -30,6 +30,7 @@ AdapterStatus = Literal["published", "rejected"]
 AdapterChange = Literal["seen", "published", "promoted", "rolled_back", "rejected", "deleted"]
 ModuleShapes = dict[str, tuple[int, int]]  # module path -> (in, out)
 
+NETWORK_BASE = "network"  # in the place of a base model's hash: a network has none, and a name is one or the other
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"  # of an adapter, a policy or a checkpoint: a file may be called so, too
 _CHOICE = re.compile(r"(?P<name>[^@:,]+)(?:@(?P<version>[1-9][0-9]{0,8}))?(?::(?P<weight>[0-9.eE+-]{1,24}))?")
 
@@ -176,6 +177,14 @@ def version_id(name: str, version: int) -> str:
 def unknown_adapter(name: str) -> UnknownAdapterError:
     """The error for an adapter that is not there."""
     return UnknownAdapterError(f"there is no adapter {name!r}")
+
+
+def check_language(manifest: AdapterManifest) -> None:
+    """InvalidRequestError when the version is no adapter of a language model."""
+    if manifest.network is not None:
+        raise InvalidRequestError(
+            f"{manifest.id} is a network and no language model: /v1/predict and /v1/rl/act ask it", param="model"
+        )
 
 
 def not_yours(name: str) -> UnknownAdapterError:
