@@ -43,6 +43,10 @@ class Plan(NamedTuple):
     piece: int  # products of the layer that has the most of them in one go
     products: int  # of all, with open numbers of steps taken as one
 
+    def rows(self, most: int) -> int:
+        """How many rows, at most so many, one piece may have."""
+        return max(1, min(most, MAX_PIECE // max(1, self.piece)))
+
 
 def plan(spec: NetworkSpec) -> Plan:
     """What the signature comes to; ValueError names the layer and the reason."""

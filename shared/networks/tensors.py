@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import InvalidRequestError, UnreadableMessageError
-from shared.networks.shapes import plan_row
+from shared.networks.shapes import Plan, plan_row
 from shared.networks.spec import MAX_STEPS, Dtype, NetworkSpec, Shape, TensorSpec
 
 Array = npt.NDArray[Any]  # float32 or int32
@@ -55,8 +55,8 @@ def unpack(data: bytes) -> Tensors:
     return tensors
 
 
-def check_tensors(spec: NetworkSpec, tensors: Mapping[str, Array], param: str = "inputs") -> int:
-    """How many rows these are; InvalidRequestError, with the tensor to blame, when they are not what the network reads.
+def check_tensors(spec: NetworkSpec, tensors: Mapping[str, Array], param: str = "inputs") -> Plan:
+    """What such rows come to; InvalidRequestError, with the tensor to blame, when they are not what the network reads.
 
     A state may be left out, whole.
     """
@@ -75,10 +75,9 @@ def check_tensors(spec: NetworkSpec, tensors: Mapping[str, Array], param: str = 
                 f"{name!r} has {tensor.shape[0]} rows, {next(iter(tensors))!r} has {rows[0]}", param=f"{param}.{name}"
             )
     try:
-        plan_row(spec, {name: tensors[name].shape[1:] for name in spec.inputs})
+        return plan_row(spec, {name: tensors[name].shape[1:] for name in spec.inputs})
     except ValueError as error:
         raise InvalidRequestError(str(error), param=param) from error
-    return rows[0]
 
 
 def described(tensors: Mapping[str, TensorSpec]) -> str:

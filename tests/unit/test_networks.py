@@ -184,7 +184,7 @@ def test_what_a_row_would_cost_is_known_before_it_is_computed() -> None:
     ]
     wide = {**SERIES, "layers": layers, "outputs": {"y": {"of": "end"}}}
     spec = spec_of(wide)
-    assert check_tensors(spec, inputs_of(wide, 2, steps=500)) == 2
+    assert check_tensors(spec, inputs_of(wide, 2, steps=500)).rows(1000) == 127
     with pytest.raises(InvalidRequestError, match="products for a row"):
         check_tensors(spec, inputs_of(wide, 1, steps=1024))
     assert plan(spec_of(GAUSSIAN)).products == 2 * 3 + 2

@@ -31,6 +31,10 @@ class Pieces:
         self._states.append(state)
         self._positions += positions
 
+    def ignore(self) -> None:
+        """Learn nothing of this turn: it has other work to do, too."""
+        self._began = 0.0
+
     def drop(self) -> None:
         """Somebody else waits for them, or nobody."""
         self._states = []

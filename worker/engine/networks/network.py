@@ -159,11 +159,6 @@ def read_network(owner: str, spec: NetworkSpec, file: Path) -> Network:
     return Network(spec, weights)
 
 
-def rows_at_once(piece: int, most: int) -> int:
-    """How many rows a forward may have, where one row has so many products in a piece."""
-    return max(1, min(most, MAX_PIECE // max(1, piece)))
-
-
 def _parts(layer: Lstm | Gru) -> str:
     return "hc" if isinstance(layer, Lstm) else "h"
 
