@@ -1,0 +1,170 @@
+"""Networks over HTTP, held against numpy: named tensors, and policies that act."""
+
+import base64
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.e2e.rings import MODEL, Ring
+from tests.e2e.served.test_heads import upload
+from tests.e2e.served.test_predictions import post
+from tests.unit.networks import CONV, GAUSSIAN, LSTM, MLP, SERIES, TOKENS, Array, computed, inputs_of, weights_of
+
+PREDICT, ACT = "/v1/predict", "/v1/rl/act"
+NETWORKS = {"mlp": MLP, "gaussian": GAUSSIAN, "lstm": LSTM, "series": SERIES, "conv": CONV, "tokens": TOKENS}
+
+
+@pytest.fixture
+def http(served: Ring) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def networks(served: Ring) -> None:
+    with httpx.Client(base_url=served.url, timeout=60) as http:
+        for name, described in NETWORKS.items():
+            for seed in (0, 1) if name == "mlp" else (0,):
+                answer = upload(http, f"net-{name}", weights_of(described, seed), {"network": described})
+                assert answer.status_code == 200, answer.text
+
+
+def listed(tensors: dict[str, Array]) -> dict[str, Any]:
+    return {name: each.tolist() for name, each in tensors.items()}
+
+
+def encoded(tensor: Array) -> dict[str, Any]:
+    data = base64.b64encode(tensor.tobytes()).decode()
+    return {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "data": data}
+
+
+def tensor(shown: dict[str, Any]) -> Array:
+    if isinstance(shown["data"], str):
+        return np.frombuffer(base64.b64decode(shown["data"]), shown["dtype"]).reshape(shown["shape"])
+    found = np.array(shown["data"])
+    assert list(found.shape) == shown["shape"] and shown["dtype"] == "float32"
+    return found
+
+
+def assert_equal(found: dict[str, Any], wanted: dict[str, Array]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        np.testing.assert_allclose(tensor(found[name]), values, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("rows", [1, 100])
+def test_a_prediction_is_what_the_version_computes(http: httpx.Client, networks: None, name: str, rows: int) -> None:
+    described = NETWORKS[name]
+    inputs = inputs_of(described, rows, steps=5, seed=rows)
+    seed = 1 if name == "mlp" else 0
+    wanted = computed(described, weights_of(described, seed), inputs)
+    answer = post(http, PREDICT, model=f"net-{name}", inputs=listed(inputs))
+    assert answer["policy_version"] == f"net-{name}@{seed + 1}" and answer["model"] == f"net-{name}"
+    assert_equal(answer["outputs"], wanted)
+    first = next(iter(wanted))
+    bytes_of = {each: encoded(value) for each, value in inputs.items()}
+    answer = post(http, PREDICT, model=f"net-{name}", inputs=bytes_of, outputs=[first], encoding_format="base64")
+    assert_equal(answer["outputs"], {first: wanted[first]})
+
+
+def test_a_version_is_pinned_and_a_name_is_the_latest(http: httpx.Client, networks: None) -> None:
+    inputs = inputs_of(MLP, 3)
+    old, new = (computed(MLP, weights_of(MLP, seed), inputs) for seed in (0, 1))
+    assert_equal(post(http, PREDICT, model="net-mlp@1", inputs=listed(inputs))["outputs"], old)
+    follows = {"model": MODEL, "adapter": "net-mlp", "adapter_policy": "follow"}
+    assert_equal(post(http, PREDICT, **follows, inputs=listed(inputs))["outputs"], new)
+    assert http.post("/v1/adapters/net-mlp/rollback", json={"version": 1}).status_code == 200
+    try:
+        assert_equal(post(http, PREDICT, model="net-mlp", inputs=listed(inputs))["outputs"], old)
+    finally:
+        assert http.post("/v1/adapters/net-mlp/rollback", json={"version": 2}).status_code == 200
+
+
+def test_a_state_given_back_goes_on(http: httpx.Client, networks: None) -> None:
+    inputs = inputs_of(SERIES, 2, steps=6)
+    whole = computed(SERIES, weights_of(SERIES), inputs)
+    state: dict[str, Any] = {}
+    for begin, end in ((0, 4), (4, 6)):
+        part = listed({name: each[:, begin:end] for name, each in inputs.items()})
+        found = post(http, PREDICT, model="net-series", inputs=part | state)["outputs"]
+        np.testing.assert_allclose(tensor(found["each"]), whole["each"][:, begin:end], rtol=1e-5, atol=1e-5)
+        state = {name: found[name] for name in ("first.h", "first.c", "second.h")}
+
+
+def test_many_clients_at_once_get_each_their_own(http: httpx.Client, networks: None) -> None:
+    asked = [(("net-mlp@1", 0), ("net-mlp@2", 1))[at % 2] + (inputs_of(MLP, 1 + at % 3, seed=at),) for at in range(48)]
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "12+35="}], "max_tokens": 20}
+    with ThreadPoolExecutor(16) as threads:
+        chats = [threads.submit(http.post, "/v1/chat/completions", json=chat) for _ in range(4)]
+        answers = list(threads.map(lambda each: post(http, PREDICT, model=each[0], inputs=listed(each[2])), asked))
+        assert all(each.result().status_code == 200 for each in chats)
+    for (_, seed, inputs), answer in zip(asked, answers, strict=True):
+        assert_equal(answer["outputs"], computed(MLP, weights_of(MLP, seed), inputs))
+
+
+RIGHT = [[0.0, 1.0, 2.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"inputs": {}}, "inputs", "'observation' is missing: observation (float32 [B, 4])"),
+        ({"inputs": {"text": ["a"]}}, "inputs", "missing"),
+        ({"inputs": {"observation": RIGHT, "x": 1}}, "inputs", "reads no 'x'; it reads observation (float32 [B, 4])"),
+        ({"inputs": {"observation": [[1.0, 2.0]]}}, "inputs.observation", "[1, 2]; [B, 4]"),
+        ({"inputs": {"observation": [1.0, 2.0]}}, "inputs.observation", "[2]; [B, 4]"),
+        ({"inputs": {"observation": []}}, "inputs.observation", "[B, 4]"),
+        ({"inputs": {"observation": [[1, 2], [3]]}}, "inputs.observation", "row 1 has shape [1]"),
+        ({"inputs": {"observation": [[[1], [2, 3]]]}}, "inputs.observation", "ragged"),
+        ({"inputs": {"observation": [["a", 1, 2, 3]]}}, "inputs.observation", "no float32"),
+        ({"inputs": {"observation": [[True] * 4]}}, "inputs.observation", "no float32"),
+        ({"inputs": {"observation": [[None] * 4]}}, "inputs.observation", "no float32"),
+        ({"inputs": {"observation": [[1e300, 0, 0, 0]]}}, "inputs.observation", "[0, 0] is no finite float32"),
+        ({"inputs": {"observation": [[10**30, 0, 0, 0]]}}, "inputs.observation", "no float32"),
+        ({"inputs": {"observation": "abc"}}, "inputs.observation", "nested lists"),
+        ({"inputs": {"observation": {"data": "%%", "shape": [1, 4]}}}, "inputs.observation", "base64"),
+        ({"inputs": {"observation": {"data": "AAAA", "shape": [1, 4]}}}, "inputs.observation", "3 bytes"),
+        ({"inputs": {"observation": {"data": "AAAA"}}}, "inputs.observation", "needs 'shape'"),
+        ({"inputs": {"observation": {"data": RIGHT, "shape": [4]}}}, "inputs.observation", "'shape' says [4]"),
+        ({"inputs": {"observation": {"data": RIGHT, "shape": [-1, "a"]}}}, "inputs.observation", "list of sizes"),
+        ({"inputs": {"observation": {"data": RIGHT, "dtype": "int32"}}}, "inputs.observation", "float32 is wanted"),
+        ({"inputs": {"observation": {"data": RIGHT, "pickle": "x"}}}, "inputs.observation", "'pickle'"),
+        ({"inputs": {"observation": RIGHT * 1025}}, "inputs.observation", "1025 rows"),
+        ({"inputs": {"observation": RIGHT}, "outputs": ["x"]}, "outputs[0]", "gives no 'x'; it gives action_logits"),
+        ({"inputs": {"observation": RIGHT}, "outputs": []}, "outputs", "at least 1"),
+        ({"inputs": {"observation": RIGHT}, "top_k": 3}, "top_k", "no next tokens"),
+        ({"model": "net-tokens", "inputs": {"cell": [9]}}, "inputs.cell", "[0] is not within 0 to 8"),
+        ({"model": "net-tokens", "inputs": {"cell": [-(2**62)]}}, "inputs.cell", "not within"),
+        ({"model": "net-tokens", "inputs": {"cell": [2**63]}}, "inputs.cell", "not within"),
+        ({"model": "net-tokens", "inputs": {"cell": [1.5]}}, "inputs.cell", "no int32"),
+        ({"model": MODEL, "inputs": {"observation": RIGHT}}, "inputs.observation", "unknown parameter"),
+        ({"model": MODEL, "inputs": {"text": ["a"]}, "encoding_format": "base64"}, "encoding_format", "networks"),
+    ],
+)
+def test_what_a_network_cannot_read_is_refused_by_name(
+    http: httpx.Client, networks: None, fields: dict[str, Any], param: str, words: str
+) -> None:
+    answer = http.post(PREDICT, json={"model": "net-mlp", **fields})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], words in error["message"]) == (param, True), error
+
+
+def test_numbers_that_json_has_not_are_refused(http: httpx.Client, networks: None) -> None:
+    body = json.dumps({"model": "net-mlp", "inputs": {"observation": [[float("nan"), float("inf"), 0, 0]]}})
+    answer = http.post(PREDICT, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and "no finite float32" in answer.json()["error"]["message"], answer.text
+
+
+def test_a_network_in_use_is_not_deleted_and_no_text_is_asked_of_it(http: httpx.Client, networks: None) -> None:
+    post(http, PREDICT, model="net-conv@1", inputs=listed(inputs_of(CONV, 1)))
+    refused = http.delete("/v1/adapters/net-conv")
+    assert refused.status_code == 409, refused.text
+    refused = http.post("/v1/completions", json={"model": "net-conv", "prompt": "a"})
+    assert refused.status_code == 400 and "net-conv@1 is a network" in refused.text
