@@ -176,6 +176,7 @@ WORST: dict[str, tuple[str, Any]] = {
     "prompts to generate": ("/generate", {"model": MODEL, "prompts": ["a"] * VALUES}),
     "ids to generate": ("/inference/v1/generate", {"model": MODEL, "token_ids": [5] * VALUES}),
     "observations": ("/v1/rl/act", {"model": MODEL, "observations": [[_HI] * 9] * 300}),
+    "numbers for a language model to observe": ("/v1/rl/act", {"model": MODEL, "observations": [[1.5] * 180] * 1000}),
     "embeddings to predict": (
         "/v1/predict",
         {"model": MODEL, "inputs": {"text": ["a"] * 256}, "outputs": ["embedding"]},

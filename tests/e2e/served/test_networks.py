@@ -168,3 +168,103 @@ def test_a_network_in_use_is_not_deleted_and_no_text_is_asked_of_it(http: httpx.
     assert refused.status_code == 409, refused.text
     refused = http.post("/v1/completions", json={"model": "net-conv", "prompt": "a"})
     assert refused.status_code == 400 and "net-conv@1 is a network" in refused.text
+
+
+# -- policies
+
+
+def softmax(logits: Array) -> Array:
+    e = np.exp(logits - logits.max(-1, keepdims=True))
+    return np.asarray(e / e.sum(-1, keepdims=True))
+
+
+def test_a_discrete_policy_says_exact_probabilities_and_values(http: httpx.Client, networks: None) -> None:
+    inputs = inputs_of(MLP, 400)
+    wanted = computed(MLP, weights_of(MLP, 1), inputs)
+    fields = {"model_id": "net-mlp", "observations": inputs["observation"].tolist(), "seed": 3}
+    answer = post(http, ACT, model="net-mlp", **fields)
+    assert answer["policy_version"] == "net-mlp@2" and answer["new_hidden_states"] is None
+    probs = softmax(wanted["action_logits"])
+    np.testing.assert_allclose(answer["action_probs"], probs, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(answer["value_estimates"], wanted["value"][:, 0], rtol=1e-5, atol=1e-5)
+    chosen = np.array(answer["actions"])
+    own = np.log(probs[np.arange(400), chosen])
+    np.testing.assert_allclose(answer["action_log_probs"], own, rtol=1e-5, atol=1e-5)
+    assert abs(chosen.mean() - probs[:, 1].mean()) < 0.1, "drawn by its probabilities"
+    assert post(http, ACT, model="net-mlp", **fields)["actions"] == answer["actions"], "the seed decides"
+    greedy = post(http, ACT, model="net-mlp", **fields, deterministic=True, actions=["left", "right"])
+    assert greedy["action_indices"] == probs.argmax(-1).tolist()
+    assert greedy["actions"] == [["left", "right"][at] for at in greedy["action_indices"]]
+    warm = post(http, ACT, model="net-mlp", **fields, temperature=2.0)
+    np.testing.assert_allclose(warm["action_probs"], softmax(wanted["action_logits"] / 2), rtol=1e-5, atol=1e-5)
+
+
+def test_a_gaussian_policy_says_exact_densities(http: httpx.Client, networks: None) -> None:
+    inputs = inputs_of(GAUSSIAN, 300)
+    wanted = computed(GAUSSIAN, weights_of(GAUSSIAN), inputs)
+    mean, log_std = wanted["action_mean"], wanted["action_log_std"]
+    answer = post(http, ACT, model="net-gaussian", observations=inputs["observation"].tolist(), seed=5)
+    z = (np.array(answer["actions"]) - mean) / np.exp(log_std)
+    own = (-0.5 * z**2 - log_std - 0.5 * np.log(2 * np.pi)).sum(-1)
+    np.testing.assert_allclose(answer["action_log_probs"], own, rtol=1e-4, atol=1e-4)
+    assert abs(z.mean()) < 0.15 and abs(z.std() - 1) < 0.1 and answer["value_estimates"] is None
+    still = post(http, ACT, model="net-gaussian", observations=inputs["observation"].tolist(), deterministic=True)
+    np.testing.assert_allclose(still["actions"], mean, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["float", "base64"])
+def test_a_recurrent_policy_goes_on_with_the_state_that_travels(http: httpx.Client, networks: None, form: str) -> None:
+    steps = [inputs_of(LSTM, 3, seed=seed) for seed in range(4)]
+    state: dict[str, Array] = {}
+    shown: Any = None
+    for inputs in steps:
+        wanted = computed(LSTM, weights_of(LSTM), inputs | state)
+        answer = post(
+            http, ACT, model="net-lstm", observations=inputs["observation"].tolist(), hidden_states=shown,
+            encoding_format=form,
+        )  # fmt: skip
+        np.testing.assert_allclose(answer["action_probs"], softmax(wanted["action_logits"]), rtol=1e-5, atol=1e-5)
+        shown = answer["new_hidden_states"]
+        state = {name: wanted[name] for name in ("memory.h", "memory.c")}
+    found = shown["memory.h"] if form == "float" else tensor(shown["memory.h"])
+    np.testing.assert_allclose(found, state["memory.h"], rtol=1e-5, atol=1e-5)
+    whole = inputs_of(TOKENS, 2)
+    answer = post(http, ACT, model="net-tokens", observations={"cell": whole["cell"].tolist()})
+    assert list(answer["new_hidden_states"]) == ["memory.h"] and len(answer["actions"]) == 2
+
+
+STATE = {"memory.h": [[0.0] * 8], "memory.c": [[0.0] * 8]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"observations": []}, "observations", "at least 1"),
+        ({"observations": ["a"]}, "observations", "no float32"),
+        ({"observations": [[1.0]]}, "observations", "[1, 1]; [B, 4]"),
+        ({"observations": {"x": [[1.0]]}}, "observations", "'observation' is missing"),
+        ({"observations": {"observation": RIGHT, **STATE}}, "observations", "belongs to 'hidden_states'"),
+        ({"hidden_states": {"x": 1}}, "hidden_states", "the network has memory.h, memory.c"),
+        ({"hidden_states": {"memory.h": STATE["memory.h"]}}, "hidden_states", "'memory.c' is missing"),
+        ({"hidden_states": {**STATE, "memory.c": [[0.0]]}}, "hidden_states.memory.c", "[B, 8]"),
+        ({"hidden_states": {**STATE, "memory.c": [[0.0] * 8] * 2}}, "hidden_states.memory.c", "has 2 rows"),
+        ({"hidden_states": [[0.0]]}, "hidden_states", "dictionary"),
+        ({"actions": ["a", "b"]}, "actions", "3 actions, and 'actions' names 2"),
+        ({"max_tokens": 3}, "max_tokens", "language models"),
+        ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode", "language models"),
+        ({"model": "net-mlp", "hidden_states": STATE}, "hidden_states", "the network has none"),
+        ({"model": "net-conv"}, "model", "no policy"),
+        ({"model": "net-gaussian", "observations": [[1, 2, 3]], "temperature": 0.5}, "temperature", "own spread"),
+        ({"model": "net-gaussian", "observations": [[1, 2, 3]], "actions": ["a"]}, "actions", "no discrete"),
+        ({"model": MODEL, "observations": [[0.5]]}, "observations[0]", ""),
+        ({"model": MODEL, "observations": ["a"], "hidden_states": {}}, "hidden_states", "a language model"),
+        ({"model": MODEL, "observations": ["a"], "encoding_format": "base64"}, "encoding_format", "language model"),
+    ],
+)
+def test_what_is_no_step_of_the_policy_is_refused_by_name(
+    http: httpx.Client, networks: None, fields: dict[str, Any], param: str, words: str
+) -> None:
+    answer = http.post(ACT, json={"model": "net-lstm", "observations": RIGHT, **fields})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert words in error["message"] and error["param"].startswith(param), error
