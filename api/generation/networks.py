@@ -115,6 +115,8 @@ def _numbers(network: NetworkSpec, planned: Plan) -> int:
 
 
 def _tensor(value: Any, spec: TensorSpec, param: str) -> Array:
+    if isinstance(value, np.ndarray):  # a state that we have kept
+        return value
     if not isinstance(value, dict):
         return _from_lists(value, spec, param)
     if unknown := sorted(value.keys() - {"dtype", "shape", "data"}):

@@ -10,6 +10,8 @@ import math
 import random
 import secrets
 import uuid
+from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -29,10 +31,11 @@ from api.http.errors import error_responses, from_validation, json_reply
 from api.http.fields import RequestModel, complaint
 from api.openai.bodies import ChatMessage
 from api.openai.conversations import template_messages
-from api.openai.embeddings import vectors_reply
+from api.openai.embeddings import LARGE_VECTOR_BYTES, vectors_reply
 from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
 from api.rl.policies import act_by, check_policy
+from api.rl.sessions import move_on, session_of
 from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.frames import spans_of
 from shared.heads import VALUE
@@ -78,6 +81,15 @@ class ActRequest(PolicyFields):
     hidden_states: dict[str, Any] | None = Field(
         default=None, description="a recurrent network's `new_hidden_states` of the step before; without: zeros"
     )
+    session_id: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9._:-]{1,128}$",
+        description="the server keeps a recurrent network's state from one request to the next, under this id of yours",
+    )
+    reset: bool | None = Field(default=None, description="the session begins here, or begins anew: with zeros")
+    session_step: int | None = Field(
+        default=None, ge=1, description="409 unless the session has made so many steps: a retry makes none twice"
+    )
     encoding_format: Format | None = Field(
         default=None, description="of `new_hidden_states`: float, the default, or base64"
     )
@@ -99,11 +111,17 @@ class ActRequest(PolicyFields):
     def _possible(self) -> "ActRequest":
         if self.actions is not None and self.max_tokens is not None:
             raise complaint("max_tokens", "'max_tokens' is a matter of free text, not of given 'actions'")
+        if self.session_id is None and (self.reset is not None or self.session_step is not None):
+            raise complaint("session_id", "'reset' and 'session_step' are a session's: give 'session_id'")
+        if self.session_id is not None and self.hidden_states is not None:
+            raise complaint("hidden_states", "the state travels with the request, or is kept under 'session_id'")
+        if self.reset and self.session_step is not None:
+            raise complaint("session_step", "a session that begins has made no steps")
         return self
 
     def texts(self) -> list[Observation]:
         """What a language model observes; InvalidRequestError."""
-        for name in ("hidden_states", "encoding_format"):
+        for name in ("hidden_states", "session_id", "encoding_format"):
             if getattr(self, name) is not None:
                 raise UnsupportedParameterError(f"a language model has no '{name}'", param=name)
         try:
@@ -156,30 +174,47 @@ def _answer(
 async def _by_network(
     body: ActRequest, request: Request, ring: Ring, target: Target, network: NetworkSpec, seed: int
 ) -> Response:
-    """Actions of a network; state travels with the request."""
+    """Actions of a network, whose state travels with the request or is kept under a session's id."""
     for name in ("max_tokens", "logprobs_mode"):
         if getattr(body, name) is not None:
             raise InvalidRequestError(f"'{name}' is a matter of language models", param=name)
     check_policy(manifest_of(target).id, network, body.actions, body.temperature)
+    session, state = None, body.hidden_states or {}
+    if body.session_id is not None:
+        session, state = await session_of(
+            ring, body.session_id, manifest_of(target), reset=bool(body.reset), step=body.session_step
+        )
     try:
-        asked = await question(request, network, _given(body, network), "observations")
+        asked = await question(request, network, _given(body, network, state), "observations")
     except InvalidRequestError as error:
         error.param = _to_blame(body, network, error.param or "")
         raise
     outputs = await answer(ring, target, "act", asked)
-    deterministic, temperature = bool(body.deterministic), body.temperature or 1.0
+    choose = partial(
+        act_by,
+        outputs,
+        body.actions,
+        seed=seed,
+        deterministic=bool(body.deterministic),
+        temperature=body.temperature or 1.0,
+    )
+    large = sum(each.nbytes for each in outputs.values()) > LARGE_VECTOR_BYTES
+    chosen = await aside(choose) if large else choose()
+    step = None
+    if session is not None and body.session_id is not None:
+        step = await move_on(ring, body.session_id, session, network, outputs)
 
     def write() -> dict[str, Any]:
-        chosen = act_by(outputs, body.actions, seed=seed, deterministic=deterministic, temperature=temperature)
         form = body.encoding_format or "float"
         shape = described if form == "base64" else shown
         state = {name: shape(outputs[name], form) for name in network.state} or None
-        return _answer(body, target, seed, chosen, state)
+        kept = {} if step is None else {"session_id": body.session_id, "session_step": step}
+        return {**_answer(body, target, seed, chosen, state), **kept}
 
     return await vectors_reply(list(outputs.values()), write)
 
 
-def _given(body: ActRequest, network: NetworkSpec) -> dict[str, Any]:
+def _given(body: ActRequest, network: NetworkSpec, state: Mapping[str, Any]) -> dict[str, Any]:
     """Named tensors: observations, and the state."""
     given = body.observations
     if isinstance(given, list):
@@ -191,7 +226,6 @@ def _given(body: ActRequest, network: NetworkSpec) -> dict[str, Any]:
         given = {next(iter(network.inputs)): given}
     if stray := sorted(given.keys() & network.state.keys()):
         raise InvalidRequestError(f"{stray[0]!r} belongs to 'hidden_states'", param="observations")
-    state = body.hidden_states or {}
     if unknown := sorted(state.keys() - network.state.keys()):
         known = ", ".join(network.state) or "none"
         raise InvalidRequestError(f"no state {unknown[0][:80]!r}; the network has {known}", param="hidden_states")
@@ -204,7 +238,7 @@ def _to_blame(body: ActRequest, network: NetworkSpec, param: str) -> str:
     """The field of the request that a named tensor came in."""
     name = param.removeprefix("observations.")
     if name in network.state:
-        return f"hidden_states.{name}"
+        return f"hidden_states.{name}" if body.session_id is None else "session_id"
     return "observations" if isinstance(body.observations, list) and name in network.inputs else param
 
 

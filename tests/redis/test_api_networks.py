@@ -1,12 +1,18 @@
 """Networks over HTTP: uploaded, listed, moved and deleted as adapters are, and asked by nobody who wants a text."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from api.http.api_keys import line_of
+from shared.networks.tensors import pack, unpack
 from shared.redis import keys
+from shared.redis.kept.kept_things import Terms
+from shared.redis.kept.session_store import SessionStore, begun
+from shared.sequences import SequenceSpec
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working
 from tests.redis.test_api_adapters import files
@@ -103,3 +109,54 @@ async def test_a_manifest_of_a_later_version_of_this_program_is_told_as_such(ser
     await server.ring.redis.set(key, raw.replace(b'"kind":"network"', b'"kind":"later"'), keepttl=True)
     answer = await server.http.get("/v1/adapters/pole/versions/1")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "incompatible_version"), answer.text
+
+
+# -- sessions
+
+
+def acting(spec: SequenceSpec) -> Answer:
+    """A recurrent network that counts its steps."""
+    rows = unpack(spec.tensors)
+    count = len(rows["observation"])
+    h = rows.get("memory.h", np.zeros((count, 8), np.float32)) + 1
+    logits = np.zeros((count, 3), np.float32)
+    return Answer(embedding=pack({"action_logits": logits, "memory.h": h, "memory.c": h}))
+
+
+async def test_a_session_belongs_to_whoever_began_it(redis_url: str, tmp_path: Path) -> None:
+    keys_file = tmp_path / "keys"
+    names = {name: f"the-key-of-{name}-is-long" for name in ("alice", "bob", "root")}
+    lines = [line_of(names["root"], name="root", role="admin")]
+    lines += [line_of(names[name], name=name, tenant=name) for name in ("alice", "bob")]
+    keys_file.write_text("\n".join(lines))
+    body = {"model": "pole", "observations": [[0, 0, 0, 0]], "session_id": "e"}
+    async with working(redis_url, acting), api(redis_url, api_key_file=keys_file, session_ttl_s=50) as server:
+
+        async def step(name: str, **fields: Any) -> Any:
+            headers = {"authorization": f"Bearer {names[name]}"}
+            return (await server.http.post("/v1/rl/act", json={**body, **fields}, headers=headers)).json()
+
+        server.http.headers["authorization"] = f"Bearer {names['root']}"
+        await upload(server, "pole", LSTM)
+        assert (await step("alice", reset=True))["session_step"] == 1
+        assert (await step("bob"))["error"]["code"] == "session_not_found"
+        assert (await step("bob", reset=True))["session_step"] == 1
+        assert (await step("alice"))["session_step"] == 2
+        second = await step("bob")
+        assert (second["session_step"], second["new_hidden_states"]["memory.h"][0][0]) == (2, 2.0)
+        left = [await server.ring.redis.ttl(key) for key in await server.ring.redis.keys("parallm:kept:*:thing:e")]
+        assert len(left) == 2 and all(0 < each <= 50 for each in left)
+
+
+async def test_sessions_have_a_bound_and_those_used_longest_ago_go(server: Api) -> None:
+    store = SessionStore(server.ring.redis, Terms(60, 3000))
+    sessions = {id: begun("pole") for id in ("a", "b", "c")}
+    for id, session in sessions.items():
+        assert await store.move("keeper", id, session, bytes(900))
+    assert [id for id in sessions if await store.find("keeper", id) is not None] == ["b", "c"]
+    assert not await store.move("keeper", "a", sessions["a"]._replace(step=1), b""), (
+        "it is gone, and does not come back"
+    )
+    (found,) = [await store.find("keeper", "b")]
+    assert found is not None and (found.step, found.policy, found.state) == (1, "pole", bytes(900))
+    assert await store.move("keeper", "b", begun("pole"), b"") and not await store.move("keeper", "b", found, b"")

@@ -268,3 +268,61 @@ def test_what_is_no_step_of_the_policy_is_refused_by_name(
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert words in error["message"] and error["param"].startswith(param), error
+
+
+# -- sessions
+
+
+def step(http: httpx.Client, seed: int, **fields: Any) -> httpx.Response:
+    inputs = inputs_of(LSTM, 2, seed=seed)["observation"].tolist()
+    return http.post(ACT, json={"model": "net-lstm", "observations": inputs, "session_id": "e-1", **fields})
+
+
+def test_a_session_keeps_the_state_and_makes_each_step_once(http: httpx.Client, networks: None) -> None:
+    assert step(http, 0, session_id="nobodys").json()["error"]["code"] == "session_not_found"
+    for _ in range(2):  # it begins anew
+        state: dict[str, Array] = {}
+        for at in range(3):
+            answer = step(http, at, **({"reset": True} if at == 0 else {"session_step": at}))
+            assert answer.status_code == 200, answer.text
+            wanted = computed(LSTM, weights_of(LSTM), inputs_of(LSTM, 2, seed=at) | state)
+            found = answer.json()
+            np.testing.assert_allclose(found["action_probs"], softmax(wanted["action_logits"]), rtol=1e-5, atol=1e-5)
+            assert (found["session_id"], found["session_step"]) == ("e-1", at + 1)
+            state = {name: wanted[name] for name in ("memory.h", "memory.c")}
+    again = step(http, 2, session_step=2)
+    assert (again.status_code, again.json()["error"]["param"]) == (409, "session_step"), again.text
+    np.testing.assert_allclose(found["new_hidden_states"]["memory.h"], state["memory.h"], rtol=1e-5, atol=1e-5)
+
+
+def test_of_steps_at_once_one_is_made(http: httpx.Client, networks: None) -> None:
+    assert step(http, 0, reset=True).status_code == 200
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda at: step(http, at), range(8)))
+    made = [answer.json()["session_step"] for answer in answers if answer.status_code == 200]
+    assert {answer.status_code for answer in answers} <= {200, 409} and sorted(made) == list(range(2, 2 + len(made)))
+    assert step(http, 9).json()["session_step"] == 2 + len(made)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"session_id": None, "reset": True}, 400, "session_id"),
+        ({"session_id": "a b"}, 400, "session_id"),
+        ({"session_id": "{x}*"}, 400, "session_id"),
+        ({"hidden_states": STATE}, 400, "hidden_states"),
+        ({"reset": True, "session_step": 1}, 400, "session_step"),
+        ({"session_step": 0}, 400, "session_step"),
+        ({"observations": RIGHT}, 400, "session_id"),  # one row, and the session has two
+        ({"model": "net-mlp"}, 400, "session_id"),
+        ({"model": "net-tokens", "observations": [1, 2]}, 409, "session_id"),
+        ({"model": MODEL, "observations": ["a"]}, 400, "session_id"),
+    ],
+)
+def test_what_is_no_step_of_the_session_is_refused_by_name(
+    http: httpx.Client, networks: None, fields: dict[str, Any], status: int, param: str
+) -> None:
+    assert step(http, 0, reset=True).json()["session_step"] == 1
+    answer = step(http, 1, **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+    assert step(http, 1, session_step=1).status_code == 200, "and the session is where it was"
