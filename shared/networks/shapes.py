@@ -44,7 +44,7 @@ class Plan(NamedTuple):
     products: int  # of all, with open numbers of steps taken as one
 
     def rows(self, most: int) -> int:
-        """How many rows, at most so many, one piece may have."""
+        """How many rows, at most so many, are computed in one go."""
         return max(1, min(most, MAX_PIECE // max(1, self.piece)))
 
 

@@ -23,7 +23,9 @@ from tests.unit.networks import ALL, LSTM, MLP, SERIES, computed, inputs_of, spe
 from worker.engine.batch import network_run
 from worker.engine.messages import RowRequest
 from worker.engine.model.loader import LoadedModel
+from worker.engine.networks import products
 from worker.engine.networks.network import Network, Pieces, read_network
+from worker.engine.networks.products import multiply
 
 
 def network_of(described: dict[str, Any], seed: int = 0) -> Network:
@@ -71,6 +73,16 @@ def test_long_work_lets_others_go_first() -> None:
     _, short = finished(network_of(SERIES).run(inputs_of(SERIES, 1, steps=2)))
     _, long = finished(network_of(SERIES).run(inputs_of(SERIES, 1, steps=100)))
     assert long - short == 2 * (7 - 1), "16 steps of each recurrent layer at once"
+
+
+def test_products_on_a_gpu_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = np.random.default_rng(0)
+    x, weight = (mx.array(draw.standard_normal(shape).astype(np.float32)) for shape in ((37, 20), (11, 20)))
+    wanted = np.array(multiply(x, weight))
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu, 0))
+    for at_once in (1 << 24, 11 * 20 * 5, 1):
+        monkeypatch.setattr(products, "MOST_AT_ONCE", at_once)
+        np.testing.assert_allclose(np.array(multiply(x, weight)), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_file_that_is_not_the_description_is_refused(tmp_path: Path) -> None:

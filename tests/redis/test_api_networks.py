@@ -102,6 +102,13 @@ async def test_who_wants_a_text_is_told_that_this_is_a_network(server: Api, path
         assert "pole@1 is a network" in refused.json()["error"]["message"]
 
 
+async def test_requests_to_a_network_are_not_split(server: Api) -> None:
+    for seed in range(2):
+        await upload(server, "pole", MLP, seed)
+    refused = await server.http.put("/v1/adapters/pole/split", json={"split": "pole@1:0.5,pole@2:0.5"})
+    assert refused.status_code == 400 and "pole@1 is a network" in refused.text
+
+
 async def test_a_manifest_of_a_later_version_of_this_program_is_told_as_such(server: Api) -> None:
     await upload(server, "pole", MLP)
     key = keys.adapter_manifest("pole", 1)

@@ -24,7 +24,7 @@ from worker.engine.networks.network import Network, Pieces
 log = logging.getLogger(__name__)
 
 MOST_ROWS = 512  # of one forward
-TURN_S = 0.005  # that a turn of the engine may spend on networks, and the rest of a piece
+TURN_S = 0.005  # that a turn of the engine spends on networks, or one piece
 
 
 class NetworkRows:
@@ -43,8 +43,10 @@ class NetworkRows:
             self._begin(model, others)
         until = time.perf_counter() + TURN_S
         while self.outcome is None and self._run is not None:
+            began = time.perf_counter()
             self._run.work()
-            if time.perf_counter() > until:
+            now = time.perf_counter()
+            if now + (now - began) > until:  # the next piece will take about as long
                 return
 
     def report(self) -> tuple[bytes | None, Finish]:
