@@ -133,7 +133,16 @@ class ActRequest(PolicyFields):
 @router.post(
     "/v1/rl/act",
     summary="Act on a batch of observations",
-    responses=error_responses(ok="An action for each observation, with its log-probability and the policy's version"),
+    responses=error_responses(
+        400,
+        404,
+        409,
+        413,
+        429,
+        503,
+        504,
+        ok="An action for each observation, with its log-probability and the policy's version",
+    ),
 )
 async def act(body: ActRequest, request: Request, ring: TheRing) -> Response:
     """`value_estimates` are those of the head or output `value`, null without one; a language model has no state."""

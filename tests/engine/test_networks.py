@@ -3,6 +3,7 @@
 On its own, and in an engine beside rows that decode.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from shared.adapter_files.formats import prepare
 from shared.errors import AdapterRejectedError
 from shared.networks.tensors import Tensors, pack, unpack
 from shared.sequences import SamplingParams, SequenceSpec
@@ -91,6 +93,19 @@ def test_a_file_that_is_not_the_description_is_refused(tmp_path: Path) -> None:
     assert read_network("n@1", spec_of(MLP), file).nbytes == sum(each.nbytes for each in weights_of(MLP).values())
     with pytest.raises(AdapterRejectedError, match="n@1"):
         read_network("n@1", spec_of(LSTM), file)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_weights_may_be_half_as_wide(tmp_path: Path, dtype: mx.Dtype) -> None:
+    halves = {name: mx.array(each).astype(dtype) for name, each in weights_of(SERIES).items()}
+    mx.save_safetensors(str(tmp_path / "w.safetensors"), halves)
+    config = json.dumps({"network": SERIES}).encode()
+    adapter = prepare(config, tmp_path / "w.safetensors", tmp_path)
+    assert adapter.network is not None
+    inputs = inputs_of(SERIES, 2)
+    found, _ = finished(read_network("n@1", adapter.network, adapter.path).run(inputs))
+    wanted = computed(SERIES, {name: np.array(each.astype(mx.float32)) for name, each in halves.items()}, inputs)
+    np.testing.assert_allclose(found["y"], wanted["y"], rtol=1e-5, atol=1e-5)
 
 
 NETWORKS = {"net@1": (MLP, 0), "net@2": (MLP, 1), "long@1": (SERIES, 0), "memory@1": (LSTM, 0)}

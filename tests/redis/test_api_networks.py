@@ -10,7 +10,7 @@ import pytest
 from api.http.api_keys import line_of
 from shared.networks.tensors import pack, unpack
 from shared.redis import keys
-from shared.redis.kept.kept_things import Terms
+from shared.redis.kept.kept_things import KeptThings, Terms
 from shared.redis.kept.session_store import SessionStore, begun
 from shared.sequences import SequenceSpec
 from tests.redis.api_servers import Api, api
@@ -166,4 +166,8 @@ async def test_sessions_have_a_bound_and_those_used_longest_ago_go(server: Api) 
     )
     (found,) = [await store.find("keeper", "b")]
     assert found is not None and (found.step, found.policy, found.state) == (1, "pole", bytes(900))
+    same = {"at": "m:2", "policy": "pole", "state": b"2"}
+    for _ in range(2):  # the call is said again, since its answer was lost
+        assert await KeptThings(server.ring.redis, Terms(60, 3000)).put("keeper", "b", dict(same), at=found.at)
+    assert not await store.move("keeper", "b", found, b""), "another one from the same step comes too late"
     assert await store.move("keeper", "b", begun("pole"), b"") and not await store.move("keeper", "b", found, b"")

@@ -1,7 +1,7 @@
 """The state of recurrent policies between two steps, under ids that their clients choose.
 
 Invariants. A session moves on from the step that was read, or not at all: of two requests at once one is refused. One
-that was begun anew is another session, whatever its steps.
+that was begun anew is another session, whatever its steps. To write a step again changes nothing.
 """
 
 import secrets
@@ -17,15 +17,15 @@ from shared.redis.kept.kept_things import KeptThings, Terms
 class Session(NamedTuple):
     """As it was read, or as it begins."""
 
-    run: str  # no two are the same
+    mark: str  # of this step: no two have the same, also of the same number
     step: int  # steps made
     policy: str  # the name of the network, whatever its version
     state: bytes  # tensors (shared/networks/tensors.py)
 
     @property
     def at(self) -> str:
-        """This step of this run."""
-        return f"{self.run}:{self.step}"
+        """The step as it is written."""
+        return f"{self.mark}:{self.step}"
 
 
 class SessionStore:
@@ -40,15 +40,15 @@ class SessionStore:
         at, policy, state = await ask(self._redis, "HMGET", keys.kept(keeper, id), "at", "policy", "state")
         if at is None:
             return None
-        run, _, step = at.decode().rpartition(":")
-        return Session(run, int(step), policy.decode(), state)
+        mark, _, step = at.decode().rpartition(":")
+        return Session(mark, int(step), policy.decode(), state)
 
     async def move(self, keeper: str, id: str, session: Session, state: bytes) -> bool:
         """One step on, with this state; False when somebody else has moved it meanwhile, or it is gone.
 
         A session that begins replaces another one of its id.
         """
-        later = session._replace(step=session.step + 1)
+        later = begun(session.policy)._replace(step=session.step + 1)
         fields: dict[str, Argument] = {"at": later.at, "policy": session.policy, "state": state}
         return await self._things.put(keeper, id, fields, at=session.at if session.step else "")
 

@@ -9,7 +9,11 @@ local wanted, exists = ARGV[5], redis.call('EXISTS', KEYS[1]) == 1
 if wanted == 'new' and exists then return 0 end
 if wanted == 'there' and not exists then return 0 end
 if wanted == 'running' and not runs(ARGV[1], ARGV[2]) then return 0 end
-if ARGV[6] ~= '' and redis.call('HGET', KEYS[1], 'at') ~= ARGV[6] then return 0 end
+if ARGV[6] ~= '' then
+  local at, later = redis.call('HGET', KEYS[1], 'at'), nil
+  for i = 7, #ARGV, 2 do if ARGV[i] == 'at' then later = ARGV[i + 1] end end
+  if at ~= ARGV[6] and (not at or at ~= later) then return 0 end -- written already: this is the same call again
+end
 redis.call('HSET', KEYS[1], unpack(ARGV, 7))
 local size = 512
 for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do size = size + redis.call('HSTRLEN', KEYS[1], field) end
