@@ -199,6 +199,25 @@ def test_rows_decode_while_a_long_network_runs(bench: AdapterBench, monkeypatch:
     assert bench.finish("gone").reason == "cancelled"
 
 
+def test_networks_of_many_versions_share_the_time_of_a_turn(
+    bench: AdapterBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network_run, "TURN_S", 0.0)
+    pieces: list[str] = []
+    work = network_run._Run.work
+    monkeypatch.setattr(network_run._Run, "work", lambda run: (pieces.append("piece"), work(run))[1])
+    wanted = [asked(id, id, inputs_of(described, 3)) for id, (described, _) in NETWORKS.items()]
+    bench.submit(*wanted, *(asked(f"with {at}", "net@1", inputs_of(MLP, 1)) for at in range(3)))
+    most = 0
+    while len(bench.events) < len(wanted) + 3:
+        before = len(pieces)
+        bench.turn()
+        most = max(most, len(pieces) - before)
+    assert most == 1, "and all that is over is told in the same turn"
+    for each in wanted:
+        assert_true(bench, each)
+
+
 def test_what_is_wrong_ends_its_own_sequence_alone(bench: AdapterBench, monkeypatch: pytest.MonkeyPatch) -> None:
     right = asked("right", "net@1", inputs_of(MLP, 2))
     huge = {"observation": np.full((1, 4), 3e38, np.float32)}

@@ -24,7 +24,7 @@ from worker.engine.networks.network import Network, Pieces
 log = logging.getLogger(__name__)
 
 MOST_ROWS = 512  # of one forward
-TURN_S = 0.005  # that a turn of the engine spends on networks, or one piece
+TURN_S = 0.005  # until which, from its beginning, a turn of the engine goes on with networks; a first piece it runs
 
 
 class NetworkRows:
@@ -37,11 +37,14 @@ class NetworkRows:
         self._inputs: Tensors = {}
         self._plan: Plan | None = None  # None: nobody has looked at it
 
-    def advance(self, model: RowModel, others: Iterable[NetworkRows]) -> None:
-        """Go on with the forward that it is part of, for a turn; it begins with those of the others that fit."""
+    def advance(self, model: RowModel, others: Iterable[NetworkRows], opened: float) -> None:
+        """Go on with the forward that it is part of, as far as the turn that was opened then has time.
+
+        It begins with those of the others that fit.
+        """
         if self.outcome is None and self._run is None:
             self._begin(model, others)
-        until = time.perf_counter() + TURN_S
+        until = opened + TURN_S
         while self.outcome is None and self._run is not None:
             began = time.perf_counter()
             self._run.work()
@@ -102,6 +105,11 @@ class NetworkRows:
         run = _Run(together, network.run(inputs))
         for each in together:
             each._run = run
+
+
+def is_spent(opened: float) -> bool:
+    """Whether the turn that was opened then has no more time for networks."""
+    return time.perf_counter() > opened + TURN_S
 
 
 class _Run:

@@ -21,7 +21,7 @@ from shared.frames import Finish, TokenEvent, TokenLogprob
 from shared.sequences import SequenceClass
 from worker.engine.batch.adapters import Adapters
 from worker.engine.batch.keeping import Keeping
-from worker.engine.batch.network_run import NetworkRows
+from worker.engine.batch.network_run import NetworkRows, is_spent
 from worker.engine.batch.prompt_group import Entry
 from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Row, RowTag
@@ -131,6 +131,7 @@ class PrefillLane:
         self._pieces = pieces
         self._area = area  # bounds the width of a piece (scheduler.widest)
         self._tasks: list[PrefillTask] = []
+        self._networks_at = -1.0  # the turn in which networks were computed last
 
     @property
     def waiting(self) -> set[SequenceClass]:
@@ -228,11 +229,9 @@ class PrefillLane:
         self._tasks.remove(task)
 
     def feed(self, task: PrefillTask, budget: int) -> int:
-        """Run one chunk of a task, at most `budget` ids; its length. A network takes its turn whole."""
+        """Run one chunk of a task, at most `budget` ids; its length. A network that goes on takes all of it."""
         if task.network is not None:
-            self._pieces.ignore()
-            task.network.advance(self._model, self._of_its_version(task))
-            return budget if task.left else 0
+            return self._compute(task, task.network, budget)
         if task.pool is not None and not task.done and (tasks := self._together(task, budget)):
             return self._embed_together(tasks)
         if task.pool is not None and not task.left:
@@ -277,6 +276,15 @@ class PrefillLane:
 
     def _set_aside(self, task: PrefillTask) -> None:
         self._keeping.at_stops(task.rows[:1], [task.done], lambda _: KvRows.of(task.kv))
+
+    def _compute(self, task: PrefillTask, network: NetworkRows, budget: int) -> int:
+        opened = self._pieces.opened
+        if not task.left or (opened == self._networks_at and is_spent(opened)):
+            return budget if task.left else 0
+        self._networks_at = opened
+        self._pieces.ignore()
+        network.advance(self._model, self._of_its_version(task), opened)
+        return budget if task.left else 0
 
     def _of_its_version(self, task: PrefillTask) -> list[NetworkRows]:
         return [each.network for each in self._tasks if each.network and each.adapter == task.adapter]
