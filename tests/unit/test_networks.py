@@ -92,7 +92,7 @@ STEPS = {"x": {"shape": [None, 4]}}
         (with_layers(linear(), inputs={"x": {"shape": [4], "dtype": "float64"}}), "float64"),
         (with_layers(linear(), inputs={"x": {"shape": [], "dtype": "int32"}}), "below"),
         (with_layers(linear(), inputs={"x": {"shape": [], "dtype": "int32", "below": 3}}), "only an embedding"),
-        (with_layers({"type": "embedding", "name": "a", "units": 2}), "reads one input of dtype int32"),
+        (with_layers({"type": "embedding", "name": "a", "units": 2}), "something else than one input of dtype int32"),
         (with_layers({"type": "conv1d", "name": "a", "channels": 2, "kernel": 3}), "a convolution reads"),
         (with_layers({"type": "steps", "name": "a", "take": "flatten"}, inputs=STEPS), "fixed number of steps"),
         (with_layers({"type": "steps", "name": "a", "take": "last"}), "'last' reads [steps, width]"),
@@ -184,10 +184,13 @@ def test_what_a_row_would_cost_is_known_before_it_is_computed() -> None:
     ]
     wide = {**SERIES, "layers": layers, "outputs": {"y": {"of": "end"}}}
     spec = spec_of(wide)
-    assert check_tensors(spec, inputs_of(wide, 2, steps=500)).rows(1000) == 127
+    assert check_tensors(spec, inputs_of(wide, 2, steps=500)).rows(1000) == 32
     with pytest.raises(InvalidRequestError, match="products for a row"):
         check_tensors(spec, inputs_of(wide, 1, steps=1024))
     assert plan(spec_of(GAUSSIAN)).products == 2 * 3 + 2
+    ids = {"x": {"shape": [1024], "dtype": "int32", "below": 9}}
+    looked_up = with_layers({"type": "embedding", "name": "a", "units": 256}, inputs=ids)
+    assert plan(spec_of(looked_up)).rows(1000) == 16, "what takes no products takes memory: a MiB for a row here"
 
 
 def test_tensors_travel_as_they_are_and_what_is_none_is_refused() -> None:
