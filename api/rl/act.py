@@ -169,10 +169,11 @@ async def act(body: ActRequest, request: Request, ring: TheRing) -> Response:
 def _answer(
     body: ActRequest, target: Target, seed: int, chosen: dict[str, Any], state: dict[str, Any] | None = None
 ) -> dict[str, Any]:
+    own = manifest_of(target).name if target.network is not None else target.served.card.name
     return {
         "id": f"act-{uuid.uuid4().hex}",
         "object": "rl.act",
-        "model": body.model or target.served.card.name,
+        "model": body.model or own,
         "policy_version": target.admitted.id if target.admitted is not None else "",
         **chosen,
         "new_hidden_states": state,
