@@ -1,6 +1,7 @@
 """Adapters: names, versions, references to them and what the store says of each version.
 
-**adapter** a named LoRA or DoRA, heads (shared/heads.py), or both · **adapter version** `name@k`, immutable, k
+**adapter** a named LoRA or DoRA, heads (shared/heads.py), or both; or a network (shared/networks/), which no language
+model is the base of · **adapter version** `name@k`, immutable, k
 increasing, never reused · **reference** what a request writes into `model` or `adapter`: `name` (the latest version),
 `name@k` (that one), or a weighted split `name@12:0.9,name@13:0.1`, of which one choice is taken by a hash of the
 session, so that a session stays with it.
@@ -19,15 +20,17 @@ import msgspec
 
 from shared.errors import InvalidRequestError, UnknownAdapterError
 from shared.heads import HeadSpec
+from shared.networks.spec import NetworkSpec
 
 SCHEMA = 1
 MAX_CHOICES = 16
 
-AdapterKind = Literal["lora", "dora", "head"]  # head: heads alone, without LoRA
+AdapterKind = Literal["lora", "dora", "head", "network"]  # head: heads alone, without LoRA
 AdapterStatus = Literal["published", "rejected"]
 AdapterChange = Literal["seen", "published", "promoted", "rolled_back", "rejected", "deleted"]
 ModuleShapes = dict[str, tuple[int, int]]  # module path -> (in, out)
 
+NETWORK_BASE = "network"  # in the place of a base model's hash: a network has none, and a name is one or the other
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"  # of an adapter, a policy or a checkpoint: a file may be called so, too
 _CHOICE = re.compile(r"(?P<name>[^@:,]+)(?:@(?P<version>[1-9][0-9]{0,8}))?(?::(?P<weight>[0-9.eE+-]{1,24}))?")
 
@@ -63,6 +66,7 @@ class AdapterManifest(msgspec.Struct, frozen=True):
     schema: int = SCHEMA
     tenant: str = ""  # who owns the adapter; "": it is there for all
     heads: dict[str, HeadSpec] = {}
+    network: NetworkSpec | None = None  # kind "network"
 
     @property
     def id(self) -> str:
@@ -86,6 +90,7 @@ class PreparedAdapter(msgspec.Struct, frozen=True):
     sha256: str
     size: int
     heads: dict[str, HeadSpec] = {}
+    network: NetworkSpec | None = None
 
 
 class AdapterEvent(msgspec.Struct, frozen=True):
@@ -172,6 +177,14 @@ def version_id(name: str, version: int) -> str:
 def unknown_adapter(name: str) -> UnknownAdapterError:
     """The error for an adapter that is not there."""
     return UnknownAdapterError(f"there is no adapter {name!r}")
+
+
+def check_language(manifest: AdapterManifest) -> None:
+    """InvalidRequestError when the version is no adapter of a language model."""
+    if manifest.network is not None:
+        raise InvalidRequestError(
+            f"{manifest.id} is a network and no language model: /v1/predict and /v1/rl/act ask it", param="model"
+        )
 
 
 def not_yours(name: str) -> UnknownAdapterError:

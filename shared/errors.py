@@ -98,6 +98,10 @@ class UnknownConversationError(NotFoundError, code="conversation_not_found"):
     """No such conversation of this key's, or no such item in it."""
 
 
+class UnknownSessionError(NotFoundError, code="session_not_found"):
+    """No state of a policy under this session id: never begun, let go, or its time to live is over."""
+
+
 class UnknownAdapterError(NotFoundError, code="adapter_not_found"):
     """No adapter, or no such version of it."""
 

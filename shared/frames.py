@@ -80,7 +80,7 @@ class TokenEvent(msgspec.Struct, array_like=True):
     prompt_logprobs: list[float | None] | None = None  # with the first event, when asked for
     score_logprobs: list[float] | None = None  # kind "score": with the finish
     prompt_top_logprobs: list[list[TokenLogprob]] | None = None
-    embedding: bytes | None = None  # kind "embed", or what a head gives: fp32, little-endian; with the finish
+    embedding: bytes | None = None  # what a head or kind "embed" gives, fp32 LE, or a network: tensors; with the finish
 
     @property
     def end(self) -> int:

@@ -26,7 +26,7 @@ OLDEST = 1  # that we read; also what a message means that does not say
 M = TypeVar("M", "SequenceSpec", "SequenceResult")
 
 SequenceClass = Literal["interactive", "batch"]
-SequenceKind = Literal["generate", "score", "embed", "head"]
+SequenceKind = Literal["generate", "score", "embed", "head", "network"]
 Pooling = Literal["mean", "last", "cls"]
 AdapterPolicy = Literal["follow", "pin"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]  # vLLM's names
@@ -108,6 +108,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     # interactive sequences is kept in any case
     prediction_ids: tuple[int, ...] = ()  # what the client expects, at least in part; may come sooner, never changes it
     head: str = ""  # kind "head": the name of that which reads the prompt
+    tensors: bytes = b""  # kind "network", which has no prompt: what its rows bring (shared/networks/tensors.py)
     schema: int = OLDEST  # `encode` writes ours
 
     @property
@@ -144,7 +145,7 @@ class SequenceResult(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: tuple[float | None, ...] = ()
     prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     score_logprobs: tuple[float, ...] = ()
-    embedding: bytes = b""  # kind "embed", or what a head gives: fp32, little-endian
+    embedding: bytes = b""  # kind "embed", or what a head gives: fp32, little-endian; what a network gives: tensors
     timings: Timings = Timings()
     schema: int = OLDEST  # `encode` writes ours
 

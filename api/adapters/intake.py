@@ -20,7 +20,7 @@ from api.generation.target import card_of_base
 from api.ring.ring import Ring
 from shared.adapter_files.config import MAX_CONFIG_BYTES, read_config
 from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE, PEFT_FILE, inherit_config, prepare
-from shared.adapters import AdapterManifest, check_name
+from shared.adapters import NETWORK_BASE, AdapterManifest, check_name
 from shared.errors import AdapterRejectedError, InvalidRequestError, PayloadTooLargeError, UnknownAdapterError
 from shared.sequences import ModelCard
 
@@ -92,21 +92,23 @@ async def publish(ring: Ring, name: str, fields: UploadFields, files: AdapterFil
     await ring.adapters.next_owner(name)
     if await ring.registry.card(name) is not None:
         raise InvalidRequestError(f"'{name}' is the name of a model; give the adapter another one", param="name")
-    card = await _base(ring, name, fields.model)
     config = files.config if files.config is not None else await _inherited(ring, name)
+    is_network = (await asyncio.to_thread(read_config, config)).network is not None
+    await _check_nature(ring, name, fields.model, is_network=is_network)
+    card = None if is_network else await _base(ring, name, fields.model)
     adapter = await asyncio.to_thread(
         prepare,
         config,
         files.tensors,
         workdir,
-        shapes=card.modules,
-        hidden_size=card.head_inputs,
+        shapes=card.modules if card else {},
+        hidden_size=card.head_inputs if card else 0,
         max_bytes=ring.settings.max_adapter_bytes,
     )
     manifest = await ring.adapters.publish(
         name,
         adapter,
-        base_sha256=card.base_sha256,
+        base_sha256=card.base_sha256 if card else NETWORK_BASE,
         parent=fields.parent,
         train_step=fields.train_step,
         metrics=fields.metrics,
@@ -119,11 +121,25 @@ async def publish(ring: Ring, name: str, fields: UploadFields, files: AdapterFil
     return manifest
 
 
-async def _base(ring: Ring, name: str, model: str | None) -> ModelCard:
+async def _check_nature(ring: Ring, name: str, model: str | None, *, is_network: bool) -> None:
+    """A name's versions are all networks, or none is."""
+    if is_network and model is not None:
+        raise InvalidRequestError("a network has no base model: leave 'model' out", param="model")
+    known = await _known_base(ring, name)
+    if known and (known == NETWORK_BASE) != is_network:
+        other = "language model's adapter" if is_network else "network"
+        raise AdapterRejectedError(f"'{name}' is the name of a {other}: choose another one", param="name")
+
+
+async def _known_base(ring: Ring, name: str) -> str:
     try:
-        known = (await ring.adapters.summary(name)).base_sha256
+        return (await ring.adapters.summary(name)).base_sha256
     except UnknownAdapterError:
-        known = ""
+        return ""
+
+
+async def _base(ring: Ring, name: str, model: str | None) -> ModelCard:
+    known = await _known_base(ring, name)
     if model is None:
         return await card_of_base(ring, known)
     card, _ = await ring.known(model)

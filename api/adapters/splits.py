@@ -16,7 +16,7 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel
 from api.ring.ring import Ring, TheRing
-from shared.adapters import NAME, AdapterRef
+from shared.adapters import NAME, AdapterRef, check_language
 from shared.errors import InvalidRequestError, NotFoundError
 from shared.redis.adapters.splits import SplitState
 from shared.splits import LEAST_REWARDS, MOST_REWARDS, MOST_VERSIONS, Split
@@ -60,7 +60,9 @@ async def set_split(name: Name, body: SplitBody, ring: TheRing) -> Response:
             f"a split compares with the latest version, '{name}@{summary.latest}': name it", param="split"
         )
     for version in versions:
-        await ring.adapters.resolve(f"{name}@{version}")
+        check_language(
+            (await ring.adapters.resolve(f"{name}@{version}")).manifest
+        )  # requests to networks are not split
     split = Split(
         versions=versions,
         weights=weights,

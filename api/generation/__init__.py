@@ -11,5 +11,5 @@ in `tool_formats.py`), and `logprobs.py`. `api/http/sse.py` sends the bytes.
 
 For some requests only: `resume.py` (streams that outlive their connection), `collection.py` (live traffic that is
 trained on), `continuations.py` (log-probabilities of given texts), `heads.py` (what heads say of texts),
-`tracing.py` (spans).
+`networks.py` (what networks make of tensors), `tracing.py` (spans).
 """

@@ -21,7 +21,7 @@ from api.http.fields import RequestModel, complaint
 from api.ring.caller import asker
 from api.ring.ring import Ring, ServedModel
 from api.ring.split_choices import Choice
-from shared.adapters import AdapterChoice, AdapterManifest, AdapterRef, ResolvedAdapter
+from shared.adapters import AdapterChoice, AdapterManifest, AdapterRef, ResolvedAdapter, check_language
 from shared.errors import (
     ConflictError,
     InvalidRequestError,
@@ -29,6 +29,7 @@ from shared.errors import (
     UnknownAdapterError,
     UnknownModelError,
 )
+from shared.networks.spec import NetworkSpec
 from shared.process.options.model_aliases import meant_by
 from shared.redis.training.board import TrainingBoard
 from shared.sequences import AdapterPolicy, ModelCard
@@ -71,6 +72,11 @@ class Target:
     admitted: ResolvedAdapter | None = None  # the version at admission
     choice: Choice | None = None  # where a split of the adapter has chosen it
 
+    @property
+    def network(self) -> NetworkSpec | None:
+        """What a version is that is no adapter of a language model."""
+        return None if self.admitted is None else self.admitted.manifest.network
+
 
 @dataclass(frozen=True)
 class JobTarget:
@@ -80,11 +86,14 @@ class JobTarget:
     adapter: str = ""
 
 
-async def target_of(ring: Ring, body: TargetFields, request: Request, *, split: bool = False) -> Target:
-    """The target of one request, pinned unless it says otherwise; errors and `split` as in `find_target`."""
+async def target_of(
+    ring: Ring, body: TargetFields, request: Request, *, split: bool = False, networks: bool = False
+) -> Target:
+    """The target of one request, pinned unless it says otherwise; errors and the rest as in `find_target`."""
     session = body.session or request.state.request_id
     adapter = body.adapter or body.lora_adapter or ""
-    return await find_target(ring, body.model, adapter, body.adapter_policy or "pin", session=session, split=split)
+    policy = body.adapter_policy or "pin"
+    return await find_target(ring, body.model, adapter, policy, session=session, split=split, networks=networks)
 
 
 async def find_target(
@@ -95,11 +104,14 @@ async def find_target(
     *,
     session: str,
     split: bool = False,
+    networks: bool = False,
 ) -> Target:
     """The target of one request; UnknownModelError, UnknownAdapterError, or InvalidRequestError for a wrong pair.
 
     `split`: where only an adapter is named, its split may choose the version. That is for answers that people or
     rewards judge; vectors and scores of two versions cannot be compared.
+
+    `networks`: the version may be a network, which any model's workers compute, and which is always pinned.
     """
     model = await meant(ring, model)
     if not adapter and (model is None or await ring.live_card(model) is not None):
@@ -112,9 +124,11 @@ async def find_target(
     if split and policy == "pin" and parsed.choices[0].follows and len(parsed.choices) == 1:
         by_split = await _by_split(ring, parsed.choices[0].name, session)
     resolved, choice = by_split or (await _resolve(ring, parsed, session, as_model=not adapter), None)
+    if not networks:
+        check_language(resolved.manifest)
     served = await ring.served(base or await _live_base(ring, resolved.manifest))
     check_base(resolved.manifest, served.card)
-    follow = resolved.follows and policy == "follow"
+    follow = resolved.follows and policy == "follow" and resolved.manifest.network is None
     return Target(served, resolved.name if follow else resolved.id, "follow" if follow else "pin", resolved, choice)
 
 
@@ -126,6 +140,8 @@ async def find_job_target(ring: Ring, model: str | None, adapter: str, policy: A
         return JobTarget((await ring.known(base))[0] if base else (await ring.served(None)).card)
     choices = (await _parsed(ring, reference, adapter)).choices
     found = [await _resolve(ring, AdapterRef((choice,)), "", as_model=not adapter) for choice in choices]
+    for each in found:
+        check_language(each.manifest)
     manifest = found[0].manifest
     card = (await ring.known(base))[0] if base else await card_of_base(ring, manifest.base_sha256)
     for each in found:
@@ -167,7 +183,7 @@ async def card_of_base(ring: Ring, base_sha256: str) -> ModelCard:
 
 def check_base(manifest: AdapterManifest, card: ModelCard) -> None:
     """InvalidRequestError when the version was made for another model."""
-    if manifest.base_sha256 and manifest.base_sha256 != card.base_sha256:
+    if manifest.network is None and manifest.base_sha256 not in ("", card.base_sha256):
         raise InvalidRequestError(
             f"adapter {manifest.id} was made for another base model than '{card.name}'", param="adapter"
         )
@@ -236,6 +252,8 @@ async def check_published(ring: Ring, name: str) -> None:
 async def _live_base(ring: Ring, manifest: AdapterManifest) -> str | None:
     if not manifest.base_sha256:
         return None
+    if manifest.network is not None:
+        return min(await ring.live_models(), default=None)  # one model for all: its workers gather rows
     for card in (await ring.live_models()).values():
         if card.base_sha256 == manifest.base_sha256:
             return card.name

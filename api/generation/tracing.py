@@ -57,7 +57,9 @@ class WorkSpan:
         """None when the request is not traced."""
         if tracing.provider() is None:
             return None
-        operation = "embeddings" if work.kind in ("embed", "head") else "chat" if work.chat else "text_completion"
+        operation = (
+            "embeddings" if work.kind in ("embed", "head", "network") else "chat" if work.chat else "text_completion"
+        )
         model = work.adapter or work.model
         attributes: dict[str, str | int | float] = {
             "gen_ai.operation.name": operation,

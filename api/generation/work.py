@@ -40,6 +40,7 @@ class Work(msgspec.Struct, frozen=True):
     name: str = ""  # what the request calls itself
     prediction_ids: tuple[int, ...] = ()  # what the client expects of each completion
     head: str = ""  # kind "head"
+    tensors: tuple[bytes, ...] = ()  # kind "network": of each sequence, whose prompt is empty
     split_to: ArmKind | None = None  # where a split has chosen the version
 
     def specs(
@@ -55,7 +56,7 @@ class Work(msgspec.Struct, frozen=True):
         InvalidRequestError when they are too large together: each carries its prompt, and all enter the queue at once.
         """
         carried = self.n * sum(map(len, self.prompts)) + self.n * len(self.prompts) * len(self.sampling.grammar) // 4
-        carried += self.n * len(self.prompts) * len(self.prediction_ids)
+        carried += self.n * len(self.prompts) * len(self.prediction_ids) + sum(map(len, self.tensors)) // 4
         if carried > MOST_CARRIED:
             raise InvalidRequestError(
                 f"the sequences of this request carry {carried} tokens, and {MOST_CARRIED} is the limit: a prompt "
@@ -89,6 +90,7 @@ class Work(msgspec.Struct, frozen=True):
                 tenant=tenant,
                 prediction_ids=self.prediction_ids,
                 head=self.head,
+                tensors=self.tensors[p] if self.tensors else b"",
             )
             for p, prompt in enumerate(self.prompts)
             for s in range(self.n)

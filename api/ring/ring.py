@@ -29,6 +29,7 @@ from shared.redis.kept.answer_store import AnswerStore
 from shared.redis.kept.conversation_store import ConversationStore
 from shared.redis.kept.kept_things import Terms
 from shared.redis.kept.response_store import ResponseStore
+from shared.redis.kept.session_store import SessionStore
 from shared.redis.queue.affinity import Affinity
 from shared.redis.queue.dead_letters import DeadLetters
 from shared.redis.queue.sequence_queue import CLASSES, SequenceQueue
@@ -84,6 +85,7 @@ class Ring:
         self.responses = ResponseStore(self.redis, terms)
         self.answers = AnswerStore(self.redis, Terms(settings.feedback_ttl_s, settings.feedback_store_mb << 20))
         self.conversations = ConversationStore(self.redis, terms)
+        self.sessions = SessionStore(self.redis, Terms(settings.session_ttl_s, settings.session_store_mb << 20))
         self.dead_letters = DeadLetters(self.redis)
         self.adapters = AdapterStore(self.redis, keep_n=settings.adapter_keep_n, who_asks=asker)
         self.splits = SplitChoices(Splits(self.redis, self.adapters), self.tally)

@@ -1,6 +1,7 @@
 """What loops of reinforcement learning ask over HTTP, besides chats and jobs.
 
-`generate.py` and `generate_tokens.py` (tokens in, tokens out), `act.py` (observations to actions), `predict.py` (named
-tensors), `rewards.py` (score texts at once), `feedback.py` (verdicts on answers of the last days), `tokenize.py`. Each
-file is one endpoint and stands alone; training runs are in `api/training/`, jobs in `api/jobs/`.
+`generate.py` and `generate_tokens.py` (tokens in, tokens out), `act.py` (observations to actions; `policies.py` draws
+those of networks, `sessions.py` keeps their state), `predict.py` (named tensors), `rewards.py` (score texts at once),
+`feedback.py` (verdicts on answers of the last days), `tokenize.py`. Each endpoint is one file and stands alone;
+training runs are in `api/training/`, jobs in `api/jobs/`.
 """

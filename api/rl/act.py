@@ -1,7 +1,8 @@
 """POST /v1/rl/act: a batch of observations in, an action for each out, for loops of reinforcement learning.
 
-With `actions` the action space is discrete: the policy is the model's own distribution over those texts, and the
-action's log-probability is exact under it. Without, an action is the text that the model writes.
+Of a language model: with `actions` the action space is discrete: the policy is the model's own distribution over those
+texts, and the action's log-probability is exact under it. Without, an action is the text that the model writes. Of a
+network: observations are numbers, and its outputs say what an action is (policies.py).
 """
 
 import asyncio
@@ -9,28 +10,36 @@ import math
 import random
 import secrets
 import uuid
-from typing import Annotated, Any, ClassVar
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 from starlette.responses import Response
 
 from api.generation.choice import ends_with_stop_token, shown_versions
 from api.generation.continuations import check_pairs, log_probabilities
 from api.generation.heads import heads_of, read_by_head
+from api.generation.networks import Format, answer, described, manifest_of, question, shown
 from api.generation.plan import check_prompts, encoded, plain_work, room_for
 from api.generation.running import gather_all
 from api.generation.sampling import StrictId
 from api.generation.target import Target, TargetFields, target_of
-from api.http.bodies import BodyRoute
-from api.http.errors import error_responses, json_reply
-from api.http.fields import Off, complaint
+from api.http.bodies import LONG_BYTES, BodyRoute
+from api.http.errors import error_responses, from_validation, json_reply
+from api.http.fields import RequestModel, complaint
 from api.openai.bodies import ChatMessage
 from api.openai.conversations import template_messages
+from api.openai.embeddings import LARGE_VECTOR_BYTES, vectors_reply
 from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
+from api.rl.policies import act_by, check_policy
+from api.rl.sessions import move_on, session_of
+from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.frames import spans_of
 from shared.heads import VALUE
+from shared.networks.spec import NetworkSpec
 from shared.rewards.model_kinds import softmax
 from shared.sequences import LogprobsMode, SamplingParams
 from shared.text.codec import TextCodec
@@ -54,14 +63,41 @@ class PolicyFields(TargetFields):
         return self
 
 
+class LanguageFields(RequestModel):
+    """What ActRequest has when a language model is asked."""
+
+    observations: list[Observation] = Field(min_length=1, max_length=1024)
+
+
 class ActRequest(PolicyFields):
     """POST /v1/rl/act."""
 
-    off: ClassVar[Off] = {"hidden_states": ()}
-
-    observations: list[Observation] = Field(min_length=1, max_length=1024, description="texts, token ids, or chats")
+    observations: list[Any] | dict[str, Any] = Field(
+        min_length=1,
+        max_length=1024,
+        description="of a language model texts, token ids, or chats; of a network numbers, a row for each observation, "
+        "by name where it has several inputs",
+    )
+    hidden_states: dict[str, Any] | None = Field(
+        default=None, description="a recurrent network's `new_hidden_states` of the step before; without: zeros"
+    )
+    session_id: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9._:-]{1,128}$",
+        description="the server keeps a recurrent network's state from one request to the next, under this id of yours",
+    )
+    reset: bool | None = Field(default=None, description="the session begins here, or begins anew: with zeros")
+    session_step: int | None = Field(
+        default=None, ge=1, description="409 unless the session has made so many steps: a retry makes none twice"
+    )
+    encoding_format: Format | None = Field(
+        default=None, description="of `new_hidden_states`: float, the default, or base64"
+    )
     actions: list[Annotated[str, Field(min_length=1)]] | None = Field(
-        default=None, min_length=1, max_length=256, description="the action space; without it an action is free text"
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="the action space, or names of a network's; without: free text, or a number",
     )
     deterministic: bool | None = Field(default=False, description="the most likely action instead of a drawn one")
     temperature: float | None = Field(default=1.0, gt=0, le=10)
@@ -75,21 +111,50 @@ class ActRequest(PolicyFields):
     def _possible(self) -> "ActRequest":
         if self.actions is not None and self.max_tokens is not None:
             raise complaint("max_tokens", "'max_tokens' is a matter of free text, not of given 'actions'")
+        if self.session_id is None and (self.reset is not None or self.session_step is not None):
+            raise complaint("session_id", "'reset' and 'session_step' are a session's: give 'session_id'")
+        if self.session_id is not None and self.hidden_states is not None:
+            raise complaint("hidden_states", "the state travels with the request, or is kept under 'session_id'")
+        if self.reset and self.session_step is not None:
+            raise complaint("session_step", "a session that begins has made no steps")
         return self
+
+    def texts(self) -> list[Observation]:
+        """What a language model observes; InvalidRequestError."""
+        for name in ("hidden_states", "session_id", "encoding_format"):
+            if getattr(self, name) is not None:
+                raise UnsupportedParameterError(f"a language model has no '{name}'", param=name)
+        try:
+            return LanguageFields.model_validate({"observations": self.observations}).observations
+        except ValidationError as error:
+            raise from_validation(error.errors(include_url=False)) from None
 
 
 @router.post(
     "/v1/rl/act",
     summary="Act on a batch of observations",
-    responses=error_responses(ok="An action for each observation, with its log-probability and the policy's version"),
+    responses=error_responses(
+        400,
+        404,
+        409,
+        413,
+        429,
+        503,
+        504,
+        ok="An action for each observation, with its log-probability and the policy's version",
+    ),
 )
 async def act(body: ActRequest, request: Request, ring: TheRing) -> Response:
-    """`value_estimates` are those of the head `value`, null without one; a language model has no hidden states."""
-    target = await target_of(ring, body, request)
-    if body.actions is not None:
-        check_pairs(len(body.observations), len(body.actions), "observations")
-    prompts = await _prompts(target.served.codec, body.observations)
+    """`value_estimates` are those of the head or output `value`, null without one; a language model has no state."""
+    target = await target_of(ring, body, request, networks=True)
     seed = secrets.randbits(62) if body.seed is None else body.seed
+    if target.network is not None:
+        return await _by_network(body, request, ring, target, target.network, seed)
+    long = len(await request.body()) > LONG_BYTES
+    observations = await aside(body.texts) if long else body.texts()
+    if body.actions is not None:
+        check_pairs(len(observations), len(body.actions), "observations")
+    prompts = await _prompts(target.served.codec, observations)
     choose = _choose if body.actions is not None else _write
     values = asyncio.create_task(_values(ring, target, prompts))
     try:
@@ -98,18 +163,93 @@ async def act(body: ActRequest, request: Request, ring: TheRing) -> Response:
     finally:
         values.cancel()
         await asyncio.gather(values, return_exceptions=True)
-    return json_reply(
-        {
-            "id": f"act-{uuid.uuid4().hex}",
-            "object": "rl.act",
-            "model": body.model or target.served.card.name,
-            "policy_version": target.admitted.id if target.admitted is not None else "",
-            **chosen,
-            "value_estimates": estimates,
-            "new_hidden_states": None,
-            "seed": seed,
-        }
+    return json_reply(_answer(body, target, seed, {**chosen, "value_estimates": estimates}))
+
+
+def _answer(
+    body: ActRequest, target: Target, seed: int, chosen: dict[str, Any], state: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    own = manifest_of(target).name if target.network is not None else target.served.card.name
+    return {
+        "id": f"act-{uuid.uuid4().hex}",
+        "object": "rl.act",
+        "model": body.model or own,
+        "policy_version": target.admitted.id if target.admitted is not None else "",
+        **chosen,
+        "new_hidden_states": state,
+        "seed": seed,
+    }
+
+
+async def _by_network(
+    body: ActRequest, request: Request, ring: Ring, target: Target, network: NetworkSpec, seed: int
+) -> Response:
+    """Actions of a network, whose state travels with the request or is kept under a session's id."""
+    for name in ("max_tokens", "logprobs_mode"):
+        if getattr(body, name) is not None:
+            raise InvalidRequestError(f"'{name}' is a matter of language models", param=name)
+    check_policy(manifest_of(target).id, network, body.actions, body.temperature)
+    session, state = None, body.hidden_states or {}
+    if body.session_id is not None:
+        session, state = await session_of(
+            ring, body.session_id, manifest_of(target), reset=bool(body.reset), step=body.session_step
+        )
+    try:
+        asked = await question(request, network, _given(body, network, state), "observations")
+    except InvalidRequestError as error:
+        error.param = _to_blame(body, network, error.param or "")
+        raise
+    outputs = await answer(ring, target, "act", asked)
+    choose = partial(
+        act_by,
+        outputs,
+        body.actions,
+        seed=seed,
+        deterministic=bool(body.deterministic),
+        temperature=body.temperature or 1.0,
     )
+    large = sum(each.nbytes for each in outputs.values()) > LARGE_VECTOR_BYTES
+    chosen = await aside(choose) if large else choose()
+    step = None
+    if session is not None and body.session_id is not None:
+        step = await move_on(ring, body.session_id, session, network, outputs)
+
+    def write() -> dict[str, Any]:
+        form = body.encoding_format or "float"
+        shape = described if form == "base64" else shown
+        state = {name: shape(outputs[name], form) for name in network.state} or None
+        kept = {} if step is None else {"session_id": body.session_id, "session_step": step}
+        return {**_answer(body, target, seed, chosen, state), **kept}
+
+    return await vectors_reply(list(outputs.values()), write)
+
+
+def _given(body: ActRequest, network: NetworkSpec, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Named tensors: observations, and the state."""
+    given = body.observations
+    if isinstance(given, list):
+        if len(network.inputs) > 1:
+            raise InvalidRequestError(
+                f"this network observes {', '.join(network.inputs)}: give 'observations' by these names",
+                param="observations",
+            )
+        given = {next(iter(network.inputs)): given}
+    if stray := sorted(given.keys() & network.state.keys()):
+        raise InvalidRequestError(f"{stray[0]!r} belongs to 'hidden_states'", param="observations")
+    if unknown := sorted(state.keys() - network.state.keys()):
+        known = ", ".join(network.state) or "none"
+        raise InvalidRequestError(f"no state {unknown[0][:80]!r}; the network has {known}", param="hidden_states")
+    if state and (missing := sorted(network.state.keys() - state.keys())):
+        raise InvalidRequestError(f"{missing[0]!r} is missing: give all of the state, or none", param="hidden_states")
+    return {**given, **state}
+
+
+def _to_blame(body: ActRequest, network: NetworkSpec, param: str) -> str:
+    """The field of the request that a named tensor came in."""
+    name = param.removeprefix("observations.")
+    if name in network.state:
+        return f"hidden_states.{name}" if body.session_id is None else "session_id"
+    return "observations" if isinstance(body.observations, list) and name in network.inputs else param
 
 
 async def _prompts(codec: TextCodec, observations: list[Observation]) -> list[list[int]]:

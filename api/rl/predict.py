@@ -1,7 +1,8 @@
-"""POST /v1/predict: named tensors in, named tensors out, of a served model taken as a plain network.
+"""POST /v1/predict: named tensors in, named tensors out, of a network, or of a language model taken as one.
 
-What a language model takes is `text` or `input_ids`; what it gives is `embedding` (the last position's hidden state,
-[B, H]) and the K most likely next tokens, `next_token_ids` and `next_token_log_probs`, [B, K].
+A network takes and gives what its version's signature says, and its recurrent state. What a language model takes is
+`text` or `input_ids`; what it gives is `embedding` (the last position's hidden state, [B, H]) and the K most likely
+next tokens, `next_token_ids` and `next_token_log_probs`, [B, K].
 """
 
 import uuid
@@ -10,19 +11,24 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 from fastapi import APIRouter, Request
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 from starlette.responses import Response
 
+from api.generation.networks import Format, described, manifest_of, question
+from api.generation.networks import answer as answer_of
 from api.generation.plan import UNSAMPLED, check_prompts, encoded, plain_work, room_for
 from api.generation.running import gather_all
 from api.generation.sampling import StrictId
-from api.generation.target import target_of
-from api.http.bodies import BodyRoute
-from api.http.errors import error_responses
+from api.generation.target import Target, target_of
+from api.http.bodies import LONG_BYTES, BodyRoute
+from api.http.errors import error_responses, from_validation
 from api.http.fields import RequestModel, complaint
 from api.openai.embeddings import vectors_of, vectors_reply
-from api.ring.ring import TheRing
+from api.ring.ring import Ring, TheRing
+from api.ring.room import aside
 from api.rl.act import PolicyFields
+from shared.errors import InvalidRequestError
+from shared.networks.spec import NetworkSpec
 from shared.sequences import SamplingParams
 
 router = APIRouter(tags=["rl"], route_class=BodyRoute)
@@ -45,12 +51,37 @@ class Inputs(RequestModel):
         return self
 
 
-class PredictRequest(PolicyFields):
-    """POST /v1/predict."""
+class LanguageFields(RequestModel):
+    """What PredictRequest has when a language model is asked."""
 
     inputs: Inputs
     outputs: list[Output] = Field(default=["next_token_ids", "next_token_log_probs"], min_length=1)
-    top_k: int = Field(default=10, ge=1, le=20, description="K of the next tokens")
+
+
+class PredictRequest(PolicyFields):
+    """POST /v1/predict."""
+
+    inputs: dict[str, Any] = Field(
+        description="of a language model `text` or `input_ids`; of a network its inputs by name, each nested lists, or "
+        "`{dtype, shape, data}` with lists or base64, a row first"
+    )
+    outputs: list[str] | None = Field(
+        default=None, min_length=1, max_length=64, description="names; default: next tokens, or all of a network"
+    )
+    top_k: int | None = Field(default=None, ge=1, le=20, description="K of the next tokens (10)")
+    encoding_format: Format | None = Field(
+        default=None, description="of a network's outputs: float, the default, or base64"
+    )
+
+    def checked(self) -> LanguageFields:
+        """What a language model is asked; InvalidRequestError."""
+        if self.encoding_format not in (None, "float"):
+            raise InvalidRequestError("base64 is for networks", param="encoding_format")
+        fields = {"inputs": self.inputs} | ({} if self.outputs is None else {"outputs": self.outputs})
+        try:
+            return LanguageFields.model_validate(fields)
+        except ValidationError as error:
+            raise from_validation(error.errors(include_url=False)) from None
 
 
 @router.post(
@@ -60,18 +91,51 @@ class PredictRequest(PolicyFields):
 )
 async def predict(body: PredictRequest, request: Request, ring: TheRing) -> Response:
     """Inputs and outputs by name."""
-    target = await target_of(ring, body, request)
+    target = await target_of(ring, body, request, networks=True)
+    if target.network is not None:
+        return await _by_network(body, request, ring, target, target.network)
+    long = len(await request.body()) > LONG_BYTES
+    return await _by_language_model(body, await aside(body.checked) if long else body.checked(), ring, target)
+
+
+async def _by_network(
+    body: PredictRequest, request: Request, ring: Ring, target: Target, network: NetworkSpec
+) -> Response:
+    if body.top_k is not None:
+        raise InvalidRequestError("a network has no next tokens", param="top_k")
+    known = [*network.outputs, *network.state]
+    wanted = body.outputs or known
+    for at, name in enumerate(wanted):
+        if name not in known:
+            raise InvalidRequestError(
+                f"the network gives no {name[:80]!r}; it gives {', '.join(known)}", param=f"outputs[{at}]"
+            )
+    outputs = await answer_of(ring, target, "predict", await question(request, network, body.inputs, "inputs"))
+
+    def answer() -> dict[str, Any]:
+        return {
+            "id": f"predict-{uuid.uuid4().hex}",
+            "object": "prediction",
+            "model": body.model or manifest_of(target).name,
+            "policy_version": manifest_of(target).id,
+            "outputs": {name: described(outputs[name], body.encoding_format or "float") for name in wanted},
+        }
+
+    return await vectors_reply(list(outputs.values()), answer)
+
+
+async def _by_language_model(body: PredictRequest, asked: LanguageFields, ring: Ring, target: Target) -> Response:
     card, settings = target.served.card, ring.settings
-    prompts = body.inputs.input_ids or await encoded(target.served.codec, body.inputs.text or ())
+    prompts = asked.inputs.input_ids or await encoded(target.served.codec, asked.inputs.text or ())
     check_prompts(prompts, card, settings, "inputs")
     outputs: dict[str, Any] = {}
     vectors: list[npt.NDArray[np.float32]] = []
-    if "embedding" in body.outputs:
+    if "embedding" in asked.outputs:
         work = plain_work("predict", target, settings, prompts, UNSAMPLED, kind="embed", pooling="last")
         vectors = await vectors_of(ring, work)
-    if {"next_token_ids", "next_token_log_probs"} & set(body.outputs):
+    if {"next_token_ids", "next_token_log_probs"} & set(asked.outputs):
         room = room_for(prompts, card, 1, 1)
-        greedy = SamplingParams(max_tokens=room, seed=0, temperature=0.0, top_logprobs=body.top_k)
+        greedy = SamplingParams(max_tokens=room, seed=0, temperature=0.0, top_logprobs=body.top_k or 10)
         gathered = await gather_all(ring, plain_work("predict", target, settings, prompts, greedy))
         tops = [next(event.top_logprobs[0] for event in events if event.top_logprobs) for events in gathered]
         outputs["next_token_ids"] = _tensor("int64", [[each.token for each in top] for top in tops])
@@ -84,7 +148,7 @@ async def predict(body: PredictRequest, request: Request, ring: TheRing) -> Resp
             "id": f"predict-{uuid.uuid4().hex}",
             "object": "prediction",
             "model": body.model or card.name,
-            "outputs": {name: outputs[name] for name in body.outputs},
+            "outputs": {name: outputs[name] for name in asked.outputs},
         }
 
     return await vectors_reply(vectors, answer)

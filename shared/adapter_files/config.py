@@ -5,7 +5,8 @@ dropout, keys}; `scale` multiplies B A directly. PEFT (https://huggingface.co/do
 `lora_alpha`, `target_modules`, `use_dora`, `use_rslora`; the factor is alpha / r, or alpha / sqrt(r) with
 rank-stabilised LoRA (arXiv 2312.03732).
 
-`heads` beside them, or alone, describes heads (shared/heads.py); that is ours.
+`heads` beside them, or alone, describes heads (shared/heads.py); that is ours. So is `network` alone, which describes a
+network that is no language model (shared/networks/spec.py).
 
 What would change the model in a way that A, B and m do not express is refused by name, never ignored. What only
 mattered to training (dropout, learning rate, ...) is ignored.
@@ -20,6 +21,8 @@ import msgspec
 from shared.adapters import AdapterKind
 from shared.errors import AdapterRejectedError
 from shared.heads import Heads, HeadSpec, check_fields, check_heads
+from shared.networks.shapes import with_shapes
+from shared.networks.spec import NetworkSpec
 
 MAX_CONFIG_BYTES = 2**20
 MAX_RANK = 1024
@@ -36,6 +39,7 @@ class AdapterConfig(msgspec.Struct, frozen=True):
     scale: float
     targets: tuple[str, ...] = ()  # modules that the configuration names; (): it does not say
     heads: dict[str, HeadSpec] = {}
+    network: NetworkSpec | None = None
 
     def names(self, module: str) -> bool:
         """Whether the configuration means this module."""
@@ -94,6 +98,8 @@ def read_config(data: bytes) -> AdapterConfig:
         raise AdapterRejectedError(f"adapter_config.json has {len(data)} bytes; at most {MAX_CONFIG_BYTES} are taken")
     try:
         raw = msgspec.json.decode(data, type=dict[str, Any])
+        if "network" in raw:
+            return _network(raw)
         heads = _heads(raw.pop("heads", {}))
         config = _peft(raw) if "peft_type" in raw or "r" in raw else _mlx(raw, has_heads=bool(heads))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -106,6 +112,11 @@ def read_config(data: bytes) -> AdapterConfig:
     if not math.isfinite(config.scale):
         raise AdapterRejectedError(f"adapter_config.json: scale {config.scale} is not finite")
     return config
+
+
+def network_config(network: NetworkSpec) -> bytes:
+    """An `adapter_config.json` of a network."""
+    return msgspec.json.encode({"network": network})
 
 
 def mlx_config(
@@ -134,6 +145,16 @@ def _heads(raw: Any) -> dict[str, HeadSpec]:
     except ValueError as error:
         raise AdapterRejectedError(f"adapter_config.json: heads: {error}") from error
     return heads
+
+
+def _network(raw: dict[str, Any]) -> AdapterConfig:
+    if others := sorted(raw.keys() - {"network"}):
+        raise AdapterRejectedError(f"adapter_config.json: {others[0][:80]!r} beside 'network', which stands alone")
+    try:
+        network = with_shapes(msgspec.convert(raw["network"], NetworkSpec))
+    except ValueError as error:
+        raise AdapterRejectedError(f"adapter_config.json: network: {error}") from error
+    return AdapterConfig("mlx-lm", "network", 0, 0.0, network=network)
 
 
 def _mlx(raw: dict[str, Any], *, has_heads: bool) -> AdapterConfig:

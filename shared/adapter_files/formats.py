@@ -5,7 +5,7 @@ experts `lora_a` [experts, r, in] and `lora_b` [experts, out, r] (mlx_lm/tuner/{
 `base_model.model.<module>.` with `lora_A.weight` [r, in], `lora_B.weight` [out, r], `lora_magnitude_vector` [out], and
 `lora_embedding_A`, `lora_embedding_B` without `.weight` (peft/utils/save_and_load.py): the transposes.
 
-Either may hold heads, too (heads.py).
+Either may hold heads, too (heads.py). A network stands alone (networks.py).
 
 Invariant: what `prepare` returns has been checked whole, and nobody else writes to that file. Every refusal is an
 AdapterRejectedError that names the key and the reason.
@@ -20,11 +20,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple
 
-from shared.adapter_files.config import MAX_CONFIG_BYTES, AdapterConfig, mlx_config, read_config
+from shared.adapter_files.config import MAX_CONFIG_BYTES, AdapterConfig, mlx_config, network_config, read_config
 from shared.adapter_files.heads import PREFIX, checked_heads, parted
+from shared.adapter_files.networks import check_weights
 from shared.adapter_files.tensors import Tensor, read_tensors, write_tensors
 from shared.adapters import AdapterManifest, ModuleShapes, PreparedAdapter
 from shared.errors import AdapterRejectedError
+from shared.heads import HeadSpec
 
 CONFIG_FILE = "adapter_config.json"
 MLX_FILE = "adapters.safetensors"
@@ -124,25 +126,35 @@ def prepared(
 
 def inherit_config(manifest: AdapterManifest) -> bytes:
     """The `adapter_config.json` of a published version, for tensors that come without one."""
+    if manifest.network is not None:
+        return network_config(manifest.network)
     return mlx_config(manifest.kind, manifest.rank, manifest.scale, manifest.modules, manifest.heads)
 
 
 def _prepare(config: AdapterConfig, tensors: Path, workdir: Path, base: _Base, max_bytes: int) -> PreparedAdapter:
-    adapting, of_heads = parted(read_tensors(tensors, max_bytes=max_bytes))
+    read, path = read_tensors(tensors, max_bytes=max_bytes), tensors
+    if config.network is not None:
+        check_weights(config.network, read)
+        return _described(path, config, (), {})
+    adapting, of_heads = parted(read)
     heads = checked_heads(config.heads, of_heads, base.hidden_size)
     modules = _by_module(config, adapting)
     _check(config, modules, base.shapes)
-    path = tensors
     if config.format == "peft":
         path = workdir / f"converted.{MLX_FILE}"
         flat = {f"{module}.{part}": tensor for module, parts in modules.items() for part, tensor in parts.items()}
         flat |= {f"{PREFIX}{name}.{part}": each for name, parts in of_heads.items() for part, each in parts.items()}
         write_tensors(path, flat, {"format": "mlx"})
+    return _described(path, config, tuple(sorted(modules)), heads)
+
+
+def _described(
+    path: Path, config: AdapterConfig, modules: tuple[str, ...], heads: dict[str, HeadSpec]
+) -> PreparedAdapter:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return PreparedAdapter(
-        path, config.kind, config.rank, config.scale, tuple(sorted(modules)), digest, path.stat().st_size, heads
-    )
+    size = path.stat().st_size
+    return PreparedAdapter(path, config.kind, config.rank, config.scale, modules, digest, size, heads, config.network)
 
 
 def _by_module(config: AdapterConfig, tensors: Mapping[str, Tensor]) -> _Modules:

@@ -198,7 +198,7 @@ pending_batches = Key(
 
 _kept_ttl = "as the setting says; 7 d, from the last use"
 # A response's fields: state, body, input, output, previous, ids, ...; a conversation's: body, next, ids, and its items
-kept = Key("parallm:kept:{*}:thing:*", "hash", "api", _kept_ttl, "a response, conversation or answer")
+kept = Key("parallm:kept:{*}:thing:*", "hash", "api", _kept_ttl, "a response, conversation, answer or session")
 kept_order = Key("parallm:kept:{*}:order:*", "sorted set", "api", _kept_ttl, "items in order, answers by time")
 kept_events = Key(
     "parallm:kept:{*}:events:*", "stream", "api", "1 d; 1 h after its end", "what the stream of a response has said"

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 from redis.asyncio import Redis
 
+from shared.adapters import check_language
 from shared.errors import (
     ContextLengthExceededError,
     EmptyPromptError,
@@ -242,6 +243,7 @@ class ServedRewards:
             except (UnknownAdapterError, InvalidRequestError) as error:
                 known = ", ".join(await self._registry.names()) or "none"
                 raise UnknownModelError(f"no model and no adapter {name!r}; models: {known}") from error
+            check_language(resolved.manifest)
             adapter, base, heads = resolved.id, resolved.manifest.base_sha256, resolved.manifest.heads
             card = await self._base(base)
             if card is None:

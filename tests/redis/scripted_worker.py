@@ -42,7 +42,7 @@ class Answer:
     versions: dict[int, str] = field(default_factory=dict)
     at_once: bool = False
     competitors: int = 1
-    embedding: bytes = b""  # of what is embedded, or read by a head
+    embedding: bytes = b""  # of what is embedded, or read by a head or a network
 
     def version(self, position: int) -> str:
         """The adapter version of the token at `position`."""
@@ -150,7 +150,7 @@ class ScriptedWorker:
         event.version = answer.version(position)
         if sampling.top_logprobs is not None:
             event.top_logprobs = [[TokenLogprob(token, -0.25)] * answer.competitors for token in tokens]
-        if claim.spec.kind in ("embed", "head"):
+        if claim.spec.kind in ("embed", "head", "network"):
             event.embedding = answer.embedding
         if position == 0 and sampling.prompt_logprobs is not None:
             event.prompt_logprobs = [None, *[-1.0] * (len(claim.spec.prompt_ids) - 1)]

@@ -17,10 +17,13 @@ import httpx
 import numpy as np
 import pytest
 
+from shared.networks.tensors import pack, unpack
 from shared.process.garbage import leave_out_what_is_loaded
 from shared.sequences import SequenceSpec
 from tests.redis.api_servers import api
 from tests.redis.scripted_worker import MODEL, Answer, working
+from tests.redis.test_api_adapters import files
+from tests.unit.networks import weights_of
 from tests.waiting import wait_until
 
 LONGEST = 10  # times `known_work`: 0.1 s where that takes 0.01 s
@@ -173,11 +176,13 @@ WORST: dict[str, tuple[str, Any]] = {
     "prompts to generate": ("/generate", {"model": MODEL, "prompts": ["a"] * VALUES}),
     "ids to generate": ("/inference/v1/generate", {"model": MODEL, "token_ids": [5] * VALUES}),
     "observations": ("/v1/rl/act", {"model": MODEL, "observations": [[_HI] * 9] * 300}),
+    "numbers for a language model to observe": ("/v1/rl/act", {"model": MODEL, "observations": [[1.5] * 180] * 1000}),
     "embeddings to predict": (
         "/v1/predict",
         {"model": MODEL, "inputs": {"text": ["a"] * 256}, "outputs": ["embedding"]},
     ),
     "inputs to predict": ("/v1/predict", {"model": MODEL, "inputs": {"text": ["ab " * 300] * 1000}}),
+    "tensors for a language model": ("/v1/predict", {"model": MODEL, "inputs": {"x": [[1.5] * 1000] * 190}}),
     "wrong prompts of a job": ("/v1/jobs", {"kind": "generate", "model": MODEL, "prompts": [[[]]] * 90_000}),
     "prompts of a job": ("/v1/jobs", {"kind": "generate", "model": MODEL, "prompts": [[5]] * 49_000}),
     "feedback": ("/v1/feedback", {"id": "x", "rating": "up", "text": "x" * 900_000}),
@@ -243,6 +248,8 @@ def known_work() -> float:
 
 def said(spec: SequenceSpec) -> Answer:
     """As much as is asked for."""
+    if spec.kind == "network":
+        return Answer(embedding=pack({"y": unpack(spec.tensors)["x"]}))
     return Answer("ab " * (spec.sampling.max_tokens // 4), at_once=True, competitors=20, embedding=VECTOR)
 
 
@@ -286,7 +293,32 @@ async def a_split_of_many(http: httpx.AsyncClient) -> None:
         assert refused.status_code in (400, 413), refused.text[:300]
 
 
+async def rows_for_a_network(http: httpx.AsyncClient) -> None:
+    """As many rows as it may be sent, one row with all numbers, and numbers where a name is wanted."""
+    wide = {
+        "inputs": {"x": {"shape": [None, 180]}},
+        "layers": [{"type": "linear", "name": "y", "units": 180}],
+        "outputs": {"y": {"of": "y"}},
+    }
+    uploaded = await http.post(
+        "/upload_adapter", data={"name": "wide"}, files=files({"network": wide}, weights_of(wide))
+    )
+    assert uploaded.status_code == 200, uploaded.text
+    row = [1.25] * 180
+    for inputs, status in (
+        ({"x": [[row]] * 1000}, 200),
+        ({"x": [[row] * 1000]}, 200),
+        ({"x": [[1.5] * 190_000]}, 400),
+        ({"x": [[[1.5] * 95_000, [1.5] * 94_999]]}, 400),
+        ({"x": [[["a"] * 180] * 900]}, 400),
+        ({f"x{at}": 1 for at in range(60_000)}, 400),
+    ):
+        answer = await http.post("/v1/predict", json={"model": "wide", "inputs": inputs})
+        assert answer.status_code == status, answer.text[:300]
+
+
 ATTACKS = {
+    "rows for a network": rows_for_a_network,
     "a batch": a_batch,
     "a stream read again": a_stream_read_again,
     "a long history": a_long_history,

@@ -20,7 +20,15 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from shared.adapters import AdapterChoice, AdapterEvent, AdapterManifest, AdapterRef, unknown_adapter, version_id
+from shared.adapters import (
+    NETWORK_BASE,
+    AdapterChoice,
+    AdapterEvent,
+    AdapterManifest,
+    AdapterRef,
+    unknown_adapter,
+    version_id,
+)
 from shared.errors import AdapterRejectedError, ConflictError, ParallmError, UnknownAdapterError
 from shared.frames import TokenEvent
 from shared.owners import Asker
@@ -135,7 +143,7 @@ class AdapterSync:
         manifest = await self._store.manifest(name, version)
         if manifest.status == "rejected":
             raise ConflictError(f"adapter {manifest.id} did not pass its gate")
-        if manifest.base_sha256 and manifest.base_sha256 != self._base_sha256:
+        if manifest.base_sha256 not in ("", NETWORK_BASE, self._base_sha256):
             raise AdapterRejectedError(f"adapter {manifest.id} was made for another base model")
         return manifest
 

@@ -3,6 +3,7 @@
 Read in this order: `messages.py` (what goes in and out), `thread.py` (the thread and its loop), `engine.py` (one turn),
 `scheduler.py` (which prompt is fed next, and how much of it; pure). Then the rooms: `batch/` (the rows that decode
 together), `kv/` (keys and values that are kept), `lora/` (adapters), `heads/` (small networks on hidden states),
+`networks/` (those that are no language models),
 `sampling/` (drawing a token), `model/` (loading, and what differs between models and back ends), `speculation/`
 (several tokens of a row in one step).
 `between_steps.py` lets somebody else compute between two decode steps, `warm_up.py` measures the machine before the

@@ -217,6 +217,8 @@ class Limits:
 
     def refusal(self, spec: SequenceSpec) -> ParallmError | None:
         """Why this sequence can never run here; None when it can."""
+        if spec.kind == "network":
+            return None
         if not spec.prompt_ids:
             return EmptyPromptError("the prompt has no tokens")
         for ids in (spec.prompt_ids, spec.score_ids, spec.prediction_ids):

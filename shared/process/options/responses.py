@@ -1,4 +1,4 @@
-"""An api process's settings for what it keeps between two requests: responses, conversations, answers for feedback."""
+"""An api process's settings for what it keeps between two requests: responses, conversations, answers, sessions."""
 
 from pydantic import BaseModel, Field
 
@@ -22,6 +22,12 @@ class ResponseSettings(BaseModel):
     )
     feedback_store_mb: int = Field(
         default=256, ge=1, description="answers of one tenant that are kept for feedback; the oldest go"
+    )
+    session_ttl_s: int = Field(
+        default=3600, ge=1, description="a policy's state under a `session_id` that nobody has used for so long goes"
+    )
+    session_store_mb: int = Field(
+        default=64, ge=1, description="states under session ids of one tenant or key; those used longest ago go"
     )
     background_timeout_s: float = Field(default=3600, gt=0, description="deadline of a response with `background`")
 

@@ -9,7 +9,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared.adapters import AdapterManifest, AdapterRef, ResolvedAdapter, unknown_adapter, version_id
-from shared.errors import ConflictError, UnknownAdapterError
+from shared.errors import ConflictError, IncompatibleVersionError, UnknownAdapterError
 from shared.heads import HeadKind
 from shared.owners import WhoAsks, anybody
 from shared.redis import keys
@@ -113,7 +113,7 @@ class AdapterCatalog:
         """The manifest of a version, 0: of the latest; UnknownAdapterError."""
         number = version or await self.latest(name)
         raw = await self._redis.get(keys.adapter_manifest(name, number))
-        manifest = None if raw is None else msgspec.json.decode(raw, type=AdapterManifest)
+        manifest = None if raw is None else _decoded(raw, name, number)
         if manifest is None or not self._who_asks().sees(manifest.tenant):
             shown = version_id(name, version) if version else repr(name)
             raise UnknownAdapterError(f"there is no adapter {shown}")
@@ -174,6 +174,17 @@ class AdapterCatalog:
             pipe.hgetall(keys.adapter(name))
             (head,) = await pipe.execute()
         return dict(head) if self._who_asks().sees(head.get(b"tenant", b"").decode()) else {}
+
+
+def _decoded(raw: bytes, name: str, version: int) -> AdapterManifest:
+    """IncompatibleVersionError for what another version of this program has written, such as a kind of its own."""
+    try:
+        return msgspec.json.decode(raw, type=AdapterManifest)
+    except msgspec.DecodeError as error:
+        raise IncompatibleVersionError(
+            f"adapter {version_id(name, version)} is described as this process cannot read it ({error}): "
+            "run the same version everywhere"
+        ) from error
 
 
 async def missing_head(catalog: AdapterCatalog, model: str, kind: HeadKind, head: str = "") -> str:

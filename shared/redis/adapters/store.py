@@ -103,6 +103,7 @@ class AdapterStore(AdapterPins):
             source=source,
             tenant=tenant,
             heads=adapter.heads,
+            network=adapter.network,
         )
         await self._commit(manifest, adapter.path, set_latest and status == "published", if_latest)
         if self._keep_n:

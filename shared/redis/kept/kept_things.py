@@ -30,14 +30,18 @@ class KeptThings:
         self._redis = redis
         self._terms = terms
 
-    async def put(self, keeper: str, name: str, fields: dict[str, Argument], when: When = "any") -> bool:
+    async def put(
+        self, keeper: str, name: str, fields: dict[str, Argument], when: When = "any", *, at: str = ""
+    ) -> bool:
         """Write fields of a thing; False when it is not there, there already, or over, where `when` asks for that.
+
+        `at`: only while its field `at` says this.
 
         QueueFullError for a new one that finds no room beside those that still run.
         """
         flat = [part for pair in fields.items() for part in pair]
         arguments = self.arguments(keeper, name)
-        done = await _put(self._redis, self.names(keeper, name), [*arguments, when, *flat])
+        done = await _put(self._redis, self.names(keeper, name), [*arguments, when, at, *flat])
         if done < 0:
             raise QueueFullError(
                 f"the responses of this key that still run fill its {self._terms.bytes >> 20} MiB "

@@ -5,6 +5,7 @@ the batch calls it), `sampler.py` (one draw for all rows). What edits the logits
 `token_masks.py`, `grammar_masks.py`.
 
 Prompts: `prompt_group.py` (fed together in one forward), `prefill_lane.py` (scored, embedded or shared prompts),
-`prompts_in_flight.py` (the pieces under way), `keeping.py` (when a row's KV goes into the prefix cache).
+`network_run.py` (what networks read in their place), `prompts_in_flight.py` (the pieces under way), `keeping.py` (when
+a row's KV goes into the prefix cache).
 `adapters.py` is the seam to `lora/`.
 """

@@ -10,6 +10,7 @@ from typing import Protocol
 from shared.errors import UnknownAdapterError
 from worker.engine.batch.row import Row
 from worker.engine.heads.head import Heads
+from worker.engine.networks.network import Network
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ class Adapters(Protocol):
 
     def heads(self, row: Row) -> Heads:
         """Those of the version that `version` says."""
+
+    def network(self, row: Row) -> Network | None:
+        """What that version is that is no adapter of a language model."""
 
     def release(self, row: Row) -> None:
         """The row has left: its slot may be reused."""
@@ -95,6 +99,10 @@ class NoAdapters:
     def heads(self, row: Row) -> Heads:
         """The base's own are not an adapter's."""
         return {}
+
+    def network(self, row: Row) -> Network | None:
+        """The base is none."""
+        return None
 
     def release(self, row: Row) -> None:
         """Nothing is held."""

@@ -1,4 +1,4 @@
-"""Our prefill lane, beside the batch's: prompts that are scored or embedded, and those that rows share.
+"""Our prefill lane, beside the batch's: prompts that are scored or embedded, those that rows share, and networks.
 
 A task runs in chunks between decode steps. Logits of a chunk are reduced to log-probabilities at once: [L, V] of a
 long prompt never exists in one piece. What a task leaves is its KV, for the rows that fork from it, and the
@@ -21,6 +21,7 @@ from shared.frames import Finish, TokenEvent, TokenLogprob
 from shared.sequences import SequenceClass
 from worker.engine.batch.adapters import Adapters
 from worker.engine.batch.keeping import Keeping
+from worker.engine.batch.network_run import NetworkRows, is_spent
 from worker.engine.batch.prompt_group import Entry
 from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Row, RowTag
@@ -56,10 +57,13 @@ class PrefillTask:
     top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
     pool: Pool | None = None  # of an embedding: then all ids are fed, and nothing is scored
     outputs: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # of the heads that have read it, by name
+    network: NetworkRows | None = None  # in the place of a prompt
 
     def __post_init__(self) -> None:
-        embeds = "" if self.pool is None else self.pool.pooling
-        self.key = (tuple(self.ids), self.adapter, embeds)  # tasks of equal keys have the same KV
+        kept: str = "" if self.pool is None else self.pool.pooling
+        if self.network is not None:
+            kept = f"network {self.rows[0].spec.id}"  # no two are the same
+        self.key = (tuple(self.ids), self.adapter, kept)  # tasks of equal keys have the same KV
         self.reports = any(row.spec.kind != "generate" or wants_prompt_logprobs(row) for row in self.rows)
 
     @property
@@ -69,7 +73,9 @@ class PrefillTask:
 
     @property
     def left(self) -> int:
-        """Ids that still have to be fed."""
+        """Ids that still have to be fed; of a network 1 until it is over."""
+        if self.network is not None:
+            return int(self.network.outcome is None)
         return len(self.ids) - (self.pool is None) - self.done
 
     def entry(self, version: str, prefixes: PrefixCache) -> Entry:
@@ -84,6 +90,8 @@ class PrefillTask:
 def task_for(row: Row, adapter: str = "") -> PrefillTask:
     """The task that a row needs: a score, its prompt's log-probabilities, or only KV to fork from."""
     ids = row.context
+    if row.spec.kind == "network":
+        return PrefillTask([row], ids, 0, adapter, network=NetworkRows(row))
     if row.spec.kind in ("embed", "head"):
         return PrefillTask([row], ids, 0, adapter, pool=Pool("last" if row.spec.kind == "head" else row.spec.pooling))
     if wants_prompt_logprobs(row):
@@ -95,7 +103,7 @@ def task_for(row: Row, adapter: str = "") -> PrefillTask:
 def promote(row: Row, adapters: Adapters, prefixes: PrefixCache) -> None:
     """Have KV brought to memory that a row could start from, once, as soon as its version is known."""
     version = adapters.version(row)
-    if row.promotion is UNASKED and (version or not row.spec.adapter):
+    if row.spec.kind != "network" and row.promotion is UNASKED and (version or not row.spec.adapter):
         row.promotion = prefixes.promotion(row.context, version, task_for(row).score_from)
 
 
@@ -123,6 +131,7 @@ class PrefillLane:
         self._pieces = pieces
         self._area = area  # bounds the width of a piece (scheduler.widest)
         self._tasks: list[PrefillTask] = []
+        self._spent = -1.0  # the turn that has no more time for networks
 
     @property
     def waiting(self) -> set[SequenceClass]:
@@ -130,8 +139,11 @@ class PrefillLane:
         return {task.sequence_class for task in self._tasks}
 
     def first(self, of: SequenceClass) -> PrefillTask | None:
-        """The running task of a class."""
-        return next((task for task in self._tasks if task.sequence_class == of), None)
+        """The running task of a class: a network while the turn has time for one, else the first prompt."""
+        tasks = [task for task in self._tasks if task.sequence_class == of]
+        has_time = self._spent != self._pieces.opened
+        networks = (task for task in tasks if task.network is not None and (has_time or not task.left))
+        return next(networks, None) or next((task for task in tasks if task.network is None), None)
 
     def add(self, task: PrefillTask) -> None:
         """Queue a task, or join an equal one."""
@@ -176,6 +188,9 @@ class PrefillLane:
         if row.spec.kind == "score":
             event.score_logprobs = task.logprobs[prompt - 1 - task.score_from :]
             event.finish = Finish("stop", cached_tokens=row.cached_tokens)
+        elif task.network is not None:
+            event.version = self._model.adapters.version(row)
+            event.embedding, event.finish = task.network.report()
         elif row.spec.kind == "head":
             event.version = self._model.adapters.version(row)
             event.embedding, event.finish = self._read(task, row)
@@ -217,7 +232,10 @@ class PrefillLane:
         self._tasks.remove(task)
 
     def feed(self, task: PrefillTask, budget: int) -> int:
-        """Run one chunk of a task, at most `budget` ids; its length."""
+        """Run one chunk of a task, at most `budget` ids; its length, 0 of a network."""
+        if task.network is not None:
+            self._compute(task, task.network)
+            return 0
         if task.pool is not None and not task.done and (tasks := self._together(task, budget)):
             return self._embed_together(tasks)
         if task.pool is not None and not task.left:
@@ -262,6 +280,17 @@ class PrefillLane:
 
     def _set_aside(self, task: PrefillTask) -> None:
         self._keeping.at_stops(task.rows[:1], [task.done], lambda _: KvRows.of(task.kv))
+
+    def _compute(self, task: PrefillTask, network: NetworkRows) -> None:
+        if task.left:
+            opened = self._pieces.opened
+            self._pieces.ignore()
+            network.advance(self._model, self._of_its_version(task), opened)
+            if task.left or is_spent(opened):
+                self._spent = opened
+
+    def _of_its_version(self, task: PrefillTask) -> list[NetworkRows]:
+        return [each.network for each in self._tasks if each.network and each.adapter == task.adapter]
 
     def _embed(self, task: PrefillTask, pool: Pool, length: int) -> None:
         ids_1L = mx.array(task.ids[task.done : task.done + length])[None]

@@ -20,16 +20,21 @@ class Pieces:
         self._states: list[Any] = []
         self._positions = 0
         self._began = 0.0
+        self.opened = 0.0  # when the turn began
 
     def open(self) -> None:
         """A turn that computes begins."""
-        self._began = time.perf_counter()
+        self._began = self.opened = time.perf_counter()
 
     def begin(self, state: Any, positions: int) -> None:
         """Compute these arrays; waits for nothing."""
         mx.async_eval(state)  # type: ignore[no-untyped-call]
         self._states.append(state)
         self._positions += positions
+
+    def ignore(self) -> None:
+        """Learn nothing of this turn: it has other work to do, too."""
+        self._began = 0.0
 
     def drop(self) -> None:
         """Somebody else waits for them, or nobody."""

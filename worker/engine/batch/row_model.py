@@ -17,6 +17,7 @@ from worker.engine.heads.head import Head, Heads
 from worker.engine.kv.layout import KvLayout
 from worker.engine.model.batching import takes_padding
 from worker.engine.model.pooling import hidden_states
+from worker.engine.networks.network import Network
 
 
 class RowModel:
@@ -54,6 +55,13 @@ class RowModel:
             owner = self.adapters.version(row) or "this model"
             raise UnsupportedModelError(f"{owner} has no head {row.spec.head!r}", param="head")
         return head
+
+    def network(self, row: Row) -> Network:
+        """The network that a row asks for; UnsupportedModelError when its version is none."""
+        network = self.adapters.network(row)
+        if network is None:
+            raise UnsupportedModelError(f"{self.adapters.version(row) or 'this model'} is no network", param="model")
+        return network
 
     @property
     def embeds(self) -> bool:

@@ -1,9 +1,4 @@
-"""One head: its weights, and what it makes of hidden states.
-
-All is computed in fp32. On a CPU that is one matrix product for all texts, by numpy: MLX's takes several times as long
-there. GPUs may round the inputs of such a product, so there products and sums are computed apart from each other, text
-by text: memory is fast enough for it.
-"""
+"""One head: its weights, and what it makes of hidden states, in fp32 (worker/engine/networks/products.py)."""
 
 from __future__ import annotations
 
@@ -18,6 +13,7 @@ import numpy.typing as npt
 
 from shared.errors import AdapterRejectedError
 from shared.heads import Activation, HeadSpec
+from worker.engine.networks.products import multiply
 
 Tensors = dict[str, mx.array]
 
@@ -37,11 +33,7 @@ class Layer:
     bias_O: mx.array | None
 
     def __call__(self, x_NI: mx.array) -> mx.array:
-        if mx.default_device() == mx.Device(mx.cpu):
-            with np.errstate(over="ignore", invalid="ignore"):  # whoever asks looks whether outputs are finite
-                y_NO = mx.array(np.asarray(x_NI) @ np.asarray(self.weight_OI).T)
-        else:
-            y_NO = mx.stack([mx.sum(self.weight_OI * x_I, axis=-1) for x_I in x_NI])
+        y_NO = multiply(x_NI, self.weight_OI)
         return y_NO if self.bias_O is None else y_NO + self.bias_O
 
     @property

@@ -26,6 +26,7 @@ from worker.engine.heads.head import Heads, read_heads
 from worker.engine.lora.layers import SiteWeights
 from worker.engine.lora.stacks import AdaptedModel, AdapterWeights
 from worker.engine.model.sites import Site
+from worker.engine.networks.network import Network, read_network
 
 PAUSE_S = 0.001  # after each module: the engine's thread shares the interpreter and the machine with this one
 
@@ -40,6 +41,7 @@ class ReadAdapter:
 
     weights: AdapterWeights
     heads: Heads
+    network: Network | None = None
 
 
 OnRead = Callable[[AdapterManifest, ReadAdapter | ParallmError], None]
@@ -87,7 +89,9 @@ class AdapterReader:
             heads = read_heads(manifest.id, manifest.heads, path, self._hidden_size)
             weights = read_adapter(path, manifest, self._adapted.sites, self._adapted.dtype, self._max_rank)
             self._adapted.prepare_kernels(weights)
-            result = ReadAdapter(weights, heads)
+            described = manifest.network
+            network = None if described is None else read_network(manifest.id, described, path)
+            result = ReadAdapter(weights, heads, network)
         except ParallmError as error:
             result = error
         except Exception as error:

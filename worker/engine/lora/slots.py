@@ -31,6 +31,7 @@ from worker.engine.lora.reader import AdapterReader, ReadAdapter
 from worker.engine.lora.slot_table import SlotTable
 from worker.engine.lora.stacks import AdaptedModel
 from worker.engine.model.loader import LoadedModel
+from worker.engine.networks.network import Network
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class _Load:
     dora: bool
     began: float  # monotonic
     heads: Heads
+    network: Network | None
 
 
 class AdapterSlots:
@@ -82,6 +84,7 @@ class AdapterSlots:
         self._loads: deque[_Load] = deque()
         self._dora: set[str] = set()
         self._heads: dict[str, Heads] = {}  # of loaded versions
+        self._networks: dict[str, Network] = {}  # loaded versions that are one
         self._moved: list[Row] = []
         self._epoch = 0  # changes when a follower's version may have changed
         self._selected: tuple[tuple[Row, ...], int] = ((), -1)
@@ -132,7 +135,15 @@ class AdapterSlots:
         version = version_id(choice.name, choice.version) if choice.version else self._latest.get(choice.name, "")
         if not version or not (version in self._files or self._table.is_loaded(version)):
             raise UnknownAdapterError(f"adapter {row.spec.adapter!r} is not known on this worker")
+        self._check_nature(row, version)
         self._claims[row] = _Claim(choice.name, version, follows)
+
+    def _check_nature(self, row: Row, version: str) -> None:
+        file = self._files.get(version)
+        is_network = version in self._networks if file is None else file[1].network is not None
+        if is_network != (row.spec.kind == "network"):
+            other = "a network and no adapter of a language model" if is_network else "no network"
+            raise InvalidRequestError(f"{version} is {other}", param="adapter")
 
     def ready(self, row: Row) -> bool:
         """Hold the slot when the version is in one; else want it."""
@@ -165,6 +176,10 @@ class AdapterSlots:
     def heads(self, row: Row) -> Heads:
         """What was read with the version's weights."""
         return self._heads.get(self.version(row), {})
+
+    def network(self, row: Row) -> Network | None:
+        """What was read in the place of weights for the base."""
+        return self._networks.get(self.version(row))
 
     def release(self, row: Row) -> None:
         """Give up the hold, or the wish."""
@@ -230,7 +245,8 @@ class AdapterSlots:
             self._fail(manifest.id, result)
             return
         steps = self._adapted.fill(self._table.slot_of(manifest.id), result.weights)
-        self._loads.append(_Load(manifest.id, steps, manifest.kind == "dora", time.monotonic(), result.heads))
+        began, is_dora = time.monotonic(), manifest.kind == "dora"
+        self._loads.append(_Load(manifest.id, steps, is_dora, began, result.heads, result.network))
 
     def _fail(self, version: str, error: ParallmError) -> None:
         self._failed[version] = error
@@ -267,6 +283,9 @@ class AdapterSlots:
         loaded = self._table.loaded()
         self._heads = {version: heads for version, heads in self._heads.items() if version in loaded}
         self._heads[load.version] = load.heads
+        self._networks = {version: network for version, network in self._networks.items() if version in loaded}
+        if load.network is not None:
+            self._networks[load.version] = load.network
         for claim in self._claims.values():
             if claim.version == load.version and not claim.held:
                 self._hold(claim)  # before anybody else may take the slot
@@ -274,7 +293,7 @@ class AdapterSlots:
         if self._latest.get(name) == load.version:
             self._serve(name)
         of_heads = (head.nbytes for heads in self._heads.values() for head in heads.values())
-        self._bytes = self._adapted.nbytes + sum(of_heads)
+        self._bytes = self._adapted.nbytes + sum(of_heads) + sum(each.nbytes for each in self._networks.values())
         self._swaps += 1
         self._swap_s += time.monotonic() - load.began
         self._changed = True

@@ -1,0 +1,172 @@
+"""What a request asks of a network: tensors from JSON, the sequences that carry them, and the tensors that come back.
+
+Rows travel in sequences of kind "network", some in each: as many as a worker may compute in one piece. All are computed
+by the version that the request was admitted with.
+"""
+
+import base64
+import binascii
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from fastapi import Request
+
+from api.generation.plan import UNSAMPLED, plain_work
+from api.generation.running import gather_all
+from api.generation.target import Target
+from api.http.bodies import LONG_BYTES
+from api.ring.ring import Ring
+from api.ring.room import aside
+from shared.adapters import AdapterManifest
+from shared.errors import InvalidRequestError
+from shared.networks.shapes import Plan
+from shared.networks.spec import NetworkSpec, TensorSpec
+from shared.networks.tensors import NUMPY, Array, Tensors, check_tensors, pack, unpack
+
+MOST_ROWS = 1024  # of a request
+ROWS_OF_A_SEQUENCE = 64
+BYTES_OF_A_SEQUENCE = 1 << 20  # that it brings, and that it gives
+MOST_NUMBERS = 1 << 20  # of an answer
+
+Format = Literal["float", "base64"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """Rows for a network, checked, and how many a sequence carries."""
+
+    tensors: Tensors
+    rows: int
+    at_once: int
+
+    @property
+    def packed(self) -> list[bytes]:
+        """Of each sequence."""
+        starts = range(0, self.rows, self.at_once)
+        return [pack({name: each[at : at + self.at_once] for name, each in self.tensors.items()}) for at in starts]
+
+
+async def question(request: Request, network: NetworkSpec, given: Mapping[str, Any], param: str) -> Question:
+    """The rows of a request: named tensors as JSON has them. InvalidRequestError names the tensor and the reason.
+
+    What a long body has is read beside the event loop.
+    """
+    if len(await request.body()) > LONG_BYTES:
+        return await aside(_question, network, given, param)
+    return _question(network, given, param)
+
+
+async def answer(ring: Ring, target: Target, name: str, asked: Question) -> Tensors:
+    """The network's outputs and new state for all rows; `name` begins the ids of its sequences."""
+    packed = asked.packed
+    work = plain_work(name, target, ring.settings, [()] * len(packed), UNSAMPLED, kind="network", tensors=tuple(packed))
+    parts = [unpack(events[-1].embedding or b"") for events in await gather_all(ring, work)]
+    return {each: np.concatenate([part[each] for part in parts]) for each in parts[0]}
+
+
+def manifest_of(target: Target) -> AdapterManifest:
+    """Of a target that is a network."""
+    assert target.admitted is not None, "a network is a version"
+    return target.admitted.manifest
+
+
+def shown(tensor: Array, form: Format = "float") -> Any:
+    """Nested lists, or base64 of the bytes, row-major, little-endian."""
+    return tensor.tolist() if form == "float" else base64.b64encode(np.ascontiguousarray(tensor).data).decode()
+
+
+def described(tensor: Array, form: Format = "float") -> dict[str, Any]:
+    """Such as a request may send back."""
+    dtype = "int32" if tensor.dtype.kind == "i" else "float32"
+    return {"dtype": dtype, "shape": list(tensor.shape), "data": shown(tensor, form)}
+
+
+def _question(network: NetworkSpec, given: Mapping[str, Any], param: str) -> Question:
+    known = {**network.inputs, **network.state}
+    tensors: Tensors = {}
+    for name, value in given.items():
+        spec = known.get(name)
+        if spec is None:
+            tensors[name] = np.zeros((1,), np.float32)  # its name is what is wrong with it
+        else:
+            tensors[name] = _tensor(value, spec, f"{param}.{name}")
+    planned = check_tensors(network, tensors, param)
+    rows = len(next(iter(tensors.values())))
+    if rows > MOST_ROWS:
+        raise InvalidRequestError(f"{rows} rows; a request may have {MOST_ROWS}", param=param)
+    gives = _numbers(network, planned)
+    if rows * gives > MOST_NUMBERS:
+        raise InvalidRequestError(
+            f"{rows} rows of {gives} numbers are more than {MOST_NUMBERS} for one answer: send fewer rows", param=param
+        )
+    row_bytes = max(4 * gives, sum(each[0].nbytes for each in tensors.values()), 1)
+    at_once = planned.rows(max(1, min(ROWS_OF_A_SEQUENCE, BYTES_OF_A_SEQUENCE // row_bytes)))
+    return Question(tensors, rows, at_once)
+
+
+def _numbers(network: NetworkSpec, planned: Plan) -> int:
+    """That one row is given."""
+    shapes = [planned.shapes[output.of] for output in network.outputs.values()]
+    shapes += [state.shape for state in network.state.values()]
+    return sum(math.prod(size or 1 for size in shape) for shape in shapes)
+
+
+def _tensor(value: Any, spec: TensorSpec, param: str) -> Array:
+    if isinstance(value, np.ndarray):  # a state that we have kept
+        return value
+    if not isinstance(value, dict):
+        return _from_lists(value, spec, param)
+    if unknown := sorted(value.keys() - {"dtype", "shape", "data"}):
+        raise InvalidRequestError(
+            f"{unknown[0][:80]!r} is no part of a tensor: 'data', 'shape' and 'dtype' are", param=param
+        )
+    dtype, shape, data = value.get("dtype", spec.dtype), value.get("shape"), value.get("data")
+    if dtype != spec.dtype:
+        raise InvalidRequestError(f"dtype {str(dtype)[:80]!r}; {spec.dtype} is wanted", param=param)
+    is_shape = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    if shape is not None and not is_shape:
+        raise InvalidRequestError("'shape' is a list of sizes", param=param)
+    if not isinstance(data, str):
+        tensor = _from_lists(data, spec, param)
+        if shape is not None and list(tensor.shape) != shape:
+            raise InvalidRequestError(f"'data' has shape {list(tensor.shape)}, and 'shape' says {shape}", param=param)
+        return tensor
+    if shape is None:
+        raise InvalidRequestError("data in base64 needs 'shape'", param=param)
+    try:
+        read = base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidRequestError("'data' is neither nested lists of numbers nor base64", param=param) from None
+    wanted = math.prod(shape) * NUMPY[spec.dtype].itemsize
+    if len(read) != wanted:
+        raise InvalidRequestError(f"'data' has {len(read)} bytes; shape {shape} has {wanted}", param=param)
+    return np.frombuffer(read, NUMPY[spec.dtype]).reshape(shape)
+
+
+def _from_lists(value: Any, spec: TensorSpec, param: str) -> Array:
+    """Row by row: between two rows others may run."""
+    if not isinstance(value, list):
+        raise InvalidRequestError("nested lists of numbers are wanted, a row first", param=param)
+    if len(value) > MOST_ROWS:
+        raise InvalidRequestError(f"{len(value)} rows; a request may have {MOST_ROWS}", param=param)
+    rows: list[Array] = []
+    for at, each in enumerate(value):
+        try:
+            row = np.asarray(each)
+        except (ValueError, OverflowError, RecursionError):
+            raise InvalidRequestError(f"row {at} is ragged: its lists differ in length", param=param) from None
+        kinds = "iuf" if spec.dtype == "float32" else "iu"
+        if row.dtype.kind not in kinds and row.size:
+            raise InvalidRequestError(f"row {at} holds what is no {spec.dtype}", param=param)
+        if rows and row.shape != rows[0].shape:
+            raise InvalidRequestError(
+                f"row {at} has shape {list(row.shape)}, row 0 has {list(rows[0].shape)}", param=param
+            )
+        if spec.dtype == "int32":
+            row = np.clip(row.astype(np.float64), -1, spec.below)  # what lies beyond is wrong either way
+        with np.errstate(over="ignore"):  # it is looked at whether they are finite
+            rows.append(row.astype(NUMPY[spec.dtype]))
+    return np.stack(rows) if rows else np.zeros((0,), NUMPY[spec.dtype])
