@@ -16,4 +16,5 @@ reaches the ring). `settings.py` has the flags, `orders.py` what users ask, `met
 trainer is ready. `recipes/` holds settings, `tiny/` makes our own small model.
 `datasets/` are runs that learn from a data set in place of rollouts: `heads/` a head that learns from preferences
 (`--mode reward`), `tuning/` a policy that learns from examples or preferences (`--mode sft`, `dpo`).
+`merging/` is a program of its own: an adapter becomes part of its base's weights.
 """
