@@ -5,6 +5,7 @@ The base is read through mlx-lm, tensor by tensor as the new files are written, 
 Heads of the version read the same hidden states of the merged model, and go into its subfolder `heads`.
 """
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm.utils
 import msgspec
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
 from shared.adapter_files.config import mlx_config
 from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE, prepared
@@ -119,10 +120,30 @@ def _write_model(model: Any, config: dict[str, Any], folder: Path) -> None:
         raise SetupError(f"the merged model takes {needed / 1e9:.2f} GB in {folder.parent}{room(folder)}")
     sees = "vision_tower" in getattr(model, "model", {})
     try:
-        mlx_lm.utils.save_model(folder, model, donate_model=True)
+        _write_weights(model, folder)
     except RuntimeError as error:  # mlx does not tell which error of the disk it was
         raise SetupError(f"cannot write the merged model in {folder.parent}: {error}{room(folder)}") from error
     mlx_lm.utils.save_config(config, folder / "config.json", keep_vision_config=sees)
+
+
+def _write_weights(model: Any, folder: Path) -> None:
+    """As mlx_lm.utils.save_model, but computed one by one: at once, what goes in and what comes out lie in memory."""
+    total = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    index: dict[str, Any] = {
+        "metadata": {"total_size": total, "total_parameters": mlx_lm.utils.get_total_parameters(model)},
+        "weight_map": {},
+    }
+    files = mlx_lm.utils.make_shards(dict(tree_flatten(model.parameters())))
+    model.update(tree_map(lambda _: mx.array([]), model.parameters()))  # what is written is let go of
+    for at, tensors in enumerate(files):
+        name = f"model-{at + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        for tensor in tensors.values():
+            mx.eval(tensor)
+        mx.save_safetensors(str(folder / name), tensors, {"format": "mlx"})
+        index["weight_map"] |= dict.fromkeys(tensors, name)
+        tensors.clear()
+    index["weight_map"] = dict(sorted(index["weight_map"].items()))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=4))
 
 
 def _forget_quantization(config: dict[str, Any]) -> None:
