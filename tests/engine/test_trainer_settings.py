@@ -143,6 +143,11 @@ def test_rollouts_that_are_tempered_or_filtered_come_with_the_samplers_own_logpr
         (["--mode", "sft", "--dataset", "x", "--dpo-beta", "0.2"], "--dpo-beta has no use with --mode sft"),
         (["--mode", "sft", "--dataset", "x", "--head-only"], "--head-only has no use with --mode sft"),
         (["--mode", "dpo", "--dataset", "x", "--kl-coefficient", "1"], "--kl-coefficient has no use with --mode dpo"),
+        (["--mode", "dpo", "--dataset", "x", "--feedback-max-age-days", "3"], "goes with --dataset feedback:POLICY"),
+        (["--mode", "sft", "--dataset", "feedback:a", "--connect-to", "b:1"], "preferences are for --mode dpo"),
+        (["--mode", "dpo", "--dataset", "feedback:a"], "is asked of an api: give --connect-to HOST:PORT"),
+        (["--mode", "dpo", "--dataset", "feedback:a", "--connect-to", "redis://b:1"], "give --connect-to HOST:PORT"),
+        (["--mode", "dpo", "--dataset", "feedback:", "--connect-to", "b:1"], "'' is no adapter name"),
         (["--mode", "dpo", "--dataset", "x", "--temperature", "0.5"], "--temperature has no use with --mode dpo"),
     ],
 )
