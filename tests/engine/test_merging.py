@@ -144,6 +144,18 @@ def test_a_base_of_16_bits_stays_one_and_is_rounded_once(tmp_path: Path) -> None
     assert (mx.abs(ours[f"{module}.weight"] - exact) <= mx.abs(exact) * 2**-8 + 1e-7).all().item()
 
 
+def test_a_sum_that_the_bases_type_cannot_hold_is_refused(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base", LLAMA)
+    half = {name: value.astype(mx.float16) for name, value in tensors_of(base).items()}
+    mx.save_safetensors(str(base / "model.safetensors"), half)
+    _, made, adapter = made_adapter(base, tmp_path / "adapter", keys=("mlp.up_proj",))
+    config = mlx_config("lora", made.manifest.rank, 1e6, made.manifest.modules)
+    (adapter / "adapter_config.json").write_bytes(config)
+    with pytest.raises(SetupError, match=r"up_proj.weight: what is merged is too large a number for mlx.core.float16"):
+        merge(Merging(str(base), adapter, tmp_path / "merged", "a@1"))
+    assert not list(tmp_path.glob("merged*"))
+
+
 def test_heads_go_beside_the_merged_weights_as_an_adapter_of_their_own(tmp_path: Path) -> None:
     base = write_model(tmp_path / "base", LLAMA)
     _, made, adapter = made_adapter(base, tmp_path / "adapter", keys=("self_attn.q_proj",))
@@ -250,7 +262,7 @@ def test_a_folder_that_somebody_else_has_made_meanwhile_is_left_alone(tmp_path: 
     assert [path.name for path in tmp_path.rglob("*")] == ["there", "theirs"]
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "there"):
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
@@ -258,3 +270,8 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     with whole_folder(tmp_path / "there") as partial:
         (partial / "ours").write_text("ours")
     assert [path.name for path in tmp_path.rglob("*")] == ["there", "ours"]
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with whole_folder(Path()) as partial:
+        (partial / "ours").write_text("ours")
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["ours"]

@@ -314,6 +314,8 @@ async def test_preferences_come_as_pairs_of_token_ids(
         answers = await judged_answers(asking, "policy")
     chosen = next(name for name, answer in answers.items() if answer.preferred_over)
     strange = {name: msgspec.structs.replace(answer, text="another text") for name, answer in answers.items()}
-    assert pairs_of(strange, codec(), 0)[1:] == (0, 0, 2, 0), "ids of another tokenizer"
+    assert pairs_of(strange, codec(), 0)[1:] == (0, 0, 2, 0, 0), "ids of another tokenizer"
+    silent = answers | {chosen: msgspec.structs.replace(answers[chosen], completion_ids=(), text="")}
+    assert (len(pairs_of(silent, codec(), 0).lines), pairs_of(silent, codec(), 0).empty) == (1, 1)
     halved = {name: answer for name, answer in answers.items() if name != answers[chosen].preferred_over}
     assert (len(pairs_of(halved, codec(), 0).lines), pairs_of(halved, codec(), 0).halved) == (1, 1)

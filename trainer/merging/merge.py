@@ -7,6 +7,7 @@ Heads of the version read the same hidden states of the merged model, and go int
 
 import json
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def merge(asked: Merging) -> tuple[str, ...]:
             _copy_others(path, partial)
             _write_heads(adapter, partial)
             (partial / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record)))
-            _write_model(model, config, partial)
+            _write_model(model, config, partial, adapter.modules)
     return record.heads
 
 
@@ -114,19 +115,19 @@ def _fuse(model: Any, adapter: PreparedAdapter, name: str) -> None:
     fuse(model, sites, read_adapter(adapter.path, manifest, sites, mx.float32, max_rank=adapter.rank))
 
 
-def _write_model(model: Any, config: dict[str, Any], folder: Path) -> None:
+def _write_model(model: Any, config: dict[str, Any], folder: Path, merged: Collection[str]) -> None:
     needed = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     if needed > shutil.disk_usage(folder).free:
         raise SetupError(f"the merged model takes {needed / 1e9:.2f} GB in {folder.parent}{room(folder)}")
     sees = "vision_tower" in getattr(model, "model", {})
     try:
-        _write_weights(model, folder)
+        _write_weights(model, folder, merged)
     except RuntimeError as error:  # mlx does not tell which error of the disk it was
         raise SetupError(f"cannot write the merged model in {folder.parent}: {error}{room(folder)}") from error
     mlx_lm.utils.save_config(config, folder / "config.json", keep_vision_config=sees)
 
 
-def _write_weights(model: Any, folder: Path) -> None:
+def _write_weights(model: Any, folder: Path, merged: Collection[str]) -> None:
     """As mlx_lm.utils.save_model, but computed one by one: at once, what goes in and what comes out lie in memory."""
     total = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     index: dict[str, Any] = {
@@ -137,8 +138,10 @@ def _write_weights(model: Any, folder: Path) -> None:
     model.update(tree_map(lambda _: mx.array([]), model.parameters()))  # what is written is let go of
     for at, tensors in enumerate(files):
         name = f"model-{at + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
-        for tensor in tensors.values():
+        for path, tensor in tensors.items():
             mx.eval(tensor)
+            if path.rpartition(".")[0] in merged and not mx.isfinite(tensor).all().item():
+                raise SetupError(f"{path}: what is merged is too large a number for {tensor.dtype}, the base's type")
         mx.save_safetensors(str(folder / name), tensors, {"format": "mlx"})
         index["weight_map"] |= dict.fromkeys(tensors, name)
         tensors.clear()

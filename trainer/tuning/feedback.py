@@ -56,6 +56,7 @@ class Pairs(NamedTuple):
     halved: int = 0  # one of the two answers is not kept any more
     foreign: int = 0  # ids that this model's tokenizer reads as another text
     equal: int = 0  # both answers are the same tokens
+    empty: int = 0  # an answer has no token, or no token stands before it
 
 
 class _Page(msgspec.Struct):
@@ -85,7 +86,7 @@ async def judged_answers(api: HttpApi, policy: str) -> dict[str, JudgedAnswer]:
 def pairs_of(answers: Mapping[str, JudgedAnswer], codec: TextCodec, oldest_ms: int) -> Pairs:
     """The preferences, the oldest first. An answer's age is that of the answer, not of the verdict."""
     lines: list[PairLine] = []
-    too_old = halved = foreign = equal = 0
+    too_old = halved = foreign = equal = empty = 0
     for chosen in sorted(answers.values(), key=lambda answer: (answer.created_ms, answer.name)):
         if not chosen.preferred_over:
             continue
@@ -94,6 +95,8 @@ def pairs_of(answers: Mapping[str, JudgedAnswer], codec: TextCodec, oldest_ms: i
             halved += 1
         elif min(chosen.created_ms, rejected.created_ms) < oldest_ms:
             too_old += 1
+        elif not (chosen.prompt_ids and chosen.completion_ids and rejected.completion_ids):
+            empty += 1
         elif not all(_reads_as_said(answer, codec) for answer in (chosen, rejected)):
             foreign += 1
         elif chosen.completion_ids == rejected.completion_ids:
@@ -101,7 +104,7 @@ def pairs_of(answers: Mapping[str, JudgedAnswer], codec: TextCodec, oldest_ms: i
         else:
             ids = (chosen.prompt_ids, chosen.completion_ids, rejected.completion_ids)
             lines.append(PairLine(*ids, chosen.policy, chosen.name, rejected.name))
-    return Pairs(tuple(lines), too_old, halved, foreign, equal)
+    return Pairs(tuple(lines), too_old, halved, foreign, equal, empty)
 
 
 async def preferences(api: HttpApi, policy: str, codec: TextCodec, max_age_days: float, now_ms: int) -> bytes:
@@ -140,7 +143,6 @@ def _encoded(lines: Iterable[PairLine]) -> bytes:
 
 def _reads_as_said(answer: JudgedAnswer, codec: TextCodec) -> bool:
     """Whether the ids are of this model's tokenizer. A text may end earlier, at a stop string."""
-    ids = (*answer.prompt_ids, *answer.completion_ids)
-    if not ids or any(codec.token(id_) is None for id_ in ids):
+    if any(codec.token(id_) is None for id_ in (*answer.prompt_ids, *answer.completion_ids)):
         return False
     return codec.decode(answer.completion_ids).strip().startswith(answer.text.strip())
