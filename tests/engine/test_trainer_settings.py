@@ -148,6 +148,10 @@ def test_rollouts_that_are_tempered_or_filtered_come_with_the_samplers_own_logpr
         (["--mode", "dpo", "--dataset", "feedback:a"], "is asked of an api: give --connect-to HOST:PORT"),
         (["--mode", "dpo", "--dataset", "feedback:a", "--connect-to", "redis://b:1"], "give --connect-to HOST:PORT"),
         (["--mode", "dpo", "--dataset", "feedback:", "--connect-to", "b:1"], "'' is no adapter name"),
+        (["--mode", "distill", "--teacher", "a@1"], "--mode distill needs a --dataset of messages or completions"),
+        (["--mode", "distill", "--dataset", "x"], "--mode distill needs a --teacher"),
+        (["--mode", "distill", "--dataset", "x", "--teacher", "a@1"], "asked of an api: give --connect-to HOST:PORT"),
+        (["--mode", "sft", "--dataset", "x", "--teacher", "a@1"], "--teacher has no use with --mode sft"),
         (["--mode", "dpo", "--dataset", "x", "--temperature", "0.5"], "--temperature has no use with --mode dpo"),
     ],
 )

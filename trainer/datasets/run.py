@@ -100,7 +100,7 @@ class DataRun(ABC, Generic[T]):
 
     # -- what a kind of run says
 
-    async def _gather(self) -> None:
+    async def _gather(self, loaded: LoadedModel) -> None:
         """Ask the ring for data, if they come from there; nothing of the run's folder is changed."""
 
     async def _keep_gathered(self) -> None:
@@ -132,7 +132,7 @@ class DataRun(ABC, Generic[T]):
     async def start(self, loaded: LoadedModel) -> None:
         """Read the data, make the learner, go on from a checkpoint if there is one."""
         settings = self._settings
-        await self._gather()
+        await self._gather(loaded)
         self._data = await asyncio.to_thread(self._read, loaded.card.context_length)
         self._learner = await self._host.run(at_once(lambda: self._new_learner(loaded.model)))
         config = await self._host.run(at_once(self._learner.config))

@@ -31,7 +31,8 @@ from trainer.rollouts.groups import RolloutRequest
 from trainer.tuning import feedback
 from trainer.tuning.examples import Examples, Tuning, read_examples
 from trainer.tuning.learner import TuneLearner
-from trainer.versions.checkpoint import sync
+from trainer.versions.checkpoint import write_whole
+from worker.engine.model.loader import LoadedModel
 
 PARITY_PROMPTS = 4
 PARITY_TOKENS = 16
@@ -75,7 +76,7 @@ class TuneRun(DataRun[SampleGroup]):
         settings = self._settings
         return TuneLearner(model, self._tuning, settings.adapter_shape(), settings.dpo_beta, options_of(settings))
 
-    async def _gather(self) -> None:
+    async def _gather(self, loaded: LoadedModel) -> None:
         settings = self._settings
         policy = feedback_policy(settings.dataset)
         if policy is None:
@@ -92,15 +93,7 @@ class TuneRun(DataRun[SampleGroup]):
     async def _keep_gathered(self) -> None:
         if self._preferences is None:
             return
-        kept, preferences = self._settings.folder / feedback.FILE, self._preferences
-
-        def write() -> None:
-            partial_file = kept.with_suffix(".partial")
-            partial_file.write_bytes(preferences)
-            sync(partial_file)
-            partial_file.replace(kept)
-
-        await self._disk.run(write)
+        await self._disk.run(write_whole, self._settings.folder / feedback.FILE, self._preferences)
 
     async def _parity(self, version: int) -> list[GateCheck]:
         while True:

@@ -203,6 +203,14 @@ def _digest(path: Path) -> _File:
         return _File(hashlib.file_digest(stream, "sha256").hexdigest(), path.stat().st_size)
 
 
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file that is there whole or not at all."""
+    partial = file.with_suffix(".partial")
+    partial.write_bytes(content)
+    sync(partial)
+    partial.replace(file)
+
+
 def sync(path: Path) -> None:
     """Have a file or a folder on the disk itself before anything that counts on it."""
     descriptor = os.open(path, os.O_RDONLY)
