@@ -3,7 +3,7 @@
 import json
 import resource
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,24 +99,32 @@ def test_a_merged_model_says_what_the_base_says_with_the_adapter(case: str, tmp_
     assert not list(tmp_path.glob("*partial*"))
 
 
-def test_a_packed_weight_is_packed_again_as_it_was_and_others_stay(tmp_path: Path) -> None:
-    base = write_model(tmp_path / "base", LLAMA, bits=4)
-    _, made, adapter = made_adapter(base, tmp_path / "adapter", keys=("self_attn.q_proj",), strength=0.1)
+@pytest.mark.parametrize(
+    ("config", "keys"), [(LLAMA, ("self_attn.q_proj",)), (MOE, SWITCHES), (QWEN3, ("model.embed_tokens",))]
+)
+def test_a_packed_weight_is_packed_again_as_it_was_and_others_stay(
+    tmp_path: Path, config: dict[str, Any], keys: tuple[str, ...]
+) -> None:
+    base = write_model(tmp_path / "base", config, bits=4)
+    _, made, adapter = made_adapter(base, tmp_path / "adapter", keys=keys, strength=0.1)
     merge(Merging(str(base), adapter, tmp_path / "merged", "a@1"))
-    ours, old = tensors_of(tmp_path / "merged"), tensors_of(base)
+    ours, old, lora = tensors_of(tmp_path / "merged"), tensors_of(base), tensors_of(adapter, "adapters")
     changed = {name for name in old if not mx.array_equal(old[name], ours[name])}
     assert ours.keys() == old.keys()
     assert changed == {f"{module}.{part}" for module in made.manifest.modules for part in PACKED}
     for module in made.manifest.modules:
-        lora = tensors_of(adapter, "adapters")
-        delta = made.manifest.scale * (lora[f"{module}.lora_a"] @ lora[f"{module}.lora_b"]).T
-        exact = mx.dequantize(*(old[f"{module}.{part}"] for part in PACKED), group_size=32, bits=4) + delta
-        again = mx.dequantize(*mx.quantize(exact, group_size=32, bits=4), group_size=32, bits=4)
-        merged = mx.dequantize(*(ours[f"{module}.{part}"] for part in PACKED), group_size=32, bits=4)
-        assert mx.allclose(merged, again, atol=1e-5)
+        a, b = lora[f"{module}.lora_a"], lora[f"{module}.lora_b"]
+        delta = b @ a if a.ndim == 3 else a @ b if "embed" in module else (a @ b).T
+        exact = unpacked(old[f"{module}.{part}"] for part in PACKED) + made.manifest.scale * delta
+        again = unpacked(mx.quantize(exact, group_size=32, bits=4))
+        assert mx.allclose(unpacked(ours[f"{module}.{part}"] for part in PACKED), again, atol=1e-5)
     said = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert (said["quantization"]["bits"], said["quantization"]["group_size"]) == (4, 32)
     assert load_model(EngineConfig(str(tmp_path / "merged"))).card.quantization == "4 bits, groups of 32"
+
+
+def unpacked(parts: Iterable[mx.array]) -> mx.array:
+    return mx.dequantize(*parts, group_size=32, bits=4)
 
 
 def test_mlx_lm_loads_what_was_merged_from_a_peft_folder_with_rank_stabilised_scale(tmp_path: Path) -> None:
