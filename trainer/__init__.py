@@ -15,5 +15,7 @@ reaches the ring). `settings.py` has the flags, `orders.py` what users ask, `met
 `loggers/` the boards that others draw of it, `stopping.py` signals, `warm_up.py` the train steps before a hosted
 trainer is ready. `recipes/` holds settings, `tiny/` makes our own small model.
 `datasets/` are runs that learn from a data set in place of rollouts: `heads/` a head that learns from preferences
-(`--mode reward`), `tuning/` a policy that learns from examples or preferences (`--mode sft`, `dpo`).
+(`--mode reward`), `tuning/` a policy that learns from examples or preferences (`--mode sft`, `dpo`),
+`distilling/` one that learns from a teacher's scores (`--mode distill`).
+`merging/` is a program of its own: an adapter becomes part of its base's weights.
 """
