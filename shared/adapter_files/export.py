@@ -56,7 +56,7 @@ def _moved(key: str, tensor: Tensor) -> tuple[str, Tensor]:
 
 
 def _peft_config(adapter: PreparedAdapter | AdapterManifest, base: str) -> dict[str, Any]:
-    return {
+    config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -72,3 +72,6 @@ def _peft_config(adapter: PreparedAdapter | AdapterManifest, base: str) -> dict[
         "target_modules": sorted(adapter.modules),
         "modules_to_save": None,
     }
+    if any(map(is_embedding, adapter.modules)):  # else PEFT leaves an output layer that is tied to it as it was
+        config["ensure_weight_tying"] = True
+    return config

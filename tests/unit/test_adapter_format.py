@@ -392,6 +392,7 @@ def test_what_is_exported_comes_in_again_as_it_was(tmp_path: Path, form: Format,
         assert names == expected
         said = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
         assert (said["lora_alpha"], said["base_model_name_or_path"]) == (80.0, "somewhere/model")
+        assert said.get("ensure_weight_tying", False) == (not dora), "of the embedding, a tied output layer goes along"
 
 
 def test_what_peft_has_no_place_for_is_refused_by_name(tmp_path: Path) -> None:
