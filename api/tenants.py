@@ -99,6 +99,7 @@ RULES: dict[str, Rule] = {
     "DELETE /v1/jobs/{job_id}": CHANGE_JOB,
     "POST /v1/jobs/{job_id}/retry": CHANGE_JOB,
     "POST /v1/rl/act": WORK,
+    "POST /v1/rl/rollout": WORK,
     "POST /v1/predict": WORK,
     "POST /inference/v1/generate": WORK,
     "POST /generate": WORK,

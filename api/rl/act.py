@@ -130,6 +130,7 @@ class ActRequest(PolicyFields):
             raise from_validation(error.errors(include_url=False)) from None
 
 
+@router.post("/v1/rl/rollout", summary="Act on a batch of observations (another name)", responses=error_responses())
 @router.post(
     "/v1/rl/act",
     summary="Act on a batch of observations",
