@@ -9,8 +9,10 @@ import binascii
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from fastapi import Request
 
@@ -22,16 +24,23 @@ from api.ring.ring import Ring
 from api.ring.room import aside
 from shared.adapters import AdapterManifest
 from shared.errors import InvalidRequestError
-from shared.networks.shapes import Plan
-from shared.networks.spec import NetworkSpec, TensorSpec
-from shared.networks.tensors import NUMPY, Array, Tensors, check_tensors, pack, unpack
+from shared.networks.shapes import MAX_NUMBERS, Plan
+from shared.networks.spec import Dtype, NetworkSpec, TensorSpec
+from shared.networks.tensors import NUMPY, Array, Tensors, check_tensors, pack, shape_with_batch, unpack
 
 MOST_ROWS = 1024  # of a request
 ROWS_OF_A_SEQUENCE = 64
 BYTES_OF_A_SEQUENCE = 1 << 20  # that it brings, and that it gives
 MOST_NUMBERS = 1 << 20  # of an answer
 
+MOST_SIZES = 4  # of a shape that a request says: rows, steps, width, and one to be refused for what it is
+
 Format = Literal["float", "base64"]
+
+_ROWS: dict[Dtype, tuple[Any, ...]] = {  # by the number of its dimensions
+    "float32": (float, list[float], list[list[float]]),
+    "int32": (int, list[int]),
+}
 
 
 @dataclass(frozen=True)
@@ -126,9 +135,10 @@ def _tensor(value: Any, spec: TensorSpec, param: str) -> Array:
     dtype, shape, data = value.get("dtype", spec.dtype), value.get("shape"), value.get("data")
     if dtype != spec.dtype:
         raise InvalidRequestError(f"dtype {str(dtype)[:80]!r}; {spec.dtype} is wanted", param=param)
-    is_shape = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
-    if shape is not None and not is_shape:
-        raise InvalidRequestError("'shape' is a list of sizes", param=param)
+    if shape is not None and not _is_shape(shape):
+        raise InvalidRequestError(
+            f"'shape' is a list of sizes: up to {MOST_SIZES}, each up to {MAX_NUMBERS}", param=param
+        )
     if not isinstance(data, str):
         tensor = _from_lists(data, spec, param)
         if shape is not None and list(tensor.shape) != shape:
@@ -146,6 +156,12 @@ def _tensor(value: Any, spec: TensorSpec, param: str) -> Array:
     return np.frombuffer(read, NUMPY[spec.dtype]).reshape(shape)
 
 
+def _is_shape(shape: Any) -> bool:
+    """So small that what follows from it is computed at once."""
+    is_list = isinstance(shape, list) and len(shape) <= MOST_SIZES
+    return is_list and all(type(size) is int and 0 <= size <= MAX_NUMBERS for size in shape)
+
+
 def _from_lists(value: Any, spec: TensorSpec, param: str) -> Array:
     """Row by row: between two rows others may run."""
     if not isinstance(value, list):
@@ -154,19 +170,39 @@ def _from_lists(value: Any, spec: TensorSpec, param: str) -> Array:
         raise InvalidRequestError(f"{len(value)} rows; a request may have {MOST_ROWS}", param=param)
     rows: list[Array] = []
     for at, each in enumerate(value):
-        try:
-            row = np.asarray(each)
-        except (ValueError, OverflowError, RecursionError):
-            raise InvalidRequestError(f"row {at} is ragged: its lists differ in length", param=param) from None
-        kinds = "iuf" if spec.dtype == "float32" else "iu"
-        if row.dtype.kind not in kinds and row.size:
+        sizes, first = _sizes(each)
+        if type(first) not in (int, float, NoneType):
             raise InvalidRequestError(f"row {at} holds what is no {spec.dtype}", param=param)
+        if len(sizes) != len(spec.shape):
+            raise InvalidRequestError(
+                f"this has shape {[len(value), *sizes]}; {shape_with_batch(spec.shape)} is wanted", param=param
+            )
+        row = _row(at, each, spec, param)
         if rows and row.shape != rows[0].shape:
             raise InvalidRequestError(
                 f"row {at} has shape {list(row.shape)}, row 0 has {list(rows[0].shape)}", param=param
             )
         if spec.dtype == "int32":
-            row = np.clip(row.astype(np.float64), -1, spec.below)  # what lies beyond is wrong either way
+            row = np.clip(row, -1, spec.below)  # what lies beyond is wrong either way
         with np.errstate(over="ignore"):  # it is looked at whether they are finite
             rows.append(row.astype(NUMPY[spec.dtype]))
     return np.stack(rows) if rows else np.zeros((0,), NUMPY[spec.dtype])
+
+
+def _sizes(value: Any) -> tuple[list[int], Any]:
+    """The shape of nested lists, as their first ones have it, and the first thing that is none."""
+    sizes = []
+    while isinstance(value, list):
+        sizes.append(len(value))
+        value = value[0] if value else None
+    return sizes, value
+
+
+def _row(at: int, row: Any, spec: TensorSpec, param: str) -> Array:
+    """Numbers and nothing else come before numpy, which would make every text as long as the longest."""
+    try:
+        return np.asarray(msgspec.convert(row, _ROWS[spec.dtype][len(spec.shape)]), np.float64)
+    except (msgspec.ValidationError, OverflowError):
+        raise InvalidRequestError(f"row {at} holds what is no {spec.dtype}", param=param) from None
+    except ValueError:
+        raise InvalidRequestError(f"row {at} is ragged: its lists differ in length", param=param) from None

@@ -121,18 +121,22 @@ RIGHT = [[0.0, 1.0, 2.0, 3.0]]
         ({"inputs": {"observation": [1.0, 2.0]}}, "inputs.observation", "[2]; [B, 4]"),
         ({"inputs": {"observation": []}}, "inputs.observation", "[B, 4]"),
         ({"inputs": {"observation": [[1, 2], [3]]}}, "inputs.observation", "row 1 has shape [1]"),
-        ({"inputs": {"observation": [[[1], [2, 3]]]}}, "inputs.observation", "ragged"),
+        ({"inputs": {"observation": [[[1], [2, 3]]]}}, "inputs.observation", "[1, 2, 1]; [B, 4]"),
+        ({"model": "net-series", "inputs": {"series": [[[1], [2, 3]]]}}, "inputs.series", "ragged"),
         ({"inputs": {"observation": [["a", 1, 2, 3]]}}, "inputs.observation", "no float32"),
         ({"inputs": {"observation": [[True] * 4]}}, "inputs.observation", "no float32"),
+        ({"inputs": {"observation": [[1, 2, 3, True]]}}, "inputs.observation", "no float32"),
         ({"inputs": {"observation": [[None] * 4]}}, "inputs.observation", "no float32"),
         ({"inputs": {"observation": [[1e300, 0, 0, 0]]}}, "inputs.observation", "[0, 0] is no finite float32"),
-        ({"inputs": {"observation": [[10**30, 0, 0, 0]]}}, "inputs.observation", "no float32"),
+        ({"inputs": {"observation": [[10**400, 0, 0, 0]]}}, "inputs.observation", "no float32"),
         ({"inputs": {"observation": "abc"}}, "inputs.observation", "nested lists"),
         ({"inputs": {"observation": {"data": "%%", "shape": [1, 4]}}}, "inputs.observation", "base64"),
         ({"inputs": {"observation": {"data": "AAAA", "shape": [1, 4]}}}, "inputs.observation", "3 bytes"),
         ({"inputs": {"observation": {"data": "AAAA"}}}, "inputs.observation", "needs 'shape'"),
         ({"inputs": {"observation": {"data": RIGHT, "shape": [4]}}}, "inputs.observation", "'shape' says [4]"),
         ({"inputs": {"observation": {"data": RIGHT, "shape": [-1, "a"]}}}, "inputs.observation", "list of sizes"),
+        ({"inputs": {"observation": {"data": "", "shape": [0, 2**62, 2**62]}}}, "inputs.observation", "list of sizes"),
+        ({"inputs": {"observation": {"data": "", "shape": [0] + [1] * 100}}}, "inputs.observation", "list of sizes"),
         ({"inputs": {"observation": {"data": RIGHT, "dtype": "int32"}}}, "inputs.observation", "float32 is wanted"),
         ({"inputs": {"observation": {"data": RIGHT, "pickle": "x"}}}, "inputs.observation", "'pickle'"),
         ({"inputs": {"observation": RIGHT * 1025}}, "inputs.observation", "1025 rows"),
@@ -195,6 +199,8 @@ def test_a_discrete_policy_says_exact_probabilities_and_values(http: httpx.Clien
     greedy = post(http, ACT, model="net-mlp", **fields, deterministic=True, actions=["left", "right"])
     assert greedy["action_indices"] == probs.argmax(-1).tolist()
     assert greedy["actions"] == [["left", "right"][at] for at in greedy["action_indices"]]
+    sharp = post(http, ACT, model="net-mlp", **fields, temperature=5e-324)
+    assert sharp["action_indices"] == greedy["action_indices"] and set(sharp["action_log_probs"]) == {0.0}
     warm = post(http, ACT, model="net-mlp", **fields, temperature=2.0)
     np.testing.assert_allclose(warm["action_probs"], softmax(wanted["action_logits"] / 2), rtol=1e-5, atol=1e-5)
 
