@@ -107,6 +107,14 @@ STEPS = {"x": {"shape": [None, 4]}}
             ),
             "reads",
         ),
+        (
+            with_layers(
+                {"type": "conv1d", "name": "a", "channels": 1, "kernel": 1, "padding": 1024, "stride": 1024},
+                inputs={"x": {"shape": [1, 16_384]}},
+            ),
+            "reads 33,570,816 numbers",
+        ),
+        (with_layers(linear(of=["x", "x"])), "reads the same value twice"),
         ({**MLP, "outputs": {"value": {"of": "v", "shape": [2]}}}, "shape [2], layer 'v' gives [1]"),
     ],
 )  # fmt: skip
@@ -191,6 +199,18 @@ def test_what_a_row_would_cost_is_known_before_it_is_computed() -> None:
     ids = {"x": {"shape": [1024], "dtype": "int32", "below": 9}}
     looked_up = with_layers({"type": "embedding", "name": "a", "units": 256}, inputs=ids)
     assert plan(spec_of(looked_up)).rows(1000) == 16, "what takes no products takes memory: a MiB for a row here"
+
+
+def test_what_a_layer_copies_before_it_computes_counts_as_memory() -> None:
+    wide = [linear(f"l{at}", 256, of=["x"]) for at in range(16)]
+    joins = {"type": "steps", "name": "a", "take": "mean", "of": [each["name"] for each in wide]}
+    rows = plan(spec_of(with_layers(*wide, joins, inputs={"x": {"shape": [1024, 4]}}))).rows(1000)
+    assert rows == 1, "16 MiB for a row"
+    deep = [linear(f"l{at}", 256, of=["x"]) for at in range(64)]
+    kept = plan(spec_of(with_layers(*deep, inputs={"x": {"shape": [256, 4]}})))
+    assert kept.rows(1000) == 4, "16 MiB of values for a row until its end"
+    padded = {"type": "conv1d", "name": "a", "channels": 1, "kernel": 1, "padding": 1000, "stride": 1024}
+    assert plan(spec_of(with_layers(padded, inputs={"x": {"shape": [48, 512]}}))).rows(1000) == 4, "4 MiB for a row"
 
 
 def test_tensors_travel_as_they_are_and_what_is_none_is_refused() -> None:
