@@ -119,6 +119,11 @@ class ActRequest(PolicyFields):
             raise complaint("session_step", "a session that begins has made no steps")
         return self
 
+    @property
+    def session(self) -> str:
+        """A session whose state is kept stays with a version of a split, as one of `user` does."""
+        return self.user or self.session_id or ""
+
     def texts(self) -> list[Observation]:
         """What a language model observes; InvalidRequestError."""
         for name in ("hidden_states", "session_id", "encoding_format"):

@@ -218,6 +218,17 @@ def test_a_gaussian_policy_says_exact_densities(http: httpx.Client, networks: No
     np.testing.assert_allclose(still["actions"], mean, rtol=1e-5, atol=1e-5)
 
 
+def test_a_session_stays_with_its_version_of_a_split(http: httpx.Client, networks: None) -> None:
+    assert upload(http, "net-lstm", weights_of(LSTM, 1), {"network": LSTM}).status_code == 200
+    try:
+        fields = {"model": "net-lstm@1:0.5,net-lstm@2:0.5", "observations": [[0.0, 1.0, 2.0, 3.0]]}
+        for session in ("split-a", "split-b"):
+            steps = [post(http, ACT, **fields, session_id=session, reset=at == 0) for at in range(8)]
+            assert len({step["policy_version"] for step in steps}) == 1
+    finally:
+        assert http.post("/v1/adapters/net-lstm/rollback", json={"version": 1}).status_code == 200
+
+
 @pytest.mark.parametrize("form", ["float", "base64"])
 def test_a_recurrent_policy_goes_on_with_the_state_that_travels(http: httpx.Client, networks: None, form: str) -> None:
     steps = [inputs_of(LSTM, 3, seed=seed) for seed in range(4)]
