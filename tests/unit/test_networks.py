@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from shared.adapter_files.export import export
 from shared.adapter_files.formats import inherit_config, prepare
+from shared.adapter_files.formats import prepared as prepared_folder
 from shared.adapters import AdapterManifest
 from shared.errors import AdapterRejectedError, InvalidRequestError, UnreadableMessageError
 from shared.networks.shapes import plan
@@ -48,6 +50,16 @@ def test_a_network_is_a_version_with_its_signature_filled_in(name: str, tmp_path
     manifest = AdapterManifest("n", 1, base_sha256="", parent=0, chunk_size=1, created_ms=0, **fields)
     again = msgspec.json.decode(msgspec.json.encode(manifest), type=AdapterManifest)
     assert again == manifest and json.loads(inherit_config(again))["network"]["inputs"]
+
+
+def test_an_exported_network_comes_in_again_as_it_was(tmp_path: Path) -> None:
+    made = prepared(tmp_path, SERIES, weights_of(SERIES))
+    (tmp_path / "out").mkdir()
+    export(made, made.path, tmp_path / "out", "mlx-lm", "")
+    with prepared_folder(tmp_path / "out") as again:
+        assert (again.network, again.sha256) == (made.network, made.sha256)
+    with pytest.raises(AdapterRejectedError, match="it is a network, for which PEFT has no place"):
+        export(made, made.path, tmp_path / "out", "peft", "")
 
 
 def with_layers(*layers: dict[str, Any], inputs: Any = None, of: str = "") -> dict[str, Any]:
