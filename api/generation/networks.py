@@ -7,7 +7,7 @@ by the version that the request was admitted with.
 import base64
 import binascii
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal
@@ -76,6 +76,11 @@ async def answer(ring: Ring, target: Target, name: str, asked: Question) -> Tens
     return {each: np.concatenate([part[each] for part in parts]) for each in parts[0]}
 
 
+def first_stray(given: Iterable[str], known: Container[str]) -> str | None:
+    """The first name that is not known; there may be very many."""
+    return next((name for name in given if name not in known), None)
+
+
 def manifest_of(target: Target) -> AdapterManifest:
     """Of a target that is a network."""
     assert target.admitted is not None, "a network is a version"
@@ -95,13 +100,9 @@ def described(tensor: Array, form: Format = "float") -> dict[str, Any]:
 
 def _question(network: NetworkSpec, given: Mapping[str, Any], param: str) -> Question:
     known = {**network.inputs, **network.state}
-    tensors: Tensors = {}
-    for name, value in given.items():
-        spec = known.get(name)
-        if spec is None:
-            tensors[name] = np.zeros((1,), np.float32)  # its name is what is wrong with it
-        else:
-            tensors[name] = _tensor(value, spec, f"{param}.{name}")
+    tensors = {name: _tensor(given[name], spec, f"{param}.{name}") for name, spec in known.items() if name in given}
+    if (stray := first_stray(given, known)) is not None:
+        tensors[stray] = np.zeros((1,), np.float32)  # its name is what is wrong with it
     planned = check_tensors(network, tensors, param)
     rows = len(next(iter(tensors.values())))
     if rows > MOST_ROWS:
@@ -128,13 +129,14 @@ def _tensor(value: Any, spec: TensorSpec, param: str) -> Array:
         return value
     if not isinstance(value, dict):
         return _from_lists(value, spec, param)
-    if unknown := sorted(value.keys() - {"dtype", "shape", "data"}):
+    if (stray := first_stray(value, ("dtype", "shape", "data"))) is not None:
         raise InvalidRequestError(
-            f"{unknown[0][:80]!r} is no part of a tensor: 'data', 'shape' and 'dtype' are", param=param
+            f"{stray[:80]!r} is no part of a tensor: 'data', 'shape' and 'dtype' are", param=param
         )
     dtype, shape, data = value.get("dtype", spec.dtype), value.get("shape"), value.get("data")
     if dtype != spec.dtype:
-        raise InvalidRequestError(f"dtype {str(dtype)[:80]!r}; {spec.dtype} is wanted", param=param)
+        said = repr(dtype[:80]) if isinstance(dtype, str) else "that is no name"
+        raise InvalidRequestError(f"dtype {said}; {spec.dtype} is wanted", param=param)
     if shape is not None and not _is_shape(shape):
         raise InvalidRequestError(
             f"'shape' is a list of sizes: up to {MOST_SIZES}, each up to {MAX_NUMBERS}", param=param
