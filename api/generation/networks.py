@@ -7,10 +7,12 @@ by the version that the request was admitted with.
 import base64
 import binascii
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from fastapi import Request
 
@@ -22,16 +24,23 @@ from api.ring.ring import Ring
 from api.ring.room import aside
 from shared.adapters import AdapterManifest
 from shared.errors import InvalidRequestError
-from shared.networks.shapes import Plan
-from shared.networks.spec import NetworkSpec, TensorSpec
-from shared.networks.tensors import NUMPY, Array, Tensors, check_tensors, pack, unpack
+from shared.networks.shapes import MAX_NUMBERS, Plan
+from shared.networks.spec import Dtype, NetworkSpec, TensorSpec
+from shared.networks.tensors import NUMPY, Array, Tensors, check_tensors, pack, shape_with_batch, unpack
 
 MOST_ROWS = 1024  # of a request
 ROWS_OF_A_SEQUENCE = 64
 BYTES_OF_A_SEQUENCE = 1 << 20  # that it brings, and that it gives
 MOST_NUMBERS = 1 << 20  # of an answer
 
+MOST_SIZES = 4  # of a shape that a request says: rows, steps, width, and one to be refused for what it is
+
 Format = Literal["float", "base64"]
+
+_ROWS: dict[Dtype, tuple[Any, ...]] = {  # by the number of its dimensions
+    "float32": (float, list[float], list[list[float]]),
+    "int32": (int, list[int]),
+}
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,11 @@ async def answer(ring: Ring, target: Target, name: str, asked: Question) -> Tens
     return {each: np.concatenate([part[each] for part in parts]) for each in parts[0]}
 
 
+def first_stray(given: Iterable[str], known: Container[str]) -> str | None:
+    """The first name that is not known; there may be very many."""
+    return next((name for name in given if name not in known), None)
+
+
 def manifest_of(target: Target) -> AdapterManifest:
     """Of a target that is a network."""
     assert target.admitted is not None, "a network is a version"
@@ -86,13 +100,9 @@ def described(tensor: Array, form: Format = "float") -> dict[str, Any]:
 
 def _question(network: NetworkSpec, given: Mapping[str, Any], param: str) -> Question:
     known = {**network.inputs, **network.state}
-    tensors: Tensors = {}
-    for name, value in given.items():
-        spec = known.get(name)
-        if spec is None:
-            tensors[name] = np.zeros((1,), np.float32)  # its name is what is wrong with it
-        else:
-            tensors[name] = _tensor(value, spec, f"{param}.{name}")
+    tensors = {name: _tensor(given[name], spec, f"{param}.{name}") for name, spec in known.items() if name in given}
+    if (stray := first_stray(given, known)) is not None:
+        tensors[stray] = np.zeros((1,), np.float32)  # its name is what is wrong with it
     planned = check_tensors(network, tensors, param)
     rows = len(next(iter(tensors.values())))
     if rows > MOST_ROWS:
@@ -119,16 +129,18 @@ def _tensor(value: Any, spec: TensorSpec, param: str) -> Array:
         return value
     if not isinstance(value, dict):
         return _from_lists(value, spec, param)
-    if unknown := sorted(value.keys() - {"dtype", "shape", "data"}):
+    if (stray := first_stray(value, ("dtype", "shape", "data"))) is not None:
         raise InvalidRequestError(
-            f"{unknown[0][:80]!r} is no part of a tensor: 'data', 'shape' and 'dtype' are", param=param
+            f"{stray[:80]!r} is no part of a tensor: 'data', 'shape' and 'dtype' are", param=param
         )
     dtype, shape, data = value.get("dtype", spec.dtype), value.get("shape"), value.get("data")
     if dtype != spec.dtype:
-        raise InvalidRequestError(f"dtype {str(dtype)[:80]!r}; {spec.dtype} is wanted", param=param)
-    is_shape = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
-    if shape is not None and not is_shape:
-        raise InvalidRequestError("'shape' is a list of sizes", param=param)
+        said = repr(dtype[:80]) if isinstance(dtype, str) else "that is no name"
+        raise InvalidRequestError(f"dtype {said}; {spec.dtype} is wanted", param=param)
+    if shape is not None and not _is_shape(shape):
+        raise InvalidRequestError(
+            f"'shape' is a list of sizes: up to {MOST_SIZES}, each up to {MAX_NUMBERS}", param=param
+        )
     if not isinstance(data, str):
         tensor = _from_lists(data, spec, param)
         if shape is not None and list(tensor.shape) != shape:
@@ -146,6 +158,12 @@ def _tensor(value: Any, spec: TensorSpec, param: str) -> Array:
     return np.frombuffer(read, NUMPY[spec.dtype]).reshape(shape)
 
 
+def _is_shape(shape: Any) -> bool:
+    """So small that what follows from it is computed at once."""
+    is_list = isinstance(shape, list) and len(shape) <= MOST_SIZES
+    return is_list and all(type(size) is int and 0 <= size <= MAX_NUMBERS for size in shape)
+
+
 def _from_lists(value: Any, spec: TensorSpec, param: str) -> Array:
     """Row by row: between two rows others may run."""
     if not isinstance(value, list):
@@ -154,19 +172,39 @@ def _from_lists(value: Any, spec: TensorSpec, param: str) -> Array:
         raise InvalidRequestError(f"{len(value)} rows; a request may have {MOST_ROWS}", param=param)
     rows: list[Array] = []
     for at, each in enumerate(value):
-        try:
-            row = np.asarray(each)
-        except (ValueError, OverflowError, RecursionError):
-            raise InvalidRequestError(f"row {at} is ragged: its lists differ in length", param=param) from None
-        kinds = "iuf" if spec.dtype == "float32" else "iu"
-        if row.dtype.kind not in kinds and row.size:
+        sizes, first = _sizes(each)
+        if type(first) not in (int, float, NoneType):
             raise InvalidRequestError(f"row {at} holds what is no {spec.dtype}", param=param)
+        if len(sizes) != len(spec.shape):
+            raise InvalidRequestError(
+                f"this has shape {[len(value), *sizes]}; {shape_with_batch(spec.shape)} is wanted", param=param
+            )
+        row = _row(at, each, spec, param)
         if rows and row.shape != rows[0].shape:
             raise InvalidRequestError(
                 f"row {at} has shape {list(row.shape)}, row 0 has {list(rows[0].shape)}", param=param
             )
         if spec.dtype == "int32":
-            row = np.clip(row.astype(np.float64), -1, spec.below)  # what lies beyond is wrong either way
+            row = np.clip(row, -1, spec.below)  # what lies beyond is wrong either way
         with np.errstate(over="ignore"):  # it is looked at whether they are finite
             rows.append(row.astype(NUMPY[spec.dtype]))
     return np.stack(rows) if rows else np.zeros((0,), NUMPY[spec.dtype])
+
+
+def _sizes(value: Any) -> tuple[list[int], Any]:
+    """The shape of nested lists, as their first ones have it, and the first thing that is none."""
+    sizes = []
+    while isinstance(value, list):
+        sizes.append(len(value))
+        value = value[0] if value else None
+    return sizes, value
+
+
+def _row(at: int, row: Any, spec: TensorSpec, param: str) -> Array:
+    """Numbers and nothing else come before numpy, which would make every text as long as the longest."""
+    try:
+        return np.asarray(msgspec.convert(row, _ROWS[spec.dtype][len(spec.shape)]), np.float64)
+    except (msgspec.ValidationError, OverflowError):
+        raise InvalidRequestError(f"row {at} holds what is no {spec.dtype}", param=param) from None
+    except ValueError:
+        raise InvalidRequestError(f"row {at} is ragged: its lists differ in length", param=param) from None

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from api.generation.choice import ends_with_stop_token, shown_versions
 from api.generation.continuations import check_pairs, log_probabilities
 from api.generation.heads import heads_of, read_by_head
-from api.generation.networks import Format, answer, described, manifest_of, question, shown
+from api.generation.networks import Format, answer, described, first_stray, manifest_of, question, shown
 from api.generation.plan import check_prompts, encoded, plain_work, room_for
 from api.generation.running import gather_all
 from api.generation.sampling import StrictId
@@ -118,6 +118,11 @@ class ActRequest(PolicyFields):
         if self.reset and self.session_step is not None:
             raise complaint("session_step", "a session that begins has made no steps")
         return self
+
+    @property
+    def session(self) -> str:
+        """A session whose state is kept stays with a version of a split, as one of `user` does."""
+        return self.user or self.session_id or ""
 
     def texts(self) -> list[Observation]:
         """What a language model observes; InvalidRequestError."""
@@ -237,9 +242,9 @@ def _given(body: ActRequest, network: NetworkSpec, state: Mapping[str, Any]) -> 
         given = {next(iter(network.inputs)): given}
     if stray := sorted(given.keys() & network.state.keys()):
         raise InvalidRequestError(f"{stray[0]!r} belongs to 'hidden_states'", param="observations")
-    if unknown := sorted(state.keys() - network.state.keys()):
+    if (stray_state := first_stray(state, network.state)) is not None:
         known = ", ".join(network.state) or "none"
-        raise InvalidRequestError(f"no state {unknown[0][:80]!r}; the network has {known}", param="hidden_states")
+        raise InvalidRequestError(f"no state {stray_state[:80]!r}; the network has {known}", param="hidden_states")
     if state and (missing := sorted(network.state.keys() - state.keys())):
         raise InvalidRequestError(f"{missing[0]!r} is missing: give all of the state, or none", param="hidden_states")
     return {**given, **state}

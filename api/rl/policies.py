@@ -51,7 +51,7 @@ def act_by(
     """Actions of all rows; what is drawn for a row depends on the seed, its place and its outputs alone."""
     drawn = np.random.default_rng(seed)
     chosen = (
-        _discrete(outputs[LOGITS].astype(np.float64) / temperature, names, drawn, deterministic)
+        _discrete(outputs[LOGITS].astype(np.float64), names, drawn, deterministic, temperature)
         if LOGITS in outputs
         else _gaussian(outputs[MEAN].astype(np.float64), outputs[LOG_STD].astype(np.float64), drawn, deterministic)
     )
@@ -59,9 +59,10 @@ def act_by(
 
 
 def _discrete(
-    logits: Doubles, names: Sequence[str] | None, drawn: np.random.Generator, deterministic: bool
+    logits: Doubles, names: Sequence[str] | None, drawn: np.random.Generator, deterministic: bool, temperature: float
 ) -> dict[str, Any]:
-    shifted = logits - logits.max(-1, keepdims=True)
+    with np.errstate(over="ignore"):  # at a temperature of almost nothing the others are beyond reach
+        shifted = (logits - logits.max(-1, keepdims=True)) / temperature
     logprobs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     probs = np.exp(logprobs)
     places = drawn.random((len(probs), 1)) * probs.sum(-1, keepdims=True)

@@ -26,6 +26,7 @@ from shared.networks.spec import NetworkSpec
 
 MAX_CONFIG_BYTES = 2**20
 MAX_RANK = 1024
+MAX_REASON = 400  # characters of why a network is refused, which may cite what stands there
 
 _LAYER = re.compile(r".*?\blayers\.\d+\.(?P<rest>.+)")
 
@@ -153,7 +154,7 @@ def _network(raw: dict[str, Any]) -> AdapterConfig:
     try:
         network = with_shapes(msgspec.convert(raw["network"], NetworkSpec))
     except ValueError as error:
-        raise AdapterRejectedError(f"adapter_config.json: network: {error}") from error
+        raise AdapterRejectedError(f"adapter_config.json: network: {str(error)[:MAX_REASON]}") from error
     return AdapterConfig("mlx-lm", "network", 0, 0.0, network=network)
 
 

@@ -30,7 +30,8 @@ MAX_PIECE = 1 << 26  # products of a row in one layer, of a recurrent one in one
 MAX_ROW = 1 << 30  # products of a row
 MAX_NUMBERS = 1 << 18  # of a row's inputs, of its outputs, and of each value between them
 PRODUCTS_OF_A_NUMBER = 16  # that a number of a value counts for, since it takes memory
-MAX_WINDOWS = 1 << 22  # numbers that a convolution lays side by side for a row
+PRODUCTS_OF_A_KEPT_NUMBER = 4  # that each number of all values counts for: they are kept to the end
+MAX_BESIDE = 1 << 22  # numbers that a layer copies for a row, side by side, before it computes
 
 TensorShape = tuple[int, ...]
 
@@ -41,7 +42,7 @@ class Plan(NamedTuple):
     shapes: dict[str, Shape]  # of each input and layer, for one row
     tensors: dict[str, TensorShape]  # that its file must have
     optional: frozenset[str]  # those that may be left out: biases
-    piece: int  # products, or what their memory counts for, of the layer that has the most in one go
+    piece: int  # products, or what memory counts for, of the layer that has the most in one go, or of all values
     products: int  # of all, with open numbers of steps taken as one
 
     def rows(self, most: int) -> int:
@@ -84,30 +85,34 @@ def _plan(spec: NetworkSpec, inputs: dict[str, Shape]) -> Plan:
     ids = {name: each.below for name, each in spec.inputs.items() if each.dtype == "int32"}
     tensors: dict[str, TensorShape] = {}
     optional: set[str] = set()
-    piece = products = 0
+    piece = products = kept = 0
     for at, layer in enumerate(spec.layers):
         try:
-            own, shape = _fitted(layer, spec.read_by(at), shapes, ids)
-            in_one_go, in_all = _cost(layer, own, shape)
+            own, shape, beside = _fitted(layer, spec.read_by(at), shapes, ids)
+            in_one_go, in_all = _cost(layer, own, beside, shape)
         except ValueError as error:
             raise ValueError(f"layer {layer.name!r} {error}") from None
         shapes[layer.name] = shape
         tensors |= {f"{layer.name}.{part}": each for part, each in own.items()}
         optional |= {f"{layer.name}.{part}" for part in own if part.startswith("bias")}
-        piece, products = max(piece, in_one_go), products + in_all
+        piece, products, kept = max(piece, in_one_go), products + in_all, kept + _count(shape)
     if (count := sum(math.prod(each) for each in tensors.values())) > MAX_WEIGHTS:
         raise ValueError(f"it has {count:,} weights; a network may have {MAX_WEIGHTS:,}")
     if products > MAX_ROW:
         raise ValueError(f"it takes {products:,} products for a row; {MAX_ROW:,} is the limit")
-    return Plan(shapes, tensors, frozenset(optional), piece, products)
+    return Plan(shapes, tensors, frozenset(optional), max(piece, PRODUCTS_OF_A_KEPT_NUMBER * kept), products)
 
 
 def _fitted(
     layer: Layer, read: tuple[str, ...], shapes: Mapping[str, Shape], ids: Mapping[str, int]
-) -> tuple[dict[str, TensorShape], Shape]:
-    """A layer's tensors, and the shape of its value, which is not too large. `ids`: bounds of inputs of int32."""
+) -> tuple[dict[str, TensorShape], Shape, int]:
+    """A layer's tensors, the shape of its value, which is not too large, and how many numbers it lays side by side.
+
+    `ids`: bounds of inputs of int32.
+    """
     own: dict[str, TensorShape]
     shape: Shape
+    beside = 0
     if isinstance(layer, Embedding):
         if len(read) != 1 or read[0] not in ids:
             raise ValueError("reads something else than one input of dtype int32, as an embedding does")
@@ -117,28 +122,38 @@ def _fitted(
             raise ValueError(f"reads input {wrong[0]!r}, which is int32: only an embedding does")
         joined = _joined([shapes[name] for name in read])
         own, shape = _tensors(layer, joined[-1] or 0), _shape(layer, joined)
+        beside = _laid_side_by_side(layer, joined, shape) if len(read) > 1 or isinstance(layer, Conv1d) else 0
     if (numbers := _count(shape)) > MAX_NUMBERS:
         raise ValueError(f"gives {numbers} numbers for one row; {MAX_NUMBERS} is the limit")
     if (shape[-1] or 0) > MAX_WIDTH:
         raise ValueError(f"gives vectors of {shape[-1]} numbers; {MAX_WIDTH} is the limit")
     if len(shape) == 2 and (shape[0] or 1) > MAX_STEPS:
         raise ValueError(f"gives {shape[0]} steps; {MAX_STEPS} is the limit")
-    return own, shape
+    return own, shape, beside
 
 
-def _cost(layer: Layer, own: Mapping[str, TensorShape], shape: Shape) -> tuple[int, int]:
+def _laid_side_by_side(layer: Layer, joined: Shape, shape: Shape) -> int:
+    """Numbers that it copies for a row before it computes: what it joins, pads, or reads in windows.
+
+    ValueError when they are too many.
+    """
+    numbers, width = _count(joined), joined[-1] or 0
+    if isinstance(layer, Conv1d):
+        windows = (shape[0] or 1) * layer.kernel * width
+        numbers = max(windows, numbers + 2 * layer.padding * width)
+    if numbers > MAX_BESIDE:
+        raise ValueError(f"reads {numbers:,} numbers; {MAX_BESIDE:,} is the limit")
+    return numbers
+
+
+def _cost(layer: Layer, own: Mapping[str, TensorShape], beside: int, shape: Shape) -> tuple[int, int]:
     """Products of one row: in one go, as `Plan.piece` counts them, and in all."""
     weights = 0 if isinstance(layer, Embedding | Parameter) else sum(math.prod(each) for each in own.values())
     steps = (shape[0] or 1) if len(shape) == 2 else 1
     in_one_go = weights if isinstance(layer, Recurrent) else weights * steps
     if in_one_go > MAX_PIECE:
         raise ValueError(f"takes {in_one_go:,} products for a row; {MAX_PIECE:,} is the limit")
-    if isinstance(layer, Conv1d):
-        windows = steps * math.prod(own["weight"][1:])
-        if windows > MAX_WINDOWS:
-            raise ValueError(f"reads {windows:,} numbers; {MAX_WINDOWS:,} is the limit")
-        in_one_go = max(in_one_go, windows * PRODUCTS_OF_A_NUMBER)
-    return max(in_one_go, PRODUCTS_OF_A_NUMBER * _count(shape)), weights * steps
+    return max(in_one_go, PRODUCTS_OF_A_NUMBER * max(beside, _count(shape))), weights * steps
 
 
 def _count(shape: Shape) -> int:

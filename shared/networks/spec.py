@@ -129,6 +129,8 @@ class NetworkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             _check_name(layer.name)
             if layer.name in known:
                 raise ValueError(f"two things are called {layer.name!r}")
+            if len(set(layer.of)) < len(layer.of):
+                raise ValueError(f"layer {layer.name!r} reads the same value twice")
             if unknown := sorted(set(layer.of) - known):
                 raise ValueError(f"layer {layer.name!r} reads {unknown[0][:80]!r}, which is no input or earlier layer")
             _check_sizes(layer)

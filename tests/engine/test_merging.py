@@ -23,6 +23,7 @@ from tests.engine.small_models import LLAMA, QWEN3, write_model
 from tests.engine.test_multi_lora import MOE, SWITCHES
 from tests.unit.adapter_files import mlx_config as tuner_config
 from tests.unit.adapter_files import peft_config, peft_tensors, write
+from tests.unit.networks import MLP, weights_of
 from trainer.merging.merge import Merging, merge
 from trainer.merging.whole_folder import whole_folder
 from worker.engine.messages import EngineConfig
@@ -180,6 +181,14 @@ def test_heads_go_beside_the_merged_weights_as_an_adapter_of_their_own(tmp_path:
     from_merged = tmp_path / "merged" / "heads"
     with pytest.raises(SetupError, match="heads alone"):
         merge(Merging(str(base), from_merged, tmp_path / "other", "a@1"))
+
+
+def test_a_network_is_not_merged(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base", LLAMA)
+    network = write(tmp_path / "network", {"network": MLP}, weights_of(MLP))
+    with pytest.raises(SetupError, match="pole@1 is a network"):
+        merge(Merging(str(base), network, tmp_path / "merged", "pole@1"))
+    assert not list(tmp_path.glob("merged*"))
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Networks over HTTP: uploaded, listed, moved and deleted as adapters are, and asked by nobody who wants a text."""
 
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,20 @@ async def test_who_wants_a_text_is_told_that_this_is_a_network(server: Api, path
         refused = await server.http.post(path, json={"model": model, **body})
         assert refused.status_code == 400, refused.text
         assert "pole@1 is a network" in refused.json()["error"]["message"]
+
+
+async def test_what_is_no_number_takes_no_more_memory_than_it_came_in(server: Api) -> None:
+    """An array of texts would have room for the longest one at each place, and a shape of many sizes a vast product."""
+    await upload(server, "pole", MLP)
+    tracemalloc.start()
+    try:
+        for observation in ([[1.0, "a" * 20_000, *[""] * 2000]], {"data": "", "shape": [2**62] * 2000}):
+            body = {"model": "pole", "inputs": {"observation": observation}}
+            refused = await server.http.post("/v1/predict", json=body)
+            assert refused.status_code == 400, refused.text
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
 
 
 async def test_requests_to_a_network_are_not_split(server: Api) -> None:

@@ -23,7 +23,7 @@ from shared.sequences import SequenceSpec
 from tests.redis.api_servers import api
 from tests.redis.scripted_worker import MODEL, Answer, working
 from tests.redis.test_api_adapters import files
-from tests.unit.networks import weights_of
+from tests.unit.networks import LSTM, weights_of
 from tests.waiting import wait_until
 
 LONGEST = 10  # times `known_work`: 0.1 s where that takes 0.01 s
@@ -315,6 +315,12 @@ async def rows_for_a_network(http: httpx.AsyncClient) -> None:
     ):
         answer = await http.post("/v1/predict", json={"model": "wide", "inputs": inputs})
         assert answer.status_code == status, answer.text[:300]
+    states = {f"x{at}": 1 for at in range(60_000)}
+    act = {"model": "pole", "observations": [[0.0] * 4], "hidden_states": states}
+    parts = files({"network": LSTM}, weights_of(LSTM))
+    assert (await http.post("/upload_adapter", data={"name": "pole"}, files=parts)).is_success
+    answer = await http.post("/v1/rl/act", json=act)
+    assert answer.status_code == 400 and "no state 'x0'" in answer.text, answer.text[:300]
 
 
 ATTACKS = {

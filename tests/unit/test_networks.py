@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from shared.adapter_files.export import export
 from shared.adapter_files.formats import inherit_config, prepare
+from shared.adapter_files.formats import prepared as prepared_folder
 from shared.adapters import AdapterManifest
 from shared.errors import AdapterRejectedError, InvalidRequestError, UnreadableMessageError
 from shared.networks.shapes import plan
@@ -50,6 +52,16 @@ def test_a_network_is_a_version_with_its_signature_filled_in(name: str, tmp_path
     assert again == manifest and json.loads(inherit_config(again))["network"]["inputs"]
 
 
+def test_an_exported_network_comes_in_again_as_it_was(tmp_path: Path) -> None:
+    made = prepared(tmp_path, SERIES, weights_of(SERIES))
+    (tmp_path / "out").mkdir()
+    export(made, made.path, tmp_path / "out", "mlx-lm", "")
+    with prepared_folder(tmp_path / "out") as again:
+        assert (again.network, again.sha256) == (made.network, made.sha256)
+    with pytest.raises(AdapterRejectedError, match="it is a network, for which PEFT has no place"):
+        export(made, made.path, tmp_path / "out", "peft", "")
+
+
 def with_layers(*layers: dict[str, Any], inputs: Any = None, of: str = "") -> dict[str, Any]:
     return {
         "inputs": inputs or {"x": {"shape": [4]}},
@@ -86,6 +98,7 @@ STEPS = {"x": {"shape": [None, 4]}}
         (with_layers(*[linear(f"l{at}", 2048) for at in range(6)]), "weights"),
         (with_layers(linear(), inputs={"text": {"shape": [4]}}), "language model"),
         (with_layers(linear(), inputs={"x": {"shape": [4, 4, 4]}}), "shape of float32"),
+        (with_layers(linear(), inputs={"x": {"shape": [4] * 10_000}}), "shape of float32"),
         (with_layers(linear(), inputs={"x": {"shape": [None]}}), "width None"),
         (with_layers(linear(), inputs={"x": {"shape": [-1]}}), "width -1"),
         (with_layers(linear(), inputs={"x": {"shape": [2000, 4]}}), "2000 steps"),
@@ -107,13 +120,21 @@ STEPS = {"x": {"shape": [None, 4]}}
             ),
             "reads",
         ),
+        (
+            with_layers(
+                {"type": "conv1d", "name": "a", "channels": 1, "kernel": 1, "padding": 1024, "stride": 1024},
+                inputs={"x": {"shape": [1, 16_384]}},
+            ),
+            "reads 33,570,816 numbers",
+        ),
+        (with_layers(linear(of=["x", "x"])), "reads the same value twice"),
         ({**MLP, "outputs": {"value": {"of": "v", "shape": [2]}}}, "shape [2], layer 'v' gives [1]"),
     ],
 )  # fmt: skip
 def test_what_is_no_network_is_refused_by_name(tmp_path: Path, described: Any, words: str) -> None:
     with pytest.raises(AdapterRejectedError, match=r"adapter_config.json: network") as refused:
         prepared(tmp_path, described, {"a.weight": np.zeros((2, 4), np.float32)})
-    assert words in refused.value.message
+    assert words in refused.value.message and len(refused.value.message) < 500
 
 
 def test_a_network_stands_alone_and_is_bounded_in_depth(tmp_path: Path) -> None:
@@ -191,6 +212,18 @@ def test_what_a_row_would_cost_is_known_before_it_is_computed() -> None:
     ids = {"x": {"shape": [1024], "dtype": "int32", "below": 9}}
     looked_up = with_layers({"type": "embedding", "name": "a", "units": 256}, inputs=ids)
     assert plan(spec_of(looked_up)).rows(1000) == 16, "what takes no products takes memory: a MiB for a row here"
+
+
+def test_what_a_layer_copies_before_it_computes_counts_as_memory() -> None:
+    wide = [linear(f"l{at}", 256, of=["x"]) for at in range(16)]
+    joins = {"type": "steps", "name": "a", "take": "mean", "of": [each["name"] for each in wide]}
+    rows = plan(spec_of(with_layers(*wide, joins, inputs={"x": {"shape": [1024, 4]}}))).rows(1000)
+    assert rows == 1, "16 MiB for a row"
+    deep = [linear(f"l{at}", 256, of=["x"]) for at in range(64)]
+    kept = plan(spec_of(with_layers(*deep, inputs={"x": {"shape": [256, 4]}})))
+    assert kept.rows(1000) == 4, "16 MiB of values for a row until its end"
+    padded = {"type": "conv1d", "name": "a", "channels": 1, "kernel": 1, "padding": 1000, "stride": 1024}
+    assert plan(spec_of(with_layers(padded, inputs={"x": {"shape": [48, 512]}}))).rows(1000) == 4, "4 MiB for a row"
 
 
 def test_tensors_travel_as_they_are_and_what_is_none_is_refused() -> None:

@@ -121,18 +121,22 @@ RIGHT = [[0.0, 1.0, 2.0, 3.0]]
         ({"inputs": {"observation": [1.0, 2.0]}}, "inputs.observation", "[2]; [B, 4]"),
         ({"inputs": {"observation": []}}, "inputs.observation", "[B, 4]"),
         ({"inputs": {"observation": [[1, 2], [3]]}}, "inputs.observation", "row 1 has shape [1]"),
-        ({"inputs": {"observation": [[[1], [2, 3]]]}}, "inputs.observation", "ragged"),
+        ({"inputs": {"observation": [[[1], [2, 3]]]}}, "inputs.observation", "[1, 2, 1]; [B, 4]"),
+        ({"model": "net-series", "inputs": {"series": [[[1], [2, 3]]]}}, "inputs.series", "ragged"),
         ({"inputs": {"observation": [["a", 1, 2, 3]]}}, "inputs.observation", "no float32"),
         ({"inputs": {"observation": [[True] * 4]}}, "inputs.observation", "no float32"),
+        ({"inputs": {"observation": [[1, 2, 3, True]]}}, "inputs.observation", "no float32"),
         ({"inputs": {"observation": [[None] * 4]}}, "inputs.observation", "no float32"),
         ({"inputs": {"observation": [[1e300, 0, 0, 0]]}}, "inputs.observation", "[0, 0] is no finite float32"),
-        ({"inputs": {"observation": [[10**30, 0, 0, 0]]}}, "inputs.observation", "no float32"),
+        ({"inputs": {"observation": [[10**400, 0, 0, 0]]}}, "inputs.observation", "no float32"),
         ({"inputs": {"observation": "abc"}}, "inputs.observation", "nested lists"),
         ({"inputs": {"observation": {"data": "%%", "shape": [1, 4]}}}, "inputs.observation", "base64"),
         ({"inputs": {"observation": {"data": "AAAA", "shape": [1, 4]}}}, "inputs.observation", "3 bytes"),
         ({"inputs": {"observation": {"data": "AAAA"}}}, "inputs.observation", "needs 'shape'"),
         ({"inputs": {"observation": {"data": RIGHT, "shape": [4]}}}, "inputs.observation", "'shape' says [4]"),
         ({"inputs": {"observation": {"data": RIGHT, "shape": [-1, "a"]}}}, "inputs.observation", "list of sizes"),
+        ({"inputs": {"observation": {"data": "", "shape": [0, 2**62, 2**62]}}}, "inputs.observation", "list of sizes"),
+        ({"inputs": {"observation": {"data": "", "shape": [0] + [1] * 100}}}, "inputs.observation", "list of sizes"),
         ({"inputs": {"observation": {"data": RIGHT, "dtype": "int32"}}}, "inputs.observation", "float32 is wanted"),
         ({"inputs": {"observation": {"data": RIGHT, "pickle": "x"}}}, "inputs.observation", "'pickle'"),
         ({"inputs": {"observation": RIGHT * 1025}}, "inputs.observation", "1025 rows"),
@@ -195,6 +199,8 @@ def test_a_discrete_policy_says_exact_probabilities_and_values(http: httpx.Clien
     greedy = post(http, ACT, model="net-mlp", **fields, deterministic=True, actions=["left", "right"])
     assert greedy["action_indices"] == probs.argmax(-1).tolist()
     assert greedy["actions"] == [["left", "right"][at] for at in greedy["action_indices"]]
+    sharp = post(http, ACT, model="net-mlp", **fields, temperature=5e-324)
+    assert sharp["action_indices"] == greedy["action_indices"] and set(sharp["action_log_probs"]) == {0.0}
     warm = post(http, ACT, model="net-mlp", **fields, temperature=2.0)
     np.testing.assert_allclose(warm["action_probs"], softmax(wanted["action_logits"] / 2), rtol=1e-5, atol=1e-5)
 
@@ -210,6 +216,17 @@ def test_a_gaussian_policy_says_exact_densities(http: httpx.Client, networks: No
     assert abs(z.mean()) < 0.15 and abs(z.std() - 1) < 0.1 and answer["value_estimates"] is None
     still = post(http, ACT, model="net-gaussian", observations=inputs["observation"].tolist(), deterministic=True)
     np.testing.assert_allclose(still["actions"], mean, rtol=1e-5, atol=1e-5)
+
+
+def test_a_session_stays_with_its_version_of_a_split(http: httpx.Client, networks: None) -> None:
+    assert upload(http, "net-lstm", weights_of(LSTM, 1), {"network": LSTM}).status_code == 200
+    try:
+        fields = {"model": "net-lstm@1:0.5,net-lstm@2:0.5", "observations": [[0.0, 1.0, 2.0, 3.0]]}
+        for session in ("split-a", "split-b"):
+            steps = [post(http, ACT, **fields, session_id=session, reset=at == 0) for at in range(8)]
+            assert len({step["policy_version"] for step in steps}) == 1
+    finally:
+        assert http.post("/v1/adapters/net-lstm/rollback", json={"version": 1}).status_code == 200
 
 
 @pytest.mark.parametrize("form", ["float", "base64"])
