@@ -171,7 +171,7 @@ class PpoRun:
         if checkpoint is None or latest != self.state.version:
             self.state.version = latest
             weights = await self._host.run(at_once(self._learner.weights))
-            if problem := await self._publish(weights, [], None):
+            if problem := await self._publish(weights, [], {}):
                 raise ParallmError(f"the first version of {settings.adapter} was rejected: {problem}")
             await self._save()
         seed = [settings.seed, _PLAYED, self.state.train_step]
@@ -216,10 +216,10 @@ class PpoRun:
         steps = steps_of(rollout, advantages_TN)
         step = state.train_step
         learned = await self._host.run(lambda: self._learner.train(steps, step))
-        await self._serve(steps, learned)
         state.train_step += 1
         state.consumed += rollout.rewards_TN.size
         state.trajectories += len(rollout.returns)
+        await self._serve(steps, learned)
         evaluated = None
         due = settings.evaluate_every and state.train_step % settings.evaluate_every == 0
         if due or state.train_step == settings.steps:
@@ -268,7 +268,8 @@ class PpoRun:
             gate.finite_gradients(learned.left_out),
             gate.at_most("probe_kl", float(np.mean(np.exp(apart) - 1 - apart)), self._settings.max_probe_kl),
         ]
-        problem = await self._publish(weights, checks, observed[:_PROBES])
+        metrics = {"loss": learned.loss, "entropy": learned.entropy, "kl": learned.kl}
+        problem = await self._publish(weights, checks, metrics, observed[:_PROBES])
         if not problem:
             self._rejections = 0
             await self._host.run(at_once(self._learner.accept))
@@ -282,7 +283,9 @@ class PpoRun:
             await self._sink.alert("gave_up", f"the run ends: {said}")
             raise ParallmError(said)
 
-    async def _publish(self, weights: Arrays, checks: list[GateCheck], probes: Floats | None) -> str:
+    async def _publish(
+        self, weights: Arrays, checks: list[GateCheck], metrics: dict[str, float], probes: Floats | None = None
+    ) -> str:
         """Serve a version; else why it was rejected. ConflictError when somebody else has moved the latest."""
         state = self.state
 
@@ -290,7 +293,7 @@ class PpoRun:
             return [await self._parity(version, weights, probes)] if probes is not None else []
 
         checks = [gate.finite_weights(weights), *checks]
-        published = await self._publisher.publish(weights, state, checks, {}, judged, if_latest=state.version)
+        published = await self._publisher.publish(weights, state, checks, metrics, judged, if_latest=state.version)
         if published.forestalled:
             raise ConflictError(f"the run ends: {gate.failures(published.checks)}; {_WAYS}")
         if not published.version:

@@ -1,6 +1,7 @@
 """A network that learns to act: a real trainer, over HTTP, on a real ring."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from shared.process.settings import load
 from tests.e2e.rings import Ring
 from tests.e2e.served.test_heads import upload
 from tests.e2e.served.test_predictions import post
+from tests.waiting import wait_until
 from trainer.learn.compute import ThreadHost
 from trainer.ppo.network import first_weights
 from trainer.ppo.run import PpoLine, network_of, train_network
@@ -86,6 +88,19 @@ def test_a_run_goes_on_where_it_was_and_ends_where_somebody_else_serves(served: 
         assert upload(http, "ppo-goes-on", first_weights(network, 9), config).status_code == 200
     with pytest.raises(ConflictError, match="ppo-goes-on@4 is the latest, and not of this run"):
         learn(settings_of(served, tmp_path, "ppo-goes-on", steps=3))
+
+
+def test_a_run_ends_when_somebody_else_serves_another_version_meanwhile(served: Ring, tmp_path: Path) -> None:
+    settings = settings_of(served, tmp_path, "ppo-moved", steps=1000, evaluate_every=0)
+    network = network_of(settings)
+    with ThreadPoolExecutor(1) as thread, httpx.Client(base_url=served.url, timeout=60) as http:
+        run = thread.submit(learn, settings)
+        metrics = settings.folder / "metrics.jsonl"
+        asyncio.run(wait_until(lambda: run.done() or (metrics.exists() and metrics.stat().st_size > 0)))
+        config = {"network": msgspec.to_builtins(network)}
+        assert upload(http, "ppo-moved", first_weights(network, 9), config).status_code == 200
+        with pytest.raises(ConflictError, match=r"latest: version [0-9]+ has become the latest meanwhile"):
+            run.result(60)
 
 
 def test_a_candidate_that_fails_the_gate_is_not_served(served: Ring, tmp_path: Path) -> None:
