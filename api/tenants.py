@@ -99,6 +99,7 @@ RULES: dict[str, Rule] = {
     "DELETE /v1/jobs/{job_id}": CHANGE_JOB,
     "POST /v1/jobs/{job_id}/retry": CHANGE_JOB,
     "POST /v1/rl/act": WORK,
+    "POST /v1/rl/rollout": WORK,
     "POST /v1/predict": WORK,
     "POST /inference/v1/generate": WORK,
     "POST /generate": WORK,
@@ -111,6 +112,9 @@ RULES: dict[str, Rule] = {
     "GET /v1/adapters/{name}": SEE_ADAPTER,
     "POST /v1/adapters/{name}/versions": MAKE_ADAPTER,
     "GET /v1/adapters/{name}/versions/{version}": SEE_ADAPTER,
+    # To use an adapter that is there for all is not to take its weights away.
+    "GET /v1/adapters/{name}/versions/{version}/adapter_config.json": CHANGE_ADAPTER,
+    "GET /v1/adapters/{name}/versions/{version}/adapters.safetensors": CHANGE_ADAPTER,
     "POST /v1/adapters/{name}/rollback": CHANGE_ADAPTER,
     "POST /v1/adapters/{name}/promote": CHANGE_ADAPTER,
     "POST /v1/adapters/{name}/reject": CHANGE_ADAPTER,

@@ -15,6 +15,8 @@ reaches the ring). `settings.py` has the flags, `orders.py` what users ask, `met
 `loggers/` the boards that others draw of it, `stopping.py` signals, `warm_up.py` the train steps before a hosted
 trainer is ready. `recipes/` holds settings, `tiny/` makes our own small model.
 `datasets/` are runs that learn from a data set in place of rollouts: `heads/` a head that learns from preferences
-(`--mode reward`), `tuning/` a policy that learns from examples or preferences (`--mode sft`, `dpo`). `ppo/` teaches a
-small network to act in an environment (`--mode ppo`).
+(`--mode reward`), `tuning/` a policy that learns from examples or preferences (`--mode sft`, `dpo`),
+`distilling/` one that learns from a teacher's scores (`--mode distill`).
+`ppo/` teaches a small network to act in an environment (`--mode ppo`).
+`merging/` is a program of its own: an adapter becomes part of its base's weights.
 """

@@ -48,6 +48,7 @@ async def _train(settings: TrainSettings) -> int:
     # These import mlx, so only after fast_blas.install.
     with no_collections():
         from trainer.datasets.run import DataRun, train_on_data
+        from trainer.distilling.run import DistillRun
         from trainer.heads.run import HeadRun
         from trainer.learn.compute import ThreadHost, at_once
         from trainer.loop import TrainLoop
@@ -79,6 +80,8 @@ async def _train(settings: TrainSettings) -> int:
             await train_network(settings, host, begun)
         elif settings.mode == "rl":
             await train(settings, host, loaded, begun)
+        elif settings.mode == "distill":
+            await train_on_data(DistillRun, settings, host, loaded, begun)
         else:
             await train_on_data(TuneRun, settings, host, loaded, begun)
     return 0

@@ -78,7 +78,7 @@ class TrainSettings(CurriculumSettings, JoinSettings, DataSettings):
         default=0, ge=0, description="repeat the same few tasks; 0: all, or 1024 where a curriculum needs an end"
     )
     dataset: Path | None = Field(
-        default=None, description="JSON lines, for jsonl, gsm8k and the modes sft, dpo and reward"
+        default=None, description="JSON lines, for jsonl, gsm8k and modes sft, dpo, reward; dpo: feedback:POLICY, too"
     )
     held_out_dataset: Path | None = Field(default=None, description="JSON lines for evaluation")
     reward: str = Field(
@@ -308,7 +308,7 @@ class TrainSettings(CurriculumSettings, JoinSettings, DataSettings):
                 raise SetupError(f"{flag}: {error}") from error
         if wrong := sorted(self.chat_template_kwargs.keys() & OWN_VARIABLES):
             raise SetupError(f"--chat-template-kwargs: {wrong[0]!r} is not a template variable of its own")
-        self.check_mode(JoinSettings.model_fields, self.dataset)
+        self.check_mode(JoinSettings.model_fields, self.dataset, self.connect_to)
         if self.mode == "rl":
             self._check_tasks()
             self.check_curriculum(self.task, self.source, self.atropos_url)

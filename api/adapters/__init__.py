@@ -1,4 +1,4 @@
-"""Adapters over HTTP: list, upload, roll back, delete.
+"""Adapters over HTTP: list, upload, download, roll back, delete.
 
 `routes.py` has the endpoints, ours and those of other servers, `bodies.py` what they take and give; `splits.py` begins,
 shows and ends the split of an adapter's requests over its versions. `intake.py` checks the files of an upload, or of a

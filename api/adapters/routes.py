@@ -12,7 +12,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi import Path as PathParameter
 from pydantic import ValidationError
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from api.adapters.bodies import (
     BestBody,
@@ -31,6 +31,7 @@ from api.adapters.intake import AdapterFiles, publish, read_folder, receive
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, from_validation, json_reply
 from api.ring.ring import Ring, ring_of
+from shared.adapter_files.formats import inherit_config
 from shared.adapters import NAME, AdapterManifest, AdapterRef, check_name
 from shared.errors import ConflictError, InvalidRequestError, ParallmError, UnknownAdapterError
 
@@ -123,6 +124,38 @@ async def add_version(name: Name, request: Request, ring: TheRing) -> Response:
 async def describe_version(name: Name, version: Version, ring: TheRing) -> Response:
     """One version's manifest."""
     return _described(await ring.adapters.manifest(name, version))
+
+
+@router.get(
+    "/v1/adapters/{name}/versions/{version}/adapter_config.json",
+    summary="Download a version's configuration",
+    response_class=Response,
+    responses=error_responses(404),
+)
+async def version_config(name: Name, version: Version, ring: TheRing) -> Response:
+    """`adapter_config.json` in mlx-lm's layout, with the version's heads."""
+    return Response(inherit_config(await ring.adapters.manifest(name, version)), media_type="application/json")
+
+
+@router.get(
+    "/v1/adapters/{name}/versions/{version}/adapters.safetensors",
+    summary="Download a version's weights",
+    response_class=Response,
+    responses={200: {"description": "The bytes", "content": {"application/octet-stream": {}}}, **error_responses(404)},
+)
+async def version_weights(name: Name, version: Version, ring: TheRing) -> Response:
+    """The bytes that workers load; their sha256 is the manifest's, and the entity tag."""
+    manifest = await ring.adapters.manifest(name, version)
+    chunks = ring.adapters.fetch(manifest)
+    first = await anext(chunks)  # 404 while there still is a status to send
+
+    async def body() -> AsyncIterator[bytes]:
+        yield first
+        async for chunk in chunks:
+            yield chunk
+
+    headers = {"content-length": str(manifest.size), "etag": f'"{manifest.sha256}"'}
+    return StreamingResponse(body(), headers=headers, media_type="application/octet-stream")
 
 
 @router.post("/v1/adapters/{name}/rollback", summary="Roll back", responses=error_responses(404, 409))

@@ -1,13 +1,25 @@
-"""`mlx_parallm adapters`: list, show, upload, roll back and delete adapter versions (api/adapters/routes.py)."""
+"""`mlx_parallm adapters`: list, show, upload, roll back and delete adapter versions (api/adapters/routes.py).
 
+Also out of the ring again: download a version, or merge it into its base. Merging takes MLX, so a process of its own
+does it (`trainer/merging`).
+"""
+
+import subprocess
+import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryDirectory
+from typing import Annotated, get_args
 
 import typer
 
+from api.cli.batch_client import BatchClient
 from api.cli.client import DEFAULT_URL
-from api.cli.console import ApiKey, Json, Url, ask, call, fail, plain, print_json, print_rows, segment, show_text
+from api.cli.console import ApiKey, Json, Url, ask, call, fail, out, plain, print_json, print_rows, segment, show_text
+from shared.adapter_files.export import Format, export
+from shared.adapters import AdapterManifest
+from shared.errors import AdapterRejectedError
 
 app = typer.Typer(no_args_is_help=True, help="Adapters and their versions.")
 
@@ -106,3 +118,85 @@ def delete(
     path = f"/v1/adapters/{segment(name)}" + (f"/versions/{version}" if version else "")
     answer = call(url, api_key, "DELETE", path)
     show_text(answer, as_json, f"{plain(answer['id'])} deleted")
+
+
+@app.command()
+def download(
+    which: Annotated[str, typer.Argument(metavar="NAME@K", help="NAME alone: its latest version")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a new folder")],
+    form: Annotated[str, typer.Option("--format", help="mlx-lm or peft")] = "mlx-lm",
+    base: Annotated[str, typer.Option("--base", help="what the configuration calls the base; PEFT loads that")] = "",
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+) -> None:
+    """Make an adapter directory of a version, for mlx-lm or PEFT."""
+    if form not in get_args(Format):
+        fail(f"--format {form}: {' or '.join(get_args(Format))}", 2)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        fail(f"{folder} is there and not an empty folder: name a new one", 2)
+    with TemporaryDirectory(prefix="parallm-adapter-") as temporary:
+        file = Path(temporary) / "adapters.safetensors"
+        manifest = _fetch(which, file, url, api_key)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            export(manifest, file, folder, "peft" if form == "peft" else "mlx-lm", base)
+        except AdapterRejectedError as error:
+            fail(f"{manifest.id}: {error}", 1)
+        except OSError as error:
+            fail(f"{error.filename or folder}: {error.strerror or error}", 2)
+    out.print(plain(f"{manifest.id}: {folder}"))
+
+
+@app.command()
+def merge(
+    which: Annotated[str, typer.Argument(metavar="NAME@K|DIR", help="a version, or an adapter directory with a /")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the model folder to be made")],
+    model: Annotated[str, typer.Option("--model", "-m", help="the base: a folder or a hub name")],
+    dequantize: Annotated[bool, typer.Option("--dequantize", help="leave no weight quantised")] = False,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="of the base's folder")] = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+) -> None:
+    """Make a model folder of a base and an adapter, which needs the adapter no more."""
+    flags = [*(["--dequantize"] if dequantize else []), *(["--trust-remote-code"] if trust_remote_code else [])]
+    if "/" in which:
+        raise typer.Exit(_merge(["--name", which, *flags, "--", model, which, str(folder)]))
+    with TemporaryDirectory(prefix="parallm-adapter-") as temporary:
+        file = Path(temporary) / "downloaded"
+        manifest = _fetch(which, file, url, api_key)
+        if manifest.status == "rejected":
+            fail(f"{manifest.id} failed its gate; download it and merge the folder if that is what you want", 1)
+        adapter = Path(temporary) / "adapter"
+        adapter.mkdir()
+        export(manifest, file, adapter, "mlx-lm", model)
+        file.unlink()
+        made_for = ["--base-sha256", manifest.base_sha256] if manifest.base_sha256 else []
+        code = _merge(["--name", manifest.id, *made_for, *flags, "--", model, str(adapter), str(folder)])
+    raise typer.Exit(code)
+
+
+def _fetch(which: str, file: Path, url: str, api_key: str) -> AdapterManifest:
+    """Download a version's weights."""
+    name, _, version = which.partition("@")
+    if not name or ("@" in which and not (version.isdecimal() and 0 < int(version) < 10**9)):
+        fail(f"{which}: give NAME@K, or NAME for its latest version", 2)
+
+    async def fetch(client: BatchClient) -> AdapterManifest:
+        manifest = await client.adapter_version(name, int(version or 0))
+        await client.download_adapter(manifest, file)
+        return manifest
+
+    try:
+        return ask(url, api_key, fetch)
+    except OSError as error:
+        fail(f"{error.filename or file}: {error.strerror or error}", 2)
+
+
+def _merge(arguments: Sequence[str]) -> int:
+    """The exit code of the process that merges; Ctrl-C reaches it, too, and it cleans up before it ends."""
+    process = subprocess.Popen([sys.executable, "-P", "-m", "trainer.merging", *arguments])
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue

@@ -5,6 +5,7 @@ says that it is busy, for about `patience_s` seconds.
 """
 
 import asyncio
+import hashlib
 import math
 import time
 import uuid
@@ -14,11 +15,13 @@ from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from types import TracebackType
 from typing import IO, Any, Generic, Protocol, Self, TypeVar, cast
+from urllib.parse import quote
 
 import httpx
 import msgspec
 
 from api.cli.http import RequestFailedError, byte_lines, decode, reached, refusal, unreachable
+from shared.adapters import AdapterManifest
 from shared.jobs import TERMINAL, JobInput, JobKind, JobStatus, RewardSpec
 from shared.process.patience import BUSY, Patience, patiently
 from shared.sequences import AdapterPolicy
@@ -276,6 +279,27 @@ class InferenceClient:
         if answer.is_error:
             raise refusal(answer)
         return decode(answer, AdapterLoaded)
+
+    async def adapter_version(self, name: str, version: int = 0) -> AdapterManifest:
+        """What the server says of a version; 0: of the latest one."""
+        if not version:
+            latest = (await self.call("GET", f"/v1/adapters/{quote(name, safe='')}", dict[str, Any]))["latest"]
+            if not latest:
+                raise RequestFailedError(f"adapter {name!r} has no latest version yet: name one, as in {name}@1")
+            version = int(latest)
+        return await self.call("GET", f"/v1/adapters/{quote(name, safe='')}/versions/{version}", AdapterManifest)
+
+    async def download_adapter(self, manifest: AdapterManifest, file: Path) -> None:
+        """Write a version's weights, in mlx-lm's layout; RequestFailedError unless they are what was published."""
+        path = f"/v1/adapters/{quote(manifest.name, safe='')}/versions/{manifest.version}/adapters.safetensors"
+        digest = hashlib.sha256()
+        async with reached(self.url, self._http.stream("GET", path)) as response:
+            with file.open("wb") as out:
+                async for data in response.aiter_bytes():
+                    digest.update(data)
+                    out.write(data)
+        if digest.hexdigest() != manifest.sha256:
+            raise RequestFailedError(f"{manifest.id} came damaged: its sha256 is not the manifest's; ask again")
 
     async def only_model(self) -> str:
         """The model that is served; RequestFailedError when that is not one."""

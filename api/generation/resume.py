@@ -31,6 +31,7 @@ log = structlog.get_logger()
 GRACE_S = 15.0
 _reading: Counter[str] = Counter()  # connections of this process that read a resumable stream
 _lingering: set["asyncio.Task[None]"] = set()
+_left_last: dict[str, "asyncio.Task[None]"] = {}  # of each stream that nobody reads here, who waits for a reader
 
 
 async def remember(ring: Ring, plan: ReplyPlan) -> None:
@@ -50,6 +51,7 @@ async def take_over(ring: Ring, request_id: str) -> tuple[ReplyPlan, list[list[T
         raise unknown_stream(request_id)
     plan = msgspec.json.decode(stored[b"plan"], type=ReplyPlan)
     seqs = plan.sequences
+    _linger(ring, plan, seqs)  # should this client leave before it reads
     before = await route(ring, plan.served, seqs)
     history = [await read_tokens(ring.redis, plan.served, seq, 0, before[seq]) for seq in seqs]
     log.info("api.resumed", request=request_id, sequences=len(seqs), before=sorted(set(before.values())))
@@ -83,14 +85,15 @@ def reading(ring: Ring, plan: ReplyPlan, leave: Callable[[], list[str]]) -> Iter
     Those are cancelled after GRACE_S, unless somebody has resumed by then.
     """
     _reading[plan.id] += 1
+    _left_last.pop(plan.id, None)
     try:
         yield
     finally:
         _reading[plan.id] -= 1
+        if not _reading[plan.id]:
+            del _reading[plan.id]
         if unfinished := leave():
-            task = asyncio.create_task(_cancel_unless_resumed(ring, plan, unfinished))
-            _lingering.add(task)
-            task.add_done_callback(_lingering.discard)
+            _linger(ring, plan, unfinished)
 
 
 def stop_lingering() -> None:
@@ -99,11 +102,20 @@ def stop_lingering() -> None:
         task.cancel()
 
 
+def _linger(ring: Ring, plan: ReplyPlan, unfinished: list[str]) -> None:
+    """The time of grace begins with the last client that leaves: one that comes and goes is never away for long."""
+    task = _left_last[plan.id] = asyncio.create_task(_cancel_unless_resumed(ring, plan, unfinished))
+    _lingering.add(task)
+    task.add_done_callback(_lingering.discard)
+
+
 async def _cancel_unless_resumed(ring: Ring, plan: ReplyPlan, unfinished: list[str]) -> None:
     await asyncio.sleep(GRACE_S)
-    if _reading[plan.id]:
+    if _left_last.get(plan.id) is not asyncio.current_task():
         return
-    del _reading[plan.id]
+    del _left_last[plan.id]
+    if plan.id in _reading:
+        return
     try:
         addressees = await _addressees(ring, plan.served, unfinished)
         ours = [seq for seq, api in addressees.items() if api == ring.api_id]

@@ -50,6 +50,7 @@ WORK = frozenset(
         "/v2/rerank",
         "/v1/predict",
         "/v1/rl/act",
+        "/v1/rl/rollout",
         "/v1/rewards/score",
         "/generate",
         "/inference/v1/generate",

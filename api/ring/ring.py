@@ -74,7 +74,7 @@ class Ring:
         self.load = Load(settings.max_concurrent_requests, self.tally)
         self.first_tokens = FirstTokens()
         self.redis: Redis = connect(settings.redis)
-        self.registry = WorkerRegistry(self.redis)
+        self.registry = WorkerRegistry(self.redis, shares=True)
         self.affinity = Affinity(self.redis, self.registry)
         self.codecs = CodecCache(self.registry)
         self.grammars = GrammarChecker()

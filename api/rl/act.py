@@ -130,6 +130,7 @@ class ActRequest(PolicyFields):
             raise from_validation(error.errors(include_url=False)) from None
 
 
+@router.post("/v1/rl/rollout", summary="Act on a batch of observations (another name)", responses=error_responses())
 @router.post(
     "/v1/rl/act",
     summary="Act on a batch of observations",
@@ -169,10 +170,11 @@ async def act(body: ActRequest, request: Request, ring: TheRing) -> Response:
 def _answer(
     body: ActRequest, target: Target, seed: int, chosen: dict[str, Any], state: dict[str, Any] | None = None
 ) -> dict[str, Any]:
+    own = manifest_of(target).name if target.network is not None else target.served.card.name
     return {
         "id": f"act-{uuid.uuid4().hex}",
         "object": "rl.act",
-        "model": body.model or target.served.card.name,
+        "model": body.model or own,
         "policy_version": target.admitted.id if target.admitted is not None else "",
         **chosen,
         "new_hidden_states": state,

@@ -199,6 +199,7 @@ def _shown(answer: Answer) -> dict[str, Any]:
         "policy": live.policy,
         "versions": [span.version for span in trajectory.spans],
         "prompt_ids": trajectory.prompt_ids,
+        "completion_ids": trajectory.completion_ids,
         "text": trajectory.text,
         "note": answer.note or None,
         "reward": None if verdict is None else verdict.reward,

@@ -124,6 +124,11 @@ def prepared(
         yield prepare_directory(directory, folder, shapes=shapes, hidden_size=hidden_size, max_bytes=max_bytes)
 
 
+def is_embedding(module: str) -> bool:
+    """Whether a module's path is that of an embedding."""
+    return _EMBEDDING.fullmatch(module) is not None
+
+
 def inherit_config(manifest: AdapterManifest) -> bytes:
     """The `adapter_config.json` of a published version, for tensors that come without one."""
     if manifest.network is not None:
@@ -220,7 +225,7 @@ def _check_parts(config: AdapterConfig, module: str, parts: Mapping[_Part, Tenso
     else:
         raise AdapterRejectedError(f"{module}: lora_a {list(a)} and lora_b {list(b)} do not fit each other")
     if "m" in parts:
-        expected = shape.inputs if _EMBEDDING.fullmatch(module) else shape.outputs
+        expected = shape.inputs if is_embedding(module) else shape.outputs
         if parts["m"].shape != (expected,):
             raise AdapterRejectedError(f"{module}: m has shape {list(parts['m'].shape)}, expected [{expected}]")
     return shape

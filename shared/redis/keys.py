@@ -107,6 +107,12 @@ dead_letters = Key(
 
 worker = Key("parallm:{*}:worker:*", "hash", "worker", "10 s", "heartbeat")
 workers = Key("parallm:{*}:workers", "sorted set", "worker", "7 d", "worker ids by heartbeat")
+# Of a large ring, so that not every process has to look at each heartbeat
+live_workers = Key("parallm:{*}:live:ids", "string", "worker", "1 s", "ids of live workers, as one of them saw it")
+live_statuses = Key(
+    "parallm:{*}:live:statuses", "string", "api", "1 s", "live workers' heartbeats, as one api saw them"
+)
+live_turn = Key("parallm:{*}:live-turn:*", "string", "worker or api", "1 s", "who looks for the others")
 # One hash an epoch: hash of a prompt's beginning -> worker
 warm_prefixes = Key(
     "parallm:{*}:warm:*", "hash", "worker", "10 min, bounded", "which worker computed which prefix last"

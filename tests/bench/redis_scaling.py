@@ -43,6 +43,7 @@ from shared.sequences import SamplingParams
 from tests.bench.timed_worker import MODEL, TimedEngine, work
 
 WARM_UP_S = 3.0
+CONNECTED_A_S = 20  # workers, of a busy machine
 DELAYS_KEPT = 200_000
 SAMPLE_S = 2.0
 HEADER = (
@@ -192,7 +193,7 @@ class Simulators:
             started.append((child, ours))
         self._ready += started
         for child, pipe in started:
-            assert pipe.poll(120) and pipe.recv() == "ready", child
+            assert pipe.poll(600) and pipe.recv() == "ready", child
 
     def ask(self) -> Counts:
         """What has happened so far."""
@@ -253,7 +254,7 @@ def measure(level: Level, seconds: float, processes: int, show_commands: bool) -
         try:
             while level.offered and not simulators.ask().sequences:
                 time.sleep(0.2)
-            time.sleep(WARM_UP_S)
+            time.sleep(WARM_UP_S + level.workers / CONNECTED_A_S)
             counts, cpu, before = simulators.ask(), simulators.cpu_s(), Seen.now(client)
             time.sleep(seconds)
             after, cpu_after, counts_after = Seen.now(client), simulators.cpu_s(), simulators.ask()

@@ -170,7 +170,7 @@ async def work(
         for i in range(workers)
     ]  # fmt: skip
     tasks = [asyncio.create_task(process.run()) for process in processes]
-    await wait_until(lambda: all(process._state == "ready" for process in processes), 60)
+    await wait_until(lambda: all(process._state == "ready" for process in processes), 500)
     ready()
     try:
         await asyncio.shield(asyncio.gather(*tasks))

@@ -49,7 +49,7 @@ def uses(pattern: str) -> dict[str, set[str]]:
 
 PYTHON = r"(?:python3?|\.venv/bin/python|\$\(BIN\)/python) -m "
 MODULES = uses(PYTHON + r"(?P<name>(?:api|worker|trainer|shared|tests)\.[a-z0-9_.]*[a-z0-9_])")
-COMMANDS = uses(r"\bmlx_parallm (?P<name>(?!or\b|and\b|for\b)[a-z]+(?: (?:new|hash))?)(?= )")
+COMMANDS = uses(r"\bmlx_parallm (?P<name>adapters [a-z]+|(?!or\b|and\b|for\b)[a-z]+(?: (?:new|hash))?)(?= )")
 
 
 def said(run: object, *arguments: str) -> str:

@@ -4,8 +4,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import Result
+from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from api.cli.main import app
@@ -14,6 +16,7 @@ from tests.e2e.test_adapters import CONFIG, weights
 from tests.unit.adapter_files import write
 
 KEY = "a-key-of-this-test"
+FOLDER = str(Path(__file__).parents[2] / "models" / "tiny")
 SAY = [{"role": "user", "content": "say hello"}]
 
 
@@ -48,6 +51,34 @@ def test_an_adapter_is_uploaded_shown_rolled_back_and_deleted(locked: Ring, tmp_
     assert call(locked, "adapters", "delete", "mine").exit_code == 2  # all of them only when that is said
     assert call(locked, "adapters", "delete", "mine", "--all").exit_code == 0
     assert json.loads(call(locked, "adapters", "list", "--json").stdout) == []
+
+
+def test_a_version_is_downloaded_and_merged_into_its_base(
+    locked: Ring, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "lora", CONFIG, weights(1))
+    assert call(locked, "adapters", "upload", str(tmp_path / "lora"), "--name", "merges").exit_code == 0
+    for form in ("mlx-lm", "peft"):
+        got = call(locked, "adapters", "download", "merges@1", str(tmp_path / form), "--format", form)
+        assert got.exit_code == 0, got.stderr
+    refused = call(locked, "adapters", "download", "merges@1", str(tmp_path / "peft"))
+    assert (refused.exit_code, "name a new one" in refused.stderr) == (2, True)
+    assert (tmp_path / "mlx-lm" / "adapters.safetensors").read_bytes() == (
+        tmp_path / "lora" / "adapters.safetensors"
+    ).read_bytes()
+    merged = call(locked, "adapters", "merge", "merges", str(tmp_path / "merged"), "--model", FOLDER)
+    assert merged.exit_code == 0, capfd.readouterr().err
+    assert f"merges@1 merged into {FOLDER}" in capfd.readouterr().out
+    other = call(locked, "adapters", "merge", "merges@1", str(tmp_path / "x"), "--model", str(tmp_path / "merged"))
+    assert (other.exit_code, "another model, or other weights" in capfd.readouterr().err) == (1, True)
+    wrong = call(locked, "adapters", "merge", "merges@0", str(tmp_path / "x"), "--model", FOLDER)
+    assert (wrong.exit_code, (tmp_path / "x").exists()) == (2, False)
+    base, sums = (load_file(folder / "model.safetensors") for folder in (Path(FOLDER), tmp_path / "merged"))
+    tensors = weights(1)
+    for name, weight in base.items():
+        lora = [tensors.get(name.replace("weight", part)) for part in ("lora_a", "lora_b")]
+        delta = 0 if lora[0] is None or lora[1] is None else 2.0 * (lora[0] @ lora[1]).T
+        assert np.allclose(sums[name], (weight.astype(np.float32) + delta).astype(weight.dtype), atol=2e-3)
 
 
 def test_a_bench_counts_every_token_that_was_asked_for(locked: Ring) -> None:

@@ -9,17 +9,24 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import mlx.core as mx
+import numpy as np
 import psutil
 import pytest
 
+from shared.errors import ParallmError, SetupError
 from shared.jobs import SamplingOverrides
 from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
 from tests.e2e.test_training_api import pair
 from tests.waiting import wait_until
+from trainer.distilling.teacher import scored
+from trainer.learn.batches import Sample, SampleGroup
 from trainer.metrics import read
 from trainer.ring.http_client import HttpApi
 from trainer.ring.over_http import HttpSource
 from trainer.rollouts.groups import RolloutRequest
+from worker.engine.messages import EngineConfig
+from worker.engine.model.loader import load_model
 
 KEY = "a-key-that-is-long-enough"
 RECIPE = (
@@ -216,3 +223,21 @@ def test_a_judge_scores_for_it_over_http(keyed: Ring, tmp_path: Path) -> None:
         assert process.wait(90) == 0, process.output
     lines = read(tmp_path / "judged" / "metrics.jsonl")
     assert len(lines) == 2 and all(line.failed == 0 and 0 < line.reward < 1 for line in lines)
+
+
+async def test_a_teacher_says_over_http_what_its_model_says(keyed: Ring) -> None:
+    loaded = load_model(EngineConfig(str(ROOT / "models" / "tiny")))
+    sample = Sample((7, 300, 12), (0.0,) * 3, (True, False, True), (0,) * 3, 0.0)
+    row, digest = SampleGroup("", (5, 6, 90), (sample,)), loaded.card.tokenizer_sha256
+    async with HttpApi(keyed.url, KEY) as api:
+        (line,) = await scored(api, MODEL, 5, [row], digest)
+        with pytest.raises(SetupError, match="the teacher tiny has another tokenizer"):
+            await scored(api, MODEL, 5, [row], "another")
+        with pytest.raises(ParallmError, match="nobody"):
+            await scored(api, "nobody@1", 5, [row], digest)
+    assert (line.prompt_ids, line.completion_ids, line.counts) == ((5, 6, 90), (7, 300, 12), (True, False, True))
+    logits_LV = loaded.model(mx.array([[5, 6, 90, 7, 300]]))[0]
+    logps_LV = logits_LV - mx.logsumexp(logits_LV, axis=-1, keepdims=True)
+    for at, ids, logprobs in zip((2, 4), line.top_ids, line.top_logprobs, strict=True):
+        assert list(ids) == mx.argsort(-logps_LV[at])[:5].tolist()
+        assert np.allclose(logprobs, np.array(logps_LV[at])[list(ids)], atol=1e-4)

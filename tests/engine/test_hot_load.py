@@ -198,6 +198,27 @@ async def test_the_engine_hears_whose_kv_lasts(ring: Ring, monkeypatch: pytest.M
     assert set(heard[-1]) == {"math@1", "math@2", "math@3"}
 
 
+async def test_a_version_that_is_loaded_while_another_one_is_acknowledged_is_acknowledged_next(
+    ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await ring.worker("w1")
+    acknowledge, begun, go = worker.sync._store.acknowledge, asyncio.Event(), asyncio.Event()
+
+    async def slow(worker_id: str, name: str, version: int) -> None:
+        begun.set()
+        await go.wait()
+        await acknowledge(worker_id, name, version)
+
+    monkeypatch.setattr(worker.sync._store, "acknowledge", slow)
+    await ring.publish("math", "a@1", worker.base_sha256)
+    await begun.wait()
+    await ring.publish("math", "a@2", worker.base_sha256)
+    await wait_until(lambda: worker.sync.loaded == {"math": 2})
+    await asyncio.sleep(0)  # its news is here
+    go.set()
+    await ring.acknowledged("math", 2, {"w1"})
+
+
 async def test_a_rollback_reaches_the_rows(ring: Ring) -> None:
     worker = await ring.worker("w1")
     for source in ("a@1", "a@2"):

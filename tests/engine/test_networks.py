@@ -218,6 +218,28 @@ def test_networks_of_many_versions_share_the_time_of_a_turn(
         assert_true(bench, each)
 
 
+def test_prompts_and_networks_do_not_wait_for_each_other(
+    llama: LoadedModel, versions: dict[str, MadeAdapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with AdapterBench(llama, versions, prefill_chunk=4) as bench:
+        bench.provide()
+        bench.submit(asked("load", "net@1", inputs_of(MLP, 1)))
+        bench.run()
+        ids = tuple(prompt_of(200))
+        scored = SequenceSpec("scored", "m", ids[:100], SamplingParams(0, 0), kind="score", score_ids=ids[100:])
+        bench.submit(scored)
+        bench.turn()
+        bench.submit(asked("short", "net@1", inputs_of(MLP, 1)))
+        bench.until(lambda: "short" in bench.events)
+        assert "scored" not in bench.events, "an action comes before the end of a long prompt"
+        monkeypatch.setattr(network_run, "TURN_S", 0.0)
+        bench.submit(asked("long", "long@1", inputs_of(SERIES, 1, steps=1000)))
+        bench.until(lambda: "scored" in bench.events)
+        assert "long" not in bench.events, "and the prompt is fed beside a long network"
+        bench.run()
+        assert bench.finish("scored").reason == bench.finish("long").reason == "stop"
+
+
 def test_what_is_wrong_ends_its_own_sequence_alone(bench: AdapterBench, monkeypatch: pytest.MonkeyPatch) -> None:
     right = asked("right", "net@1", inputs_of(MLP, 2))
     huge = {"observation": np.full((1, 4), 3e38, np.float32)}

@@ -8,23 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm.utils
 import numpy as np
 import pytest
 from msgspec.structs import replace as replace_fields
 from safetensors.numpy import load_file, save_file
 
 from shared.errors import ServiceUnavailableError, SetupError
+from shared.text.codec import TextCodec
 from shared.trajectories import Trajectory
 from tests.training.in_process import MemorySink
 from tests.training.run import in_process_ring, train
 from trainer.metrics import read
+from trainer.ring.http_client import HttpApi
 from trainer.ring.join import Way
 from trainer.rollouts.groups import RolloutRequest
 from trainer.settings import TrainSettings
 from trainer.state import RunState
+from trainer.tuning.feedback import JudgedAnswer
 from trainer.tuning.run import TuneRun
 from trainer.versions.disk import Disk
 from trainer.versions.run_folder import run_mode
+from worker.engine.model.loader import export_tokenizer
 
 SMALL: dict[str, Any] = {
     "model": "models/tiny", "mode": "sft", "adapter": "taught", "steps": 4, "prompts_per_step": 4, "lora_rank": 4,
@@ -268,3 +273,39 @@ async def test_a_start_of_half_precision_is_learned_on_in_full(tmp_path: Path, d
     state, _ = await tuned(run)
     learned = load_file(run.folder / "checkpoints/step-000001/adapters.safetensors")
     assert state.version == 1 and {value.dtype for value in learned.values()} == {np.dtype("float32")}
+
+
+async def test_preferences_are_asked_for_once_and_a_resumed_run_goes_on_with_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    async def judged(api: HttpApi, policy: str) -> dict[str, JudgedAnswer]:
+        """What the api lists, another ten pairs at each time."""
+        asked.append(policy)
+        answers = {}
+        for at in range(10 * len(asked)):
+            for name, other, text in ((f"b{at}", f"w{at}", "yes"), (f"w{at}", f"b{at}", "no")):
+                said = {"preferred_over": other} if text == "yes" else {"preferred_under": other}
+                ids = (tiny.encode(f"{at}?"), tiny.encode(text, add_special_tokens=False))
+                answers[name] = JudgedAnswer(name, 10**13, policy, tuple(ids[0]), tuple(ids[1]), text, **said)
+        return answers
+
+    monkeypatch.setattr("trainer.tuning.feedback.judged_answers", judged)
+    tiny = TextCodec(export_tokenizer(mlx_lm.utils.load_tokenizer(Path("models/tiny"))))
+    asking: dict[str, Any] = {"mode": "dpo", "dataset": Path("feedback:taught"), "connect_to": "127.0.0.1:1"}
+    run = settings(tmp_path, **asking, steps=1)
+    await tuned(run)
+    kept = (run.folder / "feedback.jsonl").read_bytes()
+    assert (kept.count(b"\n"), asked) == (10, ["taught"])
+    state, _ = await tuned(settings(tmp_path, **asking, steps=2))
+    assert (state.train_step, asked, (run.folder / "feedback.jsonl").read_bytes() == kept) == (2, ["taught"], True)
+    with pytest.raises(SetupError, match="holds a run on preferences of taught"):
+        await tuned(settings(tmp_path, **asking | {"dataset": Path("feedback:other")}, steps=2))
+    await tuned(settings(tmp_path, **asking, steps=1, resume="no"))
+    assert (run.folder / "feedback.jsonl").read_bytes().count(b"\n") == 20
+    assert (tmp_path / "taught.1" / "feedback.jsonl").read_bytes() == kept, "the earlier run keeps its own"
+    (run.folder / "feedback.jsonl").unlink()
+    with pytest.raises(SetupError, match="holds a run on another data set"):
+        await tuned(settings(tmp_path, **asking, steps=2))
+    assert asked == ["taught", "taught"]

@@ -91,6 +91,7 @@ def named(adapter: str, file: str) -> dict[str, dict[str, Any]]:
         },
         "POST /v1/jobs": {"json": {"kind": "generate", "model": MODEL, "adapter": adapter, "prompts": ["hi"]}},
         "POST /v1/rl/act": {"json": {"model": adapter, "observations": ["hi"]}},
+        "POST /v1/rl/rollout": {"json": {"model": adapter, "observations": ["hi"]}},
         "POST /v1/predict": {"json": {"model": adapter, "inputs": {"text": ["hi"]}}},
         "POST /inference/v1/generate": {"json": {"model": adapter, "token_ids": [1]}},
         "POST /generate": {"json": {"adapter": adapter, "prompt": "hi"}},

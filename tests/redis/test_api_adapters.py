@@ -1,5 +1,6 @@
 """The adapter endpoints on a real Redis: uploads, folders, rollback, deletion, and what they refuse."""
 
+import hashlib
 import json
 import os
 from collections.abc import AsyncIterator, Callable
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save
 
+from api.cli.client import InferenceClient
+from api.cli.http import RequestFailedError
 from shared.redis.ring.worker_registry import WorkerStatus
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
@@ -76,6 +79,32 @@ async def test_an_uploaded_adapter_is_described_and_listed(server: Api) -> None:
     assert (await server.http.get("/v1/adapters/policy/versions/1")).json() == described["versions"][0]
     assert [adapter["name"] for adapter in await state(server)] == ["policy"]
     assert (await server.http.get("/v1/adapters/other")).json()["error"]["code"] == "adapter_not_found"
+
+
+async def test_a_version_is_downloaded_as_it_was_uploaded(server: Api) -> None:
+    sent = save(lora(seed=3))
+    await server.http.post("/v1/adapters", data={"name": "policy"}, files=files(mlx_config(), lora(seed=3)))
+    got = await server.http.get("/v1/adapters/policy/versions/1/adapters.safetensors")
+    assert (got.status_code, got.content, got.headers["content-length"]) == (200, sent, str(len(sent)))
+    assert got.headers["etag"].strip('"') == hashlib.sha256(sent).hexdigest()
+    said = (await server.http.get("/v1/adapters/policy/versions/1/adapter_config.json")).json()
+    assert said["lora_parameters"] | {"keys": []} == {"rank": 4, "scale": 20.0, "dropout": 0.0, "keys": []}
+    for path in ("policy/versions/2", "other/versions/1"):
+        for file in ("adapters.safetensors", "adapter_config.json"):
+            missing = await server.http.get(f"/v1/adapters/{path}/{file}")
+            assert (missing.status_code, missing.json()["error"]["code"]) == (404, "adapter_not_found")
+
+
+async def test_a_version_that_came_damaged_is_not_kept_for_a_whole_one(server: Api, tmp_path: Path) -> None:
+    await server.http.post("/v1/adapters", data={"name": "policy"}, files=files(mlx_config()))
+    async with InferenceClient(str(server.http.base_url)) as client:
+        manifest = await client.adapter_version("policy")
+        await client.download_adapter(manifest, tmp_path / "whole")
+        assert (tmp_path / "whole").read_bytes() == save(lora())
+        with pytest.raises(RequestFailedError, match="policy@1 came damaged"):
+            await client.download_adapter(msgspec.structs.replace(manifest, sha256="0" * 64), tmp_path / "other")
+        with pytest.raises(RequestFailedError, match="there is no adapter nobody@1"):
+            await client.adapter_version("nobody", 1)
 
 
 async def test_a_peft_upload_is_stored_in_our_layout(server: Api, tmp_path: Path) -> None:

@@ -101,6 +101,26 @@ async def test_a_stream_resumed_in_the_same_process_is_not_cancelled(
     assert text_of(begun, resumed) == TEXT
 
 
+async def test_the_time_of_grace_begins_with_the_last_client_that_leaves(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api_resume, "GRACE_S", 1.0)
+    async with working(redis_url, held) as worker, api(redis_url) as server:
+        async with server.stream("/v1/completions", BODY) as begun:
+            await read(begun, 3)
+        await wait_until(lambda: len(api_resume._lingering) == 1)
+        monkeypatch.setattr(api_resume, "GRACE_S", 600.0)
+        async with server.resume(begun.chunks[0]["id"], begun.last_event_id) as resumed:
+            await read(resumed, 1)
+        await wait_until(lambda: begun.chunks[0]["id"] not in api_resume._reading)
+        await wait_until(lambda: len(api_resume._lingering) == 2)  # before and after the second; the first one is over
+        async with server.resume(begun.chunks[0]["id"], resumed.last_event_id) as again:
+            worker.go.set()
+            await again.all()
+        assert worker.cancelled == []
+    assert text_of(begun, resumed, again) == TEXT
+
+
 @pytest.mark.parametrize(("path", "header", "status"), [("cmpl-none", "", 404), ("", "nonsense", 400)])
 async def test_what_cannot_be_resumed_is_an_error(redis_url: str, path: str, header: str, status: int) -> None:
     async with working(redis_url, lambda spec: Answer("x")), api(redis_url) as server:

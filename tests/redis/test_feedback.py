@@ -2,15 +2,18 @@
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
 from api.http.api_keys import line_of, new_key
+from shared.errors import SetupError
 from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.redis.kept.answer_store import LIST, AnswerStore, Verdict, answers_of
@@ -21,8 +24,10 @@ from shared.sequences import SequenceSpec
 from shared.trajectories import LiveTrajectory, Trajectory
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import MODEL, Answer, working
-from tests.unit.api_texts import ids
+from tests.unit.api_texts import codec, ids
 from tests.waiting import wait_until
+from trainer.ring.http_client import HttpApi
+from trainer.tuning.feedback import judged_answers, pairs_of, preferences
 from worker.jobs.collecting import Collecting
 from worker.jobs.context import TickContext
 from worker.jobs.verdicts import Verdicts
@@ -274,3 +279,43 @@ async def test_the_oldest_answers_make_room(redis_url: str, redis: Redis) -> Non
         await kept(redis, redis_url, 1)
         left = [each["trajectory"] for each in (await server.http.get("/v1/feedback")).json()["data"]]
     assert f"{first['id']}-0" not in left
+
+
+async def test_preferences_come_as_pairs_of_token_ids(
+    redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.tuning.feedback._PAGE", 1)
+    day_ms, now_ms = 86_400_000, int(1000 * time.time())
+    async with (
+        working(redis_url, lambda spec: Answer(f"said {spec.id[-1]}")),
+        api(redis_url, feedback_ttl_days=1) as server,
+        HttpApi(str(server.http.base_url)) as asking,
+    ):
+        with pytest.raises(
+            SetupError, match=r"no preference between two answers of policy is kept by .*preferred_over"
+        ):
+            await preferences(asking, "policy", codec(), 1, now_ms)
+        told = [(await server.post("/v1/completions", {**ASK, "n": 2})).json()["id"] for _ in range(3)]
+        await kept(redis, redis_url, 6)
+        for answer in told[:2]:
+            pair = {"id": answer, "choice": 1, "preferred_over": answer, "preferred_over_choice": 0}
+            assert (await server.post("/v1/feedback", pair)).status_code == 200
+        await server.post("/v1/feedback", {"id": told[2], "rating": "up"})
+        lines = [json.loads(line) for line in (await preferences(asking, "policy", codec(), 1, now_ms)).splitlines()]
+        assert [line["chosen"].endswith("-1") and line["rejected"].endswith("-0") for line in lines] == [True, True]
+        for line in lines:
+            assert (line["policy"], line["prompt_ids"]) == ("policy", ids("say"))
+            said = [codec().decode(line[key]) for key in ("chosen_ids", "rejected_ids")]
+            assert said == ["said 1", "said 0"]
+        with pytest.raises(SetupError, match=r"can be learned from \(2 too old\)"):
+            await preferences(asking, "policy", codec(), 1, now_ms + 2 * day_ms)
+        with pytest.raises(SetupError, match="no preference between two answers of other"):
+            await preferences(asking, "other", codec(), 1, now_ms)
+        answers = await judged_answers(asking, "policy")
+    chosen = next(name for name, answer in answers.items() if answer.preferred_over)
+    strange = {name: msgspec.structs.replace(answer, text="another text") for name, answer in answers.items()}
+    assert pairs_of(strange, codec(), 0)[1:] == (0, 0, 2, 0, 0), "ids of another tokenizer"
+    silent = answers | {chosen: msgspec.structs.replace(answers[chosen], completion_ids=(), text="")}
+    assert (len(pairs_of(silent, codec(), 0).lines), pairs_of(silent, codec(), 0).empty) == (1, 1)
+    halved = {name: answer for name, answer in answers.items() if name != answers[chosen].preferred_over}
+    assert (len(pairs_of(halved, codec(), 0).lines), pairs_of(halved, codec(), 0).halved) == (1, 1)

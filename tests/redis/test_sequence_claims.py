@@ -286,5 +286,84 @@ async def test_it_wakes_for_what_others_leave(redis: Redis) -> None:
     assert ids(await q.claim("late", plan(4), others=["quick"])) == ["a1", "a2"]
 
 
+MANY = [f"other{at}" for at in range(300)]
+
+
+async def test_a_claim_in_a_large_ring_looks_at_a_few_others_and_finds_by_and_by_what_waits_at_any(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence_queue, "STEAL_AFTER_MS", 0)
+    q, busiest = queue(redis), MANY[7]
+    await beat(redis, busiest)
+    await q.enqueue(specs("s", 1), prefer=[busiest])
+    looks = 0
+    while not (claims := await q.claim("w1", plan(1), MANY)):
+        looks += 1
+        assert len(q._askers["w1"].tips) == 8 + 2 * sequence_queue.OTHERS
+    assert ids(claims) == ["s0"] and looks < 1000
+
+
+async def test_of_many_free_workers_a_few_wait_for_what_is_for_any_and_the_others_for_their_own(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = {f"w{at}": queue(redis) for at in range(12)}
+    for worker, q in free.items():
+        assert await q.claim(worker, plan(1), MANY) == []
+    draws = iter([0.0, 0.0, 0.0, *[0.99] * 50])
+    monkeypatch.setattr("random.random", lambda: next(draws))
+    waiting = {worker: asyncio.create_task(q.wait(worker, 600)) for worker, q in free.items()}
+    await wait_until(lambda: _waiting(redis, len(free)))
+    await free["w0"].enqueue(specs("s", 1))
+    await wait_until(lambda: _waiting(redis, len(free) - 3))
+    assert await asyncio.gather(*[waiting[worker] for worker in ("w0", "w1", "w2")]) == [True] * 3
+    await beat(redis, "w7")
+    await free["w0"].enqueue(specs("own", 1), prefer=["w7"])
+    assert await asyncio.wait_for(waiting["w7"], 60)
+    assert ids(await free["w7"].claim("w7", plan(1), MANY)) == ["own0"]
+    for task in waiting.values():
+        task.cancel()
+    await asyncio.gather(*waiting.values(), return_exceptions=True)
+
+
+async def test_who_finds_what_nobody_waited_for_waits_for_it_more_often_and_who_wakes_for_nothing_less(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = queue(redis)
+    asker = q._askers["w1"]
+    assert await q.claim("w1", plan(1), MANY) == []
+    monkeypatch.setattr("random.random", lambda: 0.99)
+    for found in range(4):
+        least = asker.chance
+        assert not await q.wait("w1", 0.01)
+        await q.enqueue([spec(f"s{found}")])
+        assert ids(await q.claim("w1", plan(1), MANY)) == [f"s{found}"]
+        assert asker.chance == min(1.0, 2 * least)
+    assert asker.chance == 1.0
+    waiting = asyncio.create_task(q.wait("w1", 60))
+    await wait_until(lambda: _waits(redis))
+    async with redis.pipeline() as pipe:  # it comes and is taken at once
+        pipe.xadd(keys.queue(MODEL, "interactive"), {"id": "taken"})
+        pipe.xreadgroup(keys.GROUP, "w2", {keys.queue(MODEL, "interactive"): ">"})
+        await pipe.execute()
+    await wait_until(lambda: asker.chance < 1.0)
+    waiting.cancel()
+
+
+async def test_leases_of_the_dead_are_found_in_a_ring_of_many(redis: Redis) -> None:
+    q = queue(redis, lease_ms=1)
+    for worker in MANY[:150]:
+        await beat(redis, worker)
+    for at in (0, 70, 149):
+        await q.enqueue(specs(f"{at}-", 1))
+        assert len(await q.claim(MANY[at], plan(1))) == 1
+    await asyncio.sleep(0.01)
+    found = ids(await q.reap("w1", 8))
+    assert sorted(found) == ["0-0", "149-0", "70-0"] and q.reclaimed == 3
+
+
+async def _waiting(redis: Redis, number: int) -> bool:
+    return (await redis.info("clients"))["blocked_clients"] == number
+
+
 async def _waits(redis: Redis) -> bool:
     return bool((await redis.info("clients"))["blocked_clients"])

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from shared.adapter_files.config import mlx_config as written_config
 from shared.adapter_files.config import read_config
+from shared.adapter_files.export import Format, export
 from shared.adapter_files.formats import prepare_directory, prepared
 from shared.adapter_files.tensors import Tensor, read_tensors, write_tensors
 from shared.errors import AdapterRejectedError
@@ -364,3 +365,51 @@ def test_the_header_is_json_for_others_too(tmp_path: Path) -> None:
     length = int.from_bytes(data[:8], "little")
     assert length % 8 == 0
     assert msgspec.json.decode(data[8 : 8 + length])["__metadata__"] == {"format": "mlx"}
+
+
+# -- out again
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("form", ["mlx-lm", "peft"])
+def test_what_is_exported_comes_in_again_as_it_was(tmp_path: Path, form: Format, dora: bool) -> None:
+    embedding = "model.embed_tokens"
+    tensors = lora(dora=dora) if dora else lora((Q, V, embedding))
+    source = write(tmp_path / "adapter", mlx_config(**(DORA if dora else {})), tensors)
+    (tmp_path / "out").mkdir()
+    with prepared(source) as made:
+        export(made, made.path, tmp_path / "out", form, "somewhere/model")
+        with prepared(tmp_path / "out") as again:
+            assert (again.kind, again.rank, again.scale, again.modules) == (made.kind, 4, 20.0, made.modules)
+            read = load_file(again.path)
+    assert read.keys() == tensors.keys()
+    assert all(np.array_equal(read[name], tensors[name]) for name in tensors)
+    if form == "peft":
+        names = load_file(tmp_path / "out" / "adapter_model.safetensors").keys()
+        expected = {name for name in peft_tensors(tensors) if embedding not in name}
+        if not dora:
+            expected |= {f"base_model.model.{embedding}.lora_embedding_{part}" for part in "AB"}
+        assert names == expected
+        said = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+        assert (said["lora_alpha"], said["base_model_name_or_path"]) == (80.0, "somewhere/model")
+        assert said.get("ensure_weight_tying", False) == (not dora), "of the embedding, a tied output layer goes along"
+
+
+def test_what_peft_has_no_place_for_is_refused_by_name(tmp_path: Path) -> None:
+    experts = "model.layers.0.mlp.switch_mlp.up_proj"
+    shapes = {"lora_a": (3, 4, 12), "lora_b": (3, 20, 4)}
+    stacked: dict[str, Array] = {f"{experts}.{part}": np.ones(shape, np.float32) for part, shape in shapes.items()}
+    heads = lora() | {"heads.reward.weight": np.ones((1, 12), np.float32)}
+    embedding = "model.embed_tokens"
+    magnitudes = lora((embedding,), dora=True) | {f"{embedding}.m": np.ones(IN, np.float32)}
+    cases = [
+        (mlx_config(), stacked, f"{experts}: PEFT has no adapters on stacked experts"),
+        (mlx_config(heads={"reward": {"kind": "scalar"}}), heads, "heads.reward: PEFT has no such heads"),
+        (mlx_config(**DORA), magnitudes, f"{embedding}: DoRA on an embedding differs in PEFT"),
+    ]
+    for at, (config, tensors, said) in enumerate(cases):
+        source = write(tmp_path / str(at), config, tensors)
+        (tmp_path / f"out{at}").mkdir()
+        with prepared(source) as made, pytest.raises(AdapterRejectedError, match=said):
+            export(made, made.path, tmp_path / f"out{at}", "peft", "")
+        assert not list((tmp_path / f"out{at}").iterdir())

@@ -457,7 +457,9 @@ def test_drafts_come_only_where_they_pay() -> None:
     assert best_length(StepTimes(), four, alone=True) == 0, "a step without drafts is to be timed first"
     assert best_length(times_of(4, 1.0), four, alone=True) == 1, "who does not try does not know"
     assert best_length(times_of(4, 1.0, 1.2), four, alone=True) == 5, "and it may go on so"
-    assert best_length(times_of(4, 1.0, 1.9), four, alone=True) == 0
+    assert best_length(times_of(4, 1.0, 1.9), four, alone=True) == 2, "the second may take nothing"
+    assert best_length(times_of(4, 1.0, 1.9, 2.8), four, alone=True) == 0
+    assert best_length(times_of(4, 1.0, 1.9, 1.95), four, alone=True) == 5, "nor may those behind it"
     assert best_length(cheap, [Try(1.0, 5, 1.0)], alone=True) == 5
     assert best_length(cheap, [Try(0.1, 5, 1.0)], alone=True) == 0
     assert best_length(times_of(4, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0), four, alone=True) == 0

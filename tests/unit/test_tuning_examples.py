@@ -158,6 +158,14 @@ def test_what_is_longer_than_the_context_is_left_out_and_counted(tmp_path: Path)
 
 
 GOOD = {"prompt": "a", "completion": "b"}
+IDS = {"prompt_ids": [5, 6], "chosen_ids": [7, EOS], "rejected_ids": [8, 9, EOS]}
+
+
+def test_a_pair_of_token_ids_is_taken_as_it_is(tmp_path: Path) -> None:
+    (pair,) = read(tmp_path, IDS, tuning="dpo")
+    assert pair.prompt_ids == (5, 6)
+    assert [sample.completion_ids for sample in pair.samples] == [(7, EOS), (8, 9, EOS)]
+    assert all(all(sample.mask) for sample in pair.samples)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +214,11 @@ GOOD = {"prompt": "a", "completion": "b"}
         ("sft", [{"prompt": "a", "completion": [user("b")]}], "line 1: a conversation ends with an assistant's"),
         ("sft", [{**GOOD, "tools": [{"type": "function"}]}], "line 1: 'tools' are for chats"),
         ("sft", [{**GOOD, "functions": []}], "line 1: 'functions' are not read: give them as 'tools'"),
+        ("dpo", [IDS, {**IDS, "rejected_ids": []}], "line 2: a pair of token ids has"),
+        ("dpo", [{**IDS, "chosen_ids": [300]}], "line 1: the tokenizer knows no token 300"),
+        ("dpo", [{**IDS, "chosen_ids": [-1]}], "line 1: the tokenizer knows no token -1"),
+        ("dpo", [{**IDS, "chosen_ids": [8, 9, EOS]}], "line 1: 'chosen_ids' and 'rejected_ids' are the same"),
+        ("sft", [IDS], "line 1: it has either"),
         ("dpo", [GOOD], "line 1: a pair has 'chosen' and 'rejected'"),
         ("dpo", [{"prompt": "a", "chosen": "b", "rejected": "b"}], "line 1: 'chosen' and 'rejected' are the same"),
         (

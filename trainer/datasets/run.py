@@ -100,6 +100,12 @@ class DataRun(ABC, Generic[T]):
 
     # -- what a kind of run says
 
+    async def _gather(self, loaded: LoadedModel) -> None:
+        """Ask the ring for data, if they come from there; nothing of the run's folder is changed."""
+
+    async def _keep_gathered(self) -> None:
+        """Write down what was gathered, before anything is learned from it."""
+
     @abstractmethod
     def _read(self, longest: int) -> Data[T]:
         """The data, of texts with at most `longest` tokens."""
@@ -126,6 +132,7 @@ class DataRun(ABC, Generic[T]):
     async def start(self, loaded: LoadedModel) -> None:
         """Read the data, make the learner, go on from a checkpoint if there is one."""
         settings = self._settings
+        await self._gather(loaded)
         self._data = await asyncio.to_thread(self._read, loaded.card.context_length)
         self._learner = await self._host.run(at_once(lambda: self._new_learner(loaded.model)))
         config = await self._host.run(at_once(self._learner.config))
@@ -139,6 +146,7 @@ class DataRun(ABC, Generic[T]):
         start = await starting_weights(settings.start_from, self.state, self._publisher, shapes, resumed=resumed)
         if settings.resume == "no":
             self._checkpoints = begin_anew(settings, self._checkpoints)
+        await self._keep_gathered()
         first_line = 0 if not resumed else self._saved if self.state.offered else self._saved + 1
         await self._disk.run(cut, settings.folder / "metrics.jsonl", "step", first_line)
         if start is not None:

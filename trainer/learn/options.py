@@ -11,12 +11,15 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from shared.errors import SetupError
+from shared.adapters import check_name
+from shared.errors import InvalidRequestError, SetupError
 from shared.heads import MAX_HIDDEN, REWARD, HeadSpec, check_heads
+from shared.redis.connection.address import SCHEMES
 
 AdvantageScale = Literal["mean", "std", "leave_one_out"]
 ScheduleName = Literal["constant", "linear", "cosine"]
-TrainMode = Literal["rl", "reward", "sft", "dpo", "ppo"]
+TrainMode = Literal["rl", "reward", "sft", "dpo", "distill", "ppo"]
+FEEDBACK = "feedback:"  # begins a data set that is no file
 
 
 @dataclass(frozen=True)
@@ -143,18 +146,33 @@ class DataSettings(HeadSettings, PpoSettings):
 
     mode: TrainMode = Field(
         default="rl",
-        description="rl: from rewards; from a dataset: sft: what answers say; dpo: which are preferred; reward: a "
-        "head; ppo: a network that acts in an environment",
+        description="rl: from rewards; from a dataset: sft: what answers say; dpo: which are preferred; "
+        "distill: what a teacher would say; reward: a head; ppo: a network that acts in an environment",
     )
     dpo_beta: float = Field(
         default=0.1, gt=0, description="mode dpo: how strongly the policy is held near what the run begins with"
+    )
+    feedback_max_age_days: float = Field(
+        default=30.0,
+        gt=0,
+        description="mode dpo, dataset feedback:POLICY: preferences between older answers are left out",
+    )
+    teacher: str = Field(
+        default="",
+        description="mode distill: whom the policy learns from, a model or NAME@VERSION that the ring serves",
+    )
+    teacher_top_k: int = Field(
+        default=20,
+        ge=1,
+        le=20,
+        description="mode distill: the teacher's likeliest tokens that are asked for; all others count as one",
     )
     start_from: str = Field(
         default="",
         description="adapter that a run begins with: NAME@VERSION, or a folder (with a '/'); default: the base",
     )
 
-    def check_mode(self, shared: Iterable[str], dataset: Path | None) -> None:
+    def check_mode(self, shared: Iterable[str], dataset: Path | None, connect_to: str) -> None:
         """SetupError for settings that the mode has no use for, by name, and where there is nothing to learn from.
 
         `shared`: the settings of all processes.
@@ -167,12 +185,36 @@ class DataSettings(HeadSettings, PpoSettings):
             if self.mode != "rl" and name not in {*own, *(_OF_PPO if self.mode == "ppo" else _OF_DATA), *shared}:
                 raise SetupError(f"--{name.replace('_', '-')} has no use with --mode {self.mode}")
         if self.mode not in ("rl", "ppo") and dataset is None:
-            what = {"reward": "pairs, scores or labels", "sft": "messages or completions", "dpo": "pairs"}[self.mode]
+            what = {"reward": "pairs, scores or labels", "dpo": "pairs"}.get(self.mode, "messages or completions")
             raise SetupError(f"--mode {self.mode} needs a --dataset of {what}")
+        if self.mode == "distill":
+            self._check_teacher(connect_to)
+        self._check_feedback(feedback_policy(dataset), connect_to)
         try:
             check_heads({self.head: HeadSpec("scalar")})
         except ValueError as error:
             raise SetupError(f"--head: {error}") from error
+
+    def _check_teacher(self, connect_to: str) -> None:
+        if not self.teacher:
+            raise SetupError("--mode distill needs a --teacher: a model or NAME@VERSION that the ring serves")
+        if not _is_api(connect_to):
+            raise SetupError(f"--teacher {self.teacher} is asked of an api: give --connect-to HOST:PORT")
+
+    def _check_feedback(self, policy: str | None, connect_to: str) -> None:
+        if policy is None:
+            if "feedback_max_age_days" in self._changed():
+                raise SetupError("--feedback-max-age-days goes with --dataset feedback:POLICY")
+            return
+        asked = f"--dataset {FEEDBACK}{policy}"
+        if self.mode != "dpo":
+            raise SetupError(f"{asked}: preferences are for --mode dpo")
+        if not _is_api(connect_to):
+            raise SetupError(f"{asked} is asked of an api: give --connect-to HOST:PORT")
+        try:
+            check_name(policy)
+        except InvalidRequestError as error:
+            raise SetupError(f"{asked}: {error}") from error
 
     def _changed(self) -> set[str]:
         """The settings that are not what they are by default."""
@@ -180,12 +222,23 @@ class DataSettings(HeadSettings, PpoSettings):
         return {name for name, field in fields if getattr(self, name) != field.get_default(call_default_factory=True)}
 
 
+def _is_api(connect_to: str) -> bool:
+    return bool(connect_to) and connect_to.partition("://")[0] not in SCHEMES
+
+
+def feedback_policy(dataset: Path | None) -> str | None:
+    """The policy whose users' preferences are the data set; None: it is a file."""
+    given = str(dataset or "")
+    return given.removeprefix(FEEDBACK) if given.startswith(FEEDBACK) else None
+
+
 _TUNING = {"chat_template_kwargs", "start_from"}
 _OF_MODES: Mapping[TrainMode, Collection[str]] = {  # what few modes have a use for
     "rl": _TUNING,
     "reward": HeadSettings.model_fields.keys(),
-    "dpo": _TUNING | {"dpo_beta"},
+    "dpo": _TUNING | {"dpo_beta", "feedback_max_age_days"},
     "sft": _TUNING,
+    "distill": _TUNING | {"teacher", "teacher_top_k"},
     "ppo": PpoSettings.model_fields.keys(),
 }
 _OF_DATA = {  # settings of a trainer that all modes have a use for which learn from a data set

@@ -2,7 +2,8 @@
 
 **sft** `{"messages": [...], "tools"?}`, OpenAI's form: each assistant turn counts, but for those with `"weight": 0`.
 `{"prompt"?, "completion"}`: the completion counts. **dpo** `{"prompt"?, "chosen", "rejected"}`. Chats of these may have
-`tools`, too. `prompt` is a text or messages; an answer is a text, or a whole conversation that ends with it.
+`tools`, too. `prompt` is a text or messages; an answer is a text, or a whole conversation that ends with it. A pair may
+also be of token ids, `{"prompt_ids", "chosen_ids", "rejected_ids"}`, as a worker has written them: all of them count.
 
 What counts of a turn is what the model would have to write: what stands between the prompt that the chat template makes
 of all before it (with its generation prompt) and the end of the turn, the end token included. What the template puts
@@ -47,6 +48,9 @@ class _Line(msgspec.Struct, frozen=True):
     completion: str | list[Message] | None = None
     chosen: str | list[Message] | None = None
     rejected: str | list[Message] | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    chosen_ids: tuple[int, ...] | None = None
+    rejected_ids: tuple[int, ...] | None = None
 
 
 _line = msgspec.json.Decoder(_Line)
@@ -127,6 +131,8 @@ class _Encoder:
 
     def pair(self, line: _Line) -> Iterable[SampleGroup]:
         """The pair of a line of dpo; ValueError when it is none."""
+        if line.prompt_ids is not None:
+            return [self._pair_of_ids(line.prompt_ids, line.chosen_ids or (), line.rejected_ids or ())]
         if line.chosen is None or line.rejected is None:
             raise ValueError("a pair has 'chosen' and 'rejected'")
         chosen, rejected = (_exchange(line.prompt, answer) for answer in (line.chosen, line.rejected))
@@ -140,6 +146,18 @@ class _Encoder:
         if better.samples == worse.samples:  # the end token stands in both
             raise ValueError("'chosen' and 'rejected' are the same tokens up to the end of the answer")
         return [SampleGroup("", better.prompt_ids, (*better.samples, *worse.samples))]
+
+    def _pair_of_ids(self, prompt: tuple[int, ...], chosen: tuple[int, ...], rejected: tuple[int, ...]) -> SampleGroup:
+        if not (prompt and chosen and rejected):
+            raise ValueError(
+                "a pair of token ids has 'prompt_ids', 'chosen_ids' and 'rejected_ids', none of them empty"
+            )
+        wrong = (id_ for id_ in (*prompt, *chosen, *rejected) if not 0 <= id_ < 2**32 or self._codec.token(id_) is None)
+        if (id_ := next(wrong, None)) is not None:
+            raise ValueError(f"the tokenizer knows no token {id_}")
+        if chosen == rejected:
+            raise ValueError("'chosen_ids' and 'rejected_ids' are the same answer")
+        return SampleGroup("", prompt, tuple(_sample(ids, [True] * len(ids)) for ids in (chosen, rejected)))
 
     def _answered(self, said: Exchange, tools: list[dict[str, Any]] | None) -> SampleGroup:
         if isinstance(said.prompt, list):

@@ -1,11 +1,16 @@
 """`mlx_parallm_train --mode sft` and `--mode dpo`: runs on a data set (datasets/run.py) that tune a policy.
 
+With `--dataset feedback:POLICY` the data set is what users have said (feedback.py), as it was when the run began.
+
 A worker that has loaded a version is asked for samples behind held-out prompts, whose log-probabilities must be ours.
 """
 
 import asyncio
 import secrets
+import time
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import structlog
@@ -13,15 +18,21 @@ import structlog
 from shared.adapters import GateCheck, version_id
 from shared.errors import ServiceUnavailableError
 from shared.jobs import SamplingOverrides
+from shared.process.ring_query import api_url
 from shared.seeds import derived_seed
 from shared.trajectories import Trajectory
 from trainer import gate
 from trainer.datasets.lines import Data, split
 from trainer.datasets.run import ASK_AGAIN_S, DataRun, options_of
 from trainer.learn.batches import SampleGroup
+from trainer.learn.options import feedback_policy
+from trainer.ring.http_client import HttpApi
 from trainer.rollouts.groups import RolloutRequest
+from trainer.tuning import feedback
 from trainer.tuning.examples import Examples, Tuning, read_examples
 from trainer.tuning.learner import TuneLearner
+from trainer.versions.checkpoint import write_whole
+from worker.engine.model.loader import LoadedModel
 
 PARITY_PROMPTS = 4
 PARITY_TOKENS = 16
@@ -36,18 +47,27 @@ class TuneRun(DataRun[SampleGroup]):
     measures_first = True
     _learner: TuneLearner
 
+    _preferences: bytes | None = None  # asked of the ring, and not in the run's folder yet
+
     @property
     def _tuning(self) -> Tuning:
         return "dpo" if self._settings.mode == "dpo" else "sft"
 
     def _read(self, longest: int) -> Data[SampleGroup]:
-        settings = self._settings
-        assert settings.dataset is not None, "checked with the settings"
+        settings, source = self._settings, self._settings.dataset
+        assert source is not None, "checked with the settings"
         read = partial(
             read_examples, tuning=self._tuning, codec=self._ring.codec, longest=longest,
             variables=settings.chat_template_kwargs,
         )  # fmt: skip
-        examples: Examples = read(settings.dataset)
+        examples: Examples
+        if self._preferences is not None:
+            with TemporaryDirectory() as folder:
+                source = Path(folder) / feedback.FILE
+                source.write_bytes(self._preferences)
+                examples = read(source)
+        else:
+            examples = read(source if feedback_policy(source) is None else settings.folder / feedback.FILE)
         if settings.held_out_dataset is None:
             return Data(*split(examples.items, settings.seed), examples.too_long, self._tuning)
         return Data(examples.items, read(settings.held_out_dataset).items, examples.too_long, self._tuning)
@@ -55,6 +75,25 @@ class TuneRun(DataRun[SampleGroup]):
     def _new_learner(self, model: Any) -> TuneLearner:
         settings = self._settings
         return TuneLearner(model, self._tuning, settings.adapter_shape(), settings.dpo_beta, options_of(settings))
+
+    async def _gather(self, loaded: LoadedModel) -> None:
+        settings = self._settings
+        policy = feedback_policy(settings.dataset)
+        if policy is None:
+            return
+        kept = settings.folder / feedback.FILE
+        if settings.resume != "no" and (kept.exists() or self._checkpoints.names()):
+            await asyncio.to_thread(feedback.check_kept, kept, policy)
+            return
+        async with HttpApi(api_url(settings.connect_to), settings.connect_key.get_secret_value()) as api:
+            self._preferences = await feedback.preferences(
+                api, policy, self._ring.codec, settings.feedback_max_age_days, int(1000 * time.time())
+            )
+
+    async def _keep_gathered(self) -> None:
+        if self._preferences is None:
+            return
+        await self._disk.run(write_whole, self._settings.folder / feedback.FILE, self._preferences)
 
     async def _parity(self, version: int) -> list[GateCheck]:
         while True:

@@ -80,10 +80,10 @@ class CheckpointStore:
         files = {path.name: _digest(path) for path in sorted(folder.iterdir())}
         manifest = _Manifest(name, checkpoint.state.train_step, files)
         for path in folder.iterdir():
-            _sync(path)
+            sync(path)
         (folder / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-        _sync(folder / _MANIFEST)
-        _sync(folder)
+        sync(folder / _MANIFEST)
+        sync(folder)
         self._put(folder, self.root / name)
         self._point("latest", name)
         self._prune()
@@ -157,7 +157,7 @@ class CheckpointStore:
         if target.exists():
             target.rename(old)
         folder.rename(target)
-        _sync(self.root)
+        sync(self.root)
         if old.exists():
             shutil.rmtree(old)
 
@@ -171,9 +171,9 @@ class CheckpointStore:
     def _point(self, pointer: str, name: str) -> None:
         temporary = self.root / f"{_TEMPORARY}{pointer}"
         temporary.write_text(name)
-        _sync(temporary)
+        sync(temporary)
         temporary.replace(self.root / pointer)
-        _sync(self.root)
+        sync(self.root)
 
     def _prune(self) -> None:
         numbered = [name for name in self.names() if re.fullmatch(r"step-\d+", name)]
@@ -203,7 +203,16 @@ def _digest(path: Path) -> _File:
         return _File(hashlib.file_digest(stream, "sha256").hexdigest(), path.stat().st_size)
 
 
-def _sync(path: Path) -> None:
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file that is there whole or not at all."""
+    partial = file.with_suffix(".partial")
+    partial.write_bytes(content)
+    sync(partial)
+    partial.replace(file)
+
+
+def sync(path: Path) -> None:
+    """Have a file or a folder on the disk itself before anything that counts on it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         if sys.platform == "darwin":  # there fsync leaves what the drive has in its cache

@@ -181,12 +181,12 @@ class AdapterSync:
     async def acknowledge(self) -> None:
         """Tell the store what is loaded, for ever: after every load, and again at times."""
         while True:
+            self._news.clear()  # before we look: what comes while one is told to the store is news, too
             for name, version in self.loaded.items():
                 known, at = self._acknowledged.get(name, (0, 0.0))
                 if known != version or time.monotonic() - at > REPEAT_ACK_S:
                     await self._store.acknowledge(self._worker_id, name, version)
                     self._acknowledged[name] = (version, time.monotonic())
-            self._news.clear()
             try:
                 async with asyncio.timeout(REPEAT_ACK_S):
                     await self._news.wait()

@@ -13,8 +13,9 @@ import asyncio
 import math
 import random
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -38,6 +39,9 @@ BUSY_SHARE = 0.5  # of a worker's rows; from there on a preference for it is pas
 MAX_DEATHS = 3
 SUSPECT_AFTER = 2
 STAGGER_S = 0.0001  # for each other worker; the first of n that wake looks after about so long
+OTHERS = 32  # workers at whose streams one claim looks, and about so many wait for what is for any of them
+LESS_WATCHFUL = 0.9  # times, after waking for nothing
+WORKERS_AT_ONCE = 64  # whose streams one call looks through for leases that have run out
 TURN_MS = 5_000  # a worker that runs empty for a suspect asks for work at least this often
 
 _ENQUEUE, _CLAIM, _REAP, _RENEW = Script("enqueue"), Script("claim"), Script("reap"), Script("renew")
@@ -76,6 +80,25 @@ class QueueDepth:
     oldest_ms: int  # age of the oldest waiting entry
 
 
+@dataclass
+class _Asker:
+    """A worker, as this process has served it."""
+
+    tips: dict[Any, Any] = field(default_factory=dict)  # stream -> newest id that its last claim saw
+    steal_in_s: float = 0.0  # until something may be stolen, 0: nothing
+    held: list[Claim] = field(default_factory=list)  # as of its last renewal, and since
+    renewed_at: float = -math.inf  # monotonic
+    alone: str = ""  # the last suspect that it was given
+    others: int = 0  # live workers beside it
+    watchful: float = 0.0  # how often it waits for what is for any worker, beyond the least
+    watches: bool = True  # it has, the last time
+
+    @property
+    def chance(self) -> float:
+        """That it waits for what is for any worker."""
+        return max(self.watchful, min(1.0, OTHERS / max(1, self.others)))
+
+
 class SequenceQueue:
     """One model's queue, for those who fill it and for those who empty it."""
 
@@ -95,11 +118,7 @@ class SequenceQueue:
         self._max_waiting = dict(max_waiting or {})
         self._prefix = keys.sequence(model, "")
         self._settlement = Settlement(redis, model)
-        self._tips: dict[str, dict[Any, Any]] = {}  # worker -> stream -> newest id that its last claim saw
-        self._steal_in: dict[str, float] = {}  # worker -> seconds until something may be stolen, 0: nothing
-        self._held: dict[str, list[Claim]] = {}  # worker -> claims as of its last renewal, and since
-        self._renewed_at: dict[str, float] = {}  # worker -> monotonic time of its last renewal
-        self._alone: dict[str, str] = {}  # worker -> the last suspect that it was given
+        self._askers: defaultdict[str, _Asker] = defaultdict(_Asker)  # by worker
         self.reclaimed = 0  # leases that `reap` has found run out
 
     @property
@@ -170,31 +189,47 @@ class SequenceQueue:
     # -- emptying
 
     async def claim(self, worker_id: str, plan: ClaimPlan, others: Sequence[str] = ()) -> list[Claim]:
-        """Lease as much as the plan allows, in one round trip; ended and expired sequences are settled on the way."""
-        streams = [keys.queue(self._model, kind, other) for other in others for kind in CLASSES]
-        return await self._claim(worker_id, plan, streams)
+        """Lease as much as the plan allows, in one round trip; ended and expired sequences are settled on the way.
+
+        `others`: the other live workers. Of many each claim looks at the streams of a few, so that its time does not
+        grow with them: what waits there is in good hands, and is found by and by should its worker be busy.
+        """
+        asker, some = self._askers[worker_id], random.sample(others, min(OTHERS, len(others)))
+        asker.others = len(others)
+        streams = [keys.queue(self._model, kind, other) for other in some for kind in CLASSES]
+        claims = await self._claim(worker_id, plan, streams)
+        if claims and not asker.watches:  # it has waited there for a look by chance
+            asker.watchful = min(1.0, 2 * asker.chance)
+        return claims
 
     async def wait(self, worker_id: str, timeout_s: float) -> bool:
         """Block until something new arrives on the streams of the last claim, or may be stolen; claims nothing.
 
         It reads without the group, from the tips that the last `claim` saw, so that quotas stay the claim's business.
         What arrives wakes everybody who waits. They look one after another, and who finds that it has been taken
-        goes on waiting: else every sequence would cost a claim of each free worker.
+        goes on waiting: else every sequence would cost a claim of each free worker. Of many free workers only some
+        wait for what is for any of them, by lot; the others look when their time is over. Who wakes for nothing does
+        so more seldom, who finds something when its time is over more often.
         """
-        streams = dict(self._tips.get(worker_id) or dict.fromkeys(self._own_streams(worker_id), b"0-0"))
-        others = (len(streams) - len(self._own_streams(worker_id))) // len(CLASSES)
-        steal_in = self._steal_in.get(worker_id, 0.0)
-        until = time.monotonic() + (min(timeout_s, steal_in) if steal_in else timeout_s)
+        asker, own = self._askers[worker_id], self._own_streams(worker_id)
+        streams = dict(asker.tips or dict.fromkeys(own, b"0-0"))
+        others = (len(streams) - len(own)) // len(CLASSES)
+        asker.watches = random.random() < asker.chance
+        if not asker.watches:
+            streams, others = {stream: streams[stream] for stream in own[:: len(own) // len(CLASSES)]}, 0
+        until = time.monotonic() + (min(timeout_s, asker.steal_in_s) if asker.steal_in_s else timeout_s)
         while True:
             left_ms = max(1, int(1000 * (until - time.monotonic())))
             arrived = await self._redis.xread(streams, count=1, block=left_ms)
             if not arrived or not others:
+                asker.watches = asker.watches or bool(arrived)
                 return bool(arrived)
             await asyncio.sleep(random.random() * STAGGER_S * others)
             newest = {stream.decode(): entries[-1][0] for stream, entries in arrived}
             delivered = await self._delivered(list(newest))
             if any(_order(newest[stream]) > _order(delivered[stream]) for stream in newest):
                 return True
+            asker.watchful *= LESS_WATCHFUL
             streams |= delivered
             if time.monotonic() >= until:
                 return False
@@ -224,19 +259,20 @@ class SequenceQueue:
 
         The others wait, handed back, for whoever claims next; suspects wait for an empty worker.
         """
-        held = self._held.get(worker_id)
-        late_s = time.monotonic() - self._renewed_at.get(worker_id, -math.inf)
-        if held and late_s > self._lease_ms / 2000:  # we are late, perhaps, but not dead
-            await self.renew(worker_id, held)
-        workers = await members(self._redis, keys.workers(self._model))
+        asker = self._askers[worker_id]
+        if asker.held and time.monotonic() - asker.renewed_at > self._lease_ms / 2000:  # we are late, perhaps, not dead
+            await self.renew(worker_id, asker.held)
+        workers = list(dict.fromkeys([worker_id, *await members(self._redis, keys.workers(self._model))]))
         nobodys = ["", keys.HANDED_BACK, keys.SUSPECTS]
-        names = [*nobodys, *dict.fromkeys([worker_id, *workers])]
-        args: list[Argument] = [keys.GROUP, worker_id, self._lease_ms, self._prefix, self._max_deaths, SUSPECT_AFTER]
-        args += [QUEUE_TTL_S, len(nobodys), *(keys.worker(self._model, name) for name in names[len(nobodys) :])]
-        streams = [keys.queue(self._model, kind, name) for name in names for kind in CLASSES]
-        reclaimed, poisoned = await _REAP(self._redis, [*self._fronts(), *streams], args)
-        self.reclaimed += int(reclaimed)
-        await self._sort_out(worker_id, poisoned)
+        for at in range(0, len(workers), WORKERS_AT_ONCE):
+            part = workers[at : at + WORKERS_AT_ONCE]
+            args: list[Argument] = [keys.GROUP, worker_id, self._lease_ms, self._prefix, self._max_deaths]
+            args += [SUSPECT_AFTER, QUEUE_TTL_S, len(nobodys), *(keys.worker(self._model, name) for name in part)]
+            streams = [keys.queue(self._model, kind, name) for name in (*nobodys, *part) for kind in CLASSES]
+            reclaimed, poisoned = await _REAP(self._redis, [*self._fronts(), *streams], args)
+            self.reclaimed += int(reclaimed)
+            await self._sort_out(worker_id, poisoned)
+            nobodys = []
         if limit <= 0:
             return []
         return await self._claim(worker_id, ClaimPlan(limit, limit, limit, limit, 2**53, False), [], handed_back=True)
@@ -250,8 +286,8 @@ class SequenceQueue:
             args += [claim.entry, claim.attempt]
         began = time.monotonic()
         lost = set(await _RENEW(self._redis, names, args)) if claims else set()
-        self._renewed_at[worker_id] = began
-        self._held[worker_id] = [claim for i, claim in enumerate(claims) if i not in lost]
+        asker = self._askers[worker_id]
+        asker.renewed_at, asker.held = began, [claim for i, claim in enumerate(claims) if i not in lost]
         return [claim for i, claim in enumerate(claims) if i in lost]
 
     async def release(self, worker_id: str, claims: Sequence[Claim], *, failed: bool = False) -> None:
@@ -296,15 +332,14 @@ class SequenceQueue:
     async def _claim(
         self, worker_id: str, plan: ClaimPlan, others: Sequence[str], *, handed_back: bool = False
     ) -> list[Claim]:
-        own = self._own_streams(worker_id)
+        asker, own = self._askers[worker_id], self._own_streams(worker_id)
         rest = [keys.suspect_turn(self._model), keys.dead_letters(self._model)]
         args: list[Argument] = [keys.GROUP, worker_id, plan.rows, plan.interactive_first, plan.batch_first]
         args += [plan.batch_max, plan.kv_tokens, "1" if plan.worker_is_empty else "", STEAL_AFTER_MS, self._prefix]
-        args += [QUEUE_TTL_S, self._alone.get(worker_id, ""), TURN_MS, "1" if handed_back else "", plan.kv_window]
+        args += [QUEUE_TTL_S, asker.alone, TURN_MS, "1" if handed_back else "", plan.kv_window]
         tips, rows, steal_in_ms = await _CLAIM(self._redis, [*own, *rest, *others], args)
         if not handed_back:
-            self._tips[worker_id] = dict(zip([*own, *others], tips, strict=True))
-            self._steal_in[worker_id] = steal_in_ms / 1000
+            asker.tips, asker.steal_in_s = dict(zip([*own, *others], tips, strict=True)), steal_in_ms / 1000
         return await self._sort_out(worker_id, rows)
 
     async def _sort_out(self, worker_id: str, rows: list[list[Any]]) -> list[Claim]:
@@ -318,7 +353,7 @@ class SequenceQueue:
                 continue
             if claim is not None:
                 claims.append(claim)
-        self._held.setdefault(worker_id, []).extend(claims)
+        self._askers[worker_id].held += claims
         return claims
 
     async def _settle(self, worker_id: str, row: list[Any]) -> Claim | None:
@@ -332,7 +367,7 @@ class SequenceQueue:
         spec = msgspec.structs.replace(spec, id=seq.decode(), model=self._model, api=api.decode(), job=job.decode())
         claim = Claim(spec, stream.decode(), entry.decode(), int(attempt), verdict == b"alone")
         if claim.alone:
-            self._alone[worker_id] = spec.id
+            self._askers[worker_id].alone = spec.id
         if unreadable is not None:
             await self._settlement.give_up(worker_id, claim, unreadable.message, type(unreadable))
         elif verdict == b"poison":

@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from shared.errors import NotFoundError, SetupError
 from shared.redis import keys
 from shared.redis.connection.client import ask_all, members, server_time_ms
+from shared.redis.ring.shared_look import SharedLook
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
 
@@ -24,6 +25,8 @@ log = structlog.get_logger()
 SOURCES_KEPT = 8
 PATIENCE_S = keys.WORKER_TTL_S + 2.0  # with workers of other weights: dead ones are gone by then
 LOOK_AGAIN_S = 1.0
+MANY = 64  # workers of a model, from which on processes look at heartbeats for one another
+AT_ONCE = 128  # heartbeats in one round trip
 
 WorkerState = Literal["starting", "ready", "paused", "draining", "stuck"]
 
@@ -65,8 +68,11 @@ def weights_of(card: ModelCard) -> str:
 class WorkerRegistry:
     """The registry in Redis."""
 
-    def __init__(self, redis: "Redis") -> None:
-        self._redis = redis
+    def __init__(self, redis: "Redis", *, shares: bool = False) -> None:
+        """`shares`: in a large ring other processes' looks at the workers serve here, too, and ours there."""
+        self._redis, self._shares = redis, shares
+        self._live = SharedLook(redis, keys.live_workers, list[str])
+        self._statuses = SharedLook(redis, keys.live_statuses, list[WorkerStatus])
         self._registered: dict[str, tuple[ModelCard, TokenizerBundle]] = {}
 
     async def register_model(self, card: ModelCard, tokenizer: TokenizerBundle) -> None:
@@ -159,21 +165,39 @@ class WorkerRegistry:
         return await members(self._redis, keys.workers(model))
 
     async def live(self, model: str) -> list[str]:
-        """Ids of a model's live workers: what a worker asks with every heartbeat, so without their statuses."""
+        """Ids of a model's live workers: what a worker asks with every heartbeat, so without their statuses.
+
+        In a large ring they may be two seconds old.
+        """
+        if await self._redis.zcard(keys.workers(model)) < MANY:
+            return await self._read_live(model)
+        return await self._live.at(model, lambda: self._read_live(model))
+
+    async def _read_live(self, model: str) -> list[str]:
         ids = await self.known(model)
         beats = await ask_all(self._redis, [("EXISTS", keys.worker(model, worker_id)) for worker_id in ids])
         return sorted(worker_id for worker_id, lives in zip(ids, beats, strict=True) if lives)
 
     async def workers(self, model: str) -> list[WorkerStatus]:
-        """A model's live workers, by id; prunes those gone for more than an hour."""
+        """A model's live workers, by id; prunes those gone for more than an hour.
+
+        Where looks are shared, those of a large ring may be two seconds old.
+        """
+        if not self._shares or await self._redis.zcard(keys.workers(model)) < MANY:
+            return await self._read_workers(model)
+        return await self._statuses.at(model, lambda: self._read_workers(model))
+
+    async def _read_workers(self, model: str) -> list[WorkerStatus]:
         ids = await self.known(model)
-        if not ids:
-            return []
-        beats = await ask_all(self._redis, [("HGETALL", keys.worker(model, worker_id)) for worker_id in ids])
-        if not all(beats):
-            await self._redis.zremrangebyscore(keys.workers(model), 0, await server_time_ms(self._redis) - 3_600_000)
-        statuses = [_status(fields) for fields in beats if fields]
-        return sorted((status for status in statuses if status is not None), key=lambda status: status.id)
+        statuses: list[WorkerStatus] = []
+        for at in range(0, len(ids), AT_ONCE):  # the event loop has other things to do in between
+            part = ids[at : at + AT_ONCE]
+            beats = await ask_all(self._redis, [("HGETALL", keys.worker(model, worker_id)) for worker_id in part])
+            statuses += [status for fields in beats if fields and (status := _status(fields)) is not None]
+            if not all(beats):
+                old = await server_time_ms(self._redis) - 3_600_000
+                await self._redis.zremrangebyscore(keys.workers(model), 0, old)
+        return sorted(statuses, key=lambda status: status.id)
 
     async def tokenizer(self, sha256: str) -> TokenizerBundle:
         """A tokenizer by its hash; NotFoundError when it has expired."""

@@ -231,6 +231,10 @@ def test_a_recurrent_policy_goes_on_with_the_state_that_travels(http: httpx.Clie
     whole = inputs_of(TOKENS, 2)
     answer = post(http, ACT, model="net-tokens", observations={"cell": whole["cell"].tolist()})
     assert list(answer["new_hidden_states"]) == ["memory.h"] and len(answer["actions"]) == 2
+    answer = post(http, ACT, model=MODEL, adapter="net-tokens@1", observations=whole["cell"].tolist())
+    assert (answer["model"], answer["policy_version"]) == (MODEL, "net-tokens@1")
+    answer = http.post(ACT, json={"adapter": "net-tokens", "observations": whole["cell"].tolist()}).json()
+    assert answer["model"] == "net-tokens", answer
 
 
 STATE = {"memory.h": [[0.0] * 8], "memory.c": [[0.0] * 8]}

@@ -63,7 +63,7 @@ def test_a_discrete_action_is_drawn_from_the_models_distribution(http: httpx.Cli
     np.testing.assert_allclose(counts, wanted, atol=0.15)
     for name, at, log_prob in zip(answer["actions"], answer["action_indices"], answer["action_log_probs"], strict=True):
         assert name == actions[at] and log_prob == pytest.approx(math.log(wanted[at]), abs=1e-2)
-    assert post(http, "/v1/rl/act", **fields)["actions"] == answer["actions"]
+    assert post(http, "/v1/rl/rollout", **fields)["actions"] == answer["actions"], "its other name"
     greedy = post(http, "/v1/rl/act", **fields | {"deterministic": True})
     assert set(greedy["action_indices"]) == {int(np.argmax(wanted))}
 

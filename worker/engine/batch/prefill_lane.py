@@ -131,7 +131,7 @@ class PrefillLane:
         self._pieces = pieces
         self._area = area  # bounds the width of a piece (scheduler.widest)
         self._tasks: list[PrefillTask] = []
-        self._networks_at = -1.0  # the turn in which networks were computed last
+        self._spent = -1.0  # the turn that has no more time for networks
 
     @property
     def waiting(self) -> set[SequenceClass]:
@@ -139,8 +139,11 @@ class PrefillLane:
         return {task.sequence_class for task in self._tasks}
 
     def first(self, of: SequenceClass) -> PrefillTask | None:
-        """The running task of a class."""
-        return next((task for task in self._tasks if task.sequence_class == of), None)
+        """The running task of a class: a network while the turn has time for one, else the first prompt."""
+        tasks = [task for task in self._tasks if task.sequence_class == of]
+        has_time = self._spent != self._pieces.opened
+        networks = (task for task in tasks if task.network is not None and (has_time or not task.left))
+        return next(networks, None) or next((task for task in tasks if task.network is None), None)
 
     def add(self, task: PrefillTask) -> None:
         """Queue a task, or join an equal one."""
@@ -229,9 +232,10 @@ class PrefillLane:
         self._tasks.remove(task)
 
     def feed(self, task: PrefillTask, budget: int) -> int:
-        """Run one chunk of a task, at most `budget` ids; its length. A network that goes on takes all of it."""
+        """Run one chunk of a task, at most `budget` ids; its length, 0 of a network."""
         if task.network is not None:
-            return self._compute(task, task.network, budget)
+            self._compute(task, task.network)
+            return 0
         if task.pool is not None and not task.done and (tasks := self._together(task, budget)):
             return self._embed_together(tasks)
         if task.pool is not None and not task.left:
@@ -277,14 +281,13 @@ class PrefillLane:
     def _set_aside(self, task: PrefillTask) -> None:
         self._keeping.at_stops(task.rows[:1], [task.done], lambda _: KvRows.of(task.kv))
 
-    def _compute(self, task: PrefillTask, network: NetworkRows, budget: int) -> int:
-        opened = self._pieces.opened
-        if not task.left or (opened == self._networks_at and is_spent(opened)):
-            return budget if task.left else 0
-        self._networks_at = opened
-        self._pieces.ignore()
-        network.advance(self._model, self._of_its_version(task), opened)
-        return budget if task.left else 0
+    def _compute(self, task: PrefillTask, network: NetworkRows) -> None:
+        if task.left:
+            opened = self._pieces.opened
+            self._pieces.ignore()
+            network.advance(self._model, self._of_its_version(task), opened)
+            if task.left or is_spent(opened):
+                self._spent = opened
 
     def _of_its_version(self, task: PrefillTask) -> list[NetworkRows]:
         return [each.network for each in self._tasks if each.network and each.adapter == task.adapter]

@@ -63,7 +63,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     """Load by folder or hub name; `SetupError` says what is wrong."""
     cuda_graphs.prepare()
     cuda_attention.install()
-    path = _find(config.model)
+    path = model_folder(config.model)
     model, bundle, model_config, heads = _read(path, config)
     context = _context_length(model_config, config.max_context)
     bound = config.max_kv_size if config.max_kv_size < context else 0  # a longer row is refused in any case
@@ -121,7 +121,7 @@ def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | 
         return None
     name = config.speculation.draft_model
     try:
-        model, its_bundle, its_config, _ = _read(_find(name), config)
+        model, its_bundle, its_config, _ = _read(model_folder(name), config)
         check_tokenizer(bundle, its_bundle)
         check_batch(model, config.max_rows)
         kv = KvLayout()
@@ -134,7 +134,7 @@ def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | 
     return draft
 
 
-def _find(name: str) -> Path:
+def model_folder(name: str) -> Path:
     """The model's folder; a hub name is downloaded or found in the hub's cache."""
     path = Path(name).expanduser()
     if path.exists():

@@ -107,21 +107,28 @@ class StepTimes:
     def likely(self, rows: int, width: int) -> float | None:
         """Seconds, as those of narrower and of wider steps tell; None when nothing does.
 
-        What drafts cost at all is found out with one token: in a large batch on a CPU a wide step takes that of many.
+        A step that checks drafts may take more than one without by itself, and more for each token of a draft: on a GPU
+        it is the former that counts, in a large batch on a CPU the latter. So after one token two are tried where they
+        pay if the second one takes nothing, and then both are known.
         """
         if (seconds := self.known(rows, width)) is not None:
             return seconds
         plain = self.known(rows, 1)
         if plain is None:
             return None
-        known = [(each, self.known(rows, each)) for (of, each) in self._times if of == _key(rows, 1)[0]]
-        below = max(((each, took) for each, took in known if took is not None and each < width), default=(1, plain))
-        above = min(((each, took) for each, took in known if took is not None and each > width), default=None)
-        if above is None and below[0] == 1:
-            return plain if width == 2 else None  # it may be so: who does not try does not know
-        if above is None:
-            return plain + max(0.0, below[1] - plain) * (width - 1) / (below[0] - 1)
-        return below[1] + (above[1] - below[1]) * (width - below[0]) / (above[0] - below[0])
+        known = [(each, self.known(rows, each)) for (of, each) in sorted(self._times) if of == _key(rows, 1)[0]]
+        wide = [(each, took) for each, took in known if took is not None and each > 1]
+        below = [(1, plain), *[each for each in wide if each[0] < width]]
+        above = next((each for each in wide if each[0] > width), None)
+        if above is not None:
+            return _on_line(below[-1], above, width)
+        if len(below) <= 2 and width == below[-1][0] + 1:
+            return below[-1][1]  # it may be so: who does not try does not know
+        return None if len(below) == 1 else max(below[-1][1], _on_line(below[-2], below[-1], width))
+
+
+def _on_line(one: tuple[int, float], other: tuple[int, float], width: int) -> float:
+    return one[1] + (other[1] - one[1]) * (width - one[0]) / (other[0] - one[0])
 
 
 def _key(rows: int, width: int) -> tuple[int, int]:

@@ -101,7 +101,7 @@ def attention(
         stretches *= 2
     masked = isinstance(mask, mx.array)
     seen = mx.broadcast_to(mask, (rows, 1, at_once, positions)) if masked else _nothing()
-    template = [("T", queries.dtype), ("D", size), ("QUERIES", at_once), ("HEADS", heads), ("MASKED", masked)]
+    template = [("T", queries.dtype), ("D", size), ("HEADS", heads), ("MASKED", masked)]
     read = _kernel("read", ("queries", "keys", "values", "mask", "scale"), ("part", "about"))
     join = _kernel("join", ("part", "about", "sinks"), ("out",))
     part, about = read(
@@ -114,7 +114,7 @@ def attention(
     )
     (out,) = join(
         inputs=[part, about, about if sinks is None else sinks.astype(mx.float32)],
-        template=[("T", queries.dtype), ("D", size), ("QUERIES", at_once), ("SINKS", sinks is not None)],
+        template=[("T", queries.dtype), ("D", size), ("SINKS", sinks is not None)],
         grid=(queries.size, 1, 1),
         threadgroup=(size, 1, 1),
         output_shapes=[queries.shape],

@@ -1,8 +1,9 @@
   const int stretches = part_shape[2], heads = part_shape[1], of = blockIdx.x, number = threadIdx.x;
-  float top = SINKS ? sinks[of % heads / QUERIES] * 1.44269504f : -1e30f;
+  const float sink = SINKS ? sinks[of % heads / (heads / sinks_shape[0])] * 1.44269504f : -1e30f;
+  float top = sink;
   float sum = 0.0f, total = 0.0f;
   for (int s = 0; s < stretches; s++) top = fmaxf(top, about[(of * stretches + s) * 2]);
-  if (SINKS) sum = exp2f(sinks[of % heads / QUERIES] * 1.44269504f - top);
+  if (SINKS) sum = exp2f(sink - top);
   for (int s = 0; s < stretches; s++) {
     float by = exp2f(about[(of * stretches + s) * 2] - top);
     sum += about[(of * stretches + s) * 2 + 1] * by;

@@ -8,7 +8,8 @@
 
   const int kv_heads = keys_shape[1], positions = keys_shape[2];
   const int query_heads = queries_shape[1], shared_by = query_heads / kv_heads;
-  const int of_kv_head = shared_by * QUERIES;  // queries: those of one head lie side by side
+  const int at_once = queries_shape[2];  // no constant: a kernel takes seconds to compile
+  const int of_kv_head = shared_by * at_once;  // queries: those of one head lie side by side
   const int per_head = (of_kv_head + HEADS - 1) / HEADS;
   const int row = blockIdx.z, kv_head = blockIdx.y / per_head;
   const int first = (blockIdx.y % per_head) * HEADS, count = min(HEADS, of_kv_head - first);
@@ -30,8 +31,8 @@
 #pragma unroll
   for (int h = 0; h < HEADS; h++) {
     const int query_at = min(first + h, of_kv_head - 1);
-    const T* from = queries + row * queries_strides[0] + (kv_head * shared_by + query_at / QUERIES) * queries_strides[1]
-        + query_at % QUERIES * queries_strides[2];
+    const T* from = queries + row * queries_strides[0] + (kv_head * shared_by + query_at / at_once) * queries_strides[1]
+        + query_at % at_once * queries_strides[2];
     query_sum[h] = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -40,10 +41,12 @@
       weighted[h][i] = 0.0f;
     }
   }
+  const bool* seen_by[OWN];
 #pragma unroll
   for (int o = 0; o < OWN; o++) {
     best[o] = -1e30f;
     sums[o] = 0.0f;
+    seen_by[o] = MASKED ? seen + min(first + own_head + o, of_kv_head - 1) % at_once * mask_strides[2] : nullptr;
   }
 
   for (int base = begin + warp * STEP; base < end; base += WARPS * STEP) {
@@ -51,9 +54,7 @@
     bool is_seen[OWN], any = false;
 #pragma unroll
     for (int o = 0; o < OWN; o++) {
-      const long own_query = min(first + own_head + o, of_kv_head - 1) % QUERIES;
-      is_seen[o] = own_position < end &&
-          (!MASKED || seen[own_query * mask_strides[2] + own_position * mask_strides[3]]);
+      is_seen[o] = own_position < end && (!MASKED || seen_by[o][own_position * mask_strides[3]]);
       any = any || is_seen[o];
     }
     if (!__any_sync(0xffffffffu, any)) continue;

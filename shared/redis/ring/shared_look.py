@@ -1,0 +1,39 @@
+"""What many processes ask Redis again and again, and only one of them has to: the others take what it has seen."""
+
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.redis import keys
+
+Seen = TypeVar("Seen")
+FRESH_MS = 1000  # how long one look serves
+TURN_MS = 900  # that the others wait for it, with what they know
+
+
+class SharedLook(Generic[Seen]):
+    """One kind of look, for each model."""
+
+    def __init__(self, redis: "Redis", key: Callable[[str], str], type_: type[Seen]) -> None:
+        self._redis, self._key, self._type = redis, key, type_
+        self._known: dict[str, Seen] = {}  # of each model, the latest
+
+    async def at(self, model: str, look: Callable[[], Awaitable[Seen]]) -> Seen:
+        """What somebody has seen within FRESH_MS; while one looks for it, what we knew last, which is little older."""
+        key = self._key(model)
+        kept = await self._redis.get(key)
+        if kept is not None:
+            try:
+                seen = self._known[model] = msgspec.msgpack.decode(kept, type=self._type)
+            except (msgspec.DecodeError, ValueError):
+                return await look()  # another version's; it goes soon
+            return seen
+        known = self._known.pop(model, None)  # it serves once: who is told nothing twice in a row looks itself
+        turn = keys.live_turn(model, key.rpartition(":")[2])
+        if known is not None and not await self._redis.set(turn, b"", nx=True, px=TURN_MS):
+            return known
+        seen = self._known[model] = await look()
+        await self._redis.set(key, msgspec.msgpack.encode(seen), px=FRESH_MS)
+        return seen

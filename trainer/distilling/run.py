@@ -1,0 +1,69 @@
+"""`mlx_parallm_train --mode distill`: a run that tunes a policy on a teacher's scores in place of the data's answers.
+
+Data, split, versions and gate are those of `--mode sft`. The scores are asked for once, before anything is learned.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shared.process.ring_query import api_url
+from trainer.datasets.lines import Data, split
+from trainer.datasets.run import options_of
+from trainer.distilling.learner import DistillLearner
+from trainer.distilling.teacher import FILE, ScoredRow, read_kept, scored
+from trainer.learn.batches import SampleGroup
+from trainer.ring.http_client import HttpApi
+from trainer.tuning.examples import Examples, read_examples
+from trainer.tuning.run import TuneRun
+from trainer.versions.checkpoint import write_whole
+from worker.engine.model.loader import LoadedModel
+
+
+class DistillRun(TuneRun):
+    """By a teacher's scores."""
+
+    _rows: dict[str, ScoredRow]
+    _too_long = 0
+
+    async def _gather(self, loaded: LoadedModel) -> None:
+        settings = self._settings
+        assert settings.dataset is not None, "checked with the settings"
+        kept = settings.folder / FILE
+        if settings.resume != "no" and (kept.exists() or self._checkpoints.names()):
+            rows = await asyncio.to_thread(read_kept, kept, settings.teacher)
+            self._asked = False
+        else:
+            longest = loaded.card.context_length - 1  # the teacher says one token behind each row
+            examples = await asyncio.to_thread(self._examples, settings.dataset, longest)
+            items = examples.items
+            if settings.held_out_dataset is not None:
+                items += (await asyncio.to_thread(self._examples, settings.held_out_dataset, longest)).items
+            self._too_long = examples.too_long
+            async with HttpApi(api_url(settings.connect_to), settings.connect_key.get_secret_value()) as api:
+                rows = await scored(api, settings.teacher, settings.teacher_top_k, items, loaded.card.tokenizer_sha256)
+            own = len(examples.items)
+            rows = [*rows[:own], *(msgspec.structs.replace(row, held_out=True) for row in rows[own:])]
+            self._asked = True
+        self._rows = {str(at): row for at, row in enumerate(rows)}
+
+    async def _keep_gathered(self) -> None:
+        if self._asked:
+            lines = b"".join(msgspec.json.encode(row) + b"\n" for row in self._rows.values())
+            await self._disk.run(write_whole, self._settings.folder / FILE, lines)
+
+    def _examples(self, path: Path, longest: int) -> Examples:
+        return read_examples(path, "sft", self._ring.codec, longest, self._settings.chat_template_kwargs)
+
+    def _read(self, longest: int) -> Data[SampleGroup]:
+        learned = [row.group(name) for name, row in self._rows.items() if not row.held_out]
+        held_out = [row.group(name) for name, row in self._rows.items() if row.held_out]
+        if not held_out:
+            learned, held_out = split(learned, self._settings.seed)
+        return Data(learned, held_out, self._too_long, "distill")
+
+    def _new_learner(self, model: Any) -> DistillLearner:
+        settings = self._settings
+        return DistillLearner(model, self._rows, settings.adapter_shape(), options_of(settings))
