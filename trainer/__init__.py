@@ -17,5 +17,6 @@ trainer is ready. `recipes/` holds settings, `tiny/` makes our own small model.
 `datasets/` are runs that learn from a data set in place of rollouts: `heads/` a head that learns from preferences
 (`--mode reward`), `tuning/` a policy that learns from examples or preferences (`--mode sft`, `dpo`),
 `distilling/` one that learns from a teacher's scores (`--mode distill`).
+`ppo/` teaches a small network to act in an environment (`--mode ppo`).
 `merging/` is a program of its own: an adapter becomes part of its base's weights.
 """

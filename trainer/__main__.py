@@ -52,6 +52,7 @@ async def _train(settings: TrainSettings) -> int:
         from trainer.heads.run import HeadRun
         from trainer.learn.compute import ThreadHost, at_once
         from trainer.loop import TrainLoop
+        from trainer.ppo.run import PpoRun, train_network
         from trainer.run import train
         from trainer.tuning.run import TuneRun
         from worker.engine.messages import EngineConfig
@@ -60,7 +61,7 @@ async def _train(settings: TrainSettings) -> int:
     running = asyncio.current_task()
     assert running is not None
 
-    def begun(training: TrainLoop | DataRun[Any]) -> None:
+    def begun(training: TrainLoop | DataRun[Any] | PpoRun) -> None:
         def stop() -> None:
             log.info("train.stopping", hint="a checkpoint is saved after this train step; again: end at once")
             training.stop()
@@ -75,6 +76,8 @@ async def _train(settings: TrainSettings) -> int:
 
         if settings.mode == "reward":
             await train_on_data(HeadRun, settings, host, loaded, begun)
+        elif settings.mode == "ppo":
+            await train_network(settings, host, begun)
         elif settings.mode == "rl":
             await train(settings, host, loaded, begun)
         elif settings.mode == "distill":

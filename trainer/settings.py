@@ -71,7 +71,9 @@ class TrainSettings(CurriculumSettings, JoinSettings, DataSettings):
     run_dir: Path = Field(default=Path(".parallm/train"), description="checkpoints, metrics, rejected versions")
     seed: int = Field(default=0, description="of tasks, samples and the adapter")
 
-    task: str = Field(default="arithmetic", description="arithmetic, jsonl, gsm8k, or an environment: module:Class")
+    task: str = Field(
+        default="arithmetic", description="arithmetic, jsonl, gsm8k, module:Class; mode ppo: cart-pole, cart-pole-force"
+    )
     task_count: int = Field(
         default=0, ge=0, description="repeat the same few tasks; 0: all, or 1024 where a curriculum needs an end"
     )

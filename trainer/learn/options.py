@@ -18,7 +18,7 @@ from shared.redis.connection.address import SCHEMES
 
 AdvantageScale = Literal["mean", "std", "leave_one_out"]
 ScheduleName = Literal["constant", "linear", "cosine"]
-TrainMode = Literal["rl", "reward", "sft", "dpo", "distill"]
+TrainMode = Literal["rl", "reward", "sft", "dpo", "distill", "ppo"]
 FEEDBACK = "feedback:"  # begins a data set that is no file
 
 
@@ -114,13 +114,40 @@ class HeadSettings(BaseModel):
     )
 
 
-class DataSettings(HeadSettings):
-    """Part of TrainSettings: the modes that learn from a data set in place of rollouts, and what a run begins with."""
+class PpoSettings(BaseModel):
+    """Part of TrainSettings: what `--mode ppo` alone knows."""
+
+    network: Path | None = Field(
+        default=None, description="mode ppo: JSON file that describes the network; default: two layers of 64, tanh"
+    )
+    environment_copies: int = Field(
+        default=256, ge=1, le=512, description="mode ppo: played at once, each a row of one request"
+    )
+    rollout_steps: int = Field(default=32, ge=1, description="mode ppo: of each copy in one train step")
+    update_epochs: int = Field(default=4, ge=1, description="mode ppo: times that each step is learned from")
+    discount: float = Field(default=0.99, ge=0, le=1, description="mode ppo: of a reward one step later")
+    gae_lambda: float = Field(
+        default=0.95, ge=0, le=1, description="mode ppo: 0: advantages trust the values, 1: the rewards"
+    )
+    value_coefficient: float = Field(default=0.5, ge=0, description="mode ppo: factor on the loss of the values")
+    value_clip: float = Field(
+        default=0.0,
+        ge=0,
+        description="mode ppo: how far from its old value a value learns in a train step; 0: no bound",
+    )
+    target_return: float = Field(
+        default=0.0, ge=0, description="mode ppo: the run ends when an evaluation reaches it; 0: after its steps"
+    )
+
+
+class DataSettings(HeadSettings, PpoSettings):
+    """Part of TrainSettings: the modes that learn from a data set, or an environment of ours, in place of rollouts of a
+    language model, and what a run begins with."""
 
     mode: TrainMode = Field(
         default="rl",
         description="rl: from rewards; from a dataset: sft: what answers say; dpo: which are preferred; "
-        "distill: what a teacher would say; reward: a head",
+        "distill: what a teacher would say; reward: a head; ppo: a network that acts in an environment",
     )
     dpo_beta: float = Field(
         default=0.1, gt=0, description="mode dpo: how strongly the policy is held near what the run begins with"
@@ -155,9 +182,9 @@ class DataSettings(HeadSettings):
             mode = next((mode for mode, names in _OF_MODES.items() if name in names), "")
             if mode and name not in own and self.mode == "rl":
                 raise SetupError(f"--{name.replace('_', '-')} goes with --mode {mode}")
-            if self.mode != "rl" and name not in {*own, *_OF_DATA, *shared}:
+            if self.mode != "rl" and name not in {*own, *(_OF_PPO if self.mode == "ppo" else _OF_DATA), *shared}:
                 raise SetupError(f"--{name.replace('_', '-')} has no use with --mode {self.mode}")
-        if self.mode != "rl" and dataset is None:
+        if self.mode not in ("rl", "ppo") and dataset is None:
             what = {"reward": "pairs, scores or labels", "dpo": "pairs"}.get(self.mode, "messages or completions")
             raise SetupError(f"--mode {self.mode} needs a --dataset of {what}")
         if self.mode == "distill":
@@ -212,6 +239,7 @@ _OF_MODES: Mapping[TrainMode, Collection[str]] = {  # what few modes have a use 
     "dpo": _TUNING | {"dpo_beta", "feedback_max_age_days"},
     "sft": _TUNING,
     "distill": _TUNING | {"teacher", "teacher_top_k"},
+    "ppo": PpoSettings.model_fields.keys(),
 }
 _OF_DATA = {  # settings of a trainer that all modes have a use for which learn from a data set
     "model", "dtype", "mode", "over_http", "connect_key", "adapter", "adapter_keep_n", "run", "run_dir", "seed",
@@ -219,4 +247,10 @@ _OF_DATA = {  # settings of a trainer that all modes have a use for which learn 
     "learning_rate", "schedule", "warmup_steps", "final_rate_fraction", "max_grad_norm", "weight_decay", "adam_beta1",
     "adam_beta2", "microbatch_tokens", "gradient_checkpointing", "max_parity", "reward_margin", "max_rejections",
     "evaluate_every", "checkpoint_every", "keep_checkpoints", "resume", "move_run",
+}  # fmt: skip
+_OF_PPO = {  # settings of a trainer that `--mode ppo` has a use for, too
+    "mode", "task", "connect_key", "adapter", "run", "run_dir", "seed", "steps", "clip_low", "clip_high",
+    "entropy_bonus", "dual_clip", "learning_rate", "schedule", "warmup_steps", "final_rate_fraction", "max_grad_norm",
+    "weight_decay", "adam_beta1", "adam_beta2", "minibatches", "max_probe_kl", "max_parity", "max_rejections",
+    "evaluate_every", "evaluate_prompts", "checkpoint_every", "keep_checkpoints", "resume",
 }  # fmt: skip

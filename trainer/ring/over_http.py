@@ -142,7 +142,7 @@ class HttpSource:
 
 
 class HttpSink:
-    """Publishes by uploads."""
+    """Publishes by uploads; `model` is the base, "" for networks, which have none."""
 
     def __init__(self, api: HttpApi, name: str, model: str) -> None:
         self._api = api
@@ -153,7 +153,7 @@ class HttpSink:
     async def stage(self, candidate: Candidate) -> int:
         """Upload the candidate as the next version; the latest stays what it was."""
         fields = {
-            "model": self._model,
+            **({"model": self._model} if self._model else {}),
             "set_latest": "false",
             "train_step": str(candidate.train_step),
             "metrics": _json({k: v for k, v in candidate.metrics.items() if math.isfinite(v)}),

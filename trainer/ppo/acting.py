@@ -1,0 +1,150 @@
+"""Playing the environment over a ring: what is observed goes to /v1/rl/act, whose workers choose what is done.
+
+Log-probabilities and values are those that workers computed, of the version that the answer names. Shape suffixes:
+T steps, N copies, I numbers observed.
+"""
+
+import base64
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from shared.errors import ServiceUnavailableError
+from trainer.ppo.cart_pole import LONGEST, CartPole
+from trainer.ring.http_client import HttpApi
+
+Floats = npt.NDArray[np.float32]
+
+
+class _Answer(msgspec.Struct):
+    policy_version: str
+    actions: list[Any]
+    action_log_probs: list[float]
+    value_estimates: list[float]
+
+
+@dataclass(frozen=True)
+class Acted:
+    """What a version has made of rows."""
+
+    version: int
+    actions: npt.NDArray[Any]
+    logp: Floats
+    values: Floats
+
+    def part(self, rows: slice) -> "Acted":
+        """Of some of them."""
+        return Acted(self.version, self.actions[rows], self.logp[rows], self.values[rows])
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Some steps of all copies."""
+
+    observed_TNI: Floats
+    actions_TN: npt.NDArray[Any]  # with a last dimension where an action is a vector
+    logp_TN: Floats
+    values_TN: Floats
+    rewards_TN: Floats  # with what follows a time-out, discounted
+    ended_TN: npt.NDArray[np.bool_]
+    versions_T: tuple[int, ...]  # that acted
+    next_N: Floats  # values of what was observed at the end
+    returns: tuple[float, ...]  # of episodes that have ended
+
+
+class Actor:
+    """Asks a ring what to do."""
+
+    def __init__(self, api: HttpApi, name: str, input_name: str, *, discrete: bool) -> None:
+        self._api, self._name, self._input = api, name, input_name
+        self._dtype = np.int32 if discrete else np.float32
+
+    async def act(self, observed: Floats, *, seed: int = 0, version: int = 0, deterministic: bool = False) -> Acted:
+        """An action for each row, by a version or (0) the latest; the same seed draws the same."""
+        data = np.ascontiguousarray(observed, "<f4")
+        body = {
+            "model": f"{self._name}@{version}" if version else self._name,
+            "observations": {
+                self._input: {"data": base64.b64encode(data.tobytes()).decode(), "shape": list(data.shape)}
+            },
+            "seed": seed,
+            "deterministic": deterministic,
+        }
+        said = await self._api.call("POST", "/v1/rl/act", _Answer, body)
+        if not len(said.actions) == len(said.action_log_probs) == len(said.value_estimates) == len(data):
+            raise ServiceUnavailableError(f"{self._name} has not acted on all of {len(data)} rows")
+        return Acted(
+            int(said.policy_version.rpartition("@")[2]),
+            np.array(said.actions, self._dtype),
+            np.array(said.action_log_probs, np.float32),
+            np.array(said.value_estimates, np.float32),
+        )
+
+
+class Player:
+    """Copies of the environment that are played on from rollout to rollout."""
+
+    def __init__(self, actor: Actor, environment: CartPole, discount: float, seed: list[int]) -> None:
+        self._actor, self._environment, self._discount = actor, environment, discount
+        self._draw = np.random.default_rng(seed)
+        self._return_N = np.zeros(len(environment.steps))
+
+    async def play(self, steps: int) -> Rollout:
+        """So many steps. What a time-out ended with is asked beside the next step: its value is all that is needed."""
+        observed: list[Floats] = []
+        acted: list[Acted] = []
+        rewards: list[Floats] = []
+        ended: list[npt.NDArray[np.bool_]] = []
+        returns: list[float] = []
+        environment, copies = self._environment, len(self._return_N)
+        cut_off, last = np.zeros(0, np.int64), np.zeros((0, environment.observes), np.float32)
+        for at in range(steps + 1):
+            now = environment.observations
+            said = await self._actor.act(np.concatenate([now, last]), seed=int(self._draw.integers(2**62)))
+            if len(cut_off):
+                rewards[-1][cut_off] += self._discount * said.values[copies:]
+            said = said.part(slice(copies))
+            if at == steps:
+                break
+            stepped = environment.step(said.actions)
+            self._return_N += stepped.rewards
+            over = stepped.failed | stepped.timed_out
+            returns += self._return_N[over].tolist()
+            self._return_N[over] = 0
+            cut_off = np.flatnonzero(stepped.timed_out)
+            last = stepped.observations[cut_off]
+            observed.append(now)
+            acted.append(said)
+            rewards.append(stepped.rewards)
+            ended.append(over)
+        return Rollout(
+            np.stack(observed),
+            np.stack([each.actions for each in acted]),
+            np.stack([each.logp for each in acted]),
+            np.stack([each.values for each in acted]),
+            np.stack(rewards),
+            np.stack(ended),
+            tuple(each.version for each in acted),
+            said.values,
+            tuple(returns),
+        )
+
+
+async def evaluate(actor: Actor, environment: CartPole, version: int) -> float:
+    """Mean return of one episode in each copy, of a version that does what it holds for best."""
+    copies = len(environment.steps)
+    playing, returns = np.ones(copies, bool), np.zeros(copies)
+    for _ in range(LONGEST):
+        rows = np.flatnonzero(playing)
+        said = await actor.act(environment.observations[rows], version=version, deterministic=True)
+        actions = np.zeros((copies, *said.actions.shape[1:]), said.actions.dtype)
+        actions[rows] = said.actions
+        stepped = environment.step(actions)
+        returns[rows] += stepped.rewards[rows]
+        playing &= ~(stepped.failed | stepped.timed_out)
+        if not playing.any():
+            break
+    return float(returns.mean())

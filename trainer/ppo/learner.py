@@ -1,0 +1,126 @@
+"""Updates of a network by PPO, and the weights to fall back to. Belongs to the MLX thread.
+
+Invariants. Which steps a minibatch has follows from the seed and the number of the train step. A gradient that is not
+finite changes nothing: its update is left out and the report says so.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten, tree_unflatten
+
+from shared.adapter_files.config import network_config
+from shared.networks.spec import NetworkSpec
+from trainer.learn.compute import Work
+from trainer.learn.options import Schedule
+from trainer.ppo.losses import PpoOptions, PpoParts, Steps, log_probabilities, ppo
+from trainer.ppo.network import VALUE, outputs_of
+from trainer.state import Arrays, Snapshot
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class LearnerOptions:
+    """Constants of every train step."""
+
+    loss: PpoOptions
+    schedule: Schedule
+    epochs: int  # times that each step is learned from
+    minibatches: int  # of an epoch
+    max_grad_norm: float
+    weight_decay: float
+    adam_betas: tuple[float, float]
+    seed: int
+
+
+class Learned(NamedTuple):
+    """What a train step did; all but the first are means over its updates."""
+
+    left_out: int  # updates whose gradient was not finite
+    loss: float
+    policy_loss: float
+    value_loss: float
+    entropy: float
+    clipped: float
+    kl: float
+    grad_norm: float
+
+
+class PpoLearner:
+    """AdamW over a network's weights."""
+
+    def __init__(self, network: NetworkSpec, weights: Arrays, options: LearnerOptions) -> None:
+        self._network, self._options = network, options
+        self._adam = optim.AdamW(
+            learning_rate=0.0,
+            betas=list(options.adam_betas),
+            eps=1e-5,
+            weight_decay=options.weight_decay,
+            bias_correction=True,
+        )
+        self._weights = _tree(weights)
+        self._adam.init(self._weights)
+        self._gradient = mx.value_and_grad(self._loss)
+        self._good = self.snapshot()
+
+    def train(self, steps: dict[str, Any], at: int) -> Work[Learned]:
+        """Learn from steps, arrays under the names of `Steps`; `at`: the number of the train step."""
+        options, rows = self._options, len(steps["logp_B"])
+        self._adam.learning_rate = options.schedule.rate(at)
+        draw = np.random.default_rng([options.seed, at])
+        told: list[Floats] = []
+        left_out = 0
+        for _ in range(options.epochs):
+            for chosen in np.array_split(draw.permutation(rows), min(rows, options.minibatches)):
+                batch = Steps(**{name: mx.array(each[chosen]) for name, each in steps.items()})
+                parts, gradients = self._gradient(self._weights, batch)
+                clipped, norm = optim.clip_grad_norm(gradients, options.max_grad_norm)
+                told.append(np.array(mx.stack([*parts, norm])))
+                if np.isfinite(told[-1][0]) and np.isfinite(told[-1][-1]):
+                    self._weights = self._adam.apply_gradients(clipped, self._weights)
+                    mx.eval(self._weights, self._adam.state)
+                else:
+                    left_out += 1
+                yield
+        return Learned(left_out, *np.mean(told, axis=0).tolist())
+
+    def policy(self, weights: Arrays, observed_BI: Floats, actions: npt.NDArray[Any]) -> tuple[Floats, Floats]:
+        """Log-probabilities of actions, and values, by these weights."""
+        outputs = outputs_of(self._network, _tree(weights), mx.array(observed_BI))
+        return np.array(log_probabilities(outputs, mx.array(actions))[0]), np.array(outputs[VALUE][:, 0])
+
+    def weights(self) -> Arrays:
+        """A copy as plain data."""
+        return {name: np.array(value) for name, value in tree_flatten(self._weights)}
+
+    def snapshot(self) -> Snapshot:
+        """All of the state."""
+        moments = {name: np.array(value) for name, value in tree_flatten(self._adam.state)}
+        return Snapshot(self.weights(), network_config(self._network), moments)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go on exactly where it was taken."""
+        self._weights = _tree(snapshot.adapter)
+        self._adam.state = tree_unflatten([(name, mx.array(value)) for name, value in snapshot.optimizer.items()])
+        self._good = snapshot
+
+    def accept(self) -> None:
+        """The present weights are the last good ones."""
+        self._good = self.snapshot()
+
+    def revert(self) -> None:
+        """Back to the last good weights and their moments."""
+        self.restore(self._good)
+
+    def _loss(self, weights: dict[str, Any], batch: Steps) -> PpoParts:
+        return ppo(outputs_of(self._network, weights, batch.observed_BI), batch, self._options.loss)
+
+
+def _tree(weights: Arrays) -> dict[str, Any]:
+    tree: dict[str, Any] = tree_unflatten([(name, mx.array(value)) for name, value in weights.items()])
+    return tree

@@ -1,0 +1,352 @@
+"""One run of PPO over a ring: play, learn, gate, publish, and evaluate what is served.
+
+A train step plays `rollout_steps` in all copies of the environment by the latest version, through `/v1/rl/act`. What
+was learned becomes a candidate. It passes when its numbers are finite, when it is not far from what has acted, and when
+a worker that has loaded it says of the same rows what the trainer says; then acting moves to it.
+
+Invariants. Old log-probabilities and values are those of the workers. Steps in which another version than the one that
+learns has acted are counted as off-policy; their ratio is against the version that acted. A checkpoint is written when
+its version is served, so that a resumed run goes on with the weights that it had, in new episodes.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+import numpy as np
+import structlog
+
+from shared.adapter_files.config import network_config
+from shared.adapters import GateCheck, version_id
+from shared.errors import ConflictError, ParallmError, SetupError
+from shared.networks.spec import NetworkSpec
+from shared.process.ring_query import api_url
+from shared.training import TrainerState, TrainerStatus, TrainingPoint
+from trainer import gate
+from trainer.learn.compute import ComputeHost, at_once
+from trainer.metrics import cut
+from trainer.ppo.acting import Actor, Floats, Player, Rollout, evaluate
+from trainer.ppo.advantages import advantages, explained
+from trainer.ppo.cart_pole import CartPole
+from trainer.ppo.learner import Learned, LearnerOptions, PpoLearner
+from trainer.ppo.losses import PpoOptions
+from trainer.ppo.network import check_learnable, described, first_weights, two_layers
+from trainer.ring.board import RingBoard
+from trainer.ring.http_client import HttpApi
+from trainer.ring.over_http import HttpBoard, HttpSink
+from trainer.settings import TrainSettings
+from trainer.state import Arrays, RunState
+from trainer.versions.checkpoint import Checkpoint, CheckpointStore
+from trainer.versions.disk import Disk
+from trainer.versions.publish import Publisher
+from trainer.versions.run_folder import begin_anew, run_mode
+from trainer.versions.run_lock import run_lock
+
+log = structlog.get_logger()
+
+_BY_SIDE, _BY_FORCE = "cart-pole", "cart-pole-force"
+_PROBES = 256  # rows that a worker is asked of a candidate
+_PLAYED, _EVALUATED = 1, 2  # what is drawn with a seed
+_WAYS = "give another --run or --run-dir, or --resume no to begin anew"
+
+
+class PpoLine(msgspec.Struct, frozen=True):
+    """A line of `metrics.jsonl`."""
+
+    step: int
+    environment_steps: int  # of the whole run
+    episodes: int  # that ended in this train step
+    mean_return: float | None  # of these
+    learned: dict[str, float]
+    explained: float  # share of the returns' variance that the workers' values explain
+    off_policy: int  # steps in which another version than the one that learns has acted
+    version: int  # served from now on
+    evaluated: float | None  # its mean return, where that was measured
+    act_s: float
+    seconds: float  # of the whole run
+
+
+async def train_network(settings: TrainSettings, host: ComputeHost, begun: "Callable[[PpoRun], None]") -> RunState:
+    """Train until all steps are done, the target is reached or the run is stopped; `begun` gets it before that."""
+    if settings.redis or not settings.connect_to or settings.connect_to.startswith(("redis:", "rediss:", "unix:")):
+        raise SetupError("--mode ppo acts through an api: give --connect-to HOST:PORT of one, and no Redis")
+    network = network_of(settings)
+    async with AsyncExitStack() as stack:
+        api = HttpApi(api_url(settings.connect_to), settings.connect_key.get_secret_value())
+        await stack.enter_async_context(api)
+        board = await stack.enter_async_context(RingBoard(HttpBoard(api, settings.adapter)))
+        await stack.enter_async_context(run_lock(settings.folder))
+        run = PpoRun(settings, host, api, board, network)
+        begun(run)
+        board.begin(run.status, run.stop)
+        await run.start()
+        return await run.run()
+
+
+def network_of(settings: TrainSettings) -> NetworkSpec:
+    """The network that learns; SetupError when it does not fit the environment."""
+    if settings.task not in (_BY_SIDE, _BY_FORCE):
+        raise SetupError(f"--mode ppo needs --task {_BY_SIDE} or {_BY_FORCE}")
+    is_discrete = settings.task == _BY_SIDE
+    fits: Any = {"observes": CartPole.observes, "actions": 2 if is_discrete else 1, "discrete": is_discrete}
+    network = two_layers(**fits) if settings.network is None else described(settings.network)
+    check_learnable(network, **fits)
+    return network
+
+
+def options_of(settings: TrainSettings) -> LearnerOptions:
+    """The constants of a train step."""
+    options = settings.optimize_options()
+    return LearnerOptions(
+        PpoOptions(options.loss, settings.value_clip, settings.value_coefficient),
+        options.schedule,
+        settings.update_epochs,
+        settings.minibatches,
+        settings.max_grad_norm,
+        settings.weight_decay,
+        options.adam_betas,
+        settings.seed,
+    )
+
+
+class PpoRun:
+    """The run's state and its steps."""
+
+    def __init__(
+        self, settings: TrainSettings, host: ComputeHost, api: HttpApi, board: RingBoard, network: NetworkSpec
+    ) -> None:
+        self._settings, self._host, self._board, self._network = settings, host, board, network
+        self._stop = asyncio.Event()
+        self._sink = HttpSink(api, settings.adapter, "")
+        self._disk = Disk(settings.folder, self._sink.alert, self._stop)
+        config = network_config(network)
+        self._publisher = Publisher(self._sink, settings.folder, settings.adapter, config, "", self._disk)
+        self._checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.keep_checkpoints)
+        self._is_discrete = settings.task == _BY_SIDE
+        self._actor = Actor(api, settings.adapter, next(iter(network.inputs)), discrete=self._is_discrete)
+        self._rejections = 0
+        self._began = time.monotonic()
+        self.state = RunState(settings.run_name, mode="ppo")
+
+    def stop(self) -> None:
+        """End after the train step under way."""
+        self._stop.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it was asked to."""
+        return self._stop.is_set()
+
+    def status(self, now: TrainerState) -> TrainerStatus:
+        """What the ring is told of the run."""
+        state, settings = self.state, self._settings
+        return TrainerStatus(
+            policy=settings.adapter, run=settings.run_name, owner="", source=settings.task, state=now,
+            train_step=state.train_step, policy_step=state.swaps, version=state.version,
+            best_version=state.best_version, best_reward=state.best_held_out, held_out=state.held_out,
+            trajectories=state.trajectories, swaps=state.swaps, rejected=state.rejected, checkpoint_saves=state.saves,
+        )  # fmt: skip
+
+    async def start(self) -> None:
+        """Go on from a checkpoint, or begin; then the latest version is what learns."""
+        settings = self._settings
+        checkpoint = self._load()
+        if settings.resume == "no":
+            self._checkpoints = begin_anew(settings, self._checkpoints)
+        first = first_weights(self._network, settings.seed)
+        self._learner = await self._host.run(at_once(lambda: PpoLearner(self._network, first, options_of(settings))))
+        latest = await self._sink.latest_version()
+        if checkpoint is not None:
+            if latest != checkpoint.state.version and not self._publisher.moved_by_us(latest):
+                raise ConflictError(
+                    f"{version_id(settings.adapter, latest)} is the latest, and not of this run: {_WAYS}"
+                )
+            self.state = checkpoint.state
+            await self._host.run(at_once(lambda: self._learner.restore(checkpoint)))
+        await self._disk.run(cut, settings.folder / "metrics.jsonl", "step", self.state.train_step + 1)
+        self._began -= self.state.seconds
+        if checkpoint is None or latest != self.state.version:
+            self.state.version = latest
+            weights = await self._host.run(at_once(self._learner.weights))
+            if problem := await self._publish(weights, [], {}):
+                raise ParallmError(f"the first version of {settings.adapter} was rejected: {problem}")
+            await self._save()
+        seed = [settings.seed, _PLAYED, self.state.train_step]
+        environment = self._environment(settings.environment_copies, seed)
+        self._player = Player(self._actor, environment, settings.discount, seed)
+        log.info("train.begins", task=settings.task, train_step=self.state.train_step)
+
+    def _environment(self, copies: int, seed: list[int]) -> CartPole:
+        return CartPole(copies, seed, by_force=not self._is_discrete)
+
+    def _load(self) -> Checkpoint | None:
+        """Where the run goes on; None: it begins. SetupError when the folder holds another run."""
+        settings = self._settings
+        checkpoint = None if settings.resume == "no" else self._checkpoints.load(settings.resume)
+        if checkpoint is None:
+            return None
+        if (mode := run_mode(checkpoint.state)) != "ppo":
+            raise SetupError(f"{settings.folder} holds a run of --mode {mode or 'rl'}: {_WAYS}")
+        if msgspec.json.decode(checkpoint.adapter_config) != msgspec.json.decode(self._publisher.config):
+            raise SetupError(f"{settings.folder} holds a run of another network: {_WAYS}")
+        return checkpoint
+
+    async def run(self) -> RunState:
+        """To the end."""
+        settings, state = self._settings, self.state
+        reached = False
+        while state.train_step < settings.steps and not self.stopping and not reached:
+            reached = await self._train_step()
+        log.info("train.ended", steps=state.train_step, version=state.version, evaluated=state.held_out)
+        return state
+
+    async def _train_step(self) -> bool:
+        """Play, learn, serve; whether the target is reached."""
+        settings, state = self._settings, self.state
+        began, acting = time.monotonic(), state.version
+        rollout = await self._player.play(settings.rollout_steps)
+        act_s = time.monotonic() - began
+        advantages_TN = advantages(
+            rollout.rewards_TN, rollout.values_TN, rollout.ended_TN, rollout.next_N, settings.discount,
+            settings.gae_lambda,
+        )  # fmt: skip
+        steps = steps_of(rollout, advantages_TN)
+        step = state.train_step
+        learned = await self._host.run(lambda: self._learner.train(steps, step))
+        state.train_step += 1
+        state.consumed += rollout.rewards_TN.size
+        state.trajectories += len(rollout.returns)
+        await self._serve(steps, learned)
+        evaluated = None
+        due = settings.evaluate_every and state.train_step % settings.evaluate_every == 0
+        if due or state.train_step == settings.steps:
+            evaluated = await self._evaluate()
+        state.seconds = time.monotonic() - self._began
+        await self._tell(
+            PpoLine(
+                step=state.train_step,
+                environment_steps=state.consumed,
+                episodes=len(rollout.returns),
+                mean_return=float(np.mean(rollout.returns)) if rollout.returns else None,
+                learned=learned._asdict(),
+                explained=explained(steps["values_B"], steps["returns_B"]),
+                off_policy=rollout.rewards_TN.shape[1] * sum(each != acting for each in rollout.versions_T),
+                version=state.version,
+                evaluated=evaluated,
+                act_s=round(act_s, 3),
+                seconds=round(state.seconds, 3),
+            )
+        )
+        reached = bool(settings.target_return) and evaluated is not None and evaluated >= settings.target_return
+        every = settings.checkpoint_every
+        if reached or self.stopping or state.train_step == settings.steps or (every and state.train_step % every == 0):
+            await self._save()
+        return reached
+
+    async def _evaluate(self) -> float:
+        """Mean return of the served version, in episodes that nothing is learned from."""
+        settings, state = self._settings, self.state
+        environment = self._environment(settings.evaluate_prompts, [settings.seed, _EVALUATED, state.train_step])
+        found = state.held_out = await evaluate(self._actor, environment, state.version)
+        if state.best_held_out is None or found > state.best_held_out:
+            state.best_held_out, state.best_version = found, state.version
+            await self._sink.set_best(state.version, found)
+        return found
+
+    # -- versions
+
+    async def _serve(self, steps: dict[str, Any], learned: Learned) -> None:
+        """Make what was learned the latest version, or go back to what is; ParallmError after too many rejections."""
+        weights = await self._host.run(at_once(self._learner.weights))
+        observed, actions = steps["observed_BI"], steps["actions"]
+        logp, _ = await self._host.run(at_once(lambda: self._learner.policy(weights, observed, actions)))
+        apart = (logp - steps["logp_B"]).astype(np.float64)
+        checks = [
+            gate.finite_gradients(learned.left_out),
+            gate.at_most("probe_kl", float(np.mean(np.exp(apart) - 1 - apart)), self._settings.max_probe_kl),
+        ]
+        metrics = {"loss": learned.loss, "entropy": learned.entropy, "kl": learned.kl}
+        problem = await self._publish(weights, checks, metrics, observed[:_PROBES])
+        if not problem:
+            self._rejections = 0
+            await self._host.run(at_once(self._learner.accept))
+            return
+        self._rejections += 1
+        self.state.rejected += 1
+        await self._host.run(at_once(self._learner.revert))
+        log.warning("version.rejected", checks=problem)
+        if self._rejections >= self._settings.max_rejections:
+            said = f"{self._rejections} candidates in a row failed the gate: {problem}"
+            await self._sink.alert("gave_up", f"the run ends: {said}")
+            raise ParallmError(said)
+
+    async def _publish(
+        self, weights: Arrays, checks: list[GateCheck], metrics: dict[str, float], probes: Floats | None = None
+    ) -> str:
+        """Serve a version; else why it was rejected. ConflictError when somebody else has moved the latest."""
+        state = self.state
+
+        async def judged(version: int) -> list[GateCheck]:
+            return [await self._parity(version, weights, probes)] if probes is not None else []
+
+        checks = [gate.finite_weights(weights), *checks]
+        published = await self._publisher.publish(weights, state, checks, metrics, judged, if_latest=state.version)
+        if published.forestalled:
+            raise ConflictError(f"the run ends: {gate.failures(published.checks)}; {_WAYS}")
+        if not published.version:
+            return gate.failures(published.checks)
+        state.version = published.version
+        state.swaps += 1
+        return ""
+
+    async def _parity(self, version: int, weights: Arrays, probes: Floats) -> GateCheck:
+        """Whether a worker that has loaded the version computes what we compute."""
+        said = await self._actor.act(probes, version=version)
+        logp, values = await self._host.run(at_once(lambda: self._learner.policy(weights, probes, said.actions)))
+        gap = float(np.mean(np.abs(logp - said.logp)) + np.mean(np.abs(values - said.values) / (1 + np.abs(values))))
+        return gate.at_most("reload_parity", gap, self._settings.max_parity)
+
+    async def _save(self) -> None:
+        snapshot = await self._host.run(at_once(self._learner.snapshot))
+        self.state.saves += 1
+        checkpoint = Checkpoint(snapshot.adapter, snapshot.adapter_config, snapshot.optimizer, self.state)
+        name = await self._disk.run(self._checkpoints.save, checkpoint)
+        if self.state.version == self.state.best_version:
+            await self._disk.run(self._checkpoints.set_best, name)
+        await asyncio.to_thread(self._publisher.forget, {self.state.version, self.state.best_version})
+
+    async def _tell(self, line: PpoLine) -> None:
+        await self._disk.run(self._append, msgspec.json.encode(line) + b"\n")
+        learned = line.learned
+        point = TrainingPoint(
+            train_step=line.step, policy_step=self.state.swaps, version=line.version, at_ms=time.time_ns() // 1_000_000,
+            source=self._settings.task, reward=line.mean_return, held_out=line.evaluated, loss=learned["loss"],
+            kl=learned["kl"], entropy=learned["entropy"], clip_fraction=learned["clipped"],
+            grad_norm=learned["grad_norm"], wait_s=line.act_s,
+        )  # fmt: skip
+        await self._board.show("training", point)
+        log.info(
+            "train.step", step=line.step, environment_steps=line.environment_steps, mean_return=line.mean_return,
+            evaluated=line.evaluated, version=line.version, off_policy=line.off_policy,
+        )  # fmt: skip
+
+    def _append(self, line: bytes) -> None:
+        with (self._settings.folder / "metrics.jsonl").open("ab") as file:
+            file.write(line)
+
+
+def steps_of(rollout: Rollout, advantages_TN: Floats) -> dict[str, Any]:
+    """What is learned from, a row for each step, under the names of `trainer.ppo.losses.Steps`."""
+    advantages_B = advantages_TN.reshape(-1)
+    values_B = rollout.values_TN.reshape(-1)
+    return {
+        "observed_BI": rollout.observed_TNI.reshape(len(values_B), -1),
+        "actions": rollout.actions_TN.reshape(len(values_B), *rollout.actions_TN.shape[2:]),
+        "logp_B": rollout.logp_TN.reshape(-1),
+        "values_B": values_B,
+        "advantages_B": (advantages_B - advantages_B.mean()) / (advantages_B.std() + 1e-8),
+        "returns_B": advantages_B + values_B,
+    }
