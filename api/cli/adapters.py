@@ -164,6 +164,8 @@ def merge(
     with TemporaryDirectory(prefix="parallm-adapter-") as temporary:
         file = Path(temporary) / "downloaded"
         manifest = _fetch(which, file, url, api_key)
+        if manifest.network is not None:
+            fail(f"{manifest.id} is a network and no adapter of a language model: there is nothing to merge", 1)
         if manifest.status == "rejected":
             fail(f"{manifest.id} failed its gate; download it and merge the folder if that is what you want", 1)
         adapter = Path(temporary) / "adapter"

@@ -4,7 +4,8 @@ mlx-lm's is what the store keeps, with its configuration beside it. For PEFT all
 names), and the factor on B A, `scale`, becomes `lora_alpha` = scale * r. Modules keep the paths that mlx-lm has for
 them, which are those of Hugging Face's model where mlx-lm does not rename them (Llama, Qwen, Mistral).
 
-What PEFT has no place for is refused by name: experts' A and B, DoRA on an embedding, heads.
+A network (shared/networks/) has no format but ours, whose files are called as mlx-lm's. What PEFT has no place for is
+refused by name: experts' A and B, DoRA on an embedding, heads, networks.
 """
 
 import shutil
@@ -13,8 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from shared.adapter_files.config import mlx_config
-from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE, PEFT_FILE, is_embedding
+from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE, PEFT_FILE, inherit_config, is_embedding
 from shared.adapter_files.tensors import Tensor, read_tensors, write_tensors
 from shared.adapters import AdapterManifest, PreparedAdapter
 from shared.errors import AdapterRejectedError
@@ -33,10 +33,11 @@ def export(adapter: PreparedAdapter | AdapterManifest, tensors: Path, folder: Pa
     `tensors`: the adapter's file in mlx-lm's layout. `base`: what the configuration says of the base model.
     """
     if form == "mlx-lm":
-        config = mlx_config(adapter.kind, adapter.rank, adapter.scale, adapter.modules, adapter.heads)
         shutil.copyfile(tensors, folder / MLX_FILE)
-        (folder / CONFIG_FILE).write_bytes(msgspec.json.format(config))
+        (folder / CONFIG_FILE).write_bytes(msgspec.json.format(inherit_config(adapter)))
         return
+    if adapter.network is not None:
+        raise AdapterRejectedError("a network has no place in PEFT; export it as mlx-lm")
     if adapter.heads:
         raise AdapterRejectedError(f"heads.{min(adapter.heads)}: PEFT has no such heads; export it as mlx-lm")
     moved = dict(_moved(key, tensor) for key, tensor in read_tensors(tensors, max_bytes=_MAX_BYTES).items())

@@ -129,11 +129,11 @@ def is_embedding(module: str) -> bool:
     return _EMBEDDING.fullmatch(module) is not None
 
 
-def inherit_config(manifest: AdapterManifest) -> bytes:
-    """The `adapter_config.json` of a published version, for tensors that come without one."""
-    if manifest.network is not None:
-        return network_config(manifest.network)
-    return mlx_config(manifest.kind, manifest.rank, manifest.scale, manifest.modules, manifest.heads)
+def inherit_config(adapter: AdapterManifest | PreparedAdapter) -> bytes:
+    """The `adapter_config.json` of a version, for its tensors in mlx-lm's layout."""
+    if adapter.network is not None:
+        return network_config(adapter.network)
+    return mlx_config(adapter.kind, adapter.rank, adapter.scale, adapter.modules, adapter.heads)
 
 
 def _prepare(config: AdapterConfig, tensors: Path, workdir: Path, base: _Base, max_bytes: int) -> PreparedAdapter:

@@ -23,6 +23,7 @@ from tests.engine.small_models import LLAMA, QWEN3, write_model
 from tests.engine.test_multi_lora import MOE, SWITCHES
 from tests.unit.adapter_files import mlx_config as tuner_config
 from tests.unit.adapter_files import peft_config, peft_tensors, write
+from tests.unit.networks import MLP, weights_of
 from trainer.merging.merge import Merging, merge
 from trainer.merging.whole_folder import whole_folder
 from worker.engine.messages import EngineConfig
@@ -218,6 +219,10 @@ def _no_such_module(asked: Merging, folder: Path) -> Merging:
     return replace(asked, adapter=write(folder / "wrong", config, wrong))
 
 
+def _network(asked: Merging, folder: Path) -> Merging:
+    return replace(asked, adapter=write(folder / "network", {"network": MLP}, weights_of(MLP)))
+
+
 WRONG: dict[str, tuple[Callable[[Merging, Path], Merging], str]] = {
     "shape": (_wrong_shape, r"q_proj: adapts 63 inputs and 64 outputs"),
     "module": (_no_such_module, r"x_proj: the base model has no such module"),
@@ -228,6 +233,7 @@ WRONG: dict[str, tuple[Callable[[Merging, Path], Merging], str]] = {
     "in the base": (lambda asked, _: replace(asked, target=Path(asked.base) / "merged"), "lies in the base's folder"),
     "not quantised": (_quantised, "the base is not quantised"),
     "classifier": (_classifier, "classifier or reward model"),
+    "network": (_network, "is a network and no adapter of a language model"),
 }  # fmt: skip
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from shared.adapter_files.formats import inherit_config, prepare
+from shared.adapter_files.export import export
+from shared.adapter_files.formats import inherit_config, prepare, prepare_directory
 from shared.adapters import AdapterManifest
 from shared.errors import AdapterRejectedError, InvalidRequestError, UnreadableMessageError
 from shared.networks.shapes import plan
@@ -48,6 +49,17 @@ def test_a_network_is_a_version_with_its_signature_filled_in(name: str, tmp_path
     manifest = AdapterManifest("n", 1, base_sha256="", parent=0, chunk_size=1, created_ms=0, **fields)
     again = msgspec.json.decode(msgspec.json.encode(manifest), type=AdapterManifest)
     assert again == manifest and json.loads(inherit_config(again))["network"]["inputs"]
+
+
+def test_a_network_is_exported_with_its_description_and_not_for_peft(tmp_path: Path) -> None:
+    adapter = prepared(tmp_path, MLP, weights_of(MLP))
+    for name in ("out", "again"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(AdapterRejectedError, match="a network has no place in PEFT"):
+        export(adapter, adapter.path, tmp_path / "out", "peft", "")
+    export(adapter, adapter.path, tmp_path / "out", "mlx-lm", "")
+    again = prepare_directory(tmp_path / "out", tmp_path / "again")
+    assert (again.kind, again.network, again.sha256) == ("network", adapter.network, adapter.sha256)
 
 
 def with_layers(*layers: dict[str, Any], inputs: Any = None, of: str = "") -> dict[str, Any]:

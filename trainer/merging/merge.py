@@ -74,6 +74,8 @@ def merge(asked: Merging) -> tuple[str, ...]:
         )
     model, config = _load(path, asked)
     with prepared(asked.adapter, shapes=module_shapes(model), max_bytes=_MAX_BYTES) as adapter:
+        if adapter.network is not None:
+            raise SetupError(f"{asked.name} is a network and no adapter of a language model: there is nothing to merge")
         if not adapter.modules:
             raise SetupError(f"{asked.name} has heads alone: there is nothing in it that changes the base's weights")
         if asked.dequantize:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shared.adapter_files.config import mlx_config
-from shared.adapter_files.formats import prepared
+from shared.adapter_files.formats import inherit_config, prepared
 from shared.adapter_files.tensors import read_tensors
 from shared.errors import ParallmError, SetupError
 from trainer import gate
@@ -69,7 +68,7 @@ def _read(folder: Path) -> Stored:
             weights = {name: np.array(tensor.floats()) for name, tensor in tensors.items()}
     except OSError as error:
         raise SetupError(f"{folder} cannot be read: {error}") from error
-    return Stored(weights, mlx_config(made.kind, made.rank, made.scale, made.modules, made.heads), "")
+    return Stored(weights, inherit_config(made), "")
 
 
 def _keep(folder: Path, weights: Arrays, config: bytes) -> None:
