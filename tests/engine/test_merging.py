@@ -276,6 +276,15 @@ def test_a_folder_that_somebody_else_has_made_meanwhile_is_left_alone(tmp_path: 
     assert [path.name for path in tmp_path.rglob("*")] == ["there", "theirs"]
 
 
+def test_dots_behind_a_link_are_those_of_the_folder_that_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "away")
+    with whole_folder(tmp_path / "link" / ".." / "there"):
+        pass
+    assert [path.name for path in tmp_path.glob("**/there")] == ["there"]
+    assert (tmp_path / "far" / "there").is_dir()
+
+
 def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "there"):
         raise KeyboardInterrupt

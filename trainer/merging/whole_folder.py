@@ -20,7 +20,7 @@ from trainer.versions.checkpoint import sync
 def whole_folder(target: Path) -> Iterator[Path]:
     """A folder to write to, which becomes `target` when the block ends well; SetupError when it cannot be written."""
     check_free(target)
-    target = Path(os.path.abspath(target))  # noqa: PTH100 (resolve would follow links)
+    target = target.resolve()  # as whoever looks at it first does; its last part is no link
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
