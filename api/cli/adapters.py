@@ -19,7 +19,8 @@ from api.cli.client import DEFAULT_URL
 from api.cli.console import ApiKey, Json, Url, ask, call, fail, out, plain, print_json, print_rows, segment, show_text
 from shared.adapter_files.export import Format, export
 from shared.adapters import AdapterManifest
-from shared.errors import AdapterRejectedError
+from shared.errors import AdapterRejectedError, SetupError
+from shared.process.whole_folder import check_free, whole_folder
 
 app = typer.Typer(no_args_is_help=True, help="Adapters and their versions.")
 
@@ -132,18 +133,17 @@ def download(
     """Make an adapter directory of a version, for mlx-lm or PEFT."""
     if form not in get_args(Format):
         fail(f"--format {form}: {' or '.join(get_args(Format))}", 2)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        fail(f"{folder} is there and not an empty folder: name a new one", 2)
-    with TemporaryDirectory(prefix="parallm-adapter-") as temporary:
-        file = Path(temporary) / "adapters.safetensors"
-        manifest = _fetch(which, file, url, api_key)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            export(manifest, file, folder, "peft" if form == "peft" else "mlx-lm", base)
-        except AdapterRejectedError as error:
-            fail(f"{manifest.id}: {error}", 1)
-        except OSError as error:
-            fail(f"{error.filename or folder}: {error.strerror or error}", 2)
+    try:
+        check_free(folder)
+        with TemporaryDirectory(prefix="parallm-adapter-") as temporary:
+            file = Path(temporary) / "adapters.safetensors"
+            manifest = _fetch(which, file, url, api_key)
+            with whole_folder(folder) as partial:
+                export(manifest, file, partial, "peft" if form == "peft" else "mlx-lm", base)
+    except AdapterRejectedError as error:
+        fail(f"{which}: {error}", 1)
+    except (SetupError, OSError) as error:
+        fail(str(error), 2)
     out.print(plain(f"{manifest.id}: {folder}"))
 
 
@@ -170,7 +170,10 @@ def merge(
             fail(f"{manifest.id} failed its gate; download it and merge the folder if that is what you want", 1)
         adapter = Path(temporary) / "adapter"
         adapter.mkdir()
-        export(manifest, file, adapter, "mlx-lm", model)
+        try:
+            export(manifest, file, adapter, "mlx-lm", model)
+        except OSError as error:
+            fail(f"{error.filename or adapter}: {error.strerror or error}", 2)
         file.unlink()
         made_for = ["--base-sha256", manifest.base_sha256] if manifest.base_sha256 else []
         code = _merge(["--name", manifest.id, *made_for, *flags, "--", model, str(adapter), str(folder)])

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from shared.adapter_files.config import mlx_config
 from shared.errors import AdapterRejectedError, SetupError
+from shared.process.whole_folder import whole_folder
 from tests.engine.adapter_bench import AdapterBench, row
 from tests.engine.adapter_models import EVERYWHERE, LINEARS, MadeAdapter, make_adapter
 from tests.engine.conftest import Bench, prompt_of, spec
@@ -25,7 +26,6 @@ from tests.unit.adapter_files import mlx_config as tuner_config
 from tests.unit.adapter_files import peft_config, peft_tensors, write
 from tests.unit.networks import MLP, weights_of
 from trainer.merging.merge import Merging, merge
-from trainer.merging.whole_folder import whole_folder
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, load_model
 

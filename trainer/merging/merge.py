@@ -23,8 +23,8 @@ from shared.adapter_files.heads import PREFIX
 from shared.adapter_files.tensors import read_tensors, write_tensors
 from shared.adapters import AdapterManifest, PreparedAdapter
 from shared.errors import SetupError
+from shared.process.whole_folder import check_free, room, whole_folder
 from trainer.merging.fuse import dequantize, fuse
-from trainer.merging.whole_folder import check_free, room, whole_folder
 from worker.engine.heads.classifier import is_classifier
 from worker.engine.lora.reader import read_adapter
 from worker.engine.model.loader import base_sha256, model_folder
