@@ -4,6 +4,7 @@ Also out of the ring again: download a version, or merge it into its base. Mergi
 does it (`trainer/merging`).
 """
 
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -198,10 +199,18 @@ def _fetch(which: str, file: Path, url: str, api_key: str) -> AdapterManifest:
 
 
 def _merge(arguments: Sequence[str]) -> int:
-    """The exit code of the process that merges; Ctrl-C reaches it, too, and it cleans up before it ends."""
+    """The exit code of the process that merges; Ctrl-C reaches it, too, SIGTERM goes on to it, and it cleans up."""
     process = subprocess.Popen([sys.executable, "-P", "-m", "trainer.merging", *arguments])
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            continue
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        while True:
+            try:
+                code = process.wait()
+                break
+            except KeyboardInterrupt:
+                continue
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if code < 0:
+        fail(f"the merge was ended by signal {-code}; of 9, the likeliest reason is that memory was short", 1)
+    return code

@@ -1,10 +1,14 @@
 """`mlx_parallm adapters`, `batch`, `bench` on a real ring that wants a key; what any command says when it cannot."""
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from click.testing import Result
 from safetensors.numpy import load_file
@@ -18,6 +22,7 @@ from tests.unit.networks import MLP, weights_of
 
 KEY = "a-key-of-this-test"
 FOLDER = str(Path(__file__).parents[2] / "models" / "tiny")
+PROGRAM = str(Path(sys.executable).with_name("mlx_parallm"))
 SAY = [{"role": "user", "content": "say hello"}]
 
 
@@ -94,6 +99,28 @@ def test_a_download_that_fails_leaves_no_folder_and_a_network_comes_with_its_des
     assert (unmerged.exit_code, "nothing to merge" in unmerged.stderr) == (1, True)
     assert call(locked, "adapters", "download", "pole", str(tmp_path / "out")).exit_code == 0
     assert call(locked, "adapters", "upload", str(tmp_path / "out"), "--name", "pole").exit_code == 0
+
+
+@pytest.mark.parametrize("who", ["the command", "the process that merges"])
+def test_a_merge_ends_with_its_command_and_says_what_has_ended_it(who: str, tmp_path: Path) -> None:
+    write(tmp_path / "lora", CONFIG, weights(1))
+    merging = ["adapters", "merge", f"{tmp_path}/lora", f"{tmp_path}/merged", "--model", FOLDER]
+    with subprocess.Popen([PROGRAM, *merging], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            children = psutil.Process(command.pid).children()
+            if children and children[0].memory_info().rss > 2**25:  # it has begun to import
+                break
+            time.sleep(0.01)
+        if who == "the command":
+            command.terminate()
+        else:
+            children[0].kill()
+        said = command.communicate(timeout=60)[1]
+    assert command.returncode in ((1, 130) if who == "the command" else (1,)), said
+    assert who == "the command" or "ended by signal 9" in said
+    assert not children[0].is_running()
+    assert not (tmp_path / "merged").exists()
 
 
 def test_a_bench_counts_every_token_that_was_asked_for(locked: Ring) -> None:
