@@ -4,6 +4,7 @@ Also out of the ring again: download a version, or merge it into its base. Mergi
 does it (`trainer/merging`).
 """
 
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from api.cli.client import DEFAULT_URL
 from api.cli.console import ApiKey, Json, Url, ask, call, fail, out, plain, print_json, print_rows, segment, show_text
 from shared.adapter_files.export import Format, export
 from shared.adapters import AdapterManifest
-from shared.errors import AdapterRejectedError
+from shared.errors import AdapterRejectedError, SetupError
+from shared.process.whole_folder import check_free, whole_folder
 
 app = typer.Typer(no_args_is_help=True, help="Adapters and their versions.")
 
@@ -132,18 +134,17 @@ def download(
     """Make an adapter directory of a version, for mlx-lm or PEFT."""
     if form not in get_args(Format):
         fail(f"--format {form}: {' or '.join(get_args(Format))}", 2)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        fail(f"{folder} is there and not an empty folder: name a new one", 2)
-    with TemporaryDirectory(prefix="parallm-adapter-") as temporary:
-        file = Path(temporary) / "adapters.safetensors"
-        manifest = _fetch(which, file, url, api_key)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            export(manifest, file, folder, "peft" if form == "peft" else "mlx-lm", base)
-        except AdapterRejectedError as error:
-            fail(f"{manifest.id}: {error}", 1)
-        except OSError as error:
-            fail(f"{error.filename or folder}: {error.strerror or error}", 2)
+    try:
+        check_free(folder)
+        with TemporaryDirectory(prefix="parallm-adapter-") as temporary:
+            file = Path(temporary) / "adapters.safetensors"
+            manifest = _fetch(which, file, url, api_key)
+            with whole_folder(folder) as partial:
+                export(manifest, file, partial, "peft" if form == "peft" else "mlx-lm", base)
+    except AdapterRejectedError as error:
+        fail(f"{which}: {error}", 1)
+    except (SetupError, OSError) as error:
+        fail(str(error), 2)
     out.print(plain(f"{manifest.id}: {folder}"))
 
 
@@ -165,12 +166,15 @@ def merge(
         file = Path(temporary) / "downloaded"
         manifest = _fetch(which, file, url, api_key)
         if manifest.network is not None:
-            fail(f"{manifest.id} is a network, which changes no weights of {model}: there is nothing to merge", 1)
+            fail(f"{manifest.id} is a network and no adapter of a language model: there is nothing to merge", 1)
         if manifest.status == "rejected":
             fail(f"{manifest.id} failed its gate; download it and merge the folder if that is what you want", 1)
         adapter = Path(temporary) / "adapter"
         adapter.mkdir()
-        export(manifest, file, adapter, "mlx-lm", model)
+        try:
+            export(manifest, file, adapter, "mlx-lm", model)
+        except OSError as error:
+            fail(f"{error.filename or adapter}: {error.strerror or error}", 2)
         file.unlink()
         made_for = ["--base-sha256", manifest.base_sha256] if manifest.base_sha256 else []
         code = _merge(["--name", manifest.id, *made_for, *flags, "--", model, str(adapter), str(folder)])
@@ -195,10 +199,18 @@ def _fetch(which: str, file: Path, url: str, api_key: str) -> AdapterManifest:
 
 
 def _merge(arguments: Sequence[str]) -> int:
-    """The exit code of the process that merges; Ctrl-C reaches it, too, and it cleans up before it ends."""
+    """The exit code of the process that merges; Ctrl-C reaches it, too, SIGTERM goes on to it, and it cleans up."""
     process = subprocess.Popen([sys.executable, "-P", "-m", "trainer.merging", *arguments])
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            continue
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        while True:
+            try:
+                code = process.wait()
+                break
+            except KeyboardInterrupt:
+                continue
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if code < 0:
+        fail(f"the merge was ended by signal {-code}; of 9, the likeliest reason is that memory was short", 1)
+    return code

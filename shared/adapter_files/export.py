@@ -4,7 +4,8 @@ mlx-lm's is what the store keeps, with its configuration beside it. For PEFT all
 names), and the factor on B A, `scale`, becomes `lora_alpha` = scale * r. Modules keep the paths that mlx-lm has for
 them, which are those of Hugging Face's model where mlx-lm does not rename them (Llama, Qwen, Mistral).
 
-What PEFT has no place for is refused by name: experts' A and B, DoRA on an embedding, heads, networks.
+A network (shared/networks/) has no format but ours, whose files are called as mlx-lm's. What PEFT has no place for is
+refused by name: experts' A and B, DoRA on an embedding, heads, networks.
 """
 
 import shutil
@@ -36,7 +37,7 @@ def export(adapter: PreparedAdapter | AdapterManifest, tensors: Path, folder: Pa
         (folder / CONFIG_FILE).write_bytes(msgspec.json.format(inherit_config(adapter)))
         return
     if adapter.network is not None:
-        raise AdapterRejectedError("it is a network, for which PEFT has no place; export it as mlx-lm")
+        raise AdapterRejectedError("a network has no place in PEFT; export it as mlx-lm")
     if adapter.heads:
         raise AdapterRejectedError(f"heads.{min(adapter.heads)}: PEFT has no such heads; export it as mlx-lm")
     moved = dict(_moved(key, tensor) for key, tensor in read_tensors(tensors, max_bytes=_MAX_BYTES).items())

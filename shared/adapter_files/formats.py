@@ -129,8 +129,8 @@ def is_embedding(module: str) -> bool:
     return _EMBEDDING.fullmatch(module) is not None
 
 
-def inherit_config(adapter: PreparedAdapter | AdapterManifest) -> bytes:
-    """The `adapter_config.json` of a version, for tensors that come without one."""
+def inherit_config(adapter: AdapterManifest | PreparedAdapter) -> bytes:
+    """The `adapter_config.json` of a version, for its tensors in mlx-lm's layout."""
     if adapter.network is not None:
         return network_config(adapter.network)
     return mlx_config(adapter.kind, adapter.rank, adapter.scale, adapter.modules, adapter.heads)

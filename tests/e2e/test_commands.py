@@ -1,10 +1,14 @@
 """`mlx_parallm adapters`, `batch`, `bench` on a real ring that wants a key; what any command says when it cannot."""
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from click.testing import Result
 from safetensors.numpy import load_file
@@ -14,9 +18,11 @@ from api.cli.main import app
 from tests.e2e.rings import Ring, ring
 from tests.e2e.test_adapters import CONFIG, weights
 from tests.unit.adapter_files import write
+from tests.unit.networks import MLP, weights_of
 
 KEY = "a-key-of-this-test"
 FOLDER = str(Path(__file__).parents[2] / "models" / "tiny")
+PROGRAM = str(Path(sys.executable).with_name("mlx_parallm"))
 SAY = [{"role": "user", "content": "say hello"}]
 
 
@@ -62,7 +68,7 @@ def test_a_version_is_downloaded_and_merged_into_its_base(
         got = call(locked, "adapters", "download", "merges@1", str(tmp_path / form), "--format", form)
         assert got.exit_code == 0, got.stderr
     refused = call(locked, "adapters", "download", "merges@1", str(tmp_path / "peft"))
-    assert (refused.exit_code, "name a new one" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "name a new folder" in refused.stderr) == (2, True)
     assert (tmp_path / "mlx-lm" / "adapters.safetensors").read_bytes() == (
         tmp_path / "lora" / "adapters.safetensors"
     ).read_bytes()
@@ -79,6 +85,42 @@ def test_a_version_is_downloaded_and_merged_into_its_base(
         lora = [tensors.get(name.replace("weight", part)) for part in ("lora_a", "lora_b")]
         delta = 0 if lora[0] is None or lora[1] is None else 2.0 * (lora[0] @ lora[1]).T
         assert np.allclose(sums[name], (weight.astype(np.float32) + delta).astype(weight.dtype), atol=2e-3)
+
+
+def test_a_download_that_fails_leaves_no_folder_and_a_network_comes_with_its_description(
+    locked: Ring, tmp_path: Path
+) -> None:
+    write(tmp_path / "network", {"network": MLP}, weights_of(MLP))
+    assert call(locked, "adapters", "upload", str(tmp_path / "network"), "--name", "pole").exit_code == 0
+    refused = call(locked, "adapters", "download", "pole", str(tmp_path / "out"), "--format", "peft")
+    assert (refused.exit_code, "no place in PEFT" in refused.stderr) == (1, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["network"]
+    unmerged = call(locked, "adapters", "merge", "pole", str(tmp_path / "out"), "--model", FOLDER)
+    assert (unmerged.exit_code, "nothing to merge" in unmerged.stderr) == (1, True)
+    assert call(locked, "adapters", "download", "pole", str(tmp_path / "out")).exit_code == 0
+    assert call(locked, "adapters", "upload", str(tmp_path / "out"), "--name", "pole").exit_code == 0
+
+
+@pytest.mark.parametrize("who", ["the command", "the process that merges"])
+def test_a_merge_ends_with_its_command_and_says_what_has_ended_it(who: str, tmp_path: Path) -> None:
+    write(tmp_path / "lora", CONFIG, weights(1))
+    merging = ["adapters", "merge", f"{tmp_path}/lora", f"{tmp_path}/merged", "--model", FOLDER]
+    with subprocess.Popen([PROGRAM, *merging], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            children = psutil.Process(command.pid).children()
+            if children and children[0].memory_info().rss > 2**25:  # it has begun to import
+                break
+            time.sleep(0.01)
+        if who == "the command":
+            command.terminate()
+        else:
+            children[0].kill()
+        said = command.communicate(timeout=60)[1]
+    assert command.returncode in ((1, 130) if who == "the command" else (1,)), said
+    assert who == "the command" or "ended by signal 9" in said
+    assert not children[0].is_running()
+    assert not (tmp_path / "merged").exists()
 
 
 def test_a_bench_counts_every_token_that_was_asked_for(locked: Ring) -> None:

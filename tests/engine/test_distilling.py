@@ -171,6 +171,11 @@ async def test_a_student_comes_nearer_to_its_teacher_whose_scores_are_asked_for_
     assert (run.folder / file).read_bytes() == (pieces[1].folder / file).read_bytes()
     with pytest.raises(SetupError, match="holds a run whose teacher is t@1"):
         await distilled(settings(tmp_path / "pieces", **asking | {"teacher": "t@2"}))
+    assert run.dataset is not None
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(b"".join(run.dataset.read_bytes().splitlines(keepends=True)[1:]))
+    with pytest.raises(SetupError, match="scores of other rows than those of"):
+        await distilled(pieces[1].model_copy(update={"dataset": other}))
     (pieces[1].folder / "teacher.jsonl").unlink()
     with pytest.raises(SetupError, match="holds a run without a teacher"):
         await distilled(pieces[1])

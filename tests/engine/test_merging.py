@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from shared.adapter_files.config import mlx_config
 from shared.errors import AdapterRejectedError, SetupError
+from shared.process.whole_folder import whole_folder
 from tests.engine.adapter_bench import AdapterBench, row
 from tests.engine.adapter_models import EVERYWHERE, LINEARS, MadeAdapter, make_adapter
 from tests.engine.conftest import Bench, prompt_of, spec
@@ -25,7 +26,6 @@ from tests.unit.adapter_files import mlx_config as tuner_config
 from tests.unit.adapter_files import peft_config, peft_tensors, write
 from tests.unit.networks import MLP, weights_of
 from trainer.merging.merge import Merging, merge
-from trainer.merging.whole_folder import whole_folder
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, load_model
 
@@ -227,6 +227,10 @@ def _no_such_module(asked: Merging, folder: Path) -> Merging:
     return replace(asked, adapter=write(folder / "wrong", config, wrong))
 
 
+def _network(asked: Merging, folder: Path) -> Merging:
+    return replace(asked, adapter=write(folder / "network", {"network": MLP}, weights_of(MLP)))
+
+
 WRONG: dict[str, tuple[Callable[[Merging, Path], Merging], str]] = {
     "shape": (_wrong_shape, r"q_proj: adapts 63 inputs and 64 outputs"),
     "module": (_no_such_module, r"x_proj: the base model has no such module"),
@@ -237,6 +241,7 @@ WRONG: dict[str, tuple[Callable[[Merging, Path], Merging], str]] = {
     "in the base": (lambda asked, _: replace(asked, target=Path(asked.base) / "merged"), "lies in the base's folder"),
     "not quantised": (_quantised, "the base is not quantised"),
     "classifier": (_classifier, "classifier or reward model"),
+    "network": (_network, "is a network and no adapter of a language model"),
 }  # fmt: skip
 
 
@@ -277,6 +282,15 @@ def test_a_folder_that_somebody_else_has_made_meanwhile_is_left_alone(tmp_path: 
         (tmp_path / "there").mkdir()
         (tmp_path / "there" / "theirs").write_text("theirs")
     assert [path.name for path in tmp_path.rglob("*")] == ["there", "theirs"]
+
+
+def test_dots_behind_a_link_are_those_of_the_folder_that_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "away")
+    with whole_folder(tmp_path / "link" / ".." / "there"):
+        pass
+    assert [path.name for path in tmp_path.glob("**/there")] == ["there"]
+    assert (tmp_path / "far" / "there").is_dir()
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

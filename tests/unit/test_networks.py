@@ -10,8 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from shared.adapter_files.export import export
-from shared.adapter_files.formats import inherit_config, prepare
-from shared.adapter_files.formats import prepared as prepared_folder
+from shared.adapter_files.formats import inherit_config, prepare, prepare_directory
 from shared.adapters import AdapterManifest
 from shared.errors import AdapterRejectedError, InvalidRequestError, UnreadableMessageError
 from shared.networks.shapes import plan
@@ -52,14 +51,15 @@ def test_a_network_is_a_version_with_its_signature_filled_in(name: str, tmp_path
     assert again == manifest and json.loads(inherit_config(again))["network"]["inputs"]
 
 
-def test_an_exported_network_comes_in_again_as_it_was(tmp_path: Path) -> None:
-    made = prepared(tmp_path, SERIES, weights_of(SERIES))
-    (tmp_path / "out").mkdir()
-    export(made, made.path, tmp_path / "out", "mlx-lm", "")
-    with prepared_folder(tmp_path / "out") as again:
-        assert (again.network, again.sha256) == (made.network, made.sha256)
-    with pytest.raises(AdapterRejectedError, match="it is a network, for which PEFT has no place"):
-        export(made, made.path, tmp_path / "out", "peft", "")
+def test_a_network_is_exported_with_its_description_and_not_for_peft(tmp_path: Path) -> None:
+    adapter = prepared(tmp_path, MLP, weights_of(MLP))
+    for name in ("out", "again"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(AdapterRejectedError, match="a network has no place in PEFT"):
+        export(adapter, adapter.path, tmp_path / "out", "peft", "")
+    export(adapter, adapter.path, tmp_path / "out", "mlx-lm", "")
+    again = prepare_directory(tmp_path / "out", tmp_path / "again")
+    assert (again.kind, again.network, again.sha256) == ("network", adapter.network, adapter.sha256)
 
 
 def with_layers(*layers: dict[str, Any], inputs: Any = None, of: str = "") -> dict[str, Any]:

@@ -4,11 +4,13 @@ Data, split, versions and gate are those of `--mode sft`. The scores are asked f
 """
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from shared.errors import SetupError
 from shared.process.ring_query import api_url
 from trainer.datasets.lines import Data, split
 from trainer.datasets.run import options_of
@@ -32,11 +34,12 @@ class DistillRun(TuneRun):
         settings = self._settings
         assert settings.dataset is not None, "checked with the settings"
         kept = settings.folder / FILE
+        longest = loaded.card.context_length - 1  # the teacher says one token behind each row
         if settings.resume != "no" and (kept.exists() or self._checkpoints.names()):
             rows = await asyncio.to_thread(read_kept, kept, settings.teacher)
+            await asyncio.to_thread(self._check_data, rows, longest)
             self._asked = False
         else:
-            longest = loaded.card.context_length - 1  # the teacher says one token behind each row
             examples = await asyncio.to_thread(self._examples, settings.dataset, longest)
             items = examples.items
             if settings.held_out_dataset is not None:
@@ -53,6 +56,19 @@ class DistillRun(TuneRun):
         if self._asked:
             lines = b"".join(msgspec.json.encode(row) + b"\n" for row in self._rows.values())
             await self._disk.run(write_whole, self._settings.folder / FILE, lines)
+
+    def _check_data(self, rows: Sequence[ScoredRow], longest: int) -> None:
+        """SetupError when the scores are of other rows than those of the data, as far as these are still there."""
+        files = (self._settings.dataset, self._settings.held_out_dataset)
+        for path, held_out in zip(files, (False, True), strict=True):
+            if path is None or not path.exists():
+                continue
+            scored = [row.group("") for row in rows if row.held_out == held_out]
+            if scored != list(self._examples(path, longest).items):
+                raise SetupError(
+                    f"{self._settings.folder} holds a teacher's scores of other rows than those of {path}: "
+                    "give another --run, or --resume no"
+                )
 
     def _examples(self, path: Path, longest: int) -> Examples:
         return read_examples(path, "sft", self._ring.codec, longest, self._settings.chat_template_kwargs)

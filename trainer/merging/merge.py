@@ -23,8 +23,8 @@ from shared.adapter_files.heads import PREFIX
 from shared.adapter_files.tensors import read_tensors, write_tensors
 from shared.adapters import AdapterManifest, PreparedAdapter
 from shared.errors import SetupError
+from shared.process.whole_folder import check_free, room, whole_folder
 from trainer.merging.fuse import dequantize, fuse
-from trainer.merging.whole_folder import check_free, room, whole_folder
 from worker.engine.heads.classifier import is_classifier
 from worker.engine.lora.reader import read_adapter
 from worker.engine.model.loader import base_sha256, model_folder
@@ -75,7 +75,7 @@ def merge(asked: Merging) -> tuple[str, ...]:
     model, config = _load(path, asked)
     with prepared(asked.adapter, shapes=module_shapes(model), max_bytes=_MAX_BYTES) as adapter:
         if adapter.network is not None:
-            raise SetupError(f"{asked.name} is a network: there is nothing in it that changes the base's weights")
+            raise SetupError(f"{asked.name} is a network and no adapter of a language model: there is nothing to merge")
         if not adapter.modules:
             raise SetupError(f"{asked.name} has heads alone: there is nothing in it that changes the base's weights")
         if asked.dequantize:

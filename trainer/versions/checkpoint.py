@@ -12,14 +12,10 @@ Invariants.
 - A checkpoint that was given a name by the user, `best` and `latest` are never pruned.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +27,7 @@ from safetensors.numpy import load_file, save_file
 from shared.adapter_files.config import read_config
 from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE
 from shared.errors import SetupError
+from shared.process.whole_folder import sync
 from shared.training import is_checkpoint_name
 from trainer.state import Arrays, RunState, Snapshot
 
@@ -209,15 +206,3 @@ def write_whole(file: Path, content: bytes) -> None:
     partial.write_bytes(content)
     sync(partial)
     partial.replace(file)
-
-
-def sync(path: Path) -> None:
-    """Have a file or a folder on the disk itself before anything that counts on it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        if sys.platform == "darwin":  # there fsync leaves what the drive has in its cache
-            with contextlib.suppress(OSError):  # a file system that knows no such command
-                fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

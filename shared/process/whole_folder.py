@@ -5,22 +5,24 @@ or an interrupt removes what was begun; a kill leaves it under that name. Nothin
 empty folder, whose place is taken.
 """
 
+import contextlib
+import fcntl
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 
 from shared.errors import SetupError
-from trainer.versions.checkpoint import sync
 
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """A folder to write to, which becomes `target` when the block ends well; SetupError when it cannot be written."""
     check_free(target)
-    target = Path(os.path.abspath(target))  # noqa: PTH100 (resolve would follow links)
+    target = target.resolve()  # as whoever looks at it first does; its last part is no link
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
@@ -49,6 +51,18 @@ def check_free(target: Path) -> None:
 def room(folder: Path) -> str:
     """How much room there is, for the end of a message."""
     return f"; {shutil.disk_usage(folder).free / 1e9:.2f} GB are free there"
+
+
+def sync(path: Path) -> None:
+    """Have a file or a folder on the disk itself before anything that counts on it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if sys.platform == "darwin":  # there fsync leaves what the drive has in its cache
+            with contextlib.suppress(OSError):  # a file system that knows no such command
+                fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _take_place(partial: Path, target: Path) -> None:
