@@ -94,8 +94,9 @@ async def publish(ring: Ring, name: str, fields: UploadFields, files: AdapterFil
         raise InvalidRequestError(f"'{name}' is the name of a model; give the adapter another one", param="name")
     config = files.config if files.config is not None else await _inherited(ring, name)
     is_network = (await asyncio.to_thread(read_config, config)).network is not None
-    await _check_nature(ring, name, fields.model, is_network=is_network)
-    card = None if is_network else await _base(ring, name, fields.model)
+    known = await _known_base(ring, name)
+    _check_nature(name, known, fields.model, is_network=is_network)
+    card = None if is_network else await _base(ring, name, known, fields.model)
     adapter = await asyncio.to_thread(
         prepare,
         config,
@@ -121,25 +122,24 @@ async def publish(ring: Ring, name: str, fields: UploadFields, files: AdapterFil
     return manifest
 
 
-async def _check_nature(ring: Ring, name: str, model: str | None, *, is_network: bool) -> None:
+def _check_nature(name: str, known: str, model: str | None, *, is_network: bool) -> None:
     """A name's versions are all networks, or none is."""
     if is_network and model is not None:
         raise InvalidRequestError("a network has no base model: leave 'model' out", param="model")
-    known = await _known_base(ring, name)
     if known and (known == NETWORK_BASE) != is_network:
         other = "language model's adapter" if is_network else "network"
         raise AdapterRejectedError(f"'{name}' is the name of a {other}: choose another one", param="name")
 
 
 async def _known_base(ring: Ring, name: str) -> str:
+    """The base that the name's versions are made for; "" without any."""
     try:
         return (await ring.adapters.summary(name)).base_sha256
     except UnknownAdapterError:
         return ""
 
 
-async def _base(ring: Ring, name: str, model: str | None) -> ModelCard:
-    known = await _known_base(ring, name)
+async def _base(ring: Ring, name: str, known: str, model: str | None) -> ModelCard:
     if model is None:
         return await card_of_base(ring, known)
     card, _ = await ring.known(model)

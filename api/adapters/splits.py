@@ -60,9 +60,8 @@ async def set_split(name: Name, body: SplitBody, ring: TheRing) -> Response:
             f"a split compares with the latest version, '{name}@{summary.latest}': name it", param="split"
         )
     for version in versions:
-        check_language(
-            (await ring.adapters.resolve(f"{name}@{version}")).manifest
-        )  # requests to networks are not split
+        resolved = await ring.adapters.resolve(f"{name}@{version}")
+        check_language(resolved.manifest)  # requests to networks are not split
     split = Split(
         versions=versions,
         weights=weights,

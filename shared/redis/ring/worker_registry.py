@@ -190,13 +190,14 @@ class WorkerRegistry:
     async def _read_workers(self, model: str) -> list[WorkerStatus]:
         ids = await self.known(model)
         statuses: list[WorkerStatus] = []
+        beat = 0
         for at in range(0, len(ids), AT_ONCE):  # the event loop has other things to do in between
             part = ids[at : at + AT_ONCE]
             beats = await ask_all(self._redis, [("HGETALL", keys.worker(model, worker_id)) for worker_id in part])
             statuses += [status for fields in beats if fields and (status := _status(fields)) is not None]
-            if not all(beats):
-                old = await server_time_ms(self._redis) - 3_600_000
-                await self._redis.zremrangebyscore(keys.workers(model), 0, old)
+            beat += sum(map(bool, beats))
+        if beat < len(ids):
+            await self._redis.zremrangebyscore(keys.workers(model), 0, await server_time_ms(self._redis) - 3_600_000)
         return sorted(statuses, key=lambda status: status.id)
 
     async def tokenizer(self, sha256: str) -> TokenizerBundle:
