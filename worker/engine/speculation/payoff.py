@@ -116,8 +116,9 @@ class StepTimes:
         plain = self.known(rows, 1)
         if plain is None:
             return None
-        known = [(each, self.known(rows, each)) for (of, each) in sorted(self._times) if of == _key(rows, 1)[0]]
-        wide = [(each, took) for each, took in known if took is not None and each > 1]
+        bucket, _ = _key(rows, 1)
+        widths = sorted(each for of, each in self._times if of == bucket and each > 1)
+        wide = [(each, took) for each in widths if (took := self.known(rows, each)) is not None]
         below = [(1, plain), *[each for each in wide if each[0] < width]]
         above = next((each for each in wide if each[0] > width), None)
         if above is not None:
