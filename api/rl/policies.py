@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import InvalidRequestError, UnsupportedModelError
-from shared.networks.spec import NetworkSpec
+from shared.networks.spec import LOG_STD, LOGITS, MEAN, VALUE, NetworkSpec
 from shared.networks.tensors import Tensors
 
-LOGITS, MEAN, LOG_STD, VALUE = "action_logits", "action_mean", "action_log_std", "value"
 _LOG_ROOT_OF_2PI = 0.5 * math.log(2 * math.pi)
 
 Doubles = npt.NDArray[np.float64]  # a row for each observation

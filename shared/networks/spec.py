@@ -22,6 +22,8 @@ MAX_LAYERS = 64
 MAX_ENDS = 16  # inputs, and outputs
 MAX_WIDTH = 16_384  # numbers of a vector
 MAX_STEPS = 1024  # vectors of a row
+# Outputs by which a policy acts: discrete, or Gaussian; and what it expects
+LOGITS, MEAN, LOG_STD, VALUE = "action_logits", "action_mean", "action_log_std", "value"
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _TAKEN = {"text", "input_ids", "embedding", "next_token_ids", "next_token_log_probs"}  # a language model's
 

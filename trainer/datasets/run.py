@@ -17,6 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -102,6 +103,10 @@ class DataRun(ABC, Generic[T]):
 
     async def _gather(self, loaded: LoadedModel) -> None:
         """Ask the ring for data, if they come from there; nothing of the run's folder is changed."""
+
+    def _has_gathered(self, kept: Path) -> bool:
+        """Whether the run goes on with what it keeps there."""
+        return self._settings.resume != "no" and (kept.exists() or bool(self._checkpoints.names()))
 
     async def _keep_gathered(self) -> None:
         """Write down what was gathered, before anything is learned from it."""

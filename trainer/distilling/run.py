@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from shared.errors import SetupError
-from shared.process.ring_query import api_url
 from trainer.datasets.lines import Data, split
 from trainer.datasets.run import options_of
 from trainer.distilling.learner import DistillLearner
@@ -35,7 +34,7 @@ class DistillRun(TuneRun):
         assert settings.dataset is not None, "checked with the settings"
         kept = settings.folder / FILE
         longest = loaded.card.context_length - 1  # the teacher says one token behind each row
-        if settings.resume != "no" and (kept.exists() or self._checkpoints.names()):
+        if self._has_gathered(kept):
             rows = await asyncio.to_thread(read_kept, kept, settings.teacher)
             await asyncio.to_thread(self._check_data, rows, longest)
             self._asked = False
@@ -45,7 +44,7 @@ class DistillRun(TuneRun):
             if settings.held_out_dataset is not None:
                 items += (await asyncio.to_thread(self._examples, settings.held_out_dataset, longest)).items
             self._too_long = examples.too_long
-            async with HttpApi(api_url(settings.connect_to), settings.connect_key.get_secret_value()) as api:
+            async with HttpApi.of(settings) as api:
                 rows = await scored(api, settings.teacher, settings.teacher_top_k, items, loaded.card.tokenizer_sha256)
             own = len(examples.items)
             rows = [*rows[:own], *(msgspec.structs.replace(row, held_out=True) for row in rows[own:])]

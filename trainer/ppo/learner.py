@@ -14,11 +14,11 @@ import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_unflatten
 
 from shared.adapter_files.config import network_config
-from shared.networks.spec import NetworkSpec
+from shared.networks.spec import VALUE, NetworkSpec
 from trainer.learn.compute import Work
 from trainer.learn.options import Schedule
 from trainer.ppo.losses import PpoOptions, PpoParts, Steps, log_probabilities, ppo
-from trainer.ppo.network import VALUE, outputs_of
+from trainer.ppo.network import outputs_of
 from trainer.state import Arrays, Snapshot
 
 Floats = npt.NDArray[np.float32]

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from shared.networks.spec import LOG_STD, LOGITS, MEAN, VALUE
 from trainer.learn.losses import LOSSES, LossInputs, StepTotals
 from trainer.learn.options import LossOptions
-from trainer.ppo.network import LOG_STD, LOGITS, MEAN, VALUE
 
 _LOG_2PI = math.log(2 * math.pi)
 

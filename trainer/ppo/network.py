@@ -3,26 +3,21 @@
 Layers without time steps: `linear` and `parameter`. Shape suffix: B rows.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import msgspec
 import numpy as np
 
 from shared.errors import SetupError
 from shared.networks.shapes import plan, with_shapes
-from shared.networks.spec import Activation, Linear, NetworkSpec, OutputSpec, Parameter, TensorSpec
+from shared.networks.spec import LOG_STD, LOGITS, MEAN, VALUE, Linear, NetworkSpec, OutputSpec, Parameter, TensorSpec
 from trainer.state import Arrays
+from worker.engine.networks.network import ACTIVATIONS
 
-LOGITS, MEAN, LOG_STD, VALUE = "action_logits", "action_mean", "action_log_std", "value"
 _FIRST_POLICY = 0.01  # of the layer that says what to do: it begins with all actions alike
-_ACTIVATIONS: Mapping[Activation, Callable[[mx.array], mx.array]] = {
-    "": lambda x: x, "relu": nn.relu, "tanh": mx.tanh, "sigmoid": mx.sigmoid, "gelu": nn.gelu, "silu": nn.silu,
-    "softplus": nn.softplus,
-}  # fmt: skip
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -79,7 +74,7 @@ def outputs_of(network: NetworkSpec, weights: Mapping[str, Any], observed_BI: mx
         if isinstance(layer, Linear):
             read = [values[name] for name in network.read_by(at)]
             y = (mx.concatenate(read, axis=-1) if len(read) > 1 else read[0]) @ own["weight"].T
-            values[layer.name] = _ACTIVATIONS[layer.activation](y + own["bias"])
+            values[layer.name] = ACTIVATIONS[layer.activation](y + own["bias"])
         else:
             values[layer.name] = mx.broadcast_to(own["weight"], (len(observed_BI), own["weight"].shape[-1]))
     return {name: values[each.of] for name, each in network.outputs.items()}

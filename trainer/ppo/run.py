@@ -23,7 +23,6 @@ from shared.adapter_files.config import network_config
 from shared.adapters import GateCheck, version_id
 from shared.errors import ConflictError, ParallmError, SetupError
 from shared.networks.spec import NetworkSpec
-from shared.process.ring_query import api_url
 from shared.training import TrainerState, TrainerStatus, TrainingPoint
 from trainer import gate
 from trainer.learn.compute import ComputeHost, at_once
@@ -75,7 +74,7 @@ async def train_network(settings: TrainSettings, host: ComputeHost, begun: "Call
         raise SetupError("--mode ppo acts through an api: give --connect-to HOST:PORT of one, and no Redis")
     network = network_of(settings)
     async with AsyncExitStack() as stack:
-        api = HttpApi(api_url(settings.connect_to), settings.connect_key.get_secret_value())
+        api = HttpApi.of(settings)
         await stack.enter_async_context(api)
         board = await stack.enter_async_context(RingBoard(HttpBoard(api, settings.adapter)))
         await stack.enter_async_context(run_lock(settings.folder))

@@ -21,6 +21,8 @@ from shared.errors import (
     from_code,
 )
 from shared.process.patience import BUSY, Patience, patiently
+from shared.process.ring_query import api_url
+from shared.process.settings import JoinSettings
 
 log = structlog.get_logger()
 
@@ -62,6 +64,11 @@ class HttpApi:
             limits=httpx.Limits(max_connections=64),
             transport=transport,
         )
+
+    @classmethod
+    def of(cls, settings: JoinSettings) -> Self:
+        """The api that --connect-to names, with its key."""
+        return cls(api_url(settings.connect_to), settings.connect_key.get_secret_value())
 
     async def __aenter__(self) -> Self:
         return self

@@ -7,7 +7,6 @@ from functools import partial
 
 from shared.errors import SetupError, UnknownModelError
 from shared.process.discovery import ring_url
-from shared.process.ring_query import api_url
 from shared.redis import keys
 from shared.redis.connection.client import connect, require
 from shared.redis.queue.sequence_calls import SequenceCalls
@@ -41,7 +40,7 @@ async def way_to_ring(settings: TrainSettings) -> AsyncIterator[Way]:
     """The way that the settings name; SetupError when they name none, or two."""
     settings.check()
     if settings.over_http:
-        async with HttpApi(api_url(settings.connect_to), settings.connect_key.get_secret_value()) as api:
+        async with HttpApi.of(settings) as api:
             yield Way(HttpJudges(api), partial(_over_http, api, settings))
         return
     redis = await ring_url(settings)

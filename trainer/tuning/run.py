@@ -18,7 +18,6 @@ import structlog
 from shared.adapters import GateCheck, version_id
 from shared.errors import ServiceUnavailableError
 from shared.jobs import SamplingOverrides
-from shared.process.ring_query import api_url
 from shared.seeds import derived_seed
 from shared.trajectories import Trajectory
 from trainer import gate
@@ -82,10 +81,10 @@ class TuneRun(DataRun[SampleGroup]):
         if policy is None:
             return
         kept = settings.folder / feedback.FILE
-        if settings.resume != "no" and (kept.exists() or self._checkpoints.names()):
+        if self._has_gathered(kept):
             await asyncio.to_thread(feedback.check_kept, kept, policy)
             return
-        async with HttpApi(api_url(settings.connect_to), settings.connect_key.get_secret_value()) as api:
+        async with HttpApi.of(settings) as api:
             self._preferences = await feedback.preferences(
                 api, policy, self._ring.codec, settings.feedback_max_age_days, int(1000 * time.time())
             )

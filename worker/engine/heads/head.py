@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
 from shared.errors import AdapterRejectedError
-from shared.heads import Activation, HeadSpec
+from shared.heads import HeadSpec
+from worker.engine.networks.network import ACTIVATIONS
 from worker.engine.networks.products import multiply
 
 Tensors = dict[str, mx.array]
-
-_ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
-    "gelu": nn.gelu,
-    "relu": nn.relu,
-    "silu": nn.silu,
-    "tanh": mx.tanh,
-}
 
 
 @dataclass(frozen=True)
@@ -54,7 +47,7 @@ class Head:
         """Its outputs [N, outputs] for the hidden states of N texts: fp32, little-endian."""
         x_NI = states_NH.astype(mx.float32)
         if self.hidden is not None:
-            x_NI = _ACTIVATIONS[self.spec.activation](self.hidden(x_NI))
+            x_NI = ACTIVATIONS[self.spec.activation](self.hidden(x_NI))
         return np.array(self.output(x_NI)).astype("<f4")
 
     @property

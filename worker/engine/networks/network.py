@@ -33,7 +33,7 @@ from worker.engine.networks.products import multiply
 STEPS_AT_ONCE = 16  # of a recurrent layer, in one piece
 Pieces = Generator[None, None, Tensors]
 
-_ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
+ACTIVATIONS: Mapping[Activation, Callable[[mx.array], mx.array]] = {
     "": lambda x: x,
     "relu": nn.relu,
     "tanh": mx.tanh,
@@ -83,9 +83,9 @@ class Network:
     def _compute(self, layer: Layer, x: mx.array) -> mx.array:
         match layer:
             case Linear():
-                return _ACTIVATIONS[layer.activation](self._linear(layer.name, x))
+                return ACTIVATIONS[layer.activation](self._linear(layer.name, x))
             case Conv1d():
-                return _ACTIVATIONS[layer.activation](self._convolve(layer, x))
+                return ACTIVATIONS[layer.activation](self._convolve(layer, x))
             case Embedding():
                 return self._weights[f"{layer.name}.weight"][x]
             case Parameter():
