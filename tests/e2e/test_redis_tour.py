@@ -30,7 +30,7 @@ MAY_BE_EMPTY = (
     "deadletters", "XPENDING", "CONSUMERS", "SLOWLOG", "queue:batch'", ":out:", "jobs:active", "$WORKER", ":finished:",
     "batches:pending", ":pins", ":collected'", ":trajectories'", "orders", ":answer:", ":limit:", "arq:",
     ":of:acme", "parallm:children", "parallm:named:", ":due", "{completions}", ":split",
-    ":live:", ":live-turn:",
+    ":live:", ":live-turn:", "parallm:learner:", "parallm:tinker:", ":learner-service",
 )  # fmt: skip
 MAY_BE_ABSENT = (
     "parallm:pause",
@@ -40,6 +40,8 @@ MAY_BE_ABSENT = (
     ":lease",
     ":history-turn",
     "{completions}",
+    ":learner-service",
+    "parallm:tinker:",
 )  # "nothing: none", as the page says
 
 
