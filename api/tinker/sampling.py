@@ -15,8 +15,8 @@ from redis.exceptions import RedisError
 from starlette.responses import Response
 
 from api.generation.plan import Asked, plan
-from api.generation.running import gather_all
-from api.generation.sampling import SamplingFields
+from api.generation.running import gather_all, owner
+from api.generation.sampling import MAX_N, SamplingFields
 from api.generation.target import Target, find_target
 from api.generation.work import Work
 from api.http.bodies import BodyRoute
@@ -30,6 +30,7 @@ from api.tinker.protobuf import Sampled, Top, sample_bytes
 from shared.adapters import version_id
 from shared.errors import InvalidRequestError, NotFoundError, ParallmError
 from shared.frames import TokenEvent, TokenLogprob
+from shared.redis.queue.named_requests import NamedRequests
 from shared.redis.training.tinker_store import TinkerSample, TinkerSampler
 from shared.token_events import join
 
@@ -80,10 +81,13 @@ async def asample(body: SampleBody, ring: TheRing) -> Response:
 
 
 async def cancel_sample(ring: Ring, id: str) -> None:
-    """End a sample that nobody wants any more; what another api process works on ends by itself."""
+    """End a sample that nobody wants any more, whichever process works on it."""
     who = keeper()
     if task := _running.get(f"{who}/{id}"):
         task.cancel()
+    elif await ring.tinker.find(who, TinkerSample, id) is not None:
+        for model, request in await NamedRequests(ring.redis).find(owner(), id):
+            await ring.queue(model).cancel([f"{request}-{number}" for number in range(MAX_N)])
     await ring.tinker.forget(who, TinkerSample, id)
 
 

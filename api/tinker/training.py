@@ -37,9 +37,9 @@ ALPHA = 32.0  # of LoRA, whatever the rank, as in Tinker
 async def create_model(body: ModelBody, ring: TheRing) -> Response:
     """A LoRA over a model that a training service lives for."""
     _check_optimizer(body.optimizer_config)
+    learner = learner_of((await session_named(ring, body.session_id)).id, body.model_seq_id)
     card = await _trainable(ring, body.base_model)
     lora = body.lora_config or LoraBody(rank=32)
-    learner = learner_of((await session_named(ring, body.session_id)).id, body.model_seq_id)
     await _make(ring, learner, card, lora, body.user_metadata)
     return await _placed(ring, learner, 0, Begin())
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import numpy as np
@@ -68,6 +69,48 @@ async def answered(store: LearnerStore, learner: str, number: int) -> Answer:
     return answer
 
 
+def ask(served: Ring, route: str, **body: Any) -> Any:
+    answer = httpx.post(f"{served.url}/api/v1/{route}", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def result(served: Ring, request_id: str) -> httpx.Response:
+    """Of what was asked, as a client waits for it."""
+    while True:
+        answer = httpx.post(f"{served.url}/api/v1/retrieve_future", json={"request_id": request_id}, timeout=60)
+        if answer.status_code != 408:
+            assert answer.status_code == 200, answer.text
+            return answer
+
+
+def learn_over_http(served: Ring) -> None:
+    """As Tinker's SDK does: some steps on one text, a sampler, what it says. It has not said that before."""
+    session = ask(served, "create_session", tags=[], user_metadata=None, sdk_version="0")["session_id"]
+    lora = {"rank": 8, "seed": 1}
+    made = ask(served, "create_model", session_id=session, model_seq_id=0, base_model=MODEL, lora_config=lora)
+    learner = made["model_id"]
+    ids, answer = [7, 30, 40, 50], [100, 110, 120]
+    weights = {"data": [0.0] * 3 + [1.0] * 3, "dtype": "float32"}
+    targets = {"data": (ids + answer)[1:], "dtype": "int64"}
+    chunks = [{"type": "encoded_text", "tokens": (ids + answer)[:-1]}]
+    datum = {"model_input": {"chunks": chunks}, "loss_fn_inputs": {"target_tokens": targets, "weights": weights}}
+    passed = {"data": [datum], "loss_fn": "cross_entropy"}
+    for step in range(20):
+        ask(served, "forward_backward", model_id=learner, seq_id=2 * step + 1, forward_backward_input=passed)
+        adam = {"learning_rate": 0.02}
+        ask(served, "optim_step", model_id=learner, seq_id=2 * step + 2, adam_params=adam)
+    last = ask(served, "save_weights_for_sampler", model_id=learner, seq_id=41, sampling_session_seq_id=0)
+    losses = [result(served, f"{learner}:{number}").json()["metrics"]["loss:sum"] for number in (1, 39)]
+    assert losses[1] < 0.1 * losses[0], losses
+    sampler = result(served, last["request_id"]).json()["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": ids}]}
+    params = {"max_tokens": 3, "temperature": 0, "stop": []}
+    sample = ask(served, "asample", sampling_session_id=sampler, seq_id=0, prompt=prompt, sampling_params=params)
+    said = result(served, sample["request_id"]).content
+    assert np.array(answer, "<i4").tobytes() in said, "the tokens stand in the protobuf as they are"
+
+
 def test_killed_services_lose_and_double_no_step(served: Ring) -> None:
     async def play() -> None:
         async with contextlib.aclosing(connect(served.redis_url)) as redis:
@@ -115,6 +158,7 @@ def test_killed_services_lose_and_double_no_step(served: Ring) -> None:
                 assert isinstance(said[3], SaveDone) and said[3].version == 1
                 assert [info.name for info in await store.saves("killed")] == ["end", "v1"]
                 assert (await store.service(MODEL)) is not None
+                await asyncio.to_thread(learn_over_http, served)
                 assert running.stop() == 0
                 held = await store.take("killed")
                 assert held is not None and held.applied == held.done == at + 4, "what was learned is stored at the end"
