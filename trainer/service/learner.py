@@ -92,7 +92,8 @@ class ServiceLearner:
         if self._waiting is None:
             raise ConflictError("no step: there has been no backward pass since the last one")
         gradients = dict(tree_flatten(self._waiting))
-        squares = [mx.sum(mx.square(value)) for value in gradients.values()]
+        # By name: a restored state has another order, and a sum's last bits depend on it.
+        squares = [mx.sum(mx.square(gradients[name])) for name in sorted(gradients)]
         norm = float(np.sqrt(np.array(mx.sum(mx.stack(squares)))))
         if not math.isfinite(norm):
             self._waiting = None
