@@ -128,7 +128,10 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
-    """Make the present weights the next version of the learner's adapter, so that workers sample from it."""
+    """Make the present weights the next version of the learner's adapter, so that workers sample from it.
+
+    With `ttl_s` 0 it is no save: nothing keeps the version once newer ones have come.
+    """
 
     name: str
     ttl_s: int = 0

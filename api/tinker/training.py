@@ -26,6 +26,7 @@ from api.tinker.protobuf import AskedPass, read_pass
 from shared import learners
 from shared.errors import ConflictError, InvalidRequestError, ServiceUnavailableError, UnsupportedParameterError
 from shared.learners import Begin, LearnerSpec, Load, Publish, Save, checked
+from shared.redis import keys
 from shared.sequences import ModelCard
 
 router = APIRouter(tags=["tinker"], prefix="/api/v1", route_class=BodyRoute)
@@ -85,8 +86,9 @@ async def save_weights(body: SaveBody, ring: TheRing) -> Response:
 async def save_weights_for_sampler(body: PublishBody, ring: TheRing) -> Response:
     """The weights become an adapter version; its sampler is there when the future is."""
     spec = await spec_named(ring, body.model_id)
-    name = body.path or f"{body.seq_id:06d}"
-    publish = Publish(name, body.ttl_seconds or 0, body.user_metadata or {})
+    name = body.path or f"unnamed-{body.seq_id:06d}"
+    lives_s = (body.ttl_seconds or keys.LEARNER_SAVE_TTL_S) if body.path else 0
+    publish = Publish(name, lives_s, body.user_metadata or {})
     more = "" if body.sampling_session_seq_id is None else f":{body.sampling_session_seq_id}"
     return await _placed(ring, spec.id, body.seq_id, publish, more)
 

@@ -110,5 +110,6 @@ async def test_a_save_is_there_with_its_answer_and_until_it_expires(redis: Redis
     assert not await redis.exists(keys.learner_saved("one", first))
     await save(3, b"third", 1)
     assert await store.saves("one") == []
+    assert [info.name for info in await store.saves("one", expired=True)] == ["a"]
     with pytest.raises(NotFoundError):
         await store.saved("one", "a")

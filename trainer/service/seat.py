@@ -19,7 +19,7 @@ import structlog
 from safetensors.numpy import save_file
 
 from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE, prepared
-from shared.errors import NotFoundError, ParallmError
+from shared.errors import ConflictError, NotFoundError, ParallmError
 from shared.learners import (
     Answer,
     Begin,
@@ -68,9 +68,11 @@ class Seat:
         *,
         state_every: int,
         state_after_s: float,
+        max_saves: int,
     ) -> None:
         self._held, self._store, self._adapters, self._turns, self._card = held, store, adapters, turns, card
         self._state_every, self._state_after_s = state_every, state_after_s
+        self._max_saves = max_saves
         self._learner: ServiceLearner | None = None
         self._number = held.applied  # of the last request that the learner has carried out
         self._applied, self._state = held.applied, held.state  # of the stored state
@@ -164,16 +166,28 @@ class Seat:
                 await self._compute(at_once(lambda: learner.load(state, optimizer=request.optimizer)))
                 return LoadDone(learner.steps), None
             case Save():
+                await self._check_room(request)
                 state = await self._compute(at_once(learner.state))
                 bytes_id = await self._store.put_saved(self._held.id, state)
                 info = self._info(request, size=len(state), bytes_id=bytes_id)
                 return SaveDone(request.name, "state"), info
             case Publish():
-                version, size = await self._publish()
-                info = self._info(request, size=size, version=version)
                 if request.ttl_s:
-                    await self._adapters.pin(self._held.spec.adapter, version, f"save-{request.name}", request.ttl_s)
-                return SaveDone(request.name, "sampler", version), info
+                    await self._check_room(request)
+                version, size = await self._publish()
+                done = SaveDone(request.name, "sampler", version)
+                if not request.ttl_s:
+                    return done, None
+                await self._adapters.pin(self._held.spec.adapter, version, f"save-{request.name}", request.ttl_s)
+                return done, self._info(request, size=size, version=version)
+
+    async def _check_room(self, request: Save | Publish) -> None:
+        """ConflictError when there is no room for one more save; one of the same name makes room for itself."""
+        for info in await self._store.saves(self._held.id, expired=True):
+            await self._store.drop_save(self._held.id, info)
+        saves = await self._store.saves(self._held.id)
+        if len(saves) >= self._max_saves and all(save.name != request.name for save in saves):
+            raise ConflictError(f"this learner has {len(saves)} saves, the most that it may have: delete some")
 
     def _info(self, request: Save | Publish, *, size: int, bytes_id: str = "", version: int = 0) -> SaveInfo:
         now = time.time_ns() // 1_000_000

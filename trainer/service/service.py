@@ -46,7 +46,7 @@ class LearnerService:
         self._settings, self._model, self._card, self._id = settings, model, card, id
         self._turns = Turns(host)
         self._store = LearnerStore(redis)
-        self._adapters = AdapterStore(redis, who_asks=whoever_it_is_for)
+        self._adapters = AdapterStore(redis, keep_n=settings.adapter_keep_n, who_asks=whoever_it_is_for)
         self._due = waiting_learners(redis, card.name)
         self._seats: dict[str, tuple[Seat, asyncio.Task[None]]] = {}
         self._stopping = asyncio.Event()
@@ -84,15 +84,19 @@ class LearnerService:
             if seat.idle_s > self._settings.idle_s:
                 await self._let_go(learner, _AGAIN_MS)
         free = self._settings.max_learners - len(self._seats)
-        if not free:
-            # Others may wait: whoever has been idle makes room, the longest idle first.
-            idle = sorted(self._seats, key=lambda name: -self._seats[name][0].idle_s)
-            if self._seats[idle[0]][0].idle_s < _NOTICE_S:
-                return
-            await self._let_go(idle[0], _AGAIN_MS)
-            free = 1
-        for learner in await self._due.take(free, keys.LEARNER_LEASE_MS):
-            await self._take(learner)
+        for learner in await self._due.take(max(1, free), keys.LEARNER_LEASE_MS):
+            if len(self._seats) < self._settings.max_learners or await self._made_room():
+                await self._take(learner)
+            else:
+                await self._due.again([learner], _RETRY_MS)
+
+    async def _made_room(self) -> bool:
+        """Whether a learner that has been idle has left, the longest idle first."""
+        idlest = max(self._seats, key=lambda name: self._seats[name][0].idle_s)
+        if self._seats[idlest][0].idle_s < _NOTICE_S:
+            return False
+        await self._let_go(idlest, _AGAIN_MS)
+        return True
 
     async def _take(self, learner: str) -> None:
         held = await self._store.take(learner)
@@ -110,6 +114,7 @@ class LearnerService:
             self._card,
             state_every=self._settings.state_every,
             state_after_s=self._settings.state_after_s,
+            max_saves=self._settings.max_saves,
         )
         task = asyncio.create_task(seat.run(partial(self._build, held.spec)))
         self._seats[learner] = (seat, task)

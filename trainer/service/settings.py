@@ -25,6 +25,14 @@ class LearnersSettings(JoinSettings):
         default=64, ge=1, le=256, description="largest rank; the workers' --adapter-rank bounds it, too"
     )
     microbatch_tokens: int = Field(default=8192, ge=64, description="padded positions of one forward and backward")
+    max_saves: int = Field(
+        default=64, ge=1, description="of one learner: states and published versions that have a name"
+    )
+    adapter_keep_n: int = Field(
+        default=16,
+        ge=1,
+        description="published versions of a learner that stay, besides the latest, saves and used ones",
+    )
     idle_s: float = Field(default=300, gt=0, description="a learner without requests leaves memory after this long")
     state_every: int = Field(default=16, ge=1, description="requests after which a learner's state is stored, at most")
     state_after_s: float = Field(default=2, gt=0, description="and so long after its last request")

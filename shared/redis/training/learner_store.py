@@ -114,12 +114,13 @@ class LearnerStore:
         if int(done or 0) >= number and not await self._redis.exists(keys.learner_answer(learner, number)):
             raise NotFoundError("the answer to this request is not kept any more")
 
-    async def saves(self, learner: str) -> list[SaveInfo]:
-        """Saves and published versions that have not expired, oldest first."""
+    async def saves(self, learner: str, *, expired: bool = False) -> list[SaveInfo]:
+        """Saves and published versions that have not expired, or those that have; oldest first."""
         raw = await ask(self._redis, "HVALS", keys.learner_saves(learner))
         now = time.time_ns() // 1_000_000
         infos = [msgspec.json.decode(each, type=SaveInfo) for each in raw]
-        return sorted((info for info in infos if info.expires_ms > now), key=lambda info: info.created_ms)
+        found = [info for info in infos if (info.expires_ms <= now) == expired]
+        return sorted(found, key=lambda info: info.created_ms)
 
     async def save_named(self, learner: str, kind: str, name: str) -> SaveInfo:
         """NotFoundError when there is none, or it has expired."""
