@@ -118,12 +118,24 @@ class Runs:
         self._drafting.drafting._clock = clock
         self._rows, self._tokens, self._context, self._vocab = rows, tokens, context, loaded.card.vocab_size
         self._least = context // 4 if mixed else context
+        self._forget()
+
+    def _forget(self) -> None:
         self.drafted = self.accepted = self.changed = self.tokens = self.turns = 0
 
     @property
     def tokens_a_forward(self) -> float:
         """That a row got of a forward with drafts on, on average."""
         return self.tokens / self.turns
+
+    def warm_up(self) -> None:
+        """Check drafts of each length, so that no kernel is compiled in a step that counts."""
+        drafting = self._drafting.drafting
+        config = drafting._config
+        drafting._config = replace(config, adapts_to_time=False, adapts_to_rows=False)
+        self._both([0.5] * self._rows, 1000, every=0)
+        drafting._config = config
+        self._forget()
 
     def ratio(self, chance: float, seed: int) -> float:
         """Tokens per second with drafts of such a chance over those without; turns of both alternate."""
@@ -232,7 +244,8 @@ def main() -> None:
             continue
         for chance in args.chances:
             runs = Runs(*sizes, mixed=args.mixed)
-            ratios = [runs.ratio(chance, seed) for seed in range(args.rounds + 1)][1:]
+            runs.warm_up()
+            ratios = [runs.ratio(chance, seed) for seed in range(args.rounds)]
             shown = " ".join(f"{ratio:.2f}" for ratio in ratios)
             print(
                 f"{rows:3} rows, predictions right in {chance:.0%}: x {median(ratios):.2f} ({shown}), accepted "
@@ -249,7 +262,8 @@ def _at_best(chance: float, draft: int) -> float:
 
 
 def _show_waits(rows: int, runs: Runs, rounds: int) -> None:
-    each = [runs.waits(seed) for seed in range(rounds + 1)][1:]
+    runs.warm_up()
+    each = [runs.waits(seed) for seed in range(rounds)]
     for at, name in enumerate(("gaps", "first tokens")):
         shown = " ".join(f"{ratios[at]:.2f}" for ratios in each)
         print(

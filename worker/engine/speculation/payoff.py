@@ -108,7 +108,7 @@ class StepTimes:
         if len(times) < LEAST_SAMPLES:
             return None
         # Few times may be those of busy moments: they are taken again soon.
-        stale = (STALE if width > 1 else PLAIN_STALE) * (len(times) / SAMPLES) ** 2
+        stale = (STALE if width > 1 else PLAIN_STALE) * len(times) / SAMPLES
         return None if self._steps - self._taken_at[key] >= stale else median_low(times)
 
     def likely(self, rows: int, width: int) -> float | None:
