@@ -21,7 +21,7 @@ from api.tinker.names import SavePath, keeper, sampler_of, spec_named
 from api.tinker.protobuf import pass_bytes
 from api.tinker.sampling import cancel_sample
 from shared.adapters import version_id
-from shared.errors import InvalidRequestError, NotFoundError
+from shared.errors import GoneError, InvalidRequestError, NotFoundError
 from shared.learners import Answer, BeginDone, Failed, LearnerSpec, LoadDone, PassDone, SaveDone, StepDone
 from shared.redis import keys
 from shared.redis.training.tinker_store import TinkerSample, TinkerSampler
@@ -37,7 +37,9 @@ async def retrieve_future(body: FutureBody, request: Request, ring: TheRing) -> 
     """Of a learner's request or of a sample; waits for it for a while."""
     first, _, last = body.request_id.rpartition(":sample:")
     if ":train:" not in body.request_id:
-        return await _sample(ring, body.request_id) if first and last.isdigit() else _gone()
+        if not (first and last.isdigit()):
+            raise _gone()
+        return await _sample(ring, body.request_id)
     session, _, rest = body.request_id.partition(":train:")
     numbers = rest.split(":")
     if len(numbers) not in (2, 3) or not all(each.isdigit() and len(each) < 11 for each in numbers):
@@ -45,8 +47,8 @@ async def retrieve_future(body: FutureBody, request: Request, ring: TheRing) -> 
     spec = await spec_named(ring, f"{session}:train:{numbers[0]}")
     try:
         answer = await ring.learners.answer(spec.id, int(numbers[1]) + 1, POLL_S)
-    except NotFoundError:
-        return _gone()
+    except NotFoundError as error:
+        raise _gone() from error
     if answer is None:
         return _again(body.request_id)
     if isinstance(answer, PassDone):
@@ -70,14 +72,14 @@ async def _sample(ring: Ring, id: str) -> Response:
     while True:
         found = await ring.tinker.find(keeper(), TinkerSample, id)
         if found is None:
-            return _gone()
+            raise _gone()
         if found.state == "done":
             return Response(found.result, media_type=PROTOBUF)
         if found.state == "failed":
             return json_reply({"error": found.error, "category": found.fault})
         if found.api != ring.api_id and not await ring.redis.exists(keys.api(found.api)):
             await ring.tinker.forget(keeper(), TinkerSample, id)
-            return _gone()
+            raise _gone()
         if time.monotonic() > until:
             return _again(id)
         await asyncio.sleep(pause)
@@ -121,5 +123,5 @@ def _again(id: str) -> Response:
     return json_reply({"type": "try_again", "request_id": id, "queue_state": "active"}, 408)
 
 
-def _gone() -> Response:
-    return json_reply({"error": {"message": "the result of this request is not there, or not any more"}}, 410)
+def _gone() -> GoneError:
+    return GoneError("the result of this request is not there, or not any more", param="request_id")

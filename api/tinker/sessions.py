@@ -11,6 +11,7 @@ from api.http.errors import error_responses, json_reply
 from api.ring.ring import TheRing
 from api.tinker.bodies import SessionBody, SessionId
 from api.tinker.names import ID, keeper, session_named
+from shared.errors import GoneError
 from shared.redis.training.tinker_store import TinkerSession
 
 router = APIRouter(tags=["tinker"], prefix="/api/v1", route_class=BodyRoute)
@@ -75,8 +76,9 @@ async def create_session(body: SessionBody, ring: TheRing) -> Response:
 @router.post("/session_heartbeat", summary="Go on", response_class=Response, responses=error_responses(400, 404))
 async def session_heartbeat(body: SessionId, ring: TheRing) -> Response:
     """410 when the session has finished, so that its client stops."""
-    session = await session_named(ring, body.session_id)
-    return json_reply({"type": "session_heartbeat"}, 410 if session.finished else 200)
+    if (await session_named(ring, body.session_id)).finished:
+        raise GoneError("the session has finished", param="session_id")
+    return json_reply({"type": "session_heartbeat"})
 
 
 @router.post("/sessions/{session_id}/finish", summary="End", response_class=Response, responses=error_responses(404))
