@@ -50,17 +50,18 @@ class Pictures:
         async with self._alike.setdefault(image.key, asyncio.Lock()):
             data = None if image.key in self._kept else await self._store.get(tenant, image.sha256)
             if data is not None:
-                self._keep(Picture(image.key, await self._tiles(data, image, vision)))
+                self._keep(await self._read(data, image, vision))
             self._kept.move_to_end(image.key)
             picture = self._kept[image.key]
             self._shrink()
             return picture
 
-    async def _tiles(self, data: bytes, image: ImageRef, vision: VisionSpec) -> list[bytes]:
+    async def _read(self, data: bytes, image: ImageRef, vision: VisionSpec) -> Picture:
         try:
-            return await self._reader.tiles(data, vision, image.detail)
+            width, height, tiles = await self._reader.tiles(data, vision, image.detail)
         except InvalidRequestError as error:
             raise EngineError(error.message) from error
+        return Picture(image.key, tiles, width, height)
 
     def _keep(self, picture: Picture) -> None:
         self._kept[picture.key] = picture

@@ -33,8 +33,16 @@ def checked(data: bytes) -> Size:
     return Size(*image.size)
 
 
-def tiles(data: bytes, vision: VisionSpec, detail: Detail) -> list[bytes]:
-    """RGB bytes [tile, tile, 3] of each tile, the whole image last; errors as in `checked`."""
+class Tiles(NamedTuple):
+    """What a model sees of an image."""
+
+    width: int  # of each, in pixels
+    height: int
+    pictures: list[bytes]  # RGB bytes [height, width, 3]
+
+
+def tiles(data: bytes, vision: VisionSpec, detail: Detail) -> Tiles:
+    """The tiles of an image, the whole of it last; errors as in `checked`."""
     image = _decoded(data)
     cut, tile, filter_ = layout(vision, *image.size, detail), vision.tile, Image.Resampling(vision.resample)
     image = image.resize(cut.resized, filter_)
@@ -45,7 +53,7 @@ def tiles(data: bytes, vision: VisionSpec, detail: Detail) -> list[bytes]:
         for column in range(cut.columns)
     ]
     found = [whole.crop(box).tobytes() for box in boxes]
-    return [*found, whole.resize((tile, tile), filter_).tobytes()]
+    return Tiles(*cut.last, [*found, whole.resize(cut.last, filter_).tobytes()])
 
 
 def _decoded(data: bytes) -> Image.Image:

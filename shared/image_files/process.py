@@ -27,7 +27,7 @@ class Question(msgspec.Struct, array_like=True):
 class Answer(msgspec.Struct, array_like=True):
     """What was asked for, or what is wrong with the file."""
 
-    width: int = 0
+    width: int = 0  # of the image; of each tile
     height: int = 0
     tiles: list[bytes] = []
     complaint: str = ""
@@ -52,7 +52,7 @@ def answered(question: Question) -> Answer:
     """The answer to one question."""
     try:
         if question.vision is not None:
-            return Answer(tiles=tiles(question.data, question.vision, question.detail))
+            return Answer(*tiles(question.data, question.vision, question.detail))
         return Answer(*checked(question.data))
     except InvalidRequestError as error:
         return Answer(complaint=error.message)

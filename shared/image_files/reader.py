@@ -9,7 +9,7 @@ import asyncio
 import msgspec
 
 from shared.errors import InvalidRequestError
-from shared.image_files.pixels import Size
+from shared.image_files.pixels import Size, Tiles
 from shared.image_files.process import Answer, Question
 from shared.images.refs import Detail, VisionSpec
 from shared.process.call_process import CallProcess, LostProcessError
@@ -35,9 +35,10 @@ class ImageReader:
         answer = await self._ask(Question(data))
         return Size(answer.width, answer.height)
 
-    async def tiles(self, data: bytes, vision: VisionSpec, detail: Detail) -> list[bytes]:
-        """RGB bytes of each tile that the model sees; errors as in `size`."""
-        return (await self._ask(Question(data, vision, detail))).tiles
+    async def tiles(self, data: bytes, vision: VisionSpec, detail: Detail) -> Tiles:
+        """The tiles that the model sees; errors as in `size`."""
+        answer = await self._ask(Question(data, vision, detail))
+        return Tiles(answer.width, answer.height, answer.tiles)
 
     def close(self) -> None:
         """End the processes."""

@@ -13,7 +13,7 @@ from openai import OpenAI
 pytest.importorskip("mlx_vlm")
 
 from tests.e2e.rings import MODEL, Ring, ring
-from tests.engine.vision_models import CONFIG, alone, codec, picture, png, whole_model, write_vision_model
+from tests.engine.vision_models import alone, codec, picture, png, whole_model, write_vision_model
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_chats_with_images_say_what_mlx_vlm_says_and_text_goes_on_beside_them(cl
     asked = [("What?", shown(1)), ("What?", shown(2)), ("No picture",), ("A", shown(1), "B", shown(3), "C")]
     with ThreadPoolExecutor() as pool:
         answers = list(pool.map(lambda parts: ask(client, *parts), asked))
-    model = whole_model(CONFIG)
+    model = whole_model("smolvlm")
     for answer, seeds in zip(answers, ([1], [2], [], [1, 3]), strict=True):
         prompt = tuple(answer.prompt_token_ids)
         assert answer.usage.prompt_tokens == len(prompt)

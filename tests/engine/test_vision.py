@@ -1,6 +1,7 @@
 """Rows with images in the batch: the tokens of mlx-vlm alone, and never another image's KV."""
 
 import json
+from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ pytest.importorskip("mlx_vlm")
 
 from shared.errors import SetupError
 from tests.engine.conftest import Bench
-from tests.engine.vision_models import CONFIG, alone, image_spec, picture, whole_model, write_vision_model
+from tests.engine.vision_models import CONFIGS, alone, image_spec, picture, whole_model, write_vision_model
 from worker.engine.messages import EngineConfig, Picture, RowRequest, SpeculationConfig
 from worker.engine.model.loader import LoadedModel, load_model
 
@@ -20,16 +21,21 @@ WHAT = "What is this? <image> Say it."
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    folder = write_vision_model(tmp_path_factory.mktemp("models") / "smolvlm")
+def seeing(family: str, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = write_vision_model(tmp_path_factory.mktemp("models") / family, family)
     return load_model(EngineConfig(str(folder)))
 
 
 @pytest.fixture(scope="module")
-def reference() -> Any:
-    model = whole_model(CONFIG)
+def reference(family: str) -> Any:
+    model = whole_model(family)
     mx.eval(model.parameters())
     return model
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 class Gaze(Bench):
@@ -153,7 +159,7 @@ def test_rows_that_cannot_see_are_refused_and_the_others_go_on(seeing: LoadedMod
     }
     for name, (spec, pictures) in bad.items():
         bench.send(replace(spec, id=name), pictures)
-    short = [Picture(sent[0].key, [tile[:-7] for tile in sent[0].tiles])]
+    short = [replaced(sent[0], tiles=[tile[:-7] for tile in sent[0].tiles])]
     bench.send(replace(good, id="short"), tuple(short))
     bench.send(good, sent)
     bench.run()
@@ -192,7 +198,7 @@ def test_vision_models_that_nobody_can_load_are_refused_by_family(tmp_path: Path
     folder = write_vision_model(tmp_path / "small")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "molmo"}))
-    with pytest.raises(SetupError, match="family 'molmo' are not supported; these are: idefics3, smolvlm"):
+    with pytest.raises(SetupError, match="family 'molmo' are not supported; these are: idefics3, smolvlm, pixtral"):
         load_model(EngineConfig(str(folder)))
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "processor_config.json").write_text(json.dumps({"image_seq_len": 64}))

@@ -3,7 +3,9 @@
 import hashlib
 import io
 import json
+import tempfile
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,87 +26,81 @@ from tests.engine.small_models import EOS, write_tokenizer
 from worker.engine.messages import Picture
 
 TILE, LONGEST = 32, 64
-MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
-MARKS += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+MARKS = {
+    "smolvlm": ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    + [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)],
+    "pixtral": ["[IMG]", "[IMG_BREAK]", "[IMG_END]", "<end_of_utterance>"],
+}
 IMAGE_TOKEN_ID = EOS + 1
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}MARK{% else %}{{ p.text }}{% endif %}{% endfor %}"
     "{% endif %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
-CONFIG: dict[str, Any] = {
-    "model_type": "smolvlm",
-    "image_token_id": IMAGE_TOKEN_ID,
-    "scale_factor": 2,
+_TEXT = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
     "vocab_size": 320,
-    "eos_token_id": EOS,
-    "text_config": {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": 320,
-        "max_position_embeddings": 1024,
+    "max_position_embeddings": 1024,
+}
+_SEEN = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "num_attention_heads": 2, "patch_size": 8}
+_BOTH = {"image_token_id": IMAGE_TOKEN_ID, "vocab_size": 320, "eos_token_id": EOS}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "smolvlm": {
+        "model_type": "smolvlm",
+        "scale_factor": 2,
+        **_BOTH,
+        "text_config": {"model_type": "llama", **_TEXT},
+        "vision_config": {"model_type": "smolvlm_vision", "image_size": TILE, **_SEEN},
     },
-    "vision_config": {
-        "model_type": "smolvlm_vision",
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "intermediate_size": 64,
-        "num_attention_heads": 2,
-        "image_size": TILE,
-        "patch_size": 8,
+    "pixtral": {
+        "model_type": "pixtral",
+        **_BOTH,
+        "text_config": {"model_type": "mistral", "head_dim": 16, "rope_theta": 10_000.0, **_TEXT},
+        "vision_config": {"model_type": "pixtral", "image_size": LONGEST, "head_dim": 16, **_SEEN},
     },
 }
 
 
-def whole_model(config: dict[str, Any], seed: int = 0) -> Any:
+def whole_model(family: str, seed: int = 0) -> Any:
     """mlx-vlm's model with random weights, sharpened so that what it sees changes what it says."""
-    from mlx_vlm.models import smolvlm
-
+    module, config = import_module(f"mlx_vlm.models.{family}"), CONFIGS[family]
     mx.random.seed(seed)
-    parts = {name: dict(config[name]) for name in ("text_config", "vision_config")}
-    model = smolvlm.Model(
-        smolvlm.ModelConfig.from_dict(config)
-        if not parts
-        else smolvlm.ModelConfig(
-            **{
-                **{name: value for name, value in config.items() if name not in parts},
-                "text_config": smolvlm.TextConfig.from_dict(parts["text_config"]),
-                "vision_config": smolvlm.VisionConfig.from_dict(parts["vision_config"]),
-            }
-        )
-    )
+    parts = {
+        "text_config": module.TextConfig.from_dict(config["text_config"]),
+        "vision_config": module.VisionConfig.from_dict(config["vision_config"]),
+    }
+    model = module.Model(module.ModelConfig(**{**config, **parts}))
     model.update(tree_map(lambda array: array * 2 if array.ndim > 1 else array, model.parameters()))
     return model
 
 
-def write_vision_model(folder: Path, *, seed: int = 0, bits: int = 0) -> Path:
+def write_vision_model(folder: Path, family: str = "smolvlm", *, seed: int = 0, bits: int = 0) -> Path:
     """A folder as a checkpoint has it."""
     folder.mkdir(parents=True, exist_ok=True)
-    model, config = whole_model(CONFIG, seed), CONFIG
+    model, config = whole_model(family, seed), CONFIGS[family]
     if bits:
         mlx.nn.quantize(model.language_model, group_size=32, bits=bits)
-        config = {**CONFIG, "quantization": {"group_size": 32, "bits": bits}}
+        config = {**config, "quantization": {"group_size": 32, "bits": bits}}
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     write_tokenizer(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens(MARKS)
+    tokenizer.add_special_tokens(MARKS[family])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
+    images: dict[str, Any] = {"size": {"longest_edge": LONGEST}}
+    if family == "smolvlm":
+        images["max_image_size"] = {"longest_edge": TILE}
     files = {
         "config.json": config,
-        "tokenizer_config.json": {**settings, "chat_template": TEMPLATE},
-        "preprocessor_config.json": {
-            "image_processor_type": "SmolVLMImageProcessor",
-            "size": {"longest_edge": LONGEST},
-            "max_image_size": {"longest_edge": TILE},
-        },
-        "processor_config.json": {"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
+        "tokenizer_config.json": {**settings, "chat_template": TEMPLATE.replace("MARK", MARKS[family][0])},
+        "preprocessor_config.json": images,
+        "processor_config.json": {"image_seq_len": 4} if family == "smolvlm" else {},
     }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
@@ -136,39 +132,45 @@ def image_spec(
         digest = hashlib.sha256(data).digest()
         key = image_key(digest, detail, vision)
         refs.append(ImageRef(digest, key, cut.tokens, detail))
-        sent.append(Picture(key, tiles(data, vision, detail)))
+        width, height, seen = tiles(data, vision, detail)
+        sent.append(Picture(key, seen, width, height))
         first += cut.text + behind
-    ids = codec().encode(first).ids
+    ids = codec("pixtral" if vision.family == "pixtral" else "smolvlm").encode(first).ids
     images = {"images": tuple(refs), "image_token": IMAGE_TOKEN_ID} if refs else {}
     return msgspec.structs.replace(spec(seq, ids, **sampling), **images), tuple(sent)
 
 
 @cache
-def codec() -> Tokenizer:
+def codec(family: str = "smolvlm") -> Tokenizer:
     """The tokenizer that `write_vision_model` writes."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
         tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
-    tokenizer.add_special_tokens(MARKS)
+    tokenizer.add_special_tokens(MARKS[family])
     return tokenizer
 
 
 def alone(model: Any, prompt_ids: tuple[int, ...], pictures: list[Image.Image], tokens: int) -> list[int]:
-    """Greedy tokens of mlx-vlm's model, fed with transformers' pixels, without a cache."""
-    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
-
-    seen: dict[str, Any] = {"pixel_values": None}
-    if pictures:
-        processor = SmolVLMImageProcessorPil(size={"longest_edge": LONGEST}, max_image_size={"longest_edge": TILE})
-        pixels = processor([pictures])
-        seen = {name: mx.array(np.array(pixels[name])) for name in ("pixel_values", "pixel_attention_mask")}
+    """Greedy tokens of mlx-vlm's model, fed with its own or transformers' pixels, without a cache."""
     said: list[int] = []
-    embedded_1LH = model.get_input_embeddings(mx.array([prompt_ids]), **seen).inputs_embeds
+    embeddings = getattr(model.language_model, "model", model.language_model).embed_tokens
+    embedded_1LH = embeddings(mx.array([prompt_ids]))
+    if pictures:
+        embedded_1LH = model.get_input_embeddings(mx.array([prompt_ids]), **_pixels(model, pictures)).inputs_embeds
     for _ in range(tokens):
         logits_1LV = model.language_model(None, inputs_embeds=embedded_1LH).logits
         said.append(int(mx.argmax(logits_1LV[0, -1]).item()))
-        next_1LH = model.language_model.embed_tokens(mx.array([said[-1:]]))
-        embedded_1LH = mx.concatenate([embedded_1LH, next_1LH], axis=1)
+        embedded_1LH = mx.concatenate([embedded_1LH, embeddings(mx.array([said[-1:]]))], axis=1)
     return said
+
+
+def _pixels(model: Any, pictures: list[Image.Image]) -> dict[str, Any]:
+    if model.config.model_type == "pixtral":
+        from mlx_vlm.models.pixtral.image_processing_pixtral import PixtralImageProcessor
+
+        seen = PixtralImageProcessor({"longest_edge": LONGEST}, {"height": 8, "width": 8})(pictures)
+        return {"pixel_values": mx.array(seen["pixel_values"]), "image_sizes": seen["image_sizes"]}
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    seen = SmolVLMImageProcessorPil(size={"longest_edge": LONGEST}, max_image_size={"longest_edge": TILE})([pictures])
+    return {name: mx.array(np.array(seen[name])) for name in ("pixel_values", "pixel_attention_mask")}

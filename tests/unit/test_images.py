@@ -93,7 +93,7 @@ async def test_damaged_files_of_all_kinds_are_answered_and_lose_nobody(reader: I
             data[dice.randrange(len(data))] = dice.randrange(256)
         try:
             size = await reader.size(bytes(data[: dice.randint(1, 2 * len(data))]))
-            assert len(await reader.tiles(bytes(data), VISION, "low")) == 1 or size
+            assert len((await reader.tiles(bytes(data), VISION, "low")).pictures) == 1 or size
             answers.add("taken")
         except InvalidRequestError:
             answers.add("refused")
@@ -122,12 +122,31 @@ def test_tiles_are_those_of_transformers() -> None:
     sizes = [(40, 30), (30, 40), (32, 32), (200, 7), (129, 128), (500, 333), (1, 1), (31, 97)]
     for at, (width, height) in enumerate(sizes):
         shown = image(width, height, seed=at)
-        cut, found = layout(VISION, width, height, "high"), tiles(file_of(shown), VISION, "high")
+        cut, found = layout(VISION, width, height, "high"), tiles(file_of(shown), VISION, "high").pictures
         result = theirs([[shown]], return_row_col_info=True)
         assert (result["rows"][0][0], result["cols"][0][0]) == (cut.rows, cut.columns)
         assert cut.tiles == len(found) and cut.tokens == cut.text.count("<image>") == 4 * len(found)
         ours = np.stack([np.frombuffer(tile, np.uint8).reshape(32, 32, 3) for tile in found]).transpose(0, 3, 1, 2)
         assert np.abs((ours / 255 - 0.5) / 0.5 - np.array(result["pixel_values"][0])).max() < 1e-6
+
+
+def test_pixtrals_picture_is_that_of_mlx_vlm() -> None:
+    module = pytest.importorskip("mlx_vlm.models.pixtral.image_processing_pixtral")
+    theirs = module.PixtralImageProcessor({"longest_edge": 128}, {"height": 8, "width": 8})
+    vision = VisionSpec(
+        "pixtral", "[IMG]", 9, 8, 128, 1, mean=tuple(theirs.image_mean), std=tuple(theirs.image_std), resample=3
+    )
+    for at, (width, height) in enumerate([(40, 30), (8, 8), (129, 128), (500, 333), (1, 1), (31, 97), (900, 10)]):
+        shown = image(width, height, seed=at)
+        cut, found = layout(vision, width, height, "high"), tiles(file_of(shown), vision, "high")
+        result = theirs([shown])
+        assert (found.height, found.width) == result["image_sizes"][0]
+        assert cut.tokens == cut.text.count("[IMG]") == found.width * found.height // 64
+        assert cut.text.count("[IMG_BREAK]") == found.height // 8 - 1 and cut.text.endswith("[IMG][IMG_END]")
+        ours = np.frombuffer(found.pictures[0], np.uint8).reshape(found.height, found.width, 3) / 255
+        scaled = ((ours - vision.mean) / vision.std).transpose(2, 0, 1)
+        assert np.abs(scaled - result["pixel_values"][0]).max() < 1e-5
+        assert layout(vision, width, height, "low").tokens <= 16
 
 
 def test_one_tile_is_the_same_text_for_every_size() -> None:

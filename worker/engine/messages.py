@@ -87,6 +87,8 @@ class Picture:
 
     key: bytes  # as its `ImageRef` says
     tiles: list[bytes]  # RGB bytes of each
+    width: int  # of each tile, in pixels
+    height: int
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models import llama
 
 from shared.errors import SetupError
-from shared.images.refs import VisionSpec
+from shared.images.refs import Family, VisionSpec
 
-FAMILIES = ("idefics3", "smolvlm")
+FAMILIES: dict[str, Family] = {"idefics3": "idefics3", "smolvlm": "idefics3", "pixtral": "pixtral"}  # of a config
 
 
 class Tower:
@@ -29,25 +29,35 @@ class Tower:
     def __init__(self, model: Any, vision: VisionSpec) -> None:
         """`model`: mlx-vlm's, of which only the tower and the projector are kept."""
         self.vision = vision
-        self._tower, self._projector = model.vision_model, model.connector
+        self._tower, self._projector = _eyes(model)
+        self._layer = getattr(model, "vision_feature_layer", -1)
 
     @property
     def parts(self) -> tuple[Any, ...]:
         """Its modules."""
         return self._tower, self._projector
 
-    def encode(self, tile: bytes) -> mx.array:
-        """Vectors [tile_tokens, H] of one tile, RGB bytes [tile, tile, 3]."""
+    def encode(self, tile: bytes, width: int, height: int) -> mx.array:
+        """Vectors [T, H] of one tile, RGB bytes [height, width, 3]."""
         vision = self.vision
-        pixels_1SSC = np.frombuffer(tile, np.uint8).reshape(1, vision.tile, vision.tile, 3)
+        pixels_1SSC = np.frombuffer(tile, np.uint8).reshape(1, height, width, 3)
         mean_C, std_C = np.array(vision.mean, np.float32), np.array(vision.std, np.float32)
-        scaled = (pixels_1SSC * np.float32(1 / 255) - mean_C) / std_C
-        patches = vision.tile // self._tower.embeddings.patch_size
-        states_1PD, *_ = self._tower(
-            mx.array(scaled), patch_attention_mask=mx.ones((1, patches, patches), mx.bool_), output_hidden_states=True
-        )
-        vectors_TH: mx.array = self._projector(states_1PD)[0]
+        scaled_1SSC = mx.array((pixels_1SSC * np.float32(1 / 255) - mean_C) / std_C)
+        if vision.family == "pixtral":
+            *_, states = self._tower(scaled_1SSC, output_hidden_states=True)
+            seen_1PD = states[self._layer]
+        else:
+            patches = vision.tile // self._tower.embeddings.patch_size
+            whole = mx.ones((1, patches, patches), mx.bool_)
+            seen_1PD, *_ = self._tower(scaled_1SSC, patch_attention_mask=whole, output_hidden_states=True)
+        vectors_TH: mx.array = self._projector(seen_1PD)[0]
         return vectors_TH
+
+
+def _eyes(model: Any) -> tuple[Any, Any]:
+    if hasattr(model, "vision_tower"):
+        return model.vision_tower, model.multi_modal_projector
+    return model.vision_model, model.connector
 
 
 class Seeing(NamedTuple):
@@ -88,10 +98,12 @@ def load_seeing(path: Path, config: dict[str, Any]) -> Seeing:
 def _language(theirs: Any) -> Any:
     """mlx-lm's Llama with the modules of mlx-vlm's."""
     config = asdict(theirs.config)
+    if config.get("use_qk_norm"):
+        raise SetupError("a language side with normalised queries and keys is not supported")
     known = {name: config[name] for name in llama.ModelArgs.__dataclass_fields__ if config.get(name) is not None}
     ours = llama.Model(llama.ModelArgs.from_dict({**known, "model_type": "llama", "tie_word_embeddings": False}))
     leaves = {path: module for path, module in theirs.named_modules() if not module.children() and module.parameters()}
-    named = {path if path.startswith("lm_head") else f"model.{path}": module for path, module in leaves.items()}
+    named = {path if path.startswith(("lm_head", "model.")) else f"model.{path}": leaves[path] for path in leaves}
     ours.update_modules(tree_unflatten(list(named.items())))
     return ours
 
@@ -99,7 +111,11 @@ def _language(theirs: Any) -> Any:
 def _vision(path: Path, model: Any, config: dict[str, Any]) -> VisionSpec:
     """From the files beside the weights."""
     images, prompts = _json(path / "preprocessor_config.json"), _json(path / "processor_config.json")
-    images = images or prompts.get("image_processor") or {}
+    images = prompts.get("image_processor") or images
+    return (_pixtral if FAMILIES[config["model_type"]] == "pixtral" else _idefics3)(model, images, prompts)
+
+
+def _idefics3(model: Any, images: dict[str, Any], prompts: dict[str, Any]) -> VisionSpec:
     tower = model.vision_config
     tile = int((images.get("max_image_size") or {}).get("longest_edge") or tower.image_size)
     if tile != tower.image_size:
@@ -119,6 +135,24 @@ def _vision(path: Path, model: Any, config: dict[str, Any]) -> VisionSpec:
         mean=_three(images.get("image_mean")),
         std=_three(images.get("image_std")),
         resample=int(images.get("resample", 1)),
+    )
+
+
+def _pixtral(model: Any, images: dict[str, Any], prompts: dict[str, Any]) -> VisionSpec:
+    tower = model.vision_config
+    longest = int((images.get("size") or {}).get("longest_edge") or 1024)
+    if longest > tower.image_size:
+        raise SetupError(f"images of {longest} pixels do not fit a tower of {tower.image_size}")
+    return VisionSpec(
+        family="pixtral",
+        image_token="[IMG]",
+        image_token_id=int(model.image_token_index),
+        tile=int(tower.patch_size),
+        longest_edge=longest,
+        tile_tokens=1,
+        mean=_three(images.get("image_mean") or [0.48145466, 0.4578275, 0.40821073]),
+        std=_three(images.get("image_std") or [0.26862954, 0.26130258, 0.27577711]),
+        resample=int(images.get("resample", 3)),
     )
 
 

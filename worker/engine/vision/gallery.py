@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class _Encoding:
     """An image under way."""
 
-    tiles: list[bytes]
+    picture: Picture
     done: list[mx.array] = field(default_factory=list)
 
 
@@ -84,12 +84,12 @@ class Gallery:
         """Begin to encode what is not known of a row's images, which have been checked."""
         if viewing is None:
             return
-        tiles = {picture.key: picture.tiles for picture in pictures}
+        brought = {picture.key: picture for picture in pictures}
         unknown = viewing.keys - self._kept.keys() - self._waiting.keys()
         viewing.waits = True
         self._hits += len(viewing.keys) - len(unknown)
         self._wanted.update(viewing.keys)
-        self._waiting.update((key, _Encoding(tiles[key])) for key in tiles if key in unknown)
+        self._waiting.update((key, _Encoding(brought[key])) for key in brought if key in unknown)
 
     def _refusal(self, viewing: Viewing) -> ParallmError | None:
         spec = viewing.spec
@@ -152,10 +152,11 @@ class Gallery:
 
     def _advance(self, key: bytes, encoding: _Encoding) -> None:
         assert self._tower is not None, "images are refused without a tower"
-        vectors_TH = self._tower.encode(encoding.tiles[len(encoding.done)])
+        picture = encoding.picture
+        vectors_TH = self._tower.encode(picture.tiles[len(encoding.done)], picture.width, picture.height)
         mx.eval(vectors_TH)
         encoding.done.append(vectors_TH)
-        if len(encoding.done) < len(encoding.tiles):
+        if len(encoding.done) < len(picture.tiles):
             return
         whole_TH = mx.concatenate(encoding.done)
         mx.eval(whole_TH)
