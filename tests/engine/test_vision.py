@@ -12,8 +12,10 @@ import pytest
 pytest.importorskip("mlx_vlm")
 
 from shared.errors import SetupError
+from tests.engine.adapter_bench import AdapterBench
+from tests.engine.adapter_models import make_adapter
 from tests.engine.conftest import Bench
-from tests.engine.vision_models import CONFIGS, alone, image_spec, picture, whole_model, write_vision_model
+from tests.engine.vision_models import CONFIGS, alone, image_spec, picture, pixels, whole_model, write_vision_model
 from worker.engine.messages import EngineConfig, Picture, RowRequest, SpeculationConfig
 from worker.engine.model.loader import LoadedModel, load_model
 
@@ -194,13 +196,37 @@ def test_a_quantised_checkpoint_is_seen_with(tmp_path: Path) -> None:
     bench.check(load_whole(folder))
 
 
-def test_vision_models_that_nobody_can_load_are_refused_by_family(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_as_it_should_be_is_refused_in_words(tmp_path: Path) -> None:
     folder = write_vision_model(tmp_path / "small")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "molmo"}))
     with pytest.raises(SetupError, match="family 'molmo' are not supported; these are: idefics3, smolvlm, pixtral"):
         load_model(EngineConfig(str(folder)))
     (folder / "config.json").write_text(json.dumps(config))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": settings.pop("chat_template")}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert "<image>" in load_model(EngineConfig(str(folder))).tokenizer.chat_template
     (folder / "processor_config.json").write_text(json.dumps({"image_seq_len": 64}))
     with pytest.raises(SetupError, match="64 tokens a tile"):
         load_model(EngineConfig(str(folder)))
+
+
+def test_adapters_apply_to_rows_with_images(seeing: LoadedModel, reference: Any, tmp_path: Path) -> None:
+    made = make_adapter(seeing.model, tmp_path)
+    assert seeing.card.vision is not None
+    with AdapterBench(seeing, {"a@1": made}) as bench:
+        bench.provide()
+        requests = []
+        for at, adapter in enumerate(["a@1", "", "a@1"]):
+            spec, sent = image_spec(f"s{at}", seeing.card.vision, WHAT, [picture(at % 2)])
+            requests.append(RowRequest(msgspec.structs.replace(spec, adapter=adapter), pictures=sent))
+        bench.engine.submit(requests)
+        bench.run()
+        for at, (model, shown) in enumerate([(made.reference, 0), (seeing.model, 1), (made.reference, 0)]):
+            said, ids = bench.tokens(f"s{at}"), mx.array([requests[at].spec.prompt_ids])
+            seen_1LH = reference.get_input_embeddings(ids, **pixels(reference, [picture(shown)])).inputs_embeds
+            told_1LH = model.model.embed_tokens(mx.array([said[:-1]]))
+            logits_LV = model(None, input_embeddings=mx.concatenate([seen_1LH, told_1LH], axis=1))[0, -len(said) :]
+            assert said == mx.argmax(logits_LV, axis=-1).tolist()
+        assert bench.tokens("s0") != bench.tokens("s1")

@@ -156,7 +156,7 @@ def alone(model: Any, prompt_ids: tuple[int, ...], pictures: list[Image.Image], 
     embeddings = getattr(model.language_model, "model", model.language_model).embed_tokens
     embedded_1LH = embeddings(mx.array([prompt_ids]))
     if pictures:
-        embedded_1LH = model.get_input_embeddings(mx.array([prompt_ids]), **_pixels(model, pictures)).inputs_embeds
+        embedded_1LH = model.get_input_embeddings(mx.array([prompt_ids]), **pixels(model, pictures)).inputs_embeds
     for _ in range(tokens):
         logits_1LV = model.language_model(None, inputs_embeds=embedded_1LH).logits
         said.append(int(mx.argmax(logits_1LV[0, -1]).item()))
@@ -164,7 +164,8 @@ def alone(model: Any, prompt_ids: tuple[int, ...], pictures: list[Image.Image], 
     return said
 
 
-def _pixels(model: Any, pictures: list[Image.Image]) -> dict[str, Any]:
+def pixels(model: Any, pictures: list[Image.Image]) -> dict[str, Any]:
+    """What mlx-vlm is fed with: its own pixels, or transformers'."""
     if model.config.model_type == "pixtral":
         from mlx_vlm.models.pixtral.image_processing_pixtral import PixtralImageProcessor
 

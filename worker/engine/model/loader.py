@@ -31,7 +31,7 @@ from worker.engine.model.draft import DraftModel, check_tokenizer
 from worker.engine.model.pooling import hidden_size
 from worker.engine.model.sites import module_shapes
 from worker.engine.scheduler import DraftKv
-from worker.engine.vision.families import Tower, check_known, is_vision, load_seeing
+from worker.engine.vision.families import Tower, chat_template, check_known, is_vision, load_seeing
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 _DEFAULT_CONTEXT = 4096
@@ -113,6 +113,8 @@ def _read(path: Path, config: EngineConfig) -> tuple[Any, TokenizerBundle, dict[
             check_known(described)
             model, model_config = mlx_lm.utils.load_model(path, trust_remote_code=config.trust_remote_code)
         tokenizer = mlx_lm.utils.load_tokenizer(path, eos_token_ids=model_config.get("eos_token_id"))
+        if tower is not None and not tokenizer.chat_template:
+            tokenizer.chat_template = chat_template(path)
     except SetupError as error:
         raise SetupError(f"cannot load the model at {path}: {error}") from error
     except Exception as error:

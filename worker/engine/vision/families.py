@@ -156,6 +156,12 @@ def _pixtral(model: Any, images: dict[str, Any], prompts: dict[str, Any]) -> Vis
     )
 
 
+def chat_template(path: Path) -> str:
+    """The template that a folder keeps beside its image processor, where the tokenizer does not know it; "": none."""
+    template = _json(path / "chat_template.json").get("chat_template", "")
+    return template if isinstance(template, str) else ""
+
+
 def _three(values: list[float] | None) -> tuple[float, float, float]:
     red, green, blue = values or (0.5, 0.5, 0.5)
     return red, green, blue
