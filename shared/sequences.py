@@ -33,6 +33,8 @@ Pooling = Literal["mean", "last", "cls"]
 AdapterPolicy = Literal["follow", "pin"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]  # vLLM's names
 
+LEAST_TEMPERATURE = 1e-5  # vLLM's bound; logits over much less are infinite in fp32
+
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """How one row draws its tokens. A row's draw depends on (seed, position) only, never on its batch.
@@ -43,7 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
     max_tokens: int
     seed: int  # resolved at admission: a request without one gets a random one
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0  # below `LEAST_TEMPERATURE`: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     min_p: float = 0.0

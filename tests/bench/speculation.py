@@ -8,6 +8,9 @@ The last token decides the next one (`sure_model`), all layers notwithstanding. 
 where 150,000 tokens have about equal chances, the last bits of a wider forward in bfloat16 make it draw another one
 almost always, which models that have learned do seldom.
 
+Tokens per second count from the moment when all rows decode to the one when the first of them ends: after that fewer
+rows share a step, and with drafts rows end apart.
+
 `--mixed`: the same, with prompts of a quarter to all of the context. `--beside`: gaps and first tokens of rows without
 drafts while as many rows copy, p99 with drafts over without. `--clock cpu` counts the process's CPU time in place of
 the wall's, which says more on a CPU that others use, too; what drafts learn of step times is counted so, too.
@@ -53,20 +56,25 @@ def sure_model(shape: dict[str, Any], dtype: str) -> LoadedModel:
 
 
 class Decoding:
-    """Rows of one engine, past their prompts."""
+    """Rows of one engine, past their prompts; tokens and seconds count until the first one ends."""
 
     def __init__(self, engine: Engine, requests: Sequence[RowRequest]) -> None:
         self._engine = engine
         self.written: dict[str, list[int]] = {each.spec.id: [] for each in requests}
         self.waits: dict[str, list[float]] = {}  # of each row: for its first token, then between two turns with some
         self._since: dict[str, float] = {}
-        self.tokens, self.seconds = 0, 0.0
+        self._is_whole = True
+        self._begin()
         engine.submit(requests)
         while not all(self.written.values()):
             self.turn()
         self.waits.clear()
-        self.tokens, self.seconds = 0, 0.0
+        self._begin()
         self._since = dict.fromkeys(self.written, 0.0)
+
+    def _begin(self) -> None:
+        self.tokens = self.turns = 0  # turns: once for each row that gets tokens
+        self.seconds = self._now = 0.0
 
     @property
     def is_busy(self) -> bool:
@@ -75,7 +83,7 @@ class Decoding:
 
     def arrive(self, request: RowRequest) -> None:
         """One more, now."""
-        self.written[request.spec.id], self._since[request.spec.id] = [], self.seconds
+        self.written[request.spec.id], self._since[request.spec.id] = [], self._now
         self._engine.submit([request])
 
     def turn(self) -> None:
@@ -83,12 +91,17 @@ class Decoding:
         began = clock()
         events = self._engine.turn().events
         self._engine.settle()
-        self.seconds += clock() - began
+        seconds = clock() - began
+        self._now += seconds
         for event in events:
             self.written[event.seq] += event.tokens
-            self.waits.setdefault(event.seq, []).append(self.seconds - self._since.get(event.seq, 0.0))
-            self._since[event.seq] = self.seconds
-        self.tokens += sum(len(event.tokens) for event in events)
+            self.waits.setdefault(event.seq, []).append(self._now - self._since.get(event.seq, 0.0))
+            self._since[event.seq] = self._now
+        if self._is_whole:
+            self.seconds += seconds
+            self.tokens += sum(len(event.tokens) for event in events)
+            self.turns += sum(bool(event.tokens) for event in events)
+            self._is_whole = all(event.finish is None for event in events)
 
 
 class Runs:
@@ -97,17 +110,32 @@ class Runs:
     def __init__(
         self, loaded: LoadedModel, rows: int, tokens: int, context: int, drafts: SpeculationConfig, *, mixed: bool
     ) -> None:
-        config = EngineConfig("", max_rows=rows + 1, prefill_chunk=256, prefix_cache_bytes=0)
+        # Prompts are read at once: rows that decode beside others' prompts would be at their ends before all decode.
+        config = EngineConfig(
+            "", max_rows=rows + 1, prefill_rows=rows, prefill_chunk=rows * context, prefix_cache_bytes=0
+        )
         self._plain, self._drafting = Engine(loaded, config), Engine(loaded, replace(config, speculation=drafts))
         self._drafting.drafting._clock = clock
         self._rows, self._tokens, self._context, self._vocab = rows, tokens, context, loaded.card.vocab_size
         self._least = context // 4 if mixed else context
+        self._forget()
+
+    def _forget(self) -> None:
         self.drafted = self.accepted = self.changed = self.tokens = self.turns = 0
 
     @property
     def tokens_a_forward(self) -> float:
         """That a row got of a forward with drafts on, on average."""
         return self.tokens / self.turns
+
+    def warm_up(self) -> None:
+        """Check drafts of each length, so that no kernel is compiled in a step that counts."""
+        drafting = self._drafting.drafting
+        config = drafting._config
+        drafting._config = replace(config, adapts_to_time=False, adapts_to_rows=False)
+        self._both([0.5] * self._rows, 1000, every=0)
+        drafting._config = config
+        self._forget()
 
     def ratio(self, chance: float, seed: int) -> float:
         """Tokens per second with drafts of such a chance over those without; turns of both alternate."""
@@ -156,7 +184,7 @@ class Runs:
         self.drafted += after.drafted - before.drafted
         self.accepted += after.accepted - before.accepted
         self.tokens += drafting.tokens
-        self.turns += sum(map(len, drafting.waits.values()))
+        self.turns += drafting.turns
         return plain, drafting
 
     def _requests(
@@ -216,7 +244,8 @@ def main() -> None:
             continue
         for chance in args.chances:
             runs = Runs(*sizes, mixed=args.mixed)
-            ratios = [runs.ratio(chance, seed) for seed in range(args.rounds + 1)][1:]
+            runs.warm_up()
+            ratios = [runs.ratio(chance, seed) for seed in range(args.rounds)]
             shown = " ".join(f"{ratio:.2f}" for ratio in ratios)
             print(
                 f"{rows:3} rows, predictions right in {chance:.0%}: x {median(ratios):.2f} ({shown}), accepted "
@@ -233,7 +262,8 @@ def _at_best(chance: float, draft: int) -> float:
 
 
 def _show_waits(rows: int, runs: Runs, rounds: int) -> None:
-    each = [runs.waits(seed) for seed in range(rounds + 1)][1:]
+    runs.warm_up()
+    each = [runs.waits(seed) for seed in range(rounds)]
     for at, name in enumerate(("gaps", "first tokens")):
         shown = " ".join(f"{ratios[at]:.2f}" for ratios in each)
         print(

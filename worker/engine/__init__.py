@@ -7,5 +7,5 @@ together), `kv/` (keys and values that are kept), `lora/` (adapters), `heads/` (
 `sampling/` (drawing a token), `model/` (loading, and what differs between models and back ends), `speculation/`
 (several tokens of a row in one step), `vision/` (images in prompts).
 `between_steps.py` lets somebody else compute between two decode steps, `warm_up.py` measures the machine before the
-first row.
+first row. `fused.py`: several operations as one, on a GPU.
 """

@@ -30,7 +30,7 @@ from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Row, RowTag
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.sampler import RowSampler
-from worker.engine.kv.kinds import end_of, keep_rows
+from worker.engine.kv.kinds import end_of, keep_rows, share_offsets
 from worker.engine.kv.slabs import KvRows
 from worker.engine.messages import EngineConfig
 from worker.engine.scheduler import PASSES, Unfed, feed_next
@@ -228,6 +228,7 @@ class RunningBatch:
     def _draw(self, inputs_B: mx.array, cache: Sequence[Any]) -> mx.array:
         """Feed one token of each row and begin to compute the next one [B]."""
         logits_BV = self._model(inputs_B[:, None], cache=list(cache))[:, -1, :]
+        share_offsets(cache[:-1])
         return self._sampler(logits_BV - mx.logsumexp(logits_BV, axis=-1, keepdims=True))
 
     def _decode(self) -> list[tuple[Row, int]]:

@@ -295,7 +295,18 @@ def take_back(caches: Sequence[Any], unused: Sequence[int], slack: Sequence[int]
     for leaf in leaves(caches):
         if kind_of(leaf).has_ends:
             leaf.end_apart(unused_B, least, apart)
+    share_offsets(caches)
     return after
+
+
+def share_offsets(caches: Sequence[Any]) -> None:
+    """After a batch has read: let all leaves have one leaf's count [B] of what each row has read, for it is the same.
+
+    Each leaf has counted by itself, lazily. What nobody holds any more is never computed: an operation a layer.
+    """
+    counted = [leaf for leaf in leaves(caches) if kind_of(leaf).has_ends and isinstance(leaf.offset, mx.array)]
+    for leaf in counted[1:]:
+        leaf.offset = mx.array(counted[0].offset)  # an object of its own: some leaves count in place
 
 
 def align(caches: Sequence[Any]) -> None:

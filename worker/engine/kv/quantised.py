@@ -15,7 +15,6 @@ how its prompt was cut into pieces, nor on whether it was found in the prefix ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -24,6 +23,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
+from worker.engine.fused import fused
 from worker.engine.kv.cuda import attention as cuda_attention
 
 # Milliseconds of a decode step's attention in one layer of 8 rows, 2,048 positions and 8 heads of 128, fp32 on 2 cores:
@@ -67,22 +67,12 @@ class Packing:
         return mx.flatten(_scaled_pairs(pairs, scales[..., None, None], biases[..., None, None]), -3)
 
 
-def _compiled(of: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """One kernel on a GPU. On a CPU a compiler would run for seconds while rows wait, and save little."""
-    compiled = mx.compile(of, shapeless=True)
-
-    def call(*arrays: mx.array) -> mx.array:
-        return (of if mx.default_device() == mx.Device(mx.cpu) else compiled)(*arrays)
-
-    return call
-
-
-@_compiled
+@fused
 def _scaled(codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
     return codes.astype(scales.dtype) * scales + biases
 
 
-@_compiled
+@fused
 def _scaled_pairs(codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
     """Of two codes a byte, the lower one first."""
     return ((codes >> mx.array([0, 4], mx.uint8)) & 15).astype(scales.dtype) * scales + biases

@@ -13,7 +13,7 @@ How far a row ends before the one that ends last is its *slack*, which is the sa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
@@ -28,11 +28,14 @@ class Slack:
         self.positions = list(positions)
         self.most = max(positions, default=0)
         self._before_B1 = mx.array(self.positions)[:, None]
-        self.rows_B1 = mx.arange(len(self.positions))[:, None]
+        self._places: dict[tuple[int, int], mx.array] = {}  # leaves of one kind ask for the same ones
 
     def places(self, end: int, count: int) -> mx.array:
         """The next `count` places [B, N] of each row, in a leaf that is written up to `end`."""
-        return mx.arange(end, end + count)[None] - self._before_B1
+        places_BN = self._places.get((end, count))
+        if places_BN is None:
+            places_BN = self._places[end, count] = mx.arange(end, end + count)[None] - self._before_B1
+        return places_BN
 
 
 class RaggedKVCache(BatchKVCache):  # type: ignore[misc]
@@ -46,13 +49,16 @@ class RaggedKVCache(BatchKVCache):  # type: ignore[misc]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write these positions where each row ends; all positions."""
-        end = self._idx
-        super().update_and_fetch(keys, values)  # makes room; rows that ended earlier do not see what it writes
-        if self.slack is not None:
-            rows_B1, places_BN = self.slack.rows_B1, self.slack.places(end, keys.shape[2])
-            self.keys[rows_B1, :, places_BN] = keys.swapaxes(1, 2)
-            if values.shape[3]:
-                self.values[rows_B1, :, places_BN] = values.swapaxes(1, 2)
+        if self.slack is None:
+            return cast(tuple[mx.array, mx.array], super().update_and_fetch(keys, values))
+        count = keys.shape[2]
+        places_B1N1 = self.slack.places(self._idx, count)[:, None, :, None]
+        self.keys, self.values = (
+            _written(old, places_B1N1, new, self._idx + count, self.step)
+            for old, new in ((self.keys, keys), (self.values, values))
+        )
+        self.offset = self.offset + count
+        self._idx += count
         return self.keys[..., : self._idx, :], self.values[..., : self._idx, :]
 
     def make_mask(self, N: int, return_array: bool = False, **options: Any) -> mx.array:
@@ -88,6 +94,14 @@ class RaggedKVCache(BatchKVCache):  # type: ignore[misc]
         )
         self.left_padding = self.left_padding + mx.array(self.slack.positions)
         self.slack = None
+
+
+def _written(old: mx.array, places_B1N1: mx.array, new: mx.array, end: int, step: int) -> mx.array:
+    """Keys or values with these positions at their places; longer by whole steps where they end behind the last one."""
+    short = end - old.shape[2]
+    if short > 0:
+        old = mx.pad(old, [(0, 0), (0, 0), (0, -(-short // step) * step), (0, 0)])
+    return mx.put_along_axis(old, places_B1N1, new, axis=2) if new.shape[3] else old
 
 
 class RaggedQuantisedKVCache(BatchQuantisedKVCache, RaggedKVCache):

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.frames import TokenLogprob
+from worker.engine.fused import fused
 from worker.engine.sampling.asked_tokens import Asked
 
 _MASK_64 = (1 << 64) - 1
@@ -66,6 +67,7 @@ def nucleus_threshold(
     return mx.take_along_axis(top_FK, kept_F1 - 1, axis=-1), None if count == vocab else enough_F1
 
 
+@fused
 def draw_by_chance(chances_SV: mx.array, smallest_S1: mx.array, uniforms_S1: mx.array) -> mx.array:
     """Token ids [S] uint32: each in proportion to its chance, among those of at least `smallest_S1` > 0.
 

@@ -117,6 +117,10 @@ class Course:
             self._now.ids = own  # a text of a short period has not said all of them before
         self._now.follow(ids)
 
+    def is_along(self, least: int) -> bool:
+        """Whether the row goes along now, by so many ids at least."""
+        return self._now is not None and self._now.is_kept(least)
+
     def draft(self, text: Text | History, span: slice, end: End, count: int) -> Guess:
         """At most `count` ids that the row goes on with by such a text; a place is looked for in that span of it."""
         now, ids = self._now, text.ids
@@ -133,7 +137,7 @@ class Course:
                 low, _, _ = span.indices(len(ids))
                 chosen = places[-1:] if self._is_own else places
                 now = self._now = Alignment(ids, (chosen + low).tolist(), matched)
-        return self._said(now, count) if now is not None and now.is_kept(end.least) else NOTHING
+        return self._said(now, count) if now is not None and self.is_along(end.least) else NOTHING
 
     def _said(self, now: Alignment, count: int) -> Guess:
         # What is found for sure elsewhere counts for more than a place that was just missed.

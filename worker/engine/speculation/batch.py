@@ -170,10 +170,13 @@ class SpeculatingBatch(RunningBatch):
     def _accept(self, parts: Sequence[_Part], logits_BLV: mx.array) -> list[int]:
         """Draw at every place, and let each row move on as far as its draft holds; the inputs after that."""
         places = [(at, step) for at, part in enumerate(parts) for step in range(len(part.ids))]
-        index = mx.array(places)
+        rows, width, vocab = logits_BLV.shape
+        logits_NV = logits_BLV.reshape(-1, vocab)
+        if len(places) < rows * width:
+            logits_NV = logits_NV[mx.array([at * width + step for at, step in places])]
         tokens_N, draw = self._sampler.ahead(
             tuple(row for part in parts for row in part.ahead),
-            logits_BLV[index[:, 0], index[:, 1]],
+            logits_NV,
             mx.array([id_ for part in parts for id_ in part.ids])[:, None],
             tuple(self._model.versions[at] for at, _ in places),
         )

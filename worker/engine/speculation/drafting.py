@@ -43,6 +43,8 @@ LOOKED_THROUGH = 1 << 18  # ids in one step
 WORTH_KEEPING = 2  # tokens
 NEW_AT_ONCE = 1 << 13  # ids of new rows in one step, one row at least: a long text takes milliseconds to be taken in
 LONGEST_REST = 5  # times that the rest of a batch in which drafts do not pay doubles: 32 steps
+SILENT = 16  # steps in which nothing suggests itself for any row: after that ...
+SELDOM = 4  # ... one step in so many asks again, for to ask takes time itself
 
 
 @dataclass
@@ -104,6 +106,7 @@ class Drafting:
         self._memory = Memory(self._config.memory_bytes, self._lengths)
         self._step = 0
         self._losses = 0  # times in a row that drafts would not have paid
+        self._silent = 0  # that nothing suggested itself, without a new row
         self._model = None if model is None or not self.is_on else ModelDrafts(model, self._config, clock)
         self._stats = SpeculationStats(self.is_on)
 
@@ -131,24 +134,32 @@ class Drafting:
         """Whether some row may get a draft, by what has been told of it; `known`: by what it will be fed."""
         most, times = self._config.most_rows, self._config.adapts_to_time
         self._step += 1
+        new = [row for row in rows if row not in self._rows]
+        if new:
+            self._silent = 0
         rests = self._step % (1 << min(LONGEST_REST, self._losses)) != 0
+        rests |= self._silent > SILENT and self._step % SELDOM != 0
         if not rows or (rests and self._model is None) or (most and len(rows) > most):
             return False
         if times and self._times.known(len(rows), 1) is None:
             return False
-        self._take_in([row for row in rows if row not in self._rows])
+        self._take_in(new)
         sources = [(row, source) for row in rows if (source := self._source(row)) is not None]
         self._memory.begin()
         for _, source in sources:
             source.rests = self._config.adapts_to_rows and source.chance.pauses(self._step)
             source.joined = None if source.key is None or source.rests else self._memory.joined(source.key)
+            if source.joined is not None or source.prediction is not None:
+                source.chance.hope()
         if self._model_may_draft(rows):
             return True
         if rests:
             return False
         if known:
             return not all(source.rests for _, source in sources)
-        return any(self._draft(row, source, len(rows)) for row, source in sources)
+        may = any(self._draft(row, source, len(rows)) for row, source in sources)
+        self._silent = 0 if may else self._silent + 1
+        return may
 
     def _model_may_draft(self, rows: Sequence[Row]) -> bool:
         """Let the draft model read along, and begin its step."""
@@ -173,6 +184,8 @@ class Drafting:
             if row.position > len(row.tokens):
                 source.add([token])
             drafts.append(self._draft(row, source, len(rows)))
+        if any(drafts):
+            self._wake(rows, drafts)
         silent = [row for row, draft in zip(rows, drafts, strict=True) if not draft and row in self._rows]
         lengths = self._model.lengths(silent) if self._model is not None else {}
         if together and not all(draft or row in lengths for row, draft in zip(rows, drafts, strict=True)):
@@ -190,6 +203,15 @@ class Drafting:
         if not any(drafts):
             self.checks_nothing()
         return drafts
+
+    def _wake(self, rows: Sequence[Row], drafts: list[list[int]]) -> None:
+        """Let rows that pause draft along: the step is as wide without them, and they would wait for it in vain."""
+        for at, row in enumerate(rows):
+            source = self._rows.get(row)
+            if source is not None and source.rests and source.chance.known >= UNLIKELY:
+                source.rests = False
+                source.joined = None if source.key is None else self._memory.joined(source.key)
+                drafts[at] = self._draft(row, source, len(rows))
 
     def checks_nothing(self) -> None:
         """The step that runs, though it has waited for its inputs: what was waited for belongs to the step before."""
@@ -339,17 +361,19 @@ class Drafting:
                 return self._worth(row, source, guess)
         guess, far = NOTHING, min(FARTHEST, LOOKED_THROUGH // rows)
         history = source.history
-        if config.own_text:
-            end = End(history.latest(config.ngram_max), least)
-            guess = source.own.draft(history, slice(-far, None), end, most)
         end = End(history.latest(WINDOW), least)
         if joined is not None:
-            theirs = source.kept.draft(joined.text, slice(-far, None), end, longest)
-            guess = theirs if theirs.ids and theirs.matched >= guess.matched else guess
+            guess = source.kept.draft(joined.text, slice(-far, None), end, longest)
         if source.prediction is not None:
             theirs = source.predicted.draft(source.prediction, slice(far), end, most)
             if theirs.ids and theirs.matched >= guess.matched:
                 guess, source.is_predicted = theirs, True
+        # What the row has written itself counts where more of its end is found there: no more than is looked for.
+        if config.own_text and (guess.matched < config.ngram_max or source.own.is_along(least)):
+            end = End(history.latest(config.ngram_max), least)
+            own = source.own.draft(history, slice(-far, None), end, most)
+            if own.matched > guess.matched:
+                guess, source.is_predicted = own, False
         return self._worth(row, source, guess)
 
     def _worth(self, row: Row, source: _Source, guess: Guess) -> list[int]:

@@ -36,6 +36,7 @@ class Chance:
     def __init__(self, value: float = FIRST_CHANCE) -> None:
         self.known = value
         self.pace = 1.0  # tokens of a step that checks drafts, lately
+        self._steps = 1  # of these
         self._seen = FEW
         self._failures = 0
         self._hopes = False
@@ -52,12 +53,18 @@ class Chance:
             self.known += max(recent, 1 / self._seen) * ((at < accepted) - self.known)
         self._failures = 0 if accepted else self._failures + 1
 
+    def hope(self) -> None:
+        """There is a text to draft from: until a step has checked drafts, one is taken to bring more than one token."""
+        if self._steps == 1:
+            self.pace = 1 + self.value
+
     def moved(self, tokens: int) -> None:
         """A step that checked drafts, maybe of other rows, has brought so many."""
-        self.pace += PACE_RECENT * (tokens - self.pace)
+        self._steps += 1
+        self.pace += max(PACE_RECENT, 1 / self._steps) * (tokens - self.pace)
 
     def pauses(self, step: int) -> bool:
-        """Whether this step goes without a draft; a row whose drafts keep failing gets one ever more seldom.
+        """Whether it asks for no step that checks drafts; a row whose drafts keep failing does so ever more seldom.
 
         Rows try again in the same steps: one of many would not pay for the wider step, all together may.
         """
@@ -101,7 +108,7 @@ class StepTimes:
         if len(times) < LEAST_SAMPLES:
             return None
         # Few times may be those of busy moments: they are taken again soon.
-        stale = (STALE if width > 1 else PLAIN_STALE) * (len(times) / SAMPLES) ** 2
+        stale = (STALE if width > 1 else PLAIN_STALE) * len(times) / SAMPLES
         return None if self._steps - self._taken_at[key] >= stale else median_low(times)
 
     def likely(self, rows: int, width: int) -> float | None:
