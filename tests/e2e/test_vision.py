@@ -1,6 +1,7 @@
 """Images over HTTP: a small model that sees, with random weights, through the openai client and a real ring."""
 
 import base64
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,7 @@ pytest.importorskip("mlx_vlm")
 
 from tests.e2e.rings import MODEL, Ring, ring
 from tests.engine.vision_models import alone, codec, picture, png, whole_model, write_vision_model
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,19 @@ def test_chats_with_images_say_what_mlx_vlm_says_and_text_goes_on_beside_them(cl
         assert answer.choices[0].token_ids == said[: len(answer.choices[0].token_ids)]
     shown_text = codec().decode(answers[0].prompt_token_ids, skip_special_tokens=False)
     assert shown_text.startswith("user:What?<fake_token_around_image><row_1_col_1><image><image><image><image>")
+
+
+async def test_an_image_that_was_seen_is_not_encoded_again(client: OpenAI, served: Ring) -> None:
+    for _ in range(3):
+        ask(client, "Again?", shown(9), n=2)
+    await wait_until(lambda: figure(served, "images_known") >= 5)
+    assert figure(served, "images_encoded") < figure(served, "images_known")
+
+
+def figure(served: Ring, name: str) -> float:
+    text = httpx.get(served.url + "/metrics").text
+    found = re.search(rf"^mlx_parallm_{name}_total{{.*}} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
 
 
 def test_files_and_responses_bring_the_same_image(client: OpenAI, served: Ring) -> None:
