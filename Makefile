@@ -5,8 +5,8 @@
 # make check   format, lint, types and layers
 # make bench   measurements (never run by the tests)
 # make clients real clients (openai, openai-agents, anthropic, litellm, langchain, instructor, lm-eval, verifiers; guidellm
-#              with LOAD=1, which brings PyTorch along), and a trainer that logs to wandb, mlflow and trackio, in
-#              environments of their own
+#              with LOAD=1, which brings PyTorch along), a trainer that logs to wandb, mlflow and trackio, and two versions
+#              of tinker, in environments of their own
 # make chaos   kill, freeze and cut off the processes under load, for MINUTES=30 (never run by the tests)
 # make docs    write docs/reference.md from the code
 # make lock    resolve requirements.lock anew
@@ -82,6 +82,12 @@ clients: setup
 	test -x .venv-loggers/bin/python || $(BIN)/python -m venv .venv-loggers
 	.venv-loggers/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements-loggers.txt
 	$(BIN)/python -m tests.clients --python .venv-loggers/bin/python train_loggers
+	@set -e; for version in 0.24.1 0.38.0; do \
+	  test -x .venv-tinker-$$version/bin/python || $(BIN)/python -m venv .venv-tinker-$$version; \
+	  .venv-tinker-$$version/bin/python -m pip install --quiet --disable-pip-version-check \
+	    -r tests/clients/requirements-tinker.txt tinker==$$version; \
+	  $(BIN)/python -m tests.clients --python .venv-tinker-$$version/bin/python tinker_train; \
+	done
 
 docs: setup
 	PYTHONPATH=. $(BIN)/python docs/generate.py

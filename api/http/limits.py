@@ -17,7 +17,9 @@ VALUES_PER_OBJECT = 20  # an object costs more to check than a number: so many t
 VALUES_PER_LIST = 4
 FEW_OBJECTS = 1000  # or lists, are always taken
 BODY_WITHIN_S = 30.0  # of everything but uploads
-TRAJECTORIES = "/v1/training/update"  # token ids and log-probabilities: long bodies of many numbers
+PASSES = "/api/v1/forward_backward"  # which may come as protobuf, whose shape is no JSON's
+NUMBERS = ("/v1/training/update", PASSES, "/api/v1/forward")  # long bodies of many token ids and log-probabilities
+PROTOBUF = "application/x-protobuf"
 BYTES_PER_NUMBER = 8
 BYTES_PER_OBJECT = 50
 IMAGES = frozenset({"/v1/chat/completions", "/v1/responses"})  # take `data:` URLs, which may be long
@@ -63,6 +65,7 @@ class BodyLimit:
         if length.isdigit() and int(length) > limit:
             await error_response(PayloadTooLargeError(detail))(scope, receive, send)
             return
+        binary = scope["path"] == PASSES and headers.get("content-type", "") == PROTOBUF
         read, until = 0, time.monotonic() + BODY_WITHIN_S
         held: list[bytes] | None = None if upload else []  # until the whole body has been looked at
 
@@ -83,7 +86,9 @@ class BodyLimit:
                     try:
                         if len(body) > self._settings.max_request_bytes and scope["path"] in IMAGES:
                             await aside(check_beside_images, body, self._settings.max_request_bytes)
-                        if len(body) > LARGE_BYTES:
+                        if binary:
+                            pass
+                        elif len(body) > LARGE_BYTES:
                             await aside(check_shape, body, most_values, most_objects)
                         else:
                             check_shape(body, most_values, most_objects)
@@ -98,7 +103,7 @@ class BodyLimit:
         limit, most_values = self._settings.max_request_bytes, self._settings.max_json_values
         if upload:
             return self._settings.max_upload_bytes, most_values, 0
-        if path == TRAJECTORIES:
+        if path in NUMBERS:
             limit = self._settings.max_training_bytes
             most_values = max(most_values, limit // BYTES_PER_NUMBER)
             return limit, most_values, limit // BYTES_PER_OBJECT

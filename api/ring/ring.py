@@ -39,6 +39,8 @@ from shared.redis.ring.metric_store import MetricWriter
 from shared.redis.ring.pause import PauseSwitch
 from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from shared.redis.tokens.reader import FrameReader
+from shared.redis.training.learner_store import LearnerStore
+from shared.redis.training.tinker_store import TinkerStore
 from shared.scoring.pool import RewardPool
 from shared.scoring.score import Rewards
 from shared.scoring.served import ServedRewards
@@ -93,6 +95,8 @@ class Ring:
         self.image_fetch = ImageFetch(settings.allowed_image_hosts, settings.max_image_bytes, settings.image_fetch_s)
         self.sessions = SessionStore(self.redis, Terms(settings.session_ttl_s, settings.session_store_mb << 20))
         self.dead_letters = DeadLetters(self.redis)
+        self.learners = LearnerStore(self.redis)
+        self.tinker = TinkerStore(self.redis)
         self.adapters = AdapterStore(self.redis, keep_n=settings.adapter_keep_n, who_asks=asker)
         self.splits = SplitChoices(Splits(self.redis, self.adapters), self.tally)
         self.frames = FrameReader(settings.redis, self.api_id)
