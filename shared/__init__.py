@@ -17,9 +17,11 @@ Nothing here imports MLX or FastAPI, so every process can import all of it. Read
     webhooks.py      who wants to be told of an end
     seeds.py         seeds that follow from other seeds
 
+`images/` says what stands for an image in a prompt, and how large that is.
+
 `networks/` says what a network is that is no language model, and what goes in and out of it.
 
 Then `redis/`, which moves these types. `rewards/` and `scoring/` compute rewards, `text/` turns text into token ids and
-back, `adapter_files/` reads adapter files, `telemetry/` counts and traces, `process/` is what every process needs to
-start: settings, logs, its parent.
+back, `adapter_files/` reads adapter files, `image_files/` images of clients, `telemetry/` counts and
+traces, `process/` is what every process needs to start: settings, logs, its parent.
 """

@@ -15,6 +15,8 @@ from api.load import Load
 from api.ring.caller import asker
 from api.ring.first_tokens import FirstTokens, Forecast
 from api.ring.grammars import GrammarChecker
+from api.ring.image_fetch import ImageFetch
+from api.ring.images import ImageIntake
 from api.ring.ordered_scores import OrderedScores
 from api.ring.split_choices import SplitChoices
 from shared.errors import InvalidRequestError, PausedError, ServiceUnavailableError, UnknownModelError
@@ -46,6 +48,7 @@ from shared.sequences import ModelCard, SequenceClass
 from shared.telemetry.metrics import Tally
 from shared.text.codec import CodecCache, TextCodec
 
+IMAGE_GRACE_S = 600  # that images live on behind the last deadline of a sequence that names them
 LOOK_AGAIN_S = 1.0  # how old the view of live models may be
 MAX_SCORE_S = 60.0  # that a job runner may take over texts to be scored at once
 SERVING = frozenset({"ready", "paused"})  # states of workers that have taken, or will take, what waits
@@ -87,6 +90,9 @@ class Ring:
         self.responses = ResponseStore(self.redis, terms)
         self.answers = AnswerStore(self.redis, Terms(settings.feedback_ttl_s, settings.feedback_store_mb << 20))
         self.conversations = ConversationStore(self.redis, terms)
+        longest_s = int(max(settings.request_timeout_s, settings.background_timeout_s))
+        self.images = ImageIntake(self.redis, Terms(longest_s + IMAGE_GRACE_S, settings.image_store_mb << 20))
+        self.image_fetch = ImageFetch(settings.allowed_image_hosts, settings.max_image_bytes, settings.image_fetch_s)
         self.sessions = SessionStore(self.redis, Terms(settings.session_ttl_s, settings.session_store_mb << 20))
         self.dead_letters = DeadLetters(self.redis)
         self.learners = LearnerStore(self.redis)
@@ -121,6 +127,8 @@ class Ring:
         await self.judges.close()
         self.patterns.close()
         await self.grammars.close()
+        self.images.close()
+        await self.image_fetch.close()
         await self.redis.aclose()
 
     async def live_models(self) -> dict[str, ModelCard]:
