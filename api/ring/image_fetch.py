@@ -91,7 +91,10 @@ class ImageFetch:
         target = parts._replace(netloc=f"[{address}]" if ":" in address else address, fragment="").geturl()
         if self._client is None:
             self._client = httpx.AsyncClient(trust_env=False, timeout=self._limit_s)
-        named = {"headers": {"host": host, "accept": "image/*"}, "extensions": {"sni_hostname": host}}
+        named = {
+            "headers": {"host": host, "accept": "image/*", "accept-encoding": "identity"},
+            "extensions": {"sni_hostname": host},
+        }
         async with self._client.stream("GET", target, **named) as response:  # type: ignore[arg-type]
             status = response.status_code
             if status in (301, 302, 303, 307, 308) and "location" in response.headers:
