@@ -5,11 +5,11 @@
 # make check   format, lint, types and layers
 # make bench   measurements (never run by the tests)
 # make clients real clients (openai, openai-agents, anthropic, litellm, langchain, instructor, lm-eval, verifiers; guidellm
-#              with LOAD=1, which brings PyTorch along), and a trainer that logs to wandb, mlflow and trackio, in
-#              environments of their own
+#              with LOAD=1, which brings PyTorch along), a trainer that logs to wandb, mlflow and trackio, and two versions
+#              of tinker, in environments of their own
 # make chaos   kill, freeze and cut off the processes under load, for MINUTES=30 (never run by the tests)
 # make docs    write docs/reference.md from the code
-# make lock    resolve requirements.lock anew
+# make lock    resolve requirements.lock and requirements-vision.lock anew
 
 BIN := .venv/bin
 # For the tests. Those with real processes wait for one another a third of their time, so they get two processes more.
@@ -22,7 +22,7 @@ STAMP := .venv/.stamp
 setup: $(STAMP)
 
 # A name on PATH is not enough: version managers put shims there that do not run. Hence each is asked for its version.
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): requirements.lock requirements-vision.lock pyproject.toml
 	@set -e; \
 	for python in python3.13 python3.12 python3.11 python3; do \
 	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
@@ -32,6 +32,7 @@ $(STAMP): requirements.lock pyproject.toml
 	fi; \
 	if ! $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then $$found -m venv --clear .venv; fi
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements-vision.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	-$(BIN)/python -m worker.engine.model.fast_blas
 	@touch $(STAMP)
@@ -82,6 +83,12 @@ clients: setup
 	test -x .venv-loggers/bin/python || $(BIN)/python -m venv .venv-loggers
 	.venv-loggers/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements-loggers.txt
 	$(BIN)/python -m tests.clients --python .venv-loggers/bin/python train_loggers
+	@set -e; for version in 0.24.1 0.38.0; do \
+	  test -x .venv-tinker-$$version/bin/python || $(BIN)/python -m venv .venv-tinker-$$version; \
+	  .venv-tinker-$$version/bin/python -m pip install --quiet --disable-pip-version-check \
+	    -r tests/clients/requirements-tinker.txt tinker==$$version; \
+	  $(BIN)/python -m tests.clients --python .venv-tinker-$$version/bin/python tinker_train; \
+	done
 
 docs: setup
 	PYTHONPATH=. $(BIN)/python docs/generate.py
@@ -91,6 +98,10 @@ lock:
 	uv pip compile pyproject.toml --universal --python-version 3.11 --extra cpu --extra demo --extra traces \
 	  --extra dev --generate-hashes --no-emit-index-url --no-emit-find-links --default-index https://pypi.org/simple \
 	  --custom-compile-command 'make lock' --output-file requirements.lock
+	{ head -1 requirements-vision.lock; grep -o 'mlx-vlm==[0-9.]*' pyproject.toml | uv pip compile --no-deps \
+	  --generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
+	  --default-index https://pypi.org/simple -; } > requirements-vision.lock.new
+	mv requirements-vision.lock.new requirements-vision.lock
 
 clean:
 	rm -rf .venv build dist *.egg-info demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

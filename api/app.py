@@ -49,6 +49,11 @@ from api.ops.snapshot import Snapshots
 from api.ring.ring import Ring
 from api.rl import act, feedback, generate, predict, rewards, tokenize
 from api.tenants import keep_apart
+from api.tinker import checkpoints as tinker_checkpoints
+from api.tinker import futures as tinker_futures
+from api.tinker import sampling as tinker_sampling
+from api.tinker import sessions as tinker_sessions
+from api.tinker import training as tinker_training
 from api.training import remote_trainers as trainers
 from api.training import routes as training
 from api.webhooks.work import WebhookWork
@@ -112,6 +117,7 @@ ROUTED = (
         rewards,
         feedback,
     ),
+    *(tinker_sessions, tinker_training, tinker_sampling, tinker_futures, tinker_checkpoints),
     *(health, deadletters, metrics, snapshot, dashboard),
 )
 

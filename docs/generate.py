@@ -18,12 +18,13 @@ from shared.process.settings import (
 )
 from shared.redis import keys
 from shared.telemetry.metrics import CATALOGUE
+from trainer.service.settings import LearnersSettings
 from trainer.settings import TrainSettings
 
 TARGET = Path(__file__).parent / "reference.md"
 SETTINGS: dict[str, type[ProcessSettings]] = {  # what a kind inherits from another one stands in the other's table
     "Every process": ProcessSettings,
-    "Whoever joins a ring: `mlx_parallm_serve`, `mlx_parallm_worker`, `mlx_parallm_train`": JoinSettings,
+    "Whoever joins a ring: all of `mlx_parallm_*`": JoinSettings,
     "`mlx_parallm_worker`: one worker": WorkerSettings,
     "`python -m api`: one api process": ApiSettings,
     "`python -m worker.jobs`: one job runner": RunnerSettings,
@@ -31,6 +32,7 @@ SETTINGS: dict[str, type[ProcessSettings]] = {  # what a kind inherits from anot
         ServeSettings
     ),
     "`mlx_parallm_train`: the trainer": TrainSettings,
+    "`mlx_parallm_learners`: the training service": LearnersSettings,
 }
 
 

@@ -11,14 +11,17 @@ Nothing here imports MLX or FastAPI, so every process can import all of it. Read
     splits.py        an adapter's requests over several versions: shares and the verdict
     heads.py         small networks on hidden states
     training.py      what a trainer tells, is asked and answers
+    learners.py      what is asked of a learner of the training service, and its answers
     errors.py        every error, with its HTTP status
     owners.py        whose a thing is
     webhooks.py      who wants to be told of an end
     seeds.py         seeds that follow from other seeds
 
+`images/` says what stands for an image in a prompt, and how large that is.
+
 `networks/` says what a network is that is no language model, and what goes in and out of it.
 
 Then `redis/`, which moves these types. `rewards/` and `scoring/` compute rewards, `text/` turns text into token ids and
-back, `adapter_files/` reads adapter files, `telemetry/` counts and traces, `process/` is what every process needs to
-start: settings, logs, its parent.
+back, `adapter_files/` reads adapter files, `image_files/` images of clients, `telemetry/` counts and
+traces, `process/` is what every process needs to start: settings, logs, its parent.
 """

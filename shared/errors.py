@@ -122,6 +122,10 @@ class ConflictError(ParallmError, status=409, type="invalid_request_error", code
     """The request contradicts the present state, such as a demanded policy version that is not there."""
 
 
+class GoneError(ParallmError, status=410, type="invalid_request_error", code="gone"):
+    """What was there is over: the result of a Tinker client's request, or its session."""
+
+
 class PayloadTooLargeError(ParallmError, status=413, type="invalid_request_error", code="payload_too_large"):
     """The body is larger than this server takes."""
 

@@ -12,11 +12,8 @@ Structs are msgpack arrays (`array_like`): new fields go at the end, with a defa
 from typing import Literal
 
 import msgspec
-import structlog
 
 from shared.errors import EngineError, IncompatibleVersionError, ParallmError, UnreadableMessageError
-
-log = structlog.get_logger()
 
 SCHEMA = 1  # of frames
 
@@ -152,24 +149,6 @@ def decode_events(data: bytes) -> list[TokenEvent]:
         raise UnreadableMessageError(f"unreadable log: {error}") from error
     _check(events)
     return events
-
-
-def events_of_chunk(fields: dict[bytes, bytes], seq: str) -> list[TokenEvent]:
-    """The events of a log entry; none, and a line in our log, when they cannot be read."""
-    try:
-        return decode_events(fields[b"d"])
-    except (UnreadableMessageError, KeyError) as error:
-        log.warning("frames.unreadable_log", sequence=seq, error=str(error))
-        return []
-
-
-def events_of_frame(data: bytes) -> list[TokenEvent]:
-    """The events of a frame; none, and a line in our log, when it cannot be read."""
-    try:
-        return decode_frame(data).events
-    except UnreadableMessageError as error:
-        log.warning("frames.unreadable", error=str(error))
-        return []
 
 
 def _check(events: list[TokenEvent]) -> None:

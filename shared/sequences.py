@@ -18,9 +18,11 @@ import msgspec
 from shared.errors import IncompatibleVersionError, TokenOutOfRangeError, UnreadableMessageError
 from shared.frames import Finish, TokenLogprob, VersionSpan
 from shared.heads import HeadSpec
+from shared.images.refs import ImageRef, VisionSpec, kv_ids
 from shared.splits import Arm
 
-SCHEMA = 1  # that we write, and the newest that we read
+SCHEMA = 2  # the newest that we read
+PLAIN = 1  # that we write; a sequence with images is of the newest: who does not know them must not run it
 OLDEST = 1  # that we read; also what a message means that does not say
 
 M = TypeVar("M", "SequenceSpec", "SequenceResult")
@@ -30,6 +32,8 @@ SequenceKind = Literal["generate", "score", "embed", "head", "network"]
 Pooling = Literal["mean", "last", "cls"]
 AdapterPolicy = Literal["follow", "pin"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]  # vLLM's names
+
+LEAST_TEMPERATURE = 1e-5  # vLLM's bound; logits over much less are infinite in fp32
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -41,7 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
     max_tokens: int
     seed: int  # resolved at admission: a request without one gets a random one
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0  # below `LEAST_TEMPERATURE`: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     min_p: float = 0.0
@@ -109,7 +113,14 @@ class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     prediction_ids: tuple[int, ...] = ()  # what the client expects, at least in part; may come sooner, never changes it
     head: str = ""  # kind "head": the name of that which reads the prompt
     tensors: bytes = b""  # kind "network", which has no prompt: what its rows bring (shared/networks/tensors.py)
+    images: tuple[ImageRef, ...] = ()  # of the prompt, in order; their bytes are in Redis, of this tenant
+    image_token: int = 0  # the id that stands for each vector of them in the prompt
     schema: int = OLDEST  # `encode` writes ours
+
+    @property
+    def kv_prompt(self) -> Sequence[int]:
+        """What the prompt's KV is found by: its ids, with what tells images apart in the place of their ids."""
+        return kv_ids(self.prompt_ids, self.image_token, self.images) if self.images else self.prompt_ids
 
     @property
     def kv_tokens(self) -> int:
@@ -173,7 +184,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     dtype: str
     quantization: str = ""  # "" or like "4 bits, groups of 64"
     created: int = 0  # Unix seconds
-    schema: int = SCHEMA
+    schema: int = PLAIN
     modules: dict[str, tuple[int, int]] = {}  # that adapters may adapt: path -> (in, out); empty: not known
     kv: str = ""  # how KV is quantised or bounded, like "8 bits, groups of 64, 28 of 28 caches"; "": it is not
     kv_window: int = 0  # positions of KV that a row holds at most, however long it is; 0: all
@@ -181,6 +192,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     hidden_size: int = 0  # of the hidden states that embeddings and heads are made of; 0: not known, or it shows none
     heads: dict[str, HeadSpec] = {}  # of its own
     shows_states: bool = True  # hidden states; False: it is known that it shows none
+    vision: VisionSpec | None = None  # what it does with images; None: it takes none
 
     @property
     def head_inputs(self) -> int | None:
@@ -218,8 +230,9 @@ _version_decoder = msgspec.msgpack.Decoder(_Version)
 
 def encode(message: SequenceSpec | SequenceResult) -> bytes:
     """msgpack bytes of a message, in our version."""
-    if message.schema < SCHEMA:
-        message = msgspec.structs.replace(message, schema=SCHEMA)
+    schema = SCHEMA if isinstance(message, SequenceSpec) and message.images else PLAIN
+    if message.schema < schema:
+        message = msgspec.structs.replace(message, schema=schema)
     return _encoder.encode(message)
 
 

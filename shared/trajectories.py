@@ -6,7 +6,7 @@ import msgspec
 
 from shared.frames import Finish, FinishReason, TokenEvent, TokenLogprob, VersionSpan, spans_of
 from shared.jobs import SamplingOverrides
-from shared.sequences import LogprobsMode, SamplingParams, SequenceResult, SequenceSpec, Timings
+from shared.sequences import LEAST_TEMPERATURE, LogprobsMode, SamplingParams, SequenceResult, SequenceSpec, Timings
 from shared.splits import Arm
 from shared.token_events import join
 
@@ -162,7 +162,7 @@ def event_of(seq: str, trajectory: Trajectory, *, with_text: bool) -> TokenEvent
 
 def needs_processed(drawing: Drawing | None) -> bool:
     """Whether a trainer can take into account how it was drawn, and so needs log-probabilities of just that."""
-    return drawing is not None and drawing.temperature > 0 and not drawing.edited
+    return drawing is not None and drawing.temperature >= LEAST_TEMPERATURE and not drawing.edited
 
 
 def drawing_of(s: SamplingParams | SamplingOverrides) -> Drawing | None:

@@ -11,7 +11,7 @@ import structlog
 
 from shared.errors import SetupError
 from trainer.curricula.curriculum import Curriculum
-from trainer.curricula.difficulty import Places, places_of
+from trainer.curricula.places import Places, places_of
 from trainer.inbox import Inbox, Moved
 from trainer.parts import Parts
 from trainer.rollouts.atropos import AtroposApi, AtroposCollector

@@ -8,6 +8,7 @@
     publisher.py  from a decode step to frames, log chunks and commits
     control.py    orders from outside: cancel, route, pause
     pause.py, drain.py     coming to rest, and leaving
+    pictures.py   images of claimed sequences, cut into what the model sees
     adapters/     adapter versions from the store to disk and engine
     engine_watch.py, reports.py, cache_resets.py     is the engine alive; heartbeats; orders to forget KV
     ring_memory.py     what sequences have written, shared for drafts

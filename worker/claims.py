@@ -1,4 +1,4 @@
-"""How claimed sequences come to a worker's engine, with their adapters and others' KV, and how they go back."""
+"""How claimed sequences come to a worker's engine, with their adapters, images and others' KV, and how they go back."""
 
 import asyncio
 import contextlib
@@ -17,6 +17,7 @@ from shared.redis.queue.sequence_queue import SequenceQueue
 from worker.adapters.sync import AdapterSync
 from worker.engine.messages import RowRequest
 from worker.peers.exchange import KvExchange
+from worker.pictures import Pictures
 from worker.publisher import TokenPublisher
 from worker.rows import ClaimedRow, ClaimedRows
 
@@ -37,8 +38,10 @@ class Preparing:
         submitted: Callable[[list[ClaimedRow]], Awaitable[None]],
         publish: Callable[[list[TokenEvent]], None],
         peers: KvExchange,
+        pictures: Pictures,
     ) -> None:
         self._peers = peers
+        self._pictures = pictures
         self._adapters = adapters
         self._rows = rows
         self._submit = submit
@@ -47,19 +50,26 @@ class Preparing:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def take(self, requests: list[RowRequest]) -> None:
-        """Sequences to run; those of one adapter go together, and those of one prompt whose KV another worker has."""
+        """Sequences to run; those of one adapter go together, those of one prompt whose KV another worker has, and
+        those of the same images."""
         holders = await self._peers.holders(requests)
-        self._submit([request for request in requests if not (request.spec.adapter or request.spec.id in holders)])
+        late = {request.spec.id for request in requests if request.spec.adapter or request.spec.images} | holders.keys()
+        self._submit([request for request in requests if request.spec.id not in late])
         alike: dict[tuple[str, str, object], list[RowRequest]] = {}
         for request in requests:
             spec, holder = request.spec, holders.get(request.spec.id, "")
-            if spec.adapter or holder:
-                prompt = (spec.prompt_ids, spec.id if request.prior else "") if holder else ()
+            if spec.id in late:
+                prompt: object = (spec.prompt_ids, spec.id if request.prior else "") if holder else ()
+                prompt = (spec.images, prompt)
                 alike.setdefault((spec.adapter, holder, prompt), []).append(request)
         for (_, holder, _), together in alike.items():
             task = asyncio.create_task(self._submit_together(together, holder))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """End the processes that read images."""
+        self._pictures.close()
 
     async def _submit_together(self, requests: list[RowRequest], holder: str) -> None:
         prepared = [request for request in [await self._prepare(request) for request in requests] if request]
@@ -79,9 +89,10 @@ class Preparing:
         spec = request.spec
         while self._is_ours(request):
             try:
-                return replace(request, spec=await self._adapters.prepare(spec, request.prior))
+                pictures = await self._pictures.of(spec)
+                return replace(request, spec=await self._adapters.prepare(spec, request.prior), pictures=pictures)
             except (RedisError, OSError) as error:
-                log.warning("worker.adapter_delayed", sequence=spec.id, error=reason(error))
+                log.warning("worker.sequence_delayed", sequence=spec.id, error=reason(error))
                 await asyncio.sleep(0.2)
             except Exception as error:
                 known = error if isinstance(error, ParallmError) else EngineError(f"{type(error).__name__}: {error}")

@@ -48,6 +48,7 @@ from worker.engine_watch import EngineWatch
 from worker.guest import Guest, Lodging, Workplace
 from worker.pause import Pause
 from worker.peers.exchange import KvExchange
+from worker.pictures import Pictures
 from worker.publisher import TokenPublisher
 from worker.reports import Identity, WorkerCounts, worker_status
 from worker.ring_memory import ring_memory
@@ -80,10 +81,8 @@ class WorkerProcess:
         self._rate = (time.monotonic(), 0)
 
     async def run(self) -> int:
-        """Serve until stopped; the exit code: 0 after a drain, 1 when the engine has died or is stuck.
-
-        2 when the worker was to end with its guest, and the guest gave up.
-        """
+        """Serve until stopped; the exit code: 0 after a drain, 1 when the engine has died or is stuck, 2 when it was
+        to end with its guest, and the guest gave up."""
         self._loop = asyncio.get_running_loop()
         s = self._settings
         adapters = SlotConfig(s.adapter_slots, s.adapter_rank, s.adapter_dtype)
@@ -105,6 +104,7 @@ class WorkerProcess:
                 with contextlib.suppress(RedisError, OSError):  # TimeoutError is an OSError
                     async with asyncio.timeout(1):
                         await last_word
+            self._preparing.close()
             await asyncio.to_thread(self._engine.stop, 0 if self.stalled else 10)
             await self._redis.aclose()
             await self._control.aclose()
@@ -145,9 +145,8 @@ class WorkerProcess:
         self._peers.open(tally)
         self._returns = Returns(self._queue, self.id, self.rows, self._publisher, self._engine)
         self._pause = Pause(PauseSwitch(self._redis), self._engine, self._returns, self.rows, tell=self._beat)
-        self._preparing = Preparing(
-            self._adapters, self.rows, self._engine.submit, self._submitted, self._publisher.take, self._peers
-        )
+        submit, take, pictures = self._engine.submit, self._publisher.take, Pictures(self._redis, card.vision)
+        self._preparing = Preparing(self._adapters, self.rows, submit, self._submitted, take, self._peers, pictures)
         self._cache_resets = CacheResets(self._redis, self._engine, self.id)
         self._orders = ControlChannel(
             self._redis,

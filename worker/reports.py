@@ -263,6 +263,8 @@ class WorkerCounts:
             figure: tally.counter(f"mlx_parallm_ssd_cache_{name}_total", model)
             for figure, name in FIGURES_OF_DISK.items()
         }
+        self._images = tally.counter("mlx_parallm_images_encoded_total", model)
+        self._known_images = tally.counter("mlx_parallm_images_known_total", model)
         self._swaps = tally.counter("mlx_parallm_lora_swaps_total", model)
         self._swap = tally.histogram("mlx_parallm_lora_swap_seconds", model)
         self._swap_s = 0.0
@@ -281,6 +283,8 @@ class WorkerCounts:
         self._given_up.value = float(queue.given_up)
         self._evicted.value = float(stats.prefix.evicted_blocks)
         self._evicted_snapshots.value = float(stats.prefix.evicted_snapshots)
+        self._images.value = float(stats.vision.encoded)
+        self._known_images.value = float(stats.vision.hits)
         for figure, counter in self._of_disk.items():
             counter.value = float(getattr(stats.disk, figure))
         for figure, counter in self._of_drafts.items():

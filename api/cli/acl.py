@@ -53,7 +53,7 @@ ROLE: dict[RoleName, Role] = {
     "trainer": Role(
         (
             *_MODEL, *_ADAPTERS, *_FRAMES, "%R~parallm:tokenizer:*", "~parallm:train*", "~parallm:score:*",
-            "~parallm:answer:*",
+            "~parallm:answer:*", "~parallm:learner:*",
         ),
         (*_TELL, "&parallm:adapters:events", "&parallm:alerts"),
     ),

@@ -18,7 +18,6 @@ import typer
 from api.cli.batch_client import BatchClient
 from api.cli.client import DEFAULT_URL
 from api.cli.console import ApiKey, Json, Url, ask, call, fail, out, plain, print_json, print_rows, segment, show_text
-from shared.adapter_files.export import Format, export
 from shared.adapters import AdapterManifest
 from shared.errors import AdapterRejectedError, SetupError
 from shared.process.whole_folder import check_free, whole_folder
@@ -132,6 +131,8 @@ def download(
     api_key: ApiKey = "",
 ) -> None:
     """Make an adapter directory of a version, for mlx-lm or PEFT."""
+    from shared.adapter_files.export import Format, export  # it loads numpy, a fifth of any other command's time
+
     if form not in get_args(Format):
         fail(f"--format {form}: {' or '.join(get_args(Format))}", 2)
     try:
@@ -159,6 +160,8 @@ def merge(
     api_key: ApiKey = "",
 ) -> None:
     """Make a model folder of a base and an adapter, which needs the adapter no more."""
+    from shared.adapter_files.export import export  # as above
+
     flags = [*(["--dequantize"] if dequantize else []), *(["--trust-remote-code"] if trust_remote_code else [])]
     if "/" in which:
         raise typer.Exit(_merge(["--name", which, *flags, "--", model, which, str(folder)]))

@@ -32,7 +32,9 @@ from shared.errors import (
     EmptyPromptError,
     InvalidGrammarError,
     InvalidRequestError,
+    UnsupportedParameterError,
 )
+from shared.images.refs import ImageRef
 from shared.process.settings import ApiSettings
 from shared.sequences import ModelCard, SamplingParams, vocabulary_error
 from shared.text.codec import TextCodec
@@ -62,6 +64,8 @@ class Asked:
     grammar: str = ""
     split: SplitPlan | None = None
     prediction: tuple[int, ...] = ()  # what the client expects of the completion
+    images: tuple[ImageRef, ...] = ()  # of the one prompt
+    image_token: int = 0  # that stands for each vector of them
 
 
 async def plan(ring: Ring, body: SamplingFields, target: Target, asked: Asked) -> tuple[Work, ReplyPlan]:
@@ -74,7 +78,7 @@ async def plan(ring: Ring, body: SamplingFields, target: Target, asked: Asked) -
                 "a trajectory needs generated tokens: 'max_tokens' 0 has none", param="max_tokens"
             )
         work = msgspec.structs.replace(work, collect=collect)
-    elif body.collect_trajectory is None and work.kind == "generate":
+    elif body.collect_trajectory is None and work.kind == "generate" and not work.images:
         collect = await collection_for_feedback(ring, target, reply.name or reply.id.partition("-")[2], work.n)
         if collect is not None:
             work = msgspec.structs.replace(work, collect=collect, sampling=for_a_trainer(body, work.sampling))
@@ -92,6 +96,8 @@ def unchecked_plan(body: SamplingFields, target: Target, asked: Asked, settings:
     """The plan, but for what takes time: its grammar has not been compiled, and nobody was asked about a reward."""
     served, n = target.served, body.n or 1
     card, codec = served.card, served.codec
+    if asked.images:
+        _check_beside_images(body)
     if len(asked.prompts) * n > MAX_CHOICES:
         raise InvalidRequestError(f"at most {MAX_CHOICES} choices a request; use /v1/jobs for more", param="prompt")
     unsaid = min(asked.default_tokens, settings.default_max_tokens)
@@ -164,6 +170,8 @@ def unchecked_plan(body: SamplingFields, target: Target, asked: Asked, settings:
         name=reply.name,
         split_to=target.choice.kind if target.choice else None,
         prediction_ids=asked.prediction,
+        images=asked.images,
+        image_token=asked.image_token,
     )
     return work, reply
 
@@ -263,6 +271,18 @@ def deadline(settings: ApiSettings, asked_s: float | None = None) -> int:
     """Unix milliseconds at which a request that begins now is given up: when it asks, and by the setting at last."""
     longest = settings.request_timeout_s
     return int(1000 * (time.time() + (longest if asked_s is None else min(asked_s, longest))))
+
+
+def _check_beside_images(body: SamplingFields) -> None:
+    """UnsupportedParameterError for what does not go with images."""
+    wanted = {
+        "truncate_prompt_tokens": body.truncate_prompt_tokens is not None,
+        "prompt_logprobs": body.prompt_logprobs is not None,
+        "collect_trajectory": bool(body.collect_trajectory),
+        "scoring_function": body.scoring_function is not None,
+    }
+    for name in (name for name, is_wanted in wanted.items() if is_wanted):
+        raise UnsupportedParameterError("it does not go with images", param=name)
 
 
 def _top(asked: int | None, card: ModelCard) -> int | None:

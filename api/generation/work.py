@@ -5,6 +5,7 @@ import time
 import msgspec
 
 from shared.errors import InvalidRequestError
+from shared.images.refs import ImageRef
 from shared.seeds import seed_in_request
 from shared.sequences import (
     AdapterPolicy,
@@ -42,6 +43,8 @@ class Work(msgspec.Struct, frozen=True):
     head: str = ""  # kind "head"
     tensors: tuple[bytes, ...] = ()  # kind "network": of each sequence, whose prompt is empty
     split_to: ArmKind | None = None  # where a split has chosen the version
+    images: tuple[ImageRef, ...] = ()  # of each prompt
+    image_token: int = 0  # that stands for each vector of them
 
     def specs(
         self,
@@ -91,6 +94,8 @@ class Work(msgspec.Struct, frozen=True):
                 prediction_ids=self.prediction_ids,
                 head=self.head,
                 tensors=self.tensors[p] if self.tensors else b"",
+                images=self.images,
+                image_token=self.image_token,
             )
             for p, prompt in enumerate(self.prompts)
             for s in range(self.n)

@@ -31,6 +31,7 @@ from shared.sequences import SequenceClass
 log = structlog.get_logger()
 
 PREFIX = "plm-"
+TINKER_PREFIX = "tml-"  # Tinker's SDK sends no key without it, so any key of ours may stand behind it
 SHORTEST = 16  # characters of a plain key, below which we warn
 _DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}")
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
@@ -76,12 +77,14 @@ class KeyRing:
         return iter(self._keys)
 
     def find(self, presented: str) -> ApiKey | None:
-        """The key that was presented; takes as long for a wrong one as for a right one."""
-        digest = hashlib.sha256(presented.encode()).digest()
+        """The key that was presented, also behind TINKER_PREFIX; takes as long for a wrong one as for a right one."""
+        spellings = (presented, presented.removeprefix(TINKER_PREFIX))
+        digests = [hashlib.sha256(each.encode()).digest() for each in spellings]
         found: ApiKey | None = None
         for key in self._keys:
-            if hmac.compare_digest(key.digest, digest):
-                found = key
+            for digest in digests:
+                if hmac.compare_digest(key.digest, digest):
+                    found = key
         return found
 
     def hashed(self) -> str:

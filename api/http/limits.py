@@ -17,15 +17,19 @@ VALUES_PER_OBJECT = 20  # an object costs more to check than a number: so many t
 VALUES_PER_LIST = 4
 FEW_OBJECTS = 1000  # or lists, are always taken
 BODY_WITHIN_S = 30.0  # of everything but uploads
-TRAJECTORIES = "/v1/training/update"  # token ids and log-probabilities: long bodies of many numbers
+PASSES = "/api/v1/forward_backward"  # which may come as protobuf, whose shape is no JSON's
+NUMBERS = ("/v1/training/update", PASSES, "/api/v1/forward")  # long bodies of many token ids and log-probabilities
+PROTOBUF = "application/x-protobuf"
 BYTES_PER_NUMBER = 8
 BYTES_PER_OBJECT = 50
+IMAGES = frozenset({"/v1/chat/completions", "/v1/responses"})  # take `data:` URLs, which may be long
 LARGE_BYTES = 1 << 18  # of a body: to look at its shape takes some 10 ms from here on
 
 UPLOADS = re.compile(
     r"/v1/files|/v1/jobs|/v1/adapters|/v1/adapters/[^/]+/versions|/upload_adapter|/update_adapter_weights"
 )
 _UNSAID = ("", "application/x-www-form-urlencoded")  # what `curl -d` says: only the dashboard takes such forms
+_IMAGE = re.compile(rb'"(?:url|image_url)"\s*+:\s*+"data:[^"\\]*+"', re.IGNORECASE)
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)  # possessive: one pass, whatever the text
 # A piece of JSON that is taken in one call, so that other threads get a turn in between; it never ends in a string.
 _PIECE = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.?)*+(?:"|\Z)){1,10000}+', re.DOTALL)
@@ -61,6 +65,7 @@ class BodyLimit:
         if length.isdigit() and int(length) > limit:
             await error_response(PayloadTooLargeError(detail))(scope, receive, send)
             return
+        binary = scope["path"] == PASSES and headers.get("content-type", "") == PROTOBUF
         read, until = 0, time.monotonic() + BODY_WITHIN_S
         held: list[bytes] | None = None if upload else []  # until the whole body has been looked at
 
@@ -79,7 +84,11 @@ class BodyLimit:
                 if not message.get("more_body"):
                     body, held = b"".join(held), None
                     try:
-                        if len(body) > LARGE_BYTES:
+                        if len(body) > self._settings.max_request_bytes and scope["path"] in IMAGES:
+                            await aside(check_beside_images, body, self._settings.max_request_bytes)
+                        if binary:
+                            pass
+                        elif len(body) > LARGE_BYTES:
                             await aside(check_shape, body, most_values, most_objects)
                         else:
                             check_shape(body, most_values, most_objects)
@@ -94,10 +103,12 @@ class BodyLimit:
         limit, most_values = self._settings.max_request_bytes, self._settings.max_json_values
         if upload:
             return self._settings.max_upload_bytes, most_values, 0
-        if path == TRAJECTORIES:
+        if path in NUMBERS:
             limit = self._settings.max_training_bytes
             most_values = max(most_values, limit // BYTES_PER_NUMBER)
             return limit, most_values, limit // BYTES_PER_OBJECT
+        if path in IMAGES:
+            limit = max(limit, self._settings.max_image_request_bytes)
         return limit, most_values, 0
 
 
@@ -112,6 +123,12 @@ async def _in_time(receive: Receive, until: float) -> Message:
             return await receive()
     except TimeoutError:
         raise BodyError(InvalidRequestError(f"the body did not arrive within {BODY_WITHIN_S:g} s")) from None
+
+
+def check_beside_images(body: bytes, most: int) -> None:
+    """PayloadTooLargeError for a body that has more bytes than this besides the `data:` URLs of its images."""
+    if len(body) - sum(found.end() - found.start() for found in _IMAGE.finditer(body)) > most:
+        raise PayloadTooLargeError(f"the body is larger than {most} bytes, even without its images")
 
 
 def check_shape(body: bytes, max_values: int, max_objects: int = 0) -> None:

@@ -43,10 +43,55 @@ class CompletionRequest(SamplingFields):
 
 
 class ContentPart(HistoryModel):
-    """A part of a message; text alone."""
+    """A part that is text."""
 
     type: Literal["text"]
     text: str
+
+
+class ImageUrl(HistoryModel):
+    """Where an image is: a `data:` URL, or `https:` of a host that the server may fetch from."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = Field(default=None, description="low: as one small picture")
+
+
+class FileName(HistoryModel):
+    """An image that was uploaded to /v1/files."""
+
+    file_id: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class MessagePart(HistoryModel):
+    """A part of a message: text, or an image."""
+
+    type: Literal["text", "image_url", "file"]
+    text: str = ""
+    image_url: ImageUrl | None = None
+    file: FileName | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_url(cls, data: Any) -> Any:
+        """Some clients send the URL alone."""
+        if isinstance(data, dict) and isinstance(data.get("image_url"), str):
+            return {**data, "image_url": {"url": data["image_url"]}}
+        return data
+
+    @model_validator(mode="after")
+    def _complete(self) -> "MessagePart":
+        if self.type not in self.model_fields_set:
+            raise complaint(self.type, f"a part of type '{self.type}' needs '{self.type}'")
+        if self.type != "text" and (self.text or (self.image_url is not None and self.file is not None)):
+            raise complaint("type", "a part is either text or one image")
+        return self
+
+    @property
+    def detail(self) -> str | None:
+        """How closely an image is to be looked at."""
+        source = self.image_url or self.file
+        return None if source is None else source.detail
 
 
 class CalledFunction(HistoryModel):
@@ -88,7 +133,7 @@ class ChatMessage(HistoryModel):
     off: ClassVar[Off] = {"refusal": (), "audio": (), "function_call": (), "annotations": ([],)}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | list[MessagePart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -116,8 +161,8 @@ class ChatMessage(HistoryModel):
         content = data.get("content")
         for i, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind != "text":
-                reason = f"parts of type '{kind}' are not supported, only 'text'"
+            if isinstance(kind, str) and kind not in ("text", "image_url", "file"):
+                reason = f"parts of type '{kind}' are not supported, only 'text', 'image_url' and 'file'"
                 raise complaint(f"content[{i}]", reason, unsupported=True)
         return {**data, "reasoning_content": reasoning_of(data)}
 
@@ -128,8 +173,15 @@ class ChatMessage(HistoryModel):
             raise complaint("content", f"a message of role '{self.role}' needs 'content'")
         if self.tool_calls and self.role != "assistant":
             raise complaint("tool_calls", "only a message of role 'assistant' has tool calls")
+        if self.role != "user" and self.has_images:
+            raise complaint("content", "only a message of role 'user' has images")
         self.tool_calls = self.tool_calls or None  # some templates ask whether there are any by asking for the field
         return self
+
+    @property
+    def has_images(self) -> bool:
+        """Whether one of its parts is an image."""
+        return isinstance(self.content, list) and any(part.type != "text" for part in self.content)
 
 
 class ChatFields(RequestModel):
@@ -150,7 +202,8 @@ class ChatFields(RequestModel):
             return self
         if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
             raise complaint("continue_final_message", "it does not go with 'add_generation_prompt': true")
-        if not self.messages or not self.messages[-1].content or self.messages[-1].tool_calls:
+        last = self.messages[-1] if self.messages else None
+        if last is None or not last.content or last.tool_calls or last.has_images:
             raise complaint("continue_final_message", "the last message must be text")
         return self
 

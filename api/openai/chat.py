@@ -13,6 +13,7 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.openai.bodies import ChatCompletionRequest
 from api.openai.conversations import conversation
+from api.openai.images import ChatImages, images_of
 from api.openai.replies import reply
 from api.openai.tools import ToolUse
 from api.ring.ring import TheRing
@@ -31,16 +32,22 @@ _NO_HINT = {("reasoning_effort", "none"), ("verbosity", "medium")}  # ask for no
     responses=error_responses(ok="A chat completion object, or server-sent chunks when `stream` is true"),
 )
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, ring: TheRing) -> Response:
-    """OpenAI's chat completions for text, with vLLM's extras."""
+    """OpenAI's chat completions for text and images, with vLLM's extras."""
     target = await target_of(ring, body, request, split=True)
     codec = target.served.codec
-    work, reply_plan = await plan(ring, body, target, await asked_of(codec, body, ring.settings))
+    images = await images_of(ring, target.served.card, body.messages)
+    asked = await asked_of(codec, body, ring.settings, images=images)
+    work, reply_plan = await plan(ring, body, target, asked)
     response = await reply(ring, codec, work, reply_plan, bool(body.stream))
     return with_unused(response, unused_hints(body, codec))
 
 
 async def asked_of(
-    codec: TextCodec, body: ChatCompletionRequest, settings: ApiSettings, begun: Sequence[int] = ()
+    codec: TextCodec,
+    body: ChatCompletionRequest,
+    settings: ApiSettings,
+    begun: Sequence[int] = (),
+    images: ChatImages | None = None,
 ) -> Asked:
     """The chat as the model gets it, and what only this endpoint knows of it; `begun` as in `conversation`."""
     wanted, blamed = "", "tools"
@@ -52,7 +59,7 @@ async def asked_of(
     if body.tools or body.tool_choice:
         tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     variables = {name: value for name, value in _hints(body).items() if name in codec.bundle.chat_template}
-    chat = await conversation(codec, body, tools, wanted, begun, **variables)
+    chat = await conversation(codec, body, tools, wanted, begun, images, **variables)
     newer = body.max_completion_tokens is not None
     predicted = [] if body.prediction is None else await encoded(codec, [body.prediction.text], False)
     return Asked(
@@ -67,6 +74,8 @@ async def asked_of(
         grammar=chat.grammar,
         split=chat.split,
         prediction=tuple(predicted[0]) if predicted else (),
+        images=() if images is None else images.refs,
+        image_token=0 if images is None else images.vision.image_token_id,
     )
 
 

@@ -14,9 +14,10 @@ import msgspec
 
 from api.generation.splitter import SplitPlan, Thinking
 from api.openai.bodies import ChatCompletionRequest, ChatFields, ChatMessage
+from api.openai.images import ChatImages
 from api.openai.tools import ToolUse
 from api.ring.room import LARGE_CHARS, LARGE_COUNT, aside
-from shared.errors import InvalidRequestError
+from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.text import grammar
 from shared.text.codec import TextCodec
 
@@ -66,6 +67,7 @@ async def conversation(
     tools: ToolUse | None = None,
     wanted: str = "",
     begun: Sequence[int] = (),
+    images: ChatImages | None = None,
     **variables: Any,
 ) -> Conversation:
     """Render and encode a chat; `wanted` is the grammar of its answer's content. InvalidRequestError when the template
@@ -74,7 +76,7 @@ async def conversation(
     `begun`: ids of an earlier turn, answer included. Where the text begins with theirs, the ids begin with them: text
     that a model has written may have other ids when it is encoded, and then no KV of it would be found.
     """
-    text, ids = await _encoded(codec, body, tools, variables, begun)
+    text, ids = await _encoded(codec, body, tools, variables, begun, images)
     if tools is not None:
         wanted = tools.grammar(codec, wanted)
     marks, thinking = _reasoning(codec, body, text)
@@ -117,19 +119,27 @@ async def encoded_chat(codec: TextCodec, body: ChatFields, tools: ToolUse | None
 
 
 async def _encoded(
-    codec: TextCodec, body: ChatFields, tools: ToolUse | None, variables: dict[str, Any], begun: Sequence[int] = ()
+    codec: TextCodec,
+    body: ChatFields,
+    tools: ToolUse | None,
+    variables: dict[str, Any],
+    begun: Sequence[int] = (),
+    images: ChatImages | None = None,
 ) -> tuple[str, list[int]]:
     """Text and ids of a chat, of which the template writes the special tokens itself; beside the loop when large."""
 
     def encode() -> tuple[str, list[int]]:
-        text = _rendered(codec, body, tools, variables)
+        text = _rendered(codec, body, tools, variables, images)
         before = codec.decode(begun, skip_special_tokens=False) if begun else ""
         if before and text.startswith(before):
             return text, [*begun, *codec.encode(text[len(before) :], False)]
         return text, codec.encode(text, bool(body.add_special_tokens))
 
-    large = _is_large(body.messages, tools) or len(begun) > LARGE_CHARS
-    return await aside(encode) if large else encode()
+    large = _is_large(body.messages, tools) or len(begun) > LARGE_CHARS or images is not None
+    text, ids = await aside(encode) if large else encode()
+    if images is not None:
+        images.check(ids)
+    return text, ids
 
 
 def _is_large(messages: Sequence[ChatMessage], tools: ToolUse | None) -> bool:
@@ -144,11 +154,17 @@ def _is_large(messages: Sequence[ChatMessage], tools: ToolUse | None) -> bool:
     return count > LARGE_COUNT or chars > LARGE_CHARS
 
 
-def _rendered(codec: TextCodec, body: ChatFields, tools: ToolUse | None, variables: dict[str, Any]) -> str:
+def _rendered(
+    codec: TextCodec,
+    body: ChatFields,
+    tools: ToolUse | None,
+    variables: dict[str, Any],
+    images: ChatImages | None,
+) -> str:
     asked = body.chat_template_kwargs or {}
     if wrong := sorted(asked.keys() & _OWN_VARIABLES):
         raise InvalidRequestError(f"'{wrong[0]}' is not a template variable of its own", param="chat_template_kwargs")
-    messages, mark = template_messages(body.messages), ""
+    messages, mark = template_messages(body.messages, images=images is not None), ""
     if body.continue_final_message:
         mark = f"the-end-{secrets.token_hex(12)}"
         messages[-1]["content"] += mark
@@ -158,6 +174,7 @@ def _rendered(codec: TextCodec, body: ChatFields, tools: ToolUse | None, variabl
         tools=tools.shown if tools is not None and "tools" in codec.bundle.chat_template else None,
         **{**variables, **asked},
     )
+    text = text if images is None else images.expanded(text)
     if not mark:
         return text
     begun, found, _ = text.rpartition(mark)  # what the template puts behind a message ends it
@@ -172,13 +189,23 @@ def _last_text(messages: Sequence[ChatMessage]) -> str:
     return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
 
-def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: text as one string, `developer` as `system`, call arguments as objects."""
+def template_messages(messages: Sequence[ChatMessage], *, images: bool = False) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: text as one string, `developer` as `system`, call arguments as objects.
+
+    UnsupportedParameterError for images, unless whoever asks knows what to do with their marks.
+    """
     shown: list[dict[str, Any]] = []
     for message in messages:
         fields = message.model_dump(exclude_none=True)
         if isinstance(message.content, list):
             fields["content"] = "".join(part.text for part in message.content)
+        if message.has_images and not images:
+            reason = "images are taken by /v1/chat/completions and /v1/responses, and not here"
+            raise UnsupportedParameterError(reason, param="messages")
+        if message.has_images and isinstance(message.content, list):
+            text = [{"type": "text", "text": part.text} for part in message.content]
+            shown_parts = zip(message.content, text, strict=True)
+            fields["content"] = [each if part.type == "text" else {"type": "image"} for part, each in shown_parts]
         fields.setdefault("content", "")
         if message.role == "developer":
             fields["role"] = "system"

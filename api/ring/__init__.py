@@ -6,6 +6,9 @@ Work whose time depends on what a client sent stays off the event loop: `room.py
 API keys (`caller.py` says whose work a task does), `grammars.py` checks grammars in processes that can be killed
 (`grammar_process.py`), and `ordered_scores.py` asks a job runner for rewards.
 
+Images are checked in such processes, too (`images.py`); `image_fetch.py` fetches them from hosts that the operator has
+named.
+
 `split_choices.py` chooses the version of an adapter whose requests are split over several.
 
 `first_tokens.py` predicts when a request's first token would come, so that it can be refused in time.

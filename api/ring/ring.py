@@ -15,6 +15,8 @@ from api.load import Load
 from api.ring.caller import asker
 from api.ring.first_tokens import FirstTokens, Forecast
 from api.ring.grammars import GrammarChecker
+from api.ring.image_fetch import ImageFetch
+from api.ring.images import ImageIntake
 from api.ring.ordered_scores import OrderedScores
 from api.ring.split_choices import SplitChoices
 from shared.errors import InvalidRequestError, PausedError, ServiceUnavailableError, UnknownModelError
@@ -37,6 +39,8 @@ from shared.redis.ring.metric_store import MetricWriter
 from shared.redis.ring.pause import PauseSwitch
 from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from shared.redis.tokens.reader import FrameReader
+from shared.redis.training.learner_store import LearnerStore
+from shared.redis.training.tinker_store import TinkerStore
 from shared.scoring.pool import RewardPool
 from shared.scoring.score import Rewards
 from shared.scoring.served import ServedRewards
@@ -44,6 +48,7 @@ from shared.sequences import ModelCard, SequenceClass
 from shared.telemetry.metrics import Tally
 from shared.text.codec import CodecCache, TextCodec
 
+IMAGE_GRACE_S = 600  # that images live on behind the last deadline of a sequence that names them
 LOOK_AGAIN_S = 1.0  # how old the view of live models may be
 MAX_SCORE_S = 60.0  # that a job runner may take over texts to be scored at once
 SERVING = frozenset({"ready", "paused"})  # states of workers that have taken, or will take, what waits
@@ -85,8 +90,13 @@ class Ring:
         self.responses = ResponseStore(self.redis, terms)
         self.answers = AnswerStore(self.redis, Terms(settings.feedback_ttl_s, settings.feedback_store_mb << 20))
         self.conversations = ConversationStore(self.redis, terms)
+        longest_s = int(max(settings.request_timeout_s, settings.background_timeout_s))
+        self.images = ImageIntake(self.redis, Terms(longest_s + IMAGE_GRACE_S, settings.image_store_mb << 20))
+        self.image_fetch = ImageFetch(settings.allowed_image_hosts, settings.max_image_bytes, settings.image_fetch_s)
         self.sessions = SessionStore(self.redis, Terms(settings.session_ttl_s, settings.session_store_mb << 20))
         self.dead_letters = DeadLetters(self.redis)
+        self.learners = LearnerStore(self.redis)
+        self.tinker = TinkerStore(self.redis)
         self.adapters = AdapterStore(self.redis, keep_n=settings.adapter_keep_n, who_asks=asker)
         self.splits = SplitChoices(Splits(self.redis, self.adapters), self.tally)
         self.frames = FrameReader(settings.redis, self.api_id)
@@ -117,6 +127,8 @@ class Ring:
         await self.judges.close()
         self.patterns.close()
         await self.grammars.close()
+        self.images.close()
+        await self.image_fetch.close()
         await self.redis.aclose()
 
     async def live_models(self) -> dict[str, ModelCard]:

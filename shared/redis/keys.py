@@ -45,6 +45,13 @@ ANSWER_TTL_S = 600
 METRICS_TTL_S = 30 * DAY_S  # of the totals, from the last write of any process
 METRICS_PROCESS_TTL_S = DAY_S
 HISTORY_TTL_S = DAY_S
+LEARNER_TTL_S = 7 * DAY_S  # of a learner and its state, from its last request
+LEARNER_SAVE_TTL_S = 30 * DAY_S  # the longest that a save is kept
+LEARNER_ANSWER_TTL_S = 3_600
+TINKER_TTL_S = 7 * DAY_S  # of sessions and samplers, from their last use
+SAMPLE_TTL_S = 3_600
+LEARNER_LEASE_MS = 6_000  # a service that dies leaves its learners to another one after this long
+LEARNER_SERVICE_TTL_S = 10  # refreshed by each heartbeat
 RESULTS_PER_CHUNK = 256  # of a job, in one hash
 
 
@@ -206,7 +213,7 @@ kept_events = Key(
 kept_uses = Key("parallm:kept:{*}:uses", "sorted set", "api", "a day longer", "what is kept, by its last use")
 kept_sizes = Key("parallm:kept:{*}:sizes", "hash", "api", "a day longer", "bytes of each, and of `all`")
 # Entries by the time in Unix milliseconds from which on one api process may take them. Lists: background,
-# webhooks, feedback
+# webhooks, feedback, and learners:MODEL
 due = Key("parallm:{*}:due", "sorted set", "api or job runner", "8 d, refreshed", "what is to be done, and when")
 due_owners = Key("parallm:{*}:due:owners", "hash", "api", "8 d, refreshed", "which process has taken which entry")
 
@@ -281,6 +288,29 @@ trajectories_seen = Key(
 training_orders = Key(
     "parallm:train:{*}:orders", "stream", "api", "1 d, 32 entries", "updates and checkpoints asked for"
 )
+# Fields: spec, epoch (of the service that has it), done (its last answered request), applied (the last one that its
+# state holds), state, bytes (of its requests)
+learner = Key("parallm:learner:{*}", "hash", "trainer", "7 d from the last request", "one learner: what, and how far")
+# Until the learner's state holds them
+learner_requests = Key(
+    "parallm:learner:{*}:requests", "hash", "api", "7 d, refreshed", "its requests by number, msgpack"
+)
+learner_answer = Key("parallm:learner:{*}:answer:*", "string", "trainer", "1 h", "the answer to one request, msgpack")
+learner_state = Key(
+    "parallm:learner:{*}:state:*", "hash", "trainer", "7 d, refreshed; torn: 10 min", "weights and moments in chunks"
+)
+learner_saves = Key("parallm:learner:{*}:saves", "hash", "trainer", "30 d, refreshed", "saves by name, JSON")
+learner_saved = Key(
+    "parallm:learner:{*}:saved:*", "hash", "trainer", "the save's; torn: 10 min", "a saved state in chunks"
+)
+learner_service = Key(
+    "parallm:{*}:learner-service", "string", "trainer", "10 s", "a service that trains learners, JSON"
+)
+# By keeper. Things: session:ID, sampler:ID, sample:ID (a result, or who works on it)
+tinker_thing = Key(
+    "parallm:tinker:{*}:thing:*", "string", "api", "7 d, refreshed; a sample 1 h", "what a Tinker client has, msgpack"
+)
+tinker_runs = Key("parallm:tinker:{*}:runs", "sorted set", "api", "7 d, refreshed", "learners by their creation")
 score_orders = Key("parallm:score:orders", "stream", "api", "1 d, 256 entries", "texts to be scored at once")
 answer = Key("parallm:answer:*", "string", "trainer, job runner or worker", "10 min", "the answer to an order, JSON")
 

@@ -12,6 +12,7 @@ cancelled or late cancels its sequences.
 
 import asyncio
 import json
+import struct
 import time
 import uuid
 from collections.abc import Sequence
@@ -21,7 +22,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
-import numpy as np
 from redis.asyncio import Redis
 
 from shared.adapters import check_language
@@ -312,8 +312,7 @@ class _Ask:
         """What a head says of a text."""
         (spec,) = self._specs(model, ids, "head", SamplingParams(max_tokens=0, seed=0), [()])
         (result,) = await self.rewards.run(model.card.name, [msgspec.structs.replace(spec, head=head)])
-        outputs: list[float] = np.frombuffer(result.embedding, "<f4").tolist()
-        return outputs
+        return [value for (value,) in struct.iter_unpack("<f", result.embedding)]
 
     async def log_likelihoods(
         self, model: AskedModel, prompt: list[int], continuations: list[list[int]]

@@ -171,6 +171,8 @@ _OURS = (
     _histogram("mlx_parallm_lora_swap_seconds", _MODEL, _SWAP, "from the start of a slot's writing to its remap"),
     _counter("mlx_parallm_prefix_cache_evicted_blocks_total", _MODEL, "blocks that the prefix cache has dropped"),
     _counter("mlx_parallm_prefix_cache_evicted_snapshots_total", _MODEL, "snapshots that it has dropped"),
+    _counter("mlx_parallm_images_encoded_total", _MODEL, "images that a model's tower has seen"),
+    _counter("mlx_parallm_images_known_total", _MODEL, "images of sequences whose vectors were there, or under way"),
     _counter("mlx_parallm_ssd_cache_hits_total", _MODEL, "prompts for which KV came from files"),
     _counter("mlx_parallm_ssd_cache_hit_tokens_total", _MODEL, "their tokens that came from there"),
     _counter("mlx_parallm_ssd_cache_written_bytes_total", _MODEL, "bytes of KV written to files"),

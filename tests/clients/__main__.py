@@ -4,27 +4,36 @@ Starts `mlx_parallm_serve` with the tiny model and runs each script of tests/cli
 has the clients (tests/clients/requirements.txt), and those for Node where `--node` names a folder with their packages.
 A script proves what its docstring says, and exits 0 when it holds. The load generator brings PyTorch along, so it has a
 requirements file of its own (requirements-load.txt), and its script is skipped where it is not installed; so are those
-of openai-agents (requirements-agents.txt), and a trainer with the packages of `--logger` (requirements-loggers.txt).
+of openai-agents (requirements-agents.txt), a trainer with the packages of `--logger` (requirements-loggers.txt), and
+Tinker's SDK (requirements-tinker.txt), beside which a training service runs.
 """
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from tests.e2e.rings import MODEL, ROOT, ring
+from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 300
 # Scripts whose client is not in requirements.txt: it is heavy, or its pins do not go with those of others.
-NEEDS = {"guidellm_load": "guidellm", "openai_agents_sessions": "agents", "train_loggers": "trackio"}
+NEEDS = {
+    "guidellm_load": "guidellm",
+    "openai_agents_sessions": "agents",
+    "train_loggers": "trackio",
+    "tinker_train": "tinker",
+}
 APART = {
     "guidellm": "requirements-load.txt",
     "agents": "requirements-agents.txt",
     "trackio": "requirements-loggers.txt",
+    "tinker": "requirements-tinker.txt",
 }
 
 
@@ -63,6 +72,21 @@ def has(python: str, package: str) -> bool:
     return subprocess.run([python, "-c", look], check=False).returncode == 0
 
 
+@contextlib.contextmanager
+def training(server: Ring, wanted: bool) -> Iterator[None]:
+    """A training service beside the ring, if a script wants one."""
+    if not wanted:
+        yield
+        return
+    service = Process.start("trainer.service", "--redis", server.redis_url, "--model", f"models/{MODEL}")
+    try:
+        service.wait_for_line(r"learners\.ready")
+        yield
+    finally:
+        code = service.stop()
+    assert code == 0, service.output
+
+
 def main() -> int:
     """Run the scripts; 1 when one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -81,7 +105,12 @@ def main() -> int:
     for path in absent:
         print(f"skipped {path.name:24s} needs tests/clients/{APART[NEEDS[path.stem]]}", flush=True)
     chosen = [path for path in chosen if path not in absent]
-    with tempfile.TemporaryDirectory() as folder, ring(Path(folder), "--model-alias", f"claude-*={MODEL}") as server:
+    trains = any(path.stem == "tinker_train" for path in chosen)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ring(Path(folder), "--model-alias", f"claude-*={MODEL}") as server,
+        training(server, trains),
+    ):
         passed = [run(script, python, arguments.node, server.url) for script in chosen]
     print(f"{sum(passed)} passed, {len(passed) - sum(passed)} failed")
     return 0 if all(passed) else 1

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import api.cli.main
 import api.serve.main
 import trainer.__main__
+import trainer.service.__main__
 import worker.__main__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +37,7 @@ PROGRAMS = {
     "mlx_parallm_serve": api.serve.main.main,
     "mlx_parallm_worker": worker.__main__.main,
     "mlx_parallm_train": trainer.__main__.main,
+    "mlx_parallm_learners": trainer.service.__main__.main,
 }
 
 

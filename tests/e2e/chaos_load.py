@@ -18,10 +18,10 @@ import httpx
 from api.cli.client import InferenceClient, JobRequest
 from api.cli.http import RequestFailedError
 from api.generation.resume import GRACE_S
-from shared.frames import events_of_chunk
 from shared.jobs import JobInput, JobStatus
 from shared.redis import keys
 from shared.redis.connection.client import connect
+from shared.redis.tokens.log import events_of_chunk
 from shared.trajectories import Trajectory
 from tests.e2e.chaos_ring import ChaosRing, Member
 from tests.e2e.rings import MODEL

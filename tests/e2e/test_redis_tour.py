@@ -14,11 +14,14 @@ import pytest
 from redis.asyncio import Redis
 
 from api.cli.client import InferenceClient
+from shared.learners import Begin, LearnerSpec, SaveDone, SaveInfo, ServiceCard
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
 from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.redis.training.board import TrainingBoard, ring_id
+from shared.redis.training.learner_store import LearnerStore
+from shared.redis.training.tinker_store import TinkerStore
 from shared.training import TrainerStatus, TrainingPoint
 from tests.e2e.rings import MODEL, ROOT, Ring
 from tests.redis.adapter_versions import publish
@@ -30,7 +33,7 @@ MAY_BE_EMPTY = (
     "deadletters", "XPENDING", "CONSUMERS", "SLOWLOG", "queue:batch'", ":out:", "jobs:active", "$WORKER", ":finished:",
     "batches:pending", ":pins", ":collected'", ":trajectories'", "orders", ":answer:", ":limit:", "arq:",
     ":of:acme", "parallm:children", "parallm:named:", ":due", "{completions}", ":split",
-    ":live:", ":live-turn:",
+    ":live:", ":live-turn:", ":learner-service",
 )  # fmt: skip
 MAY_BE_ABSENT = (
     "parallm:pause",
@@ -40,6 +43,7 @@ MAY_BE_ABSENT = (
     ":lease",
     ":history-turn",
     "{completions}",
+    ":learner-service",
 )  # "nothing: none", as the page says
 
 
@@ -74,6 +78,7 @@ async def filled(served: Ring, redis: Redis) -> dict[str, str]:
         batch = (await http.post("/v1/batches", json=batch_body)).json()["id"]
         talk = (await http.post("/v1/conversations", json={"items": "hello"})).json()["id"]
         asked = {"model": MODEL, "input": "hello", "background": True, "stream": True, "max_output_tokens": 4}
+        session = (await http.post("/api/v1/create_session", json={"tags": []})).json()["session_id"]
         said = await http.post("/v1/responses", json=asked)
         response = re.findall(r'"id":"(resp_\w+)"', said.text)[0]
     async with InferenceClient(served.url) as client:
@@ -86,6 +91,8 @@ async def filled(served: Ring, redis: Redis) -> dict[str, str]:
     await board.write(TrainerStatus(policy="policy", run="r", owner="owner"))
     await board.add(TrainingPoint(train_step=0, policy_step=1, version=1, at_ms=1))
     await board.alert("no_signal", "all rewards are equal")
+    state, saved = await learned(LearnerStore(redis), f"{session}:train:0")
+    await TinkerStore(redis).note_run(keys.keeper("tinker of "), f"{session}:train:0")
 
     async def is_counted() -> bool:
         tokens = await redis.execute_command("HGET", keys.metric_totals(), f"vllm:generation_tokens_total|{MODEL}")
@@ -100,8 +107,24 @@ async def filled(served: Ring, redis: Redis) -> dict[str, str]:
     return {
         "WORKER": worker.id, "JOB": job, "SEQ": f"{job}-0", "API": re.findall(r"{(.+)}", apis[0])[0], "FILE": file,
         "BATCH": batch, "REQUEST": request_id, "TOKENIZER": card.tokenizer_sha256, "KEEPER": keys.keeper(""),
-        "RESPONSE": response, "TALK": talk,
+        "RESPONSE": response, "TALK": talk, "LEARNER": f"{session}:train:0", "NUMBER": "1", "STATE": state,
+        "SAVED": saved, "TINKER": keys.keeper("tinker of "), "SESSION": session,
     }  # fmt: skip
+
+
+async def learned(store: LearnerStore, name: str) -> tuple[str, str]:
+    """A learner with an answer, a state and a save, and a request that waits; the ids of the two."""
+    spec = LearnerSpec(id=name, model=MODEL, rank=1, scale=1.0)
+    await store.create(spec)
+    for number in (1, 2):
+        await store.place(spec, number, Begin())
+    held = await store.take(name)
+    assert held is not None
+    state, saved = await store.put_state(name, b"weights"), await store.put_saved(name, b"weights")
+    info = SaveInfo(name="a", kind="state", created_ms=1, expires_ms=2**41, bytes_id=saved)
+    assert await store.tell(held, 1, SaveDone("a", "state"), state=state, save=info)
+    await store.announce(ServiceCard(id="s", model=MODEL, max_rank=1, max_learners=1))
+    return state, saved
 
 
 async def test_every_command_of_the_tour_shows_something(served: Ring, redis: Redis) -> None:

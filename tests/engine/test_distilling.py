@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -153,7 +154,12 @@ async def test_a_student_comes_nearer_to_its_teacher_whose_scores_are_asked_for_
         nonlocal asked
         asked += 1
         assert tokenizer == tiny.card.tokenizer_sha256
-        return score(teacher.model, rows, name)
+        return [beyond(row, top_k) for row in score(teacher.model, rows, name)]
+
+    def beyond(row: ScoredRow, top_k: int) -> ScoredRow:
+        ids = tuple((tiny.card.vocab_size, *each) for each in row.top_ids)
+        logprobs = tuple((-0.01, *each) for each in row.top_logprobs)
+        return msgspec.structs.replace(row, top_ids=ids, top_logprobs=logprobs, top_k=top_k)
 
     monkeypatch.setattr("trainer.distilling.run.scored", scored)
     for name in ("whole", "pieces"):
@@ -171,6 +177,8 @@ async def test_a_student_comes_nearer_to_its_teacher_whose_scores_are_asked_for_
     assert (run.folder / file).read_bytes() == (pieces[1].folder / file).read_bytes()
     with pytest.raises(SetupError, match="holds a run whose teacher is t@1"):
         await distilled(settings(tmp_path / "pieces", **asking | {"teacher": "t@2"}))
+    with pytest.raises(SetupError, match="holds a run with --teacher-top-k 20"):
+        await distilled(settings(tmp_path / "pieces", **asking | {"teacher_top_k": 3}))
     assert run.dataset is not None
     other = tmp_path / "other.jsonl"
     other.write_bytes(b"".join(run.dataset.read_bytes().splitlines(keepends=True)[1:]))

@@ -1,16 +1,21 @@
 """Whether rows get drafts, and how long ones, where a step takes what is set: real drafts and a clock, no model."""
 
+import io
 import random
 from collections.abc import Sequence
 from statistics import quantiles
+from typing import Any
 
+import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models import llama
+from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from shared.sequences import SamplingParams, SequenceSpec
 from worker.engine.batch.row import Row
+from worker.engine.kv.kinds import ragged, take_back
 from worker.engine.messages import RowRequest, SpeculationConfig
-from worker.engine.speculation.drafting import Drafting
+from worker.engine.speculation.drafting import SILENT, Drafting
 from worker.engine.speculation.memory import ANCHOR, FARTHEST
 
 VOCAB, TOKENS, NOISE = 5000, 128, 0.05
@@ -96,6 +101,25 @@ def test_drafts_of_several_tokens_pay_where_those_of_one_do_not(rows: int, chanc
     assert World([chance] * rows, 0.05, fixed=0.7).run() > least
 
 
+@pytest.mark.parametrize(("rows", "chance", "fixed", "least"), [(32, 0.7, 0.3, 1.28), (8, 0.5, 0.2, 1.08)])
+def test_rows_gain_though_some_of_them_pause(rows: int, chance: float, fixed: float, least: float) -> None:
+    """Until all are over; a row that paused, or whose first draft was wrong, used to stop all others."""
+    assert World([chance] * rows, 0.02, fixed=fixed).run() > least
+
+
+def test_rows_for_which_nothing_suggests_itself_are_seldom_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, look = [0], Drafting._draft
+
+    def counted(self: Drafting, *row: Any) -> list[int]:
+        looks[0] += 1
+        return look(self, *row)
+
+    monkeypatch.setattr(f"{__name__}.VOCAB", 10**8)  # no id comes twice
+    monkeypatch.setattr(Drafting, "_draft", counted)
+    World([None] * 4, 0.1).run()
+    assert 4 * SILENT < looks[0] < 4 * TOKENS / 2
+
+
 @pytest.mark.parametrize("chance", [0.3, 0.7])
 def test_what_drafts_take_at_all_is_found_out_without_a_loss(chance: float) -> None:
     assert World([chance] * 32, 0.15, fixed=1.0).run() > 0.95
@@ -158,3 +182,23 @@ def test_of_a_long_prediction_no_more_is_taken_in_than_is_read() -> None:
         assert len(drafting._rows) == step, "one in a step"
     text = drafting._rows[rows[0]].prediction
     assert text is not None and len(text.ids) <= FARTHEST + ANCHOR
+
+
+def test_rows_that_end_apart_cost_a_layer_few_operations_more() -> None:
+    """Where the host's time for an operation counts, as on CUDA: finding places and counting are done once a step."""
+    assert more_operations(layers=3) - more_operations(layers=2) <= 4
+
+
+def more_operations(layers: int) -> int:
+    """That a step of two rows takes which end apart, over one of rows that end together."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": layers, "intermediate_size": 16, "num_attention_heads": 2}
+    model = llama.Model(llama.ModelArgs("llama", rms_norm_eps=1e-6, vocab_size=32, **sizes))
+    counts = []
+    for slack in ([0, 0], [0, 1]):
+        caches = ragged([BatchKVCache([0, 0]) for _ in range(layers)])
+        mx.eval(model(mx.zeros((2, 8), mx.int32), cache=caches))
+        take_back(caches, slack, [0, 0])
+        graph = io.StringIO()
+        mx.export_to_dot(graph, model(mx.zeros((2, 3), mx.int32), cache=caches))
+        counts.append(graph.getvalue().count("shape=rectangle"))
+    return counts[1] - counts[0]

@@ -122,6 +122,12 @@ def test_rows_with_different_parameters_share_a_call() -> None:
     assert together[5] == 11
 
 
+@pytest.mark.parametrize("temperature", [9e-6, 1e-40, 5e-324])
+def test_hardly_any_temperature_is_none(temperature: float) -> None:
+    logits_BV = mx.array([[0.0, 3.0, 2.9, -4.0]])
+    assert _Plan((row_of(params(temperature=temperature)),), 4, 256).draw(logits_BV, mx.array([[0]])).item() == 1
+
+
 def test_counts_grow_by_the_token_that_the_host_has_not_seen() -> None:
     vocab = 50
     row = row_of(params(temperature=0.0, frequency_penalty=1.0), [])

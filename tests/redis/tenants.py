@@ -16,8 +16,10 @@ from redis.asyncio import Redis
 from api.app import create_app
 from api.http.api_keys import line_of
 from api.tenants import Rule, rule_of
+from shared.learners import LearnerSpec
 from shared.process.settings import ApiSettings
 from shared.redis import keys
+from shared.redis.training.tinker_store import TinkerSampler, TinkerSession
 from shared.sequences import SamplingParams, SequenceSpec, encode
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, Events, api
@@ -56,6 +58,11 @@ def named(adapter: str, file: str) -> dict[str, dict[str, Any]]:
     """A request of every route that names an adapter, a policy or a file elsewhere than in its path."""
     upload = {"data": {"name": adapter}, "files": files(mlx_config())}
     said, talk = f"/v1/responses/resp_{adapter}", f"/v1/conversations/conv_{adapter}"
+    tinker, learner, asked = "/api/v1", f"{adapter}:train:0", {"model_id": f"{adapter}:train:0", "seq_id": 1}
+    run, saved = f"{tinker}/training_runs/{learner}", "checkpoints/weights/a"
+    datum = {"model_input": {"chunks": [{"tokens": [1]}]}, "loss_fn_inputs": {}}
+    passed = {"forward_backward_input": {"data": [datum], "loss_fn": "ppo"}}
+    drawn = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "seq_id": 1}
     return {
         "POST /v1/completions": {"json": {"model": adapter, "prompt": "hi"}},
         "POST /v1/chat/completions": {"json": {"model": MODEL, "adapter": f"{adapter}@1", **CHAT}},
@@ -110,6 +117,31 @@ def named(adapter: str, file: str) -> dict[str, dict[str, Any]]:
         "GET /v1/training/status": {"params": {"policy": adapter}},
         "GET /debug/training": {"params": {"policy": adapter}},
         "GET /v1/training/trajectories": {"params": {"policy": adapter}},
+        "POST /api/v1/session_heartbeat": {"json": {"session_id": adapter}},
+        "POST /api/v1/sessions/{session_id}/finish": {"path": f"{tinker}/sessions/{adapter}/finish"},
+        "GET /api/v1/sessions/{session_id}": {"path": f"{tinker}/sessions/{adapter}"},
+        "POST /api/v1/create_model": {"json": {"session_id": adapter, "model_seq_id": 0, "base_model": MODEL}},
+        "POST /api/v1/forward_backward": {"json": asked | passed},
+        "POST /api/v1/forward": {"json": asked | passed},
+        "POST /api/v1/optim_step": {"json": asked | {"adam_params": {}}},
+        "POST /api/v1/save_weights": {"json": asked},
+        "POST /api/v1/save_weights_for_sampler": {"json": asked},
+        "POST /api/v1/load_weights": {
+            "json": asked | {"path": f"tinker://{learner}/weights/a", "optimizer": True},
+        },
+        "POST /api/v1/get_info": {"json": {"model_id": learner}},
+        "POST /api/v1/unload_model": {"json": {"model_id": learner}},
+        "POST /api/v1/create_sampling_session": {
+            "json": {"session_id": adapter, "sampling_session_seq_id": 0, "base_model": MODEL}
+        },
+        "GET /api/v1/samplers/{sampler_id}": {"path": f"{tinker}/samplers/{adapter}:sample:0"},
+        "POST /api/v1/asample": {"json": {"sampling_session_id": f"{adapter}:sample:0", **drawn}},
+        "POST /api/v1/retrieve_future": {"json": {"request_id": f"{learner}:1"}},
+        "GET /api/v1/training_runs/{run}": {"path": run},
+        "GET /api/v1/training_runs/{run}/checkpoints": {"path": f"{run}/checkpoints"},
+        "DELETE /api/v1/training_runs/{run}/checkpoints/{segment}/{name}": {"path": f"{run}/{saved}"},
+        "PUT /api/v1/training_runs/{run}/checkpoints/{segment}/{name}/ttl": {"path": f"{run}/{saved}/ttl", "json": {}},
+        "POST /api/v1/weights_info": {"json": {"tinker_path": f"tinker://{learner}/weights/a"}},
     }
 
 
@@ -119,6 +151,11 @@ NAMES_NOTHING = {
     "POST /v1/conversations",
     "POST /abort_requests",
     "POST /v1/training/resume",
+    "POST /api/v1/create_session",
+    "POST /api/v1/cancel_future",  # of what is not there, or another's, nothing happens
+    "POST /api/v1/telemetry",
+    "POST /api/v1/client/config",
+    "POST /api/v1/client/dynamic_config",
     "POST /v1/feedback",  # it names an answer: tests/redis/test_feedback.py
 }
 
@@ -195,6 +232,11 @@ async def make(ring: Ring, redis: Redis) -> None:
     assert (await ring.ask("alice", "POST /v1/responses", json=kept)).status_code == 200
     talk = b'{"id":"conv_hers","created_at":1,"metadata":{}}'
     await ring.server.ring.conversations.create(keys.keeper("acme"), "conv_hers", talk)
+    acme, tinker = keys.keeper("tinker of acme"), ring.server.ring.tinker
+    await tinker.put(acme, "hers", TinkerSession("hers"))
+    await tinker.put(acme, "hers:sample:0", TinkerSampler("hers:sample:0", MODEL))
+    spec = LearnerSpec(id="hers:train:0", model=MODEL, rank=1, scale=1.0, owner="acme", keeper=acme)
+    await ring.server.ring.learners.create(spec)
     ring.things = {
         "file": file,
         "batch": (await ring.ask("alice", "POST /v1/batches", json=batch)).json()["id"],
@@ -255,7 +297,8 @@ async def check_visible(ring: Ring, who: str) -> None:
 
 async def check_nothing_has_changed(ring: Ring) -> None:
     await check_visible(ring, "alice")
-    for path in ("/v1/responses/resp_hers", "/v1/conversations/conv_hers"):
+    tinker = ("sessions/hers", "training_runs/hers:train:0", "samplers/hers:sample:0")
+    for path in ("/v1/responses/resp_hers", "/v1/conversations/conv_hers", *(f"/api/v1/{each}" for each in tinker)):
         answer = await ring.ask("anna", f"GET {path}")
         assert answer.status_code == 200, (path, answer.text)
     job = (await ring.ask("alice", f"GET /v1/jobs/{ring.things['job']}")).json()

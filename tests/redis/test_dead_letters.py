@@ -11,7 +11,7 @@ from shared.frames import Finish
 from shared.redis import keys
 from shared.redis.queue.dead_letters import DeadLetters, Unusable, bury
 from shared.redis.tokens.writer import FrameWriter
-from shared.sequences import encode
+from shared.sequences import SCHEMA, encode
 from tests.redis.sequences import MODEL, die, ending, gathered, ids, plan, queue, spec, tokens
 
 
@@ -77,16 +77,17 @@ async def test_a_spec_of_a_newer_version_is_kept_and_refused_until_somebody_can_
     redis: Redis, letters: DeadLetters
 ) -> None:
     q = queue(redis)
-    newer = encode(msgspec.structs.replace(spec("new", job="j"), schema=2))
+    newer = encode(msgspec.structs.replace(spec("new", job="j"), schema=SCHEMA + 1))
     await q.enqueue([spec("new", job="j")])
     await redis.hset(keys.sequence(MODEL, "new"), "spec", newer)
     assert await q.claim("w", plan(4)) == []
     (result,) = await gathered(redis, "j")
     assert result.finish.error_code == "incompatible_version"
-    assert "schema 2" in result.finish.error_message
+    newer_schema = f"schema {SCHEMA + 1}"
+    assert newer_schema in result.finish.error_message
     (letter,) = await letters.list()
-    assert "schema 2" in letter.unreadable
-    with pytest.raises(ConflictError, match="schema 2"):
+    assert newer_schema in letter.unreadable
+    with pytest.raises(ConflictError, match=newer_schema):
         await letters.requeue(letter.id)
     assert len(await letters.list()) == 1
 

@@ -30,11 +30,17 @@ def test_calls_and_continuations_that_cannot_be_are_refused_by_name(body: dict[s
     assert refusal(ChatCompletionRequest, {"messages": HELLO, **body}).param == param
 
 
-def test_image_parts_are_refused_by_name() -> None:
-    content = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
-    error = refusal(ChatCompletionRequest, {"messages": [{"role": "user", "content": content}]})
-    assert error.param == "messages[0].content[1]"
-    assert "image_url" in error.message
+def test_parts_that_are_neither_text_nor_an_image_are_refused_by_name() -> None:
+    user = {"role": "user"}
+    wrong = [
+        ({**user, "content": [{"type": "input_audio", "input_audio": {}}]}, "messages[0].content[0]"),
+        ({**user, "content": [{"type": "image_url"}]}, "messages[0].content[0].image_url"),
+        ({**user, "content": [{"type": "file", "image_url": "x"}]}, "messages[0].content[0].file"),
+        ({**user, "content": [{"type": "image_url", "image_url": {"url": 5}}]}, "messages[0].content[0].image_url.url"),
+        ({"role": "system", "content": [{"type": "image_url", "image_url": "x"}]}, "messages[0].content"),
+    ]
+    for message, param in wrong:
+        assert refusal(ChatCompletionRequest, {"messages": [message]}).param == param
 
 
 @pytest.mark.parametrize(

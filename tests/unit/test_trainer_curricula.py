@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from shared.errors import SetupError
 from tests.unit.test_trainer_collect import Player, fresh, settle
 from trainer.curricula.curriculum import Curriculum
-from trainer.curricula.difficulty import DifficultyField, Wanted, kinds_of, places_of
+from trainer.curricula.difficulty import DifficultyField
 from trainer.curricula.options import CurriculumOptions
+from trainer.curricula.places import Wanted, kinds_of, places_of
 from trainer.curricula.pool import TaskPool
 from trainer.rollouts.collector import Collector
 from trainer.rollouts.environments import DatasetEnvironment, Observation, Outcome, Scored, read_jsonl

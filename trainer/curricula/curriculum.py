@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shared.seeds import derived_seed
-from trainer.curricula.difficulty import Places, Wanted, kinds_of
 from trainer.curricula.options import CurriculumOptions
+from trainer.curricula.places import Places, Wanted, kinds_of
 from trainer.curricula.pool import TaskPool
 from trainer.state import CurriculumBooks, DrawnTask
 

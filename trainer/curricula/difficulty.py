@@ -1,23 +1,14 @@
-"""How hard tasks are said to be, and how hard the next ones should be.
+"""How hard a line of a data set says that its task is.
 
-Difficulties are only compared, never added: what counts is a task's place in the task set, from 0 (the easiest) to 1.
-So levels, ages and 0-to-100 estimates need no settings of their own.
+Difficulties are only compared, never added (places.py), so levels, ages and 0-to-100 estimates need no settings of
+their own. No numpy: `--help` and the process of a user's own environment load this, and nothing of places.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-
-WIDTH = 0.1  # of the task set: how far from the wanted difficulty a task is still drawn often
-KINDS = 16  # at most
-_GAIN = 2.0  # AdaRFT's alpha
-
-Places = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -57,45 +48,3 @@ def is_number(value: object) -> bool:
         return math.isfinite(value)
     except OverflowError:  # an integer of hundreds of digits
         return False
-
-
-def places_of(difficulties: Sequence[float]) -> Places:
-    """The place of each task in the task set; equally hard tasks share the middle of theirs."""
-    _, level, counts = np.unique(np.asarray(difficulties, np.float64), return_inverse=True, return_counts=True)
-    middle = np.cumsum(counts) - counts / 2
-    return np.asarray(middle[level] / len(difficulties))
-
-
-def kinds_of(places: Places) -> npt.NDArray[np.int64]:
-    """A number for each level, where there are few; else for each of so many equal parts of the task set."""
-    levels, level = np.unique(places, return_inverse=True)
-    return np.asarray(level if len(levels) <= KINDS else np.minimum(places * KINDS, KINDS - 1), np.int64)
-
-
-class Wanted:
-    """The wanted difficulty, as a place; it follows the rewards of the tasks near it, as AdaRFT's (arXiv 2504.05520).
-
-    Where they earn more than the target the next ones are harder, where they earn less they are easier.
-    """
-
-    def __init__(self, places: Places, target: float, pace: float) -> None:
-        self.places = places
-        self._target, self._pace = target, pace
-        self.place = float(places.min())
-
-    def weights(self) -> Places:
-        """1 for the nearest tasks."""
-        away = np.square((self.places - self.place) / WIDTH) / 2
-        return np.asarray(np.exp(away.min() - away))
-
-    def follow(self, tasks: Sequence[int], shares: Sequence[float]) -> None:
-        """A train step was on these tasks; the farther one is from what is wanted now, the less it says."""
-        near = self.weights()[list(tasks)]
-        if near.sum() < SMALLEST:
-            return
-        earned = float(near @ np.asarray(shares) / near.sum())
-        moved = self.place + self._pace * math.tanh(_GAIN * (earned - self._target))
-        self.place = min(float(self.places.max()), max(float(self.places.min()), moved))
-
-
-SMALLEST = 1e-6  # below it a batch has no task near the wanted difficulty

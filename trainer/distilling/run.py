@@ -35,7 +35,7 @@ class DistillRun(TuneRun):
         kept = settings.folder / FILE
         longest = loaded.card.context_length - 1  # the teacher says one token behind each row
         if self._has_gathered(kept):
-            rows = await asyncio.to_thread(read_kept, kept, settings.teacher)
+            rows = await asyncio.to_thread(read_kept, kept, settings.teacher, settings.teacher_top_k)
             await asyncio.to_thread(self._check_data, rows, longest)
             self._asked = False
         else:
@@ -47,6 +47,7 @@ class DistillRun(TuneRun):
             async with HttpApi.of(settings) as api:
                 rows = await scored(api, settings.teacher, settings.teacher_top_k, items, loaded.card.tokenizer_sha256)
             own = len(examples.items)
+            rows = [row.within(loaded.card.vocab_size) for row in rows]
             rows = [*rows[:own], *(msgspec.structs.replace(row, held_out=True) for row in rows[own:])]
             self._asked = True
         self._rows = {str(at): row for at, row in enumerate(rows)}

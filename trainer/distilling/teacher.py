@@ -7,6 +7,8 @@ Invariants. Teacher and student have the same tokenizer, by its hash, so that id
 one version of the teacher.
 """
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +37,19 @@ class ScoredRow(msgspec.Struct, frozen=True):
     top_ids: tuple[tuple[int, ...], ...]  # one for each token that counts
     top_logprobs: tuple[tuple[float, ...], ...]
     held_out: bool = False  # of a data set of its own
+    top_k: int = 0  # tokens that were asked for; 0: not known
+
+    def within(self, vocab_size: int) -> ScoredRow:
+        """Without tokens beyond so many, which the student has: models may have room for more than there are."""
+        kept = [
+            [(id_, logprob) for id_, logprob in zip(*place, strict=True) if id_ < vocab_size]
+            for place in zip(self.top_ids, self.top_logprobs, strict=True)
+        ]
+        return msgspec.structs.replace(
+            self,
+            top_ids=tuple(tuple(id_ for id_, _ in place) for place in kept),
+            top_logprobs=tuple(tuple(logprob for _, logprob in place) for place in kept),
+        )
 
     def group(self, name: str) -> SampleGroup:
         """The row as tuning has it."""
@@ -110,7 +125,7 @@ async def _score(api: HttpApi, teacher: str, top_k: int, row: SampleGroup) -> tu
     tops = [_top(token or {}) for token, counts in zip(tokens, sample.mask, strict=True) if counts]
     line = ScoredRow(
         teacher, row.prompt_ids, sample.completion_ids, sample.mask,
-        tuple(ids for ids, _ in tops), tuple(logprobs for _, logprobs in tops),
+        tuple(ids for ids, _ in tops), tuple(logprobs for _, logprobs in tops), top_k=top_k,
     )  # fmt: skip
     return line, {span.version for choice in answer.choices for span in choice.weight_versions}
 
@@ -121,7 +136,7 @@ def _top(tokens: dict[str, _Token]) -> tuple[tuple[int, ...], tuple[float, ...]]
     return tuple(token for _, token, _ in ranked), tuple(logprob for _, _, logprob in ranked)
 
 
-def read_kept(file: Path, teacher: str) -> list[ScoredRow]:
+def read_kept(file: Path, teacher: str, top_k: int) -> list[ScoredRow]:
     """The scores that the run began with; SetupError when it began with others."""
     ways = "give another --run, or --resume no"
     try:
@@ -132,4 +147,6 @@ def read_kept(file: Path, teacher: str) -> list[ScoredRow]:
         raise SetupError(f"{file} holds no teacher's scores: {ways} ({error})") from error
     if not rows or rows[0].teacher != teacher:
         raise SetupError(f"{file.parent} holds a run whose teacher is {rows[0].teacher if rows else 'none'}: {ways}")
+    if rows[0].top_k not in (0, top_k):
+        raise SetupError(f"{file.parent} holds a run with --teacher-top-k {rows[0].top_k}: {ways}")
     return rows

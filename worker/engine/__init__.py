@@ -5,7 +5,7 @@ Read in this order: `messages.py` (what goes in and out), `thread.py` (the threa
 together), `kv/` (keys and values that are kept), `lora/` (adapters), `heads/` (small networks on hidden states),
 `networks/` (those that are no language models),
 `sampling/` (drawing a token), `model/` (loading, and what differs between models and back ends), `speculation/`
-(several tokens of a row in one step).
+(several tokens of a row in one step), `vision/` (images in prompts).
 `between_steps.py` lets somebody else compute between two decode steps, `warm_up.py` measures the machine before the
 first row. `fused.py`: several operations as one, on a GPU.
 """

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 
-from shared.errors import EngineError, ParallmError, UnsupportedModelError
+from shared.errors import EngineError, ParallmError
 from shared.frames import Finish, TokenEvent
 from shared.sequences import SequenceClass
 from shared.text.codec import TextCodec
@@ -37,6 +37,7 @@ from worker.engine.scheduler import UNDISTURBED, ChunkSize, ClassTurns, Limits, 
 from worker.engine.speculation.batch import batch_of
 from worker.engine.speculation.draft_batch import draft_batch
 from worker.engine.speculation.drafting import Drafting
+from worker.engine.vision.gallery import Gallery
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Engine:
         self._limits = Limits.of(loaded.card, loaded.kv_limit_bytes, loaded.draft_kv)
         bound_freed_memory(self._limits.kv_limit_bytes)
         self._model = RowModel(loaded.model, adapters, loaded.kv, loaded.heads)
+        self._gallery = Gallery(loaded.tower, config.image_cache_bytes)
         self._pieces = Pieces(ChunkSize(config.prefill_chunk, config.piece_s))
         self._class_turns = ClassTurns()
         score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
@@ -88,7 +90,8 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether the next turn has anything to do."""
-        waits_only = self._frozen or (self._stalled and len(self._rows) == len(self._waiting))
+        stalled = self._stalled and len(self._rows) == len(self._waiting) and not self._gallery.busy
+        waits_only = self._frozen or stalled
         return bool(self._events or self._loading or self.prefixes.busy or (self._rows and not waits_only))
 
     @property
@@ -158,6 +161,8 @@ class Engine:
 
     def _compute(self) -> None:
         self.settle()
+        with mx.stream(self._batch.stream):
+            self._gallery.work(self._config.between_steps_s * (1 if self._batch.decoding else UNDISTURBED))
         self._pieces.open()
         self._start(self._followers.ready(self._batch.prefilling_rows), wait=False)
         self._admit()
@@ -200,6 +205,7 @@ class Engine:
             disk=self.prefixes.disk,
             prefill_token_s=self._pieces.token_s,
             speculation=self.drafting.stats,
+            vision=self._gallery.stats,
         )
 
     def close(self, *, keep: bool = False) -> None:
@@ -207,8 +213,6 @@ class Engine:
         self._grammars.close()
         with mx.stream(self._batch.stream):
             self.prefixes.close(keep=keep)
-
-    # -- in
 
     def _take(self, request: RowRequest) -> None:
         spec = request.spec
@@ -222,12 +226,13 @@ class Engine:
         if spec.kind == "generate" and (finish := row.resume()):
             self._events.append(row.last_event(finish))
             return
-        if spec.kind in ("embed", "head") and not self._model.embeds:
-            raise UnsupportedModelError("this model shows no hidden states: no embeddings, no heads", param="model")
+        self._model.check(spec)
+        self._gallery.check(row.viewing, request.pictures)
         self._model.adapters.admit(row)
         if s.grammar and spec.kind == "generate":
             row.place = self._grammars.open(s.grammar, row.tokens, spec.tenant)
         promote(row, self._model.adapters, self.prefixes)
+        self._gallery.open(row.viewing, request.pictures)
         self._rows[spec.id] = row
         # Interactive sequences wait before batch ones, each class in order of arrival.
         ahead = sum(other.spec.sequence_class == "interactive" for other in self._waiting)
@@ -254,6 +259,7 @@ class Engine:
         """Whether its grammar is compiled, its adapter loaded, and KV of it in memory that was on disk."""
         try:
             is_ready = (row.place is None or row.place.ready) and self._model.adapters.ready(row)
+            is_ready &= self._gallery.ready(row.viewing)
             promote(row, self._model.adapters, self.prefixes)
             return is_ready and not row.promotion.waits
         except ParallmError as error:
@@ -275,13 +281,8 @@ class Engine:
         with mx.stream(self._batch.stream):
             self._batch.insert(task.entry(self._model.adapters.version(task.rows[0]), self.prefixes))
 
-    # -- through
-
     def _prefill(self, budget: int, of: SequenceClass) -> None:
-        """Feed prompts of a class in our lane; complete ones fork into the batch.
-
-        Many short ones are bounded by the clock, too: each has a forward of its own, whose start takes its time.
-        """
+        """Feed prompts of a class in our lane, for a bounded time; complete ones fork into the batch."""
         until = time.perf_counter() + self._config.lane_s
         while budget > 0 and (task := self._lane.first(of)):
             try:
@@ -360,8 +361,6 @@ class Engine:
             self._batch.insert(Entry([row], row.context))
         self._start([row for row in rows if not row.tokens])
 
-    # -- out
-
     def _expire(self) -> None:
         """End the rows whose deadline has passed."""
         now = time.time_ns() // 1_000_000
@@ -397,4 +396,5 @@ class Engine:
             if row.place is not None:
                 self._grammars.leave(row.place)
             row.promotion.cancel()
+            self._gallery.close(row.viewing)
             self._model.adapters.release(row)

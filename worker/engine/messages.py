@@ -78,6 +78,17 @@ class EngineConfig:
     disk: DiskConfig | None = None  # where KV goes that the prefix cache has no room for; None: nowhere
     guest_share: float = 0.2  # of the thread's time that guests get while rows decode; 0: none
     speculation: SpeculationConfig | None = None  # None: no drafts
+    image_cache_bytes: int = 256 << 20  # of images' vectors that no row uses
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image as the tower sees it."""
+
+    key: bytes  # as its `ImageRef` says
+    tiles: list[bytes]  # RGB bytes of each
+    width: int  # of each tile, in pixels
+    height: int
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,7 @@ class RowRequest:
     spec: SequenceSpec
     attempt: int = 1
     prior: tuple[TokenEvent, ...] = ()
+    pictures: tuple[Picture, ...] = ()  # of its images
 
     def refused(self, error: ParallmError) -> TokenEvent:
         """Its only event, when it cannot run."""
@@ -161,6 +173,15 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True)
+class VisionStats:
+    """Images since start."""
+
+    encoded: int = 0
+    hits: int = 0  # that were known, or under way, when a row came with them
+    bytes: int = 0  # of the vectors that are kept
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """A snapshot of the engine."""
 
@@ -178,6 +199,7 @@ class EngineStats:
     guests: GuestStats = field(default_factory=GuestStats)
     disk: DiskStats = field(default_factory=DiskStats)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    vision: VisionStats = field(default_factory=VisionStats)
 
 
 OnStep = Callable[[StepOutput], None]

@@ -103,7 +103,7 @@ class Fetching:
         version = self._version_of(request.spec)
         if version is None:
             return
-        ids = [*request.spec.prompt_ids, *(token for event in request.prior for token in event.tokens)]
+        ids = [*request.spec.kv_prompt, *(token for event in request.prior for token in event.tokens)]
         wish = _Wish(request.spec.id, ids, version, worker, is_wanted)
         beginning = (worker, version, tuple(ids[:LEAST_IDS]))
         async with self._alike.setdefault(beginning, asyncio.Lock()):  # the next one finds what this one has fetched

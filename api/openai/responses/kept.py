@@ -11,7 +11,7 @@ from starlette.responses import Response
 from api.http.bodies import LONG_BYTES
 from api.http.errors import json_reply
 from api.openai.responses.body import ResponseRequest
-from api.openai.responses.turns import FunctionCallItem, FunctionOutputItem, InputMessage, Item
+from api.openai.responses.turns import FunctionCallItem, FunctionOutputItem, InputMessage, Item, TextPart
 from api.openai.responses.writer import ResponseWriter
 from api.ring.ring import Ring
 from api.ring.room import LARGE_COUNT, aside
@@ -34,7 +34,9 @@ def _shown(at: int, item: Item, base: str) -> tuple[str, dict[str, Any]]:
         name = f"msg_{base}i{at:04d}"
         written: dict[str, Any] = {"type": "output_text", "annotations": [], "logprobs": []}
         part = written if item.role == "assistant" else {"type": "input_text"}
-        content = [{**part, "text": each.text} for each in item.content]
+        content = [
+            {**part, "text": each.text} if isinstance(each, TextPart) else each.model_dump() for each in item.content
+        ]
         return name, {"id": name, "type": "message", "role": item.role, "status": "completed", "content": content}
     if isinstance(item, FunctionCallItem):
         name = f"fc_{base}i{at:04d}"

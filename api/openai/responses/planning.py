@@ -11,6 +11,7 @@ from api.generation.work import Work
 from api.http.errors import from_validation
 from api.openai.bodies import ChatCompletionRequest
 from api.openai.chat import asked_of
+from api.openai.images import images_of
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.turns import turn_starts
 from api.ring.ring import Ring
@@ -76,7 +77,8 @@ async def _fitting(
         last = len(turn_starts(body.messages())) - 1
     while True:  # the first look is at all of it, the others halve what is left
         chat = await chat_body(body, skipped)
-        asked = await asked_of(codec, chat, ring.settings, begun)
+        images = await images_of(ring, card, chat.messages)
+        asked = await asked_of(codec, chat, ring.settings, begun, images)
         fits = len(asked.prompts[0]) <= most
         if fits and (skipped == 0 or skipped - tried == 1):
             return chat, asked

@@ -1,8 +1,9 @@
 """The `input` of POST /v1/responses: a text or items of earlier turns, and the messages of a chat that they come to."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
+from pydantic import BeforeValidator, Field, Tag, WithJsonSchema, model_validator
 
 from api.http.fields import HistoryModel, Off, complaint
 from api.openai.tools import by_type, known_type
@@ -20,6 +21,27 @@ class TextPart(HistoryModel):
     text: str
 
 
+class ImagePart(HistoryModel):
+    """An image in a user's message: a URL, or a file of /v1/files."""
+
+    type: Literal["input_image"]
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: Literal["auto", "low", "high"] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> "ImagePart":
+        if (self.image_url is None) == (self.file_id is None):
+            raise complaint("image_url", "an image has either 'image_url' or 'file_id'")
+        return self
+
+    def part(self) -> dict[str, Any]:
+        """As a chat has it."""
+        if self.file_id is not None:
+            return {"type": "file", "file": {"file_id": self.file_id, "detail": self.detail}}
+        return {"type": "image_url", "image_url": {"url": self.image_url, "detail": self.detail}}
+
+
 def _parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
@@ -30,6 +52,34 @@ Text = Annotated[
     BeforeValidator(_parts),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
 ]
+
+
+_TEXTS = ("input_text", "output_text", "text")
+# The same with images in between.
+Seen = Annotated[
+    list[
+        Annotated[
+            Annotated[
+                Annotated[TextPart, Tag("<input_text>")]
+                | Annotated[TextPart, Tag("<output_text>")]
+                | Annotated[TextPart, Tag("<text>")]
+                | Annotated[ImagePart, Tag("<input_image>")],
+                by_type("text"),
+            ],
+            known_type(*_TEXTS, "input_image"),
+        ]
+    ],
+    BeforeValidator(_parts),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
+]
+
+
+def _content(parts: Sequence[TextPart | ImagePart]) -> str | list[dict[str, Any]]:
+    """A message's content as a chat has it."""
+    texts = [part for part in parts if isinstance(part, TextPart)]
+    if len(texts) == len(parts):
+        return _joined(texts)
+    return [part.part() if isinstance(part, ImagePart) else {"type": "text", "text": part.text} for part in parts]
 
 
 def _joined(parts: list[TextPart]) -> str:
@@ -43,7 +93,7 @@ class InputMessage(HistoryModel):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Text
+    content: Seen
     id: str | None = None
     status: str | None = None
 
@@ -160,7 +210,7 @@ def messages_of(instructions: str | None, given: list[Item]) -> list[dict[str, A
                 {"id": item.call_id, "type": "function", "function": function}
             )
         else:
-            messages.append({"role": item.role, "content": _joined(item.content)})
+            messages.append({"role": item.role, "content": _content(item.content)})
         if thought and messages and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"], thought = thought, ""
     if not messages:

@@ -1,10 +1,12 @@
 """An api process's settings for what it keeps between two requests: responses, conversations, answers, sessions."""
 
-from pydantic import BaseModel, Field
+from pydantic import Field
+
+from shared.process.options.images import ImageSettings
 
 
-class ResponseSettings(BaseModel):
-    """Part of ApiSettings."""
+class ResponseSettings(ImageSettings):
+    """Part of ApiSettings, with images, which are kept until workers have seen them."""
 
     response_ttl_s: int = Field(
         default=604_800,

@@ -1,6 +1,6 @@
 """What is kept between two requests: `response_store.py` has responses, `conversation_store.py` conversations,
-`answer_store.py` answers that wait for feedback, `session_store.py` the state of recurrent policies, and
-`kept_things.py` what all have in common.
+`answer_store.py` answers that wait for feedback, `session_store.py` the state of recurrent policies, `image_store.py`
+images that wait for workers, and `kept_things.py` what all have in common.
 
 Invariants. Everything belongs to one keeper (a tenant, or an API key), whose digest stands in the names of the keys: a
 name of another keeper's thing finds nothing. What a keeper has together stays within a bound of bytes: the things that

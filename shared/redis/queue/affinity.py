@@ -40,7 +40,7 @@ class WarmNotes:
         """Note that this worker computes these prompts."""
         if (epoch := _epoch()) != self._epoch:
             self._epoch, self._noted, self._full = epoch, set(), False
-        fresh = {mark for spec in specs for mark in marks(spec.prompt_ids, spec.adapter)} - self._noted
+        fresh = {mark for spec in specs for mark in marks(spec.kv_prompt, spec.adapter)} - self._noted
         if not fresh or self._full:
             return
         key = keys.warm_prefixes(self._model, epoch)
@@ -87,7 +87,7 @@ class Affinity:
 
 async def holders(redis: Redis, model: str, specs: Sequence[SequenceSpec]) -> dict[str, str]:
     """By sequence, the worker that computed its prompt's beginning last, where one is known."""
-    workers = await _warm(redis, [marks(spec.prompt_ids, spec.adapter) for spec in specs], model)
+    workers = await _warm(redis, [marks(spec.kv_prompt, spec.adapter) for spec in specs], model)
     return {spec.id: worker for spec, worker in zip(specs, workers, strict=True) if worker}
 
 
@@ -104,7 +104,7 @@ async def _warm(redis: Redis, groups: Sequence[list[bytes]], model: str) -> list
 
 
 def marks(prompt_ids: Sequence[int], adapter: str) -> list[bytes]:
-    """Hashes of a prompt's beginnings of SHORTEST, twice as many, ... tokens; the longest first."""
+    """Hashes of a prompt's (`kv_prompt`) beginnings of SHORTEST, twice as many, ... tokens; the longest first."""
     hashes: list[bytes] = []
     packed = array("q", prompt_ids)
     chain = hashlib.blake2b(adapter.encode(), digest_size=12)
@@ -118,7 +118,7 @@ def marks(prompt_ids: Sequence[int], adapter: str) -> list[bytes]:
 
 def _beginning_marks(group: Sequence[SequenceSpec]) -> list[bytes]:
     """Marks of what all prompts of a group begin with."""
-    first, *others = {spec.prompt_ids: marks(spec.prompt_ids, spec.adapter) for spec in group}.values()
+    first, *others = {(spec.prompt_ids, spec.images): marks(spec.kv_prompt, spec.adapter) for spec in group}.values()
     return [mark for mark in first if all(mark in other for other in others)]
 
 

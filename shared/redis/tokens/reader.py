@@ -18,11 +18,11 @@ import structlog
 from redis.exceptions import RedisError
 
 from shared.errors import ServiceUnavailableError
-from shared.frames import events_of_chunk, events_of_frame
 from shared.redis import keys
 from shared.redis.connection.client import connect, server_time_ms
 from shared.redis.connection.faults import is_refusal, reason
 from shared.redis.tokens.feed import SequenceCursor, TokenFeed
+from shared.redis.tokens.log import events_of_chunk, events_of_frame
 
 log = structlog.get_logger()
 

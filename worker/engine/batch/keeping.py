@@ -43,12 +43,12 @@ class Keeping:
             row = self._rows.popleft()
             left -= self._kv_bytes(len(row.spec.prompt_ids))
             rows.append(row)
-        self._store(rows, [row.spec.prompt_ids[:-1] for row in rows], kv)
+        self._store(rows, [row.prompt[:-1] for row in rows], kv)
 
     def prompt(self, row: Row, length: int, kv: RowsKv) -> None:
         """A prompt that was fed alone, so many ids of it."""
         if not self._prefixes.needs_snapshots:
-            self._store([row], [row.spec.prompt_ids[:length]], kv)
+            self._store([row], [row.prompt[:length]], kv)
 
     def at_stops(self, rows: list[Row], lengths: list[int], kv: RowsKv) -> None:
         """Rows whose prompts have been fed up to a stop, which is so many ids."""

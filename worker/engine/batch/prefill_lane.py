@@ -252,8 +252,8 @@ class PrefillLane:
         scores = task.done >= task.score_from
         length = min(length, self._score_positions if scores else task.score_from - task.done)
         length = min([length, *(stop - task.done for stop in task.stops if stop > task.done)])
-        ids_1L = mx.array(task.ids[task.done : task.done + length])[None]
-        logits_1LV = self._model(ids_1L, cache=[*task.kv, RowTag((task.rows[0],))])
+        ids = task.ids[task.done : task.done + length]
+        logits_1LV = self._model.feed([ids], [task.done], [*task.kv, RowTag((task.rows[0],))])
         task.kv_versions.update(self._model.versions)
         if scores:
             _collect(task, logits_1LV[0], task.ids[task.done + 1 : task.done + length + 1])
@@ -335,7 +335,7 @@ class PrefillLane:
         task.kv, task.done = prefix.kv or self._model.new_kv(), prefix.length
         task.cached, task.kv_versions = prefix.length, {version} if prefix.length else set()
         if task.pool is None:
-            task.stops = self._prefixes.stops(task.rows[0].spec.prompt_ids, version, prefix.length)
+            task.stops = self._prefixes.stops(task.rows[0].prompt, version, prefix.length)
 
 
 def _is_short_read(task: PrefillTask, most: int) -> bool:
@@ -374,12 +374,12 @@ class Followers:
         shared = self._prefixes.worth_sharing(task.ids, version)
         if not shared:
             return False
-        beginning = tuple(task.ids[:shared])
+        beginning = task.ids[:shared]
         for leader in batch.prefilling_rows:
-            if leader.spec.prompt_ids[:shared] != beginning or self._adapters.version(leader) != version:
+            if list(leader.prompt[:shared]) != beginning or self._adapters.version(leader) != version:
                 continue
             if self._prefixes.needs_snapshots:
-                common = self._prefixes.common(leader.spec.prompt_ids, task.ids)
+                common = self._prefixes.common(leader.prompt, task.ids)
                 if not batch.stop_between(leader, shared, common):
                     continue
             self._leaders[row] = leader

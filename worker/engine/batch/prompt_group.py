@@ -98,6 +98,7 @@ class PromptGroup:
 
     def feed(self, chunk: int) -> tuple[int, int]:
         """Say what computes the next piece of each prompt (`state`), at most `chunk` wide; its rows and its width."""
+        starts = [place.done for place in self._places]
         parts = [place.next_piece(chunk) for place in self._places]
         lengths = [len(part) for part in parts]
         longest = max(lengths)
@@ -106,7 +107,7 @@ class PromptGroup:
             for cache in self.cache:
                 cache.prepare(lengths=lengths, right_padding=padding)
         padded = [part + [0] * pad for part, pad in zip(parts, padding, strict=True)]
-        self._model(mx.array(padded), cache=self.cache)
+        self._model.feed(padded, starts, self.cache)
         if any(padding):
             for cache in self.cache:
                 cache.finalize()

@@ -23,6 +23,7 @@ from worker.engine.messages import RowRequest
 from worker.engine.sampling.draw import Draw
 from worker.engine.sampling.grammars import Place
 from worker.engine.sampling.stop_text import RowText
+from worker.engine.vision.gallery import Viewing
 
 NO_DEADLINE = 1 << 62
 
@@ -43,6 +44,7 @@ class Row:
         "predicted",
         "prior",
         "promotion",
+        "prompt",
         "reserved_tokens",
         "sampling",
         "spec",
@@ -50,11 +52,14 @@ class Row:
         "stop_ids",
         "text",
         "tokens",
+        "viewing",
     )
 
     def __init__(self, request: RowRequest, eos_ids: frozenset[int], text: RowText | None) -> None:
         self.spec = request.spec
         self.sampling = request.spec.sampling
+        self.prompt = request.spec.kv_prompt  # the ids that its KV is found by; those of its images are negative
+        self.viewing = Viewing(request.spec, self.prompt) if request.spec.images else None  # its images
         self.attempt = request.attempt
         self.prior = request.prior
         self.tokens = [token for event in request.prior for token in event.tokens]
@@ -83,8 +88,8 @@ class Row:
     def context(self) -> list[int]:
         """The ids to prefill: prompt, then tokens of earlier attempts (or the text to score)."""
         if self.spec.kind == "score":
-            return [*self.spec.prompt_ids, *self.spec.score_ids]
-        return [*self.spec.prompt_ids, *self.tokens]
+            return [*self.prompt, *self.spec.score_ids]
+        return [*self.prompt, *self.tokens]
 
     @property
     def may_go_on(self) -> bool:

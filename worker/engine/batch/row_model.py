@@ -4,13 +4,14 @@ The last element of `cache` is the batch's `RowTag`; the model itself gets the r
 latest one-token forward is left here: rows, the versions they computed with, input ids and raw logits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
 from shared.errors import UnsupportedModelError
+from shared.sequences import SequenceSpec
 from worker.engine.batch.adapters import Adapters, NoAdapters
 from worker.engine.batch.row import Row, RowTag
 from worker.engine.heads.head import Head, Heads
@@ -18,6 +19,7 @@ from worker.engine.kv.layout import KvLayout
 from worker.engine.model.batching import takes_padding
 from worker.engine.model.pooling import hidden_states
 from worker.engine.networks.network import Network
+from worker.engine.vision.features import embeddings, with_images
 
 
 class RowModel:
@@ -42,7 +44,7 @@ class RowModel:
         return self._kv.new(self.model)
 
     def hidden(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
-        """Hidden states [B, L, H] behind the last norm; only of models that `embeds` says have them."""
+        """Hidden states [B, L, H] behind the last norm; only of models that have them (`check`)."""
         assert self._hidden is not None, "a model without hidden states"
         self._enter(cache[-1])
         hidden_BLH: mx.array = self._hidden(tokens_BL, cache=cache[:-1])
@@ -63,10 +65,10 @@ class RowModel:
             raise UnsupportedModelError(f"{self.adapters.version(row) or 'this model'} is no network", param="model")
         return network
 
-    @property
-    def embeds(self) -> bool:
-        """Whether the model shows its hidden states."""
-        return self._hidden is not None
+    def check(self, spec: SequenceSpec) -> None:
+        """UnsupportedModelError for a sequence that needs hidden states, where the model shows none."""
+        if spec.kind in ("embed", "head") and self._hidden is None:
+            raise UnsupportedModelError("this model shows no hidden states: no embeddings, no heads", param="model")
 
     @property
     def _hidden(self) -> Callable[..., mx.array] | None:
@@ -80,6 +82,19 @@ class RowModel:
         is_decode_step = tokens_BL.shape[1] == 1
         self.tokens_B1 = tokens_BL if is_decode_step else None
         self.logits_B1V = logits_BLV if is_decode_step else None
+        return logits_BLV
+
+    def feed(self, ids_BL: list[list[int]], starts_B: Sequence[int], cache: list[Any]) -> mx.array:
+        """Logits of pieces of the rows' contexts, each from its place on; ids of images are read as their features."""
+        rows = cast(RowTag, cache[-1]).rows
+        if all(row.viewing is None for row in rows):
+            return self(mx.array(ids_BL), cache=cache)
+        self._enter(cache[-1])
+        tokens_BL = mx.array([[max(0, each) for each in ids] for ids in ids_BL])
+        features_B = [None if row.viewing is None else row.viewing.features for row in rows]
+        seen_BLH = with_images(embeddings(self.model)(tokens_BL), ids_BL, starts_B, features_B)
+        logits_BLV: mx.array = self.model(tokens_BL, cache=cache[:-1], input_embeddings=seen_BLH).astype(mx.float32)
+        self.tokens_B1 = self.logits_B1V = None
         return logits_BLV
 
     def _enter(self, tag: RowTag) -> None:

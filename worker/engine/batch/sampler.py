@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from shared.sequences import SamplingParams
+from shared.sequences import LEAST_TEMPERATURE, SamplingParams
 from worker.engine.batch.grammar_masks import GrammarMasks
 from worker.engine.batch.penalties import LogitEdits, Penalties
 from worker.engine.batch.row import Row
@@ -93,7 +93,7 @@ class _Plan:
         self._masks = GrammarMasks(rows, vocab)
         self._asked = AskedTokens([row.sampling for row in rows])
         self._steps_left = self._edits.steps_valid or -1
-        drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
+        drawn = [index for index, row in enumerate(rows) if row.sampling.temperature >= LEAST_TEMPERATURE]
         self._drawn = _Subset(drawn, len(rows))
         if drawn:
             self._prepare_draw([rows[index] for index in drawn], vocab, candidates)

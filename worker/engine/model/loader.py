@@ -31,6 +31,7 @@ from worker.engine.model.draft import DraftModel, check_tokenizer
 from worker.engine.model.pooling import hidden_size
 from worker.engine.model.sites import module_shapes
 from worker.engine.scheduler import DraftKv
+from worker.engine.vision.families import Tower, chat_template, check_known, is_vision, load_seeing
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 _DEFAULT_CONTEXT = 4096
@@ -52,6 +53,7 @@ class LoadedModel:
     kv: KvLayout = field(default_factory=KvLayout)
     draft: DraftModel | None = None
     heads: Heads = field(default_factory=dict)  # of its own
+    tower: Tower | None = None  # that sees
 
     @property
     def draft_kv(self) -> DraftKv:
@@ -64,7 +66,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     cuda_graphs.prepare()
     cuda_attention.install()
     path = model_folder(config.model)
-    model, bundle, model_config, heads = _read(path, config)
+    model, bundle, model_config, heads, tower = _read(path, config)
     context = _context_length(model_config, config.max_context)
     bound = config.max_kv_size if config.max_kv_size < context else 0  # a longer row is refused in any case
     kv = layout_of(model, config.kv_bits, config.kv_group_size, bound)
@@ -88,31 +90,41 @@ def load_model(config: EngineConfig) -> LoadedModel:
         hidden_size=states,
         heads={name: head.spec for name, head in heads.items()},
         shows_states=states > 0,
+        vision=None if tower is None else tower.vision,
     )
     draft = _draft_model(config, bundle)
     limit = config.kv_limit_bytes or free_bytes() // 2
-    return LoadedModel(card, bundle, model, model_config, path, limit, kv, draft, heads)
+    return LoadedModel(card, bundle, model, model_config, path, limit, kv, draft, heads, tower)
 
 
-def _read(path: Path, config: EngineConfig) -> tuple[Any, TokenizerBundle, dict[str, Any], Heads]:
-    """The module with its weights in memory, its tokenizer, its config.json, and its own heads."""
+def _read(path: Path, config: EngineConfig) -> tuple[Any, TokenizerBundle, dict[str, Any], Heads, Tower | None]:
+    """The module with its weights in memory, its tokenizer, its config.json, its own heads, and what it sees with."""
     heads: Heads = {}
+    tower: Tower | None = None
     try:
         described = mlx_lm.utils.load_config(path)
         if is_classifier(described):
             classifier = Classifier(described)
             model, model_config = classifier.load(path)
             heads = classifier.heads(hidden_size(model))
+        elif is_vision(described):
+            (model, tower), model_config = load_seeing(path, described), described
         else:
+            check_known(described)
             model, model_config = mlx_lm.utils.load_model(path, trust_remote_code=config.trust_remote_code)
         tokenizer = mlx_lm.utils.load_tokenizer(path, eos_token_ids=model_config.get("eos_token_id"))
+        if tower is not None and not tokenizer.chat_template:
+            tokenizer.chat_template = chat_template(path)
     except SetupError as error:
         raise SetupError(f"cannot load the model at {path}: {error}") from error
     except Exception as error:
         raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
     _set_dtype(model, config.dtype)
     mx.eval(model.parameters())
-    return model, export_tokenizer(tokenizer), model_config, heads
+    for part in () if tower is None else tower.parts:
+        _set_dtype(part, config.dtype)
+        mx.eval(part.parameters())
+    return model, export_tokenizer(tokenizer), model_config, heads, tower
 
 
 def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | None:
@@ -121,7 +133,7 @@ def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | 
         return None
     name = config.speculation.draft_model
     try:
-        model, its_bundle, its_config, _ = _read(model_folder(name), config)
+        model, its_bundle, its_config, *_ = _read(model_folder(name), config)
         check_tokenizer(bundle, its_bundle)
         check_batch(model, config.max_rows)
         kv = KvLayout()

@@ -87,7 +87,7 @@ class DraftBatch:
 
     def add(self, row: Row) -> None:
         """Read along with a row that decodes."""
-        context = row.context if len(row.tokens) > CATCH_UP else row.spec.prompt_ids
+        context = [*row.spec.prompt_ids, *(row.tokens if len(row.tokens) > CATCH_UP else ())]
         ids = tuple(context[self._start(row) :])
         self._read[row] = _Read(len(ids))
         self._waiting.setdefault(ids, []).append(row)

@@ -41,7 +41,7 @@ def key_of(spec: SequenceSpec) -> Key:
     digest = hashlib.blake2b(digest_size=16)
     for name in (spec.model.encode(), spec.tenant.encode()):
         digest.update(b"%d:%s" % (len(name), name))
-    digest.update(np.array(spec.prompt_ids, np.int32).tobytes())
+    digest.update(np.array(spec.kv_prompt, np.int64).tobytes())
     return digest.digest()
 
 

@@ -1,0 +1,111 @@
+"""Fetches an image by https from a host that the operator has named, and from nowhere else.
+
+Invariants. The address is looked up once, must be a public one, and is the one that is connected to, so that a name
+cannot mean another machine a moment later; the certificate is checked against the name. A redirect is followed only to
+the same host. Bytes and seconds are bounded, whatever the other side says of its length.
+"""
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Collection
+from urllib.parse import urljoin, urlsplit
+
+import httpx
+
+from shared.errors import InvalidRequestError, ServiceUnavailableError
+
+MOST_HOPS = 3
+Resolve = Callable[[str, int], Awaitable[str]]
+
+
+async def public_address(host: str, port: int) -> str:
+    """An address of a host; InvalidRequestError when it has one that is not public, or none."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise InvalidRequestError(f"the host of an image, '{host}', is not known") from None
+    addresses = [str(each[4][0]).partition("%")[0] for each in found]
+    if not addresses or not all(ipaddress.ip_address(each).is_global for each in addresses):
+        raise InvalidRequestError(f"the host of an image, '{host}', is not a public one")
+    return addresses[0]
+
+
+class ImageFetch:
+    """From these hosts."""
+
+    def __init__(
+        self, hosts: Collection[str], most_bytes: int, limit_s: float, resolve: Resolve = public_address
+    ) -> None:
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._most_bytes = most_bytes
+        self._limit_s = limit_s
+        self._resolve = resolve
+        self._client: httpx.AsyncClient | None = None
+
+    async def get(self, url: str) -> bytes:
+        """The bytes; InvalidRequestError where they may not be fetched, or the host does not give them."""
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return await self._followed(url)
+        except TimeoutError:
+            raise InvalidRequestError(f"the image was not fetched within {self._limit_s:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise InvalidRequestError(f"the image cannot be fetched ({type(error).__name__})") from None
+
+    async def close(self) -> None:
+        """Let go of connections."""
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def _followed(self, url: str) -> bytes:
+        host = self._checked(url)
+        for _ in range(MOST_HOPS):
+            status, found = await self._once(url, host)
+            if not isinstance(found, str):
+                return found
+            url = urljoin(url, found)
+            if self._checked(url) != host:
+                raise InvalidRequestError(f"the image's host redirects ({status}) to another one")
+        raise InvalidRequestError(f"the image's host redirects more than {MOST_HOPS} times")
+
+    def _checked(self, url: str) -> str:
+        """The host of a URL that may be fetched."""
+        try:
+            parts = urlsplit(url)
+            host, port = (parts.hostname or "").lower(), parts.port
+        except ValueError:
+            raise InvalidRequestError("the URL of an image is not one") from None
+        if parts.scheme != "https" or parts.username is not None or port not in (None, 443):
+            raise InvalidRequestError("an image is given as a `data:` URL, or by https on its usual port")
+        if host not in self._hosts:
+            raise InvalidRequestError(
+                f"this server does not fetch images from '{host[:100]}' (--allowed-image-hosts); send a `data:` URL"
+            )
+        return host
+
+    async def _once(self, url: str, host: str) -> tuple[int, bytes | str]:
+        """Status, and the bytes, or where they are said to be."""
+        parts = urlsplit(url)
+        address = await self._resolve(host, 443)
+        target = parts._replace(netloc=f"[{address}]" if ":" in address else address, fragment="").geturl()
+        if self._client is None:
+            self._client = httpx.AsyncClient(trust_env=False, timeout=self._limit_s)
+        named = {
+            "headers": {"host": host, "accept": "image/*", "accept-encoding": "identity"},
+            "extensions": {"sni_hostname": host},
+        }
+        async with self._client.stream("GET", target, **named) as response:  # type: ignore[arg-type]
+            status = response.status_code
+            if status in (301, 302, 303, 307, 308) and "location" in response.headers:
+                return status, response.headers["location"]
+            if status >= 500:
+                raise ServiceUnavailableError(f"the image's host answers {status}; try again shortly")
+            if status != 200:
+                raise InvalidRequestError(f"the image's host answers {status}")
+            data = bytearray()
+            async for chunk in response.aiter_bytes():
+                data += chunk
+                if len(data) > self._most_bytes:
+                    raise InvalidRequestError(f"the image has more than {self._most_bytes} bytes")
+            return status, bytes(data)

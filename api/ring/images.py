@@ -1,0 +1,59 @@
+"""Images that requests bring: told by their content, counted, decoded once in a process apart, and kept by their hash.
+
+Invariants. What workers are asked to see has been decoded whole by us, and its bytes are in Redis before the sequence
+is enqueued. Keys take turns at the processes, and nobody else waits for a file that is slow to decode.
+"""
+
+import hashlib
+from collections import OrderedDict
+from typing import NamedTuple
+
+from redis.asyncio import Redis
+
+from api.ring.caller import asker, while_wanted
+from api.ring.room import Room, aside
+from shared.image_files.pixels import Size
+from shared.image_files.reader import ImageReader
+from shared.redis.kept.image_store import ImageStore
+from shared.redis.kept.kept_things import Terms
+
+PLACES = 2
+LARGE_BYTES = 1 << 20  # to hash it takes a millisecond
+KNOWN = 1024  # images whose sizes are remembered
+
+
+class TakenImage(NamedTuple):
+    """An image that can be seen: its bytes are in Redis under this hash."""
+
+    sha256: bytes
+    size: Size
+
+
+class ImageIntake:
+    """Of one api process."""
+
+    def __init__(self, redis: Redis, terms: Terms) -> None:
+        self._store = ImageStore(redis, terms)
+        self._reader = ImageReader(PLACES)
+        self._room = Room(PLACES)
+        self._known: OrderedDict[bytes, Size] = OrderedDict()
+
+    async def take(self, data: bytes) -> TakenImage:
+        """Check an image and keep its bytes; InvalidRequestError says what is wrong with it."""
+        digest = (await aside(hashlib.sha256, data) if len(data) > LARGE_BYTES else hashlib.sha256(data)).digest()
+        size = self._known.get(digest)
+        if size is None:
+            size = await while_wanted(self._read(data))
+            self._known[digest] = size
+            if len(self._known) > KNOWN:
+                self._known.popitem(last=False)
+        await self._store.put(asker().tenant, digest, data)
+        return TakenImage(digest, size)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._reader.close()
+
+    async def _read(self, data: bytes) -> Size:
+        async with self._room.place():
+            return await self._reader.size(data)

@@ -1,0 +1,314 @@
+"""The JSON bodies of Tinker's SDK (its `types` package), and what they come to."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from api.http.fields import Off, RequestModel
+from api.tinker.names import ID, SAVE_NAME
+from shared.errors import InvalidRequestError, UnsupportedParameterError
+from shared.learners import Datum, LossName, Pass, Step, Values
+
+Id = Annotated[str, Field(pattern=ID)]
+SaveName = Annotated[str, Field(pattern=SAVE_NAME)]
+Number = Annotated[int, Field(ge=0, lt=2**31)]
+Metadata = dict[str, Any] | None
+Positive = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+LONGEST_TTL_S = 10 * 366 * 86_400
+
+
+class Body(RequestModel):
+    """What most bodies carry, and what says nothing."""
+
+    type: str | None = None
+
+
+class SessionBody(Body):
+    """POST create_session."""
+
+    tags: list[str] = Field(default=[], max_length=64)
+    user_metadata: Metadata = None
+    sdk_version: str = ""
+    project_id: str | None = Field(default=None, description="accepted, not used")
+    display_name: str | None = Field(default=None, max_length=256)
+
+
+class SessionId(Body):
+    """POST session_heartbeat."""
+
+    session_id: Id
+
+
+class LoraBody(RequestModel):
+    """What of the layers gets an adapter; the output layer never does."""
+
+    rank: int = Field(ge=1, le=256)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class ModelBody(Body):
+    """POST create_model."""
+
+    session_id: Id
+    model_seq_id: Number
+    base_model: str = Field(max_length=512)
+    user_metadata: Metadata = None
+    lora_config: LoraBody | None = None
+    optimizer_config: dict[str, Any] | None = None
+
+
+class ModelId(Body):
+    """POST get_info, unload_model."""
+
+    model_id: Id
+
+
+class AdamBody(RequestModel):
+    """Of one step."""
+
+    learning_rate: Positive = 1e-4
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: Positive = 1e-12
+    weight_decay: Positive = 0.0
+    grad_clip_norm: Positive = 0.0
+
+
+class StepBody(Body):
+    """POST optim_step."""
+
+    off: ClassVar[Off] = {"optimizer_params": ()}
+
+    model_id: Id
+    seq_id: Number
+    adam_params: AdamBody
+
+    def request(self) -> Step:
+        """What the learner is asked."""
+        adam = self.adam_params
+        decay, clip = adam.weight_decay, adam.grad_clip_norm
+        return Step(adam.learning_rate, adam.beta1, adam.beta2, adam.eps, decay, clip)
+
+
+class SaveBody(Body):
+    """POST save_weights."""
+
+    model_id: Id
+    seq_id: Number
+    path: SaveName | None = None
+    ttl_seconds: int | None = Field(default=None, ge=1, le=LONGEST_TTL_S)
+    overwrite: bool = True
+    user_metadata: dict[str, str] | None = None
+
+
+class PublishBody(Body):
+    """POST save_weights_for_sampler."""
+
+    off: ClassVar[Off] = {"kind": ("snapshot",)}
+
+    model_id: Id
+    seq_id: Number
+    path: SaveName | None = None
+    sampling_session_seq_id: Number | None = None
+    ttl_seconds: int | None = Field(default=None, ge=1, le=LONGEST_TTL_S)
+    user_metadata: dict[str, str] | None = None
+
+
+class LoadBody(Body):
+    """POST load_weights; with `session_id` and `model_seq_id` it makes the learner, too."""
+
+    off: ClassVar[Off] = {"weights_access_token": ()}
+
+    model_id: Id | None = None
+    seq_id: Number | None = None
+    session_id: Id | None = None
+    model_seq_id: Number | None = None
+    base_model: str | None = Field(default=None, max_length=512)
+    user_metadata: Metadata = None
+    path: str = Field(max_length=512)
+    optimizer: bool
+    optimizer_config: dict[str, Any] | None = None
+
+
+class SamplerBody(Body):
+    """POST create_sampling_session."""
+
+    session_id: Id
+    sampling_session_seq_id: Number
+    base_model: str | None = Field(default=None, max_length=512)
+    model_path: str | None = Field(default=None, max_length=512)
+
+
+class ChunkBody(RequestModel):
+    """A piece of a prompt; only tokens are taken."""
+
+    type: str = "encoded_text"
+    tokens: list[int] | None = None
+
+    def ids(self) -> list[int]:
+        """Its tokens; UnsupportedParameterError for an image or sound."""
+        if self.type != "encoded_text" or self.tokens is None:
+            raise UnsupportedParameterError(f"a chunk of type {self.type[:40]!r} is not supported", param="chunks")
+        return self.tokens
+
+
+class InputBody(RequestModel):
+    """A prompt."""
+
+    chunks: list[ChunkBody] = Field(max_length=4096)
+
+    def ids(self) -> list[int]:
+        """All its tokens."""
+        return [token for chunk in self.chunks for token in chunk.ids()]
+
+
+class TensorBody(RequestModel):
+    """An array as numbers."""
+
+    data: list[int] | list[float]
+    dtype: Literal["float32", "int64"]
+    shape: list[Number] | None = Field(default=None, max_length=2)
+    sparse_crow_indices: list[Number] | None = None
+    sparse_col_indices: list[Number] | None = None
+
+    def values(self) -> Values:
+        """As bytes; InvalidRequestError when its numbers are not of its shape."""
+        try:
+            array = np.array(self.data, np.dtype(self.dtype))
+            if self.sparse_crow_indices is not None:
+                column = self.sparse_col_indices or []
+                return Values.of(dense(array, self.sparse_crow_indices, column, self.shape or []))
+            return Values.of(array if self.shape is None else array.reshape(self.shape))
+        except (ValueError, OverflowError, IndexError) as error:
+            raise InvalidRequestError(f"this is no array: {error}", param="loss_fn_inputs") from error
+
+
+class DatumBody(RequestModel):
+    """One sequence of a pass."""
+
+    off: ClassVar[Off] = {"model_input_spans": ([],), "loss_fn_input_spans": ([],)}
+
+    model_input: InputBody
+    loss_fn_inputs: dict[str, TensorBody] = Field(max_length=16)
+
+    def datum(self) -> Datum:
+        """As the learner gets it."""
+        ids = np.array(self.model_input.ids(), np.int64)
+        inputs = {name: tensor.values() for name, tensor in self.loss_fn_inputs.items()}
+        return Datum(tokens_of(ids), inputs)
+
+
+class PassInput(RequestModel):
+    """Data, and what its loss is."""
+
+    data: list[DatumBody] = Field(min_length=1, max_length=4096)
+    loss_fn: str
+    loss_fn_config: dict[str, float] | None = None
+
+
+class PassBody(Body):
+    """POST forward_backward and forward; either field."""
+
+    model_id: Id
+    seq_id: Number
+    forward_backward_input: PassInput | None = None
+    forward_input: PassInput | None = None
+
+    def request(self, *, backward: bool) -> Pass:
+        """What the learner is asked."""
+        given = self.forward_backward_input or self.forward_input
+        if given is None:
+            raise InvalidRequestError("there is no 'forward_backward_input'", param="forward_backward_input")
+        data = tuple(each.datum() for each in given.data)
+        return Pass(data, loss_named(given.loss_fn), given.loss_fn_config or {}, backward)
+
+
+class SampleParams(RequestModel):
+    """How a completion is drawn. `stop`: null stops at the model's end, [] nowhere, else at these."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_k: int = Field(default=-1, ge=-1, lt=2**31)
+    top_p: float = Field(default=1.0, ge=0, le=1)
+
+
+class SampleBody(Body):
+    """POST asample."""
+
+    off: ClassVar[Off] = {
+        "target_prompt_logprobs": (),
+        "prompt_alt_tokens_k": (0,),
+        "prompt_logprobs_last_n": (),
+        "record_stability_info": (False,),
+    }
+
+    num_samples: int = Field(default=1, ge=1, le=256)
+    prompt: InputBody
+    sampling_params: SampleParams
+    base_model: str | None = Field(default=None, max_length=512)
+    model_path: str | None = Field(default=None, max_length=512)
+    sampling_session_id: Id | None = None
+    seq_id: int | None = Field(default=None, ge=0, lt=2**63)
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = Field(default=0, ge=0, le=20)
+    topk_sample_logprobs: int = Field(default=0, ge=0, le=20)
+
+
+class FutureBody(Body):
+    """POST retrieve_future, cancel_future."""
+
+    request_id: str = Field(pattern=r"^[A-Za-z0-9:_-]{1,192}$")
+    allow_metadata_only: bool = False
+
+
+class PathBody(Body):
+    """POST weights_info."""
+
+    tinker_path: str = Field(max_length=512)
+
+
+class TtlBody(Body):
+    """PUT ttl; null: as long as the service keeps saves."""
+
+    ttl_seconds: int | None = Field(default=None, ge=1, le=LONGEST_TTL_S)
+
+
+LOSSES: dict[str, LossName] = {
+    "cross_entropy": "cross_entropy",
+    "importance_sampling": "importance_sampling",
+    "ppo": "ppo",
+    "cispo": "cispo",
+    "dro": "dro",
+}
+
+
+def loss_named(name: str) -> LossName:
+    """UnsupportedParameterError for a loss that we do not know."""
+    if name not in LOSSES:
+        raise UnsupportedParameterError(f"no loss {name[:40]!r}: {', '.join(LOSSES)}", param="loss_fn")
+    return LOSSES[name]
+
+
+def tokens_of(ids: "np.ndarray[Any, np.dtype[np.int64]]") -> bytes:
+    """Token ids as a datum has them; InvalidRequestError for numbers that are none."""
+    if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
+        raise InvalidRequestError("a token id is a number from 0 on", param="model_input")
+    return ids.astype("<i4").tobytes()
+
+
+def dense(values: Any, crow: list[int], columns: list[int], shape: list[int]) -> Any:
+    """The array [R, C] of a sparse one in CSR; ValueError when it is none."""
+    if len(shape) != 2 or len(crow) != shape[0] + 1 or len(columns) != len(values) or shape[0] * shape[1] > 2**24:
+        raise ValueError("a sparse array has two dimensions, a row pointer for each row, and a column for each value")
+    counts = np.array(crow[1:], np.int64) - np.array(crow[:-1], np.int64)
+    if crow[0] != 0 or crow[-1] != len(values) or (counts < 0).any() or (columns and max(columns) >= shape[1]):
+        raise ValueError("its row pointers or its columns are not those of its shape")
+    whole = np.zeros(shape, values.dtype)
+    whole[np.repeat(np.arange(shape[0]), counts), np.array(columns, np.int64)] = values
+    return whole

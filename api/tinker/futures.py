@@ -1,0 +1,127 @@
+"""The results of what was asked: by long polls, as protobuf where the client reads it.
+
+Not there yet: 408, upon which the SDK asks again. Gone for ever: 410, upon which it begins anew. A request that was
+refused has a result, too: its error, and whose fault it was.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api.http.bodies import BodyRoute
+from api.http.errors import error_responses, json_reply
+from api.http.limits import PROTOBUF
+from api.ring.ring import Ring, TheRing
+from api.ring.room import aside
+from api.tinker.bodies import FutureBody
+from api.tinker.names import SavePath, keeper, sampler_of, spec_named
+from api.tinker.protobuf import pass_bytes
+from api.tinker.sampling import cancel_sample
+from shared.adapters import version_id
+from shared.errors import GoneError, InvalidRequestError, NotFoundError
+from shared.learners import Answer, BeginDone, Failed, LearnerSpec, LoadDone, PassDone, SaveDone, StepDone
+from shared.redis import keys
+from shared.redis.training.tinker_store import TinkerSample, TinkerSampler
+
+router = APIRouter(tags=["tinker"], prefix="/api/v1", route_class=BodyRoute)
+
+POLL_S = 20.0  # the SDK gives up a poll after 45
+_LOOK_S = (0.005, 0.25)  # pauses between looks for a sample, first and longest
+
+
+@router.post("/retrieve_future", summary="A result", response_class=Response, responses=error_responses(400, 404))
+async def retrieve_future(body: FutureBody, request: Request, ring: TheRing) -> Response:
+    """Of a learner's request or of a sample; waits for it for a while."""
+    first, _, last = body.request_id.rpartition(":sample:")
+    if ":train:" not in body.request_id:
+        if not (first and last.isdigit()):
+            raise _gone()
+        return await _sample(ring, body.request_id)
+    session, _, rest = body.request_id.partition(":train:")
+    numbers = rest.split(":")
+    if len(numbers) not in (2, 3) or not all(each.isdigit() and len(each) < 11 for each in numbers):
+        raise InvalidRequestError("this is no id of a request", param="request_id")
+    spec = await spec_named(ring, f"{session}:train:{numbers[0]}")
+    try:
+        answer = await ring.learners.answer(spec.id, int(numbers[1]) + 1, POLL_S)
+    except NotFoundError as error:
+        raise _gone() from error
+    if answer is None:
+        return _again(body.request_id)
+    if isinstance(answer, PassDone):
+        if PROTOBUF in request.headers.get("accept", ""):
+            return Response(await aside(pass_bytes, answer), media_type=PROTOBUF)
+        return json_reply(await aside(_shown_pass, answer))
+    sampler = sampler_of(session, int(numbers[2])) if len(numbers) == 3 else ""
+    return json_reply(await _shown(ring, spec, answer, sampler))
+
+
+@router.post("/cancel_future", summary="Cancel a sample", response_class=Response, responses=error_responses(400))
+async def cancel_future(body: FutureBody, ring: TheRing) -> Response:
+    """Requests of learners are carried out in any case: those behind them count on that."""
+    if ":train:" not in body.request_id:
+        await cancel_sample(ring, body.request_id)
+    return json_reply({})
+
+
+async def _sample(ring: Ring, id: str) -> Response:
+    until, pause = time.monotonic() + POLL_S, _LOOK_S[0]
+    while True:
+        found = await ring.tinker.find(keeper(), TinkerSample, id)
+        if found is None:
+            raise _gone()
+        if found.state == "done":
+            return Response(found.result, media_type=PROTOBUF)
+        if found.state == "failed":
+            return json_reply({"error": found.error, "category": found.fault})
+        if found.api != ring.api_id and not await ring.redis.exists(keys.api(found.api)):
+            await ring.tinker.forget(keeper(), TinkerSample, id)
+            raise _gone()
+        if time.monotonic() > until:
+            return _again(id)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, _LOOK_S[1])
+
+
+async def _shown(ring: Ring, spec: LearnerSpec, answer: Answer, sampler: str) -> dict[str, Any]:
+    match answer:
+        case Failed():
+            return {"error": answer.message, "category": answer.fault}
+        case BeginDone():
+            return {"type": "create_model", "model_id": spec.id}
+        case StepDone():
+            return {"metrics": answer.metrics}
+        case LoadDone():
+            return {"type": "load_weights", "model_id": spec.id}
+        case SaveDone(kind="state"):
+            return {"type": "save_weights", "path": str(SavePath(spec.id, "state", answer.name))}
+        case SaveDone():
+            path = str(SavePath(spec.id, "sampler", answer.name))
+            if sampler:
+                adapter = version_id(spec.adapter, answer.version)
+                await ring.tinker.put(keeper(), sampler, TinkerSampler(sampler, spec.model, adapter, path))
+            return {"type": "save_weights_for_sampler", "path": path, "sampling_session_id": sampler or None}
+        case PassDone():
+            return _shown_pass(answer)
+
+
+def _shown_pass(answer: PassDone) -> dict[str, Any]:
+    outputs = [
+        {
+            name: {"data": values.array().ravel().tolist(), "dtype": values.dtype, "shape": list(values.shape)}
+            for name, values in output.items()
+        }
+        for output in answer.outputs
+    ]
+    return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": answer.metrics}
+
+
+def _again(id: str) -> Response:
+    return json_reply({"type": "try_again", "request_id": id, "queue_state": "active"}, 408)
+
+
+def _gone() -> GoneError:
+    return GoneError("the result of this request is not there, or not any more", param="request_id")

@@ -1,0 +1,223 @@
+"""Tinker's protobuf messages, of which only the fields that mean something here are described.
+
+Source: the message descriptors in its SDK (tinker.proto.tinker_public_pb2, package tinker_public); field numbers are
+part of the protocol. Fields that are not described are skipped, as protobuf does with those of newer peers.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+
+from api.tinker.bodies import dense, loss_named, tokens_of
+from shared.errors import InvalidRequestError, UnsupportedParameterError
+from shared.learners import Datum, Pass, PassDone, Values
+
+_TYPES = descriptor_pb2.FieldDescriptorProto
+_SCALARS = {
+    "double": _TYPES.TYPE_DOUBLE,
+    "int64": _TYPES.TYPE_INT64,
+    "int32": _TYPES.TYPE_INT32,
+    "uint32": _TYPES.TYPE_UINT32,
+    "bool": _TYPES.TYPE_BOOL,
+    "string": _TYPES.TYPE_STRING,
+    "bytes": _TYPES.TYPE_BYTES,
+}
+# Message -> field -> (number, type); "*": repeated, "?": its presence means something. A map is a repeated entry.
+_MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
+    "SparseCsr": {"values": (1, "bytes"), "crow_indices": (2, "bytes"), "col_indices": (3, "bytes")},
+    "Tensor": {"dense": (1, "bytes"), "sparse_csr": (2, "SparseCsr"), "dtype": (3, "int32"), "shape": (4, "*int64")},
+    "EncodedText": {"tokens": (1, "bytes")},
+    "Other": {},
+    "Chunk": {"encoded_text": (1, "EncodedText"), "image": (2, "Other"), "dmel": (3, "Other")},
+    "Input": {"key": (1, "string"), "value": (2, "Tensor")},
+    "Datum": {"model_input": (1, "*Chunk"), "loss_fn_inputs": (2, "*Input")},
+    "Constant": {"key": (1, "string"), "value": (2, "double")},
+    "Tagged": {"number": (1, "?double"), "text": (2, "?string")},
+    "TaggedConstant": {"key": (1, "string"), "value": (2, "Tagged")},
+    "ForwardBackwardRequest": {
+        "model_id": (1, "string"),
+        "seq_id": (2, "int32"),
+        "data": (3, "*Datum"),
+        "loss_fn": (4, "string"),
+        "loss_fn_config": (5, "*Constant"),
+        "forward_only": (6, "bool"),
+        "loss_fn_config_v2": (7, "*TaggedConstant"),
+    },
+    "BatchedTensor": {
+        "data": (1, "bytes"),
+        "offsets": (2, "bytes"),
+        "dtype": (3, "int32"),
+        "trailing_shape": (4, "*int64"),
+    },
+    "Field": {"key": (1, "string"), "value": (2, "BatchedTensor")},
+    "ArrayRecord": {"type_tag": (1, "string"), "fields": (2, "*Field"), "num_datums": (3, "int64")},
+    "ForwardBackwardOutput": {
+        "loss_fn_output_type": (1, "string"),
+        "loss_fn_outputs": (2, "*ArrayRecord"),
+        "metrics": (3, "*Constant"),
+    },
+    "TopkLogprobs": {
+        "token_ids": (1, "bytes"),
+        "logprobs": (2, "bytes"),
+        "k": (3, "uint32"),
+        "length": (4, "uint32"),
+    },
+    "SampledSequence": {
+        "stop_reason": (1, "int32"),
+        "tokens": (2, "bytes"),
+        "logprobs": (3, "?bytes"),
+        "topk_sampled_logprobs": (4, "TopkLogprobs"),
+    },
+    "SampleResponse": {
+        "sequences": (1, "*SampledSequence"),
+        "prompt_logprobs": (2, "?bytes"),
+        "topk_prompt_logprobs": (3, "TopkLogprobs"),
+        "prompt_cache_hit_tokens": (4, "int32"),
+    },
+}
+_FLOAT32, _INT64 = 1, 2
+_NUMPY = {_FLOAT32: "<f4", _INT64: "<i8"}
+_NO_LOGPROB = -99999.0  # of an empty place of a top-k
+
+
+def _classes() -> dict[str, Any]:
+    file = descriptor_pb2.FileDescriptorProto(name="parallm_tinker.proto", package="parallm_tinker", syntax="proto3")
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for field, (number, kind) in fields.items():
+            base = kind.lstrip("*?")
+            label = _TYPES.LABEL_REPEATED if kind.startswith("*") else _TYPES.LABEL_OPTIONAL
+            made = message.field.add(name=field, number=number, label=label)
+            if base in _SCALARS:
+                made.type = _SCALARS[base]
+            else:
+                made.type, made.type_name = _TYPES.TYPE_MESSAGE, f".parallm_tinker.{base}"
+            if kind.startswith("?"):
+                made.proto3_optional = True
+                made.oneof_index = len(message.oneof_decl)
+                message.oneof_decl.add(name=f"_{field}")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    found = (pool.FindMessageTypeByName(f"parallm_tinker.{name}") for name in _MESSAGES)
+    return {each.name: message_factory.GetMessageClass(each) for each in found}
+
+
+_MESSAGE = _classes()
+
+
+class AskedPass(NamedTuple):
+    """A pass, and which learner's which it is."""
+
+    model_id: str
+    seq_id: int
+    request: Pass
+
+
+def read_pass(body: bytes) -> AskedPass:
+    """The body of forward_backward; InvalidRequestError when it is none."""
+    message = _MESSAGE["ForwardBackwardRequest"]()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise InvalidRequestError("the body is no ForwardBackwardRequest") from error
+    constants = {each.key: each.value for each in message.loss_fn_config}
+    for each in message.loss_fn_config_v2:
+        if each.value.HasField("text"):
+            raise UnsupportedParameterError(f"'{each.key[:40]}' is a number", param="loss_fn_config")
+        constants[each.key] = each.value.number
+    data = []
+    for index, datum in enumerate(message.data):
+        try:
+            data.append(_datum(datum))
+        except ValueError as error:
+            raise InvalidRequestError(f"invalid 'data[{index}]': {error}", param=f"data[{index}]") from error
+    request = Pass(tuple(data), loss_named(message.loss_fn), constants, not message.forward_only)
+    return AskedPass(message.model_id, message.seq_id, request)
+
+
+def _datum(message: Any) -> Datum:
+    pieces = []
+    for chunk in message.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise UnsupportedParameterError("a chunk that is no text is not supported", param="chunks")
+        pieces.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
+    ids = np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, np.int64)
+    return Datum(tokens_of(ids), {each.key: _values(each.value) for each in message.loss_fn_inputs})
+
+
+def _values(tensor: Any) -> Values:
+    if tensor.dtype not in _NUMPY:
+        raise ValueError(f"an array of dtype {tensor.dtype}")
+    kind, shape = _NUMPY[tensor.dtype], list(tensor.shape)
+    if not tensor.HasField("sparse_csr"):
+        array = np.frombuffer(tensor.dense, kind)
+        return Values.of(array.reshape(shape) if shape else array)
+    sparse = tensor.sparse_csr
+    crow = np.frombuffer(sparse.crow_indices, "<i8").tolist()
+    columns = np.frombuffer(sparse.col_indices, "<i8").tolist()
+    if any(column < 0 for column in columns):
+        raise ValueError("a column below 0")
+    return Values.of(dense(np.frombuffer(sparse.values, kind), crow, columns, shape))
+
+
+def pass_bytes(done: PassDone) -> bytes:
+    """A ForwardBackwardOutput. Data of one shape behind the first dimension share a record."""
+    message = _MESSAGE["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
+    for trailing, group in groupby(done.outputs, key=lambda output: next(iter(output.values())).shape[1:]):
+        outputs = list(group)
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(outputs))
+        for name in outputs[0]:
+            values = [output[name] for output in outputs]
+            offsets = np.cumsum([0, *(len(each.data) for each in values)], dtype="<i8")
+            field = record.fields.add(key=name)
+            field.value.data = b"".join(each.data for each in values)
+            field.value.offsets = offsets.tobytes()
+            field.value.dtype = _FLOAT32 if values[0].dtype == "float32" else _INT64
+            field.value.trailing_shape.extend(trailing)
+    for key, value in done.metrics.items():
+        message.metrics.add(key=key, value=value)
+    encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+Top = Sequence[Sequence[tuple[int, float]]]  # of each position: token and log-probability, the likeliest first
+
+
+class Sampled(NamedTuple):
+    """One completion."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    stopped: bool  # else it ran out of room
+    top: Top
+
+
+def sample_bytes(
+    sequences: Sequence[Sampled], k: int, prompt: Sequence[float | None] | None, prompt_top: Top, prompt_k: int
+) -> bytes:
+    """A SampleResponse; log-probabilities of the prompt only where there are some."""
+    message = _MESSAGE["SampleResponse"]()
+    for each in sequences:
+        made = message.sequences.add(stop_reason=0 if each.stopped else 1)
+        made.tokens = np.array(each.tokens, "<i4").tobytes()
+        made.logprobs = np.array(each.logprobs, "<f4").tobytes()
+        if k:
+            made.topk_sampled_logprobs.CopyFrom(_top(each.top, k))
+    if prompt is not None:
+        message.prompt_logprobs = np.array([np.nan if p is None else p for p in prompt], "<f4").tobytes()
+    if prompt_k:
+        message.topk_prompt_logprobs.CopyFrom(_top(prompt_top, prompt_k))
+    encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+def _top(rows: Top, k: int) -> Any:
+    ids, logprobs = np.zeros((len(rows), k), "<i4"), np.full((len(rows), k), _NO_LOGPROB, "<f4")
+    for at, row in enumerate(rows):
+        for rank, (token, logprob) in enumerate(row[:k]):
+            ids[at, rank], logprobs[at, rank] = token, logprob
+    return _MESSAGE["TopkLogprobs"](token_ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=len(rows))

@@ -1,0 +1,203 @@
+"""Learners and what is asked of them. Each route places a request and answers with the id of its future.
+
+The SDK numbers a learner's requests from 1; here number 1 is what makes the learner, so theirs are one higher. The same
+number again is the same request, so whatever the SDK sends again changes nothing.
+"""
+
+import secrets
+import time
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from api.generation.target import meant
+from api.http.bodies import BodyRoute
+from api.http.errors import error_responses, from_validation, json_reply
+from api.http.limits import PROTOBUF
+from api.ring.caller import asker
+from api.ring.ring import Ring, TheRing
+from api.ring.room import aside
+from api.tinker.bodies import LoadBody, LoraBody, ModelBody, ModelId, PassBody, PublishBody, SaveBody, StepBody
+from api.tinker.names import SavePath, adapter_of, keeper, learner_of, session_named, spec_named
+from api.tinker.protobuf import AskedPass, read_pass
+from shared import learners
+from shared.errors import ConflictError, InvalidRequestError, ServiceUnavailableError, UnsupportedParameterError
+from shared.learners import Begin, LearnerSpec, Load, Publish, Save, checked
+from shared.redis import keys
+from shared.sequences import ModelCard
+
+router = APIRouter(tags=["tinker"], prefix="/api/v1", route_class=BodyRoute)
+ERRORS = error_responses(400, 404, 409, 429, 503)
+ALPHA = 32.0  # of LoRA, whatever the rank, as in Tinker
+
+
+@router.post("/create_model", summary="Make a learner", response_class=Response, responses=ERRORS)
+async def create_model(body: ModelBody, ring: TheRing) -> Response:
+    """A LoRA over a model that a training service lives for."""
+    _check_optimizer(body.optimizer_config)
+    learner = learner_of((await session_named(ring, body.session_id)).id, body.model_seq_id)
+    card = await _trainable(ring, body.base_model)
+    lora = body.lora_config or LoraBody(rank=32)
+    await _make(ring, learner, card, lora, body.user_metadata)
+    return await _placed(ring, learner, 0, Begin())
+
+
+@router.post("/forward_backward", summary="Gradients", response_class=Response, responses=ERRORS)
+async def forward_backward(request: Request, ring: TheRing) -> Response:
+    """A pass as protobuf (with `forward_only`, one without gradients) or as JSON."""
+    body = await request.body()
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise UnsupportedParameterError("a compressed body is not taken: the client's configuration asks for none")
+    if request.headers.get("content-type", "") == PROTOBUF:
+        return await _pass(ring, await aside(read_pass, body))
+    return await _pass(ring, await aside(_read_json, body, True))
+
+
+@router.post("/forward", summary="Log-probabilities", response_class=Response, responses=ERRORS)
+async def forward(request: Request, ring: TheRing) -> Response:
+    """A pass without gradients, as JSON."""
+    return await _pass(ring, await aside(_read_json, await request.body(), False))
+
+
+@router.post("/optim_step", summary="One update", response_class=Response, responses=ERRORS)
+async def optim_step(body: StepBody, ring: TheRing) -> Response:
+    """AdamW with the gradients of the passes since the last one."""
+    spec = await spec_named(ring, body.model_id)
+    return await _placed(ring, spec.id, body.seq_id, body.request())
+
+
+@router.post("/save_weights", summary="Keep a state", response_class=Response, responses=ERRORS)
+async def save_weights(body: SaveBody, ring: TheRing) -> Response:
+    """Weights and moments under a name."""
+    spec = await spec_named(ring, body.model_id)
+    name = body.path or f"{body.seq_id:06d}"
+    saves = [] if body.overwrite else await ring.learners.saves(spec.id)
+    taken = any(save.kind == "state" and save.name == name for save in saves)
+    if taken and not await ring.learners.knows(spec.id, body.seq_id + 1):  # else it is its own, sent again
+        raise ConflictError(f"there is a save {name!r} already ('overwrite')", param="path")
+    save = Save(name, body.ttl_seconds or 0, body.user_metadata or {})
+    return await _placed(ring, spec.id, body.seq_id, save)
+
+
+@router.post("/save_weights_for_sampler", summary="Serve the weights", response_class=Response, responses=ERRORS)
+async def save_weights_for_sampler(body: PublishBody, ring: TheRing) -> Response:
+    """The weights become an adapter version; its sampler is there when the future is."""
+    spec = await spec_named(ring, body.model_id)
+    name = body.path or f"unnamed-{body.seq_id:06d}"
+    lives_s = (body.ttl_seconds or keys.LEARNER_SAVE_TTL_S) if body.path else 0
+    publish = Publish(name, lives_s, body.user_metadata or {})
+    more = "" if body.sampling_session_seq_id is None else f":{body.sampling_session_seq_id}"
+    return await _placed(ring, spec.id, body.seq_id, publish, more)
+
+
+@router.post("/load_weights", summary="Go on from a save", response_class=Response, responses=ERRORS)
+async def load_weights(body: LoadBody, ring: TheRing) -> Response:
+    """A save of the asker's, into a learner that is there, or into a new one of the save's shape."""
+    path = SavePath.parse(body.path)
+    source = await spec_named(ring, path.learner)
+    if path.kind != "state":
+        raise InvalidRequestError("only a save of the state can be loaded, not one for sampling", param="path")
+    await ring.learners.save_named(source.id, "state", path.name)
+    load = Load(source.id, path.name, body.optimizer)
+    if body.model_id is not None and body.seq_id is not None:
+        spec = await spec_named(ring, body.model_id)
+        return await _placed(ring, spec.id, body.seq_id, load)
+    if body.session_id is None or body.model_seq_id is None:
+        raise InvalidRequestError("'session_id' and 'model_seq_id', or 'model_id' and 'seq_id'", param="model_id")
+    _check_optimizer(body.optimizer_config)
+    card = await _trainable(ring, body.base_model or source.model)
+    if card.name != source.model:
+        raise InvalidRequestError(f"the save is of '{source.model}'", param="base_model")
+    learner = learner_of((await session_named(ring, body.session_id)).id, body.model_seq_id)
+    lora = LoraBody(rank=source.rank, seed=source.seed, train_mlp=source.mlp, train_attn=source.attention)
+    await _make(ring, learner, card, lora, body.user_metadata)
+    return await _placed(ring, learner, 0, load)
+
+
+@router.post("/get_info", summary="A learner", response_class=Response, responses=ERRORS)
+async def get_info(body: ModelId, ring: TheRing) -> Response:
+    """Its model and rank."""
+    spec = await spec_named(ring, body.model_id)
+    card, _ = await ring.known(spec.model)
+    tokenizer = card.sources[0] if card.sources else card.name
+    return json_reply(
+        {
+            "type": "get_info",
+            "model_id": spec.id,
+            "model_name": spec.model,
+            "model_data": {"arch": "", "model_name": spec.model, "tokenizer_id": tokenizer},
+            "is_lora": True,
+            "lora_rank": spec.rank,
+        }
+    )
+
+
+@router.post("/unload_model", summary="Nothing", response_class=Response, responses=ERRORS)
+async def unload_model(body: ModelId, ring: TheRing) -> Response:
+    """Learners leave memory by themselves; the answer is that of the request that made it."""
+    spec = await spec_named(ring, body.model_id)
+    return json_reply({"request_id": f"{spec.id}:0", "model_id": spec.id})
+
+
+async def _pass(ring: Ring, asked: AskedPass) -> Response:
+    spec = await spec_named(ring, asked.model_id)
+    card, _ = await ring.known(spec.model)
+    await aside(checked, asked.request, card.vocab_size, card.context_length)
+    return await _placed(ring, spec.id, asked.seq_id, asked.request)
+
+
+def _read_json(body: bytes, backward: bool) -> AskedPass:
+    try:
+        parsed = PassBody.model_validate(msgspec.json.decode(body))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False)) from None
+    return AskedPass(parsed.model_id, parsed.seq_id, parsed.request(backward=backward))
+
+
+async def _placed(ring: Ring, learner: str, number: int, request: learners.Request, more: str = "") -> Response:
+    await ring.learners.place(await ring.learners.spec(learner), number + 1, request)
+    answer: dict[str, Any] = {"request_id": f"{learner}:{number}{more}", "model_id": learner}
+    return json_reply(answer)
+
+
+async def _make(ring: Ring, learner: str, card: ModelCard, lora: LoraBody, metadata: dict[str, Any] | None) -> None:
+    service = await ring.learners.service(card.name)
+    if service is not None and lora.rank > service.max_rank:
+        raise InvalidRequestError(f"rank {lora.rank} is above the service's {service.max_rank}", param="lora_config")
+    if not (lora.train_attn or lora.train_mlp):
+        raise UnsupportedParameterError("the output layer alone cannot be trained", param="lora_config.train_unembed")
+    spec = LearnerSpec(
+        id=learner,
+        model=card.name,
+        rank=lora.rank,
+        scale=ALPHA / lora.rank,
+        seed=secrets.randbits(31) if lora.seed is None else lora.seed,
+        attention=lora.train_attn,
+        mlp=lora.train_mlp,
+        owner=asker().publishes_for,
+        keeper=keeper(),
+        adapter=adapter_of(learner),
+        created_ms=time.time_ns() // 1_000_000,
+        metadata={str(key): str(value) for key, value in (metadata or {}).items()},
+    )
+    await ring.learners.create(spec)
+    await ring.tinker.note_run(spec.keeper, learner)
+
+
+async def _trainable(ring: Ring, name: str) -> ModelCard:
+    """UnknownModelError, or ServiceUnavailableError when nobody trains learners of this model."""
+    card = (await ring.served(await meant(ring, name))).card
+    if await ring.learners.service(card.name) is None:
+        start = f"start one with mlx_parallm_learners --model {name}"
+        raise ServiceUnavailableError(f"no training service of '{card.name}' is alive: {start}", retry_after_s=5)
+    return card
+
+
+def _check_optimizer(config: dict[str, Any] | None) -> None:
+    if config is not None and config.get("type", "adamw") != "adamw":
+        raise UnsupportedParameterError("the only optimizer is adamw", param="optimizer_config")

@@ -1,0 +1,64 @@
+"""`python -m shared.image_files.process BYTES`: reads image files for whoever started it, and may be killed.
+
+Questions and answers are msgpack. It may take so many bytes of memory; a file that needs more is refused.
+"""
+
+import contextlib
+import os
+import resource
+import sys
+
+import msgspec
+
+from shared.errors import InvalidRequestError
+from shared.image_files.pixels import checked, tiles
+from shared.images.refs import Detail, VisionSpec
+from shared.process.call_pipe import CallPipe
+
+
+class Question(msgspec.Struct, array_like=True):
+    """A file; without a vision spec its size is asked for, else its tiles."""
+
+    data: bytes
+    vision: VisionSpec | None = None
+    detail: Detail = "high"
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """What was asked for, or what is wrong with the file."""
+
+    width: int = 0  # of the image; of each tile
+    height: int = 0
+    tiles: list[bytes] = []
+    complaint: str = ""
+
+
+_question = msgspec.msgpack.Decoder(Question)
+
+
+def main() -> None:
+    """Answer until nobody asks any more."""
+    memory = int(sys.argv[1])
+    with contextlib.suppress(ValueError, OSError):  # a system that knows no such limit: the caller's clock is left
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    os.nice(5)  # tokens go first
+    pipe = CallPipe()
+    with contextlib.suppress(OSError):
+        while (message := pipe.read()) is not None:
+            pipe.write(msgspec.msgpack.encode(answered(_question.decode(message))))
+
+
+def answered(question: Question) -> Answer:
+    """The answer to one question."""
+    try:
+        if question.vision is not None:
+            return Answer(*tiles(question.data, question.vision, question.detail))
+        return Answer(*checked(question.data))
+    except InvalidRequestError as error:
+        return Answer(complaint=error.message)
+    except MemoryError:
+        return Answer(complaint="the image takes more memory to decode than one image may have")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Asks a few processes about image files, one file at a time each; one that takes too long is ended with its process.
+
+Invariants. No file is decoded in this process. A process that was given up, or has died over a file, answers nobody
+again, and the file is refused.
+"""
+
+import asyncio
+
+import msgspec
+
+from shared.errors import InvalidRequestError
+from shared.image_files.pixels import Size, Tiles
+from shared.image_files.process import Answer, Question
+from shared.images.refs import Detail, VisionSpec
+from shared.process.call_process import CallProcess, LostProcessError
+
+PLACES = 2
+LIMIT_S = 20.0  # that one file may take, on a machine with little time to spare
+MEMORY_BYTES = 2 << 30  # of one process: 40 million pixels take 160 MB in each of a few copies
+
+_answer = msgspec.msgpack.Decoder(Answer)
+
+
+class ImageReader:
+    """The processes of one api or worker; they start with the first file."""
+
+    def __init__(self, places: int = PLACES, limit_s: float = LIMIT_S, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._turns = asyncio.Semaphore(places)
+        self._limit_s = limit_s
+        self._memory_bytes = memory_bytes
+        self._idle: list[CallProcess] = []
+
+    async def size(self, data: bytes) -> Size:
+        """Of an image that can be decoded; InvalidRequestError says what is wrong with another file."""
+        answer = await self._ask(Question(data))
+        return Size(answer.width, answer.height)
+
+    async def tiles(self, data: bytes, vision: VisionSpec, detail: Detail) -> Tiles:
+        """The tiles that the model sees; errors as in `size`."""
+        answer = await self._ask(Question(data, vision, detail))
+        return Tiles(answer.width, answer.height, answer.tiles)
+
+    def close(self) -> None:
+        """End the processes."""
+        while self._idle:
+            self._idle.pop().kill()
+
+    async def _ask(self, question: Question) -> Answer:
+        async with self._turns:
+            process = await self._process()
+            try:
+                async with asyncio.timeout(self._limit_s):
+                    await process.send(msgspec.msgpack.encode(question))
+                    answer = _answer.decode(await process.receive())
+            except (TimeoutError, LostProcessError) as error:
+                process.kill()
+                took = f"takes more than {self._limit_s:g} s to decode" if isinstance(error, TimeoutError) else ""
+                raise InvalidRequestError(f"the image {took or 'ends the process that decodes it'}") from None
+            except BaseException:
+                process.kill()
+                raise
+            self._idle.append(process)
+        if answer.complaint:
+            raise InvalidRequestError(answer.complaint)
+        return answer
+
+    async def _process(self) -> CallProcess:
+        while self._idle:
+            process = self._idle.pop()
+            if process.alive:
+                return process
+            process.kill()
+        return await CallProcess.start("shared.image_files.process", [str(self._memory_bytes)])

@@ -1,0 +1,272 @@
+"""Learners of the training service in Redis: their requests, answers, states and saves.
+
+Invariants.
+- A request is placed under its number, once: to place it again changes nothing, whatever became of it.
+- A learner is one service's at a time. Taking it raises its epoch, and what is written under an older one is refused.
+- A state counts together with the number of the last request that it holds (`applied`). Requests after it are kept, and
+  whoever takes the learner carries them out again: what was answered before (`done`) is computed and not answered a
+  second time. So no request is lost and none is applied twice, wherever a service dies.
+- Bytes first, then what points to them: what is torn is invisible, and gone after ADAPTER_UPLOAD_TTL_S.
+"""
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.errors import ConflictError, NotFoundError, QueueFullError
+from shared.learners import Answer, LearnerSpec, Request, SaveInfo, ServiceCard
+from shared.redis import keys
+from shared.redis.connection.client import Argument, Script, ask
+from shared.redis.due.due_list import DueList
+
+MOST_WAITING = 256  # requests of a learner that its state does not hold yet
+MOST_BYTES = 2**27  # and their size
+CHUNK_BYTES, PAUSE_S = 2**17, 0.001  # of states; as those of adapters, so that token frames get in between
+_LOOK_S = (0.005, 0.25)  # pauses between looks for an answer, first and longest
+
+_create = Script("learner_create")
+_place = Script("learner_place")
+_take = Script("learner_take")
+_answer = Script("learner_answer")
+_request_decoder = msgspec.msgpack.Decoder(Request)
+_answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A learner in a service's hands."""
+
+    id: str
+    epoch: str
+    spec: LearnerSpec
+    done: int  # number of the last request that was answered
+    applied: int  # of the last one that the state holds
+    state: str  # "": it has only its first weights
+
+
+def waiting_learners(redis: Redis, model: str) -> DueList:
+    """Which learners of a model somebody should look at."""
+    return DueList(redis, f"learners:{model}")
+
+
+class LearnerStore:
+    """All learners of a ring."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    # -- who asks
+
+    async def create(self, spec: LearnerSpec) -> LearnerSpec:
+        """Make a learner; what is there under this id already, if there is something."""
+        args: list[Argument] = [msgspec.json.encode(spec), keys.LEARNER_TTL_S]
+        return msgspec.json.decode(await _create(self._redis, [keys.learner(spec.id)], args), type=LearnerSpec)
+
+    async def spec(self, learner: str) -> LearnerSpec:
+        """What a learner is; NotFoundError."""
+        raw = await ask(self._redis, "HGET", keys.learner(learner), "spec")
+        if raw is None:
+            raise NotFoundError("there is no such learner, or its time to live is over")
+        return msgspec.json.decode(raw, type=LearnerSpec)
+
+    async def place(self, spec: LearnerSpec, number: int, request: Request) -> None:
+        """Ask a learner; the same number again changes nothing.
+
+        NotFoundError when it is gone, QueueFullError when too much waits, ConflictError when numbers are left out.
+        """
+        body = await asyncio.to_thread(msgspec.msgpack.encode, request)
+        names = [keys.learner(spec.id), keys.learner_requests(spec.id)]
+        said = await _place(self._redis, names, [number, body, keys.LEARNER_TTL_S, MOST_WAITING, MOST_BYTES])
+        if said == -1:
+            raise NotFoundError("there is no such learner, or its time to live is over")
+        if said == -2:
+            raise ConflictError(f"request {number} is far ahead of those that were asked before")
+        if said == 0:
+            raise QueueFullError("this learner has as many requests waiting as it may have; try again shortly")
+        due = waiting_learners(self._redis, spec.model)
+        await due.add(spec.id)
+        await due.hasten(spec.id)
+
+    async def answer(self, learner: str, number: int, within_s: float = 0.0) -> Answer | None:
+        """The answer to a request; None when there is none in time.
+
+        NotFoundError when the learner is gone, or the answer's time to live is over.
+        """
+        until, pause = time.monotonic() + within_s, _LOOK_S[0]
+        while True:
+            raw = await self._redis.get(keys.learner_answer(learner, number))
+            if raw is not None:
+                return await asyncio.to_thread(_answer_decoder.decode, raw)
+            await self._not_over(learner, number)
+            if time.monotonic() >= until:
+                return None
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LOOK_S[1])
+
+    async def _not_over(self, learner: str, number: int) -> None:
+        spec, done = await ask(self._redis, "HMGET", keys.learner(learner), "spec", "done")
+        if spec is None:
+            raise NotFoundError("there is no such learner, or its time to live is over")
+        if int(done or 0) >= number and not await self._redis.exists(keys.learner_answer(learner, number)):
+            raise NotFoundError("the answer to this request is not kept any more")
+
+    async def saves(self, learner: str, *, expired: bool = False) -> list[SaveInfo]:
+        """Saves and published versions that have not expired, or those that have; oldest first."""
+        raw = await ask(self._redis, "HVALS", keys.learner_saves(learner))
+        now = time.time_ns() // 1_000_000
+        infos = [msgspec.json.decode(each, type=SaveInfo) for each in raw]
+        found = [info for info in infos if (info.expires_ms <= now) == expired]
+        return sorted(found, key=lambda info: info.created_ms)
+
+    async def save_named(self, learner: str, kind: str, name: str) -> SaveInfo:
+        """NotFoundError when there is none, or it has expired."""
+        raw = await ask(self._redis, "HGET", keys.learner_saves(learner), f"{kind}/{name}")
+        info = None if raw is None else msgspec.json.decode(raw, type=SaveInfo)
+        if info is None or info.expires_ms <= time.time_ns() // 1_000_000:
+            raise NotFoundError(f"there is no save {name!r} of this learner, or its time to live is over")
+        return info
+
+    async def drop_save(self, learner: str, info: SaveInfo) -> None:
+        """Forget a save."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hdel(keys.learner_saves(learner), f"{info.kind}/{info.name}")
+            pipe.delete(keys.learner_saved(learner, info.bytes_id))
+            await pipe.execute()
+
+    async def keep_save(self, learner: str, info: SaveInfo, lives_s: int) -> None:
+        """Let a save live for so long from now on."""
+        later = msgspec.structs.replace(info, expires_ms=1000 * (int(time.time()) + lives_s))
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hset(keys.learner_saves(learner), mapping={f"{info.kind}/{info.name}": msgspec.json.encode(later)})
+            pipe.expire(keys.learner_saves(learner), keys.LEARNER_SAVE_TTL_S)
+            pipe.expire(keys.learner_saved(learner, info.bytes_id), lives_s)
+            await pipe.execute()
+
+    async def knows(self, learner: str, number: int) -> bool:
+        """Whether a request of this number was placed, and perhaps answered already."""
+        done = await ask(self._redis, "HGET", keys.learner(learner), "done")
+        return int(done or 0) >= number or await self.waits(learner, number)
+
+    # -- who does it
+
+    async def take(self, learner: str) -> Held | None:
+        """Own a learner; None when it is gone."""
+        names = [keys.learner(learner), keys.learner_requests(learner)]
+        found = await _take(self._redis, names, [keys.LEARNER_TTL_S])
+        if not found:
+            return None
+        epoch, spec, done, applied, state = found
+        what = msgspec.json.decode(spec, type=LearnerSpec)
+        return Held(learner, epoch.decode(), what, int(done or 0), int(applied or 0), (state or b"").decode())
+
+    async def request(self, learner: str, number: int) -> tuple[Request, int] | None:
+        """A request and its size in bytes, when it is there."""
+        raw = await ask(self._redis, "HGET", keys.learner_requests(learner), number)
+        return None if raw is None else (await asyncio.to_thread(_request_decoder.decode, raw), len(raw))
+
+    async def waits(self, learner: str, number: int) -> bool:
+        """Whether a request of this number is there."""
+        return bool(await ask(self._redis, "HEXISTS", keys.learner_requests(learner), number))
+
+    async def tell(
+        self,
+        held: Held,
+        number: int,
+        answer: Answer | None,
+        *,
+        state: str = "",
+        before: str = "",
+        save: SaveInfo | None = None,
+    ) -> bool:
+        """Answer a request; with `state` (put by `put_state`, in place of `before`) that holds it; with a save.
+
+        All of it counts at once. False when another service has the learner now.
+        """
+        name, replaced = ("", "") if save is None else (f"{save.kind}/{save.name}", save.bytes_id)
+        if save is not None:
+            raw = await ask(self._redis, "HGET", keys.learner_saves(held.id), name)
+            replaced = msgspec.json.decode(raw, type=SaveInfo).bytes_id if raw else replaced
+        lives_s = 1 if save is None else max(1, save.expires_ms // 1000 - int(time.time()))
+        said = await _answer(
+            self._redis,
+            [
+                keys.learner(held.id),
+                keys.learner_requests(held.id),
+                keys.learner_answer(held.id, number),
+                keys.learner_state(held.id, state),
+                keys.learner_state(held.id, before),
+                keys.learner_saves(held.id),
+                keys.learner_saved(held.id, "" if save is None else save.bytes_id),
+                keys.learner_saved(held.id, replaced),
+            ],
+            [
+                held.epoch,
+                number,
+                b"" if answer is None else await asyncio.to_thread(msgspec.msgpack.encode, answer),
+                keys.LEARNER_ANSWER_TTL_S,
+                keys.LEARNER_TTL_S,
+                state,
+                name,
+                b"" if save is None else msgspec.json.encode(save),
+                lives_s,
+                keys.LEARNER_SAVE_TTL_S,
+            ],
+        )
+        return bool(said)
+
+    async def put_state(self, learner: str, state: bytes) -> str:
+        """Store a state that nothing points to yet; its id."""
+        name = secrets.token_hex(8)
+        await self._put(keys.learner_state(learner, name), state)
+        return name
+
+    async def put_saved(self, learner: str, state: bytes) -> str:
+        """Store a save's state that nothing points to yet; its id."""
+        name = secrets.token_hex(8)
+        await self._put(keys.learner_saved(learner, name), state)
+        return name
+
+    async def state(self, held: Held) -> bytes:
+        """The bytes of a learner's present state."""
+        return await self._get(keys.learner_state(held.id, held.state))
+
+    async def saved(self, learner: str, name: str) -> bytes:
+        """The bytes of a save; NotFoundError."""
+        info = await self.save_named(learner, "state", name)
+        return await self._get(keys.learner_saved(learner, info.bytes_id))
+
+    async def _put(self, key: str, data: bytes) -> None:
+        for number, at in enumerate(range(0, len(data), CHUNK_BYTES)):
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.hset(key, mapping={str(number): data[at : at + CHUNK_BYTES]})
+                pipe.expire(key, keys.ADAPTER_UPLOAD_TTL_S)
+                await pipe.execute()
+            await asyncio.sleep(PAUSE_S)
+
+    async def _get(self, key: str) -> bytes:
+        count = int(await ask(self._redis, "HLEN", key))
+        if not count:
+            raise NotFoundError("the bytes of this state are gone")
+        chunks = []
+        for number in range(count):
+            chunks.append(await ask(self._redis, "HGET", key, number))
+            await asyncio.sleep(PAUSE_S)
+        if any(chunk is None for chunk in chunks):
+            raise NotFoundError("the bytes of this state are gone")
+        return b"".join(chunks)
+
+    # -- services
+
+    async def announce(self, card: ServiceCard) -> None:
+        """A service lives."""
+        value = msgspec.json.encode(card)
+        await self._redis.set(keys.learner_service(card.model), value, ex=keys.LEARNER_SERVICE_TTL_S)
+
+    async def service(self, model: str) -> ServiceCard | None:
+        """A service that trains learners of this model, if one lives."""
+        raw = await self._redis.get(keys.learner_service(model))
+        return None if raw is None else msgspec.json.decode(raw, type=ServiceCard)

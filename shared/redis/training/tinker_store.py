@@ -1,0 +1,83 @@
+"""What a client of Tinker's protocol has besides its learners: sessions, samplers, and the results of its samples.
+
+All of it stands under its keeper, a digest of the tenant's or API key's name, so nobody finds what is another's.
+"""
+
+import time
+from typing import Literal, TypeVar
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.redis import keys
+from shared.redis.connection.client import members
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class TinkerSession(msgspec.Struct, frozen=True):
+    """One client's; learners and samplers are named after it."""
+
+    id: str
+    metadata: dict[str, str] = {}
+    display_name: str = ""
+    finished: bool = False
+
+
+class TinkerSampler(msgspec.Struct, frozen=True):
+    """What samples are drawn from: a model, or `adapter` (name@version) over it."""
+
+    id: str
+    base_model: str
+    adapter: str = ""
+    model_path: str = ""
+
+
+class TinkerSample(msgspec.Struct, frozen=True):
+    """A sample that was asked for: who works on it, and then the result as protobuf, or why there is none."""
+
+    api: str
+    state: Literal["running", "done", "failed"] = "running"
+    result: bytes = b""
+    error: str = ""
+    fault: Literal["user", "server"] = "user"
+
+
+_KINDS = {TinkerSession: "session", TinkerSampler: "sampler", TinkerSample: "sample"}
+
+
+class TinkerStore:
+    """The things of all keepers."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    async def put(self, keeper: str, id: str, thing: msgspec.Struct, *, new: bool = False) -> bool:
+        """Write a thing; with `new` only if there is none of this id, which the answer tells."""
+        kind = type(thing)
+        ttl_s = keys.SAMPLE_TTL_S if kind is TinkerSample else keys.TINKER_TTL_S
+        name = keys.tinker_thing(keeper, f"{_KINDS[kind]}:{id}")
+        return bool(await self._redis.set(name, msgspec.msgpack.encode(thing), ex=ttl_s, nx=new))
+
+    async def find(self, keeper: str, kind: type[T], id: str) -> T | None:
+        """A thing; to find it renews its time to live, but for that of a sample."""
+        name = keys.tinker_thing(keeper, f"{_KINDS[kind]}:{id}")
+        raw = await self._redis.get(name) if kind is TinkerSample else await self._redis.getex(name, keys.TINKER_TTL_S)
+        return None if raw is None else msgspec.msgpack.decode(raw, type=kind)
+
+    async def forget(self, keeper: str, kind: type[T], id: str) -> None:
+        """Forget a thing."""
+        await self._redis.delete(keys.tinker_thing(keeper, f"{_KINDS[kind]}:{id}"))
+
+    async def note_run(self, keeper: str, learner: str) -> None:
+        """A learner is the keeper's."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            name = keys.tinker_runs(keeper)
+            pipe.zadd(name, {learner: time.time_ns() // 1_000_000}, nx=True)
+            pipe.zremrangebyscore(name, "-inf", int(1000 * (time.time() - 30 * keys.DAY_S)))
+            pipe.expire(name, keys.TINKER_TTL_S)
+            await pipe.execute()
+
+    async def runs(self, keeper: str) -> list[str]:
+        """The keeper's learners, oldest first; some may be gone."""
+        return await members(self._redis, keys.tinker_runs(keeper))

@@ -1,0 +1,170 @@
+"""Tinker's own SDK, with protobuf bodies (0.38) or JSON ones (0.24): learns a sum, samples it, saves, goes on.
+
+Supervised learning with cross_entropy and with a custom loss, each of the losses of reinforcement learning, states with
+and without moments, samplers, log-probabilities of prompts, checkpoints, and errors that name what is wrong.
+"""
+
+import asyncio
+import os
+import warnings
+
+import numpy as np
+
+warnings.simplefilter("ignore")
+
+import tinker  # noqa: E402
+from tinker import types  # noqa: E402
+from transformers import PreTrainedTokenizerFast  # noqa: E402
+
+URL, MODEL = os.environ["PARALLM_URL"], os.environ["PARALLM_MODEL_NAME"]
+tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{os.environ['PARALLM_MODEL_DIR']}/tokenizer.json")
+
+
+def ids(text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+PROMPT, ANSWER = ids("The colour of the sky at noon is"), ids(" 4711")
+WHOLE = PROMPT + ANSWER
+
+
+def datum(**inputs: list[float]) -> types.Datum:
+    """The prompt and its answer, of which only the answer counts."""
+    before = [0.0] * (len(PROMPT) - 1)
+    named = {name: np.array(before + values, np.float32) for name, values in inputs.items()}
+    targets = {"target_tokens": np.array(WHOLE[1:], np.int64)}
+    return types.Datum(model_input=types.ModelInput.from_ints(WHOLE[:-1]), loss_fn_inputs={**targets, **named})
+
+
+def array(output: dict, name: str) -> np.ndarray:
+    return np.array(output[name].data, np.float64)
+
+
+def learn(training: tinker.TrainingClient, rounds: int, rate: float) -> list[float]:
+    """Cross entropy of the answer before each step; step and pass are sent without waiting."""
+    losses = []
+    given = [datum(weights=[1.0] * len(ANSWER))]
+    waiting = [
+        (
+            training.forward_backward(given, "cross_entropy"),
+            training.optim_step(types.AdamParams(learning_rate=rate, beta2=0.95)),
+        )
+        for _ in range(rounds)
+    ]
+    for passed, stepped in waiting:
+        done = passed.result()
+        logprobs = array(done.loss_fn_outputs[0], "logprobs")
+        assert len(logprobs) == len(WHOLE) - 1
+        losses.append(done.metrics["loss:sum"])
+        assert abs(losses[-1] + logprobs[len(PROMPT) - 1 :].sum()) < 1e-4
+        stepped.result()
+    return losses
+
+
+def main() -> None:
+    service = tinker.ServiceClient(base_url=URL, api_key="tml-any-key-of-ours")
+    served = {each.model_name: each for each in service.get_server_capabilities().supported_models}
+    assert MODEL in served
+    training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=7)
+    if hasattr(training, "result"):
+        training = training.result()
+    assert training.get_info().lora_rank == 8
+
+    losses = learn(training, 20, 0.01)
+    assert losses[-1] < 0.1 * losses[0], losses
+
+    saved = training.save_state("twenty").result().path
+    sampler = training.save_weights_and_get_sampling_client()
+    if hasattr(sampler, "result"):
+        sampler = sampler.result()
+    greedy = types.SamplingParams(max_tokens=len(ANSWER), temperature=0.0, stop=[])
+    answer = sampler.sample(types.ModelInput.from_ints(PROMPT), 2, greedy).result()
+    assert [list(each.tokens) for each in answer.sequences] == [ANSWER] * 2, answer
+    assert answer.sequences[0].stop_reason == "length"
+    assert len(answer.sequences[0].logprobs) == len(ANSWER)
+    base = service.create_sampling_client(base_model=MODEL)
+    if hasattr(base, "result"):
+        base = base.result()
+    known = [logp for logp in sampler.compute_logprobs(types.ModelInput.from_ints(WHOLE)).result() if logp is not None]
+    unknown = [logp for logp in base.compute_logprobs(types.ModelInput.from_ints(WHOLE)).result() if logp is not None]
+    assert len(known) == len(WHOLE) - 1 and sum(known) > sum(unknown)
+    one = types.SamplingParams(max_tokens=1)
+    tops = base.sample(
+        types.ModelInput.from_ints(PROMPT), 1, one, include_prompt_logprobs=True, topk_prompt_logprobs=3
+    ).result()
+    assert tops.topk_prompt_logprobs is not None
+
+    # What the service says of a forward is what workers say of the version.
+    said = training.forward([datum(weights=[1.0] * len(ANSWER))], "cross_entropy").result()
+    np.testing.assert_allclose(array(said.loss_fn_outputs[0], "logprobs"), known, atol=0.02)
+
+    sampled = known[len(PROMPT) - 1 :]
+    for loss in ("importance_sampling", "ppo", "cispo", "dro"):
+        advantages = datum(logprobs=sampled, advantages=[0.5] * len(ANSWER))
+        done = training.forward_backward([advantages], loss).result()
+        assert np.isfinite(done.metrics["loss:sum"]), loss
+    stepped = training.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+    assert stepped.metrics is None or stepped.metrics["step:max"] == 21
+
+    custom = ""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        custom = "; no custom loss without torch"
+    else:
+
+        def squares(data: list, logprobs: list) -> tuple:
+            loss = sum((each[len(PROMPT) - 1 :] ** 2).sum() for each in logprobs)
+            return loss, {"squares": float(loss)}
+
+        done = training.forward_backward_custom([datum(weights=[1.0] * len(ANSWER))], squares)
+        if asyncio.iscoroutine(done):
+            done = asyncio.run(done)
+        assert done.result().metrics["squares"] >= 0
+        training.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+
+    # From the state: with its moments it goes on as it would have, without them it begins with new ones.
+    for make in (
+        service.create_training_client_from_state_with_optimizer,
+        service.create_training_client_from_state,
+    ):
+        again = make(saved)
+        if hasattr(again, "result"):
+            again = again.result()
+        assert again.get_info().lora_rank == 8
+        first = again.forward([datum(weights=[1.0] * len(ANSWER))], "cross_entropy").result()
+        np.testing.assert_allclose(array(first.loss_fn_outputs[0], "logprobs"), known, atol=0.02)
+
+    kept = training.save_weights_for_sampler("kept").result().path
+    rest = service.create_rest_client()
+    run = saved.removeprefix("tinker://").split("/")[0]
+    names = {each.checkpoint_id for each in rest.list_checkpoints(run).result().checkpoints}
+    assert {"weights/twenty", "sampler_weights/kept"} <= names, names
+    assert rest.get_training_run(run).result().base_model == MODEL
+    assert run in {each.training_run_id for each in rest.list_training_runs().result().training_runs}
+    named = service.create_sampling_client(model_path=kept)
+    if hasattr(named, "result"):
+        named = named.result()
+    assert list(named.sample(types.ModelInput.from_ints(PROMPT), 1, greedy).result().sequences[0].tokens) == ANSWER
+    rest.delete_checkpoint(run, "weights/twenty").result()
+    names = {each.checkpoint_id for each in rest.list_checkpoints(run).result().checkpoints}
+    assert "weights/twenty" not in names
+
+    wrong = types.Datum(
+        model_input=types.ModelInput.from_ints(WHOLE[:-1]),
+        loss_fn_inputs={"target_tokens": np.array([1], np.int64), "weights": np.array([1.0], np.float32)},
+    )
+    other = service.create_lora_training_client(base_model=MODEL, rank=4)
+    if hasattr(other, "result"):
+        other = other.result()
+    try:
+        other.forward_backward([wrong], "cross_entropy").result()
+    except Exception as error:
+        assert "target_tokens of shape" in str(error), error
+    else:
+        raise AssertionError("a wrong shape was taken")
+    print(f"tinker {tinker.__version__}: loss {losses[0]:.2f} -> {losses[-1]:.2f} in 20 steps{custom}")
+
+
+main()
+os._exit(0)  # the SDK's threads would wait for telemetry

@@ -1,0 +1,112 @@
+"""Images over HTTP: a small model that sees, with random weights, through the openai client and a real ring."""
+
+import base64
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+pytest.importorskip("mlx_vlm")
+
+from tests.e2e.rings import MODEL, Ring, ring
+from tests.engine.vision_models import alone, codec, picture, png, whole_model, write_vision_model
+from tests.waiting import wait_until
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
+    folder = write_vision_model(tmp_path_factory.mktemp("model") / MODEL)
+    with ring(tmp_path_factory.mktemp("ring"), "--model", str(folder)) as started:
+        yield started
+
+
+@pytest.fixture
+def client(served: Ring) -> Iterator[OpenAI]:
+    with OpenAI(base_url=served.openai_url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def shown(seed: int, **more: Any) -> dict[str, Any]:
+    url = "data:image/png;base64," + base64.b64encode(png(picture(seed))).decode()
+    return {"type": "image_url", "image_url": {"url": url, **more}}
+
+
+def ask(client: OpenAI, *parts: dict[str, Any] | str, **fields: Any) -> Any:
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    defaults = {"model": MODEL, "max_tokens": 6, "temperature": 0, "extra_body": {"return_token_ids": True}}
+    return client.chat.completions.create(messages=[{"role": "user", "content": content}], **(defaults | fields))
+
+
+def test_chats_with_images_say_what_mlx_vlm_says_and_text_goes_on_beside_them(client: OpenAI) -> None:
+    asked = [("What?", shown(1)), ("What?", shown(2)), ("No picture",), ("A", shown(1), "B", shown(3), "C")]
+    with ThreadPoolExecutor() as pool:
+        answers = list(pool.map(lambda parts: ask(client, *parts), asked))
+    model = whole_model("smolvlm")
+    for answer, seeds in zip(answers, ([1], [2], [], [1, 3]), strict=True):
+        prompt = tuple(answer.prompt_token_ids)
+        assert answer.usage.prompt_tokens == len(prompt)
+        said = alone(model, prompt, [picture(seed) for seed in seeds], 6)
+        assert answer.choices[0].token_ids == said[: len(answer.choices[0].token_ids)]
+    shown_text = codec().decode(answers[0].prompt_token_ids, skip_special_tokens=False)
+    assert shown_text.startswith("user:What?<fake_token_around_image><row_1_col_1><image><image><image><image>")
+
+
+async def test_an_image_that_was_seen_is_not_encoded_again(client: OpenAI, served: Ring) -> None:
+    for _ in range(3):
+        ask(client, "Again?", shown(9), n=2)
+    await wait_until(lambda: figure(served, "images_known") >= 5)
+    assert figure(served, "images_encoded") < figure(served, "images_known")
+
+
+def figure(served: Ring, name: str) -> float:
+    text = httpx.get(served.url + "/metrics").text
+    found = re.search(rf"^mlx_parallm_{name}_total{{.*}} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def test_files_and_responses_bring_the_same_image(client: OpenAI, served: Ring) -> None:
+    said = ask(client, "What?", shown(4)).choices[0].message.content
+    file = client.files.create(file=("a.png", png(picture(4))), purpose="user_data")
+    assert ask(client, "What?", {"type": "file", "file": {"file_id": file.id}}).choices[0].message.content == said
+    content = [
+        {"type": "input_text", "text": "What?"},
+        {"type": "input_image", "image_url": shown(4)["image_url"]["url"], "detail": "auto"},
+    ]
+    answer = client.responses.create(
+        model=MODEL,
+        input=[{"role": "user", "content": content}],  # type: ignore[list-item,misc]
+        temperature=0,
+        max_output_tokens=16,
+    )
+    assert answer.output_text.startswith(said)
+    again = client.responses.create(
+        model=MODEL, input="And now?", previous_response_id=answer.id, temperature=0, max_output_tokens=16
+    )
+    assert again.usage is not None and again.usage.input_tokens > 60, "the image is part of the history"
+
+
+def test_what_is_no_image_is_a_400_that_names_it(client: OpenAI) -> None:
+    for url in ("data:image/png;base64,AAAA", "data:image/png;base64,@", "https://example.com/a.png", "x", ""):
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(client, "What?", {"type": "image_url", "image_url": {"url": url}})
+        assert refused.value.param == "messages[0].content[1]", url
+    with pytest.raises(openai.BadRequestError, match="own mark"):
+        ask(client, "<image>", shown(1))
+    with pytest.raises(openai.BadRequestError, match="17 images"):
+        ask(client, *[shown(1)] * 17)
+    with pytest.raises(openai.BadRequestError, match="does not go with images"):
+        ask(client, shown(1), extra_body={"prompt_logprobs": 1})
+    with pytest.raises(openai.NotFoundError):
+        ask(client, {"type": "file", "file": {"file_id": "file-none"}})
+
+
+def test_endpoints_that_take_no_images_say_so(served: Ring) -> None:
+    body = {"messages": [{"role": "user", "content": [shown(1)]}], "model": MODEL}
+    for path in ("/tokenize", "/v1/chat/completions/render"):
+        answer = httpx.post(served.url + path, json=body)
+        assert answer.status_code == 400 and "not here" in answer.text, path

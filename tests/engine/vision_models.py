@@ -1,0 +1,177 @@
+"""Small vision models with random weights, pictures for them, and what mlx-vlm alone says of both."""
+
+import hashlib
+import io
+import json
+import tempfile
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn
+import msgspec
+import numpy as np
+from mlx.utils import tree_flatten, tree_map
+from PIL import Image
+from tokenizers import Tokenizer
+
+from shared.image_files.pixels import tiles
+from shared.images.layout import layout
+from shared.images.refs import Detail, ImageRef, VisionSpec, image_key
+from shared.sequences import SequenceSpec
+from tests.engine.conftest import spec
+from tests.engine.small_models import EOS, write_tokenizer
+from worker.engine.messages import Picture
+
+TILE, LONGEST = 32, 64
+MARKS = {
+    "smolvlm": ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    + [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)],
+    "pixtral": ["[IMG]", "[IMG_BREAK]", "[IMG_END]", "<end_of_utterance>"],
+}
+IMAGE_TOKEN_ID = EOS + 1
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}MARK{% else %}{{ p.text }}{% endif %}{% endfor %}"
+    "{% endif %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+_TEXT = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 320,
+    "max_position_embeddings": 1024,
+}
+_SEEN = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "num_attention_heads": 2, "patch_size": 8}
+_BOTH = {"image_token_id": IMAGE_TOKEN_ID, "vocab_size": 320, "eos_token_id": EOS}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "smolvlm": {
+        "model_type": "smolvlm",
+        "scale_factor": 2,
+        **_BOTH,
+        "text_config": {"model_type": "llama", **_TEXT},
+        "vision_config": {"model_type": "smolvlm_vision", "image_size": TILE, **_SEEN},
+    },
+    "pixtral": {
+        "model_type": "pixtral",
+        **_BOTH,
+        "text_config": {"model_type": "mistral", "head_dim": 16, "rope_theta": 10_000.0, **_TEXT},
+        "vision_config": {"model_type": "pixtral", "image_size": LONGEST, "head_dim": 16, **_SEEN},
+    },
+}
+
+
+def whole_model(family: str, seed: int = 0) -> Any:
+    """mlx-vlm's model with random weights, sharpened so that what it sees changes what it says."""
+    module, config = import_module(f"mlx_vlm.models.{family}"), CONFIGS[family]
+    mx.random.seed(seed)
+    parts = {
+        "text_config": module.TextConfig.from_dict(config["text_config"]),
+        "vision_config": module.VisionConfig.from_dict(config["vision_config"]),
+    }
+    model = module.Model(module.ModelConfig(**{**config, **parts}))
+    model.update(tree_map(lambda array: array * 2 if array.ndim > 1 else array, model.parameters()))
+    return model
+
+
+def write_vision_model(folder: Path, family: str = "smolvlm", *, seed: int = 0, bits: int = 0) -> Path:
+    """A folder as a checkpoint has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model, config = whole_model(family, seed), CONFIGS[family]
+    if bits:
+        mlx.nn.quantize(model.language_model, group_size=32, bits=bits)
+        config = {**config, "quantization": {"group_size": 32, "bits": bits}}
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    write_tokenizer(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(MARKS[family])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    images: dict[str, Any] = {"size": {"longest_edge": LONGEST}}
+    if family == "smolvlm":
+        images["max_image_size"] = {"longest_edge": TILE}
+    files = {
+        "config.json": config,
+        "tokenizer_config.json": {**settings, "chat_template": TEMPLATE.replace("MARK", MARKS[family][0])},
+        "preprocessor_config.json": images,
+        "processor_config.json": {"image_seq_len": 4} if family == "smolvlm" else {},
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def picture(seed: int, width: int = 40, height: int = 30) -> Image.Image:
+    """Large spots of random colours."""
+    spots = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
+    return Image.fromarray(spots).resize((width, height), Image.Resampling.NEAREST)
+
+
+def png(image: Image.Image) -> bytes:
+    """Its file."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def image_spec(
+    seq: str, vision: VisionSpec, text: str, pictures: list[Image.Image], detail: Detail = "high", **sampling: object
+) -> tuple[SequenceSpec, tuple[Picture, ...]]:
+    """A sequence whose prompt is this text, with a picture for each `<image>`; and what comes with it."""
+    assert text.count("<image>") == len(pictures)
+    refs, sent = [], []
+    first, *others = text.split("<image>")
+    for image, behind in zip(pictures, others, strict=True):
+        data, cut = png(image), layout(vision, *image.size, detail)
+        digest = hashlib.sha256(data).digest()
+        key = image_key(digest, detail, vision)
+        refs.append(ImageRef(digest, key, cut.tokens, detail))
+        width, height, seen = tiles(data, vision, detail)
+        sent.append(Picture(key, seen, width, height))
+        first += cut.text + behind
+    ids = codec("pixtral" if vision.family == "pixtral" else "smolvlm").encode(first).ids
+    images = {"images": tuple(refs), "image_token": IMAGE_TOKEN_ID} if refs else {}
+    return msgspec.structs.replace(spec(seq, ids, **sampling), **images), tuple(sent)
+
+
+@cache
+def codec(family: str = "smolvlm") -> Tokenizer:
+    """The tokenizer that `write_vision_model` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder))
+        tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    tokenizer.add_special_tokens(MARKS[family])
+    return tokenizer
+
+
+def alone(model: Any, prompt_ids: tuple[int, ...], pictures: list[Image.Image], tokens: int) -> list[int]:
+    """Greedy tokens of mlx-vlm's model, fed with its own or transformers' pixels, without a cache."""
+    said: list[int] = []
+    embeddings = getattr(model.language_model, "model", model.language_model).embed_tokens
+    embedded_1LH = embeddings(mx.array([prompt_ids]))
+    if pictures:
+        embedded_1LH = model.get_input_embeddings(mx.array([prompt_ids]), **pixels(model, pictures)).inputs_embeds
+    for _ in range(tokens):
+        logits_1LV = model.language_model(None, inputs_embeds=embedded_1LH).logits
+        said.append(int(mx.argmax(logits_1LV[0, -1]).item()))
+        embedded_1LH = mx.concatenate([embedded_1LH, embeddings(mx.array([said[-1:]]))], axis=1)
+    return said
+
+
+def pixels(model: Any, pictures: list[Image.Image]) -> dict[str, Any]:
+    """What mlx-vlm is fed with: its own pixels, or transformers'."""
+    if model.config.model_type == "pixtral":
+        from mlx_vlm.models.pixtral.image_processing_pixtral import PixtralImageProcessor
+
+        seen = PixtralImageProcessor({"longest_edge": LONGEST}, {"height": 8, "width": 8})(pictures)
+        return {"pixel_values": mx.array(seen["pixel_values"]), "image_sizes": seen["image_sizes"]}
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    seen = SmolVLMImageProcessorPil(size={"longest_edge": LONGEST}, max_image_size={"longest_edge": TILE})([pictures])
+    return {name: mx.array(np.array(seen[name])) for name in ("pixel_values", "pixel_attention_mask")}

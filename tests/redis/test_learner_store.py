@@ -1,0 +1,115 @@
+"""Learners in Redis: numbers, one owner at a time, states that count with the requests that they hold."""
+
+import msgspec
+import pytest
+from redis.asyncio import Redis
+
+from shared.errors import ConflictError, NotFoundError, QueueFullError
+from shared.learners import Failed, LearnerSpec, SaveInfo, Step, StepDone
+from shared.redis import keys
+from shared.redis.training import learner_store
+from shared.redis.training.learner_store import Held, LearnerStore, waiting_learners
+
+SPEC = LearnerSpec(id="one", model="tiny", rank=4, scale=8.0, seed=3)
+FAR_MS = 2**50
+
+
+async def made(redis: Redis, count: int = 0) -> LearnerStore:
+    store = LearnerStore(redis)
+    await store.create(SPEC)
+    for number in range(1, count + 1):
+        await store.place(SPEC, number, Step(learning_rate=number / 10))
+    return store
+
+
+async def taken(store: LearnerStore) -> Held:
+    held = await store.take(SPEC.id)
+    assert held is not None
+    return held
+
+
+async def test_a_learner_stays_what_it_was_made_as(redis: Redis) -> None:
+    store = await made(redis)
+    assert await store.create(msgspec.structs.replace(SPEC, seed=4)) == SPEC
+    assert await store.spec("one") == SPEC
+    with pytest.raises(NotFoundError):
+        await store.spec("other")
+    assert await store.take("other") is None
+
+
+async def test_a_request_is_placed_once_under_its_number_in_any_order(redis: Redis) -> None:
+    store = await made(redis)
+    await store.place(SPEC, 2, Step(learning_rate=0.2))
+    await store.place(SPEC, 1, Step(learning_rate=0.1))
+    await store.place(SPEC, 2, Step(learning_rate=0.9))
+    found = [await store.request("one", number) for number in (1, 2, 3)]
+    assert [each and each[0] for each in found] == [Step(learning_rate=0.1), Step(learning_rate=0.2), None]
+    assert await waiting_learners(redis, "tiny").take(5, 1000) == ["one"]
+
+
+async def test_too_much_is_refused_and_the_next_request_never_is(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_store, "MOST_WAITING", 2)
+    store = await made(redis)
+    for number in (2, 3):
+        await store.place(SPEC, number, Step())
+    with pytest.raises(QueueFullError):
+        await store.place(SPEC, 4, Step())
+    with pytest.raises(ConflictError):
+        await store.place(SPEC, 99, Step())
+    await store.place(SPEC, 1, Step())
+    with pytest.raises(NotFoundError):
+        await store.place(msgspec.structs.replace(SPEC, id="gone"), 1, Step())
+
+
+async def test_an_answer_counts_once_and_a_former_owner_is_refused(redis: Redis) -> None:
+    store = await made(redis, 2)
+    frozen = await taken(store)
+    owner = await taken(store)
+    assert not await store.tell(frozen, 1, Failed("late"))
+    assert await store.answer("one", 1) is None
+    assert await store.tell(owner, 1, StepDone({"a": 1.0}))
+    assert await store.tell(owner, 1, StepDone({"a": 2.0}))
+    assert await store.answer("one", 1) == StepDone({"a": 1.0})
+    assert (await taken(store)).done == 1
+    await redis.delete(keys.learner_answer("one", 1))
+    with pytest.raises(NotFoundError, match="not kept"):
+        await store.answer("one", 1)
+
+
+async def test_a_state_lets_the_requests_go_that_it_holds(redis: Redis) -> None:
+    store = await made(redis, 3)
+    held = await taken(store)
+    state = bytes(300_000)
+    first = await store.put_state("one", state)
+    assert await store.tell(held, 1, StepDone({}))
+    assert await store.tell(held, 2, StepDone({}), state=first)
+    again = await taken(store)
+    assert (again.done, again.applied, again.state) == (2, 2, first)
+    assert await store.state(again) == state
+    assert [await store.waits("one", number) for number in (1, 2, 3)] == [False, False, True]
+    second = await store.put_state("one", b"more")
+    assert await store.tell(again, 3, StepDone({}), state=second, before=first)
+    assert not await redis.exists(keys.learner_state("one", first))
+    assert await redis.hget(keys.learner("one"), "bytes") == b"0"
+
+
+async def test_a_save_is_there_with_its_answer_and_until_it_expires(redis: Redis) -> None:
+    store = await made(redis, 3)
+    held = await taken(store)
+
+    async def save(number: int, data: bytes, expires_ms: int) -> str:
+        bytes_id = await store.put_saved("one", data)
+        info = SaveInfo(name="a", kind="state", created_ms=1, expires_ms=expires_ms, bytes_id=bytes_id)
+        assert await store.tell(held, number, StepDone({}), save=info)
+        return bytes_id
+
+    first = await save(1, b"first", FAR_MS)
+    assert await store.saved("one", "a") == b"first"
+    await save(2, b"second", FAR_MS)
+    assert await store.saved("one", "a") == b"second"
+    assert not await redis.exists(keys.learner_saved("one", first))
+    await save(3, b"third", 1)
+    assert await store.saves("one") == []
+    assert [info.name for info in await store.saves("one", expired=True)] == ["a"]
+    with pytest.raises(NotFoundError):
+        await store.saved("one", "a")

@@ -1,0 +1,270 @@
+"""Tinker's protocol without its SDK: what is placed, what comes back, what is refused.
+
+The training service is played by the test. A real one runs in tests/e2e/served/test_learners.py, the SDK in
+tests/clients.
+"""
+
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+
+from api.http.api_keys import KeyRing
+from api.tinker.protobuf import _MESSAGE, read_pass
+from shared.errors import InvalidRequestError
+from shared.learners import (
+    Begin,
+    BeginDone,
+    Failed,
+    Load,
+    Pass,
+    PassDone,
+    SaveDone,
+    SaveInfo,
+    ServiceCard,
+    Step,
+    StepDone,
+    Values,
+)
+from shared.process.settings import ApiSettings
+from shared.redis import keys
+from shared.redis.training.tinker_store import TinkerSample
+from tests.redis.api_servers import Api
+from tests.redis.scripted_worker import MODEL, Answer
+from tests.waiting import wait_until
+
+PROTOBUF = {"content-type": "application/x-protobuf"}
+TARGETS = {"target_tokens": [6, 7], "weights": [0.0, 1.0]}
+
+
+def script(spec: Any) -> Answer:
+    return Answer("hi")
+
+
+async def ask(server: Api, route: str, status: int = 200, **body: Any) -> dict[str, Any]:
+    answer = await server.post(f"/api/v1/{route}", body)
+    assert answer.status_code == status, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def future(server: Api, request_id: str, accept: str = "application/json") -> httpx.Response:
+    return await server.post("/api/v1/retrieve_future", {"request_id": request_id}, headers={"accept": accept})
+
+
+async def made(server: Api) -> str:
+    """A learner that waits for its service."""
+    await server.ring.learners.announce(ServiceCard(id="s", model=MODEL, max_rank=8, max_learners=4))
+    session = (await ask(server, "create_session", tags=[], user_metadata=None, sdk_version="x"))["session_id"]
+    lora = {"rank": 8, "seed": 3}
+    placed = await ask(server, "create_model", session_id=session, model_seq_id=0, base_model=MODEL, lora_config=lora)
+    assert placed["request_id"] == f"{session}:train:0:0"
+    return str(placed["model_id"])
+
+
+def json_pass(learner: str, **inputs: Any) -> dict[str, Any]:
+    tensors = {
+        name: {"data": values, "dtype": "int64" if name == "target_tokens" else "float32"}
+        for name, values in (inputs or TARGETS).items()
+    }
+    datum = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}, "loss_fn_inputs": tensors}
+    return {"model_id": learner, "seq_id": 1, "forward_backward_input": {"data": [datum], "loss_fn": "cross_entropy"}}
+
+
+def binary_pass(learner: str, **changes: Any) -> bytes:
+    message = _MESSAGE["ForwardBackwardRequest"](model_id=learner, seq_id=1, loss_fn="cross_entropy", **changes)
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array([5, 6], "<i4").tobytes()
+    targets = datum.loss_fn_inputs.add(key="target_tokens").value
+    targets.dense, targets.dtype = np.array([6, 7], "<i8").tobytes(), 2
+    weights = datum.loss_fn_inputs.add(key="weights").value
+    weights.dtype = 1
+    weights.shape.extend([2])
+    weights.dense = np.array([0, 1], "<f4").tobytes()
+    encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+async def test_a_pass_is_the_same_as_json_and_as_protobuf_and_is_placed_once(server: Api) -> None:
+    learner = await made(server)
+    first = await ask(server, "forward_backward", **json_pass(learner))
+    content = binary_pass(learner)
+    again = await server.http.post("/api/v1/forward_backward", content=content, headers=PROTOBUF)
+    assert again.json() == first == {"request_id": f"{learner}:1", "model_id": learner}
+    found = await server.ring.learners.request(learner, 2)
+    assert found is not None and isinstance(found[0], Pass)
+    assert read_pass(content).request == found[0]
+    assert found[0].backward and not read_pass(binary_pass(learner, forward_only=True)).request.backward
+    begin = await server.ring.learners.request(learner, 1)
+    assert begin is not None and begin[0] == Begin()
+
+
+async def test_results_come_by_polls_in_the_form_that_is_asked_for(
+    server: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.tinker.futures.POLL_S", 0.01)
+    learner = await made(server)
+    waiting = await future(server, f"{learner}:0")
+    assert waiting.status_code == 408 and waiting.json()["type"] == "try_again"
+    for number, path in enumerate(("forward_backward", "optim_step", "save_weights_for_sampler"), 1):
+        extra = (
+            json_pass(learner)
+            if number == 1
+            else {"adam_params": {}}
+            if number == 2
+            else {"sampling_session_seq_id": 4}
+        )
+        await ask(server, path, **{**extra, "model_id": learner, "seq_id": number})
+    store = server.ring.learners
+    held = await store.take(learner)
+    assert held is not None and held.spec.rank == 8 and held.spec.scale == 4.0 and held.spec.seed == 3
+    logprobs = np.array([-1.5, -2.5], np.float32)
+    done = PassDone(({"logprobs": Values.of(logprobs)}, {"logprobs": Values.of(logprobs[:1])}), {"loss:sum": 2.5})
+    answers = (BeginDone(), done, StepDone({"step:max": 1.0}), SaveDone("000003", "sampler", 7))
+    for number, answer in enumerate(answers, 1):
+        assert await store.tell(held, number, answer)
+    assert (await future(server, f"{learner}:0")).json() == {"type": "create_model", "model_id": learner}
+    shown = (await future(server, f"{learner}:1")).json()
+    assert shown["loss_fn_outputs"][0]["logprobs"] == {"data": [-1.5, -2.5], "dtype": "float32", "shape": [2]}
+    binary = await future(server, f"{learner}:1", PROTOBUF["content-type"])
+    message = _MESSAGE["ForwardBackwardOutput"]()
+    message.ParseFromString(binary.content)
+    (record,) = message.loss_fn_outputs
+    assert record.num_datums == 2 and np.frombuffer(record.fields[0].value.offsets, "<i8").tolist() == [0, 8, 12]
+    assert np.frombuffer(record.fields[0].value.data, "<f4").tolist() == [-1.5, -2.5, -1.5]
+    assert (await future(server, f"{learner}:2")).json() == {"metrics": {"step:max": 1.0}}
+    session = learner.partition(":")[0]
+    saved = (await future(server, f"{learner}:3:4")).json()
+    assert saved["path"] == f"tinker://{learner}/sampler_weights/000003"
+    assert saved["sampling_session_id"] == f"{session}:sample:4"
+    sampler = (await server.http.get(f"/api/v1/samplers/{session}:sample:4")).json()
+    assert sampler["model_path"] == saved["path"]
+    await ask(server, "optim_step", model_id=learner, seq_id=4, adam_params={"learning_rate": 0.1})
+    assert await store.request(learner, 5) == (Step(learning_rate=0.1), pytest.approx(90, abs=60))
+    assert await store.tell(held, 5, Failed("no step"))
+    assert (await future(server, f"{learner}:4")).json() == {"error": "no step", "category": "user"}
+    await server.ring.redis.delete(keys.learner_answer(learner, 5))
+    assert (await future(server, f"{learner}:4")).status_code == 410
+
+
+async def test_a_sample_is_drawn_once_and_gone_with_its_api_process(server: Api) -> None:
+    session = (await ask(server, "create_session", tags=[], user_metadata={}, sdk_version="x"))["session_id"]
+    made = await ask(server, "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=MODEL)
+    sampler = made["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+    params = {"max_tokens": 8, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "stop": None}
+    body = {"sampling_session_id": sampler, "seq_id": 0, "num_samples": 2, "prompt": prompt, "sampling_params": params}
+    more = {"prompt_logprobs": True, "topk_sample_logprobs": 1, "topk_prompt_logprobs": 0, "type": "sample"}
+    first, again = [await ask(server, "asample", **body, **more) for _ in range(2)]
+    assert first == again and len(first["sample_sequence_ids"]) == 2
+    answer = await future(server, first["request_id"])
+    message = _MESSAGE["SampleResponse"]()
+    message.ParseFromString(answer.content)
+    assert len(message.sequences) == 2 and message.sequences[0].stop_reason == 0
+    assert len(message.sequences[0].tokens) == len(message.sequences[0].logprobs) > 0
+    assert message.sequences[0].topk_sampled_logprobs.k == 1
+    keeper = keys.keeper("tinker of ")
+    await server.ring.tinker.put(keeper, f"{sampler}:sample:9", TinkerSample("dead-api"))
+    assert (await future(server, f"{sampler}:sample:9")).status_code == 410
+    await server.ring.tinker.put(keeper, f"{sampler}:sample:8", TinkerSample("x", "failed", error="no", fault="server"))
+    assert (await future(server, f"{sampler}:sample:8")).json() == {"error": "no", "category": "server"}
+    await ask(server, "cancel_future", request_id=first["request_id"])
+    assert (await future(server, first["request_id"])).status_code == 410
+
+
+async def test_a_cancelled_sample_ends_at_the_worker(server: Api, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "script", lambda spec: Answer("a long answer", hold_at=1))
+    session = (await ask(server, "create_session", tags=[], user_metadata=None, sdk_version="x"))["session_id"]
+    made = await ask(server, "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=MODEL)
+    prompt = {"chunks": [{"tokens": [5]}]}
+    body = {"sampling_session_id": made["sampling_session_id"], "seq_id": 0, "prompt": prompt}
+    begun = await ask(server, "asample", **body, sampling_params={"max_tokens": 8})
+    await wait_until(lambda: bool(worker.specs))
+    await ask(server, "cancel_future", request_id=begun["request_id"])
+    await wait_until(lambda: bool(worker.cancelled))
+
+
+async def test_what_cannot_be_done_is_refused_by_name(server: Api) -> None:
+    learner = await made(server)
+    session = learner.partition(":")[0]
+    unknown = json_pass(learner)
+    unknown["forward_backward_input"]["loss_fn"] = "x"
+    wrong: dict[str, tuple[str, dict[str, Any]]] = {
+        "data[0]": ("forward_backward", json_pass(learner, target_tokens=[6], weights=[1.0])),
+        "data": ("forward", {**json_pass(learner), "forward_backward_input": {"data": [], "loss_fn": "ppo"}}),
+        "loss_fn": ("forward", unknown),
+        "lora_config": (
+            "create_model",
+            {"session_id": session, "model_seq_id": 1, "base_model": MODEL, "lora_config": {"rank": 9}},
+        ),
+        "optimizer_config": (
+            "create_model",
+            {"session_id": session, "model_seq_id": 1, "base_model": MODEL, "optimizer_config": {"type": "dimuon"}},
+        ),
+        "kind": ("save_weights_for_sampler", {"model_id": learner, "seq_id": 1, "kind": "inflight"}),
+        "path": ("load_weights", {"model_id": learner, "seq_id": 1, "path": "tinker://x", "optimizer": True}),
+        "adam_params.beta1": ("optim_step", {"model_id": learner, "seq_id": 1, "adam_params": {"beta1": 1.0}}),
+    }
+    for param, (path, body) in wrong.items():
+        answer = await server.post(f"/api/v1/{path}", body)
+        assert answer.status_code == 400, (param, answer.text)
+        assert param.split("[")[0] in str(answer.json()["error"]["param"]), (param, answer.text)
+    junk = await server.http.post("/api/v1/forward_backward", content=b"\xff\xff", headers=PROTOBUF)
+    assert junk.status_code == 400, junk.text
+    zstd = {**PROTOBUF, "content-encoding": "zstd"}
+    packed = await server.http.post("/api/v1/forward_backward", content=b"x", headers=zstd)
+    assert packed.status_code == 400 and "compressed" in packed.text
+    assert not await server.ring.learners.waits(learner, 2)
+    image = _MESSAGE["ForwardBackwardRequest"](model_id=learner, loss_fn="ppo")
+    image.data.add().model_input.add().image.SetInParent()
+    with pytest.raises(InvalidRequestError, match="no text"):
+        read_pass(image.SerializeToString())
+
+
+async def test_a_save_makes_a_learner_of_its_shape(server: Api) -> None:
+    learner = await made(server)
+    session = learner.partition(":")[0]
+    path = f"tinker://{learner}/weights/a"
+    body = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": False}
+    assert (await server.post("/api/v1/load_weights", body)).status_code == 404
+    held = await server.ring.learners.take(learner)
+    assert held is not None
+    info = SaveInfo(name="a", kind="state", created_ms=1, expires_ms=2**41)
+    assert await server.ring.learners.tell(held, 1, SaveDone("a", "state"), save=info)
+    placed = await ask(server, "load_weights", **body)
+    assert placed["request_id"] == f"{session}:train:1:0"
+    first = await server.ring.learners.request(f"{session}:train:1", 1)
+    assert first is not None and first[0] == Load(learner, "a", optimizer=False)
+    spec = await server.ring.learners.spec(f"{session}:train:1")
+    assert (spec.rank, spec.scale) == (8, 4.0)
+    runs = (await server.http.get("/api/v1/training_runs")).json()
+    assert [each["training_run_id"] for each in runs["training_runs"]] == [f"{session}:train:1", learner]
+    listed = (await server.http.get(f"/api/v1/training_runs/{learner}/checkpoints")).json()["checkpoints"]
+    assert [each["checkpoint_id"] for each in listed] == ["weights/a"]
+    ttl = await server.http.put(f"/api/v1/training_runs/{learner}/checkpoints/weights/a/ttl", json={"ttl_seconds": 60})
+    assert ttl.status_code == 200
+    gone = await server.http.delete(f"/api/v1/training_runs/{learner}/checkpoints/weights/a")
+    assert gone.status_code == 200
+    assert (await server.http.get("/api/v1/checkpoints")).json()["checkpoints"] == []
+
+
+async def test_without_a_service_nothing_is_trained(server: Api, redis: Redis) -> None:
+    session = (await ask(server, "create_session", tags=[], user_metadata=None, sdk_version="x"))["session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": MODEL}
+    answer = await server.post("/api/v1/create_model", body)
+    assert answer.status_code == 503 and "mlx_parallm_learners" in answer.text
+    shown = (await server.http.get("/api/v1/get_server_capabilities")).json()["supported_models"]
+    assert [(each["model_name"], each["trainable"]) for each in shown] == [(MODEL, False)]
+    await ask(server, "session_heartbeat", session_id=session)
+    await ask(server, f"sessions/{session}/finish")
+    await ask(server, "session_heartbeat", 410, session_id=session)
+
+
+def test_any_key_of_ours_may_stand_behind_tinker_s_prefix() -> None:
+    ring = KeyRing.of(ApiSettings(api_key="plm-a-key-of-ours,tml-a-key-of-its-own"))  # type: ignore[arg-type]
+    for key in ("plm-a-key-of-ours", "tml-plm-a-key-of-ours", "tml-a-key-of-its-own"):
+        assert ring.find(key) is not None, key
+    for key in ("tml-tml-plm-a-key-of-ours", "a-key-of-ours", "tml-"):
+        assert ring.find(key) is None, key

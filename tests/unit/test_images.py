@@ -1,0 +1,213 @@
+"""Images of clients: which files are taken, the tiles of those that are, and what stands for them in a prompt."""
+
+import hashlib
+import io
+import random
+import struct
+import zlib
+from collections.abc import AsyncIterator, Callable
+from itertools import product
+
+import msgspec
+import numpy as np
+import pytest
+from PIL import Image
+
+from api.http.limits import check_beside_images
+from api.ring.image_fetch import ImageFetch, public_address
+from shared.errors import IncompatibleVersionError, InvalidRequestError, PayloadTooLargeError
+from shared.image_files.pixels import tiles
+from shared.image_files.reader import ImageReader
+from shared.images.layout import layout
+from shared.images.refs import ImageRef, VisionSpec, image_key, kv_ids
+from shared.sequences import SamplingParams, SequenceSpec, decode_spec, encode
+
+VISION = VisionSpec("idefics3", "<image>", 9, tile=32, longest_edge=128, tile_tokens=4)
+PLAIN = SequenceSpec("s", "m", (1, 9, 9, 9, 9, 2), SamplingParams(1, 0))
+
+
+def image(width: int = 40, height: int = 30, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    spots = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(spots).convert(mode)
+
+
+def file_of(made: Image.Image, form: str = "PNG", **more: object) -> bytes:
+    file = io.BytesIO()
+    made.save(file, form, **more)
+    return file.getvalue()
+
+
+def png_of_claimed_size(width: int, height: int) -> bytes:
+    """A few bytes that say they are a large image."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
+
+
+@pytest.fixture
+async def reader() -> AsyncIterator[ImageReader]:
+    made = ImageReader(places=1)
+    yield made
+    made.close()
+
+
+async def test_files_are_told_by_their_content_and_turned_as_they_say(reader: ImageReader) -> None:
+    for form in ("PNG", "JPEG", "WEBP", "GIF", "BMP"):
+        assert await reader.size(file_of(image(), form)) == (40, 30)
+    for mode in ("L", "LA", "RGBA", "P", "1"):
+        assert await reader.size(file_of(image(mode=mode))) == (40, 30)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    assert await reader.size(file_of(image(), "JPEG", exif=turned)) == (30, 40)
+
+
+BAD: list[tuple[str, Callable[[], bytes], str]] = [
+    ("empty", lambda: b"", "no image"),
+    ("text", lambda: b"<svg/>" * 50, "no image"),
+    ("another kind", lambda: file_of(image(), "TIFF"), "no image"),
+    ("truncated", lambda: file_of(image(200, 200), "JPEG")[:-900], "truncated"),
+    ("bomb", lambda: png_of_claimed_size(60_000, 60_000), "40000000 pixels"),
+    ("large", lambda: png_of_claimed_size(8000, 8000), "8000 x 8000"),
+    ("long", lambda: png_of_claimed_size(5000, 2), "times the other"),
+    ("animated", lambda: file_of(image(), "GIF", save_all=True, append_images=[image(seed=1)]), "animated"),
+]
+
+
+async def test_other_files_are_refused_in_words(reader: ImageReader) -> None:
+    for name, made, words in BAD:
+        with pytest.raises(InvalidRequestError, match=words):
+            await reader.size(made())
+            pytest.fail(name)
+    assert len(reader._idle) == 1, "the same process has answered all of them"
+
+
+async def test_damaged_files_of_all_kinds_are_answered_and_lose_nobody(reader: ImageReader) -> None:
+    dice, answers = random.Random(17), set()
+    whole = [file_of(image(), form) for form in ("PNG", "JPEG", "WEBP", "GIF", "BMP")]
+    for _ in range(200):
+        data = bytearray(dice.choice(whole))
+        for _ in range(dice.randint(1, 8)):
+            data[dice.randrange(len(data))] = dice.randrange(256)
+        try:
+            size = await reader.size(bytes(data[: dice.randint(1, 2 * len(data))]))
+            assert len((await reader.tiles(bytes(data), VISION, "low")).pictures) == 1 or size
+            answers.add("taken")
+        except InvalidRequestError:
+            answers.add("refused")
+    assert answers == {"taken", "refused"}
+
+
+async def test_a_file_that_takes_too_long_or_too_much_ends_its_process_alone() -> None:
+    large = file_of(Image.new("RGBA", (6000, 6000)))
+    hasty = ImageReader(limit_s=0.001)
+    with pytest.raises(InvalidRequestError, match=r"more than 0\.001 s"):
+        await hasty.size(large)
+    assert not hasty._idle
+    small = ImageReader(memory_bytes=300 << 20)
+    try:
+        assert await small.size(file_of(image())) == (40, 30)
+        with pytest.raises(InvalidRequestError, match=r"memory|ends the process|damaged"):
+            await small.size(large)
+        assert await small.size(file_of(image())) == (40, 30)
+    finally:
+        small.close()
+
+
+def test_tiles_are_those_of_transformers() -> None:
+    module = pytest.importorskip("transformers.models.smolvlm.image_processing_pil_smolvlm")
+    theirs = module.SmolVLMImageProcessorPil(size={"longest_edge": 128}, max_image_size={"longest_edge": 32})
+    sizes = [(40, 30), (30, 40), (32, 32), (200, 7), (129, 128), (500, 333), (1, 1), (31, 97)]
+    for at, (width, height) in enumerate(sizes):
+        shown = image(width, height, seed=at)
+        cut, found = layout(VISION, width, height, "high"), tiles(file_of(shown), VISION, "high").pictures
+        result = theirs([[shown]], return_row_col_info=True)
+        assert (result["rows"][0][0], result["cols"][0][0]) == (cut.rows, cut.columns)
+        assert cut.tiles == len(found) and cut.tokens == cut.text.count("<image>") == 4 * len(found)
+        ours = np.stack([np.frombuffer(tile, np.uint8).reshape(32, 32, 3) for tile in found]).transpose(0, 3, 1, 2)
+        assert np.abs((ours / 255 - 0.5) / 0.5 - np.array(result["pixel_values"][0])).max() < 1e-6
+
+
+def test_pixtrals_picture_is_that_of_mlx_vlm() -> None:
+    module = pytest.importorskip("mlx_vlm.models.pixtral.image_processing_pixtral")
+    theirs = module.PixtralImageProcessor({"longest_edge": 128}, {"height": 8, "width": 8})
+    vision = VisionSpec(
+        "pixtral", "[IMG]", 9, 8, 128, 1, mean=tuple(theirs.image_mean), std=tuple(theirs.image_std), resample=3
+    )
+    for at, (width, height) in enumerate([(40, 30), (8, 8), (129, 128), (500, 333), (1, 1), (31, 97), (900, 10)]):
+        shown = image(width, height, seed=at)
+        cut, found = layout(vision, width, height, "high"), tiles(file_of(shown), vision, "high")
+        result = theirs([shown])
+        assert (found.height, found.width) == result["image_sizes"][0]
+        assert cut.tokens == cut.text.count("[IMG]") == found.width * found.height // 64
+        assert cut.text.count("[IMG_BREAK]") == found.height // 8 - 1 and cut.text.endswith("[IMG][IMG_END]")
+        ours = np.frombuffer(found.pictures[0], np.uint8).reshape(found.height, found.width, 3) / 255
+        scaled = ((ours - vision.mean) / vision.std).transpose(2, 0, 1)
+        assert np.abs(scaled - result["pixel_values"][0]).max() < 1e-5
+        assert layout(vision, width, height, "low").tokens <= 16
+
+
+def test_one_tile_is_the_same_text_for_every_size() -> None:
+    for width, height in product((1, 50, 3000), repeat=2):
+        cut = layout(VISION, width, height, "low")
+        assert (cut.tiles, cut.tokens, cut.rows) == (1, 4, 0)
+        assert cut.text == f"<fake_token_around_image><global-img>{'<image>' * 4}<fake_token_around_image>"
+
+
+def refs_of(*seeds: int, detail: str = "high") -> tuple[ImageRef, ...]:
+    hashes = [hashlib.sha256(bytes([seed])).digest() for seed in seeds]
+    return tuple(ImageRef(each, image_key(each, detail, VISION), 2, detail) for each in hashes)  # type: ignore[arg-type]
+
+
+def test_what_kv_is_found_by_differs_from_the_images_first_place_on() -> None:
+    one, other, low = kv_ids(PLAIN.prompt_ids, 9, refs_of(1, 2)), refs_of(1, 3), refs_of(1, 2, detail="low")
+    assert one == kv_ids(PLAIN.prompt_ids, 9, refs_of(1, 2)), "it follows from the image"
+    assert (one[0], one[-1]) == (1, 2) and len(set(one)) == 6 and max(one[1:5]) < 0
+    assert min(one) >= -(2**62)
+    assert [a == b for a, b in zip(one, kv_ids(PLAIN.prompt_ids, 9, other), strict=True)] == [1, 1, 1, 0, 0, 1]
+    assert [a == b for a, b in zip(one, kv_ids(PLAIN.prompt_ids, 9, low), strict=True)] == [1, 0, 0, 0, 0, 1]
+    assert PLAIN.kv_prompt == PLAIN.prompt_ids
+
+
+def test_a_worker_that_knows_no_images_refuses_a_sequence_with_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeing = msgspec.structs.replace(PLAIN, images=refs_of(1, 2), image_token=9)
+    assert decode_spec(encode(seeing)).images == seeing.images
+    monkeypatch.setattr("shared.sequences.SCHEMA", 1)
+    packed = encode(msgspec.structs.replace(seeing, schema=2))
+    with pytest.raises(IncompatibleVersionError):
+        decode_spec(packed)
+    assert decode_spec(encode(PLAIN)).schema == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://pictures.example/a.png", "by https"),
+        ("https://other.example/a.png", "does not fetch"),
+        ("https://pictures.example:444/a.png", "by https"),
+        ("https://me@pictures.example/a.png", "by https"),
+        ("https://pictures.example@other.example/a.png", "by https"),
+        ("file:///etc/passwd", "by https"),
+        ("https://[::1", "not one"),
+        ("https://localhost/a.png", "not a public one"),
+        ("https://127.0.0.1/a.png", "not a public one"),
+        ("https://169.254.169.254/latest", "not a public one"),
+        ("https://[::ffff:127.0.0.1]/a.png", "not a public one"),
+    ],
+)
+async def test_nothing_is_fetched_but_from_named_public_hosts(url: str, words: str) -> None:
+    hosts = ["Pictures.example", "localhost", "127.0.0.1", "169.254.169.254", "::ffff:127.0.0.1"]
+    fetch = ImageFetch(hosts, 1000, 5.0, public_address)
+    with pytest.raises(InvalidRequestError, match=words):
+        await fetch.get(url)
+    await fetch.close()
+
+
+def test_a_body_may_be_long_by_its_images_alone() -> None:
+    url = b'{"type": "image_url", "image_url": {"url": "data:image/png;base64,' + b"A" * 5000 + b'"}}'
+    check_beside_images(b'{"messages": [' + url + b"]}", 200)
+    for body in (b'{"text": "' + b"x" * 300 + b'"}', b'{"text": "data:' + b"x" * 300 + b'"}', url + b" " * 200):
+        with pytest.raises(PayloadTooLargeError):
+            check_beside_images(body, 200)

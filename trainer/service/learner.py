@@ -1,0 +1,287 @@
+"""One learner in the MLX thread: an adapter over the shared base, its AdamW, and the gradients that wait for a step.
+
+Invariants.
+- The base's arrays are shared with every other learner; its own are the adapter, two moments and the gradients.
+- A pass changes gradients only when all of it has been computed and is finite; a step changes weights, moments and
+  gradients together. So an error of either leaves a learner as it was.
+- Gradients that lack a part (a pass that was to bring it has failed) are never applied: `spoil` drops them, and the
+  next step is refused.
+- The state is a function of the requests alone; nothing is drawn but the first weights, from the seed.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from safetensors.numpy import load as read_safetensors
+from safetensors.numpy import save as write_safetensors
+
+from shared.errors import ConflictError, InvalidRequestError
+from shared.learners import Datum, LearnerSpec, LossName, Pass, PassDone, Step, StepDone, Values
+from trainer.learn.compute import Work
+from trainer.learn.logprobs import halves_of, head_chunk
+from trainer.learn.options import AdapterShape
+from trainer.learn.policy import Policy
+from trainer.service.losses import elementwise
+from trainer.state import Arrays
+
+WIDTH = 8  # rows are padded to a multiple of it, so that few shapes occur
+_COUNT, _SPOILED = "steps", "spoiled"  # names in a state
+Floats = npt.NDArray[np.float32]
+
+
+class ServiceLearner:
+    """Belongs to the thread that built it; ValueError when the model has no layers for the adapter."""
+
+    def __init__(self, model: Any, spec: LearnerSpec, microbatch_tokens: int = 8192) -> None:
+        targets = _targets(model, attention=spec.attention, mlp=spec.mlp)
+        shape = AdapterShape(rank=spec.rank, scale=spec.scale, targets=targets)
+        self._policy = Policy(model, shape, seed=spec.seed)
+        self._microbatch_tokens = microbatch_tokens
+        self._chunk = head_chunk(self._policy.base)
+        self._gradient = nn.value_and_grad(self._policy.model, self._loss)
+        self._waiting: Any = None  # gradients, as a tree like the trainable parameters
+        self._spoiled = ""  # why a part of them is missing
+        self._first: dict[str, mx.array] = {}
+        self._second: dict[str, mx.array] = {}
+        self._steps = 0
+        self._forget()
+
+    # -- learning
+
+    def run(self, request: Pass) -> Work[PassDone]:
+        """A forward, with gradients if they are asked for; yields after every microbatch.
+
+        InvalidRequestError when the loss or a gradient is not finite.
+        """
+        outputs: list[dict[str, Values]] = [{} for _ in request.data]
+        total, gradients = 0.0, None
+        for part in _parts(request.data, self._microbatch_tokens):
+            data = [request.data[i] for i in part]
+            tokens_BL, inputs, seen = _padded(data)
+            asked = (tokens_BL, inputs, seen, request.loss, request.constants)
+            if request.backward:
+                (value, logp, each), more = self._gradient(self._policy.model, *asked)
+                gradients = more if gradients is None else tree_map(mx.add, gradients, more)
+                mx.eval(value, logp, each, gradients)
+            else:
+                value, logp, each = self._loss(self._policy.model, *asked)
+                mx.eval(value, logp, each)
+            total += float(value.item())
+            for row, i in enumerate(part):
+                outputs[i] = _output(request.loss, request.data[i], logp[row], each[row])
+            yield
+        if not math.isfinite(total) or not _finite(gradients):
+            raise InvalidRequestError("the loss or its gradient is not a finite number")
+        if request.backward:
+            self._waiting = gradients if self._waiting is None else tree_map(mx.add, self._waiting, gradients)
+            mx.eval(self._waiting)
+        return PassDone(tuple(outputs), {"loss:sum": total})
+
+    def step(self, request: Step) -> StepDone:
+        """One update; ConflictError without gradients or with a part of them only, which are then dropped."""
+        spoiled, self._spoiled = self._spoiled, ""
+        if spoiled:
+            self._waiting = None
+            raise ConflictError(f"no step: a pass since the last one has failed ({spoiled})")
+        if self._waiting is None:
+            raise ConflictError("no step: there has been no backward pass since the last one")
+        gradients = dict(tree_flatten(self._waiting))
+        # By name: a restored state has another order, and a sum's last bits depend on it.
+        squares = [mx.sum(mx.square(gradients[name])) for name in sorted(gradients)]
+        norm = float(np.sqrt(np.array(mx.sum(mx.stack(squares)))))
+        if not math.isfinite(norm):
+            self._waiting = None
+            raise InvalidRequestError("the gradient is not a finite number; it has been dropped")
+        factor = request.max_grad_norm / norm if 0 < request.max_grad_norm < norm else 1.0
+        count, beta1, beta2 = self._steps + 1, request.beta1, request.beta2
+        weights, first, second = {}, {}, {}
+        for name, weight in self._policy.arrays().items():
+            gradient = gradients[name] * factor
+            first[name] = beta1 * self._first[name] + (1 - beta1) * gradient
+            second[name] = beta2 * self._second[name] + (1 - beta2) * mx.square(gradient)
+            change = first[name] / (1 - beta1**count)
+            change = change / (mx.sqrt(second[name] / (1 - beta2**count)) + request.eps)
+            kept = weight * (1 - request.learning_rate * request.weight_decay)
+            weights[name] = kept - request.learning_rate * change
+        mx.eval(weights, first, second)
+        if not _finite(weights):
+            self._waiting = None
+            raise InvalidRequestError("the step would make weights that are not finite; it has been left out")
+        self._put(weights)
+        self._first, self._second, self._steps, self._waiting = first, second, count, None
+        metrics = {
+            "unclipped_grad_l2:mean": norm,
+            "step:max": float(count),
+            "learning_rate:mean": request.learning_rate,
+        }
+        return StepDone(metrics)
+
+    def spoil(self, reason: str) -> None:
+        """A backward pass has failed: what others have added must not be applied without it."""
+        self._waiting, self._spoiled = None, reason
+
+    # -- state
+
+    @property
+    def steps(self) -> int:
+        """Updates that the optimizer has made."""
+        return self._steps
+
+    def weights(self) -> Arrays:
+        """The adapter as plain data."""
+        return self._policy.weights()
+
+    def config(self) -> bytes:
+        """Its `adapter_config.json`."""
+        return self._policy.config()
+
+    def state(self) -> bytes:
+        """Weights, moments and waiting gradients as a safetensors file."""
+        parts = {"weights": self._policy.arrays(), "first": self._first, "second": self._second}
+        if self._waiting is not None:
+            parts["waiting"] = dict(tree_flatten(self._waiting))
+        arrays = {f"{part}/{name}": np.array(value) for part, values in parts.items() for name, value in values.items()}
+        arrays[_COUNT] = np.array([self._steps], np.int64)
+        arrays[_SPOILED] = np.frombuffer(self._spoiled.encode(), np.uint8)
+        return write_safetensors(arrays)
+
+    def restore(self, state: bytes) -> None:
+        """Go on exactly where `state` was taken."""
+        self.load(state)
+        arrays = read_safetensors(state)
+        waiting = _part(arrays, "waiting")
+        if waiting:
+            self._waiting = tree_unflatten([(name, mx.array(value)) for name, value in waiting.items()])
+        self._spoiled = arrays[_SPOILED].tobytes().decode()
+
+    def load(self, state: bytes, *, optimizer: bool = True) -> None:
+        """Go on from a save's weights, with its moments or new ones; ConflictError when it is of another shape."""
+        arrays = read_safetensors(state)
+        try:
+            self._policy.load(_part(arrays, "weights"))
+        except ValueError as error:
+            raise ConflictError(f"the save is of another shape: {error}") from error
+        self._forget()
+        if optimizer:
+            self._first = {name: mx.array(value) for name, value in _part(arrays, "first").items()}
+            self._second = {name: mx.array(value) for name, value in _part(arrays, "second").items()}
+            self._steps = int(arrays[_COUNT][0])
+
+    def _forget(self) -> None:
+        """As before the first step."""
+        self._first = {name: mx.zeros_like(value) for name, value in self._policy.arrays().items()}
+        self._second = {name: mx.zeros_like(value) for name, value in self._first.items()}
+        self._steps, self._waiting, self._spoiled = 0, None, ""
+
+    def _put(self, weights: dict[str, mx.array]) -> None:
+        self._policy.model.update(tree_unflatten(list(weights.items())))
+
+    # -- computing
+
+    def _loss(
+        self,
+        model: Any,
+        tokens_BL: mx.array,
+        inputs: dict[str, mx.array],
+        seen: mx.array,
+        loss: LossName,
+        constants: dict[str, float],
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """The sum, the log-probability of each target and the loss of each."""
+        body, head = halves_of(model, self._chunk)
+        logp = _logps(head, body(tokens_BL), inputs["target_tokens"], self._chunk)
+        each = elementwise(loss, logp, inputs, constants, seen)
+        return each.sum(), logp, each
+
+
+def _logps(head: Any, hidden_BLH: mx.array, targets_BLK: mx.array, chunk: int) -> mx.array:
+    """Log-probability [B, L, K] of each target, fp32; the head takes `chunk` positions at a time, 0: all at once."""
+    hidden_NH = hidden_BLH.reshape(-1, hidden_BLH.shape[-1])
+    targets_NK = targets_BLK.reshape(-1, targets_BLK.shape[-1])
+    count = len(targets_NK)
+    step = min(chunk or count, count)
+
+    def scores_from(at: int) -> mx.array:
+        def scores(part_NH: mx.array) -> mx.array:
+            logits_NV = head(part_NH[None])[0].astype(mx.float32)
+            said = mx.take_along_axis(logits_NV, targets_NK[at : at + step], axis=-1)
+            return said - mx.logsumexp(logits_NV, axis=-1, keepdims=True)
+
+        part: mx.array = (mx.checkpoint(scores) if step < count else scores)(hidden_NH[at : at + step])
+        return part
+
+    return mx.concatenate([scores_from(at) for at in range(0, count, step)]).reshape(targets_BLK.shape)
+
+
+def _parts(data: Sequence[Datum], most: int) -> Iterator[list[int]]:
+    """Indices of data that go together, by length and then by place, at most so many padded positions at once."""
+    lengths = [len(datum.tokens) // 4 for datum in data]
+    order = sorted(range(len(data)), key=lambda i: (-lengths[i], i))
+    part: list[int] = []
+    for i in order:
+        if part and (len(part) + 1) * _width(lengths[part[0]]) > most:
+            yield part
+            part = []
+        part.append(i)
+    if part:
+        yield part
+
+
+def _width(length: int) -> int:
+    return -(-length // WIDTH) * WIDTH
+
+
+def _padded(data: Sequence[Datum]) -> tuple[mx.array, dict[str, mx.array], mx.array]:
+    """Tokens [B, L], inputs [B, L, K] and what of them is seen [B, L, K]; rows are padded on the right."""
+    width = _width(max(len(datum.tokens) // 4 for datum in data))
+    shapes = [datum.inputs["target_tokens"].shape for datum in data]
+    most = max(shape[1] if len(shape) == 2 else 1 for shape in shapes)
+    tokens_BL = np.zeros((len(data), width), np.int32)
+    seen = np.zeros((len(data), width, most), bool)
+    inputs = {
+        name: np.zeros(seen.shape, np.int32 if name == "target_tokens" else np.float32) for name in data[0].inputs
+    }
+    for row, datum in enumerate(data):
+        ids = datum.ids()
+        tokens_BL[row, : len(ids)] = ids
+        for name, values in datum.inputs.items():
+            array = values.array().reshape(len(ids), -1)
+            inputs[name][row, : len(ids), : array.shape[1]] = array
+            seen[row, : len(ids), : array.shape[1]] = True
+    return mx.array(tokens_BL), {name: mx.array(value) for name, value in inputs.items()}, mx.array(seen)
+
+
+def _output(loss: LossName, datum: Datum, logp: mx.array, each: mx.array) -> dict[str, Values]:
+    shape = datum.inputs["target_tokens"].shape
+
+    def cut(values: mx.array) -> Values:
+        array: Floats = np.array(values)[: shape[0], : shape[1] if len(shape) == 2 else 1]
+        return Values.of(array.reshape(shape))
+
+    said = {"logprobs": cut(logp)}
+    return said | {"elementwise_loss": cut(each)} if loss == "cross_entropy" else said
+
+
+def _finite(tree: Any) -> bool:
+    return tree is None or all(bool(mx.isfinite(value).all().item()) for _, value in tree_flatten(tree))
+
+
+def _part(arrays: dict[str, npt.NDArray[Any]], part: str) -> Arrays:
+    return {name.split("/", 1)[1]: value for name, value in arrays.items() if name.startswith(f"{part}/")}
+
+
+def _targets(model: Any, *, attention: bool, mlp: bool) -> tuple[str, ...]:
+    """Paths of the linear layers that get an adapter; () is all of a layer's."""
+    if attention and mlp:
+        return ()
+    paths = [path for path, _ in model.named_modules() if "layers." in path]
+    wanted = [path for path in paths if ("attn" in path or "attention" in path) == attention]
+    if not wanted or not (attention or mlp):
+        raise ValueError("an adapter needs attention layers, others, or both")
+    return tuple(wanted)

@@ -1,0 +1,240 @@
+"""One learner in a service's memory: its requests in order, their answers, its state.
+
+Invariants.
+- A request is carried out after the one before it, and answered once. What its service could not answer before it died
+  is carried out again by the next one, from the last state that is stored (shared/redis/training/learner_store.py).
+- A request's error is its answer. It ends neither the learner nor the service.
+- A state is stored between two requests only: in the midst of one it may hold a part of it.
+- `Load` stores the new state together with its answer: the save that it read may be gone when it would be read again.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+
+import structlog
+from safetensors.numpy import save_file
+
+from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE, prepared
+from shared.errors import ConflictError, NotFoundError, ParallmError
+from shared.learners import (
+    Answer,
+    Begin,
+    BeginDone,
+    Failed,
+    Load,
+    LoadDone,
+    Pass,
+    Publish,
+    Request,
+    Save,
+    SaveDone,
+    SaveInfo,
+    Step,
+    checked,
+)
+from shared.owners import working_for
+from shared.redis import keys
+from shared.redis.adapters.store import AdapterStore
+from shared.redis.training.learner_store import MOST_BYTES, Held, LearnerStore
+from shared.sequences import ModelCard
+from trainer.learn.compute import Work, at_once
+from trainer.service.learner import ServiceLearner
+from trainer.service.turns import Turns
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+_LOOK_S = (0.005, 0.25)  # pauses between looks for a request, first and longest
+
+
+class LostError(Exception):
+    """Another service has the learner now."""
+
+
+class Seat:
+    """A learner that this service owns."""
+
+    def __init__(
+        self,
+        held: Held,
+        store: LearnerStore,
+        adapters: AdapterStore,
+        turns: Turns,
+        card: ModelCard,
+        *,
+        state_every: int,
+        state_after_s: float,
+        max_saves: int,
+    ) -> None:
+        self._held, self._store, self._adapters, self._turns, self._card = held, store, adapters, turns, card
+        self._state_every, self._state_after_s = state_every, state_after_s
+        self._max_saves = max_saves
+        self._learner: ServiceLearner | None = None
+        self._number = held.applied  # of the last request that the learner has carried out
+        self._applied, self._state = held.applied, held.state  # of the stored state
+        self._bytes = 0  # of the requests since then
+        self._last = time.monotonic()
+        self._whole = False  # the learner is between two requests
+        self._leaving = False
+        self._broken: Failed | None = None  # what it answers where there is no learner
+
+    @property
+    def idle_s(self) -> float:
+        """Since the last request was done; 0 in the midst of one."""
+        return time.monotonic() - self._last if self._whole else 0.0
+
+    def leave(self) -> None:
+        """End after the present request."""
+        self._leaving = True
+
+    async def run(self, build: Callable[[], ServiceLearner]) -> None:
+        """Carry out what is asked until it is to leave; LostError when somebody else has taken the learner."""
+        try:
+            self._learner = await self._compute(at_once(build))
+            if self._held.state:
+                state = await self._store.state(self._held)
+                await self._compute(at_once(lambda: self._mine.restore(state)))
+        except (ValueError, NotFoundError) as error:
+            self._learner, self._broken = None, Failed(f"this learner cannot be trained: {error}")
+        self._last, self._whole, pause = time.monotonic(), True, _LOOK_S[0]
+        while not self._leaving:
+            found = await self._store.request(self._held.id, self._number + 1)
+            if found is not None:
+                self._whole, pause = False, _LOOK_S[0]
+                await self._carry_out(self._number + 1, *found)
+                self._last, self._whole = time.monotonic(), True
+            elif self._broken is None and self._number > self._applied and self.idle_s > self._state_after_s:
+                await self.store_state()
+            else:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LOOK_S[1])
+
+    async def store_state(self) -> None:
+        """Make the present state count, and let its requests go; nothing in the midst of a request. LostError."""
+        if self._number > self._applied and self._whole and self._learner is not None:
+            await self._tell(self._number, None, stores=True)
+
+    @property
+    def _mine(self) -> ServiceLearner:
+        assert self._learner is not None
+        return self._learner
+
+    async def _compute(self, start: Callable[[], Work[T]]) -> T:
+        return await self._turns.run(self._held.id, start)
+
+    async def _carry_out(self, number: int, request: Request, size: int) -> None:
+        again = number <= self._held.done  # it was answered before its service died
+        save: SaveInfo | None = None
+        answer: Answer | None = None
+        if self._broken is not None:
+            answer = self._broken
+        elif not (again and isinstance(request, Save | Publish)):
+            try:
+                answer, save = await self._answer(request)
+            except ParallmError as error:
+                answer = Failed(str(error), "server" if error.status >= 500 else "user")
+            except (ValueError, RuntimeError, MemoryError) as error:
+                # MLX raises these, for want of memory, too. Its text may hold nothing of the data.
+                log.exception("learner.failed", learner=self._held.id, request=number)
+                answer = Failed(f"the service could not compute this: {type(error).__name__}", "server")
+            if isinstance(answer, Failed) and isinstance(request, Pass) and request.backward:
+                reason = answer.message
+                await self._compute(at_once(lambda: self._mine.spoil(reason)))
+        self._number = number
+        self._bytes += size
+        full = number - self._applied >= self._state_every or self._bytes > MOST_BYTES // 4
+        loaded = isinstance(request, Load) and not isinstance(answer, Failed)
+        stores = (full or loaded) and self._learner is not None
+        await self._tell(number, None if again else answer, stores=stores, save=save)
+
+    async def _answer(self, request: Request) -> tuple[Answer, SaveInfo | None]:
+        learner = self._mine
+        match request:
+            case Begin():
+                return BeginDone(), None
+            case Pass():
+                await asyncio.to_thread(checked, request, self._card.vocab_size, self._card.context_length)
+                return await self._compute(lambda: learner.run(request)), None
+            case Step():
+                return await self._compute(at_once(lambda: learner.step(request))), None
+            case Load():
+                state = await self._store.saved(request.learner, request.name)
+                await self._compute(at_once(lambda: learner.load(state, optimizer=request.optimizer)))
+                return LoadDone(learner.steps), None
+            case Save():
+                await self._check_room(request)
+                state = await self._compute(at_once(learner.state))
+                bytes_id = await self._store.put_saved(self._held.id, state)
+                info = self._info(request, size=len(state), bytes_id=bytes_id)
+                return SaveDone(request.name, "state"), info
+            case Publish():
+                if request.ttl_s:
+                    await self._check_room(request)
+                version, size = await self._publish()
+                done = SaveDone(request.name, "sampler", version)
+                if not request.ttl_s:
+                    return done, None
+                await self._adapters.pin(self._held.spec.adapter, version, f"save-{request.name}", request.ttl_s)
+                return done, self._info(request, size=size, version=version)
+
+    async def _check_room(self, request: Save | Publish) -> None:
+        """ConflictError when there is no room for one more save; one of the same name makes room for itself."""
+        for info in await self._store.saves(self._held.id, expired=True):
+            await self._store.drop_save(self._held.id, info)
+        saves = await self._store.saves(self._held.id)
+        if len(saves) >= self._max_saves and all(save.name != request.name for save in saves):
+            raise ConflictError(f"this learner has {len(saves)} saves, the most that it may have: delete some")
+
+    def _info(self, request: Save | Publish, *, size: int, bytes_id: str = "", version: int = 0) -> SaveInfo:
+        now = time.time_ns() // 1_000_000
+        lives_s = min(request.ttl_s or keys.LEARNER_SAVE_TTL_S, keys.LEARNER_SAVE_TTL_S)
+        return SaveInfo(
+            name=request.name,
+            kind="state" if isinstance(request, Save) else "sampler",
+            created_ms=now,
+            expires_ms=now + 1000 * lives_s,
+            size=size,
+            bytes_id=bytes_id,
+            version=version,
+            step=self._mine.steps,
+            metadata=request.metadata,
+        )
+
+    async def _publish(self) -> tuple[int, int]:
+        """The present weights as the next version of the learner's adapter: its number and its size."""
+        weights = await self._compute(at_once(self._mine.weights))
+        spec = self._held.spec
+
+        def write(folder: Path) -> None:
+            save_file(weights, folder / MLX_FILE)
+            (folder / CONFIG_FILE).write_bytes(self._mine.config())
+
+        with TemporaryDirectory(prefix="parallm-learner-") as name, working_for(spec.owner):
+            folder = Path(name)
+            await asyncio.to_thread(write, folder)
+            with prepared(folder, shapes=self._card.modules, hidden_size=self._card.head_inputs) as adapter:
+                manifest = await self._adapters.publish(
+                    spec.adapter, adapter, base_sha256=self._card.base_sha256, source="learner"
+                )
+        return manifest.version, manifest.size
+
+    async def _tell(self, number: int, answer: Answer | None, *, stores: bool, save: SaveInfo | None = None) -> None:
+        state = ""
+        if stores:
+            data = await self._compute(at_once(self._mine.state))
+            state = await self._store.put_state(self._held.id, data)
+        elif answer is None:
+            return
+        if not await self._store.tell(self._held, number, answer, state=state, before=self._state, save=save):
+            raise LostError
+        if stores:
+            self._applied, self._state, self._bytes = number, state, 0
+
+
+def gone(error: BaseException) -> bool:
+    """Whether a seat ended because there is no such learner any more."""
+    return isinstance(error, NotFoundError)

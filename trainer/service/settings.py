@@ -1,0 +1,38 @@
+"""`mlx_parallm_learners`: its settings. Flags > environment (`PARALLM_*`) > YAML > defaults; unknown keys fail."""
+
+from typing import ClassVar, Literal
+
+from pydantic import AliasChoices, Field
+
+from shared.process.settings import JoinSettings
+
+
+class LearnersSettings(JoinSettings):
+    """`mlx_parallm_learners`: one or more processes for each model."""
+
+    is_trainer: ClassVar[bool] = True
+
+    model: str = Field(
+        default="models/tiny",
+        validation_alias=AliasChoices("model", "model_path", "PARALLM_MODEL"),
+        description="model folder or hub name; the same as the workers'",
+    )
+    dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
+        default="", description="of the base; default: the model's, float32 on a Linux CPU"
+    )
+    max_learners: int = Field(default=16, ge=1, description="learners in memory at once; others wait for a place")
+    max_rank: int = Field(
+        default=64, ge=1, le=256, description="largest rank; the workers' --adapter-rank bounds it, too"
+    )
+    microbatch_tokens: int = Field(default=8192, ge=64, description="padded positions of one forward and backward")
+    max_saves: int = Field(
+        default=64, ge=1, description="of one learner: states and published versions that have a name"
+    )
+    adapter_keep_n: int = Field(
+        default=16,
+        ge=1,
+        description="published versions of a learner that stay, besides the latest, saves and used ones",
+    )
+    idle_s: float = Field(default=300, gt=0, description="a learner without requests leaves memory after this long")
+    state_every: int = Field(default=16, ge=1, description="requests after which a learner's state is stored, at most")
+    state_after_s: float = Field(default=2, gt=0, description="and so long after its last request")

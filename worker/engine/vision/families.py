@@ -1,0 +1,177 @@
+"""Models that see: the vision tower and projector from mlx-vlm, the language side from mlx-lm, as all other models'.
+
+mlx-vlm loads the checkpoint, whatever its quantisation. Its language side has the weights of mlx-lm's model of the
+same architecture under other names: its layers' modules are put into that model, which the batch can run.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx_lm.utils
+import numpy as np
+from mlx.utils import tree_unflatten
+from mlx_lm.models import llama
+
+from shared.errors import SetupError
+from shared.images.refs import Family, VisionSpec
+
+FAMILIES: dict[str, Family] = {"idefics3": "idefics3", "smolvlm": "idefics3", "pixtral": "pixtral"}  # of a config
+
+
+class Tower:
+    """From tiles to vectors; belongs to the engine's thread."""
+
+    def __init__(self, model: Any, vision: VisionSpec) -> None:
+        """`model`: mlx-vlm's, of which only the tower and the projector are kept."""
+        self.vision = vision
+        self._tower, self._projector = _eyes(model)
+        self._layer = getattr(model, "vision_feature_layer", -1)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """Its modules."""
+        return self._tower, self._projector
+
+    def encode(self, tile: bytes, width: int, height: int) -> mx.array:
+        """Vectors [T, H] of one tile, RGB bytes [height, width, 3]."""
+        vision = self.vision
+        pixels_1SSC = np.frombuffer(tile, np.uint8).reshape(1, height, width, 3)
+        mean_C, std_C = np.array(vision.mean, np.float32), np.array(vision.std, np.float32)
+        scaled_1SSC = mx.array((pixels_1SSC * np.float32(1 / 255) - mean_C) / std_C)
+        if vision.family == "pixtral":
+            *_, states = self._tower(scaled_1SSC, output_hidden_states=True)
+            seen_1PD = states[self._layer]
+        else:
+            patches = vision.tile // self._tower.embeddings.patch_size
+            whole = mx.ones((1, patches, patches), mx.bool_)
+            seen_1PD, *_ = self._tower(scaled_1SSC, patch_attention_mask=whole, output_hidden_states=True)
+        vectors_TH: mx.array = self._projector(seen_1PD)[0]
+        return vectors_TH
+
+
+def _eyes(model: Any) -> tuple[Any, Any]:
+    if hasattr(model, "vision_tower"):
+        return model.vision_tower, model.multi_modal_projector
+    return model.vision_model, model.connector
+
+
+class Seeing(NamedTuple):
+    """A model that was loaded with its tower."""
+
+    model: Any  # mlx-lm's, of the language side
+    tower: Tower
+
+
+def is_vision(config: dict[str, Any]) -> bool:
+    """Whether a config.json is of a model that we load with its tower."""
+    return config.get("model_type") in FAMILIES
+
+
+def check_known(config: dict[str, Any]) -> None:
+    """SetupError for a model with a vision tower of which mlx-lm cannot even load the language side."""
+    kind = config.get("model_type")
+    if not config.get("vision_config"):
+        return
+    try:
+        mlx_lm.utils._get_classes(config)
+    except ValueError:
+        raise SetupError(
+            f"vision models of family {kind!r} are not supported; these are: {', '.join(FAMILIES)}"
+        ) from None
+
+
+def load_seeing(path: Path, config: dict[str, Any]) -> Seeing:
+    """Load a model of a known family; SetupError where mlx-vlm is not installed, or files are missing."""
+    try:
+        from mlx_vlm.utils import load_model
+    except ImportError as error:
+        raise SetupError("a model with vision needs mlx-vlm: pip install 'mlx-parallm[vision]'") from error
+    whole = load_model(path, lazy=True)
+    return Seeing(_language(whole.language_model), Tower(whole, _vision(path, whole.config, config)))
+
+
+def _language(theirs: Any) -> Any:
+    """mlx-lm's Llama with the modules of mlx-vlm's."""
+    config = asdict(theirs.config)
+    if config.get("use_qk_norm"):
+        raise SetupError("a language side with normalised queries and keys is not supported")
+    known = {name: config[name] for name in llama.ModelArgs.__dataclass_fields__ if config.get(name) is not None}
+    ours = llama.Model(llama.ModelArgs.from_dict({**known, "model_type": "llama", "tie_word_embeddings": False}))
+    leaves = {path: module for path, module in theirs.named_modules() if not module.children() and module.parameters()}
+    named = {path if path.startswith(("lm_head", "model.")) else f"model.{path}": leaves[path] for path in leaves}
+    ours.update_modules(tree_unflatten(list(named.items())))
+    return ours
+
+
+def _vision(path: Path, model: Any, config: dict[str, Any]) -> VisionSpec:
+    """From the files beside the weights."""
+    images, prompts = _json(path / "preprocessor_config.json"), _json(path / "processor_config.json")
+    images = prompts.get("image_processor") or images
+    return (_pixtral if FAMILIES[config["model_type"]] == "pixtral" else _idefics3)(model, images, prompts)
+
+
+def _idefics3(model: Any, images: dict[str, Any], prompts: dict[str, Any]) -> VisionSpec:
+    tower = model.vision_config
+    tile = int((images.get("max_image_size") or {}).get("longest_edge") or tower.image_size)
+    if tile != tower.image_size:
+        raise SetupError(f"tiles of {tile} pixels do not fit a tower of {tower.image_size}")
+    tokens = (tile // tower.patch_size) ** 2 // model.scale_factor**2
+    asked = int(prompts.get("image_seq_len") or tokens)
+    if asked != tokens:
+        raise SetupError(f"processor_config.json says {asked} tokens a tile, and the tower makes {tokens}")
+    return VisionSpec(
+        family="idefics3",
+        image_token="<image>",
+        image_token_id=int(model.image_token_index),
+        tile=tile,
+        longest_edge=int((images.get("size") or {}).get("longest_edge") or 4 * tile),
+        tile_tokens=tokens,
+        splits=bool(images.get("do_image_splitting", True)),
+        mean=_three(images.get("image_mean")),
+        std=_three(images.get("image_std")),
+        resample=int(images.get("resample", 1)),
+    )
+
+
+def _pixtral(model: Any, images: dict[str, Any], prompts: dict[str, Any]) -> VisionSpec:
+    tower = model.vision_config
+    longest = int((images.get("size") or {}).get("longest_edge") or 1024)
+    if longest > tower.image_size:
+        raise SetupError(f"images of {longest} pixels do not fit a tower of {tower.image_size}")
+    return VisionSpec(
+        family="pixtral",
+        image_token="[IMG]",
+        image_token_id=int(model.image_token_index),
+        tile=int(tower.patch_size),
+        longest_edge=longest,
+        tile_tokens=1,
+        mean=_three(images.get("image_mean") or [0.48145466, 0.4578275, 0.40821073]),
+        std=_three(images.get("image_std") or [0.26862954, 0.26130258, 0.27577711]),
+        resample=int(images.get("resample", 3)),
+    )
+
+
+def chat_template(path: Path) -> str:
+    """The template that a folder keeps beside its image processor, where the tokenizer does not know it; "": none."""
+    template = _json(path / "chat_template.json").get("chat_template", "")
+    return template if isinstance(template, str) else ""
+
+
+def _three(values: list[float] | None) -> tuple[float, float, float]:
+    red, green, blue = values or (0.5, 0.5, 0.5)
+    return red, green, blue
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise SetupError(f"{file.name} is not JSON") from error
+    return content

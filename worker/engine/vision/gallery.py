@@ -1,0 +1,175 @@
+"""Which images are encoded next, a tile at a time between decode steps, and the vectors that are kept of them.
+
+Invariants. Lives in the engine's thread. Rows that wait for one image wait for one encoding. A row holds its vectors
+itself, so what is forgotten here is only what a later row may want again. Vectors are known by the image's key, which
+says all that they depend on (`shared/images/refs.py`); an engine has one model.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from shared.errors import EngineError, ParallmError, UnsupportedModelError
+from shared.images.refs import image_key
+from shared.sequences import SequenceSpec
+from worker.engine.messages import Picture, VisionStats
+from worker.engine.vision.families import Tower
+from worker.engine.vision.features import ImageFeatures
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Encoding:
+    """An image under way."""
+
+    picture: Picture
+    done: list[mx.array] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Viewing:
+    """The images of a row."""
+
+    spec: SequenceSpec
+    prompt: Sequence[int]  # in which their ids are negative
+    features: ImageFeatures | None = None  # once the row may start
+    waits: bool = False  # for some of them to be encoded
+
+    @property
+    def keys(self) -> set[bytes]:
+        """Of its images."""
+        return {image.key for image in self.spec.images}
+
+
+class Gallery:
+    """Of one engine; without a tower it takes no images."""
+
+    def __init__(self, tower: Tower | None, limit_bytes: int) -> None:
+        self._tower = tower
+        self._limit = limit_bytes
+        self._kept: OrderedDict[bytes, mx.array] = OrderedDict()  # by key, least recently used first
+        self._waiting: OrderedDict[bytes, _Encoding] = OrderedDict()  # in order of arrival
+        self._wanted: Counter[bytes] = Counter()  # by how many rows that wait
+        self._failed: dict[bytes, str] = {}  # of those that are wanted
+        self._bytes = self._hits = self._encoded = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether an image waits to be encoded."""
+        return bool(self._waiting)
+
+    @property
+    def stats(self) -> VisionStats:
+        """Counters and size."""
+        return VisionStats(encoded=self._encoded, hits=self._hits, bytes=self._bytes)
+
+    def check(self, viewing: Viewing | None, pictures: Sequence[Picture]) -> None:
+        """A ParallmError when a row's images cannot be seen here, or did not come with it."""
+        if viewing is None:
+            return
+        refusal = self._refusal(viewing)
+        if refusal is not None:
+            raise refusal
+        if viewing.keys - self._kept.keys() - self._waiting.keys() - {picture.key for picture in pictures}:
+            raise EngineError("an image of this sequence did not come with it")
+
+    def open(self, viewing: Viewing | None, pictures: Sequence[Picture]) -> None:
+        """Begin to encode what is not known of a row's images, which have been checked."""
+        if viewing is None:
+            return
+        brought = {picture.key: picture for picture in pictures}
+        unknown = viewing.keys - self._kept.keys() - self._waiting.keys()
+        viewing.waits = True
+        self._hits += len(viewing.keys) - len(unknown)
+        self._wanted.update(viewing.keys)
+        self._waiting.update((key, _Encoding(brought[key])) for key in brought if key in unknown)
+
+    def _refusal(self, viewing: Viewing) -> ParallmError | None:
+        spec = viewing.spec
+        if self._tower is None:
+            return UnsupportedModelError("this model takes no images", param="messages")
+        vision = self._tower.vision
+        if any(image.key != image_key(image.sha256, image.detail, vision) for image in spec.images):
+            return EngineError("the images were prepared for another processor than this worker's")
+        if spec.kind != "generate" or spec.sampling.prompt_logprobs is not None:
+            return EngineError("with images there are only completions, without log-probabilities of the prompt")
+        placeholders = spec.prompt_ids.count(vision.image_token_id)
+        if spec.image_token != vision.image_token_id or sum(image.tokens for image in spec.images) != placeholders:
+            return EngineError("the prompt has not as many placeholders as its images have vectors")
+        return EngineError("a prompt cannot end with an image") if viewing.prompt[-1] < 0 else None
+
+    def ready(self, viewing: Viewing | None) -> bool:
+        """Whether a row has what it is fed with; EngineError when one of its images could not be encoded."""
+        if viewing is None or viewing.features is not None:
+            return True
+        images = viewing.spec.images
+        if failed := next((self._failed[key] for key in viewing.keys if key in self._failed), None):
+            raise EngineError(failed)
+        if not viewing.keys <= self._kept.keys():
+            return False
+        found = [self._kept[image.key] for image in images]
+        if any(len(each) != image.tokens for each, image in zip(found, images, strict=True)):
+            raise EngineError("an image has not as many vectors as the prompt has placeholders for it")
+        viewing.features = ImageFeatures(viewing.prompt, found)
+        self.close(viewing)
+        return True
+
+    def close(self, viewing: Viewing | None) -> None:
+        """The row waits for its images no more: it has them, or leaves."""
+        if viewing is None or not viewing.waits:
+            return
+        viewing.waits = False
+        for key in viewing.keys:
+            self._wanted[key] -= 1
+            if self._wanted[key] <= 0:
+                del self._wanted[key]
+                self._failed.pop(key, None)
+                self._waiting.pop(key, None)
+            if key in self._kept:
+                self._kept.move_to_end(key)
+        self._shrink()
+
+    def work(self, seconds: float) -> None:
+        """Encode for about so long, a tile at least; an image of which one fails is told to those that wait for it."""
+        until = time.perf_counter() + seconds
+        while self._waiting:
+            key, encoding = next(iter(self._waiting.items()))
+            try:
+                self._advance(key, encoding)
+            except Exception as error:
+                log.exception("engine.image_failed")
+                self._waiting.pop(key, None)
+                self._failed[key] = f"the image could not be encoded: {type(error).__name__}: {error}"
+            if time.perf_counter() > until:
+                return
+
+    def _advance(self, key: bytes, encoding: _Encoding) -> None:
+        assert self._tower is not None, "images are refused without a tower"
+        picture = encoding.picture
+        vectors_TH = self._tower.encode(picture.tiles[len(encoding.done)], picture.width, picture.height)
+        mx.eval(vectors_TH)
+        encoding.done.append(vectors_TH)
+        if len(encoding.done) < len(picture.tiles):
+            return
+        whole_TH = mx.concatenate(encoding.done)
+        mx.eval(whole_TH)
+        del self._waiting[key]
+        self._kept[key] = whole_TH
+        self._bytes += whole_TH.nbytes
+        self._encoded += 1
+        self._shrink()
+
+    def _shrink(self) -> None:
+        """Forget the images used longest ago, but for those that a row still waits for."""
+        for key in list(self._kept):
+            if self._bytes <= self._limit:
+                return
+            if not self._wanted[key]:
+                self._bytes -= self._kept.pop(key).nbytes

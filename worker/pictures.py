@@ -1,0 +1,76 @@
+"""The images of claimed sequences: their bytes out of Redis, cut into the tiles that the model sees.
+
+Invariants. No image is decoded in this process (`shared/image_files/`). Sequences that bring one image at a time wait
+for one reading of it. What is kept is bounded in bytes, and only saves reading it again.
+"""
+
+import asyncio
+from collections import OrderedDict
+from weakref import WeakValueDictionary
+
+from redis.asyncio import Redis
+
+from shared.errors import EngineError, InvalidRequestError
+from shared.image_files.reader import ImageReader
+from shared.images.refs import ImageRef, VisionSpec
+from shared.redis.kept.image_store import ImageStore
+from shared.redis.kept.kept_things import Terms
+from shared.sequences import SequenceSpec
+from worker.engine.messages import Picture
+
+KEPT_BYTES = 128 << 20
+
+
+class Pictures:
+    """Of one worker."""
+
+    def __init__(self, redis: Redis, vision: VisionSpec | None, kept_bytes: int = KEPT_BYTES) -> None:
+        self._store = ImageStore(redis, Terms(1, 1))  # it only reads
+        self._vision = vision
+        self._reader = ImageReader()
+        self._limit = kept_bytes
+        self._kept: OrderedDict[bytes, Picture] = OrderedDict()
+        self._bytes = 0
+        self._alike: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+
+    async def of(self, spec: SequenceSpec) -> tuple[Picture, ...]:
+        """What comes with a sequence; a ParallmError when an image has gone, or this worker sees none."""
+        if not spec.images:
+            return ()
+        if self._vision is None:
+            raise EngineError("this worker takes no images")
+        by_key = {image.key: image for image in spec.images}
+        return tuple([await self._picture(spec.tenant, image, self._vision) for image in by_key.values()])
+
+    def close(self) -> None:
+        """End the processes that read files."""
+        self._reader.close()
+
+    async def _picture(self, tenant: str, image: ImageRef, vision: VisionSpec) -> Picture:
+        async with self._alike.setdefault(image.key, asyncio.Lock()):
+            data = None if image.key in self._kept else await self._store.get(tenant, image.sha256)
+            if data is not None:
+                self._keep(await self._read(data, image, vision))
+            self._kept.move_to_end(image.key)
+            picture = self._kept[image.key]
+            self._shrink()
+            return picture
+
+    async def _read(self, data: bytes, image: ImageRef, vision: VisionSpec) -> Picture:
+        try:
+            width, height, tiles = await self._reader.tiles(data, vision, image.detail)
+        except InvalidRequestError as error:
+            raise EngineError(error.message) from error
+        return Picture(image.key, tiles, width, height)
+
+    def _keep(self, picture: Picture) -> None:
+        self._kept[picture.key] = picture
+        self._bytes += _size(picture)
+
+    def _shrink(self) -> None:
+        while self._bytes > self._limit and self._kept:
+            self._bytes -= _size(self._kept.popitem(last=False)[1])
+
+
+def _size(picture: Picture) -> int:
+    return sum(map(len, picture.tiles))
