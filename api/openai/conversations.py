@@ -199,10 +199,11 @@ def template_messages(messages: Sequence[ChatMessage], *, images: bool = False) 
         fields = message.model_dump(exclude_none=True)
         if isinstance(message.content, list):
             fields["content"] = "".join(part.text for part in message.content)
-        if message.has_images and not images:
+        has_images = message.has_images
+        if has_images and not images:
             reason = "images are taken by /v1/chat/completions and /v1/responses, and not here"
             raise UnsupportedParameterError(reason, param="messages")
-        if message.has_images and isinstance(message.content, list):
+        if has_images and isinstance(message.content, list):
             text = [{"type": "text", "text": part.text} for part in message.content]
             shown_parts = zip(message.content, text, strict=True)
             fields["content"] = [each if part.type == "text" else {"type": "image"} for part, each in shown_parts]

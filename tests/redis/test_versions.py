@@ -7,7 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.redis import keys
-from shared.sequences import SamplingParams, SequenceSpec, decode_spec, encode
+from shared.sequences import SCHEMA, SamplingParams, SequenceSpec, decode_spec, encode
 from tests.redis.api_servers import api
 from tests.redis.scripted_worker import MODEL, Answer, working
 from tests.waiting import wait_until
@@ -29,7 +29,7 @@ async def waiting(redis: Redis) -> str:
     return found[0].decode()
 
 
-@pytest.mark.parametrize("version", [2, 0])
+@pytest.mark.parametrize("version", [SCHEMA + 1, 0])
 async def test_a_worker_of_another_version_refuses_clearly_and_the_request_can_run_later(
     redis: Redis, redis_url: str, version: int
 ) -> None:
