@@ -59,10 +59,11 @@ class PpoLine(msgspec.Struct, frozen=True):
     environment_steps: int  # of the whole run
     episodes: int  # that ended in this train step
     mean_return: float | None  # of these
-    learned: dict[str, float]
+    learned: dict[str, float | None]  # None: no finite number
     explained: float  # share of the returns' variance that the workers' values explain
     off_policy: int  # steps in which another version than the one that learns has acted
     version: int  # served from now on
+    gate: str  # "" when what was learned is served, else the failed checks
     evaluated: float | None  # its mean return, where that was measured
     act_s: float
     seconds: float  # of the whole run
@@ -218,7 +219,7 @@ class PpoRun:
         state.train_step += 1
         state.consumed += rollout.rewards_TN.size
         state.trajectories += len(rollout.returns)
-        await self._serve(steps, learned)
+        problem = await self._serve(steps, learned)
         evaluated = None
         due = settings.evaluate_every and state.train_step % settings.evaluate_every == 0
         if due or state.train_step == settings.steps:
@@ -234,6 +235,7 @@ class PpoRun:
                 explained=explained(steps["values_B"], steps["returns_B"]),
                 off_policy=rollout.rewards_TN.shape[1] * sum(each != acting for each in rollout.versions_T),
                 version=state.version,
+                gate=problem,
                 evaluated=evaluated,
                 act_s=round(act_s, 3),
                 seconds=round(state.seconds, 3),
@@ -257,8 +259,8 @@ class PpoRun:
 
     # -- versions
 
-    async def _serve(self, steps: dict[str, Any], learned: Learned) -> None:
-        """Make what was learned the latest version, or go back to what is; ParallmError after too many rejections."""
+    async def _serve(self, steps: dict[str, Any], learned: Learned) -> str:
+        """Make what was learned the latest version, or go back and say why; ParallmError after too many rejections."""
         weights = await self._host.run(at_once(self._learner.weights))
         observed, actions = steps["observed_BI"], steps["actions"]
         logp, _ = await self._host.run(at_once(lambda: self._learner.policy(weights, observed, actions)))
@@ -272,7 +274,7 @@ class PpoRun:
         if not problem:
             self._rejections = 0
             await self._host.run(at_once(self._learner.accept))
-            return
+            return ""
         self._rejections += 1
         self.state.rejected += 1
         await self._host.run(at_once(self._learner.revert))
@@ -281,6 +283,7 @@ class PpoRun:
             said = f"{self._rejections} candidates in a row failed the gate: {problem}"
             await self._sink.alert("gave_up", f"the run ends: {said}")
             raise ParallmError(said)
+        return problem
 
     async def _publish(
         self, weights: Arrays, checks: list[GateCheck], metrics: dict[str, float], probes: Floats | None = None
@@ -324,7 +327,7 @@ class PpoRun:
             train_step=line.step, policy_step=self.state.swaps, version=line.version, at_ms=time.time_ns() // 1_000_000,
             source=self._settings.task, reward=line.mean_return, held_out=line.evaluated, loss=learned["loss"],
             kl=learned["kl"], entropy=learned["entropy"], clip_fraction=learned["clipped"],
-            grad_norm=learned["grad_norm"], wait_s=line.act_s,
+            grad_norm=learned["grad_norm"], wait_s=line.act_s, gate=line.gate,
         )  # fmt: skip
         await self._board.show("training", point)
         log.info(
