@@ -79,6 +79,8 @@ class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):
     held_out: float | None = None
     held_out_true: float | None = None  # the second reward of the same answers
     loss: float | None = None
+    value_loss: float | None = None  # of a value head; None: there is none
+    explained: float | None = None  # share of the variance of what its values should have been that they had said
     kl: float | None = None
     entropy: float | None = None
     clip_fraction: float | None = None

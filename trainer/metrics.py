@@ -78,6 +78,8 @@ class StepMetrics(msgspec.Struct, frozen=True):
     tasks_unseen: float | None = None
     difficulty: float | None = None  # mean place of the batch's tasks among all; None: no curriculum that knows it
     wanted_difficulty: float | None = None  # of the next ones
+    value_loss: float | None = None  # of a value head's numbers, half the mean square; None: there is no such head
+    explained: float | None = None  # share of the variance of what values should have been that they had said before
     held_out_true: float | None = None  # mean of `--held-out-reward`; None: there is none, or not evaluated
 
 
@@ -144,6 +146,8 @@ def step_metrics(
         mismatch_max=distances.mismatch_max if distances else None,
         staleness=distances.staleness_mean if distances else None,
         staleness_max=distances.staleness_max if distances else None,
+        value_loss=report.value_loss,
+        explained=report.explained,
         held_out=None if held_out is None else held_out.reward,
         held_out_true=None if held_out is None else held_out.true,
         gate=gate,

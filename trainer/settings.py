@@ -111,7 +111,7 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
     )
     group_size: int = Field(
         default=8,
-        ge=2,
+        ge=1,
         validation_alias=AliasChoices("group_size", "num_generations", "PARALLM_GROUP_SIZE"),
         description="samples a prompt",
     )
@@ -130,7 +130,7 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
         default=None, gt=0, description="how far below 1 the ratio counts; default: 0.2, for gspo 0.0003"
     )
     clip_high: float | None = Field(
-        default=None, gt=0, description="how far above 1 it counts; default: 0.28, for gspo 0.0004"
+        default=None, gt=0, description="how far above 1 it counts; default: 0.28, for ppo 0.2, gspo 0.0004"
     )
     kl_coefficient: float = Field(default=0.0, ge=0, description="of k3 to what the run began with; 0 skips that pass")
     entropy_bonus: float = Field(
@@ -305,8 +305,9 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
                 raise SetupError(f"{flag}: {error}") from error
         if wrong := sorted(self.chat_template_kwargs.keys() & OWN_VARIABLES):
             raise SetupError(f"--chat-template-kwargs: {wrong[0]!r} is not a template variable of its own")
-        self.check_mode(JoinSettings.model_fields, self.dataset, self.connect_to)
+        self.check_mode(JoinSettings.model_fields, self.dataset, self.connect_to, self.loss)
         if self.mode == "rl":
+            self.check_loss(self.loss, self.group_size, self.advantage_scale)
             self._check_tasks()
             self.check_held_out()
             self.check_curriculum(self.task, self.source, self.atropos_url)
@@ -383,6 +384,7 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
         schedule = Schedule(self.schedule, self.learning_rate, self.warmup_steps, self.steps, self.final_rate_fraction)
         return OptimizeOptions(
             loss=loss,
+            value=self.value_options(self.learning_rate) if self.mode == "rl" and self.loss == "ppo" else None,
             schedule=schedule,
             ratio=self.ratio,
             minibatches=self.minibatches,

@@ -25,10 +25,10 @@ from shared.errors import ConflictError, ParallmError, SetupError
 from shared.networks.spec import NetworkSpec
 from shared.training import TrainerState, TrainerStatus, TrainingPoint
 from trainer import gate
+from trainer.learn.advantages import advantages, explained
 from trainer.learn.compute import ComputeHost, at_once
 from trainer.metrics import cut
 from trainer.ppo.acting import Actor, Floats, Player, Rollout, evaluate
-from trainer.ppo.advantages import advantages, explained
 from trainer.ppo.cart_pole import CartPole
 from trainer.ppo.learner import Learned, LearnerOptions, PpoLearner
 from trainer.ppo.losses import PpoOptions
@@ -47,6 +47,7 @@ from trainer.versions.run_lock import run_lock
 log = structlog.get_logger()
 
 _BY_SIDE, _BY_FORCE = "cart-pole", "cart-pole-force"
+_DISCOUNT = 0.99
 _PROBES = 256  # rows that a worker is asked of a candidate
 _PLAYED, _EVALUATED = 1, 2  # what is drawn with a seed
 _WAYS = "give another --run or --run-dir, or --resume no to begin anew"
@@ -119,6 +120,7 @@ class PpoRun:
         self, settings: TrainSettings, host: ComputeHost, api: HttpApi, board: RingBoard, network: NetworkSpec
     ) -> None:
         self._settings, self._host, self._board, self._network = settings, host, board, network
+        self._discount = _DISCOUNT if settings.discount is None else settings.discount
         self._stop = asyncio.Event()
         self._sink = HttpSink(api, settings.adapter, "")
         self._disk = Disk(settings.folder, self._sink.alert, self._stop)
@@ -176,7 +178,7 @@ class PpoRun:
             await self._save()
         seed = [settings.seed, _PLAYED, self.state.train_step]
         environment = self._environment(settings.environment_copies, seed)
-        self._player = Player(self._actor, environment, settings.discount, seed)
+        self._player = Player(self._actor, environment, self._discount, seed)
         log.info("train.begins", task=settings.task, train_step=self.state.train_step)
 
     def _environment(self, copies: int, seed: list[int]) -> CartPole:
@@ -210,7 +212,7 @@ class PpoRun:
         rollout = await self._player.play(settings.rollout_steps)
         act_s = time.monotonic() - began
         advantages_TN = advantages(
-            rollout.rewards_TN, rollout.values_TN, rollout.ended_TN, rollout.next_N, settings.discount,
+            rollout.rewards_TN, rollout.values_TN, rollout.ended_TN, rollout.next_N, self._discount,
             settings.gae_lambda,
         )  # fmt: skip
         steps = steps_of(rollout, advantages_TN)

@@ -53,7 +53,7 @@ def training_charts(points: Sequence[TrainingPoint]) -> dict[str, Chart]:
             "x": x,
             "series": [[p.reward for p in shown], [p.held_out for p in shown], [p.held_out_true for p in shown]],
         },
-        "loss": {"x": x, "series": [[p.loss for p in shown]]},
+        "loss": {"x": x, "series": [[p.loss for p in shown], [p.value_loss for p in shown]]},
         "kl": {"x": x, "series": [[p.kl for p in shown]]},
         "entropy": {"x": x, "series": [[p.entropy for p in shown]]},
         "lag": {"x": x, "series": [[p.lag_max for p in shown], [p.lag_mean for p in shown]]},
