@@ -7,7 +7,7 @@ API keys (`caller.py` says whose work a task does), `grammars.py` checks grammar
 (`grammar_process.py`), and `ordered_scores.py` asks a job runner for rewards.
 
 Images are checked in such processes, too (`images.py`); `image_fetch.py` fetches them from hosts that the operator has
-named.
+named, where `public_addresses.py` says that the address is one of the internet's.
 
 `split_choices.py` chooses the version of an adapter whose requests are split over several.
 

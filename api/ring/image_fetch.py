@@ -2,20 +2,22 @@
 
 Invariants. The address is looked up once, must be a public one, and is the one that is connected to, so that a name
 cannot mean another machine a moment later; the certificate is checked against the name. A redirect is followed only to
-the same host. Bytes and seconds are bounded, whatever the other side says of its length.
+the same host. Bytes and seconds are bounded, whatever the other side says of its length; compressed bytes, which may
+come to any number, are refused.
 """
 
 import asyncio
-import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Collection
 from urllib.parse import urljoin, urlsplit
 
 import httpx
 
+from api.ring.public_addresses import is_public
 from shared.errors import InvalidRequestError, ServiceUnavailableError
 
 MOST_HOPS = 3
+MOST_URL_CHARS = 8192  # to read millions of them would stop the event loop
 Resolve = Callable[[str, int], Awaitable[str]]
 
 
@@ -25,8 +27,8 @@ async def public_address(host: str, port: int) -> str:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise InvalidRequestError(f"the host of an image, '{host}', is not known") from None
-    addresses = [str(each[4][0]).partition("%")[0] for each in found]
-    if not addresses or not all(ipaddress.ip_address(each).is_global for each in addresses):
+    addresses = [str(each[4][0]) for each in found]
+    if not addresses or not all(map(is_public, addresses)):
         raise InvalidRequestError(f"the host of an image, '{host}', is not a public one")
     return addresses[0]
 
@@ -71,6 +73,8 @@ class ImageFetch:
 
     def _checked(self, url: str) -> str:
         """The host of a URL that may be fetched."""
+        if len(url) > MOST_URL_CHARS:
+            raise InvalidRequestError(f"the URL of an image has more than {MOST_URL_CHARS} characters")
         try:
             parts = urlsplit(url)
             host, port = (parts.hostname or "").lower(), parts.port
@@ -90,7 +94,9 @@ class ImageFetch:
         address = await self._resolve(host, 443)
         target = parts._replace(netloc=f"[{address}]" if ":" in address else address, fragment="").geturl()
         if self._client is None:
-            self._client = httpx.AsyncClient(trust_env=False, timeout=self._limit_s)
+            # A connection is known by its address, and a certificate belongs to a name: none is used for a second one.
+            unshared = httpx.Limits(max_keepalive_connections=0)
+            self._client = httpx.AsyncClient(trust_env=False, timeout=self._limit_s, limits=unshared)
         named = {
             "headers": {"host": host, "accept": "image/*", "accept-encoding": "identity"},
             "extensions": {"sni_hostname": host},
@@ -103,8 +109,10 @@ class ImageFetch:
                 raise ServiceUnavailableError(f"the image's host answers {status}; try again shortly")
             if status != 200:
                 raise InvalidRequestError(f"the image's host answers {status}")
+            if response.headers.get("content-encoding", "identity").lower() != "identity":
+                raise InvalidRequestError("the image's host sends it compressed, which it was not asked to")
             data = bytearray()
-            async for chunk in response.aiter_bytes():
+            async for chunk in response.aiter_raw():
                 data += chunk
                 if len(data) > self._most_bytes:
                     raise InvalidRequestError(f"the image has more than {self._most_bytes} bytes")

@@ -9,18 +9,16 @@ import asyncio
 import base64
 import hashlib
 import hmac
-import ipaddress
 import socket
 import time
 
 import httpx
 
+from api.ring.public_addresses import is_public
 from api.webhooks.body import secret_bytes
 from shared.errors import ParallmError
 
 TRY_S = 10.0  # for all of it
-
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 class NotSentError(ParallmError):
@@ -85,14 +83,3 @@ async def _addresses(target: httpx.URL, private: bool) -> list[str]:
     if not private and not all(map(is_public, addresses)):
         raise NotSentError("its address is private (--webhook-private)")
     return addresses
-
-
-def is_public(address: str) -> bool:
-    """Whether an address is one of the internet's, and no way around to one that is not."""
-    found = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped is not None:
-            found = found.ipv4_mapped
-        elif found.sixtofour is not None or found.teredo is not None or found in _NAT64:
-            return False
-    return found.is_global and not found.is_multicast

@@ -67,8 +67,8 @@ def _decoded(data: bytes) -> Image.Image:
                 raise InvalidRequestError("the image is animated, and one with a single frame is needed")
             image.load()
             image = ImageOps.exif_transpose(image)
-            return _on_white(image)
-    except InvalidRequestError:
+            return _on_white(_of_16_bits(image) if image.mode.startswith("I") else image)
+    except (InvalidRequestError, MemoryError):
         raise
     except UnidentifiedImageError:
         known = ", ".join(each.lower() for each in FORMATS)
@@ -91,6 +91,13 @@ def _check_size(image: Image.Image) -> None:
         raise InvalidRequestError(
             f"the image has {width} x {height} pixels: one side is more than {MOST_RATIO} times the other"
         )
+
+
+def _of_16_bits(image: Image.Image) -> Image.Image:
+    """Grey in 8 bits: the upper ones, as Pillow reads colours of 16; its own `convert` shows all above 255 as white."""
+    grey = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+    grey.info.pop("transparency", None)  # a shade among 65,536
+    return grey
 
 
 def _on_white(image: Image.Image) -> Image.Image:

@@ -1,5 +1,6 @@
 """Images of clients: which files are taken, the tiles of those that are, and what stands for them in a prompt."""
 
+import base64
 import hashlib
 import io
 import random
@@ -8,12 +9,14 @@ import zlib
 from collections.abc import AsyncIterator, Callable
 from itertools import product
 
+import httpx
 import msgspec
 import numpy as np
 import pytest
 from PIL import Image
 
 from api.http.limits import check_beside_images
+from api.openai.images import _of_url
 from api.ring.image_fetch import ImageFetch, public_address
 from shared.errors import IncompatibleVersionError, InvalidRequestError, PayloadTooLargeError
 from shared.image_files.pixels import tiles
@@ -23,6 +26,8 @@ from shared.images.refs import ImageRef, VisionSpec, image_key, kv_ids
 from shared.sequences import SamplingParams, SequenceSpec, decode_spec, encode
 
 VISION = VisionSpec("idefics3", "<image>", 9, tile=32, longest_edge=128, tile_tokens=4)
+PATCHES = VisionSpec("pixtral", "[IMG]", 9, tile=8, longest_edge=128, tile_tokens=1)
+CLIENT = httpx.AsyncClient
 PLAIN = SequenceSpec("s", "m", (1, 9, 9, 9, 9, 2), SamplingParams(1, 0))
 
 
@@ -62,6 +67,15 @@ async def test_files_are_told_by_their_content_and_turned_as_they_say(reader: Im
     turned = Image.Exif()
     turned[0x0112] = 6
     assert await reader.size(file_of(image(), "JPEG", exif=turned)) == (30, 40)
+
+
+def test_grey_of_16_bits_keeps_its_shades_and_its_turn() -> None:
+    shades = (np.arange(256, dtype=np.uint16) * 257).reshape(16, 16)[:, :8]
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    shown = tiles(file_of(Image.fromarray(shades), exif=turned), PATCHES, "high")
+    seen = np.frombuffer(shown.pictures[0], np.uint8).reshape(shown.height, shown.width, 3)
+    assert (seen == np.rot90(shades >> 8, -1)[..., None]).all()
 
 
 BAD: list[tuple[str, Callable[[], bytes], str]] = [
@@ -109,7 +123,7 @@ async def test_a_file_that_takes_too_long_or_too_much_ends_its_process_alone() -
     small = ImageReader(memory_bytes=300 << 20)
     try:
         assert await small.size(file_of(image())) == (40, 30)
-        with pytest.raises(InvalidRequestError, match=r"memory|ends the process|damaged"):
+        with pytest.raises(InvalidRequestError, match=r"more memory|ends the process"):
             await small.size(large)
         assert await small.size(file_of(image())) == (40, 30)
     finally:
@@ -191,7 +205,10 @@ def test_a_worker_that_knows_no_images_refuses_a_sequence_with_some(monkeypatch:
         ("https://pictures.example@other.example/a.png", "by https"),
         ("file:///etc/passwd", "by https"),
         ("https://[::1", "not one"),
+        ("https://pictures.example/" + "a" * 9000, "more than 8192 characters"),
         ("https://localhost/a.png", "not a public one"),
+        ("https://[64:ff9b::7f00:1]/a.png", "not a public one"),
+        ("https://[::127.0.0.1]/a.png", "not a public one"),
         ("https://127.0.0.1/a.png", "not a public one"),
         ("https://169.254.169.254/latest", "not a public one"),
         ("https://[::ffff:127.0.0.1]/a.png", "not a public one"),
@@ -199,10 +216,57 @@ def test_a_worker_that_knows_no_images_refuses_a_sequence_with_some(monkeypatch:
 )
 async def test_nothing_is_fetched_but_from_named_public_hosts(url: str, words: str) -> None:
     hosts = ["Pictures.example", "localhost", "127.0.0.1", "169.254.169.254", "::ffff:127.0.0.1"]
+    hosts += ["64:ff9b::7f00:1", "::127.0.0.1"]
     fetch = ImageFetch(hosts, 1000, 5.0, public_address)
     with pytest.raises(InvalidRequestError, match=words):
         await fetch.get(url)
     await fetch.close()
+
+
+@pytest.mark.parametrize("length", [0, 1, 1000, 3 << 17, 1_000_001])
+def test_data_urls_mean_their_bytes_in_whatever_pieces_they_are_read(length: int) -> None:
+    data = random.Random(length).randbytes(length)
+    lines = base64.encodebytes(data).decode()
+    assert _of_url("data:image/png;base64," + lines) == data
+    assert _of_url("DATA:;name=a.png;base64," + base64.b64encode(data).decode()) == data
+    for before in ("", "x", "xy"):
+        assert _of_url("data:," + before + "".join(f"%{each:02x}" for each in data)) == before.encode() + data
+
+
+def test_damaged_data_urls_are_refused() -> None:
+    piece = "A" * ((1 << 18) - 4)
+    for text in ("A", "AA", "AA==AAAA", piece + "AA==AAAA", piece + "A===", "AA\xe9A", "AA*A"):
+        with pytest.raises(InvalidRequestError, match="damaged"):
+            _of_url("data:;base64," + text)
+    for url in ("data:image/png;base64", "data:" + "a" * 5000 + ",", "data:a/b" + ";a=b" * 5000, "data:"):
+        with pytest.raises(InvalidRequestError, match="no bytes"):
+            _of_url(url)
+
+
+async def served(monkeypatch: pytest.MonkeyPatch, answer: Callable[[httpx.Request], httpx.Response]) -> bytes:
+    """An image fetched from a host that answers so."""
+    made = httpx.MockTransport(answer)
+    monkeypatch.setattr("api.ring.image_fetch.httpx.AsyncClient", lambda **more: CLIENT(transport=made))
+
+    async def resolve(host: str, port: int) -> str:
+        return "93.184.215.14"
+
+    fetch = ImageFetch(["pictures.example"], 1000, 5.0, resolve)
+    try:
+        return await fetch.get("https://pictures.example/a.png")
+    finally:
+        await fetch.close()
+
+
+async def test_compressed_answers_are_refused_before_they_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    bomb, packed = zlib.compress(b"\0" * 10_000_000), {"content-encoding": "deflate"}
+
+    def compressed(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, headers=packed, stream=httpx.ByteStream(bomb))
+
+    with pytest.raises(InvalidRequestError, match="compressed"):
+        await served(monkeypatch, compressed)
+    assert await served(monkeypatch, lambda request: httpx.Response(200, content=b"abc")) == b"abc"
 
 
 def test_a_body_may_be_long_by_its_images_alone() -> None:

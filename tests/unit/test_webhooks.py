@@ -8,8 +8,9 @@ import openai
 import pytest
 from pydantic import ValidationError
 
+from api.ring.public_addresses import is_public
 from api.webhooks.body import WebhookBody, refusal
-from api.webhooks.sending import headers, is_public
+from api.webhooks.sending import headers
 from api.webhooks.work import FIRST_S, LONGEST_S, pause_after
 from shared.errors import SetupError
 from shared.process.settings import ApiSettings, load
@@ -83,6 +84,9 @@ def test_only_hosts_that_the_operator_names_are_called(url: str, why: str) -> No
         ("::ffff:93.184.215.14", True),
         ("64:ff9b::7f00:1", False),
         ("2002:7f00:1::", False),
+        ("64:ff9b:1::7f00:1", False),
+        ("::127.0.0.1", False),
+        ("fec0::1", False),
     ],
 )
 def test_private_addresses_are_known_in_every_disguise(address: str, public: bool) -> None:

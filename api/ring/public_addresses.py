@@ -1,0 +1,26 @@
+"""Which addresses are the internet's: what a client has us connect to may be no other."""
+
+import ipaddress
+
+_WAYS_AROUND = tuple(
+    map(
+        ipaddress.IPv6Network,
+        (
+            "64:ff9b::/96",  # NAT64 (RFC 6052)
+            "64:ff9b:1::/48",  # NAT64 of a network's own (RFC 8215)
+            "::/96",  # IPv4-compatible (RFC 4291 2.5.5.1)
+            "fec0::/10",  # site-local (RFC 3879)
+        ),
+    )
+)
+
+
+def is_public(address: str) -> bool:
+    """Whether an address is one of the internet's, and no way around to one that is not."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            found = found.ipv4_mapped
+        elif found.sixtofour is not None or found.teredo is not None or any(found in each for each in _WAYS_AROUND):
+            return False
+    return found.is_global and not found.is_multicast
