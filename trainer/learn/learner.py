@@ -51,14 +51,14 @@ class Learner:
         self._older: OrderedDict[int, Arrays] = OrderedDict()  # policy step -> weights
         self._good = self._policy.weights()
         self._best: Arrays | None = None  # of the best version that was judged
-        self._before = self._optimizer.kept()
+        self._before = self._optimizer.adam.kept()
         self.shapes = {name: tuple(value.shape) for name, value in self._good.items()}
 
     def train(
         self, groups: Sequence[SampleGroup], step: int, policy_step: int, probes: Sequence[tuple[int, ...]]
     ) -> Work[Trained]:
         """One train step and its checks; the result is not good until `accept`."""
-        self._before = self._optimizer.kept()
+        self._before = self._optimizer.adam.kept()
         self._older[policy_step] = self._good
         while len(self._older) > self._remembered:
             self._older.popitem(last=False)
@@ -104,13 +104,13 @@ class Learner:
     def revert(self) -> None:
         """Back to the last good weights and to the moments that made them, as if the train step had not been."""
         self._policy.load(self._good)
-        self._optimizer.put_back(self._before)
+        self._optimizer.adam.put_back(self._before)
 
     def load(self, weights: Arrays) -> None:
         """Go on from older weights after a rollback, without momentum: it points to where rewards collapsed."""
         self._policy.load(weights)
         self._good = self._policy.weights()
-        self._optimizer.reset()
+        self._optimizer.adam.reset()
 
     def weights(self) -> Arrays:
         """The present adapter."""
@@ -122,10 +122,10 @@ class Learner:
 
     def snapshot(self) -> Snapshot:
         """All of the state, for a checkpoint."""
-        return Snapshot(self._policy.weights(), self._policy.config(), self._optimizer.moments())
+        return Snapshot(self._policy.weights(), self._policy.config(), self._optimizer.adam.moments())
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on exactly where a checkpoint was taken."""
         self._policy.load(snapshot.adapter)
-        self._optimizer.load_moments(snapshot.optimizer)
+        self._optimizer.adam.load_moments(snapshot.optimizer)
         self._good = self._policy.weights()
