@@ -61,10 +61,20 @@ class Outcome:
         return [index for line in self.lines for index in line.indices]
 
 
-def train(served: Ring, folder: Path, name: str, *, steps: int, max_lag: int, kills: int = 0, seed: int = 0) -> Outcome:
+def train(
+    served: Ring,
+    folder: Path,
+    name: str,
+    *,
+    steps: int,
+    max_lag: int,
+    kills: int = 0,
+    seed: int = 0,
+    learner: str = "own",
+) -> Outcome:
     """Run to the end under a policy's name of its own, killed so many times on the way."""
     recipe = folder / f"{name}.yaml"
-    recipe.write_text(RECIPE.format(steps=steps, groups=GROUPS, max_lag=max_lag))
+    recipe.write_text(RECIPE.format(steps=steps, groups=GROUPS, max_lag=max_lag) + f"learner: {learner}\n")
     run = folder / name
     metrics = run / "metrics.jsonl"
     draw = random.Random(seed)

@@ -5,7 +5,8 @@ train step), `adam.py` (one update, also the training service's), `losses.py` (t
 (log-probabilities with gradients) and `drawing.py` (the sampler's filters), `policy.py` (LoRA layers over the base's
 arrays).
 
-Before that, in plain numpy: `batches.py` (groups to advantages and padded arrays). Besides: `measures.py`
-(distances between policies), `microbatch_size.py` (how large a microbatch may be), `options.py` (plain data, without
-MLX).
+Before that, in plain numpy: `batches.py` (groups to advantages and padded arrays). Besides: `loop_learner.py` (a
+learner as the loop sees it, wherever it is), `asks.py` and `packing.py` (what is asked of one in the training service),
+`measures.py` (distances between policies), `microbatch_size.py` (how large a microbatch may be), `options.py` (plain
+data, without MLX).
 """

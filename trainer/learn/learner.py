@@ -8,17 +8,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
 from shared.adapters import GateCheck
 from shared.trajectories import Trajectory
 from trainer import gate
 from trainer.gate import GateLimits
+from trainer.learn.asks import LearnerOptions
 from trainer.learn.batches import SampleGroup
 from trainer.learn.compute import Work
 from trainer.learn.measures import measure_gaps, measure_parity, measure_probe_kl
 from trainer.learn.optimize import Optimizer, StepReport
 from trainer.learn.options import AdapterShape, OptimizeOptions
+from trainer.learn.packing import pack, unpack
 from trainer.learn.policy import Policy
 from trainer.state import Arrays, Snapshot
+
+_OLDER = "older-"  # begins the names of earlier weights in a state
 
 
 @dataclass(frozen=True)
@@ -129,3 +137,40 @@ class Learner:
         self._policy.load(snapshot.adapter)
         self._optimizer.adam.load_moments(snapshot.optimizer)
         self._good = self._policy.weights()
+
+    # -- in the training service, where another process may go on with it
+
+    def state(self) -> bytes:
+        """All that it goes on from, also in the midst of a train step that is neither good nor bad yet."""
+        moments = self._optimizer.adam.moments()
+        before = {name: np.array(value) for name, value in tree_flatten(self._before)}
+        groups = {"weights": self._policy.weights(), "good": self._good, "moments": moments, "before": before}
+        if self._policy.origin is not None:
+            groups["origin"] = self._policy.origin
+        if self._best is not None:
+            groups["best"] = self._best
+        return pack(groups | {f"{_OLDER}{step}": weights for step, weights in self._older.items()})
+
+    def resume(self, state: bytes) -> None:
+        """Go on exactly where `state` was taken; ValueError when it is another learner's."""
+        groups = unpack(state, "weights", "good", "moments", "before")
+        self._policy.load(groups["weights"])
+        self._optimizer.adam.load_moments(groups["moments"])
+        self._good, self._best = groups["good"], groups.get("best")
+        self._before = tree_unflatten([(name, mx.array(value)) for name, value in groups["before"].items()])
+        self._policy.origin = groups.get("origin")
+        older = {int(name.removeprefix(_OLDER)): weights for name, weights in groups.items() if name.startswith(_OLDER)}
+        self._older = OrderedDict(sorted(older.items()))
+
+
+def build_learner(model: Any, options: LearnerOptions) -> Learner:
+    """A learner as a run wants it; ValueError when the model has no layers for the adapter."""
+    return Learner(
+        model,
+        options.shape,
+        options.optimize,
+        options.limits,
+        seed=options.seed,
+        checkpoint_layers=options.checkpoint_layers,
+        remembered=options.remembered,
+    )
