@@ -141,8 +141,11 @@ class PpoSettings(BaseModel):
 
 
 class LearnerSettings(BaseModel):
-    """Part of TrainSettings: where the learner of `--mode rl` is."""
+    """Part of TrainSettings: how many policies learn in `--mode rl`, and where."""
 
+    agents: Path | None = Field(
+        default=None, description="TOML file: several policies that learn at once over one base, a table each"
+    )
     learner: Literal["own", "service"] = Field(
         default="own",
         description="who computes the train steps: own, this process; service, a running mlx_parallm_learners",
