@@ -13,11 +13,12 @@ Read `loop.py` first. Then `rollouts/` (samples and their rewards), `curricula/`
 step, the one room that computes with MLX), `versions/` (gate, publish, checkpoints) and `ring/` (how all of it
 reaches the ring). `settings.py` has the flags, `orders.py` what users ask, `metrics.py` what a run reports,
 `loggers/` the boards that others draw of it, `stopping.py` signals, `warm_up.py` the train steps before a hosted
-trainer is ready. `recipes/` holds settings, `tiny/` makes our own small model.
+trainer is ready. `recipes/` holds settings, `tiny/` and `tiny_vision/` make our own small models.
 `datasets/` are runs that learn from a data set in place of rollouts: `heads/` a head that learns from preferences
 (`--mode reward`), `tuning/` a policy that learns from examples or preferences (`--mode sft`, `dpo`),
 `distilling/` one that learns from a teacher's scores (`--mode distill`).
 `ppo/` teaches a small network to act in an environment (`--mode ppo`).
+`learners/` is a run's learner in a thread of its own or of the training service.
 `agents/` are several runs in one process, over one base (`--agents`).
 `service/` trains many learners at once over one base, as others ask it to (`mlx_parallm_learners`).
 `merging/` is a program of its own: an adapter becomes part of its base's weights.

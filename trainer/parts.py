@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.learn.asks import LearnerOptions
 from trainer.learn.compute import ComputeHost
-from trainer.learn.learner import build_learner
-from trainer.learn.loop_learner import HostLearner, LoopLearner
+from trainer.learners.asks import LearnerOptions
+from trainer.learners.loop_learner import HostLearner, LoopLearner, build_learner
 from trainer.loggers.loggers import Loggers
 from trainer.ring.ring import Ring
 from trainer.rollouts.conversation import ChatEncoder
@@ -17,7 +16,7 @@ from trainer.settings import TrainSettings
 def learner_options(settings: TrainSettings) -> LearnerOptions:
     """What the run's learner is made with."""
     return LearnerOptions(
-        settings.adapter_shape(),
+        None if settings.head_only else settings.adapter_shape(),
         settings.optimize_options(),
         settings.limits(),
         seed=settings.seed,

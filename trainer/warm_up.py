@@ -10,7 +10,7 @@ import numpy as np
 
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learn.compute import Work
-from trainer.learn.learner import build_learner
+from trainer.learners.loop_learner import build_learner
 from trainer.parts import learner_options
 from trainer.settings import TrainSettings
 

@@ -10,7 +10,12 @@ import pytest
 from shared.errors import ConflictError
 from tests.engine.test_trainer_optimize import OPTIONS, groups_of
 from trainer.gate import GateLimits
-from trainer.learn.asks import (
+from trainer.learn.compute import finished
+from trainer.learn.learner import Trained
+from trainer.learn.options import AdapterShape, Schedule
+from trainer.learn.packing import pack, unpack
+from trainer.learn.policy import Policy
+from trainer.learners.asks import (
     Accept,
     Asked,
     Gaps,
@@ -24,11 +29,7 @@ from trainer.learn.asks import (
     Train,
     TrainDone,
 )
-from trainer.learn.compute import finished
-from trainer.learn.learner import Trained, build_learner
-from trainer.learn.options import AdapterShape, Schedule
-from trainer.learn.packing import pack, unpack
-from trainer.learn.policy import Policy
+from trainer.learners.loop_learner import build_learner
 from trainer.service.run_learner import RunLearner, decoded
 from worker.engine.model.loader import LoadedModel
 

@@ -9,7 +9,7 @@ Invariants.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,24 +32,32 @@ class StepSizes:
     weight_decay: float = 0.0
     eps: float = 1e-8
     max_grad_norm: float = 0.0  # gradients are scaled down to this norm; 0: they are not
+    apart_rate: float = 0.0  # the learning rate of the parameters that learn apart
 
 
 class AdamSteps:
-    """AdamW over a module's trainable parameters, fp32; belongs to the module's thread."""
+    """AdamW over a module's trainable parameters, fp32; belongs to the module's thread.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    `apart` names parameters that have a learning rate of their own: a value head's.
+    """
+
+    def __init__(self, model: nn.Module, apart: Callable[[str], bool] | None = None) -> None:
+        self._model, self._apart = model, apart
         self.reset()
 
     def reset(self) -> None:
         """As before the first update."""
-        self._adam = optim.AdamW(learning_rate=0.0, bias_correction=True)
+        self._parts = [optim.AdamW(learning_rate=0.0, bias_correction=True)]
+        self._adam: Any = self._parts[0]
+        if (apart := self._apart) is not None:
+            self._parts.insert(0, optim.AdamW(learning_rate=0.0, bias_correction=True))
+            self._adam = optim.MultiOptimizer(self._parts, [lambda name, _: apart(name)])
         self._adam.init(self._model.trainable_parameters())
 
     @property
     def count(self) -> int:
         """Updates so far."""
-        return int(self._adam.step.item())
+        return int(self._parts[-1].step.item())
 
     def update(self, gradient: Any, sizes: StepSizes) -> tuple[float, bool]:
         """One update; the gradient's norm before clipping, and whether anything was changed."""
@@ -57,11 +65,14 @@ class AdamSteps:
         clipped, norm = optim.clip_grad_norm(gradient, sizes.max_grad_norm or math.inf)
         if not math.isfinite(norm.item()):
             return norm.item(), False
-        before, adam = self.kept(), self._adam
-        adam.learning_rate = sizes.learning_rate
-        adam.betas, adam.eps, adam.weight_decay = list(sizes.betas), sizes.eps, sizes.weight_decay
-        weights = adam.apply_gradients(clipped, self._model)
-        mx.eval(weights, adam.state)
+        before = self.kept()
+        for adam in self._parts:
+            adam.learning_rate = sizes.learning_rate
+            adam.betas, adam.eps, adam.weight_decay = list(sizes.betas), sizes.eps, sizes.weight_decay
+        if self._apart is not None:
+            self._parts[0].learning_rate = sizes.apart_rate
+        weights = self._adam.apply_gradients(clipped, self._model)
+        mx.eval(weights, self._adam.state)
         if not all_finite(weights):
             self.put_back(before)
             return norm.item(), False

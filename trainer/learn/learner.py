@@ -13,15 +13,16 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from shared.adapters import GateCheck
+from shared.heads import HeadSpec
 from shared.trajectories import Trajectory
 from trainer import gate
 from trainer.gate import GateLimits
-from trainer.learn.asks import LearnerOptions
 from trainer.learn.batches import SampleGroup
 from trainer.learn.compute import Work
+from trainer.learn.logprobs import cut
 from trainer.learn.measures import measure_gaps, measure_parity, measure_probe_kl
 from trainer.learn.optimize import Optimizer, StepReport
-from trainer.learn.options import AdapterShape, OptimizeOptions
+from trainer.learn.options import AdapterShape, OptimizeOptions, ValueOptions
 from trainer.learn.packing import pack, unpack
 from trainer.learn.policy import Policy
 from trainer.state import Arrays, Snapshot
@@ -44,7 +45,7 @@ class Learner:
     def __init__(
         self,
         model: Any,
-        shape: AdapterShape,
+        shape: AdapterShape | None,
         options: OptimizeOptions,
         limits: GateLimits,
         *,
@@ -52,7 +53,8 @@ class Learner:
         checkpoint_layers: bool = False,
         remembered: int = 2,
     ) -> None:
-        self._policy = Policy(model, shape, seed=seed, checkpoint_layers=checkpoint_layers)
+        value = None if options.value is None else _head_of(model, options.value)
+        self._policy = Policy(model, shape, seed=seed, checkpoint_layers=checkpoint_layers, value=value)
         self._optimizer = Optimizer(self._policy, options)
         self._limits = limits
         self._remembered = remembered
@@ -60,6 +62,7 @@ class Learner:
         self._good = self._policy.weights()
         self._best: Arrays | None = None  # of the best version that was judged
         self._before = self._optimizer.adam.kept()
+        self.head = {name: each for name, each in self._good.items() if name.startswith("heads.")}  # as it begins
         self.shapes = {name: tuple(value.shape) for name, value in self._good.items()}
 
     def train(
@@ -163,14 +166,10 @@ class Learner:
         self._older = OrderedDict(sorted(older.items()))
 
 
-def build_learner(model: Any, options: LearnerOptions) -> Learner:
-    """A learner as a run wants it; ValueError when the model has no layers for the adapter."""
-    return Learner(
-        model,
-        options.shape,
-        options.optimize,
-        options.limits,
-        seed=options.seed,
-        checkpoint_layers=options.checkpoint_layers,
-        remembered=options.remembered,
-    )
+def _head_of(model: Any, options: ValueOptions) -> HeadSpec:
+    """The value head for such a model; ValueError when nothing can be read of it, or for a head that is too large."""
+    halves = cut(model)
+    if halves is None:
+        raise ValueError("this model shows no hidden states, so no value head can read them")
+    inputs = int(halves.body(mx.zeros((1, 1), mx.int32)).shape[-1])
+    return HeadSpec("scalar", activation="gelu" if options.hidden else "", inputs=inputs, hidden=options.hidden)

@@ -24,7 +24,11 @@ from shared.learners import Answer, Ask, Begin, BeginDone, Failed, LearnerSpec, 
 from shared.redis.connection.faults import reason
 from shared.redis.training.learner_store import CHUNK_BYTES, LearnerStore
 from shared.trajectories import Trajectory
-from trainer.learn.asks import (
+from trainer.learn.batches import SampleGroup
+from trainer.learn.learner import Trained
+from trainer.learn.options import AdapterShape
+from trainer.learn.packing import pack, unpack
+from trainer.learners.asks import (
     Accept,
     Asked,
     Gaps,
@@ -40,9 +44,6 @@ from trainer.learn.asks import (
     Train,
     TrainDone,
 )
-from trainer.learn.batches import SampleGroup
-from trainer.learn.learner import Trained
-from trainer.learn.packing import pack, unpack
 from trainer.state import Arrays, Snapshot
 
 log = structlog.get_logger()
@@ -66,13 +67,14 @@ class ServiceLearners:
         SetupError when the service does not take its rank, ServiceUnavailableError when there is none in time.
         """
         service = await self._service()
-        if options.shape.rank > service.max_rank:
-            raise SetupError(f"--lora-rank {options.shape.rank} is above the service's --max-rank {service.max_rank}")
+        shape = options.shape or AdapterShape(rank=0)  # a head learns alone
+        if shape.rank > service.max_rank:
+            raise SetupError(f"--lora-rank {shape.rank} is above the service's --max-rank {service.max_rank}")
         spec = LearnerSpec(
             id=f"run-{run}-{secrets.token_hex(6)}",
             model=self._model,
-            rank=options.shape.rank,
-            scale=options.shape.scale,
+            rank=shape.rank,
+            scale=shape.scale,
             seed=options.seed,
             run=msgspec.msgpack.encode(options),
             keeper="run",  # no client's, whatever its key
@@ -115,6 +117,7 @@ class ServiceLearner:
         self._one = asyncio.Lock()
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.config = b""
+        self.head: Arrays = {}
 
     @property
     def id(self) -> str:
@@ -128,7 +131,9 @@ class ServiceLearner:
         if not isinstance(answer, BeginDone):
             _refused(answer)
         self.config = (await self._ask(Get("config"), Packed)).data
-        self.shapes = {name: tuple(value.shape) for name, value in (await self.weights()).items()}
+        weights = await self.weights()
+        self.shapes = {name: tuple(value.shape) for name, value in weights.items()}
+        self.head = {name: value for name, value in weights.items() if name.startswith("heads.")}
 
     async def train(
         self, groups: Sequence[SampleGroup], step: int, policy_step: int, probes: Sequence[tuple[int, ...]]

@@ -9,7 +9,10 @@ from typing import Any
 import msgspec
 
 from shared.errors import ConflictError
-from trainer.learn.asks import (
+from trainer.learn.compute import Work
+from trainer.learn.learner import Learner
+from trainer.learn.packing import pack, unpack
+from trainer.learners.asks import (
     Accept,
     Asked,
     Gaps,
@@ -25,9 +28,7 @@ from trainer.learn.asks import (
     Train,
     TrainDone,
 )
-from trainer.learn.compute import Work
-from trainer.learn.learner import Learner, build_learner
-from trainer.learn.packing import pack, unpack
+from trainer.learners.loop_learner import build_learner
 from trainer.state import Arrays, Snapshot
 
 _asked: msgspec.msgpack.Decoder[Asked] = msgspec.msgpack.Decoder(Asked)

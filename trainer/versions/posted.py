@@ -14,7 +14,7 @@ from shared.adapters import version_id
 from shared.errors import EngineError, LogprobsMismatchError, ParallmError
 from shared.trajectories import LiveTrajectory, Trajectory
 from trainer.learn.batches import Sample, SampleGroup, loss_mask
-from trainer.learn.loop_learner import LoopLearner
+from trainer.learners.loop_learner import LoopLearner
 from trainer.settings import TrainSettings
 from trainer.state import Arrays
 from trainer.versions.publish import Publisher

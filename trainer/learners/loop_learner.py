@@ -1,12 +1,13 @@
 """A run's learner as the loop sees it: in a thread of the run's host, or of the training service's (trainer/ring)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from shared.trajectories import Trajectory
 from trainer.learn.batches import SampleGroup
 from trainer.learn.compute import ComputeHost, at_once
 from trainer.learn.learner import Learner, Trained
+from trainer.learners.asks import LearnerOptions
 from trainer.state import Arrays, Snapshot
 
 
@@ -16,6 +17,10 @@ class LoopLearner(Protocol):
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Of the adapter's parameters."""
+
+    @property
+    def head(self) -> Arrays:
+        """A value head as it begins; {}: none learns."""
 
     @property
     def config(self) -> bytes:
@@ -52,7 +57,7 @@ class HostLearner:
 
     def __init__(self, host: ComputeHost, learner: Learner, config: bytes) -> None:
         self._host, self._learner = host, learner
-        self.shapes, self.config = learner.shapes, config
+        self.shapes, self.head, self.config = learner.shapes, learner.head, config
 
     @classmethod
     async def open(cls, host: ComputeHost, build: Callable[[], Learner]) -> "HostLearner":
@@ -105,3 +110,16 @@ class HostLearner:
     async def restore(self, snapshot: Snapshot) -> None:
         """Go on exactly where a checkpoint was taken."""
         await self._host.run(at_once(lambda: self._learner.restore(snapshot)))
+
+
+def build_learner(model: Any, options: LearnerOptions) -> Learner:
+    """A learner as a run wants it; ValueError when the model has no layers for the adapter."""
+    return Learner(
+        model,
+        options.shape,
+        options.optimize,
+        options.limits,
+        seed=options.seed,
+        checkpoint_layers=options.checkpoint_layers,
+        remembered=options.remembered,
+    )

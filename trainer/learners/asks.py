@@ -1,6 +1,7 @@
 """What a run asks of its learner where that is one of the training service's: plain messages, msgpack.
 
-They are the methods of `learner.py:Learner`. Weights and moments travel as `packing.py` writes them.
+They are the methods of `trainer/learn/learner.py:Learner`. Weights and moments travel as `trainer/learn/packing.py`
+writes them.
 """
 
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ Said = TrainDone | Numbers | Packed
 class LearnerOptions:
     """What a run's learner is made with."""
 
-    shape: AdapterShape
+    shape: AdapterShape | None  # None: a head learns alone
     optimize: OptimizeOptions
     limits: GateLimits
     seed: int = 0
