@@ -45,9 +45,10 @@ def services(served: Ring, metrics: Path) -> Iterator[list[Process]]:
 
 
 async def learners(served: Ring) -> list[bytes]:
-    """All that is left of runs' learners but their answers, which go by themselves."""
+    """What is left of runs' learners but answers, and bytes of a killed service that nothing points to: they go."""
     async with contextlib.aclosing(connect(served.redis_url)) as redis:
-        return [key async for key in redis.scan_iter("parallm:learner:{run-*") if b":answer:" not in key]
+        left = [key async for key in redis.scan_iter("parallm:learner:{run-*")]
+        return [key for key in left if not any(part in key for part in (b":answer:", b":state:", b":saved:"))]
 
 
 def test_a_run_that_a_service_computes_makes_the_bytes_of_one_of_its_own(served: Ring, tmp_path: Path) -> None:
