@@ -73,10 +73,12 @@ def train(
     kills: int = 0,
     seed: int = 0,
     loss: LossName = "dapo",
+    learner: str = "own",
 ) -> Outcome:
     """Run to the end under a policy's name of its own, killed so many times on the way."""
     recipe = folder / f"{name}.yaml"
-    recipe.write_text(RECIPE.format(loss=loss, steps=steps, groups=GROUPS, max_lag=max_lag))
+    text = RECIPE.format(loss=loss, steps=steps, groups=GROUPS, max_lag=max_lag)
+    recipe.write_text(text + f"learner: {learner}\n")
     run = folder / name
     metrics = run / "metrics.jsonl"
     draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""One train step: gradients over microbatches, clipped, one AdamW update per minibatch.
+"""One train step: gradients over microbatches, one update (adam.py) per minibatch.
 
 Invariants.
 - A train step is a generator that yields after every microbatch, with everything evaluated. Whoever runs it decides
@@ -25,11 +25,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx.optimizers as optim
 import numpy as np
 import structlog
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
+from trainer.learn.adam import AdamSteps, StepSizes, added
 from trainer.learn.advantages import Floats, explained, of_tokens
 from trainer.learn.batches import STD_EPSILON, Microbatch, SampleGroup, microbatches, pad
 from trainer.learn.logprobs import (
@@ -54,7 +53,7 @@ from trainer.learn.measures import Distances, measure, weights_in
 from trainer.learn.microbatch_size import MicrobatchSize
 from trainer.learn.options import OptimizeOptions, ValueOptions
 from trainer.learn.policy import Policy
-from trainer.state import Arrays, Moments
+from trainer.state import Arrays
 
 log = structlog.get_logger()
 
@@ -130,37 +129,7 @@ class Optimizer:
             options.microbatch_tokens, options.microbatch_s, options.microbatch_bytes, BYTES_PER_WIDTH * sum(widths)
         )
         self._told_of_memory = False
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the moments, as after a rollback to older weights."""
-        self._adam: Any = self._new_adam()
-        if self.options.value is not None:
-            self._adam = optim.MultiOptimizer([self._new_adam(), self._adam], [lambda name, _: _is_head(name)])
-        self._adam.init(self.policy.model.trainable_parameters())
-
-    def _new_adam(self) -> optim.AdamW:
-        betas, decay = list(self.options.adam_betas), self.options.weight_decay
-        return optim.AdamW(learning_rate=0.0, betas=betas, weight_decay=decay, bias_correction=True)
-
-    def kept(self) -> Any:
-        """The present state, to be put back by `put_back`; arrays are shared, since an update replaces them."""
-        return tree_map(lambda value: value, self._adam.state)
-
-    def put_back(self, kept: Any) -> None:
-        """Restore what `kept` gave: the moments from before a train step that was refused."""
-        self._adam.state = kept
-
-    def moments(self) -> Moments:
-        """Adam's state as plain data."""
-        return {name: np.array(value) for name, value in tree_flatten(self._adam.state)}
-
-    def load_moments(self, moments: Moments) -> None:
-        """Continue with the moments of a checkpoint; ValueError when they are of another adapter."""
-        mine = {name: tuple(value.shape) for name, value in tree_flatten(self._adam.state)}
-        if mine != {name: tuple(value.shape) for name, value in moments.items()}:
-            raise ValueError("the optimizer's moments do not fit this adapter")
-        self._adam.state = tree_unflatten([(name, mx.array(value)) for name, value in moments.items()])
+        self.adam = AdamSteps(policy.model, None if options.value is None else _is_head)
 
     def train_step(
         self,
@@ -268,7 +237,7 @@ class Optimizer:
             started, held = time.perf_counter(), mx.get_active_memory()
             mx.reset_peak_memory()
             (loss, entropy, clipped, kl, value), part = self._gradient(self.policy.model, prepared, totals)
-            gradient = part if gradient is None else tree_map(mx.add, gradient, part)
+            gradient = added(gradient, part)
             mx.eval(loss, entropy, clipped, kl, value, gradient)
             sums.loss += loss.item()
             sums.entropy += entropy.item()
@@ -277,16 +246,19 @@ class Optimizer:
             sums.value += value.item()
             self._measured(prepared, time.perf_counter() - started, mx.get_peak_memory() - held)
             yield
-        gradient, norm = optim.clip_grad_norm(gradient, self.options.max_grad_norm)
-        if not math.isfinite(norm.item()):
+        options = self.options
+        sizes = StepSizes(
+            rate,
+            options.adam_betas,
+            options.weight_decay,
+            max_grad_norm=options.max_grad_norm,
+            apart_rate=0.0 if options.value is None else rate * options.value.rate,
+        )
+        norm, updated = self.adam.update(gradient, sizes)
+        if not updated:
             sums.nonfinite += 1
             return
-        sums.grad_norm = max(sums.grad_norm, norm.item())
-        self._adam.learning_rate = rate
-        if self.options.value is not None:
-            self._adam.optimizers[0].learning_rate = rate * self.options.value.rate
-        self._adam.update(self.policy.model, gradient)
-        mx.eval(self.policy.model.trainable_parameters(), self._adam.state)
+        sums.grad_norm = max(sums.grad_norm, norm)
         yield
 
     def _measured(self, prepared: _Prepared, seconds: float, nbytes: int) -> None:

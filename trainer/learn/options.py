@@ -165,7 +165,22 @@ class PpoSettings(BaseModel):
     )
 
 
-class DataSettings(HeadSettings, PpoSettings):
+class LearnerSettings(BaseModel):
+    """Part of TrainSettings: how many policies learn in `--mode rl`, and where."""
+
+    agents: Path | None = Field(
+        default=None, description="TOML file: several policies that learn at once over one base, a table each"
+    )
+    learner: Literal["own", "service"] = Field(
+        default="own",
+        description="who computes the train steps: own, this process; service, a running mlx_parallm_learners",
+    )
+    learner_wait_s: float = Field(
+        default=300.0, gt=0, description="how long a run waits for a service that is away before it ends"
+    )
+
+
+class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
     """Part of TrainSettings: the modes that learn from a data set, or an environment of ours, in place of rollouts of a
     language model, and what a run begins with."""
 
