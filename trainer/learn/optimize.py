@@ -194,7 +194,10 @@ class Optimizer:
                 for asked, batch in self._cut(mini):
                     ahead[-1].append(self._prepare(asked, batch, policy_step, several=several))
                     yield
-        known = None if values is None else _with_advantages(ahead, values)
+        known = None
+        if values is not None:
+            with np.errstate(over="ignore", invalid="ignore"):  # rewards too large: no finite gradient, says the gate
+                known = _with_advantages(ahead, values)
         sums = _Sums()
         rate = self.options.schedule.rate(step)
         for at, mini in enumerate(minis):
@@ -354,7 +357,13 @@ def _is_head(name: str) -> bool:
 
 
 def _with_advantages(ahead: list[list[_Prepared]], options: ValueOptions) -> float:
-    """Say what each token's advantage and return are, in place; how well values were known (`explained`)."""
+    """Say what each token's advantage and return are, in place; how well values were known (`explained`).
+
+    Values are those of before the step's first update, whichever version has sampled: a baseline may be any function of
+    the state, and the newest head fits the present policy best (Andrychowicz et al., arXiv 2006.05990 section 3.5).
+    Advantages get mean 0. Dividing by their deviation, too, is the usual way, but once all samples earn the same they
+    are only what the values are wrong by, and would be made as large as ever.
+    """
     every = [prepared for mini in ahead for prepared in mini]
     masks = [prepared.batch.mask_BT for prepared in every]
     values = [np.array(prepared.values_BT) for prepared in every]
@@ -367,14 +376,15 @@ def _with_advantages(ahead: list[list[_Prepared]], options: ValueOptions) -> flo
     def told(arrays: list[Floats]) -> Floats:
         return np.concatenate([array[mask_BT] for array, mask_BT in zip(arrays, masks, strict=True)])
 
-    mean, deviation = told(found).mean(), told(found).std() + STD_EPSILON
+    mean = told(found).mean(dtype=np.float64)
+    scale = told(found).std(dtype=np.float64) + STD_EPSILON if options.scale == "std" else 1.0
     whole = iter(zip(found, returns, strict=True))
     for mini in ahead:
         for at, prepared in enumerate(mini):
             advantage_BT, returns_BT = next(whole)
             mini[at] = replace(
                 prepared,
-                advantage_BT=mx.array(((advantage_BT - mean) / deviation).astype(np.float32)),
+                advantage_BT=mx.array(((advantage_BT - mean) / scale).astype(np.float32)),
                 returns_BT=mx.array(returns_BT),
             )
     return explained(told(values), told(returns))

@@ -77,6 +77,7 @@ class ValueOptions:
     clip: float = 0.0  # how far a value learns in a train step; 0: no bound
     discount: float = 1.0
     decay: float = 0.95  # lambda of GAE
+    scale: AdvantageScale = "mean"  # or "std"
 
 
 AdapterKind = Literal["lora", "dora"]
@@ -196,8 +197,10 @@ class DataSettings(HeadSettings, PpoSettings):
         description="adapter that a run begins with: NAME@VERSION, or a folder (with a '/'); default: the base",
     )
 
-    def value_options(self, learning_rate: float) -> ValueOptions:
-        """Of the head that `--loss ppo` learns with; `learning_rate` is the adapter's."""
+    def value_options(self, loss: LossName, learning_rate: float, scale: AdvantageScale) -> ValueOptions | None:
+        """Of the head that `--loss ppo` learns with, None for others; `learning_rate` is the adapter's."""
+        if loss != "ppo":
+            return None
         return ValueOptions(
             self.head_hidden,
             self.head_learning_rate / learning_rate,
@@ -205,6 +208,7 @@ class DataSettings(HeadSettings, PpoSettings):
             self.value_clip,
             1.0 if self.discount is None else self.discount,
             self.gae_lambda,
+            scale,
         )
 
     def check_loss(self, loss: LossName, group_size: int, scale: AdvantageScale) -> None:
@@ -213,7 +217,7 @@ class DataSettings(HeadSettings, PpoSettings):
             if group_size < 2:
                 raise SetupError("--group-size 1 leaves a sample nothing to be compared with: it goes with --loss ppo")
             return
-        if scale != "mean":
+        if scale == "leave_one_out":
             raise SetupError(f"--advantage-scale {scale} compares the samples of a group: with --loss ppo values do")
         if self.head_only and self.start_from:
             raise SetupError("--start-from has no use with --head-only: the head learns alone, over the base")

@@ -7,6 +7,7 @@ same architecture under other names: its layers' modules are put into that model
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,21 +38,20 @@ class Tower:
         """Its modules."""
         return self._tower, self._projector
 
-    def encode(self, tile: bytes, width: int, height: int) -> mx.array:
-        """Vectors [T, H] of one tile, RGB bytes [height, width, 3]."""
+    def encode(self, tiles: Sequence[bytes], width: int, height: int) -> mx.array:
+        """Vectors [N, T, H] of N tiles, each RGB bytes [height, width, 3]."""
         vision = self.vision
-        pixels_1SSC = np.frombuffer(tile, np.uint8).reshape(1, height, width, 3)
-        mean_C, std_C = np.array(vision.mean, np.float32), np.array(vision.std, np.float32)
-        scaled_1SSC = mx.array((pixels_1SSC * np.float32(1 / 255) - mean_C) / std_C)
+        pixels_NSSC = mx.array(np.frombuffer(b"".join(tiles), np.uint8).reshape(-1, height, width, 3))
+        scaled_NSSC = (pixels_NSSC.astype(mx.float32) * (1 / 255) - mx.array(vision.mean)) / mx.array(vision.std)
         if vision.family == "pixtral":
-            *_, states = self._tower(scaled_1SSC, output_hidden_states=True)
-            seen_1PD = states[self._layer]
+            *_, states = self._tower(scaled_NSSC, output_hidden_states=True)
+            seen_NPD = states[self._layer]
         else:
             patches = vision.tile // self._tower.embeddings.patch_size
-            whole = mx.ones((1, patches, patches), mx.bool_)
-            seen_1PD, *_ = self._tower(scaled_1SSC, patch_attention_mask=whole, output_hidden_states=True)
-        vectors_TH: mx.array = self._projector(seen_1PD)[0]
-        return vectors_TH
+            whole = mx.ones((len(tiles), patches, patches), mx.bool_)
+            seen_NPD, *_ = self._tower(scaled_NSSC, patch_attention_mask=whole, output_hidden_states=True)
+        vectors_NTH: mx.array = self._projector(seen_NPD)
+        return vectors_NTH
 
 
 def _eyes(model: Any) -> tuple[Any, Any]:
