@@ -47,6 +47,7 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     best_version: int = 0
     best_reward: float | None = None
     held_out: float | None = None
+    held_out_true: float | None = None  # the second reward of the same answers
     reward: float | None = None  # of the last train step, as are the next three
     loss: float | None = None
     kl: float | None = None
@@ -76,7 +77,10 @@ class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None = None
     reward_std: float | None = None
     held_out: float | None = None
+    held_out_true: float | None = None  # the second reward of the same answers
     loss: float | None = None
+    value_loss: float | None = None  # of a value head; None: there is none
+    explained: float | None = None  # share of the variance of what its values should have been that they had said
     kl: float | None = None
     entropy: float | None = None
     clip_fraction: float | None = None

@@ -188,8 +188,10 @@ class TrainLoop:
         checkpoint: Checkpoint | None = None
         if settings.resume != "no" and (checkpoint := self.checkpoints.load(settings.resume)) is not None:
             await self._resume(checkpoint, config)
-        resumed, shapes = checkpoint is not None, self._learner.shapes
-        start = await starting_weights(settings.start_from, self.state, self._publisher, shapes, resumed=resumed)
+        resumed, learner = checkpoint is not None, self._learner
+        start = await starting_weights(
+            settings.start_from, self.state, self._publisher, learner.shapes, resumed=resumed, head=learner.head
+        )
         if settings.resume == "no":
             self.checkpoints = begin_anew(settings, self.checkpoints)
         if start is not None:
@@ -252,9 +254,8 @@ class TrainLoop:
     async def _step(self, batch: Batch, timing: Timing, *, serve: bool) -> Stepped:
         state, started = self.state, time.perf_counter()
         steps = {version_id(self.settings.adapter, v): s for v, s in state.policy_steps.items()}
-        groups, dropped = sample_groups(
-            batch.groups, steps, scale=self.settings.advantage_scale, mask_overlong=self.settings.mask_overlong
-        )
+        scale = None if self.settings.loss == "ppo" else self.settings.advantage_scale
+        groups, dropped = sample_groups(batch.groups, steps, scale=scale, mask_overlong=self.settings.mask_overlong)
         if dropped.failed:
             log.warning("train.samples_failed", samples=dropped.failed, first=dropped.problem[:500])
         off = [why for group in batch.groups for t in group.trajectories if (why := uncorrected(t))]

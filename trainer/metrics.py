@@ -26,6 +26,7 @@ from trainer.learn.optimize import StepReport
 from trainer.loggers.loggers import Loggers
 from trainer.loggers.tensorboard import TensorBoardLog
 from trainer.rollouts.groups import RolloutGroup
+from trainer.rollouts.held_out import Evaluated
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.versions.checkpoint import CheckpointStore
@@ -77,6 +78,9 @@ class StepMetrics(msgspec.Struct, frozen=True):
     tasks_unseen: float | None = None
     difficulty: float | None = None  # mean place of the batch's tasks among all; None: no curriculum that knows it
     wanted_difficulty: float | None = None  # of the next ones
+    value_loss: float | None = None  # of a value head's numbers, half the mean square; None: there is no such head
+    explained: float | None = None  # share of the variance of what values should have been that they had said before
+    held_out_true: float | None = None  # mean of `--held-out-reward`; None: there is none, or not evaluated
 
 
 def updates_per_s(state: RunState) -> float:
@@ -107,7 +111,7 @@ def step_metrics(
     lags: Sequence[int],
     *,
     stale: int,
-    held_out: float | None,
+    held_out: Evaluated | None,
     gate: str,
     source: str = "prompts",
     curriculum: CurriculumFigures | None = None,
@@ -142,7 +146,10 @@ def step_metrics(
         mismatch_max=distances.mismatch_max if distances else None,
         staleness=distances.staleness_mean if distances else None,
         staleness_max=distances.staleness_max if distances else None,
-        held_out=held_out,
+        value_loss=report.value_loss,
+        explained=report.explained,
+        held_out=None if held_out is None else held_out.reward,
+        held_out_true=None if held_out is None else held_out.true,
         gate=gate,
         tokens=report.tokens,
         tokens_per_s=sum(lengths) / timing.whole_s if timing.whole_s else 0.0,
@@ -216,6 +223,8 @@ def progress(m: StepMetrics, steps: int) -> dict[str, str | float]:
     }
     if m.held_out is not None:
         fields["held_out"] = round(m.held_out, 3)
+    if m.held_out_true is not None:
+        fields["held_out_true"] = round(m.held_out_true, 3)
     if m.gate:
         fields["rejected"] = m.gate
     return fields

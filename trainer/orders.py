@@ -6,7 +6,7 @@ from typing import Protocol
 
 import structlog
 
-from shared.errors import ConflictError, ParallmError
+from shared.errors import ConflictError, InvalidRequestError, ParallmError
 from shared.redis.training.orders import Received
 from shared.training import (
     Answer,
@@ -87,6 +87,7 @@ async def _update(loop: Run, order_id: str, order: UpdateOrder, timing: Timing) 
     if loop.held:
         raise ConflictError(f"training is paused: {loop.held}")
     _check_lag(loop, order)
+    _check_advantages(loop, order)
     unchecked = await loop.compare(order.trajectories)
     state = loop.state
     batch = Batch(posted_groups(order.trajectories), "posted")
@@ -118,6 +119,13 @@ async def _update(loop: Run, order_id: str, order: UpdateOrder, timing: Timing) 
         checkpoint=checkpoint,
         unchecked=unchecked,
     )
+
+
+def _check_advantages(loop: Run, order: UpdateOrder) -> None:
+    """Refuse what a run with a value head cannot learn from."""
+    if loop.settings.loss == "ppo" and any(each.advantage is not None for each in order.trajectories):
+        message = "this run learns by PPO, whose values say what was to be expected: give rewards, and no 'advantage'"
+        raise InvalidRequestError(message, param="trajectories")
 
 
 def _check_lag(loop: Run, order: UpdateOrder) -> None:

@@ -16,7 +16,7 @@ def new_learner(model: Any, settings: TrainSettings) -> Learner:
     """A learner as the settings say, in the thread that the model belongs to; ValueError when they do not fit it."""
     return Learner(
         model,
-        settings.adapter_shape(),
+        None if settings.head_only else settings.adapter_shape(),
         settings.optimize_options(),
         settings.limits(),
         seed=settings.seed,

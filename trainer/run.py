@@ -16,6 +16,7 @@ from trainer.parts import Parts
 from trainer.ring.join import way_to_ring
 from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import ArithmeticEnvironment, DatasetEnvironment, Environment, Scorer, read_jsonl
+from trainer.rollouts.held_out import BothScorers
 from trainer.rollouts.own_code import OwnCode, OwnEnvironment, alerts_of
 from trainer.rollouts.scorers import Judges, check_judges, open_scorer
 from trainer.settings import TrainSettings
@@ -96,6 +97,8 @@ async def train(
         await stack.enter_async_context(alerts_of(found.own_code, ring.sink.alert))
         if scored_tasks(settings):
             await check_judges(settings.reward_name, settings.reward_options, way.judges)
+        if settings.held_out_reward:
+            await check_judges(settings.held_out_reward, settings.held_out_reward_options, way.judges)
         conversation = ChatEncoder(ring.codec, settings.chat_template_kwargs)
         parts = Parts(host, loaded.model, ring, conversation, found.environment, found.held_out, loggers)
         await stack.enter_async_context(run_lock(settings.folder))
@@ -120,14 +123,19 @@ async def tasks(settings: TrainSettings, judges: Judges) -> AsyncIterator[Tasks]
     """What the run learns from and what it is measured on; SetupError when something is missing."""
     settings.check()
     async with AsyncExitStack() as stack:
-        scorer: Scorer | None = None
+
+        async def opened(reward: str, options: Mapping[str, Any]) -> Scorer:
+            return await stack.enter_async_context(open_scorer(reward, options, judges, settings.own_code_timeout_s))
+
+        scorer = second = measured = None
         if scored_tasks(settings):
-            scorer = await stack.enter_async_context(
-                open_scorer(settings.reward_name, settings.reward_options, judges, settings.own_code_timeout_s)
-            )
-        environments = training_tasks(settings, scorer), held_out_tasks(settings, scorer)
+            scorer = measured = await opened(settings.reward_name, settings.reward_options)
+        if settings.held_out_reward:
+            second = await opened(settings.held_out_reward, settings.held_out_reward_options)
+            measured = BothScorers(_needed(scorer), second)
+        environments = training_tasks(settings, scorer), held_out_tasks(settings, measured)
         for environment in environments:
             if isinstance(environment, OwnEnvironment):
                 await stack.enter_async_context(environment)
-        used: tuple[object, ...] = (scorer, *environments)
+        used: tuple[object, ...] = (scorer, second, *environments)
         yield Tasks(*environments, [code for code in used if isinstance(code, OwnCode)])

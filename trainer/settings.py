@@ -31,6 +31,7 @@ from trainer.learn.options import (
 )
 from trainer.loggers.choice import LoggerNames, check_installed
 from trainer.rollouts.atropos import Registration
+from trainer.rollouts.held_out import HeldOutSettings
 
 _OF_DATA_SETS = ("dataset", "held_out_dataset", "reward", "reward_options", "system_prompt")
 
@@ -40,7 +41,7 @@ def _no(value: Any) -> Any:
     return "no" if value is False else value
 
 
-class TrainSettings(CurriculumSettings, JoinSettings, DataSettings):
+class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSettings):
     """`mlx_parallm_train`: one per policy."""
 
     is_trainer: ClassVar[bool] = True
@@ -80,7 +81,6 @@ class TrainSettings(CurriculumSettings, JoinSettings, DataSettings):
     dataset: Path | None = Field(
         default=None, description="JSON lines, for jsonl, gsm8k and modes sft, dpo, reward; dpo: feedback:POLICY, too"
     )
-    held_out_dataset: Path | None = Field(default=None, description="JSON lines for evaluation")
     reward: str = Field(
         default="", description="of a data set: a reward's name, or package.module:function; default: gsm8k, else exact"
     )
@@ -90,7 +90,6 @@ class TrainSettings(CurriculumSettings, JoinSettings, DataSettings):
     )
     system_prompt: str = Field(default="", description="put before every chat of a data set")
     task_options: dict[str, Any] = Field(default_factory=dict, description="for the environment's class")
-    held_out_options: dict[str, Any] = Field(default_factory=dict, description="for the class, when it is held out")
     own_code_timeout_s: float = Field(
         default=60.0, gt=0, description="one call of a reward or an environment of your own may take so long"
     )
@@ -112,7 +111,7 @@ class TrainSettings(CurriculumSettings, JoinSettings, DataSettings):
     )
     group_size: int = Field(
         default=8,
-        ge=2,
+        ge=1,
         validation_alias=AliasChoices("group_size", "num_generations", "PARALLM_GROUP_SIZE"),
         description="samples a prompt",
     )
@@ -131,7 +130,7 @@ class TrainSettings(CurriculumSettings, JoinSettings, DataSettings):
         default=None, gt=0, description="how far below 1 the ratio counts; default: 0.2, for gspo 0.0003"
     )
     clip_high: float | None = Field(
-        default=None, gt=0, description="how far above 1 it counts; default: 0.28, for gspo 0.0004"
+        default=None, gt=0, description="how far above 1 it counts; default: 0.28, for ppo 0.2, gspo 0.0004"
     )
     kl_coefficient: float = Field(default=0.0, ge=0, description="of k3 to what the run began with; 0 skips that pass")
     entropy_bonus: float = Field(
@@ -228,8 +227,6 @@ class TrainSettings(CurriculumSettings, JoinSettings, DataSettings):
     )
     probe_prompts: int = Field(default=8, ge=1, description="fixed prompts of the gate")
     parity_every: int = Field(default=10, ge=0, description="train steps between comparisons with a worker; 0: none")
-    evaluate_every: int = Field(default=0, ge=0, description="train steps between evaluations; 0: none")
-    evaluate_prompts: int = Field(default=64, ge=1, description="held-out tasks in one evaluation")
 
     checkpoint_every: int = Field(default=20, ge=0, description="train steps; 0: only at the end")
     keep_checkpoints: int = Field(
@@ -308,9 +305,11 @@ class TrainSettings(CurriculumSettings, JoinSettings, DataSettings):
                 raise SetupError(f"{flag}: {error}") from error
         if wrong := sorted(self.chat_template_kwargs.keys() & OWN_VARIABLES):
             raise SetupError(f"--chat-template-kwargs: {wrong[0]!r} is not a template variable of its own")
-        self.check_mode(JoinSettings.model_fields, self.dataset, self.connect_to)
+        self.check_mode(JoinSettings.model_fields, self.dataset, self.connect_to, self.loss)
         if self.mode == "rl":
+            self.check_loss(self.loss, self.group_size, self.advantage_scale)
             self._check_tasks()
+            self.check_held_out()
             self.check_curriculum(self.task, self.source, self.atropos_url)
         check_installed(self.logger)
         try:
@@ -385,6 +384,7 @@ class TrainSettings(CurriculumSettings, JoinSettings, DataSettings):
         schedule = Schedule(self.schedule, self.learning_rate, self.warmup_steps, self.steps, self.final_rate_fraction)
         return OptimizeOptions(
             loss=loss,
+            value=self.value_options(self.learning_rate) if self.mode == "rl" and self.loss == "ppo" else None,
             schedule=schedule,
             ratio=self.ratio,
             minibatches=self.minibatches,

@@ -60,6 +60,7 @@ class RunState(msgspec.Struct):
     best_version: int = 0
     best_reward: float | None = None
     held_out: float | None = None  # the last good version's reward on held-out tasks
+    held_out_true: float | None = None  # its `--held-out-reward` on them
     best_held_out: float | None = None  # the best that a served version earned on them
     cursor: int = 0  # next index that was never started
     pending: list[int] = []  # started, neither consumed nor dropped: played again after a resume

@@ -1,4 +1,4 @@
-"""Start everything, chat, run two rollout jobs while chatting, report, load an adapter under way, learn, stop.
+"""Start everything, chat, run two rollout jobs while chatting, report, load an adapter under way, see, learn, stop.
 
 `python -m api.demo --out demo-out`. Every token goes the way that a user's would: HTTP, queue, worker, stream.
 """
@@ -19,6 +19,7 @@ from api.cli.client import InferenceClient
 from api.demo.adapters import AdapterAct
 from api.demo.chats import QUESTIONS, one_chat
 from api.demo.learning import ACT_S, Act
+from api.demo.pictures import PictureAct
 from api.demo.prompts import jobs_of
 from api.demo.report import JobReport, percentile, show_table, write_histogram, write_summary
 from api.demo.serving import MODEL, ring
@@ -45,8 +46,10 @@ def main() -> int:
             code = asyncio.run(_acts(served.url, arguments.out))
             console.print("[bold]5[/] two adapters and the base in one batch, and a version loaded under way")
             code = code or int(not asyncio.run(AdapterAct(served.url, console).run()))
+            console.print("[bold]6[/] a worker with a model that sees joins, and is asked about pictures")
+            code = code or int(not asyncio.run(PictureAct(served, arguments.out, console).run()))
             if arguments.learning_seconds > 0:
-                console.print("[bold]6[/] a trainer joins and learns sums, while chats on its policy go on")
+                console.print("[bold]7[/] a trainer joins and learns sums, while chats on its policy go on")
                 learned = asyncio.run(Act(served, arguments.out, console).run(arguments.learning_seconds))
                 code = code or int(not learned)
             return code

@@ -148,6 +148,7 @@ async def _training(gauges: Gauges, ring: Ring) -> None:
             "checkpoint_saves_total": status.checkpoint_saves,
             "rl_reward": status.reward,
             "rl_held_out_reward": status.held_out,
+            "rl_held_out_true_reward": status.held_out_true,
             "rl_kl": status.kl,
             "rl_lag": status.lag,
             "rl_train_step": status.train_step,

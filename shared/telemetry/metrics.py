@@ -217,6 +217,7 @@ _TRAINING = (
     _counter("mlx_parallm_checkpoint_saves_total", _POLICY, "checkpoints that trainers have saved"),
     _gauge("mlx_parallm_rl_reward", _POLICY, "mean reward of the last train step"),
     _gauge("mlx_parallm_rl_held_out_reward", _POLICY, "reward of the last good version on held-out tasks"),
+    _gauge("mlx_parallm_rl_held_out_true_reward", _POLICY, "its --held-out-reward on the same tasks"),
     _gauge("mlx_parallm_rl_kl", _POLICY, "KL to the base in the last train step (k3)"),
     _gauge("mlx_parallm_rl_lag", _POLICY, "versions between the oldest token and the trainer in the last train step"),
     _gauge("mlx_parallm_rl_train_step", _POLICY, "batches consumed by the run"),

@@ -15,6 +15,7 @@ def test_the_demo_chats_runs_two_jobs_and_writes_its_report(tmp_path: Path) -> N
         timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "32 pictures in one batch" in done.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["jobs"]["arithmetic"]["samples"] == 64 * 8
     assert summary["jobs"]["gsm8k"]["samples"] == 64 * 2

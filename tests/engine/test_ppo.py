@@ -157,6 +157,14 @@ def test_a_gradient_that_is_no_number_changes_nothing() -> None:
     assert all((value == weights_of(MLP)[name]).all() for name, value in one.weights().items())
 
 
+def test_what_a_train_step_reports_is_of_the_updates_that_were_made() -> None:
+    one, steps = learner(), steps_for(MLP)
+    steps["returns_B"][0] = np.inf
+    learned = finished(one.train(steps, 0))
+    assert learned.left_out == 2, "one of the three minibatches of each epoch"
+    assert np.isfinite(learned).all(), learned
+
+
 def test_learning_makes_what_was_better_likelier() -> None:
     one, steps = learner(rate=0.003), steps_for(MLP)
     logp, values = one.policy(one.weights(), steps["observed_BI"], steps["actions"])

@@ -17,6 +17,7 @@ from trainer.learn.learner import Learner
 from trainer.metrics import read
 from trainer.rollouts.environments import ArithmeticEnvironment, Observation, Outcome
 from trainer.rollouts.groups import RolloutRequest
+from trainer.rollouts.held_out import Evaluated
 from trainer.settings import TrainSettings
 from trainer.versions.checkpoint import CheckpointStore
 from trainer.versions.examine import Examiner
@@ -306,16 +307,19 @@ async def test_a_slow_decline_on_held_out_tasks_is_measured_from_the_best_evalua
     """0.9, 0.8, 0.7, ...: each is in reach of the one before it, and 0.7 is not in reach of 0.9."""
     evaluations = iter((0.9, 0.8, 0.7, 0.6, 0.5))
 
-    async def evaluate(self: Examiner, adapter: str, step: int) -> float:
-        return next(evaluations)
+    async def evaluate(self: Examiner, adapter: str, step: int) -> Evaluated:
+        reward = next(evaluations)
+        return Evaluated(reward, 1.0 - reward)
 
     monkeypatch.setattr(Examiner, "evaluate", evaluate)
     sink = MemorySink()
     run = settings(tmp_path, steps=3, max_lag=0, parity_every=0, evaluate_every=1, reward_margin=0.15, min_groups=99)
     state, _ = await train(run, sink)
-    gates = [line.gate for line in read(tmp_path / "policy" / "metrics.jsonl")]
-    assert gates == ["", "reward_floor: 0.7, floor 0.75", "reward_floor: 0.6, floor 0.75"]
+    lines = read(tmp_path / "policy" / "metrics.jsonl")
+    assert [line.gate for line in lines] == ["", "reward_floor: 0.7, floor 0.75", "reward_floor: 0.6, floor 0.75"]
     assert (state.held_out, state.best_held_out) == (0.8, 0.9)
+    assert [line.held_out_true for line in lines] == pytest.approx([0.2, 0.3, 0.4]), "of refused ones, too"
+    assert state.held_out_true == pytest.approx(0.2), "no version is judged by the second reward"
 
 
 async def test_a_base_that_workers_no_longer_serve_refuses_the_version(tmp_path: Path) -> None:

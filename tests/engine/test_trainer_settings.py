@@ -6,7 +6,9 @@ import yaml
 
 from shared.errors import SetupError
 from shared.process.settings import load
-from trainer.run import held_out_tasks, training_tasks
+from trainer.rollouts.held_out import TRUE
+from trainer.rollouts.scorers import ring_judges
+from trainer.run import held_out_tasks, tasks, training_tasks
 from trainer.settings import TrainSettings
 
 RECIPES = sorted(Path("trainer/recipes").glob("*.yaml"))
@@ -74,6 +76,13 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         ({"adapter": "my policy"}, "--adapter: 'my policy' is no adapter name"),
         ({"run": "../up"}, "--run: '../up' is no"),
         ({"chat_template_kwargs": {"tools": []}}, "--chat-template-kwargs: 'tools' is not"),
+        ({"held_out_reward": "exact"}, "--held-out-reward measures .*: it goes with --held-out-dataset"),
+        ({"held_out_reward_options": {"a": 1}}, "--held-out-reward-options has no use without --held-out-reward"),
+        (
+            {"task": "jsonl", "held_out_dataset": Path("x"), "held_out_reward": "exact"},
+            "--held-out-reward .* it goes with --evaluate-every",
+        ),
+        ({"mode": "sft", "dataset": Path("x"), "held_out_reward": "exact"}, "--held-out-reward has no use with --mode"),
     ],
 )
 def test_what_would_be_left_out_in_silence_is_refused(changes: dict[str, Any], complaint: str) -> None:
@@ -175,3 +184,25 @@ def test_runs_that_tune_are_runs() -> None:
     load(TrainSettings, ["--mode", "sft", *given]).check()
     load(TrainSettings, ["--mode", "dpo", "--dpo-beta", "0.2", *given]).check()
     load(TrainSettings, ["--start-from", "taught@3"]).check()
+
+
+async def test_only_answers_to_held_out_tasks_are_scored_by_the_second_reward(tmp_path: Path) -> None:
+    path = tmp_path / "sums.jsonl"
+    path.write_text('{"prompt": "1+1=", "reference": "2"}\n')
+    settings = TrainSettings(
+        task="jsonl", dataset=path, held_out_dataset=path, evaluate_every=1,
+        reward="length", reward_options={"target": 3}, held_out_reward="exact",
+    )  # fmt: skip
+    async with ring_judges("redis://127.0.0.1:1") as judges, tasks(settings, judges) as found:
+        assert found.held_out is not None
+        rewards = []
+        for environment in (found.environment, found.held_out):
+            outcome = await environment.step(await environment.reset(0), "2")
+            rewards.append((outcome.reward, outcome.components.get(TRUE)))
+    (learned, nothing), (measured, true) = rewards
+    assert learned == measured and nothing is None and true == 1.0
+    wrong = settings.model_copy(update={"held_out_reward_options": {"nothing": 1}})
+    async with ring_judges("redis://127.0.0.1:1") as judges:
+        with pytest.raises(SetupError, match="nothing"):
+            async with tasks(wrong, judges):
+                pass

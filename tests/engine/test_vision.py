@@ -19,6 +19,7 @@ from tests.engine.vision_models import CONFIGS, alone, image_spec, picture, pixe
 from worker.engine.messages import EngineConfig, Picture, RowRequest, SpeculationConfig
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.vision.families import check_known, is_vision
+from worker.engine.vision.gallery import TRIED_AGAIN, TileTimes
 
 WHAT = "What is this? <image> Say it."
 
@@ -63,6 +64,22 @@ class Gaze(Bench):
         for seq in names or self.shown:
             spec, pictures = self.shown[seq]
             assert self.tokens(seq) == alone(reference, spec.prompt_ids, pictures, spec.sampling.max_tokens), seq
+
+
+def test_as_many_tiles_are_encoded_at_once_as_stay_in_time() -> None:
+    times = TileTimes()
+    assert times.most(8, 1.0) == 1, "nothing is known"
+    for tiles, seconds in ((1, 9.0), (1, 0.5), (2, 60.0)):  # kernels are compiled in the first one of each
+        times.took(tiles, seconds)
+    assert times.most(8, 1.0) == 2, "once may have been that"
+    times.took(2, 0.5)
+    assert times.most(8, 1.0) == 4 and times.most(3, 1.0) == 2
+    times.took(4, 1.5)
+    times.took(4, 1.5)
+    assert times.most(8, 1.0) == 2 and times.most(8, 2.0) == 8 and times.most(8, 0.1) == 1
+    for _ in range(TRIED_AGAIN):
+        times.took(2, 0.5)
+    assert times.most(8, 1.0) == 4, "the machine may have been busy"
 
 
 def test_what_it_says_depends_on_the_image(seeing: LoadedModel, reference: Any) -> None:

@@ -68,9 +68,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 CONFIGS["mistral3"] = {**CONFIGS["pixtral"], "model_type": "mistral3", "spatial_merge_size": 2}
 
 
-def whole_model(family: str, seed: int = 0) -> Any:
+def whole_model(family: str, seed: int = 0, config: dict[str, Any] | None = None) -> Any:
     """mlx-vlm's model with random weights, sharpened so that what it sees changes what it says."""
-    module, config = import_module(f"mlx_vlm.models.{family}"), CONFIGS[family]
+    module, config = import_module(f"mlx_vlm.models.{family}"), config or CONFIGS[family]
     mx.random.seed(seed)
     parts = {
         "text_config": module.TextConfig.from_dict(config["text_config"]),

@@ -125,7 +125,7 @@ async def filled(server: Api, redis: Redis) -> list[str]:
     await board.write(
         TrainerStatus(policy="policy", run=HOSTILE, owner="o", loss=0.5, state="paused", problem=f"since {HOSTILE}")
     )
-    await board.add(TrainingPoint(train_step=0, policy_step=1, version=1, at_ms=1, reward=0.5))
+    await board.add(TrainingPoint(train_step=0, policy_step=1, version=1, at_ms=1, reward=0.5, held_out_true=0.25))
     await board.alert("gate_failed", HOSTILE)
     letter = {"id": HOSTILE, "reason": HOSTILE, "worker": "w", "attempt": "3"}
     await redis.xadd(keys.dead_letters(MODEL), letter)

@@ -1,5 +1,6 @@
 """/metrics of an api process in a ring with a scripted worker."""
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
@@ -48,11 +49,14 @@ async def test_any_api_tells_of_the_whole_ring(redis_url: str) -> None:
 async def test_the_trainer_s_figures_come_from_its_board(redis_url: str, redis: Redis) -> None:
     board = TrainingBoard(redis, "policy")
     status = TrainerStatus(policy="policy", run="r", owner="o", loss=-0.5, trajectories=64, checkpoint_saves=2, lag=1)
+    status = msgspec.structs.replace(status, held_out=0.75, held_out_true=0.25)
     await board.write(status)
     await board.alert("gate_failed", "norm")
     async with api(redis_url) as server:
         found = await scrape(server)
     assert found["mlx_parallm_rl_training_loss"] == {("policy",): -0.5}
+    assert found["mlx_parallm_rl_held_out_reward"] == {("policy",): 0.75}
+    assert found["mlx_parallm_rl_held_out_true_reward"] == {("policy",): 0.25}
     assert found["mlx_parallm_rl_trajectories_collected"] == {("policy",): 64}
     assert found["mlx_parallm_checkpoint_saves_total"] == {("policy",): 2}
     assert found["mlx_parallm_rl_trainer_up"] == {("policy",): 0}

@@ -89,7 +89,7 @@ async def test_parts_of_the_page_arrive_as_events(server: Api, redis: Redis) -> 
             Checked(data)
         assert HOSTILE not in data
     training = await events(server, "/dashboard/events/training", '"reward"')
-    assert msgspec.json.decode(training["curves-policy"])["reward"] == {"x": [0], "series": [[0.5], [None]]}
+    assert msgspec.json.decode(training["curves-policy"])["reward"] == {"x": [0], "series": [[0.5], [None], [0.25]]}
 
 
 async def test_a_change_is_pushed_to_an_open_page(server: Api, redis: Redis) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
+from api.ops.dashboard.curves import training_charts
 from shared.errors import ConflictError
 from shared.redis import keys
 from shared.redis.training.board import TrainingBoard, trained_policies
@@ -43,6 +44,18 @@ async def test_curves_hold_each_train_step_once_also_after_a_resume(redis: Redis
     for step, reward in ((0, 0.0), (1, 0.1), (2, 0.2), (1, 0.5), (2, 0.6), (3, 0.7)):
         await board.add(point(step, reward=reward))
     assert [(p.train_step, p.reward) for p in await board.points()] == [(0, 0.0), (1, 0.5), (2, 0.6), (3, 0.7)]
+
+
+async def test_both_rewards_of_held_out_tasks_are_drawn(redis: Redis) -> None:
+    """A learned reward that goes on rising while the true one falls is seen in one chart."""
+    board = TrainingBoard(redis, "policy")
+    await board.add(point(0, reward=0.1, held_out=0.2, held_out_true=0.5))
+    await board.add(point(1, reward=0.3))
+    await board.add(point(2, reward=0.5, held_out=0.6, held_out_true=0.1))
+    assert training_charts(await board.points())["reward"] == {
+        "x": [0, 1, 2],
+        "series": [[0.1, 0.3, 0.5], [0.2, None, 0.6], [0.5, None, 0.1]],
+    }
 
 
 async def test_an_alert_is_an_event_a_count_and_an_entry(redis: Redis) -> None:

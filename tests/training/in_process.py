@@ -136,7 +136,9 @@ class InProcessSource:
         if self._policy is None:
             self._policy = Policy(self._model, self._shape)
         if version and version != self._loaded:
-            self._policy.load(self._sink.versions[version])
+            weights = self._sink.versions[version].items()
+            if lora := {name: each for name, each in weights if not name.startswith("heads.")}:
+                self._policy.load(lora)  # a version may be a head alone, which changes no token
             self._loaded = version
         model = self._policy.model if version else self._policy.base
         rows = [(i, s) for i, request in enumerate(requests) for s in range(request.n)]

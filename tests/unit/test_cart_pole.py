@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from trainer.ppo.advantages import advantages, explained
+from trainer.learn.advantages import advantages, explained
 from trainer.ppo.cart_pole import LONGEST, CartPole, accelerations_of
 
 

@@ -16,8 +16,9 @@ from shared.errors import SetupError
 from shared.heads import HeadKind, HeadSpec
 from trainer.datasets.learner import DataLearner, DataOptions, Measured, Size, policy_of
 from trainer.heads.examples import Example, Form, Text
-from trainer.heads.network import HeadNet, Net, arrays_of, load_arrays, padded
+from trainer.heads.network import Net, arrays_of, load_arrays, padded
 from trainer.learn.compute import Work
+from trainer.learn.head_net import HeadNet
 from trainer.learn.logprobs import cut
 from trainer.learn.options import HeadSettings
 from trainer.learn.policy import share_tree

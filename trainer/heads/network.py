@@ -1,4 +1,4 @@
-"""A head as it learns, on the last hidden states of a body that learns with it or stands still."""
+"""A head on the last hidden states of a body that learns with it or stands still."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,26 +7,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from shared.heads import HeadSpec
+from trainer.learn.head_net import HeadNet
 from trainer.state import Arrays
-
-
-class HeadNet(nn.Module):  # type: ignore[misc]
-    """Linear, or with a hidden layer of gelu. It begins with zeros where it ends, so that it says `start` of all."""
-
-    def __init__(self, spec: HeadSpec, *, start: float, seed: int) -> None:
-        super().__init__()
-        if spec.hidden:
-            drawn = np.random.default_rng(seed).uniform(-1, 1, (spec.hidden, spec.inputs)) / np.sqrt(spec.inputs)
-            self.hidden = nn.Linear(spec.inputs, spec.hidden)
-            self.hidden.weight, self.hidden.bias = mx.array(drawn.astype(np.float32)), mx.zeros(spec.hidden)
-        self.weight = mx.zeros((spec.outputs, spec.hidden or spec.inputs))
-        self.bias = mx.full((spec.outputs,), start)
-
-    def __call__(self, states_BH: mx.array) -> mx.array:
-        """Outputs [B, O]."""
-        x_BI = nn.gelu(self.hidden(states_BH)) if "hidden" in self else states_BH
-        return x_BI @ self.weight.T + self.bias
 
 
 class Net(nn.Module):  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """From scored groups to advantages and padded arrays, in plain numpy.
 
 An advantage is how much better a sample did than its siblings: the group's mean reward is the baseline, so no value
-network is needed.
+network is needed. With one (PPO), samples are compared with what it says, later: here each has its reward.
 
 Shape suffixes: P prompts, S prompt positions (padded left), B rows, T completion positions (padded right).
 
@@ -37,7 +37,7 @@ class Sample:
     sampler_logprobs: tuple[float, ...]  # log mu
     mask: tuple[bool, ...]  # in the loss
     policy_steps: tuple[int, ...]  # of each token: the policy step whose weights sampled it
-    advantage: float
+    advantage: float  # its reward, where a value head says what was to be expected
     drawn: Drawing | None = None  # what the policy's log-probabilities are computed with; None: temperature 1
 
 
@@ -115,11 +115,12 @@ def sample_groups(
     groups: Iterable[RolloutGroup],
     policy_steps: dict[str, int],
     *,
-    scale: AdvantageScale = "mean",
+    scale: AdvantageScale | None = "mean",
     mask_overlong: bool = True,
 ) -> tuple[list[SampleGroup], Dropped]:
     """Advantages and masks of each group; groups without signal are left out.
 
+    `scale`: None: samples are not compared with each other, so each has its reward, and no group is left out for it.
     `policy_steps` says which policy step made each adapter version (`name@k`); "" and unknown ones are step 0.
     """
     kept: list[SampleGroup] = []
@@ -138,7 +139,7 @@ def sample_groups(
             continue
         chosen = [group.trajectories[i] for i in members]
         overlong += sum(t.finish_reason == "length" for t in chosen)
-        if not any(advantages):
+        if scale is not None and not any(advantages):
             zero += 1
             continue
         samples = [_sample(t, a, policy_steps, mask_overlong) for t, a in zip(chosen, advantages, strict=True)]
@@ -150,8 +151,10 @@ def sample_groups(
     return kept, Dropped(zero, few, failed, overlong, cut_off, first_problem)
 
 
-def _pooled(groups: Sequence[RolloutGroup], scale: AdvantageScale) -> dict[str, float]:
+def _pooled(groups: Sequence[RolloutGroup], scale: AdvantageScale | None) -> dict[str, float]:
     """Advantages of single samples, by group id: against the mean of their pool."""
+    if scale is None:
+        return {}
     pools: dict[str, list[RolloutGroup]] = {}
     for group in groups:
         if group.pool and not group.advantages and usable(group.trajectories[0]):
@@ -167,9 +170,11 @@ def _pooled(groups: Sequence[RolloutGroup], scale: AdvantageScale) -> dict[str, 
 
 
 def _advantages(
-    group: RolloutGroup, members: Sequence[int], pooled: float | None, scale: AdvantageScale
+    group: RolloutGroup, members: Sequence[int], pooled: float | None, scale: AdvantageScale | None
 ) -> list[float] | None:
     """Advantages of the usable samples; None when there is nothing to compare them with."""
+    if scale is None:
+        return [_reward(group.trajectories[i]) for i in members] or None
     if group.advantages and members:
         return [float(group.advantages[i] or 0.0) for i in members]
     if group.pool:

@@ -8,15 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
+
 from shared.adapters import GateCheck
+from shared.heads import HeadSpec
 from shared.trajectories import Trajectory
 from trainer import gate
 from trainer.gate import GateLimits
 from trainer.learn.batches import SampleGroup
 from trainer.learn.compute import Work
+from trainer.learn.logprobs import cut
 from trainer.learn.measures import measure_gaps, measure_parity, measure_probe_kl
 from trainer.learn.optimize import Optimizer, StepReport
-from trainer.learn.options import AdapterShape, OptimizeOptions
+from trainer.learn.options import AdapterShape, OptimizeOptions, ValueOptions
 from trainer.learn.policy import Policy
 from trainer.state import Arrays, Snapshot
 
@@ -36,7 +40,7 @@ class Learner:
     def __init__(
         self,
         model: Any,
-        shape: AdapterShape,
+        shape: AdapterShape | None,
         options: OptimizeOptions,
         limits: GateLimits,
         *,
@@ -44,7 +48,8 @@ class Learner:
         checkpoint_layers: bool = False,
         remembered: int = 2,
     ) -> None:
-        self._policy = Policy(model, shape, seed=seed, checkpoint_layers=checkpoint_layers)
+        value = None if options.value is None else _head_of(model, options.value)
+        self._policy = Policy(model, shape, seed=seed, checkpoint_layers=checkpoint_layers, value=value)
         self._optimizer = Optimizer(self._policy, options)
         self._limits = limits
         self._remembered = remembered
@@ -52,6 +57,7 @@ class Learner:
         self._good = self._policy.weights()
         self._best: Arrays | None = None  # of the best version that was judged
         self._before = self._optimizer.kept()
+        self.head = {name: each for name, each in self._good.items() if name.startswith("heads.")}  # as it begins
         self.shapes = {name: tuple(value.shape) for name, value in self._good.items()}
 
     def train(
@@ -129,3 +135,12 @@ class Learner:
         self._policy.load(snapshot.adapter)
         self._optimizer.load_moments(snapshot.optimizer)
         self._good = self._policy.weights()
+
+
+def _head_of(model: Any, options: ValueOptions) -> HeadSpec:
+    """The value head for such a model; ValueError when nothing can be read of it, or for a head that is too large."""
+    halves = cut(model)
+    if halves is None:
+        raise ValueError("this model shows no hidden states, so no value head can read them")
+    inputs = int(halves.body(mx.zeros((1, 1), mx.int32)).shape[-1])
+    return HeadSpec("scalar", activation="gelu" if options.hidden else "", inputs=inputs, hidden=options.hidden)

@@ -28,6 +28,10 @@ class TokenScores(NamedTuple):
 
     logp_BT: mx.array
     entropy_BT: mx.array  # of the whole next-token distribution, tempered and filtered where the target was
+    values_BT: mx.array | None = None  # of the states that the tokens were drawn in, where a head says them
+
+
+ValueOf = Callable[[mx.array], mx.array]  # hidden states [..., H] in fp32 to values [..., 1]
 
 
 class Halves(NamedTuple):
@@ -169,7 +173,9 @@ def can_share_prompts(model: Any) -> bool:
     return all(type(cache) is KVCache for cache in make_prompt_cache(model))
 
 
-def shared_scores(model: Any, x: BatchArrays, *, entropy: bool = True, chunk: int = 0) -> TokenScores:
+def shared_scores(
+    model: Any, x: BatchArrays, *, entropy: bool = True, chunk: int = 0, value: ValueOf | None = None
+) -> TokenScores:
     """Each prompt once, then all completions after it; the head takes `chunk` positions at a time, 0: all at once."""
     body, head = halves_of(model, chunk)
     caches = [PromptKeys(x.padding_P) for _ in model.layers]
@@ -180,10 +186,13 @@ def shared_scores(model: Any, x: BatchArrays, *, entropy: bool = True, chunk: in
         rest_BTH = body(x.completion_BT[:, :-1], cache=branches)
         hidden_BTH = mx.concatenate([hidden_BTH, rest_BTH], axis=1)
     drawn = positions_of(x.drawn, x.completion_BT.shape)
-    return token_scores(head, hidden_BTH, x.completion_BT, chunk, entropy=entropy, drawn=drawn)
+    scores = token_scores(head, hidden_BTH, x.completion_BT, chunk, entropy=entropy, drawn=drawn)
+    return scores._replace(values_BT=_values(value, hidden_BTH))
 
 
-def row_scores(model: Any, x: BatchArrays, *, entropy: bool = True, chunk: int = 0) -> TokenScores:
+def row_scores(
+    model: Any, x: BatchArrays, *, entropy: bool = True, chunk: int = 0, value: ValueOf | None = None
+) -> TokenScores:
     """Prompt and completion in one forward pass a row; the head takes `chunk` positions at a time, 0: all at once."""
     body, head = halves_of(model, chunk)
     hidden_BLH = body(x.rows_BL[:, :-1])
@@ -192,7 +201,14 @@ def row_scores(model: Any, x: BatchArrays, *, entropy: bool = True, chunk: int =
     scores = token_scores(head, hidden_BLH, targets_BL, chunk, entropy=entropy, drawn=drawn)
     at_BT = x.start_B[:, None] - 1 + mx.arange(x.completion_BT.shape[1])[None]
     at_BT = mx.minimum(at_BT, hidden_BLH.shape[1] - 1)
-    return TokenScores(*(mx.take_along_axis(values_BL, at_BT, axis=1) for values_BL in scores))
+    logp_BT, entropy_BT = (mx.take_along_axis(each, at_BT, axis=1) for each in (scores.logp_BT, scores.entropy_BT))
+    values_BL = _values(value, hidden_BLH)
+    values_BT = None if values_BL is None else mx.take_along_axis(values_BL, at_BT, axis=1)
+    return TokenScores(logp_BT, entropy_BT, values_BT)
+
+
+def _values(value: ValueOf | None, hidden_BTH: mx.array) -> mx.array | None:
+    return None if value is None else value(hidden_BTH.astype(mx.float32))[..., 0]
 
 
 def halves_of(model: Any, chunk: int) -> Halves:

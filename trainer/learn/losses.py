@@ -39,6 +39,7 @@ class LossInputs:
     mask_BT: mx.array  # bool
     advantage_B: mx.array
     weight_BT: mx.array | None = None  # truncated importance weights pi_v / mu; None: 1
+    advantage_BT: mx.array | None = None  # of each token; None: all of a row have the row's
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,23 @@ def dapo(x: LossInputs, options: LossOptions, totals: StepTotals) -> LossParts:
     return LossParts(-terms_BT.sum() / totals.tokens, clipped_BT)
 
 
+def ppo(x: LossInputs, options: LossOptions, totals: StepTotals) -> LossParts:
+    r"""PPO, arXiv 1707.06347 eq. 7, of tokens with an advantage each (GAE); every token weighs the same.
+
+    L = -(1/\sum_i |o_i|) \sum_i \sum_t m min(rho A_t, clip(rho, 1 - el, 1 + eh) A_t)
+    """
+    return dapo(x, options, totals)
+
+
+def value_errors(values: mx.array, old: mx.array, returns: mx.array, clip: float) -> mx.array:
+    """Squared errors; with a clip, of the worse of the value and one that keeps so near to the old value."""
+    errors = mx.square(values - returns)
+    if clip:
+        near = old + mx.clip(values - old, -clip, clip)
+        errors = mx.maximum(errors, mx.square(near - returns))
+    return errors
+
+
 def gspo(x: LossInputs, options: LossOptions, totals: StepTotals) -> LossParts:
     r"""GSPO, arXiv 2507.18071 eq. 5-7: one ratio per sequence, the geometric mean of its tokens' ratios.
 
@@ -115,6 +133,7 @@ LOSSES: Mapping[LossName, LossFunction] = {
     "dapo": dapo,
     "gspo": gspo,
     "cispo": cispo,
+    "ppo": ppo,
 }
 
 
@@ -153,7 +172,8 @@ def _ratio(x: LossInputs) -> mx.array:
 
 def _clipped_surrogate(x: LossInputs, options: LossOptions) -> tuple[mx.array, mx.array]:
     """PPO's token terms (arXiv 1707.06347 eq. 7), masked and weighted, and where the clip was active."""
-    terms_BT, clipped_BT = _clip(_ratio(x), x.advantage_B[:, None], options)
+    advantage_BT = x.advantage_B[:, None] if x.advantage_BT is None else x.advantage_BT
+    terms_BT, clipped_BT = _clip(_ratio(x), advantage_BT, options)
     return _weighted(x, terms_BT), clipped_BT & x.mask_BT
 
 

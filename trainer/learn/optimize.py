@@ -8,6 +8,10 @@ Invariants.
 - With `ratio` "trainer" it is always against such a pass, and what the present policy sampled weighs 1: mu, whose last
   bits depend on the batch that a token was decoded in, is left out, and an on-policy run repeats to the byte.
 - A gradient that is not finite changes nothing: the update is left out and the report says so.
+- With a value head (PPO) a pass before the first update says the values of all tokens. From these and the rewards come
+  advantages (GAE), which are then shifted and scaled to mean 0 and deviation 1 over the train step's tokens, and what
+  values should have been. So values are the present policy's, not those of the older one that may have sampled: they
+  know more, and the ratio alone corrects for who sampled.
 - Two distances are reported apart. *Mismatch* is logpi_v - logmu with the weights v that sampled the token: other
   kernels, other batches. *Staleness* is logpi_theta - logpi_v: what training has changed since.
 """
@@ -15,7 +19,7 @@ Invariants.
 import math
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +30,8 @@ import numpy as np
 import structlog
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from trainer.learn.batches import Microbatch, SampleGroup, microbatches, pad
+from trainer.learn.advantages import Floats, explained, of_tokens
+from trainer.learn.batches import STD_EPSILON, Microbatch, SampleGroup, microbatches, pad
 from trainer.learn.logprobs import (
     BatchArrays,
     TokenScores,
@@ -36,10 +41,18 @@ from trainer.learn.logprobs import (
     shared_scores,
     to_arrays,
 )
-from trainer.learn.losses import LOSSES, LossInputs, StepTotals, k3, token_average, truncated_weights
+from trainer.learn.losses import (
+    LOSSES,
+    LossInputs,
+    StepTotals,
+    k3,
+    token_average,
+    truncated_weights,
+    value_errors,
+)
 from trainer.learn.measures import Distances, measure, weights_in
 from trainer.learn.microbatch_size import MicrobatchSize
-from trainer.learn.options import OptimizeOptions
+from trainer.learn.options import OptimizeOptions, ValueOptions
 from trainer.learn.policy import Policy
 from trainer.state import Arrays, Moments
 
@@ -67,6 +80,8 @@ class StepReport:
     seconds: float = 0.0
     distances: Distances | None = None
     nonfinite_gradients: int = 0  # minibatches whose update was left out
+    value_loss: float | None = None  # of the value head; None: there is none
+    explained: float | None = None  # share of the variance of what values should have been that they had said before
 
 
 @dataclass
@@ -77,6 +92,7 @@ class _Sums:
     entropy: float = 0.0
     clipped: float = 0.0
     kl: float = 0.0
+    value: float = 0.0
     grad_norm: float = 0.0
     nonfinite: int = 0
 
@@ -91,6 +107,9 @@ class _Prepared:
     old_BT: mx.array
     weight_BT: mx.array | None
     reference_BT: mx.array | None
+    values_BT: mx.array | None = None  # before the train step, likewise the next two
+    advantage_BT: mx.array | None = None
+    returns_BT: mx.array | None = None  # what the values should have been
 
 
 class Optimizer:
@@ -100,7 +119,10 @@ class Optimizer:
         self.policy = policy
         self.options = options
         shared = not policy.checkpoint_layers and can_share_prompts(policy.base)
-        self.scores = partial(shared_scores if shared else row_scores, chunk=head_chunk(policy.base))
+        chunk = head_chunk(policy.base)
+        if options.value is not None and not chunk:
+            raise ValueError("this model shows no hidden states, so no value head can read them")
+        self.scores = partial(shared_scores if shared else row_scores, chunk=chunk)
         self._widths = CUDA_WIDTHS if mx.cuda.is_available() else WIDTHS
         self._gradient = nn.value_and_grad(policy.model, self._loss)
         widths = [value.shape[-2 if name.endswith("lora_a") else -1] for name, value in policy.arrays().items()]
@@ -112,14 +134,14 @@ class Optimizer:
 
     def reset(self) -> None:
         """Forget the moments, as after a rollback to older weights."""
-        beta1, beta2 = self.options.adam_betas
-        self._adam = optim.AdamW(
-            learning_rate=0.0,
-            betas=[beta1, beta2],
-            weight_decay=self.options.weight_decay,
-            bias_correction=True,
-        )
+        self._adam: Any = self._new_adam()
+        if self.options.value is not None:
+            self._adam = optim.MultiOptimizer([self._new_adam(), self._adam], [lambda name, _: _is_head(name)])
         self._adam.init(self.policy.model.trainable_parameters())
+
+    def _new_adam(self) -> optim.AdamW:
+        betas, decay = list(self.options.adam_betas), self.options.weight_decay
+        return optim.AdamW(learning_rate=0.0, betas=betas, weight_decay=decay, bias_correction=True)
 
     def kept(self) -> Any:
         """The present state, to be put back by `put_back`; arrays are shared, since an update replaces them."""
@@ -165,19 +187,22 @@ class Optimizer:
             distances = yield from measure(self.policy, self.scores, batches, policy_step, older or {})
         several = len(minis) > 1
         ahead: list[list[_Prepared]] = []
-        if several or self.options.ratio == "trainer" or self.options.loss.kl_coefficient:
+        values = self.options.value
+        if several or self.options.ratio == "trainer" or self.options.loss.kl_coefficient or values is not None:
             for mini in minis:
                 ahead.append([])
                 for asked, batch in self._cut(mini):
                     ahead[-1].append(self._prepare(asked, batch, policy_step, several=several))
                     yield
+        known = None if values is None else _with_advantages(ahead, values)
         sums = _Sums()
         rate = self.options.schedule.rate(step)
         for at, mini in enumerate(minis):
             # What needs no pass ahead is cut one by one, to sizes that follow what the ones before have taken.
             prepared = ahead[at] if ahead else (self._prepare(*cut, policy_step) for cut in self._cut(mini))
             yield from self._update(prepared, self._totals(mini), rate, sums)
-        return self._report(sums, totals, len(minis), rate, before, time.perf_counter() - started, distances)
+        report = self._report(sums, totals, len(minis), rate, before, time.perf_counter() - started, distances)
+        return report if known is None else replace(report, value_loss=sums.value / len(minis), explained=known)
 
     def _cut(self, groups: Sequence[SampleGroup]) -> Iterator[tuple[int, Microbatch]]:
         """Microbatches, each with the size it was cut to."""
@@ -209,10 +234,14 @@ class Optimizer:
 
     def _prepare(self, asked: int, batch: Microbatch, policy_step: int, several: bool = False) -> _Prepared:
         arrays = to_arrays(batch)
-        old_BT, weight_BT, reference_BT = arrays.sampler_BT, None, None
+        old_BT, weight_BT, reference_BT, values_BT = arrays.sampler_BT, None, None, None
         own = self.options.ratio == "trainer"
+        if several or own or self.policy.value is not None:
+            before = self.scores(self.policy.model, arrays, entropy=False, value=self.policy.value)
+            values_BT = before.values_BT
+            mx.eval(before.logp_BT, *(() if values_BT is None else (values_BT,)))
         if several or own:
-            old_BT = self.scores(self.policy.model, arrays, entropy=False).logp_BT
+            old_BT = before.logp_BT
             bound = self.options.loss.truncation
             corrected_BT = arrays.mask_BT
             if own:
@@ -223,7 +252,7 @@ class Optimizer:
             with weights_in(self.policy, self.policy.origin) as reference:
                 reference_BT = self.scores(reference, arrays, entropy=False).logp_BT
                 mx.eval(reference_BT)
-        return _Prepared(asked, batch, arrays, old_BT, weight_BT, reference_BT)
+        return _Prepared(asked, batch, arrays, old_BT, weight_BT, reference_BT, values_BT)
 
     def _update(
         self, batches: Iterable[_Prepared], totals: StepTotals, rate: float, sums: _Sums
@@ -235,13 +264,14 @@ class Optimizer:
         for prepared in batches:
             started, held = time.perf_counter(), mx.get_active_memory()
             mx.reset_peak_memory()
-            (loss, entropy, clipped, kl), part = self._gradient(self.policy.model, prepared, totals)
+            (loss, entropy, clipped, kl, value), part = self._gradient(self.policy.model, prepared, totals)
             gradient = part if gradient is None else tree_map(mx.add, gradient, part)
-            mx.eval(loss, entropy, clipped, kl, gradient)
+            mx.eval(loss, entropy, clipped, kl, value, gradient)
             sums.loss += loss.item()
             sums.entropy += entropy.item()
             sums.clipped += clipped.item()
             sums.kl += kl.item()
+            sums.value += value.item()
             self._measured(prepared, time.perf_counter() - started, mx.get_peak_memory() - held)
             yield
         gradient, norm = optim.clip_grad_norm(gradient, self.options.max_grad_norm)
@@ -250,6 +280,8 @@ class Optimizer:
             return
         sums.grad_norm = max(sums.grad_norm, norm.item())
         self._adam.learning_rate = rate
+        if self.options.value is not None:
+            self._adam.optimizers[0].learning_rate = rate * self.options.value.rate
         self._adam.update(self.policy.model, gradient)
         mx.eval(self.policy.model.trainable_parameters(), self._adam.state)
         yield
@@ -264,11 +296,13 @@ class Optimizer:
 
     def _loss(
         self, model: Any, prepared: _Prepared, totals: StepTotals
-    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """Loss, and for the report: entropy, clipped tokens, KL to the base."""
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
+        """Loss, and for the report: entropy, clipped tokens, KL to the base, loss of the values."""
         options, x = self.options.loss, prepared.arrays
-        scores: TokenScores = self.scores(model, x)
-        inputs = LossInputs(scores.logp_BT, prepared.old_BT, x.mask_BT, x.advantage_B, prepared.weight_BT)
+        scores: TokenScores = self.scores(model, x, value=self.policy.value)
+        inputs = LossInputs(
+            scores.logp_BT, prepared.old_BT, x.mask_BT, x.advantage_B, prepared.weight_BT, prepared.advantage_BT
+        )
         parts = LOSSES[options.name](inputs, options, totals)
         loss = parts.loss
         kl = mx.array(0.0)
@@ -280,7 +314,13 @@ class Optimizer:
             bonus = token_average(scores.entropy_BT, x.mask_BT, options.name, totals)
             loss = loss - options.entropy_bonus * bonus
         entropy = mx.where(x.mask_BT, mx.stop_gradient(scores.entropy_BT), 0.0).sum()
-        return loss, entropy, parts.clipped_BT.sum(), mx.stop_gradient(kl)
+        value, head = mx.array(0.0), self.options.value
+        if head is not None and scores.values_BT is not None:
+            assert prepared.values_BT is not None and prepared.returns_BT is not None, "`_with_advantages` was called"
+            errors_BT = value_errors(scores.values_BT, prepared.values_BT, prepared.returns_BT, head.clip)
+            value = 0.5 * token_average(errors_BT, x.mask_BT, options.name, totals)
+            loss = loss + head.coefficient * value
+        return loss, entropy, parts.clipped_BT.sum(), mx.stop_gradient(kl), mx.stop_gradient(value)
 
     def _report(
         self,
@@ -307,6 +347,37 @@ class Optimizer:
             distances=distances,
             nonfinite_gradients=sums.nonfinite,
         )
+
+
+def _is_head(name: str) -> bool:
+    return name.startswith("heads.")
+
+
+def _with_advantages(ahead: list[list[_Prepared]], options: ValueOptions) -> float:
+    """Say what each token's advantage and return are, in place; how well values were known (`explained`)."""
+    every = [prepared for mini in ahead for prepared in mini]
+    masks = [prepared.batch.mask_BT for prepared in every]
+    values = [np.array(prepared.values_BT) for prepared in every]
+    found = [
+        of_tokens(prepared.batch.advantage_B, values_BT, mask_BT, options.discount, options.decay)
+        for prepared, values_BT, mask_BT in zip(every, values, masks, strict=True)
+    ]
+    returns = [each + values_BT for each, values_BT in zip(found, values, strict=True)]
+
+    def told(arrays: list[Floats]) -> Floats:
+        return np.concatenate([array[mask_BT] for array, mask_BT in zip(arrays, masks, strict=True)])
+
+    mean, deviation = told(found).mean(), told(found).std() + STD_EPSILON
+    whole = iter(zip(found, returns, strict=True))
+    for mini in ahead:
+        for at, prepared in enumerate(mini):
+            advantage_BT, returns_BT = next(whole)
+            mini[at] = replace(
+                prepared,
+                advantage_BT=mx.array(((advantage_BT - mean) / deviation).astype(np.float32)),
+                returns_BT=mx.array(returns_BT),
+            )
+    return explained(told(values), told(returns))
 
 
 def rms_change(before: Arrays, after: Arrays) -> float:

@@ -48,7 +48,7 @@ class Schedule:
         return self.peak * (self.final_fraction + (1 - self.final_fraction) * remaining)
 
 
-LossName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
+LossName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,20 @@ class LossOptions:
     dual_clip: float = 3.0  # c: bound on the ratio where A < 0; 0: none
 
 
-CLIP_RANGES: Mapping[LossName, tuple[float, float]] = {"gspo": (3e-4, 4e-4)}  # where the usual one is far too wide
+CLIP_RANGES: Mapping[LossName, tuple[float, float]] = {"gspo": (3e-4, 4e-4), "ppo": (0.2, 0.2)}  # other than usual
+
+
+@dataclass(frozen=True)
+class ValueOptions:
+    """A value head that learns beside the policy, and what is made of its values."""
+
+    hidden: int = 0  # width of its hidden layer; 0: it is linear
+    rate: float = 1.0  # its learning rate, in multiples of the adapter's
+    coefficient: float = 0.5  # of its loss
+    clip: float = 0.0  # how far a value learns in a train step; 0: no bound
+    discount: float = 1.0
+    decay: float = 0.95  # lambda of GAE
+
 
 AdapterKind = Literal["lora", "dora"]
 
@@ -87,6 +100,7 @@ class OptimizeOptions:
     """Constants of every train step."""
 
     loss: LossOptions = field(default_factory=LossOptions)
+    value: ValueOptions | None = None  # with the loss "ppo"
     schedule: Schedule = field(default_factory=Schedule)
     ratio: RatioBase = "sampler"
     minibatches: int = 1
@@ -102,20 +116,23 @@ class OptimizeOptions:
 
 
 class HeadSettings(BaseModel):
-    """Part of TrainSettings: what `--mode reward` alone knows."""
+    """Part of TrainSettings: what `--mode reward` and `--loss ppo` alone know."""
 
     head: str = Field(default=REWARD, description="mode reward: name of the head that learns")
     head_hidden: int = Field(
-        default=0, ge=0, le=MAX_HIDDEN, description="mode reward: width of the head's hidden layer; 0: it is linear"
+        default=0,
+        ge=0,
+        le=MAX_HIDDEN,
+        description="mode reward, loss ppo: width of the head's hidden layer; 0: it is linear",
     )
-    head_only: bool = Field(default=False, description="mode reward: the head learns alone, without a LoRA")
+    head_only: bool = Field(default=False, description="mode reward, loss ppo: the head learns alone, without a LoRA")
     head_learning_rate: float = Field(
-        default=1e-3, gt=0, description="mode reward: of the head; that of the LoRA is learning_rate"
+        default=1e-3, gt=0, description="mode reward, loss ppo: of the head; that of the LoRA is learning_rate"
     )
 
 
 class PpoSettings(BaseModel):
-    """Part of TrainSettings: what `--mode ppo` alone knows."""
+    """Part of TrainSettings: what `--mode ppo`, and in part `--loss ppo`, alone know."""
 
     network: Path | None = Field(
         default=None, description="mode ppo: JSON file that describes the network; default: two layers of 64, tanh"
@@ -125,15 +142,22 @@ class PpoSettings(BaseModel):
     )
     rollout_steps: int = Field(default=32, ge=1, description="mode ppo: of each copy in one train step")
     update_epochs: int = Field(default=4, ge=1, description="mode ppo: times that each step is learned from")
-    discount: float = Field(default=0.99, ge=0, le=1, description="mode ppo: of a reward one step later")
-    gae_lambda: float = Field(
-        default=0.95, ge=0, le=1, description="mode ppo: 0: advantages trust the values, 1: the rewards"
+    discount: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="mode ppo, loss ppo: of a reward one step later; default: 0.99, of a token 1",
     )
-    value_coefficient: float = Field(default=0.5, ge=0, description="mode ppo: factor on the loss of the values")
+    gae_lambda: float = Field(
+        default=0.95, ge=0, le=1, description="mode ppo, loss ppo: 0: advantages trust the values, 1: the rewards"
+    )
+    value_coefficient: float = Field(
+        default=0.5, ge=0, description="mode ppo, loss ppo: factor on the loss of the values"
+    )
     value_clip: float = Field(
         default=0.0,
         ge=0,
-        description="mode ppo: how far from its old value a value learns in a train step; 0: no bound",
+        description="mode ppo, loss ppo: how far from its old value a value learns in a train step; 0: no bound",
     )
     target_return: float = Field(
         default=0.0, ge=0, description="mode ppo: the run ends when an evaluation reaches it; 0: after its steps"
@@ -172,16 +196,39 @@ class DataSettings(HeadSettings, PpoSettings):
         description="adapter that a run begins with: NAME@VERSION, or a folder (with a '/'); default: the base",
     )
 
-    def check_mode(self, shared: Iterable[str], dataset: Path | None, connect_to: str) -> None:
+    def value_options(self, learning_rate: float) -> ValueOptions:
+        """Of the head that `--loss ppo` learns with; `learning_rate` is the adapter's."""
+        return ValueOptions(
+            self.head_hidden,
+            self.head_learning_rate / learning_rate,
+            self.value_coefficient,
+            self.value_clip,
+            1.0 if self.discount is None else self.discount,
+            self.gae_lambda,
+        )
+
+    def check_loss(self, loss: LossName, group_size: int, scale: AdvantageScale) -> None:
+        """SetupError for settings that contradict how samples are compared."""
+        if loss != "ppo":
+            if group_size < 2:
+                raise SetupError("--group-size 1 leaves a sample nothing to be compared with: it goes with --loss ppo")
+            return
+        if scale != "mean":
+            raise SetupError(f"--advantage-scale {scale} compares the samples of a group: with --loss ppo values do")
+        if self.head_only and self.start_from:
+            raise SetupError("--start-from has no use with --head-only: the head learns alone, over the base")
+
+    def check_mode(self, shared: Iterable[str], dataset: Path | None, connect_to: str, loss: LossName) -> None:
         """SetupError for settings that the mode has no use for, by name, and where there is nothing to learn from.
 
         `shared`: the settings of all processes.
         """
-        own = _OF_MODES[self.mode]
+        own = {*_OF_MODES[self.mode], *(_OF_PPO_LOSS if self.mode == "rl" and loss == "ppo" else ())}
         for name in sorted(self._changed()):
             mode = next((mode for mode, names in _OF_MODES.items() if name in names), "")
             if mode and name not in own and self.mode == "rl":
-                raise SetupError(f"--{name.replace('_', '-')} goes with --mode {mode}")
+                other = " or --loss ppo" if name in _OF_PPO_LOSS else ""
+                raise SetupError(f"--{name.replace('_', '-')} goes with --mode {mode}{other}")
             if self.mode != "rl" and name not in {*own, *(_OF_PPO if self.mode == "ppo" else _OF_DATA), *shared}:
                 raise SetupError(f"--{name.replace('_', '-')} has no use with --mode {self.mode}")
         if self.mode not in ("rl", "ppo") and dataset is None:
@@ -241,6 +288,9 @@ _OF_MODES: Mapping[TrainMode, Collection[str]] = {  # what few modes have a use 
     "distill": _TUNING | {"teacher", "teacher_top_k"},
     "ppo": PpoSettings.model_fields.keys(),
 }
+_OF_PPO_LOSS = {
+    "head_hidden", "head_only", "head_learning_rate", "discount", "gae_lambda", "value_coefficient", "value_clip",
+}  # fmt: skip
 _OF_DATA = {  # settings of a trainer that all modes have a use for which learn from a data set
     "model", "dtype", "mode", "over_http", "connect_key", "adapter", "adapter_keep_n", "run", "run_dir", "seed",
     "dataset", "held_out_dataset", "steps", "prompts_per_step", "lora_kind", "lora_rank", "lora_scale", "lora_targets",

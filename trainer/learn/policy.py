@@ -25,6 +25,8 @@ from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 from shared.adapter_files.config import mlx_config
+from shared.heads import VALUE, HeadSpec
+from trainer.learn.head_net import HeadNet
 from trainer.learn.options import AdapterShape
 from trainer.state import Arrays
 
@@ -36,7 +38,16 @@ _EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 class Policy:
     """The learning model, and the frozen base beside it. Belongs to one thread."""
 
-    def __init__(self, model: Any, shape: AdapterShape, *, seed: int = 0, checkpoint_layers: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        shape: AdapterShape | None,
+        *,
+        seed: int = 0,
+        checkpoint_layers: bool = False,
+        value: HeadSpec | None = None,
+    ) -> None:
+        """`shape`: None: the value head learns alone; `value`: of a head that learns beside, None: there is none."""
         self.shape = shape
         self.checkpoint_layers = checkpoint_layers
         self.base: Any = share_tree(model)
@@ -45,7 +56,14 @@ class Policy:
         self.origin: Arrays | None = None  # the adapter that the run began with; None: the base
         self.model: Any = share_tree(model)
         self.model.freeze()
-        self.modules = _attach(self.model, shape)
+        self.modules = [] if shape is None else _attach(self.model, shape)
+        self.value: HeadNet | None = None
+        if value is not None and "heads" in self.model:
+            raise ValueError("this model has an attribute `heads` of its own, so it takes no value head")
+        if value is not None:  # where the names of its tensors are those of the adapter's file
+            self.value = HeadNet(value, start=0.0, seed=seed)
+            self.model.heads = {VALUE: self.value}
+        self._heads = {} if value is None else {VALUE: value}
         if checkpoint_layers:
             for layer in self.model.layers:
                 checkpoint_instance(layer)
@@ -72,7 +90,9 @@ class Policy:
 
     def config(self) -> bytes:
         """`adapter_config.json` of this adapter, as mlx-lm reads it."""
-        return mlx_config(self.shape.kind, self.shape.rank, self.shape.scale, tuple(self.modules))
+        if self.shape is None:
+            return mlx_config("head", 0, 0.0, (), self._heads)
+        return mlx_config(self.shape.kind, self.shape.rank, self.shape.scale, tuple(self.modules), self._heads)
 
 
 def share_tree(module: Any) -> Any:

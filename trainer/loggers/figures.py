@@ -5,10 +5,12 @@ from typing import Any
 
 GROUPS = {
     "rollout": (
-        "reward", "reward_std", "held_out", "completion_tokens", "groups", "taught", "failed", "overlong",
-        "zero_variance",
+        "reward", "reward_std", "held_out", "held_out_true", "completion_tokens", "groups", "taught", "failed",
+        "overlong", "zero_variance",
     ),
-    "policy": ("loss", "kl", "entropy", "clip_fraction", "grad_norm", "update_rms", "learning_rate"),
+    "policy": (
+        "loss", "kl", "entropy", "clip_fraction", "grad_norm", "update_rms", "learning_rate", "value_loss", "explained",
+    ),
     "staleness": ("lag_mean", "lag_max", "dropped", "mismatch", "mismatch_max", "staleness", "staleness_max"),
     "curriculum": ("tasks_solved", "tasks_hopeless", "tasks_unseen", "difficulty", "wanted_difficulty"),
     "speed": ("tokens", "tokens_per_s", "wait_s", "train_s", "publish_s"),

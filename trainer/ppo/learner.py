@@ -39,7 +39,7 @@ class LearnerOptions:
 
 
 class Learned(NamedTuple):
-    """What a train step did; all but the first are means over its updates."""
+    """What a train step did; all but the first are means over the updates that were made, or over all if none was."""
 
     left_out: int  # updates whose gradient was not finite
     loss: float
@@ -74,20 +74,20 @@ class PpoLearner:
         self._adam.learning_rate = options.schedule.rate(at)
         draw = np.random.default_rng([options.seed, at])
         told: list[Floats] = []
-        left_out = 0
+        made: list[bool] = []
         for _ in range(options.epochs):
             for chosen in np.array_split(draw.permutation(rows), min(rows, options.minibatches)):
                 batch = Steps(**{name: mx.array(each[chosen]) for name, each in steps.items()})
                 parts, gradients = self._gradient(self._weights, batch)
                 clipped, norm = optim.clip_grad_norm(gradients, options.max_grad_norm)
                 told.append(np.array(mx.stack([*parts, norm])))
-                if np.isfinite(told[-1][0]) and np.isfinite(told[-1][-1]):
+                made.append(bool(np.isfinite(told[-1][0]) and np.isfinite(told[-1][-1])))
+                if made[-1]:
                     self._weights = self._adam.apply_gradients(clipped, self._weights)
                     mx.eval(self._weights, self._adam.state)
-                else:
-                    left_out += 1
                 yield
-        return Learned(left_out, *np.mean(told, axis=0).tolist())
+        counted = np.stack(told)[made] if any(made) else np.stack(told)
+        return Learned(len(made) - sum(made), *counted.mean(axis=0).tolist())
 
     def policy(self, weights: Arrays, observed_BI: Floats, actions: npt.NDArray[Any]) -> tuple[Floats, Floats]:
         """Log-probabilities of actions, and values, by these weights."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from shared.networks.spec import LOG_STD, LOGITS, MEAN, VALUE
-from trainer.learn.losses import LOSSES, LossInputs, StepTotals
+from trainer.learn.losses import LOSSES, LossInputs, StepTotals, value_errors
 from trainer.learn.options import LossOptions
 
 _LOG_2PI = math.log(2 * math.pi)
@@ -55,20 +55,12 @@ def ppo(outputs: dict[str, mx.array], steps: Steps, options: PpoOptions) -> PpoP
     one_B1 = mx.ones((rows, 1), mx.bool_)
     inputs = LossInputs(logp_B[:, None], steps.logp_B[:, None], one_B1, steps.advantages_B)
     clipped = LOSSES["dapo"](inputs, options.policy, StepTotals(rows, rows, 1))
-    value, entropy = value_loss(outputs[VALUE][:, 0], steps, options.value_clip), mx.mean(entropy_B)
+    errors_B = value_errors(outputs[VALUE][:, 0], steps.values_B, steps.returns_B, options.value_clip)
+    value, entropy = 0.5 * mx.mean(errors_B), mx.mean(entropy_B)
     loss = clipped.loss + options.value_coefficient * value - options.policy.entropy_bonus * entropy
     apart_B = logp_B - steps.logp_B
     kl = mx.mean(mx.exp(apart_B) - 1 - apart_B)
     return PpoParts(loss, clipped.loss, value, entropy, mx.mean(clipped.clipped_BT), kl)
-
-
-def value_loss(values_B: mx.array, steps: Steps, clip: float) -> mx.array:
-    """Half the mean square; with a clip, of the worse of the value and one that keeps near the old value."""
-    errors_B = mx.square(values_B - steps.returns_B)
-    if clip:
-        near_B = steps.values_B + mx.clip(values_B - steps.values_B, -clip, clip)
-        errors_B = mx.maximum(errors_B, mx.square(near_B - steps.returns_B))
-    return 0.5 * mx.mean(errors_B)
 
 
 def log_probabilities(outputs: dict[str, mx.array], actions: mx.array) -> tuple[mx.array, mx.array]:

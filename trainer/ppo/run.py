@@ -25,10 +25,10 @@ from shared.errors import ConflictError, ParallmError, SetupError
 from shared.networks.spec import NetworkSpec
 from shared.training import TrainerState, TrainerStatus, TrainingPoint
 from trainer import gate
+from trainer.learn.advantages import advantages, explained
 from trainer.learn.compute import ComputeHost, at_once
 from trainer.metrics import cut
 from trainer.ppo.acting import Actor, Floats, Player, Rollout, evaluate
-from trainer.ppo.advantages import advantages, explained
 from trainer.ppo.cart_pole import CartPole
 from trainer.ppo.learner import Learned, LearnerOptions, PpoLearner
 from trainer.ppo.losses import PpoOptions
@@ -47,6 +47,7 @@ from trainer.versions.run_lock import run_lock
 log = structlog.get_logger()
 
 _BY_SIDE, _BY_FORCE = "cart-pole", "cart-pole-force"
+_DISCOUNT = 0.99
 _PROBES = 256  # rows that a worker is asked of a candidate
 _PLAYED, _EVALUATED = 1, 2  # what is drawn with a seed
 _WAYS = "give another --run or --run-dir, or --resume no to begin anew"
@@ -59,10 +60,11 @@ class PpoLine(msgspec.Struct, frozen=True):
     environment_steps: int  # of the whole run
     episodes: int  # that ended in this train step
     mean_return: float | None  # of these
-    learned: dict[str, float]
+    learned: dict[str, float | None]  # None: no finite number
     explained: float  # share of the returns' variance that the workers' values explain
     off_policy: int  # steps in which another version than the one that learns has acted
     version: int  # served from now on
+    gate: str  # "" when what was learned is served, else the failed checks
     evaluated: float | None  # its mean return, where that was measured
     act_s: float
     seconds: float  # of the whole run
@@ -118,6 +120,7 @@ class PpoRun:
         self, settings: TrainSettings, host: ComputeHost, api: HttpApi, board: RingBoard, network: NetworkSpec
     ) -> None:
         self._settings, self._host, self._board, self._network = settings, host, board, network
+        self._discount = _DISCOUNT if settings.discount is None else settings.discount
         self._stop = asyncio.Event()
         self._sink = HttpSink(api, settings.adapter, "")
         self._disk = Disk(settings.folder, self._sink.alert, self._stop)
@@ -175,7 +178,7 @@ class PpoRun:
             await self._save()
         seed = [settings.seed, _PLAYED, self.state.train_step]
         environment = self._environment(settings.environment_copies, seed)
-        self._player = Player(self._actor, environment, settings.discount, seed)
+        self._player = Player(self._actor, environment, self._discount, seed)
         log.info("train.begins", task=settings.task, train_step=self.state.train_step)
 
     def _environment(self, copies: int, seed: list[int]) -> CartPole:
@@ -209,7 +212,7 @@ class PpoRun:
         rollout = await self._player.play(settings.rollout_steps)
         act_s = time.monotonic() - began
         advantages_TN = advantages(
-            rollout.rewards_TN, rollout.values_TN, rollout.ended_TN, rollout.next_N, settings.discount,
+            rollout.rewards_TN, rollout.values_TN, rollout.ended_TN, rollout.next_N, self._discount,
             settings.gae_lambda,
         )  # fmt: skip
         steps = steps_of(rollout, advantages_TN)
@@ -218,7 +221,7 @@ class PpoRun:
         state.train_step += 1
         state.consumed += rollout.rewards_TN.size
         state.trajectories += len(rollout.returns)
-        await self._serve(steps, learned)
+        problem = await self._serve(steps, learned)
         evaluated = None
         due = settings.evaluate_every and state.train_step % settings.evaluate_every == 0
         if due or state.train_step == settings.steps:
@@ -234,6 +237,7 @@ class PpoRun:
                 explained=explained(steps["values_B"], steps["returns_B"]),
                 off_policy=rollout.rewards_TN.shape[1] * sum(each != acting for each in rollout.versions_T),
                 version=state.version,
+                gate=problem,
                 evaluated=evaluated,
                 act_s=round(act_s, 3),
                 seconds=round(state.seconds, 3),
@@ -257,8 +261,8 @@ class PpoRun:
 
     # -- versions
 
-    async def _serve(self, steps: dict[str, Any], learned: Learned) -> None:
-        """Make what was learned the latest version, or go back to what is; ParallmError after too many rejections."""
+    async def _serve(self, steps: dict[str, Any], learned: Learned) -> str:
+        """Make what was learned the latest version, or go back and say why; ParallmError after too many rejections."""
         weights = await self._host.run(at_once(self._learner.weights))
         observed, actions = steps["observed_BI"], steps["actions"]
         logp, _ = await self._host.run(at_once(lambda: self._learner.policy(weights, observed, actions)))
@@ -272,7 +276,7 @@ class PpoRun:
         if not problem:
             self._rejections = 0
             await self._host.run(at_once(self._learner.accept))
-            return
+            return ""
         self._rejections += 1
         self.state.rejected += 1
         await self._host.run(at_once(self._learner.revert))
@@ -281,6 +285,7 @@ class PpoRun:
             said = f"{self._rejections} candidates in a row failed the gate: {problem}"
             await self._sink.alert("gave_up", f"the run ends: {said}")
             raise ParallmError(said)
+        return problem
 
     async def _publish(
         self, weights: Arrays, checks: list[GateCheck], metrics: dict[str, float], probes: Floats | None = None
@@ -324,7 +329,7 @@ class PpoRun:
             train_step=line.step, policy_step=self.state.swaps, version=line.version, at_ms=time.time_ns() // 1_000_000,
             source=self._settings.task, reward=line.mean_return, held_out=line.evaluated, loss=learned["loss"],
             kl=learned["kl"], entropy=learned["entropy"], clip_fraction=learned["clipped"],
-            grad_norm=learned["grad_norm"], wait_s=line.act_s,
+            grad_norm=learned["grad_norm"], wait_s=line.act_s, gate=line.gate,
         )  # fmt: skip
         await self._board.show("training", point)
         log.info(

@@ -12,7 +12,8 @@ from trainer import gate
 from trainer.learn.learner import Learner
 from trainer.parts import Parts
 from trainer.rollouts.episodes import EpisodeOptions, Episodes
-from trainer.rollouts.groups import RolloutRequest, mean_reward
+from trainer.rollouts.groups import RolloutRequest
+from trainer.rollouts.held_out import Evaluated, evaluated
 from trainer.settings import TrainSettings
 
 _PARITY_SAMPLES = 4
@@ -28,8 +29,8 @@ class Examiner:
     probes: Sequence[tuple[int, ...]]
     run: str  # begins the ids of what it asks
 
-    async def check(self, version: int, step: int, good: float | None) -> tuple[list[GateCheck], float | None]:
-        """The checks that are due at train step `step`, counted from 1, and the held-out reward if it was measured.
+    async def check(self, version: int, step: int, good: float | None) -> tuple[list[GateCheck], Evaluated | None]:
+        """The checks that are due at train step `step`, counted from 1, and what held-out tasks said if it was asked.
 
         `good`: the last good version's held-out reward.
         """
@@ -50,11 +51,11 @@ class Examiner:
             checks.append(gate.at_most("reload_parity", difference, settings.max_parity))
         if not settings.evaluate_every or step % settings.evaluate_every:
             return checks, None
-        reward = await self.evaluate(adapter, step - 1)
-        return [*checks, gate.reward_floor(reward, good, settings.reward_margin)], reward
+        found = await self.evaluate(adapter, step - 1)
+        return [*checks, gate.reward_floor(found.reward, good, settings.reward_margin)], found
 
-    async def evaluate(self, adapter: str, step: int) -> float:
-        """Mean reward on held-out tasks, decoded greedily with `adapter` (a name, name@k, or "" for the base)."""
+    async def evaluate(self, adapter: str, step: int) -> Evaluated:
+        """Mean rewards on held-out tasks, decoded greedily with `adapter` (a name, name@k, or "" for the base)."""
         settings = self.settings
         greedy = msgspec.structs.replace(settings.sampling(), temperature=0.0)
         which = adapter.replace("@", "-") or "base"
@@ -62,4 +63,4 @@ class Examiner:
         environment = self.parts.held_out or self.parts.environment
         episodes = Episodes(self.parts.ring.source, environment, self.parts.conversation, options)
         played = (episodes.play(index, adapter) for index in range(settings.evaluate_prompts))
-        return mean_reward(await asyncio.gather(*played))
+        return evaluated(await asyncio.gather(*played))

@@ -22,6 +22,7 @@ from trainer.learn.compute import at_once
 from trainer.learn.learner import Learner, Trained
 from trainer.parts import Parts
 from trainer.rollouts.groups import RolloutGroup, mean_reward
+from trainer.rollouts.held_out import Evaluated
 from trainer.rollouts.pacing import oldest_version
 from trainer.settings import TrainSettings
 from trainer.state import Arrays, RunState
@@ -59,7 +60,7 @@ class Serving:
         self._posted = False  # whether the last offer was of posted trajectories
         self._failed = ""  # the last one's failed checks
         self._silent = 0  # train steps in a row without anything to learn from
-        self.held_out: float | None = None  # of the last offer
+        self.held_out: Evaluated | None = None  # of the last offer
 
     async def begin(self) -> None:
         """Publish what the run begins with.
@@ -91,8 +92,9 @@ class Serving:
             return
         log.info("train.evaluating", tasks=settings.evaluate_prompts)
         served = version_id(settings.adapter, state.version)
-        state.held_out = state.best_held_out = await self._examiner.evaluate(served, state.train_step)
-        log.info("run.started", held_out=state.held_out)
+        state.held_out, state.held_out_true = await self._examiner.evaluate(served, state.train_step)
+        state.best_held_out = state.held_out
+        log.info("run.started", held_out=state.held_out, held_out_true=state.held_out_true)
 
     def owns(self, latest: int) -> bool:
         """Whether `latest` is what this run serves; before it begins, what an earlier start of it has served."""
@@ -108,7 +110,8 @@ class Serving:
         await self._parts.host.run(at_once(lambda: self._learner.load(weights)))
         state.policy_step += settings.max_lag + 1
         state.policy_steps = {}
-        state.best_version, state.best_reward, state.held_out, state.best_held_out = 0, None, None, None
+        state.best_version, state.best_reward = 0, None
+        state.held_out = state.held_out_true = state.best_held_out = None
         for watch in self._watches.values():
             watch.forget()
         self._served(version)
@@ -154,9 +157,10 @@ class Serving:
             counts = not (self._posted or published.forestalled)  # what others do must not end the run
             return await self._take_back(gate.failures(published.checks), counts=counts)
         if self.held_out is not None:
-            await self._judged(published.version, self.held_out)
-            state.held_out = self.held_out
-            state.best_held_out = max(self.held_out, state.best_held_out or self.held_out)
+            reward, state.held_out_true = self.held_out
+            await self._judged(published.version, reward)
+            state.held_out = reward
+            state.best_held_out = max(reward, state.best_held_out or reward)
         await self._accept()
         self._served(published.version)
         return ""

@@ -1,11 +1,13 @@
 """`--start-from`: the adapter that a run begins with, out of the store or a folder, whoever trained it."""
 
 import asyncio
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
+from shared.adapter_files.config import read_config
 from shared.adapter_files.formats import inherit_config, prepared
 from shared.adapter_files.tensors import read_tensors
 from shared.errors import ParallmError, SetupError
@@ -21,9 +23,17 @@ _DIGITS = 18  # of a version's number
 
 
 async def starting_weights(
-    named: str, state: RunState, publisher: Publisher, shapes: Mapping[str, tuple[int, ...]], *, resumed: bool
+    named: str,
+    state: RunState,
+    publisher: Publisher,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    resumed: bool,
+    head: Arrays | None = None,
 ) -> Arrays | None:
     """What the run begins with, or began with where it is resumed; None: the base. Nothing is written.
+
+    `head`: of a run with one, as it begins: an adapter that has none gets it.
 
     SetupError when a resumed run began with something else, or when there are no weights that fit.
     """
@@ -37,7 +47,10 @@ async def starting_weights(
     if not named:
         return None
     try:
-        weights = publisher.fitting(await _stored(named, publisher), named)
+        stored = await _stored(named, publisher)
+        if head:
+            stored = _with_head(stored, head, publisher.config)
+        weights = publisher.fitting(stored, named)
         if wrong := gate.failures([gate.fits(weights, shapes)]):
             raise SetupError(f"{named} does not fit {state.run}'s model: {wrong}")
     except ParallmError as error:
@@ -69,6 +82,13 @@ def _read(folder: Path) -> Stored:
     except OSError as error:
         raise SetupError(f"{folder} cannot be read: {error}") from error
     return Stored(weights, inherit_config(made), "")
+
+
+def _with_head(stored: Stored, head: Arrays, config: bytes) -> Stored:
+    if read_config(stored.config).heads:
+        return stored
+    described = {**json.loads(stored.config), "heads": json.loads(config)["heads"]}
+    return Stored({**stored.weights, **head}, json.dumps(described).encode(), stored.base_sha256)
 
 
 def _keep(folder: Path, weights: Arrays, config: bytes) -> None:

@@ -49,8 +49,11 @@ def training_charts(points: Sequence[TrainingPoint]) -> dict[str, Chart]:
     shown = [point for i, point in enumerate(points) if i % step == 0 or i == len(points) - 1]
     x = [point.train_step for point in shown]
     return {
-        "reward": {"x": x, "series": [[p.reward for p in shown], [p.held_out for p in shown]]},
-        "loss": {"x": x, "series": [[p.loss for p in shown]]},
+        "reward": {
+            "x": x,
+            "series": [[p.reward for p in shown], [p.held_out for p in shown], [p.held_out_true for p in shown]],
+        },
+        "loss": {"x": x, "series": [[p.loss for p in shown], [p.value_loss for p in shown]]},
         "kl": {"x": x, "series": [[p.kl for p in shown]]},
         "entropy": {"x": x, "series": [[p.entropy for p in shown]]},
         "lag": {"x": x, "series": [[p.lag_max for p in shown], [p.lag_mean for p in shown]]},

@@ -109,7 +109,10 @@ def test_a_candidate_that_fails_the_gate_is_not_served(served: Ring, tmp_path: P
         learn(settings)
     with httpx.Client(base_url=served.url, timeout=60) as http:
         assert http.get("/v1/adapters/ppo-leaps").json()["latest"] == 1
-    assert [line.version for line in lines(settings)] == [1]
+        points = http.get("/debug/training", params={"policy": "ppo-leaps"}).json()["points"]
+    (line,) = lines(settings)
+    assert line.version == 1 and line.gate.startswith("probe_kl: ")
+    assert [point["gate"] for point in points] == [line.gate], "the curve says that it was rejected"
 
 
 def test_a_ring_without_an_api_is_refused(served: Ring, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 from math import ceil
 from pathlib import Path
@@ -46,23 +47,22 @@ class Tower:
         """Its modules."""
         return self._tower, self._projector
 
-    def encode(self, tile: bytes, width: int, height: int) -> mx.array:
-        """Vectors [T, H] of one tile, RGB bytes [height, width, 3]."""
+    def encode(self, tiles: Sequence[bytes], width: int, height: int) -> mx.array:
+        """Vectors [N, T, H] of N tiles, each RGB bytes [height, width, 3]."""
         vision = self.vision
-        pixels_1SSC = np.frombuffer(tile, np.uint8).reshape(1, height, width, 3)
-        mean_C, std_C = np.array(vision.mean, np.float32), np.array(vision.std, np.float32)
-        scaled_1SSC = mx.array((pixels_1SSC * np.float32(1 / 255) - mean_C) / std_C)
+        pixels_NSSC = mx.array(np.frombuffer(b"".join(tiles), np.uint8).reshape(-1, height, width, 3))
+        scaled_NSSC = (pixels_NSSC.astype(mx.float32) * (1 / 255) - mx.array(vision.mean)) / mx.array(vision.std)
         if vision.family == "pixtral":
-            *_, states = self._tower(scaled_1SSC, output_hidden_states=True)
-            seen_1PD = states[self._layer]
+            *_, states = self._tower(scaled_NSSC, output_hidden_states=True)
+            seen_NPD = states[self._layer]
         else:
             patches = vision.tile // self._tower.embeddings.patch_size
-            whole = mx.ones((1, patches, patches), mx.bool_)
-            seen_1PD, *_ = self._tower(scaled_1SSC, patch_attention_mask=whole, output_hidden_states=True)
+            whole = mx.ones((len(tiles), patches, patches), mx.bool_)
+            seen_NPD, *_ = self._tower(scaled_NSSC, patch_attention_mask=whole, output_hidden_states=True)
         if "patch_merger" in self._projector:
-            return self._merged(seen_1PD[0], width, height)
-        vectors_TH: mx.array = self._projector(seen_1PD)[0]
-        return vectors_TH
+            return self._merged(seen_NPD[0], width, height)[None]
+        vectors_NTH: mx.array = self._projector(seen_NPD)
+        return vectors_NTH
 
     def _merged(self, seen_PD: mx.array, width: int, height: int) -> mx.array:
         """Vectors [T, H] of Mistral 3.1, each of a square of patches; mlx-vlm's own module cuts these one by one."""

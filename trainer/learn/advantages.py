@@ -1,4 +1,4 @@
-"""Generalized advantage estimation (Schulman et al., arXiv 1506.02438). Shape suffixes: T steps, N copies."""
+"""Generalized advantage estimation (Schulman et al., arXiv 1506.02438). Shape suffixes: T steps, N copies, B rows."""
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,22 @@ def advantages(
         follows_N = delta_N + discount * decay * follows_N * goes_on_N
         found_TN[t], next_value_N = follows_N, values_TN[t].astype(np.float64)
     return found_TN.astype(np.float32)
+
+
+def of_tokens(rewards_B: Floats, values_BT: Floats, mask_BT: Flags, discount: float, decay: float) -> Floats:
+    """[B, T]: of the tokens in the mask, in their order; a row's reward comes with the last of them. Elsewhere 0.
+
+    What stands between them (the answers of tools) takes no step: the next state is what the next token is drawn in.
+    """
+    order_BT = np.argsort(~mask_BT, axis=1, kind="stable")  # what is in the mask first
+    ordered_TB = np.take_along_axis(np.where(mask_BT, values_BT, 0.0), order_BT, axis=1).T.astype(np.float32)
+    places_T1, lengths_B = np.arange(len(ordered_TB))[:, None], mask_BT.sum(axis=1)
+    rewards_TB = np.where(places_T1 == lengths_B - 1, rewards_B, 0.0).astype(np.float32)
+    ended_TB = places_T1 >= lengths_B - 1
+    found_TB = advantages(rewards_TB, ordered_TB, ended_TB, np.zeros_like(rewards_B), discount, decay)
+    found_BT = np.zeros(mask_BT.shape, np.float32)
+    np.put_along_axis(found_BT, order_BT, found_TB.T, axis=1)
+    return np.where(mask_BT, found_BT, np.float32(0.0))
 
 
 def explained(values: Floats, returns: Floats) -> float:

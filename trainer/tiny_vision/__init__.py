@@ -1,0 +1,5 @@
+"""Makes `models/tiny-vision`, a small model of ours that sees: `python -m trainer.tiny_vision.train`.
+
+data.py     pictures of digits and shapes, and questions about them, drawn from one seed
+train.py    the model, its training and its folder
+"""
