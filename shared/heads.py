@@ -1,10 +1,11 @@
 """Heads: small networks on a model's last hidden state, described without code.
 
 A **head** reads one vector, the hidden state (behind the model's last norm) of the last token of a text, and gives one
-number (`scalar`) or one for each of some labels (`labels`). It is linear, or has one hidden layer. Its tensors lie in a
-safetensors file, `heads.NAME.weight` and so on (shared/adapter_files/heads.py); this is the rest of it. It stands in
-`adapter_config.json` under `heads`, in the manifest of an adapter version, and on the card of a model that has heads of
-its own.
+number (`scalar`), one for each of some labels (`labels`), or what a policy says of actions: a logit for each of those
+that it names (`categorical`), or the means and then the log-stds of some numbers (`gaussian`). It is linear, or has one
+hidden layer. Its tensors lie in a safetensors file, `heads.NAME.weight` and so on (shared/adapter_files/heads.py); this
+is the rest of it. It stands in `adapter_config.json` under `heads`, in the manifest of an adapter version, and on the
+card of a model that has heads of its own.
 """
 
 import re
@@ -15,15 +16,16 @@ import msgspec
 
 from shared.errors import InvalidRequestError
 
-HeadKind = Literal["scalar", "labels"]
+HeadKind = Literal["scalar", "labels", "categorical", "gaussian"]
 Activation = Literal["", "gelu", "relu", "silu", "tanh"]
 
 MAX_HEADS = 16
 MAX_LABELS = 1024
+MAX_ACTION = 1024  # numbers of a gaussian head's action
 MAX_HIDDEN = 16_384
 MAX_WEIGHTS = 1 << 24  # of one head, 64 MiB: whoever decodes waits while they are multiplied
 MAX_LABEL = 256  # characters
-REWARD, VALUE = "reward", "value"  # the names by which rewards and values are looked for
+REWARD, VALUE, POLICY = "reward", "value", "policy"  # the names by which rewards, values and actions are looked for
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
@@ -31,17 +33,22 @@ class HeadSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a head is, besides its weights."""
 
     kind: HeadKind
-    labels: tuple[str, ...] = ()  # kind "labels": one for each output, in order
+    labels: tuple[str, ...] = ()  # kinds "labels" and "categorical": one for each output, in order
     activation: Activation = ""  # behind the hidden layer; "": there is none, the head is linear
     pooling: Literal["last"] = "last"  # which position's hidden state it reads
     inputs: int = 0  # the model's hidden size; 0 in a file: what its tensors have
     hidden: int = 0  # width of the hidden layer; 0: none
+    size: int = 0  # kind "gaussian": numbers in an action; its outputs are their means, then their log-stds
 
     def __post_init__(self) -> None:
-        if self.kind == "scalar" and self.labels:
-            raise ValueError("labels belong to a head of kind 'labels'")
-        if self.kind == "labels":
-            _check_labels(self.labels)
+        if self.kind in ("labels", "categorical"):
+            _check_labels(self.labels, self.kind)
+        elif self.labels:
+            raise ValueError("labels belong to a head of kind 'labels' or 'categorical'")
+        if self.kind == "gaussian" and not 1 <= self.size <= MAX_ACTION:
+            raise ValueError(f"a head of kind 'gaussian' has a size of 1 to {MAX_ACTION}, here is {self.size}")
+        if self.kind != "gaussian" and self.size:
+            raise ValueError("a size belongs to a head of kind 'gaussian'")
         if self.inputs < 0 or not 0 <= self.hidden <= MAX_HIDDEN:
             raise ValueError(f"inputs must be positive, hidden 0 to {MAX_HIDDEN}")
         weights = self.hidden * (self.inputs + self.outputs) or self.inputs * self.outputs
@@ -51,7 +58,7 @@ class HeadSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def outputs(self) -> int:
         """Numbers that it gives."""
-        return len(self.labels) or 1
+        return len(self.labels) or 2 * self.size or 1
 
 
 Heads = Mapping[str, HeadSpec]
@@ -72,6 +79,12 @@ def check_heads(heads: Heads) -> None:
             raise ValueError(f"{name[:80]!r} is no name of a head: a small letter, then small letters, digits or '_'")
 
 
+def choose_policy(heads: Heads, name: str = "") -> str:
+    """The head that acts: `name`, else the one that is called `policy`; "" when there is none that gives actions."""
+    spec = heads.get(name or POLICY)
+    return (name or POLICY) if spec is not None and spec.kind in ("categorical", "gaussian") else ""
+
+
 def choose(heads: Heads, kind: HeadKind, name: str = "", *, usual: str = "") -> str:
     """The name of the head that is meant: `name`, else the one that is called `usual`, else the only one of its kind.
 
@@ -85,9 +98,9 @@ def choose(heads: Heads, kind: HeadKind, name: str = "", *, usual: str = "") -> 
     raise InvalidRequestError(f"several heads of kind '{kind}': name one of {', '.join(fitting)}", param="head")
 
 
-def _check_labels(labels: tuple[str, ...]) -> None:
+def _check_labels(labels: tuple[str, ...], kind: HeadKind) -> None:
     if not 2 <= len(labels) <= MAX_LABELS:
-        raise ValueError(f"a head of kind 'labels' has 2 to {MAX_LABELS} of them, here are {len(labels)}")
+        raise ValueError(f"a head of kind '{kind}' has 2 to {MAX_LABELS} of them, here are {len(labels)}")
     if len(set(labels)) < len(labels):
         raise ValueError("two labels are the same")
     if any(not 1 <= len(label) <= MAX_LABEL for label in labels):

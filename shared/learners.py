@@ -55,6 +55,7 @@ class LearnerSpec(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""  # name under which its weights are published for sampling
     created_ms: int = 0  # Unix milliseconds
     metadata: dict[str, str] = {}
+    run: bytes = b""  # of a run of mlx_parallm_train: what its learner is made with (trainer/learners/asks.py), msgpack
 
 
 class Values(msgspec.Struct, frozen=True, array_like=True):
@@ -138,7 +139,14 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
     metadata: dict[str, str] = {}
 
 
-Request = Begin | Pass | Step | Save | Load | Publish
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """What a run of `mlx_parallm_train` asks of its learner (trainer/learners/asks.py), msgpack."""
+
+    body: bytes = b""
+    upload: str = ""  # where it lies in chunks, in place of `body`
+
+
+Request = Begin | Pass | Step | Save | Load | Publish | Ask
 
 
 class BeginDone(msgspec.Struct, frozen=True, tag="begin"):
@@ -172,6 +180,13 @@ class LoadDone(msgspec.Struct, frozen=True, tag="load"):
     step: int  # updates that its optimizer has made
 
 
+class Told(msgspec.Struct, frozen=True, tag="told"):
+    """What came of an `Ask`, msgpack."""
+
+    body: bytes = b""
+    name: str = ""  # of a save that holds it, in place of `body`
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """Nothing was changed by this request, except that gradients which lack a part of theirs are dropped."""
 
@@ -179,7 +194,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     fault: Fault = "user"
 
 
-Answer = BeginDone | PassDone | StepDone | SaveDone | LoadDone | Failed
+Answer = BeginDone | PassDone | StepDone | SaveDone | LoadDone | Told | Failed
 
 
 class SaveInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -64,6 +64,8 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: tuple[str, ...] = ()  # that can be resumed from, oldest first
     latest_checkpoint: str = ""
     best_checkpoint: str = ""
+    value_loss: float | None = None  # of a value head, in the last train step
+    explained: float | None = None  # how well its values were known before: 1 is all
 
 
 class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,8 @@ trainer is ready. `recipes/` holds settings, `tiny/` and `tiny_vision/` make our
 (`--mode reward`), `tuning/` a policy that learns from examples or preferences (`--mode sft`, `dpo`),
 `distilling/` one that learns from a teacher's scores (`--mode distill`).
 `ppo/` teaches a small network to act in an environment (`--mode ppo`).
+`learners/` is a run's learner in a thread of its own or of the training service.
+`agents/` are several runs in one process, over one base (`--agents`).
 `service/` trains many learners at once over one base, as others ask it to (`mlx_parallm_learners`).
 `merging/` is a program of its own: an adapter becomes part of its base's weights.
 """

@@ -15,6 +15,7 @@ from shared.process.garbage import no_collections
 from shared.process.settings import load
 from shared.telemetry import tracing
 from trainer import stopping
+from trainer.agents.team import agents_of
 from trainer.settings import TrainSettings
 from worker.engine.model import fast_blas
 
@@ -28,8 +29,9 @@ def main(argv: list[str] | None = None) -> int:
         logs.configure(settings.log_level, settings.log_json)
         tracing.start(settings.otlp_endpoint, "trainer")
         settings.check()
+        team = agents_of(argv, settings.agents) if settings.agents is not None else []
         fast_blas.install()
-        return asyncio.run(_train(settings))
+        return asyncio.run(_train(settings, team))
     except ServiceUnavailableError as error:  # may pass, so that a supervisor tries again
         print(f"mlx_parallm_train: {error}", file=sys.stderr)
         return 1
@@ -44,9 +46,10 @@ def main(argv: list[str] | None = None) -> int:
         stopping.ended()
 
 
-async def _train(settings: TrainSettings) -> int:
+async def _train(settings: TrainSettings, team: list[TrainSettings]) -> int:
     # These import mlx, so only after fast_blas.install.
     with no_collections():
+        from trainer.agents.runs import Agents, train_agents
         from trainer.datasets.run import DataRun, train_on_data
         from trainer.distilling.run import DistillRun
         from trainer.heads.run import HeadRun
@@ -68,13 +71,18 @@ async def _train(settings: TrainSettings) -> int:
 
         stopping.obey(stop, lambda: training.stopping, running.cancel)
 
+    def stop_all(agents: Agents) -> None:
+        stopping.obey(agents.stop, lambda: agents.stopping, running.cancel)
+
     async with ThreadHost() as host:
         config = EngineConfig(settings.model, dtype=settings.dtype or None)
 
         async def loaded() -> LoadedModel:
             return await host.run(at_once(lambda: load_model(config)))
 
-        if settings.mode == "reward":
+        if team:
+            await train_agents(team, host, loaded, stop_all)
+        elif settings.mode == "reward":
             await train_on_data(HeadRun, settings, host, loaded, begun)
         elif settings.mode == "ppo":
             await train_network(settings, host, begun)

@@ -29,13 +29,12 @@ from shared.training import Order, Refusal, TrainerState, TrainerStatus
 from shared.trajectories import LiveTrajectory
 from trainer.inbox import AllStale, Batch, Moved
 from trainer.learn.batches import SampleGroup, sample_groups
-from trainer.learn.compute import at_once
 from trainer.learn.drawing import uncorrected
 from trainer.learn.learner import Trained
 from trainer.learn.optimize import StepReport
 from trainer.metrics import MetricsLog, StepMetrics, Timing, figures, point_of, progress, status_of, step_metrics
 from trainer.orders import Stepped, carry_out
-from trainer.parts import Parts, new_learner
+from trainer.parts import Parts, open_learner
 from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.pacing import lag_of, oldest_version
 from trainer.settings import TrainSettings
@@ -178,10 +177,10 @@ class TrainLoop:
     async def _start(self) -> None:
         settings = self.settings
         try:
-            self._learner = await self.parts.host.run(at_once(lambda: new_learner(self.parts.model, settings)))
+            self._learner = await open_learner(self.parts, settings)
         except ValueError as error:  # a target that the model has not, DoRA on experts
             raise SetupError(f"bad settings: {error}") from error
-        config = await self.parts.host.run(at_once(self._learner.config))
+        config = self._learner.config
         self._publisher = Publisher(
             self._ring.sink, settings.folder, settings.adapter, config, self._ring.base_sha256, self._disk
         )
@@ -195,9 +194,9 @@ class TrainLoop:
         if settings.resume == "no":
             self.checkpoints = begin_anew(settings, self.checkpoints)
         if start is not None:
-            self._learner.begin_with(start)
+            await self._learner.begin_with(start)
             if not resumed:
-                await self.parts.host.run(at_once(lambda: self._learner.load(start)))
+                await self._learner.load(start)
                 await keep_start(settings.start_from, start, self.state, self._publisher)
         self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
         self.state.mode = settings.mode
@@ -222,7 +221,7 @@ class TrainLoop:
         differs = differences(checkpoint.adapter_config, config)
         try:
             if not differs:
-                await self.parts.host.run(at_once(lambda: self._learner.restore(checkpoint)))
+                await self._learner.restore(checkpoint)
         except ValueError as error:  # another model
             differs = str(error)
         if differs:
@@ -271,7 +270,7 @@ class TrainLoop:
         try:
             failed = await self._serving.offer(trained, batch, dropped, serve=serve)
         except ParallmError:  # stopped on a full disk, say: what the gate has not passed is not saved either
-            await self.parts.host.run(at_once(self._learner.revert))
+            await self._learner.revert()
             raise
         timing.publish_s = time.perf_counter() - started - timing.train_s
         self._count(batch, trained.report, timing)
@@ -291,7 +290,7 @@ class TrainLoop:
 
     async def compare(self, trajectories: Sequence[LiveTrajectory]) -> int:
         """Refuse posted log-probabilities that are not their version's; how many could not be compared."""
-        check = LogprobCheck(self.settings, self.parts.host, self._learner, self._publisher, self.state.version)
+        check = LogprobCheck(self.settings, self._learner, self._publisher, self.state.version)
         return await check.compare(trajectories)
 
     async def _learn(self, groups: list[SampleGroup], *, posted: bool) -> Trained:
@@ -301,12 +300,12 @@ class TrainLoop:
         """
         step, policy_step = self._schedule_step(), self.state.policy_step
         try:
-            return await self.parts.host.run(lambda: self._learner.train(groups, step, policy_step, self._probes))
+            return await self._learner.train(groups, step, policy_step, self._probes)
         except Exception as error:
             if not posted:
                 raise
             log.exception("order.broken")
-            await self.parts.host.run(at_once(self._learner.revert))
+            await self._learner.revert()
             raise EngineError(f"the train step failed, nothing has changed: {type(error).__name__}: {error}") from error
 
     def _schedule_step(self) -> int:
@@ -347,7 +346,7 @@ class TrainLoop:
         self.state.saves += 1
         self._inbox.keep_books(self.state)
         self._serving.keep_books()
-        snapshot = await self.parts.host.run(at_once(self._learner.snapshot))
+        snapshot = await self._learner.snapshot()
         state: RunState = msgspec.json.decode(msgspec.json.encode(self.state), type=RunState)
         checkpoint = Checkpoint(snapshot.adapter, snapshot.adapter_config, snapshot.optimizer, state)
         saved = await self._disk.run(self.checkpoints.save, checkpoint, name)

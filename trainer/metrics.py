@@ -135,7 +135,7 @@ def step_metrics(
         lag_mean=float(np.mean(lags)),
         lag_max=max(lags),
         completion_tokens=float(np.mean(lengths)) if lengths else 0.0,
-        loss=report.loss if math.isfinite(report.loss) else None,
+        loss=_finite(report.loss),
         learning_rate=report.learning_rate,
         grad_norm=report.grad_norm,
         update_rms=report.update_rms,
@@ -146,8 +146,8 @@ def step_metrics(
         mismatch_max=distances.mismatch_max if distances else None,
         staleness=distances.staleness_mean if distances else None,
         staleness_max=distances.staleness_max if distances else None,
-        value_loss=report.value_loss,
-        explained=report.explained,
+        value_loss=_finite(report.value_loss),
+        explained=_finite(report.explained),
         held_out=None if held_out is None else held_out.reward,
         held_out_true=None if held_out is None else held_out.true,
         gate=gate,
@@ -161,6 +161,10 @@ def step_metrics(
         source=source,
         **({} if curriculum is None else asdict(curriculum)),
     )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 class MetricsLog:
@@ -284,6 +288,8 @@ def status_of(
         checkpoints=tuple(checkpoints.names()),
         latest_checkpoint=checkpoints.pointer("latest") or "",
         best_checkpoint=checkpoints.pointer("best") or "",
+        value_loss=last.value_loss if last else None,
+        explained=last.explained if last else None,
     )
 
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.learn.compute import ComputeHost
-from trainer.learn.learner import Learner
+from trainer.learners.asks import LearnerOptions
+from trainer.learners.loop_learner import HostLearner, LoopLearner, build_learner
 from trainer.loggers.loggers import Loggers
 from trainer.ring.ring import Ring
 from trainer.rollouts.conversation import ChatEncoder
@@ -12,10 +13,9 @@ from trainer.rollouts.environments import Environment
 from trainer.settings import TrainSettings
 
 
-def new_learner(model: Any, settings: TrainSettings) -> Learner:
-    """A learner as the settings say, in the thread that the model belongs to; ValueError when they do not fit it."""
-    return Learner(
-        model,
+def learner_options(settings: TrainSettings) -> LearnerOptions:
+    """What the run's learner is made with."""
+    return LearnerOptions(
         None if settings.head_only else settings.adapter_shape(),
         settings.optimize_options(),
         settings.limits(),
@@ -30,9 +30,17 @@ class Parts:
     """The parts of one run."""
 
     host: ComputeHost
-    model: Any  # an mlx-lm model, which belongs to the host's thread
+    model: Any  # an mlx-lm model, which belongs to the host's thread; None where a service trains it
     ring: Ring
     conversation: ChatEncoder
     environment: Environment
     held_out: Environment | None = None
     loggers: Loggers = field(default_factory=Loggers)
+
+
+async def open_learner(parts: Parts, settings: TrainSettings) -> LoopLearner:
+    """The run's learner, where the settings want it; ValueError when the model has no layers for its adapter."""
+    options = learner_options(settings)
+    if parts.ring.learners is not None:
+        return await parts.ring.learners.open(options, settings.run_name, settings.folder)
+    return await HostLearner.open(parts.host, lambda: build_learner(parts.model, options))

@@ -92,7 +92,7 @@ async def train(
         loggers = await stack.enter_async_context(loggers_of(settings))
         way = await stack.enter_async_context(way_to_ring(settings))
         found = await stack.enter_async_context(tasks(settings, way.judges))
-        loaded = await load()
+        loaded = None if settings.learner == "service" else await load()
         ring = await stack.enter_async_context(way.join(loaded))
         await stack.enter_async_context(alerts_of(found.own_code, ring.sink.alert))
         if scored_tasks(settings):
@@ -100,7 +100,8 @@ async def train(
         if settings.held_out_reward:
             await check_judges(settings.held_out_reward, settings.held_out_reward_options, way.judges)
         conversation = ChatEncoder(ring.codec, settings.chat_template_kwargs)
-        parts = Parts(host, loaded.model, ring, conversation, found.environment, found.held_out, loggers)
+        model = None if loaded is None else loaded.model
+        parts = Parts(host, model, ring, conversation, found.environment, found.held_out, loggers)
         await stack.enter_async_context(run_lock(settings.folder))
         training = TrainLoop(settings, parts)
         begun(training)

@@ -70,7 +70,7 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
     )
     run: str = Field(default="", description="name of the run; default: the adapter's")
     run_dir: Path = Field(default=Path(".parallm/train"), description="checkpoints, metrics, rejected versions")
-    seed: int = Field(default=0, description="of tasks, samples and the adapter")
+    seed: int = Field(default=0, ge=0, description="of tasks, samples and the adapter")
 
     task: str = Field(
         default="arithmetic", description="arithmetic, jsonl, gsm8k, module:Class; mode ppo: cart-pole, cart-pole-force"
@@ -384,7 +384,7 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
         schedule = Schedule(self.schedule, self.learning_rate, self.warmup_steps, self.steps, self.final_rate_fraction)
         return OptimizeOptions(
             loss=loss,
-            value=self.value_options(self.learning_rate) if self.mode == "rl" and self.loss == "ppo" else None,
+            value=self.value_options(self.loss, self.learning_rate, self.advantage_scale),
             schedule=schedule,
             ratio=self.ratio,
             minibatches=self.minibatches,

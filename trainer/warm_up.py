@@ -10,7 +10,8 @@ import numpy as np
 
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learn.compute import Work
-from trainer.parts import new_learner
+from trainer.learners.loop_learner import build_learner
+from trainer.parts import learner_options
 from trainer.settings import TrainSettings
 
 GROUPS, SAMPLES = 8, 4
@@ -20,7 +21,7 @@ STEPS = 2  # the first one finds out how large a microbatch may be
 
 def rehearse(model: Any, settings: TrainSettings, vocab_size: int) -> Work[None]:
     """Train on made-up samples; runs in the engine's thread."""
-    learner = new_learner(model, settings)
+    learner = build_learner(model, learner_options(settings))
     groups = _groups(vocab_size, min(COMPLETION, settings.max_tokens))
     for step in range(STEPS):
         yield from learner.train(groups, step, step, [groups[0].prompt_ids])

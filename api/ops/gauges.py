@@ -150,6 +150,8 @@ async def _training(gauges: Gauges, ring: Ring) -> None:
             "rl_held_out_reward": status.held_out,
             "rl_held_out_true_reward": status.held_out_true,
             "rl_kl": status.kl,
+            "rl_value_loss": status.value_loss,
+            "rl_value_explained": status.explained,
             "rl_lag": status.lag,
             "rl_train_step": status.train_step,
             "rl_policy_step": status.policy_step,

@@ -1,8 +1,9 @@
 """POST /v1/rl/act: a batch of observations in, an action for each out, for loops of reinforcement learning.
 
 Of a language model: with `actions` the action space is discrete: the policy is the model's own distribution over those
-texts, and the action's log-probability is exact under it. Without, an action is the text that the model writes. Of a
-network: observations are numbers, and its outputs say what an action is (policies.py).
+texts, and the action's log-probability is exact under it. Without, a head of the version acts, where it has one for
+that; else an action is the text that the model writes. Of a network: observations are numbers, and its outputs say what
+an action is (policies.py).
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
 
+import numpy as np
 from fastapi import APIRouter, Request
 from pydantic import Field, ValidationError, model_validator
 from starlette.responses import Response
@@ -34,11 +36,11 @@ from api.openai.conversations import template_messages
 from api.openai.embeddings import LARGE_VECTOR_BYTES, vectors_reply
 from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
-from api.rl.policies import act_by, check_policy
+from api.rl.policies import act_by, check_own_spread, check_policy, outputs_of
 from api.rl.sessions import move_on, session_of
 from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.frames import spans_of
-from shared.heads import VALUE
+from shared.heads import VALUE, choose_policy
 from shared.networks.spec import NetworkSpec
 from shared.rewards.model_kinds import softmax
 from shared.sequences import LogprobsMode, SamplingParams
@@ -99,6 +101,13 @@ class ActRequest(PolicyFields):
         max_length=256,
         description="the action space, or names of a network's; without: free text, or a number",
     )
+    head: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=64,
+        description="the head of a language model's version that acts; default: the one called policy, if it has one "
+        "and neither 'actions' nor 'max_tokens' is given",
+    )
     deterministic: bool | None = Field(default=False, description="the most likely action instead of a drawn one")
     temperature: float | None = Field(default=1.0, gt=0, le=10)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
@@ -111,6 +120,9 @@ class ActRequest(PolicyFields):
     def _possible(self) -> "ActRequest":
         if self.actions is not None and self.max_tokens is not None:
             raise complaint("max_tokens", "'max_tokens' is a matter of free text, not of given 'actions'")
+        for name in ("actions", "max_tokens", "logprobs_mode"):
+            if self.head is not None and getattr(self, name) is not None:
+                raise complaint("head", f"the actions of a 'head' are its own: leave out '{name}'")
         if self.session_id is None and (self.reset is not None or self.session_step is not None):
             raise complaint("session_id", "'reset' and 'session_step' are a session's: give 'session_id'")
         if self.session_id is not None and self.hidden_states is not None:
@@ -161,7 +173,7 @@ async def act(body: ActRequest, request: Request, ring: TheRing) -> Response:
     if body.actions is not None:
         check_pairs(len(observations), len(body.actions), "observations")
     prompts = await _prompts(target.served.codec, observations)
-    choose = _choose if body.actions is not None else _write
+    choose = _choose if body.actions is not None else _by_head if _acting_head(body, target) else _write
     values = asyncio.create_task(_values(ring, target, prompts))
     try:
         chosen = await choose(body, ring, target, prompts, seed)
@@ -191,7 +203,7 @@ async def _by_network(
     body: ActRequest, request: Request, ring: Ring, target: Target, network: NetworkSpec, seed: int
 ) -> Response:
     """Actions of a network, whose state travels with the request or is kept under a session's id."""
-    for name in ("max_tokens", "logprobs_mode"):
+    for name in ("max_tokens", "logprobs_mode", "head"):
         if getattr(body, name) is not None:
             raise InvalidRequestError(f"'{name}' is a matter of language models", param=name)
     check_policy(manifest_of(target).id, network, body.actions, body.temperature)
@@ -281,6 +293,35 @@ async def _values(ring: Ring, target: Target, prompts: list[list[int]]) -> list[
         return None
     check_prompts(prompts, target.served.card, ring.settings, "observations")
     return [float(outputs[0]) for outputs in await read_by_head(ring, target, VALUE, prompts)]
+
+
+def _acting_head(body: ActRequest, target: Target) -> str:
+    """The head that acts; "" when none does; InvalidRequestError when one is named that gives no actions."""
+    if body.head is None and any(each is not None for each in (body.actions, body.max_tokens, body.logprobs_mode)):
+        return ""
+    name = choose_policy(heads_of(target), body.head or "")
+    if body.head is not None and not name:
+        id = target.served.card.name if target.admitted is None else target.admitted.id
+        raise InvalidRequestError(f"{id} has no head {body.head!r} of kind 'categorical' or 'gaussian'", param="head")
+    return name
+
+
+async def _by_head(body: ActRequest, ring: Ring, target: Target, prompts: list[list[int]], seed: int) -> dict[str, Any]:
+    """Actions of a head on the hidden state behind each observation."""
+    name = _acting_head(body, target)
+    spec = heads_of(target)[name]
+    if spec.kind == "gaussian":
+        check_own_spread(f"head {name!r}", body.temperature)
+    check_pairs(len(prompts), spec.outputs, "observations")
+    check_prompts(prompts, target.served.card, ring.settings, "observations")
+    rows = np.stack(await read_by_head(ring, target, name, prompts))
+    return act_by(
+        outputs_of(spec, rows),
+        spec.labels or None,
+        seed=seed,
+        deterministic=bool(body.deterministic),
+        temperature=body.temperature or 1.0,
+    )
 
 
 async def _choose(body: ActRequest, ring: Ring, target: Target, prompts: list[list[int]], seed: int) -> dict[str, Any]:

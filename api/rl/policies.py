@@ -1,7 +1,8 @@
-"""What a policy that is a network does with observations: which outputs mean an action, and how it is drawn.
+"""What a policy that is a network or a head does with observations: which outputs mean an action, and how it is drawn.
 
-Outputs go by their names. `action_logits` [N]: one of N actions. `action_mean` [A] and `action_log_std` [A]: a vector,
-each number with a normal distribution of its own. `value` [1] beside either.
+Outputs of a network go by their names, and those of a head get the same ones. `action_logits` [N]: one of N actions.
+`action_mean` [A] and `action_log_std` [A]: a vector, each number with a normal distribution of its own. `value` [1]
+beside either.
 """
 
 import math
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import InvalidRequestError, UnsupportedModelError
+from shared.heads import HeadSpec
 from shared.networks.spec import LOG_STD, LOGITS, MEAN, VALUE, NetworkSpec
 from shared.networks.tensors import Tensors
 
@@ -38,10 +40,23 @@ def check_policy(id: str, network: NetworkSpec, names: Sequence[str] | None, tem
     if names is not None and (not is_discrete or actions[0] != (len(names),)):
         has = f"{actions[0][0]} actions" if is_discrete else "no discrete actions"
         raise InvalidRequestError(f"{id} has {has}, and 'actions' names {len(names)}", param="actions")
-    if not is_discrete and temperature not in (None, 1.0):
+    if not is_discrete:
+        check_own_spread(id, temperature)
+
+
+def check_own_spread(owner: str, temperature: float | None) -> None:
+    """InvalidRequestError for a temperature of Gaussian actions."""
+    if temperature not in (None, 1.0):
         raise InvalidRequestError(
-            f"{id} says its own spread: a temperature is for discrete actions", param="temperature"
+            f"{owner} says its own spread: a temperature is for discrete actions", param="temperature"
         )
+
+
+def outputs_of(spec: HeadSpec, outputs: npt.NDArray[np.float32]) -> Tensors:
+    """A policy head's outputs under the names that those of networks have."""
+    if spec.kind == "categorical":
+        return {LOGITS: outputs}
+    return {MEAN: outputs[:, : spec.size], LOG_STD: outputs[:, spec.size :]}
 
 
 def act_by(

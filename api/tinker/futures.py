@@ -22,7 +22,7 @@ from api.tinker.protobuf import pass_bytes
 from api.tinker.sampling import cancel_sample
 from shared.adapters import version_id
 from shared.errors import GoneError, InvalidRequestError, NotFoundError
-from shared.learners import Answer, BeginDone, Failed, LearnerSpec, LoadDone, PassDone, SaveDone, StepDone
+from shared.learners import Answer, BeginDone, Failed, LearnerSpec, LoadDone, PassDone, SaveDone, StepDone, Told
 from shared.redis import keys
 from shared.redis.training.tinker_store import TinkerSample, TinkerSampler
 
@@ -106,6 +106,8 @@ async def _shown(ring: Ring, spec: LearnerSpec, answer: Answer, sampler: str) ->
             return {"type": "save_weights_for_sampler", "path": path, "sampling_session_id": sampler or None}
         case PassDone():
             return _shown_pass(answer)
+        case Told():
+            raise _gone()  # of a run's learner, which is no client's
 
 
 def _shown_pass(answer: PassDone) -> dict[str, Any]:

@@ -5,7 +5,7 @@ tile is a picture of its own, and behind them comes the whole image in one tile.
 Sizes are rounded as transformers' `Idefics3ImageProcessor` and `SmolVLMImageProcessor` do it.
 
 Pixtral (arXiv 2410.07073): an image is one picture of whole patches in its own proportions, no larger than
-`longest_edge`; each row of patches ends with a mark.
+`longest_edge`; each row of patches ends with a mark. Mistral 3.1 does so with squares of patches.
 """
 
 from dataclasses import dataclass

@@ -340,8 +340,10 @@ class ServeSettings(WorkerSettings, ApiSettings, RunnerSettings):
         return cast(S, kind.model_construct(**{name: mine[name] for name in kind.model_fields if name in mine}))
 
 
-def load(kind: type[S], argv: list[str] | None = None) -> S:
-    """Settings of one process from a command line, the environment and YAML.
+def load(
+    kind: type[S], argv: list[str] | None = None, under: Mapping[str, Any] = {}, over: Mapping[str, Any] = {}
+) -> S:
+    """Settings of one process from a command line, the environment and YAML; `under` and `over` the command line's.
 
     Raises SetupError naming the wrong key; exits 0 after `--help`, `--version` and `--dry-run`.
     """
@@ -356,7 +358,7 @@ def load(kind: type[S], argv: list[str] | None = None) -> S:
     )
     try:
         flags = source()
-        settings = configured(**flags)
+        settings = configured(**{**under, **flags, **over})
     except ValidationError as error:
         raise SetupError("bad settings: " + "; ".join(_complaint(kind, e) for e in error.errors())) from error
     result = cast(S, kind.model_construct(**settings.model_dump()))

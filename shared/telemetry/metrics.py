@@ -219,6 +219,8 @@ _TRAINING = (
     _gauge("mlx_parallm_rl_held_out_reward", _POLICY, "reward of the last good version on held-out tasks"),
     _gauge("mlx_parallm_rl_held_out_true_reward", _POLICY, "its --held-out-reward on the same tasks"),
     _gauge("mlx_parallm_rl_kl", _POLICY, "KL to the base in the last train step (k3)"),
+    _gauge("mlx_parallm_rl_value_loss", _POLICY, "with loss ppo: loss of the values in the last train step"),
+    _gauge("mlx_parallm_rl_value_explained", _POLICY, "share of the returns' variance that its values explained"),
     _gauge("mlx_parallm_rl_lag", _POLICY, "versions between the oldest token and the trainer in the last train step"),
     _gauge("mlx_parallm_rl_train_step", _POLICY, "batches consumed by the run"),
     _gauge("mlx_parallm_rl_policy_step", _POLICY, "train steps whose result is part of the present policy"),

@@ -20,6 +20,7 @@ MEASUREMENTS = {
     "disk": "a second turn after a restart, from disk; what running streams notice of reads and writes",
     "kv_bits": "KV in 8 and 4 bits: rows in the same memory, and decode speed over full precision",
     "speculation": "rows with drafts over rows without, by how often drafts are right",
+    "images": "rows with images together over one at a time; first tokens of texts beside them",
     "draft_model": "rows with a draft model over rows without: the model itself, and a part of it",
     "curricula": "train steps to the same held-out reward with a curriculum, over without",
     "cart_pole": "PPO holds a pole on a cart, over a ring: a worker acts, the trainer publishes versions",

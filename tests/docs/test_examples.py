@@ -92,6 +92,22 @@ def test_two_turns_of_an_own_environment_are_trained_over_the_ring(served: Ring,
     assert measured and max(measured) < 1e-3, "the second turn saw the very ids of the first"
 
 
+def test_two_agents_learn_over_one_base_and_ask_each_other(served: Ring, tmp_path: Path) -> None:
+    arguments = without(command("two_agents", "mlx_parallm_train"), "--connect-to")
+    here = ("--connect-to", served.url.removeprefix("http://"), "--run-dir", str(tmp_path), "--steps", "2")
+    run(BIN / "mlx_parallm_train", *arguments, *here)
+    agents = ("black", "white")
+    dashboard = httpx.get(f"{served.url}/dashboard", timeout=60).text
+    for agent in agents:
+        lines = read(tmp_path / agent / "metrics.jsonl")
+        assert [line.train_step for line in lines] == [0, 1] and all(line.failed == 0 for line in lines)
+        assert any(line.taught for line in lines)
+        assert httpx.get(f"{served.url}/v1/adapters/{agent}", timeout=60).json()["latest"] == 3
+        assert agent in dashboard
+    weights = [(tmp_path / agent / "checkpoints/step-000002/adapters.safetensors").read_bytes() for agent in agents]
+    assert weights[0] != weights[1]
+
+
 def test_the_readme_names_the_examples_and_each_is_run() -> None:
     assert "[examples/](examples/)" in (ROOT / "README.md").read_text()
     tested = Path(__file__).read_text()

@@ -126,7 +126,7 @@ def test_the_tree_in_the_readme_is_the_one_on_disk() -> None:
     for line in tree.splitlines():
         head, text = re.match(r"(?:(\w+)/)?\s+(.*)", line).groups()  # type: ignore[union-attr]
         folder = head or folder
-        inside = re.findall(r"(\w+)/(?!\w)", text) + re.findall(r"\w+\.(?:py|md)\b", text)
+        inside = re.findall(r"([\w-]+)/(?!\w)", text) + re.findall(r"\w+\.(?:py|md)\b", text)
         missing += [f"{folder}/{name}" for name in inside if not exists(f"{folder}/{name}")]
         assert exists(folder), folder
     assert not missing, f"README's tree names what is not there: {missing}"

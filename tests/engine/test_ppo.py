@@ -215,6 +215,7 @@ def test_a_network_of_ones_own_is_read_from_its_description(tmp_path: Path) -> N
         (["--mode", "ppo", "--dataset", "x.jsonl"], "--dataset has no use with --mode ppo"),
         (["--mode", "ppo", "--group-size", "3"], "--group-size has no use with --mode ppo"),
         (["--discount", "0.5"], "--discount goes with --mode ppo"),
+        (["--mode", "ppo", "--seed", "-5"], "seed: Input should be greater than or equal to 0"),
         (["--mode", "sft", "--dataset", "x.jsonl", "--gae-lambda", "1"], "--gae-lambda has no use with --mode sft"),
     ],
 )

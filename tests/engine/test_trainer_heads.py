@@ -63,7 +63,7 @@ def test_numbers_and_gradients_do_not_depend_on_the_chunk(name: str, scores: Cal
     for chunk in (0, 1, 4, 5, 1000):
 
         def loss(tree: Any, chunk: int = chunk) -> mx.array:
-            logp_BT, entropy_BT = scores(tree, x, chunk=chunk)
+            logp_BT, entropy_BT, _ = scores(tree, x, chunk=chunk)
             return mx.where(x.mask_BT, logp_BT + 0.1 * entropy_BT, 0.0).sum()
 
         value, gradient = nn.value_and_grad(policy.model, loss)(policy.model)

@@ -137,11 +137,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing(policy: Policy) -> None:
     groups = groups_of(policy)
     bad = replace(groups[0].samples[0], advantage=float("inf"))
     groups[0] = replace(groups[0], samples=(bad, *groups[0].samples[1:]))
-    before, moments = policy.weights(), optimizer.moments()
+    before, moments = policy.weights(), optimizer.adam.moments()
     report: StepReport = finish(optimizer.train_step(groups, 0))
     assert not report.updated and report.nonfinite_gradients == 1
     assert all(np.array_equal(value, before[name]) for name, value in policy.weights().items())
-    assert all(np.array_equal(value, moments[name]) for name, value in optimizer.moments().items())
+    assert all(np.array_equal(value, moments[name]) for name, value in optimizer.adam.moments().items())
 
 
 def test_mismatch_and_staleness_are_told_apart(policy: Policy) -> None:

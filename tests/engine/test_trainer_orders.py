@@ -153,6 +153,17 @@ async def test_equal_rewards_teach_nothing_and_one_sample_neither(tmp_path: Path
     assert sink.latest == 1 and sink.alerts == []
 
 
+async def test_posted_rewards_teach_a_value_head_and_advantages_are_refused(tmp_path: Path) -> None:
+    single, wild = UpdateOrder((posted(1.0),)), UpdateOrder((posted(1e38), posted(-1e38)))
+    given = UpdateOrder((replace(posted(1.0), advantage=2.0),))
+    answers, sink, _ = await carried_out(tmp_path, given, wild, single, loss="ppo")
+    assert isinstance(answers[0], Refusal) and "give rewards" in answers[0].message
+    assert (answers[1].status, answers[1].version) == ("rejected", 1) and "finite" in answers[1].gate
+    assert (answers[2].status, answers[2].version, answers[2].trajectories) == ("updated", 3, 1)
+    assert all(np.isfinite(value).all() for value in sink.versions[3].values())
+    assert sink.versions[3]["heads.value.bias"][0] > 0
+
+
 async def test_too_many_unserved_updates_are_refused_beside_own_prompts(tmp_path: Path) -> None:
     quiet = UpdateOrder(TEACHES, update_inference=False)
     answers, _, _ = await carried_out(tmp_path, quiet, quiet, source="prompts", steps=50, max_lag=1)

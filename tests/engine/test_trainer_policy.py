@@ -156,10 +156,10 @@ def test_a_shared_prompt_gives_the_numbers_and_gradients_of_whole_rows(
     for scores in (shared_scores, row_scores):
 
         def loss(tree: Any, scores: Any = scores) -> mx.array:
-            logp_BT, entropy_BT = scores(tree, x)
+            logp_BT, entropy_BT, _ = scores(tree, x)
             return mx.where(x.mask_BT, logp_BT + 0.1 * entropy_BT, 0.0).sum()
 
-        logp_BT, entropy_BT = scores(policy.model, x)
+        logp_BT, entropy_BT, _ = scores(policy.model, x)
         values.append((mx.where(x.mask_BT, logp_BT, 0.0), mx.where(x.mask_BT, entropy_BT, 0.0)))
         gradients.append(dict(tree_flatten(nn.value_and_grad(policy.model, loss)(policy.model)[1])))
     for mine, theirs in zip(*values, strict=True):

@@ -18,13 +18,13 @@ from tests.training.run import train
 from trainer.learn.batches import SampleGroup, pad
 from trainer.learn.learner import Learner
 from trainer.learn.optimize import Optimizer
-from trainer.learn.options import AdapterShape, LossOptions, OptimizeOptions, Schedule, ValueOptions
+from trainer.learn.options import AdapterShape, AdvantageScale, LossOptions, OptimizeOptions, Schedule, ValueOptions
 from trainer.metrics import read
 from trainer.settings import TrainSettings
 from trainer.versions.checkpoint import CheckpointStore
 from worker.engine.model.loader import LoadedModel
 
-VALUE = ValueOptions(coefficient=0.5, discount=0.9, decay=0.8)
+VALUE = ValueOptions(coefficient=0.5, discount=0.9, decay=0.8, scale="std")
 OPTIONS = OptimizeOptions(
     loss=LossOptions("ppo", 0.2, 0.2),
     value=VALUE,
@@ -90,14 +90,17 @@ def reference(optimizer: Optimizer, groups: list[SampleGroup]) -> tuple[float, f
             values.append(value_T)
             ratios.append(np.exp(logp_T - mu_T))
     every, ratio = np.concatenate(deltas), np.concatenate(ratios)
-    scaled = (every - every.mean()) / (every.std() + 1e-4)
+    assert optimizer.options.value is not None
+    scaled = (every - every.mean()) / (every.std() + 1e-4 if optimizer.options.value.scale == "std" else 1)
     policy_loss = -np.minimum(ratio * scaled, np.clip(ratio, 0.8, 1.2) * scaled).mean()
     value_loss = 0.5 * np.square(np.concatenate(values) - np.concatenate(returns)).mean()
     return policy_loss + VALUE.coefficient * value_loss, value_loss
 
 
-def test_losses_are_those_of_the_papers(learner: Learner) -> None:
+@pytest.mark.parametrize("scale", ["mean", "std"])
+def test_losses_are_those_of_the_papers(learner: Learner, scale: AdvantageScale) -> None:
     optimizer, groups = learner._optimizer, gaps(groups_of(learner._policy))
+    optimizer.options = replace(OPTIONS, value=replace(VALUE, scale=scale))
     shifted = [  # the sampler was another one, so ratios are not 1 and some are clipped
         replace(
             group,
@@ -217,7 +220,10 @@ async def test_it_may_begin_with_an_adapter_that_has_no_head(tmp_path: Path) -> 
     ("changes", "complaint"),
     [
         ({"group_size": 1}, "--group-size 1 leaves a sample nothing"),
-        ({"loss": "ppo", "advantage_scale": "std"}, "--advantage-scale std compares the samples of a group"),
+        (
+            {"loss": "ppo", "advantage_scale": "leave_one_out"},
+            "--advantage-scale leave_one_out compares the samples of a group",
+        ),
         ({"gae_lambda": 0.5}, "--gae-lambda goes with --mode ppo or --loss ppo"),
         ({"head_hidden": 8}, "--head-hidden goes with --mode reward or --loss ppo"),
         ({"loss": "ppo", "rollout_steps": 8}, "--rollout-steps goes with --mode ppo$"),

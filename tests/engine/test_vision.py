@@ -18,6 +18,8 @@ from tests.engine.conftest import Bench
 from tests.engine.vision_models import CONFIGS, alone, image_spec, picture, pixels, whole_model, write_vision_model
 from worker.engine.messages import EngineConfig, Picture, RowRequest, SpeculationConfig
 from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.vision.families import check_known, is_vision
+from worker.engine.vision.gallery import TRIED_AGAIN, TileTimes
 
 WHAT = "What is this? <image> Say it."
 
@@ -62,6 +64,22 @@ class Gaze(Bench):
         for seq in names or self.shown:
             spec, pictures = self.shown[seq]
             assert self.tokens(seq) == alone(reference, spec.prompt_ids, pictures, spec.sampling.max_tokens), seq
+
+
+def test_as_many_tiles_are_encoded_at_once_as_stay_in_time() -> None:
+    times = TileTimes()
+    assert times.most(8, 1.0) == 1, "nothing is known"
+    for tiles, seconds in ((1, 9.0), (1, 0.5), (2, 60.0)):  # kernels are compiled in the first one of each
+        times.took(tiles, seconds)
+    assert times.most(8, 1.0) == 2, "once may have been that"
+    times.took(2, 0.5)
+    assert times.most(8, 1.0) == 4 and times.most(3, 1.0) == 2
+    times.took(4, 1.5)
+    times.took(4, 1.5)
+    assert times.most(8, 1.0) == 2 and times.most(8, 2.0) == 8 and times.most(8, 0.1) == 1
+    for _ in range(TRIED_AGAIN):
+        times.took(2, 0.5)
+    assert times.most(8, 1.0) == 4, "the machine may have been busy"
 
 
 def test_what_it_says_depends_on_the_image(seeing: LoadedModel, reference: Any) -> None:
@@ -200,7 +218,9 @@ def test_a_folder_that_is_not_as_it_should_be_is_refused_in_words(tmp_path: Path
     folder = write_vision_model(tmp_path / "small")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "molmo"}))
-    with pytest.raises(SetupError, match="family 'molmo' are not supported; these are: idefics3, smolvlm, pixtral"):
+    with pytest.raises(
+        SetupError, match="family 'molmo' are not supported; these are: idefics3, smolvlm, pixtral, mistral3"
+    ):
         load_model(EngineConfig(str(folder)))
     (folder / "config.json").write_text(json.dumps(config))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -210,6 +230,49 @@ def test_a_folder_that_is_not_as_it_should_be_is_refused_in_words(tmp_path: Path
     (folder / "processor_config.json").write_text(json.dumps({"image_seq_len": 64}))
     with pytest.raises(SetupError, match="64 tokens a tile"):
         load_model(EngineConfig(str(folder)))
+
+
+def test_of_mistral_3_only_what_runs_in_the_batch_is_seen_with(tmp_path: Path) -> None:
+    folder = write_vision_model(tmp_path / "small", "mistral3")
+    file, config = folder / "config.json", json.loads((folder / "config.json").read_text())
+    for text in ("ministral3", "mistral4"):
+        assert not is_vision({**config, "text_config": {**config["text_config"], "model_type": text}})
+    tied = {**config, "text_config": {**config["text_config"], "tie_word_embeddings": True}}
+    file.write_text(json.dumps(tied))
+    weights = mx.load(str(folder / "model.safetensors"))
+    del weights["language_model.lm_head.weight"]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    from mlx_vlm.utils import load_model as load_whole
+
+    bench = Gaze(load_model(EngineConfig(str(folder))))
+    bench.ask("one", WHAT, [picture(1)])
+    bench.run()
+    bench.check(load_whole(folder))
+    file.write_text(json.dumps({**tied, "vision_config": {**config["vision_config"], "image_size": 56}}))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"size": {"longest_edge": 50}}))
+    with pytest.raises(SetupError, match="50 pixels in squares of 16 do not fit a tower of 56"):
+        load_model(EngineConfig(str(folder)))
+    del tied["text_config"]["rope_theta"]
+    file.write_text(json.dumps(tied))
+    with pytest.raises(SetupError, match="no rope_theta"):
+        load_model(EngineConfig(str(folder)))
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "qwen3_vl", "lfm2-vl"])
+def test_a_model_whose_tower_we_do_not_run_says_at_start_that_it_refuses_images(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"model_type": kind, "text_config": {}, "vision_config": {"hidden_size": 8}}
+    assert not is_vision(config)
+    try:
+        check_known(config)
+    except SetupError as refusal:
+        assert f"family {kind!r} are not supported" in str(refusal)
+    else:
+        assert f"engine.images_refused family={kind}" in caplog.text
+    caplog.clear()
+    check_known({"model_type": "llama"})
+    assert not caplog.text
 
 
 def test_adapters_apply_to_rows_with_images(seeing: LoadedModel, reference: Any, tmp_path: Path) -> None:

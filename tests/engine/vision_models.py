@@ -31,6 +31,7 @@ MARKS = {
     + [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)],
     "pixtral": ["[IMG]", "[IMG_BREAK]", "[IMG_END]", "<end_of_utterance>"],
 }
+MARKS["mistral3"] = MARKS["pixtral"]
 IMAGE_TOKEN_ID = EOS + 1
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
@@ -64,11 +65,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "pixtral", "image_size": LONGEST, "head_dim": 16, **_SEEN},
     },
 }
+CONFIGS["mistral3"] = {**CONFIGS["pixtral"], "model_type": "mistral3", "spatial_merge_size": 2}
 
 
-def whole_model(family: str, seed: int = 0) -> Any:
+def whole_model(family: str, seed: int = 0, config: dict[str, Any] | None = None) -> Any:
     """mlx-vlm's model with random weights, sharpened so that what it sees changes what it says."""
-    module, config = import_module(f"mlx_vlm.models.{family}"), CONFIGS[family]
+    module, config = import_module(f"mlx_vlm.models.{family}"), config or CONFIGS[family]
     mx.random.seed(seed)
     parts = {
         "text_config": module.TextConfig.from_dict(config["text_config"]),
@@ -166,10 +168,11 @@ def alone(model: Any, prompt_ids: tuple[int, ...], pictures: list[Image.Image], 
 
 def pixels(model: Any, pictures: list[Image.Image]) -> dict[str, Any]:
     """What mlx-vlm is fed with: its own pixels, or transformers'."""
-    if model.config.model_type == "pixtral":
+    if model.config.model_type in ("pixtral", "mistral3"):
         from mlx_vlm.models.pixtral.image_processing_pixtral import PixtralImageProcessor
 
-        seen = PixtralImageProcessor({"longest_edge": LONGEST}, {"height": 8, "width": 8})(pictures)
+        side = 8 * getattr(model.config, "spatial_merge_size", 1)
+        seen = PixtralImageProcessor({"longest_edge": LONGEST}, {"height": side, "width": side})(pictures)
         return {"pixel_values": mx.array(seen["pixel_values"]), "image_sizes": seen["image_sizes"]}
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 

@@ -49,7 +49,7 @@ async def test_any_api_tells_of_the_whole_ring(redis_url: str) -> None:
 async def test_the_trainer_s_figures_come_from_its_board(redis_url: str, redis: Redis) -> None:
     board = TrainingBoard(redis, "policy")
     status = TrainerStatus(policy="policy", run="r", owner="o", loss=-0.5, trajectories=64, checkpoint_saves=2, lag=1)
-    status = msgspec.structs.replace(status, held_out=0.75, held_out_true=0.25)
+    status = msgspec.structs.replace(status, held_out=0.75, held_out_true=0.25, value_loss=0.4, explained=0.1)
     await board.write(status)
     await board.alert("gate_failed", "norm")
     async with api(redis_url) as server:
@@ -57,6 +57,8 @@ async def test_the_trainer_s_figures_come_from_its_board(redis_url: str, redis: 
     assert found["mlx_parallm_rl_training_loss"] == {("policy",): -0.5}
     assert found["mlx_parallm_rl_held_out_reward"] == {("policy",): 0.75}
     assert found["mlx_parallm_rl_held_out_true_reward"] == {("policy",): 0.25}
+    assert found["mlx_parallm_rl_value_loss"] == {("policy",): 0.4}
+    assert found["mlx_parallm_rl_value_explained"] == {("policy",): 0.1}
     assert found["mlx_parallm_rl_trajectories_collected"] == {("policy",): 64}
     assert found["mlx_parallm_checkpoint_saves_total"] == {("policy",): 2}
     assert found["mlx_parallm_rl_trainer_up"] == {("policy",): 0}

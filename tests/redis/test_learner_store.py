@@ -113,3 +113,26 @@ async def test_a_save_is_there_with_its_answer_and_until_it_expires(redis: Redis
     assert [info.name for info in await store.saves("one", expired=True)] == ["a"]
     with pytest.raises(NotFoundError):
         await store.saved("one", "a")
+
+
+async def test_a_dropped_learner_leaves_only_answers_and_its_service_is_refused(redis: Redis) -> None:
+    store = await made(redis, 2)
+    held = await taken(store)
+    state, upload = (
+        await store.put_state("one", b"state"),
+        await store.put_asked("one", b"much" * learner_store.CHUNK_BYTES),
+    )
+    assert await store.asked("one", upload) == b"much" * learner_store.CHUNK_BYTES
+    await store.drop_asked("one", upload)
+    info = SaveInfo(
+        name="a", kind="state", created_ms=1, expires_ms=FAR_MS, bytes_id=await store.put_saved("one", b"s")
+    )
+    assert await store.tell(held, 1, StepDone({}), state=state, save=info)
+    for _ in range(2):  # again, as somebody who was not told
+        await store.drop("tiny", "one")
+    left = [key async for key in redis.scan_iter("parallm:learner:*")]
+    assert left == [keys.learner_answer("one", 1).encode()]
+    assert await waiting_learners(redis, "tiny").take(5, 1000) == []
+    assert not await store.tell(held, 2, StepDone({}))
+    with pytest.raises(NotFoundError):
+        await store.place(SPEC, 3, Step())

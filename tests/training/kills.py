@@ -25,12 +25,14 @@ import msgspec
 
 from api.demo.chats import ChatLog, chatting
 from tests.e2e.rings import MODEL, Process, Ring, ring
+from trainer.learn.options import LossName
 from trainer.metrics import StepMetrics, read
 from trainer.state import RunState
 
 RECIPE = """
 task: arithmetic
 task_count: 8
+loss: {loss}
 steps: {steps}
 prompts_per_step: {groups}
 group_size: 8
@@ -61,10 +63,22 @@ class Outcome:
         return [index for line in self.lines for index in line.indices]
 
 
-def train(served: Ring, folder: Path, name: str, *, steps: int, max_lag: int, kills: int = 0, seed: int = 0) -> Outcome:
+def train(
+    served: Ring,
+    folder: Path,
+    name: str,
+    *,
+    steps: int,
+    max_lag: int,
+    kills: int = 0,
+    seed: int = 0,
+    loss: LossName = "dapo",
+    learner: str = "own",
+) -> Outcome:
     """Run to the end under a policy's name of its own, killed so many times on the way."""
     recipe = folder / f"{name}.yaml"
-    recipe.write_text(RECIPE.format(steps=steps, groups=GROUPS, max_lag=max_lag))
+    text = RECIPE.format(loss=loss, steps=steps, groups=GROUPS, max_lag=max_lag)
+    recipe.write_text(text + f"learner: {learner}\n")
     run = folder / name
     metrics = run / "metrics.jsonl"
     draw = random.Random(seed)
@@ -141,19 +155,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.training.kills", description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--loss", default="dapo")
     parser.add_argument("--chats", action="store_true")
     arguments = parser.parse_args()
     steps = 4 * arguments.kills
     with tempfile.TemporaryDirectory(prefix="parallm-kills-") as name, ring(Path(name) / "ring") as served:
         folder = Path(name)
-        whole = train(served, folder, "whole", steps=steps, max_lag=0)
+        whole = train(served, folder, "whole", steps=steps, max_lag=0, loss=arguments.loss)
         check(whole, steps, on_policy=True)
         print(f"uninterrupted, K = 0: {steps} train steps")
         with _chats(served, arguments.chats) as log:
             for max_lag in (0, 1):
                 killed = train(
                     served, folder, f"killed-{max_lag}", steps=steps, max_lag=max_lag,
-                    kills=arguments.kills, seed=arguments.seed + max_lag,
+                    kills=arguments.kills, seed=arguments.seed + max_lag, loss=arguments.loss,
                 )  # fmt: skip
                 check(killed, steps, on_policy=max_lag == 0)
                 print(

@@ -12,7 +12,7 @@ from shared.adapter_files.config import mlx_config as written_config
 from shared.adapter_files.config import read_config
 from shared.adapter_files.formats import prepare_directory, prepared
 from shared.errors import AdapterRejectedError, InvalidRequestError
-from shared.heads import HeadSpec, choose
+from shared.heads import HeadSpec, choose, choose_policy
 from tests.unit.adapter_files import Array, lora, mlx_config, peft_config, peft_tensors, write
 
 H = 12
@@ -48,6 +48,18 @@ def test_heads_alone_are_an_adapter(tmp_path: Path) -> None:
         assert adapter.heads["topic"] == HeadSpec("labels", ("a", "b", "c"), "gelu", inputs=H, hidden=5)
 
 
+def test_policy_heads_have_an_output_for_each_action_or_two_for_each_of_its_numbers(tmp_path: Path) -> None:
+    heads = {"policy": {"kind": "categorical", "labels": ["a", "b", "c"]}, "force": {"kind": "gaussian", "size": 2}}
+    folder = write(tmp_path / "adapter", {"heads": heads}, head("policy", 3) | head("force", 4))
+    with prepared(folder, hidden_size=H) as adapter:
+        assert adapter.heads["policy"] == HeadSpec("categorical", ("a", "b", "c"), inputs=H)
+        assert adapter.heads["force"] == HeadSpec("gaussian", size=2, inputs=H)
+        data = written_config("head", 0, 1.0, (), adapter.heads)
+        assert read_config(data).heads == adapter.heads
+        assert (choose_policy(adapter.heads), choose_policy(adapter.heads, "force")) == ("policy", "force")
+    assert choose_policy({"policy": HeadSpec("scalar")}) == "" == choose_policy({}, "force")
+
+
 @pytest.mark.parametrize("peft", [False, True])
 def test_a_lora_may_have_heads_beside_it_in_either_format(tmp_path: Path, peft: bool) -> None:
     config, tensors = (peft_config, peft_tensors(lora())) if peft else (mlx_config, lora())
@@ -74,6 +86,10 @@ def test_without_heads_the_written_configuration_says_nothing_of_them() -> None:
 @pytest.mark.parametrize(
     ("heads", "tensors", "word"),
     [
+        ({"force": {"kind": "gaussian", "size": 2}}, head("force", 2, bias=False), "expected [4, 12]"),
+        ({"force": {"kind": "gaussian"}}, head("force", 2), "a size of 1 to 1024, here is 0"),
+        ({"reward": {"kind": "scalar", "size": 2}}, head(), "a size belongs to"),
+        ({"policy": {"kind": "categorical", "labels": ["a"]}}, head("policy"), "'categorical' has 2 to 1024"),
         (SCALAR, head(inputs=13), "expected [1, 12]"),
         (SCALAR, head(outputs=2, bias=False), "expected [1, 12]"),
         (SCALAR, head("other"), "the file has no tensors"),

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,14 @@ def test_groups_without_variance_are_dropped_and_counted() -> None:
     assert [g.id for g in kept] == ["run-1"]
     assert [s.advantage for s in kept[0].samples] == [0.5, -0.5]
     assert dropped == Dropped(zero_variance=1)
+
+
+def test_for_a_value_head_equal_rewards_and_single_samples_teach_and_others_advantages_do_not() -> None:
+    judged = replace(group(trajectory(1.0), trajectory(0.0), index=3), advantages=(2.0, -2.0))
+    batch = [group(trajectory(1.0), trajectory(1.0)), group(trajectory(0.5), index=1), group(trajectory(None), index=2)]
+    kept, dropped = sample_groups([*batch, judged], {}, scale=None)
+    assert [[s.advantage for s in each.samples] for each in kept] == [[1.0, 1.0], [0.5]]
+    assert dropped == Dropped(failed=3, too_few=2)
 
 
 def test_failed_and_unscored_samples_are_left_out_of_the_baseline() -> None:

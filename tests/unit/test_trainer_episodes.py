@@ -1,10 +1,11 @@
 import re
+from dataclasses import replace as replaced
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from shared.errors import SetupError
+from shared.errors import ServiceUnavailableError, SetupError
 from shared.frames import VersionSpan
 from shared.jobs import SamplingOverrides
 from shared.text.codec import TextCodec, TokenizerBundle
@@ -17,6 +18,7 @@ from trainer.rollouts.environments import (
     Environment,
     Observation,
     Outcome,
+    Question,
     Task,
     load_class,
     read_jsonl,
@@ -97,6 +99,79 @@ async def test_a_tools_result_stands_between_two_turns_and_is_masked(codec: Text
     assert one_turn.loss_mask == ()
     groups, _ = sample_groups([played], {"policy@1": 4, "policy@2": 5})
     assert set(groups[0].samples[0].policy_steps) == {4, 5}
+
+
+class Duel:
+    """Asks another policy the same, as often as it is told, and rewards what is said twice."""
+
+    name = "duel"
+
+    def __init__(self, question: Question, times: int = 1) -> None:
+        self._question, self._times = question, times
+
+    async def reset(self, index: int) -> Observation:
+        return Observation(({"role": "user", "content": "1+1="},), info=[])
+
+    async def step(self, observation: Observation, action: str) -> Outcome:
+        said = [*observation.info, action]
+        if len(said) <= self._times:
+            return Outcome(0.25, info=said, components={f"asked {len(said)}": 1.0}, question=self._question)
+        return Outcome(float(len(set(said)) == 1), components={"same": 1.0})
+
+
+ASKED = Question("other@3", ({"role": "user", "content": "2-0="},), max_tokens=3, temperature=0.5)
+
+
+async def test_another_policy_is_asked_and_stays_out_of_the_sample(codec: TextCodec) -> None:
+    source = ScriptedSource(codec, "2<|im_end|>", "2<|im_end|>", "3<|im_end|>")
+    options = EpisodeOptions("run", group_size=1, seed=4)
+    played = await Episodes(source, Duel(ASKED, times=2), ChatEncoder(codec), options).play(0, "policy@1")
+    (sample,) = played.trajectories
+    assert sample.reward is not None and sample.reward.value == 0.5
+    assert sample.reward.components == {"asked 1": 1.0, "asked 2": 1.0, "same": 1.0}
+    assert codec.decode(sample.completion_ids) == "2" and sample.loss_mask == ()
+    mine, first, second = source.requests
+    assert (mine.adapter, first.adapter, second.adapter) == ("policy@1", "other@3", "other@3")
+    assert "2-0=" in codec.decode(first.prompt_ids) and first.prompt_ids == second.prompt_ids
+    assert (first.sampling.max_tokens, first.sampling.temperature) == (3, 0.5)
+    assert (
+        len({mine.id, first.id, second.id}) == len({mine.sampling.seed, first.sampling.seed, second.sampling.seed}) == 3
+    )
+
+
+@pytest.mark.parametrize(
+    ("question", "why"),
+    [
+        (replaced(ASKED, policy="no/name"), "name"),
+        (replaced(ASKED, policy="other@x"), "NAME@VERSION"),
+        (replaced(ASKED, policy="@3"), "NAME@VERSION"),
+        (replaced(ASKED, messages=()), "no messages"),
+        (replaced(ASKED, max_tokens=0), "max_tokens"),
+        (replaced(ASKED, temperature=float("nan")), "temperature"),
+        (ASKED, "16 questions"),
+    ],
+)
+async def test_a_question_that_must_not_be_asked_costs_its_sample(
+    codec: TextCodec, question: Question, why: str
+) -> None:
+    source = ScriptedSource(codec, *["2<|im_end|>"] * 20)
+    episodes = Episodes(source, Duel(question, times=99), ChatEncoder(codec), EpisodeOptions("run", group_size=1))
+    (sample,) = (await episodes.play(0, "policy@1")).trajectories
+    assert sample.reward is not None and sample.reward.value is None and why in sample.reward.error
+
+
+async def test_a_ring_that_cannot_generate_the_answer_ends_the_group(codec: TextCodec) -> None:
+    class Gone(ScriptedSource):
+        async def generate(self, request: RolloutRequest) -> list[Trajectory]:
+            if self.requests:
+                raise ServiceUnavailableError("no worker")
+            return await super().generate(request)
+
+    episodes = Episodes(
+        Gone(codec, "2<|im_end|>"), Duel(ASKED), ChatEncoder(codec), EpisodeOptions("run", group_size=1)
+    )
+    with pytest.raises(ServiceUnavailableError):
+        await episodes.play(0, "policy@1")
 
 
 async def test_the_next_turn_continues_the_sampled_ids_themselves(codec: TextCodec) -> None:

@@ -43,5 +43,5 @@ def of_tokens(rewards_B: Floats, values_BT: Floats, mask_BT: Flags, discount: fl
 
 def explained(values: Floats, returns: Floats) -> float:
     """The share of the returns' variance that the values explain: 1 all of it, 0 none, below 0 less than a constant."""
-    variance = float(np.var(returns))
-    return 1 - float(np.var(returns - values)) / variance if variance else 0.0
+    variance = float(np.var(returns, dtype=np.float64))
+    return 1 - float(np.var(returns - values, dtype=np.float64)) / variance if variance else 0.0

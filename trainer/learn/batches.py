@@ -27,6 +27,7 @@ from trainer.learn.options import AdvantageScale
 from trainer.rollouts.groups import RolloutGroup, problem, usable
 
 STD_EPSILON = 1e-4
+_JUDGED = "it comes with an advantage, and a value head learns from rewards"
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ def sample_groups(
 ) -> tuple[list[SampleGroup], Dropped]:
     """Advantages and masks of each group; groups without signal are left out.
 
-    `scale`: None: samples are not compared with each other, so each has its reward, and no group is left out for it.
+    `scale`: None: samples are not compared with each other, so each has its reward, and no group is left out for it;
+    those whose advantages somebody else has given count as failed.
     `policy_steps` says which policy step made each adapter version (`name@k`); "" and unknown ones are step 0.
     """
     kept: list[SampleGroup] = []
@@ -131,6 +133,8 @@ def sample_groups(
     for group in given:
         problems = [problem(t) for t in group.trajectories]
         members = [i for i, why in enumerate(problems) if not why]
+        if group.advantages and scale is None:
+            members, problems = [], [_JUDGED] * len(problems)
         failed += len(problems) - len(members)
         first_problem = first_problem or next(filter(None, problems), "")
         advantages = _advantages(group, members, baselines.get(group.id), scale)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
 
 from shared.adapters import GateCheck
 from shared.heads import HeadSpec
@@ -21,8 +23,11 @@ from trainer.learn.logprobs import cut
 from trainer.learn.measures import measure_gaps, measure_parity, measure_probe_kl
 from trainer.learn.optimize import Optimizer, StepReport
 from trainer.learn.options import AdapterShape, OptimizeOptions, ValueOptions
+from trainer.learn.packing import pack, unpack
 from trainer.learn.policy import Policy
 from trainer.state import Arrays, Snapshot
+
+_OLDER = "older-"  # begins the names of earlier weights in a state
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Learner:
         self._older: OrderedDict[int, Arrays] = OrderedDict()  # policy step -> weights
         self._good = self._policy.weights()
         self._best: Arrays | None = None  # of the best version that was judged
-        self._before = self._optimizer.kept()
+        self._before = self._optimizer.adam.kept()
         self.head = {name: each for name, each in self._good.items() if name.startswith("heads.")}  # as it begins
         self.shapes = {name: tuple(value.shape) for name, value in self._good.items()}
 
@@ -64,7 +69,7 @@ class Learner:
         self, groups: Sequence[SampleGroup], step: int, policy_step: int, probes: Sequence[tuple[int, ...]]
     ) -> Work[Trained]:
         """One train step and its checks; the result is not good until `accept`."""
-        self._before = self._optimizer.kept()
+        self._before = self._optimizer.adam.kept()
         self._older[policy_step] = self._good
         while len(self._older) > self._remembered:
             self._older.popitem(last=False)
@@ -110,13 +115,13 @@ class Learner:
     def revert(self) -> None:
         """Back to the last good weights and to the moments that made them, as if the train step had not been."""
         self._policy.load(self._good)
-        self._optimizer.put_back(self._before)
+        self._optimizer.adam.put_back(self._before)
 
     def load(self, weights: Arrays) -> None:
         """Go on from older weights after a rollback, without momentum: it points to where rewards collapsed."""
         self._policy.load(weights)
         self._good = self._policy.weights()
-        self._optimizer.reset()
+        self._optimizer.adam.reset()
 
     def weights(self) -> Arrays:
         """The present adapter."""
@@ -128,13 +133,37 @@ class Learner:
 
     def snapshot(self) -> Snapshot:
         """All of the state, for a checkpoint."""
-        return Snapshot(self._policy.weights(), self._policy.config(), self._optimizer.moments())
+        return Snapshot(self._policy.weights(), self._policy.config(), self._optimizer.adam.moments())
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on exactly where a checkpoint was taken."""
         self._policy.load(snapshot.adapter)
-        self._optimizer.load_moments(snapshot.optimizer)
+        self._optimizer.adam.load_moments(snapshot.optimizer)
         self._good = self._policy.weights()
+
+    # -- in the training service, where another process may go on with it
+
+    def state(self) -> bytes:
+        """All that it goes on from, also in the midst of a train step that is neither good nor bad yet."""
+        moments = self._optimizer.adam.moments()
+        before = {name: np.array(value) for name, value in tree_flatten(self._before)}
+        groups = {"weights": self._policy.weights(), "good": self._good, "moments": moments, "before": before}
+        if self._policy.origin is not None:
+            groups["origin"] = self._policy.origin
+        if self._best is not None:
+            groups["best"] = self._best
+        return pack(groups | {f"{_OLDER}{step}": weights for step, weights in self._older.items()})
+
+    def resume(self, state: bytes) -> None:
+        """Go on exactly where `state` was taken; ValueError when it is another learner's."""
+        groups = unpack(state, "weights", "good", "moments", "before")
+        self._policy.load(groups["weights"])
+        self._optimizer.adam.load_moments(groups["moments"])
+        self._good, self._best = groups["good"], groups.get("best")
+        self._before = tree_unflatten([(name, mx.array(value)) for name, value in groups["before"].items()])
+        self._policy.origin = groups.get("origin")
+        older = {int(name.removeprefix(_OLDER)): weights for name, weights in groups.items() if name.startswith(_OLDER)}
+        self._older = OrderedDict(sorted(older.items()))
 
 
 def _head_of(model: Any, options: ValueOptions) -> HeadSpec:

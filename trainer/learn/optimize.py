@@ -1,4 +1,4 @@
-"""One train step: gradients over microbatches, clipped, one AdamW update per minibatch.
+"""One train step: gradients over microbatches, one update (adam.py) per minibatch.
 
 Invariants.
 - A train step is a generator that yields after every microbatch, with everything evaluated. Whoever runs it decides
@@ -25,11 +25,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx.optimizers as optim
 import numpy as np
 import structlog
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
+from trainer.learn.adam import AdamSteps, StepSizes, added
 from trainer.learn.advantages import Floats, explained, of_tokens
 from trainer.learn.batches import STD_EPSILON, Microbatch, SampleGroup, microbatches, pad
 from trainer.learn.logprobs import (
@@ -54,7 +53,7 @@ from trainer.learn.measures import Distances, measure, weights_in
 from trainer.learn.microbatch_size import MicrobatchSize
 from trainer.learn.options import OptimizeOptions, ValueOptions
 from trainer.learn.policy import Policy
-from trainer.state import Arrays, Moments
+from trainer.state import Arrays
 
 log = structlog.get_logger()
 
@@ -130,37 +129,7 @@ class Optimizer:
             options.microbatch_tokens, options.microbatch_s, options.microbatch_bytes, BYTES_PER_WIDTH * sum(widths)
         )
         self._told_of_memory = False
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the moments, as after a rollback to older weights."""
-        self._adam: Any = self._new_adam()
-        if self.options.value is not None:
-            self._adam = optim.MultiOptimizer([self._new_adam(), self._adam], [lambda name, _: _is_head(name)])
-        self._adam.init(self.policy.model.trainable_parameters())
-
-    def _new_adam(self) -> optim.AdamW:
-        betas, decay = list(self.options.adam_betas), self.options.weight_decay
-        return optim.AdamW(learning_rate=0.0, betas=betas, weight_decay=decay, bias_correction=True)
-
-    def kept(self) -> Any:
-        """The present state, to be put back by `put_back`; arrays are shared, since an update replaces them."""
-        return tree_map(lambda value: value, self._adam.state)
-
-    def put_back(self, kept: Any) -> None:
-        """Restore what `kept` gave: the moments from before a train step that was refused."""
-        self._adam.state = kept
-
-    def moments(self) -> Moments:
-        """Adam's state as plain data."""
-        return {name: np.array(value) for name, value in tree_flatten(self._adam.state)}
-
-    def load_moments(self, moments: Moments) -> None:
-        """Continue with the moments of a checkpoint; ValueError when they are of another adapter."""
-        mine = {name: tuple(value.shape) for name, value in tree_flatten(self._adam.state)}
-        if mine != {name: tuple(value.shape) for name, value in moments.items()}:
-            raise ValueError("the optimizer's moments do not fit this adapter")
-        self._adam.state = tree_unflatten([(name, mx.array(value)) for name, value in moments.items()])
+        self.adam = AdamSteps(policy.model, None if options.value is None else _is_head)
 
     def train_step(
         self,
@@ -194,7 +163,10 @@ class Optimizer:
                 for asked, batch in self._cut(mini):
                     ahead[-1].append(self._prepare(asked, batch, policy_step, several=several))
                     yield
-        known = None if values is None else _with_advantages(ahead, values)
+        known = None
+        if values is not None:
+            with np.errstate(over="ignore", invalid="ignore"):  # rewards too large: no finite gradient, says the gate
+                known = _with_advantages(ahead, values)
         sums = _Sums()
         rate = self.options.schedule.rate(step)
         for at, mini in enumerate(minis):
@@ -265,7 +237,7 @@ class Optimizer:
             started, held = time.perf_counter(), mx.get_active_memory()
             mx.reset_peak_memory()
             (loss, entropy, clipped, kl, value), part = self._gradient(self.policy.model, prepared, totals)
-            gradient = part if gradient is None else tree_map(mx.add, gradient, part)
+            gradient = added(gradient, part)
             mx.eval(loss, entropy, clipped, kl, value, gradient)
             sums.loss += loss.item()
             sums.entropy += entropy.item()
@@ -274,16 +246,19 @@ class Optimizer:
             sums.value += value.item()
             self._measured(prepared, time.perf_counter() - started, mx.get_peak_memory() - held)
             yield
-        gradient, norm = optim.clip_grad_norm(gradient, self.options.max_grad_norm)
-        if not math.isfinite(norm.item()):
+        options = self.options
+        sizes = StepSizes(
+            rate,
+            options.adam_betas,
+            options.weight_decay,
+            max_grad_norm=options.max_grad_norm,
+            apart_rate=0.0 if options.value is None else rate * options.value.rate,
+        )
+        norm, updated = self.adam.update(gradient, sizes)
+        if not updated:
             sums.nonfinite += 1
             return
-        sums.grad_norm = max(sums.grad_norm, norm.item())
-        self._adam.learning_rate = rate
-        if self.options.value is not None:
-            self._adam.optimizers[0].learning_rate = rate * self.options.value.rate
-        self._adam.update(self.policy.model, gradient)
-        mx.eval(self.policy.model.trainable_parameters(), self._adam.state)
+        sums.grad_norm = max(sums.grad_norm, norm)
         yield
 
     def _measured(self, prepared: _Prepared, seconds: float, nbytes: int) -> None:
@@ -354,7 +329,13 @@ def _is_head(name: str) -> bool:
 
 
 def _with_advantages(ahead: list[list[_Prepared]], options: ValueOptions) -> float:
-    """Say what each token's advantage and return are, in place; how well values were known (`explained`)."""
+    """Say what each token's advantage and return are, in place; how well values were known (`explained`).
+
+    Values are those of before the step's first update, whichever version has sampled: a baseline may be any function of
+    the state, and the newest head fits the present policy best (Andrychowicz et al., arXiv 2006.05990 section 3.5).
+    Advantages get mean 0. Dividing by their deviation, too, is the usual way, but once all samples earn the same they
+    are only what the values are wrong by, and would be made as large as ever.
+    """
     every = [prepared for mini in ahead for prepared in mini]
     masks = [prepared.batch.mask_BT for prepared in every]
     values = [np.array(prepared.values_BT) for prepared in every]
@@ -367,14 +348,15 @@ def _with_advantages(ahead: list[list[_Prepared]], options: ValueOptions) -> flo
     def told(arrays: list[Floats]) -> Floats:
         return np.concatenate([array[mask_BT] for array, mask_BT in zip(arrays, masks, strict=True)])
 
-    mean, deviation = told(found).mean(), told(found).std() + STD_EPSILON
+    mean = told(found).mean(dtype=np.float64)
+    scale = told(found).std(dtype=np.float64) + STD_EPSILON if options.scale == "std" else 1.0
     whole = iter(zip(found, returns, strict=True))
     for mini in ahead:
         for at, prepared in enumerate(mini):
             advantage_BT, returns_BT = next(whole)
             mini[at] = replace(
                 prepared,
-                advantage_BT=mx.array(((advantage_BT - mean) / deviation).astype(np.float32)),
+                advantage_BT=mx.array(((advantage_BT - mean) / scale).astype(np.float32)),
                 returns_BT=mx.array(returns_BT),
             )
     return explained(told(values), told(returns))

@@ -77,6 +77,7 @@ class ValueOptions:
     clip: float = 0.0  # how far a value learns in a train step; 0: no bound
     discount: float = 1.0
     decay: float = 0.95  # lambda of GAE
+    scale: AdvantageScale = "mean"  # or "std"
 
 
 AdapterKind = Literal["lora", "dora"]
@@ -164,7 +165,22 @@ class PpoSettings(BaseModel):
     )
 
 
-class DataSettings(HeadSettings, PpoSettings):
+class LearnerSettings(BaseModel):
+    """Part of TrainSettings: how many policies learn in `--mode rl`, and where."""
+
+    agents: Path | None = Field(
+        default=None, description="TOML file: several policies that learn at once over one base, a table each"
+    )
+    learner: Literal["own", "service"] = Field(
+        default="own",
+        description="who computes the train steps: own, this process; service, a running mlx_parallm_learners",
+    )
+    learner_wait_s: float = Field(
+        default=300.0, gt=0, description="how long a run waits for a service that is away before it ends"
+    )
+
+
+class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
     """Part of TrainSettings: the modes that learn from a data set, or an environment of ours, in place of rollouts of a
     language model, and what a run begins with."""
 
@@ -196,8 +212,10 @@ class DataSettings(HeadSettings, PpoSettings):
         description="adapter that a run begins with: NAME@VERSION, or a folder (with a '/'); default: the base",
     )
 
-    def value_options(self, learning_rate: float) -> ValueOptions:
-        """Of the head that `--loss ppo` learns with; `learning_rate` is the adapter's."""
+    def value_options(self, loss: LossName, learning_rate: float, scale: AdvantageScale) -> ValueOptions | None:
+        """Of the head that `--loss ppo` learns with, None for others; `learning_rate` is the adapter's."""
+        if loss != "ppo":
+            return None
         return ValueOptions(
             self.head_hidden,
             self.head_learning_rate / learning_rate,
@@ -205,6 +223,7 @@ class DataSettings(HeadSettings, PpoSettings):
             self.value_clip,
             1.0 if self.discount is None else self.discount,
             self.gae_lambda,
+            scale,
         )
 
     def check_loss(self, loss: LossName, group_size: int, scale: AdvantageScale) -> None:
@@ -213,7 +232,7 @@ class DataSettings(HeadSettings, PpoSettings):
             if group_size < 2:
                 raise SetupError("--group-size 1 leaves a sample nothing to be compared with: it goes with --loss ppo")
             return
-        if scale != "mean":
+        if scale == "leave_one_out":
             raise SetupError(f"--advantage-scale {scale} compares the samples of a group: with --loss ppo values do")
         if self.head_only and self.start_from:
             raise SetupError("--start-from has no use with --head-only: the head learns alone, over the base")

@@ -12,6 +12,7 @@ from shared.redis.connection.client import connect, require
 from shared.redis.queue.sequence_calls import SequenceCalls
 from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.redis.training.board import TrainingBoard, ring_id
+from shared.redis.training.learner_store import LearnerStore
 from shared.redis.training.orders import Orders
 from shared.redis.training.trajectory_queue import TrajectoryQueue
 from shared.text.codec import CodecCache, TextCodec
@@ -22,6 +23,7 @@ from trainer.ring.mailbox import RingMailbox
 from trainer.ring.over_http import HttpBoard, HttpJudges, HttpOrders, HttpSink, HttpSource
 from trainer.ring.over_redis import RingSource, StoreSink
 from trainer.ring.ring import Ring
+from trainer.ring.service_learner import ServiceLearners
 from trainer.rollouts.scorers import Judges, ring_judges
 from trainer.settings import TrainSettings
 from worker.engine.model.loader import LoadedModel
@@ -29,10 +31,13 @@ from worker.engine.model.loader import LoadedModel
 
 @dataclass(frozen=True)
 class Way:
-    """A way to a ring: who judges there, and the ring itself for training a model; SetupError unless it serves it."""
+    """A way to a ring: who judges there, and the ring itself for training a model; SetupError unless it serves it.
+
+    It is joined with the model, or with None where the training service has it.
+    """
 
     judges: Judges
-    join: Callable[[LoadedModel], AbstractAsyncContextManager[Ring]]
+    join: Callable[[LoadedModel | None], AbstractAsyncContextManager[Ring]]
 
 
 @asynccontextmanager
@@ -40,6 +45,8 @@ async def way_to_ring(settings: TrainSettings) -> AsyncIterator[Way]:
     """The way that the settings name; SetupError when they name none, or two."""
     settings.check()
     if settings.over_http:
+        if settings.learner == "service":
+            raise SetupError("--learner service goes through the ring's Redis: leave out --over-http")
         async with HttpApi.of(settings) as api:
             yield Way(HttpJudges(api), partial(_over_http, api, settings))
         return
@@ -52,13 +59,18 @@ async def way_to_ring(settings: TrainSettings) -> AsyncIterator[Way]:
 
 
 @asynccontextmanager
-async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel) -> AsyncIterator[Ring]:
+async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | None) -> AsyncIterator[Ring]:
     """Samples through the sequence queue, versions into the adapter store."""
     redis, blocking = connect(url), connect(url, blocking=True)
     try:
         registry = WorkerRegistry(redis)
-        cards = [card for card in await registry.models() if card.base_sha256 == mine.card.base_sha256]
-        card = next((card for card in cards if card.name == mine.card.name), cards[0] if cards else None)
+        name = settings.model.rstrip("/").rsplit("/", 1)[-1] if mine is None else mine.card.name
+        cards = await registry.models()
+        if mine is None:
+            cards = [card for card in cards if card.name in (name, settings.model)]
+        else:
+            cards = [card for card in cards if card.base_sha256 == mine.card.base_sha256]
+        card = next((card for card in cards if card.name == name), cards[0] if cards else None)
         if card is None:
             raise SetupError(f"no worker of this ring has ever served {settings.model}: start one first")
         codec = await CodecCache(registry).codec(card)
@@ -71,15 +83,24 @@ async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel) -> A
             live = TrajectoryQueue(redis, settings.adapter, blocking=blocking)
             source = RingSource(redis, card, codec, calls)
             sink = StoreSink(redis, settings.adapter, card, settings.versions_kept)
-            yield Ring(card.base_sha256, codec, source, sink, board, mailbox, live, await ring_id(redis))
+            learners = None
+            if mine is None:
+                learners = ServiceLearners(LearnerStore(redis), card.name, settings.learner_wait_s)
+            ring = Ring(card.base_sha256, codec, source, sink, board, mailbox, live, await ring_id(redis), learners)
+            try:
+                yield ring
+            finally:
+                if learners is not None:
+                    await learners.close()
     finally:
         await redis.aclose()
         await blocking.aclose()
 
 
 @asynccontextmanager
-async def _over_http(api: HttpApi, settings: TrainSettings, mine: LoadedModel) -> AsyncIterator[Ring]:
+async def _over_http(api: HttpApi, settings: TrainSettings, mine: LoadedModel | None) -> AsyncIterator[Ring]:
     """Samples by jobs, versions by uploads; the ring's Redis is out of sight, and so is its live traffic."""
+    assert mine is not None, "settings are checked"
     async with RingBoard(HttpBoard(api, settings.adapter)) as board:
         asked = Beat(owner=board.owner, base_sha256=mine.card.base_sha256)
         try:

@@ -77,7 +77,7 @@ class HttpSource:
         self._model = model
         self._run = run
         self._deadline_s = deadline_s
-        self._published = False
+        self._published: set[str] = set()  # adapters that have a version
 
     async def generate(self, request: RolloutRequest) -> list[Trajectory]:
         """All samples of one prompt, in order; cancelling it cancels the job."""
@@ -118,10 +118,10 @@ class HttpSource:
 
     async def _body(self, request: RolloutRequest) -> dict[str, Any]:
         adapter = request.adapter
-        if adapter and "@" not in adapter and not self._published:
+        if adapter and "@" not in adapter and adapter not in self._published:
             try:
                 await self._api.call("GET", f"/v1/adapters/{quote(adapter)}", _Done)
-                self._published = True
+                self._published.add(adapter)
             except UnknownAdapterError:
                 adapter = ""  # nothing is published yet: the policy is the base
         sampling = {name: value for name, value in msgspec.to_builtins(request.sampling).items() if value is not None}

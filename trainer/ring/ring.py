@@ -11,6 +11,7 @@ from shared.text.codec import TextCodec
 from shared.training import AlertKind
 from trainer.ring.board import RingBoard
 from trainer.ring.mailbox import RingMailbox
+from trainer.ring.service_learner import ServiceLearners
 from trainer.rollouts.groups import RolloutSource
 from trainer.state import Arrays
 
@@ -88,3 +89,4 @@ class Ring:
     mailbox: RingMailbox
     live: TrajectoryQueue | None = None  # needed for the sources `live` and `both`
     id: str = ""  # the name of its data; "": not known
+    learners: ServiceLearners | None = None  # where the training service has the run's learner

@@ -3,7 +3,8 @@
 An environment is stateless: `reset(index)` gives the task with that number, always the same one, and `step` gets the
 observation back together with what the model wrote. All samples of a group start from one observation and part ways
 from there. Multi-turn: `step` answers with further messages (a tool's result, a user's turn) and `done=False`; the
-collector appends them, masks them out of the loss, and lets the model write again.
+collector appends them, masks them out of the loss, and lets the model write again. With a `question` another policy
+of the ring is asked, and `step` gets its answer, before the model goes on.
 """
 
 import importlib
@@ -15,11 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
-from shared.errors import SetupError
+from shared.adapters import check_name
+from shared.errors import InvalidRequestError, SetupError
 from shared.jobs import Message
 from shared.seeds import derived_seed
 from trainer.curricula.difficulty import DifficultyField, is_number
 from trainer.tiny.data import Split, arithmetic_prompts
+
+MOST_TOKENS, MOST_TEMPERATURE = 2**16, 100.0  # of an answer to an environment's question
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,16 @@ class Observation:
 
 
 @dataclass(frozen=True)
+class Question:
+    """What an environment asks another policy of the ring; it goes through the queue, as everything does."""
+
+    policy: str  # a name: its newest version (the base, before it has one); name@k: that version; "": the base
+    messages: tuple[Message, ...]  # the whole chat
+    max_tokens: int = 256
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What an action led to."""
 
@@ -40,6 +54,7 @@ class Outcome:
     messages: tuple[Message, ...] = ()  # that follow the action when not done
     info: Any = None  # replaces the observation's
     components: dict[str, float] = field(default_factory=dict)
+    question: Question | None = None  # its answer is the next action, with `info`; neither is in the conversation
 
 
 class Environment(Protocol):
@@ -183,6 +198,25 @@ def is_outcome(name: str, given: object) -> Outcome:
         said = f"`step` gave {given!r:.80}, not a trainer.rollouts.environments.Outcome"
         raise SetupError(f"environment {name!r}: {said}")
     return given
+
+
+def wrong_with_question(question: Question) -> str:
+    """What is wrong with it; "" when it may be asked."""
+    name, _, version = question.policy.partition("@")
+    if name:
+        try:
+            check_name(name)
+        except InvalidRequestError as error:
+            return str(error)
+    if "@" in question.policy and not (name and version.isdecimal()):
+        return f"the policy {question.policy[:80]!r} is NAME, NAME@VERSION or empty"
+    if not question.messages:
+        return "it has no messages"
+    if not 1 <= question.max_tokens <= MOST_TOKENS:
+        return f"max_tokens {question.max_tokens}, they are 1 to {MOST_TOKENS}"
+    if not 0 <= question.temperature <= MOST_TEMPERATURE:
+        return f"temperature {question.temperature}, it is 0 to {MOST_TEMPERATURE:g}"
+    return ""
 
 
 def _task(line: Any, difficulty: DifficultyField | None) -> Task:

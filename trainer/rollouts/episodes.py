@@ -1,21 +1,39 @@
 """One group from start to end: reset the environment, sample, step, and go on while the environment wants more."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
-from shared.errors import SetupError
+from shared.errors import ParallmError, SetupError
 from shared.jobs import SamplingOverrides
 from shared.rewards.kinds import wrong_with
 from shared.seeds import derived_seed
 from shared.trajectories import Reward, Trajectory
 from trainer.curricula.curriculum import Curriculum
 from trainer.rollouts.conversation import ChatEncoder, joined
-from trainer.rollouts.environments import Environment, Observation, Outcome, is_observation, is_outcome
+from trainer.rollouts.environments import (
+    Environment,
+    Observation,
+    Outcome,
+    Question,
+    is_observation,
+    is_outcome,
+    wrong_with_question,
+)
 from trainer.rollouts.groups import RolloutGroup, RolloutRequest, RolloutSource
 from trainer.rollouts.own_code import OwnCodeError
 from trainer.rollouts.own_process import blamed
+
+MOST_QUESTIONS = 16  # to other policies, after one reply
+
+
+class _RingError(Exception):
+    """Nothing can be generated at all; no fault of the environment's, whose errors cost a sample."""
+
+    def __init__(self, cause: ParallmError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 @dataclass(frozen=True)
@@ -69,8 +87,19 @@ class Episodes:
             action = self.conversation.text(last.completion_ids)
             try:
                 outcome = await self._judged(observation, action)
+                asked = 0
+                while outcome.question is not None:
+                    asked += 1
+                    total += outcome.reward or 0.0
+                    components.update(outcome.components)
+                    info = observation.info if outcome.info is None else outcome.info
+                    observation = replace(observation, info=info)
+                    reply = await self._asked(request, whole, outcome.question, (turn, asked))
+                    outcome = await self._judged(observation, reply)
             except SetupError:
                 raise
+            except _RingError as error:
+                raise error.cause from error
             except Exception as error:  # of somebody else's code, at what a model wrote: it costs this sample alone
                 return msgspec.structs.replace(whole, reward=Reward(name, None, error=_said(error)))
             if outcome.reward is None:
@@ -90,6 +119,32 @@ class Episodes:
         if outcome.reward is not None and (wrong := wrong_with(outcome.reward)):
             raise ValueError(wrong)
         return outcome
+
+    async def _asked(
+        self, request: RolloutRequest, whole: Trajectory, question: Question, place: tuple[int, int]
+    ) -> str:
+        """What another policy says; ValueError when it does not come to an end, or must not be asked."""
+        if place[1] > MOST_QUESTIONS:
+            raise ValueError(f"the environment has asked {MOST_QUESTIONS} questions after one reply, the most")
+        if wrong := wrong_with_question(question):
+            raise ValueError(f"the environment's question: {wrong}")
+        seed = derived_seed(request.sampling.seed or 0, whole.sample_index, "asked", *place)
+        sampling = SamplingOverrides(max_tokens=question.max_tokens, temperature=question.temperature, seed=seed)
+        asked = RolloutRequest(
+            id=f"{request.id}-{whole.sample_index}-{place[0]}-asked-{place[1]}",
+            prompt_ids=self.conversation.prompt_ids(Observation(question.messages)),
+            n=1,
+            sampling=sampling,
+            adapter=question.policy,
+            metadata=request.metadata,
+        )
+        try:
+            (said,) = await self.source.generate(asked)
+        except ParallmError as error:
+            raise _RingError(error) from error
+        if said.error or said.finish_reason not in ("stop", "length"):
+            raise ValueError(f"the policy {question.policy!r} did not answer: {said.error or said.finish_reason}")
+        return self.conversation.text(said.completion_ids)
 
     async def _next_turn(self, request: RolloutRequest, whole: Trajectory, between: list[int], turn: int) -> Trajectory:
         seed = derived_seed(request.sampling.seed or 0, whole.sample_index, turn)

@@ -106,7 +106,8 @@ class OwnObject:
     def _plain(self, outcome: Outcome) -> Outcome:
         reward = None if outcome.reward is None else float(outcome.reward)
         info = self._packed(outcome.info)
-        return Outcome(reward, bool(outcome.done), tuple(outcome.messages), info, _numbers(outcome.components))
+        components = _numbers(outcome.components)
+        return Outcome(reward, bool(outcome.done), tuple(outcome.messages), info, components, outcome.question)
 
     def _packed(self, info: Any) -> bytes | None:
         try:

@@ -17,12 +17,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten
 from safetensors.numpy import load as read_safetensors
 from safetensors.numpy import save as write_safetensors
 
 from shared.errors import ConflictError, InvalidRequestError
 from shared.learners import Datum, LearnerSpec, LossName, Pass, PassDone, Step, StepDone, Values
+from trainer.learn.adam import AdamSteps, StepSizes, added, all_finite
 from trainer.learn.compute import Work
 from trainer.learn.logprobs import halves_of, head_chunk
 from trainer.learn.options import AdapterShape
@@ -31,7 +32,7 @@ from trainer.service.losses import elementwise
 from trainer.state import Arrays
 
 WIDTH = 8  # rows are padded to a multiple of it, so that few shapes occur
-_COUNT, _SPOILED = "steps", "spoiled"  # names in a state
+_SPOILED = "spoiled"  # a name in a state
 Floats = npt.NDArray[np.float32]
 
 
@@ -47,10 +48,7 @@ class ServiceLearner:
         self._gradient = nn.value_and_grad(self._policy.model, self._loss)
         self._waiting: Any = None  # gradients, as a tree like the trainable parameters
         self._spoiled = ""  # why a part of them is missing
-        self._first: dict[str, mx.array] = {}
-        self._second: dict[str, mx.array] = {}
-        self._steps = 0
-        self._forget()
+        self._adam = AdamSteps(self._policy.model)
 
     # -- learning
 
@@ -67,7 +65,7 @@ class ServiceLearner:
             asked = (tokens_BL, inputs, seen, request.loss, request.constants)
             if request.backward:
                 (value, logp, each), more = self._gradient(self._policy.model, *asked)
-                gradients = more if gradients is None else tree_map(mx.add, gradients, more)
+                gradients = added(gradients, more)
                 mx.eval(value, logp, each, gradients)
             else:
                 value, logp, each = self._loss(self._policy.model, *asked)
@@ -76,10 +74,10 @@ class ServiceLearner:
             for row, i in enumerate(part):
                 outputs[i] = _output(request.loss, request.data[i], logp[row], each[row])
             yield
-        if not math.isfinite(total) or not _finite(gradients):
+        if not math.isfinite(total) or not all_finite(gradients):
             raise InvalidRequestError("the loss or its gradient is not a finite number")
         if request.backward:
-            self._waiting = gradients if self._waiting is None else tree_map(mx.add, self._waiting, gradients)
+            self._waiting = added(self._waiting, gradients)
             mx.eval(self._waiting)
         return PassDone(tuple(outputs), {"loss:sum": total})
 
@@ -91,33 +89,15 @@ class ServiceLearner:
             raise ConflictError(f"no step: a pass since the last one has failed ({spoiled})")
         if self._waiting is None:
             raise ConflictError("no step: there has been no backward pass since the last one")
-        gradients = dict(tree_flatten(self._waiting))
-        # By name: a restored state has another order, and a sum's last bits depend on it.
-        squares = [mx.sum(mx.square(gradients[name])) for name in sorted(gradients)]
-        norm = float(np.sqrt(np.array(mx.sum(mx.stack(squares)))))
-        if not math.isfinite(norm):
-            self._waiting = None
-            raise InvalidRequestError("the gradient is not a finite number; it has been dropped")
-        factor = request.max_grad_norm / norm if 0 < request.max_grad_norm < norm else 1.0
-        count, beta1, beta2 = self._steps + 1, request.beta1, request.beta2
-        weights, first, second = {}, {}, {}
-        for name, weight in self._policy.arrays().items():
-            gradient = gradients[name] * factor
-            first[name] = beta1 * self._first[name] + (1 - beta1) * gradient
-            second[name] = beta2 * self._second[name] + (1 - beta2) * mx.square(gradient)
-            change = first[name] / (1 - beta1**count)
-            change = change / (mx.sqrt(second[name] / (1 - beta2**count)) + request.eps)
-            kept = weight * (1 - request.learning_rate * request.weight_decay)
-            weights[name] = kept - request.learning_rate * change
-        mx.eval(weights, first, second)
-        if not _finite(weights):
-            self._waiting = None
-            raise InvalidRequestError("the step would make weights that are not finite; it has been left out")
-        self._put(weights)
-        self._first, self._second, self._steps, self._waiting = first, second, count, None
+        gradient, self._waiting = self._waiting, None
+        betas = (request.beta1, request.beta2)
+        sizes = StepSizes(request.learning_rate, betas, request.weight_decay, request.eps, request.max_grad_norm)
+        norm, updated = self._adam.update(gradient, sizes)
+        if not updated:
+            raise InvalidRequestError("the gradient, or what it would make, is not finite; it has been dropped")
         metrics = {
             "unclipped_grad_l2:mean": norm,
-            "step:max": float(count),
+            "step:max": float(self.steps),
             "learning_rate:mean": request.learning_rate,
         }
         return StepDone(metrics)
@@ -131,7 +111,7 @@ class ServiceLearner:
     @property
     def steps(self) -> int:
         """Updates that the optimizer has made."""
-        return self._steps
+        return self._adam.count
 
     def weights(self) -> Arrays:
         """The adapter as plain data."""
@@ -143,11 +123,10 @@ class ServiceLearner:
 
     def state(self) -> bytes:
         """Weights, moments and waiting gradients as a safetensors file."""
-        parts = {"weights": self._policy.arrays(), "first": self._first, "second": self._second}
+        parts: dict[str, Any] = {"weights": self.weights(), "adam": self._adam.moments()}
         if self._waiting is not None:
             parts["waiting"] = dict(tree_flatten(self._waiting))
         arrays = {f"{part}/{name}": np.array(value) for part, values in parts.items() for name, value in values.items()}
-        arrays[_COUNT] = np.array([self._steps], np.int64)
         arrays[_SPOILED] = np.frombuffer(self._spoiled.encode(), np.uint8)
         return write_safetensors(arrays)
 
@@ -157,7 +136,7 @@ class ServiceLearner:
         arrays = read_safetensors(state)
         waiting = _part(arrays, "waiting")
         if waiting:
-            self._waiting = tree_unflatten([(name, mx.array(value)) for name, value in waiting.items()])
+            self._waiting = self._adam.ordered(waiting)
         self._spoiled = arrays[_SPOILED].tobytes().decode()
 
     def load(self, state: bytes, *, optimizer: bool = True) -> None:
@@ -167,20 +146,10 @@ class ServiceLearner:
             self._policy.load(_part(arrays, "weights"))
         except ValueError as error:
             raise ConflictError(f"the save is of another shape: {error}") from error
-        self._forget()
+        self._adam.reset()
+        self._waiting, self._spoiled = None, ""
         if optimizer:
-            self._first = {name: mx.array(value) for name, value in _part(arrays, "first").items()}
-            self._second = {name: mx.array(value) for name, value in _part(arrays, "second").items()}
-            self._steps = int(arrays[_COUNT][0])
-
-    def _forget(self) -> None:
-        """As before the first step."""
-        self._first = {name: mx.zeros_like(value) for name, value in self._policy.arrays().items()}
-        self._second = {name: mx.zeros_like(value) for name, value in self._first.items()}
-        self._steps, self._waiting, self._spoiled = 0, None, ""
-
-    def _put(self, weights: dict[str, mx.array]) -> None:
-        self._policy.model.update(tree_unflatten(list(weights.items())))
+            self._adam.load_moments(_part(arrays, "adam"))
 
     # -- computing
 
@@ -266,10 +235,6 @@ def _output(loss: LossName, datum: Datum, logp: mx.array, each: mx.array) -> dic
 
     said = {"logprobs": cut(logp)}
     return said | {"elementwise_loss": cut(each)} if loss == "cross_entropy" else said
-
-
-def _finite(tree: Any) -> bool:
-    return tree is None or all(bool(mx.isfinite(value).all().item()) for _, value in tree_flatten(tree))
 
 
 def _part(arrays: dict[str, npt.NDArray[Any]], part: str) -> Arrays:

@@ -22,6 +22,7 @@ from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE, prepared
 from shared.errors import ConflictError, NotFoundError, ParallmError
 from shared.learners import (
     Answer,
+    Ask,
     Begin,
     BeginDone,
     Failed,
@@ -34,21 +35,24 @@ from shared.learners import (
     SaveDone,
     SaveInfo,
     Step,
+    Told,
     checked,
 )
 from shared.owners import working_for
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
-from shared.redis.training.learner_store import MOST_BYTES, Held, LearnerStore
+from shared.redis.training.learner_store import CHUNK_BYTES, MOST_BYTES, Held, LearnerStore
 from shared.sequences import ModelCard
 from trainer.learn.compute import Work, at_once
 from trainer.service.learner import ServiceLearner
+from trainer.service.run_learner import RunLearner, decoded
 from trainer.service.turns import Turns
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
 _LOOK_S = (0.005, 0.25)  # pauses between looks for a request, first and longest
+_SAID = "said"  # a save: the last long answer to a run
 
 
 class LostError(Exception):
@@ -73,7 +77,7 @@ class Seat:
         self._held, self._store, self._adapters, self._turns, self._card = held, store, adapters, turns, card
         self._state_every, self._state_after_s = state_every, state_after_s
         self._max_saves = max_saves
-        self._learner: ServiceLearner | None = None
+        self._learner: ServiceLearner | RunLearner | None = None
         self._number = held.applied  # of the last request that the learner has carried out
         self._applied, self._state = held.applied, held.state  # of the stored state
         self._bytes = 0  # of the requests since then
@@ -91,13 +95,14 @@ class Seat:
         """End after the present request."""
         self._leaving = True
 
-    async def run(self, build: Callable[[], ServiceLearner]) -> None:
+    async def run(self, build: Callable[[], ServiceLearner | RunLearner]) -> None:
         """Carry out what is asked until it is to leave; LostError when somebody else has taken the learner."""
         try:
             self._learner = await self._compute(at_once(build))
             if self._held.state:
                 state = await self._store.state(self._held)
-                await self._compute(at_once(lambda: self._mine.restore(state)))
+                learner = self._learner
+                await self._compute(at_once(lambda: learner.restore(state)))
         except (ValueError, NotFoundError) as error:
             self._learner, self._broken = None, Failed(f"this learner cannot be trained: {error}")
         self._last, self._whole, pause = time.monotonic(), True, _LOOK_S[0]
@@ -120,7 +125,8 @@ class Seat:
 
     @property
     def _mine(self) -> ServiceLearner:
-        assert self._learner is not None
+        if not isinstance(self._learner, ServiceLearner):
+            raise ConflictError("this learner is that of a run of mlx_parallm_train, which alone asks it")
         return self._learner
 
     async def _compute(self, start: Callable[[], Work[T]]) -> T:
@@ -141,21 +147,29 @@ class Seat:
                 # MLX raises these, for want of memory, too. Its text may hold nothing of the data.
                 log.exception("learner.failed", learner=self._held.id, request=number)
                 answer = Failed(f"the service could not compute this: {type(error).__name__}", "server")
-            if isinstance(answer, Failed) and isinstance(request, Pass) and request.backward:
+            learner = self._learner
+            failed = isinstance(answer, Failed) and isinstance(request, Pass) and request.backward
+            if failed and isinstance(learner, ServiceLearner) and isinstance(answer, Failed):
                 reason = answer.message
-                await self._compute(at_once(lambda: self._mine.spoil(reason)))
+                await self._compute(at_once(lambda: learner.spoil(reason)))
         self._number = number
         self._bytes += size
         full = number - self._applied >= self._state_every or self._bytes > MOST_BYTES // 4
         loaded = isinstance(request, Load) and not isinstance(answer, Failed)
+        uploaded = request.upload if isinstance(request, Ask) else ""
+        loaded = loaded or bool(uploaded)
         stores = (full or loaded) and self._learner is not None
-        await self._tell(number, None if again else answer, stores=stores, save=save)
+        await self._tell(number, None if again else answer, stores=stores, save=None if again else save)
+        if uploaded:
+            await self._store.drop_asked(self._held.id, uploaded)
 
     async def _answer(self, request: Request) -> tuple[Answer, SaveInfo | None]:
+        if isinstance(request, Begin):
+            return BeginDone(), None
+        if isinstance(request, Ask):
+            return await self._told(request)
         learner = self._mine
         match request:
-            case Begin():
-                return BeginDone(), None
             case Pass():
                 await asyncio.to_thread(checked, request, self._card.vocab_size, self._card.context_length)
                 return await self._compute(lambda: learner.run(request)), None
@@ -180,6 +194,24 @@ class Seat:
                     return done, None
                 await self._adapters.pin(self._held.spec.adapter, version, f"save-{request.name}", request.ttl_s)
                 return done, self._info(request, size=size, version=version)
+
+    async def _told(self, request: Ask) -> tuple[Answer, SaveInfo | None]:
+        """What a run's learner says; much of it is kept as a save, the next one in its place."""
+        learner, id = self._learner, self._held.id
+        if not isinstance(learner, RunLearner):
+            raise ConflictError("this learner is not that of a run of mlx_parallm_train")
+        body = await self._store.asked(id, request.upload) if request.upload else request.body
+        asked = await asyncio.to_thread(decoded, body)
+        said = await self._compute(lambda: learner.answer(asked))
+        if len(said) <= CHUNK_BYTES:
+            return Told(said), None
+        now = time.time_ns() // 1_000_000
+        expires_ms = now + 1000 * keys.LEARNER_ANSWER_TTL_S
+        bytes_id = await self._store.put_saved(id, said)
+        info = SaveInfo(
+            name=_SAID, kind="state", created_ms=now, expires_ms=expires_ms, size=len(said), bytes_id=bytes_id
+        )
+        return Told(name=_SAID), info
 
     async def _check_room(self, request: Save | Publish) -> None:
         """ConflictError when there is no room for one more save; one of the same name makes room for itself."""
@@ -225,7 +257,8 @@ class Seat:
     async def _tell(self, number: int, answer: Answer | None, *, stores: bool, save: SaveInfo | None = None) -> None:
         state = ""
         if stores:
-            data = await self._compute(at_once(self._mine.state))
+            assert self._learner is not None
+            data = await self._compute(at_once(self._learner.state))
             state = await self._store.put_state(self._held.id, data)
         elif answer is None:
             return

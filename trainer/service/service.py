@@ -24,6 +24,7 @@ from shared.redis.training.learner_store import LearnerStore, waiting_learners
 from shared.sequences import ModelCard
 from trainer.learn.compute import ComputeHost
 from trainer.service.learner import ServiceLearner
+from trainer.service.run_learner import RunLearner
 from trainer.service.seat import LostError, Seat, gone
 from trainer.service.settings import LearnersSettings
 from trainer.service.turns import Turns
@@ -121,7 +122,9 @@ class LearnerService:
         task.add_done_callback(partial(self._ended, learner))
         log.info("learner.taken", learner=learner, done=held.done, applied=held.applied)
 
-    def _build(self, spec: LearnerSpec) -> ServiceLearner:
+    def _build(self, spec: LearnerSpec) -> ServiceLearner | RunLearner:
+        if spec.run:
+            return RunLearner(self._model, spec.run)
         return ServiceLearner(self._model, spec, self._settings.microbatch_tokens)
 
     def _ended(self, learner: str, task: "asyncio.Task[None]") -> None:

@@ -9,7 +9,7 @@ import msgspec
 from shared.adapters import GateCheck, version_id
 from shared.seeds import derived_seed
 from trainer import gate
-from trainer.learn.learner import Learner
+from trainer.learners.loop_learner import LoopLearner
 from trainer.parts import Parts
 from trainer.rollouts.episodes import EpisodeOptions, Episodes
 from trainer.rollouts.groups import RolloutRequest
@@ -25,7 +25,7 @@ class Examiner:
 
     settings: TrainSettings
     parts: Parts
-    learner: Learner
+    learner: LoopLearner
     probes: Sequence[tuple[int, ...]]
     run: str  # begins the ids of what it asks
 
@@ -47,7 +47,7 @@ class Examiner:
                     adapter=adapter,
                 )
             )
-            difference = await self.parts.host.run(lambda: self.learner.parity(samples))
+            difference = await self.learner.parity(samples)
             checks.append(gate.at_most("reload_parity", difference, settings.max_parity))
         if not settings.evaluate_every or step % settings.evaluate_every:
             return checks, None

@@ -14,8 +14,7 @@ from shared.adapters import version_id
 from shared.errors import EngineError, LogprobsMismatchError, ParallmError
 from shared.trajectories import LiveTrajectory, Trajectory
 from trainer.learn.batches import Sample, SampleGroup, loss_mask
-from trainer.learn.compute import ComputeHost
-from trainer.learn.learner import Learner
+from trainer.learners.loop_learner import LoopLearner
 from trainer.settings import TrainSettings
 from trainer.state import Arrays
 from trainer.versions.publish import Publisher
@@ -43,8 +42,7 @@ class LogprobCheck:
     """Compares one update's trajectories."""
 
     settings: TrainSettings
-    host: ComputeHost
-    learner: Learner
+    learner: LoopLearner
     publisher: Publisher
     served: int
 
@@ -101,9 +99,9 @@ class LogprobCheck:
             gaps[index].tokens += sum(sample.mask)
 
     async def _run(self, groups: list[SampleGroup], weights: Arrays | None) -> list[float]:
-        """In the host's thread; what breaks there (for memory, say) refuses the update, and the run goes on."""
+        """What breaks in the learner's thread (for memory, say) refuses the update, and the run goes on."""
         try:
-            return await self.host.run(lambda: self.learner.gaps(groups, weights))
+            return await self.learner.gaps(groups, weights)
         except Exception as error:
             log.exception("posted.broken")
             reason = f"{type(error).__name__}: {error}"

@@ -116,11 +116,13 @@ class LearnerStore:
 
     async def saves(self, learner: str, *, expired: bool = False) -> list[SaveInfo]:
         """Saves and published versions that have not expired, or those that have; oldest first."""
-        raw = await ask(self._redis, "HVALS", keys.learner_saves(learner))
         now = time.time_ns() // 1_000_000
-        infos = [msgspec.json.decode(each, type=SaveInfo) for each in raw]
-        found = [info for info in infos if (info.expires_ms <= now) == expired]
+        found = [info for info in await self._all_saves(learner) if (info.expires_ms <= now) == expired]
         return sorted(found, key=lambda info: info.created_ms)
+
+    async def _all_saves(self, learner: str) -> list[SaveInfo]:
+        raw = await ask(self._redis, "HVALS", keys.learner_saves(learner))
+        return [msgspec.json.decode(each, type=SaveInfo) for each in raw]
 
     async def save_named(self, learner: str, kind: str, name: str) -> SaveInfo:
         """NotFoundError when there is none, or it has expired."""
@@ -145,6 +147,17 @@ class LearnerStore:
             pipe.expire(keys.learner_saves(learner), keys.LEARNER_SAVE_TTL_S)
             pipe.expire(keys.learner_saved(learner, info.bytes_id), lives_s)
             await pipe.execute()
+
+    async def drop(self, model: str, learner: str) -> None:
+        """Forget a learner with all that it has; its answers go by themselves. A service that has it is refused."""
+        state, saves = await ask(self._redis, "HGET", keys.learner(learner), "state"), await self._all_saves(learner)
+        names = [keys.learner(learner), keys.learner_requests(learner), keys.learner_saves(learner)]
+        names += [keys.learner_saved(learner, save.bytes_id) for save in saves if save.bytes_id]
+        if state:
+            names.append(keys.learner_state(learner, state.decode()))
+        for name in names:  # one by one: bytes of many megabytes are not freed at once
+            await ask(self._redis, "UNLINK", name)
+        await waiting_learners(self._redis, model).drop(learner)
 
     async def knows(self, learner: str, number: int) -> bool:
         """Whether a request of this number was placed, and perhaps answered already."""
@@ -229,6 +242,22 @@ class LearnerStore:
         name = secrets.token_hex(8)
         await self._put(keys.learner_saved(learner, name), state)
         return name
+
+    async def put_asked(self, learner: str, body: bytes) -> str:
+        """Store what is asked where it is too large for a request; it stays as long as an answer does."""
+        name = secrets.token_hex(8)
+        key = keys.learner_saved(learner, name)
+        await self._put(key, body)
+        await ask(self._redis, "EXPIRE", key, keys.LEARNER_ANSWER_TTL_S)
+        return name
+
+    async def asked(self, learner: str, name: str) -> bytes:
+        """What `put_asked` was given; NotFoundError."""
+        return await self._get(keys.learner_saved(learner, name))
+
+    async def drop_asked(self, learner: str, name: str) -> None:
+        """It is not needed any more."""
+        await ask(self._redis, "UNLINK", keys.learner_saved(learner, name))
 
     async def state(self, held: Held) -> bytes:
         """The bytes of a learner's present state."""

@@ -25,6 +25,8 @@ HEADS: dict[str, Any] = {
     "value": {"kind": "scalar"},
     "reward": {"kind": "scalar", "activation": "tanh"},
     "topic": {"kind": "labels", "labels": LABELS},
+    "move": {"kind": "gaussian", "size": 2},
+    "policy": {"kind": "categorical", "labels": ["left", "right", "wait"]},
 }
 
 
@@ -32,7 +34,7 @@ def tensors_of(seed: int, heads: dict[str, Any] = HEADS) -> dict[str, Array]:
     draw = np.random.default_rng(seed)
     tensors: dict[str, Array] = {}
     for name, head in heads.items():
-        outputs, width = len(head.get("labels", "1")), H
+        outputs, width = 2 * head.get("size", 0) or len(head.get("labels", "1")), H
         if "activation" in head:
             tensors[f"heads.{name}.hidden.weight"] = draw.standard_normal((HIDDEN, H))
             width = HIDDEN
@@ -153,6 +155,57 @@ def test_an_action_has_the_value_of_its_observation(http: httpx.Client, policy: 
         assert answer["value_estimates"] == pytest.approx(wanted, abs=1e-5)
         assert len(answer["actions"]) == 3 and answer["policy_version"] == "policy@2"
     assert post(http, "/v1/rl/act", model="policy@3", observations=["2+2="], max_tokens=1)["value_estimates"] is None
+
+
+def test_a_categorical_head_acts_with_exact_log_probabilities(http: httpx.Client, policy: dict[str, Any]) -> None:
+    texts = ["2+2=", "12+35=", "hello"] * 20
+    asked = {"model": "policy@2", "observations": texts, "seed": 3}
+    wanted = [softmax(reference(http, policy["policy@2"], "policy@2", "policy", ids(http, each))) for each in texts[:3]]
+    for temperature in (1.0, 0.5):
+        answer = post(http, "/v1/rl/act", **asked, temperature=temperature)
+        assert post(http, "/v1/rl/act", **asked, temperature=temperature)["actions"] == answer["actions"]
+        for at, (action, index) in enumerate(zip(answer["actions"], answer["action_indices"], strict=True)):
+            chances = softmax(np.log(wanted[at % 3]) / temperature)
+            assert action == HEADS["policy"]["labels"][index]
+            np.testing.assert_allclose(answer["action_probs"][at], chances, atol=1e-5)
+            assert answer["action_log_probs"][at] == pytest.approx(np.log(chances[index]), abs=1e-5)
+    assert len(set(answer["action_indices"])) > 1, "they are drawn"
+    sure = post(http, "/v1/rl/act", **asked, deterministic=True)
+    assert sure["action_indices"] == [int(np.argmax(wanted[at % 3])) for at in range(60)]
+    value = float(reference(http, policy["policy@2"], "policy@2", "value", ids(http, "2+2="))[0])
+    assert sure["value_estimates"][0] == pytest.approx(value, abs=1e-5) and sure["policy_version"] == "policy@2"
+
+
+def test_a_gaussian_head_acts_with_exact_densities(http: httpx.Client, policy: dict[str, Any]) -> None:
+    outputs = reference(http, policy["policy@1"], "policy@1", "move", ids(http, "2+2="))
+    asked = {"model": "policy@1", "head": "move", "observations": ["2+2="] * 400, "seed": 1}
+    answer = post(http, "/v1/rl/act", **asked)
+    np.testing.assert_allclose(answer["action_means"][0], outputs[:2], atol=1e-5)
+    np.testing.assert_allclose(answer["action_log_stds"][0], outputs[2:], atol=1e-5)
+    z = (np.array(answer["actions"]) - outputs[:2]) / np.exp(outputs[2:])
+    densities = (-0.5 * z**2 - outputs[2:] - 0.5 * np.log(2 * np.pi)).sum(-1)
+    np.testing.assert_allclose(answer["action_log_probs"], densities, atol=1e-3)
+    assert abs(z.mean()) < 0.15 and abs(z.std() - 1) < 0.1
+    sure = post(http, "/v1/rl/act", **asked, deterministic=True)
+    assert sure["actions"] == sure["action_means"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"head": "topic"}, "head"),  # it names labels, and not actions
+        ({"head": "nothing"}, "head"),
+        ({"head": "policy", "actions": ["a", "b"]}, "head"),
+        ({"head": "move", "max_tokens": 3}, "head"),
+        ({"head": "move", "temperature": 0.5}, "temperature"),
+        ({"model": "policy@3", "head": "policy"}, "head"),
+    ],
+)
+def test_what_no_head_can_do_is_refused_by_name(
+    http: httpx.Client, policy: dict[str, Any], fields: dict[str, Any], param: str
+) -> None:
+    answer = http.post("/v1/rl/act", json={"model": "policy@2", "observations": ["2+2="], **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
 def test_jobs_take_the_reward_and_a_weighted_one_may_hold_it(http: httpx.Client, policy: dict[str, Any]) -> None:

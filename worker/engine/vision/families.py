@@ -7,7 +7,10 @@ same architecture under other names: its layers' modules are put into that model
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Sequence
 from dataclasses import asdict
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +23,14 @@ from mlx_lm.models import llama
 from shared.errors import SetupError
 from shared.images.refs import Family, VisionSpec
 
-FAMILIES: dict[str, Family] = {"idefics3": "idefics3", "smolvlm": "idefics3", "pixtral": "pixtral"}  # of a config
+log = logging.getLogger(__name__)
+
+FAMILIES: dict[str, Family] = {  # by the model_type of a config
+    "idefics3": "idefics3",
+    "smolvlm": "idefics3",
+    "pixtral": "pixtral",
+    "mistral3": "pixtral",  # whose patches are merged behind the tower
+}
 
 
 class Tower:
@@ -37,20 +47,32 @@ class Tower:
         """Its modules."""
         return self._tower, self._projector
 
-    def encode(self, tile: bytes, width: int, height: int) -> mx.array:
-        """Vectors [T, H] of one tile, RGB bytes [height, width, 3]."""
+    def encode(self, tiles: Sequence[bytes], width: int, height: int) -> mx.array:
+        """Vectors [N, T, H] of N tiles, each RGB bytes [height, width, 3]."""
         vision = self.vision
-        pixels_1SSC = np.frombuffer(tile, np.uint8).reshape(1, height, width, 3)
-        mean_C, std_C = np.array(vision.mean, np.float32), np.array(vision.std, np.float32)
-        scaled_1SSC = mx.array((pixels_1SSC * np.float32(1 / 255) - mean_C) / std_C)
+        pixels_NSSC = mx.array(np.frombuffer(b"".join(tiles), np.uint8).reshape(-1, height, width, 3))
+        scaled_NSSC = (pixels_NSSC.astype(mx.float32) * (1 / 255) - mx.array(vision.mean)) / mx.array(vision.std)
         if vision.family == "pixtral":
-            *_, states = self._tower(scaled_1SSC, output_hidden_states=True)
-            seen_1PD = states[self._layer]
+            *_, states = self._tower(scaled_NSSC, output_hidden_states=True)
+            seen_NPD = states[self._layer]
         else:
             patches = vision.tile // self._tower.embeddings.patch_size
-            whole = mx.ones((1, patches, patches), mx.bool_)
-            seen_1PD, *_ = self._tower(scaled_1SSC, patch_attention_mask=whole, output_hidden_states=True)
-        vectors_TH: mx.array = self._projector(seen_1PD)[0]
+            whole = mx.ones((len(tiles), patches, patches), mx.bool_)
+            seen_NPD, *_ = self._tower(scaled_NSSC, patch_attention_mask=whole, output_hidden_states=True)
+        if "patch_merger" in self._projector:
+            return self._merged(seen_NPD[0], width, height)[None]
+        vectors_NTH: mx.array = self._projector(seen_NPD)
+        return vectors_NTH
+
+    def _merged(self, seen_PD: mx.array, width: int, height: int) -> mx.array:
+        """Vectors [T, H] of Mistral 3.1, each of a square of patches; mlx-vlm's own module cuts these one by one."""
+        ours = self._projector
+        side = ours.patch_merger.spatial_merge_size
+        rows, columns = (pixels // self.vision.tile for pixels in (height, width))
+        seen_RACBD = ours.norm(seen_PD).reshape(rows, side, columns, side, -1)
+        squares_TM = seen_RACBD.transpose(0, 2, 4, 1, 3).reshape(rows * columns, -1)
+        merged_TD = ours.patch_merger.merging_layer(squares_TM)
+        vectors_TH: mx.array = ours.linear_2(ours.gelu(ours.linear_1(merged_TD)))
         return vectors_TH
 
 
@@ -69,7 +91,10 @@ class Seeing(NamedTuple):
 
 def is_vision(config: dict[str, Any]) -> bool:
     """Whether a config.json is of a model that we load with its tower."""
-    return config.get("model_type") in FAMILIES
+    kind = config.get("model_type")
+    if kind == "mistral3":  # Mistral 3.1 and 3.2; of Ministral 3 and Mistral 4, only mlx-lm's text is in the batch
+        return bool((config.get("text_config") or {}).get("model_type") == "mistral")
+    return kind in FAMILIES
 
 
 def check_known(config: dict[str, Any]) -> None:
@@ -83,6 +108,7 @@ def check_known(config: dict[str, Any]) -> None:
         raise SetupError(
             f"vision models of family {kind!r} are not supported; these are: {', '.join(FAMILIES)}"
         ) from None
+    log.warning("engine.images_refused family=%s: of these models only the text is served", kind)
 
 
 def load_seeing(path: Path, config: dict[str, Any]) -> Seeing:
@@ -100,8 +126,11 @@ def _language(theirs: Any) -> Any:
     config = asdict(theirs.config)
     if config.get("use_qk_norm"):
         raise SetupError("a language side with normalised queries and keys is not supported")
+    if not config.get("rope_theta"):
+        raise SetupError("text_config has no rope_theta")
     known = {name: config[name] for name in llama.ModelArgs.__dataclass_fields__ if config.get(name) is not None}
-    ours = llama.Model(llama.ModelArgs.from_dict({**known, "model_type": "llama", "tie_word_embeddings": False}))
+    tied = {"tie_word_embeddings": "lm_head" not in theirs}
+    ours = llama.Model(llama.ModelArgs.from_dict({**known, "model_type": "llama", **tied}))
     leaves = {path: module for path, module in theirs.named_modules() if not module.children() and module.parameters()}
     named = {path if path.startswith(("lm_head", "model.")) else f"model.{path}": leaves[path] for path in leaves}
     ours.update_modules(tree_unflatten(list(named.items())))
@@ -112,6 +141,8 @@ def _vision(path: Path, model: Any, config: dict[str, Any]) -> VisionSpec:
     """From the files beside the weights."""
     images, prompts = _json(path / "preprocessor_config.json"), _json(path / "processor_config.json")
     images = prompts.get("image_processor") or images
+    if not isinstance(getattr(model, "vision_feature_layer", -1), int):
+        raise SetupError("a tower of which several layers are read is not supported")
     return (_pixtral if FAMILIES[config["model_type"]] == "pixtral" else _idefics3)(model, images, prompts)
 
 
@@ -141,13 +172,14 @@ def _idefics3(model: Any, images: dict[str, Any], prompts: dict[str, Any]) -> Vi
 def _pixtral(model: Any, images: dict[str, Any], prompts: dict[str, Any]) -> VisionSpec:
     tower = model.vision_config
     longest = int((images.get("size") or {}).get("longest_edge") or 1024)
-    if longest > tower.image_size:
-        raise SetupError(f"images of {longest} pixels do not fit a tower of {tower.image_size}")
+    tile = int(tower.patch_size) * int(getattr(model, "spatial_merge_size", 1))
+    if ceil(longest / tile) * tile > tower.image_size:
+        raise SetupError(f"images of {longest} pixels in squares of {tile} do not fit a tower of {tower.image_size}")
     return VisionSpec(
         family="pixtral",
         image_token="[IMG]",
         image_token_id=int(model.image_token_index),
-        tile=int(tower.patch_size),
+        tile=tile,
         longest_edge=longest,
         tile_tokens=1,
         mean=_three(images.get("image_mean") or [0.48145466, 0.4578275, 0.40821073]),

@@ -1,4 +1,4 @@
-"""Which images are encoded next, a tile at a time between decode steps, and the vectors that are kept of them.
+"""Which images are encoded next, some tiles at a time between decode steps, and the vectors that are kept of them.
 
 Invariants. Lives in the engine's thread. Rows that wait for one image wait for one encoding. A row holds its vectors
 itself, so what is forgotten here is only what a later row may want again. Vectors are known by the image's key, which
@@ -12,6 +12,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import mlx.core as mx
 
@@ -24,13 +25,16 @@ from worker.engine.vision.features import ImageFeatures
 
 log = logging.getLogger(__name__)
 
+TRIED_AGAIN = 64  # calls until larger numbers of tiles are
+
 
 @dataclass(eq=False)
 class _Encoding:
     """An image under way."""
 
     picture: Picture
-    done: list[mx.array] = field(default_factory=list)
+    tiles: int = 0  # that are done
+    done: list[mx.array] = field(default_factory=list)  # their vectors
 
 
 @dataclass(eq=False)
@@ -48,6 +52,35 @@ class Viewing:
         return {image.key for image in self.spec.images}
 
 
+class TileTimes:
+    """How many tiles may be encoded at once. Their number is a power of two: few shapes are compiled.
+
+    A GPU takes for some of them what it takes for one, so twice as many are tried where so many stayed in bounds, and
+    again now and then where they did not: the machine may have been busy.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._took: dict[int, tuple[float, ...]] = {}  # the last two by number; the first one of all compiles kernels
+
+    def took(self, tiles: int, seconds: float) -> None:
+        """So many at once."""
+        self._calls += 1
+        if self._calls % TRIED_AGAIN == 0:
+            self._took = {number: times for number, times in self._took.items() if number <= tiles}
+        self._took[tiles] = (*self._took.get(tiles, ()), seconds)[-2:]
+
+    def most(self, tiles: int, seconds: float) -> int:
+        """Of so many, in so much time: one at least."""
+        most = 1
+        while 2 * most <= tiles and min(self._took.get(most, (inf,))) <= seconds:
+            twice = self._took.get(2 * most, ())
+            if len(twice) == 2 and min(twice) > seconds:
+                break
+            most *= 2
+        return most
+
+
 class Gallery:
     """Of one engine; without a tower it takes no images."""
 
@@ -58,6 +91,7 @@ class Gallery:
         self._waiting: OrderedDict[bytes, _Encoding] = OrderedDict()  # in order of arrival
         self._wanted: Counter[bytes] = Counter()  # by how many rows that wait
         self._failed: dict[bytes, str] = {}  # of those that are wanted
+        self._times: dict[tuple[int, int], TileTimes] = {}  # by a tile's size
         self._bytes = self._hits = self._encoded = 0
 
     @property
@@ -142,7 +176,7 @@ class Gallery:
         while self._waiting:
             key, encoding = next(iter(self._waiting.items()))
             try:
-                self._advance(key, encoding)
+                self._advance(key, encoding, until)
             except Exception as error:
                 log.exception("engine.image_failed")
                 self._waiting.pop(key, None)
@@ -150,13 +184,18 @@ class Gallery:
             if time.perf_counter() > until:
                 return
 
-    def _advance(self, key: bytes, encoding: _Encoding) -> None:
+    def _advance(self, key: bytes, encoding: _Encoding, until: float) -> None:
         assert self._tower is not None, "images are refused without a tower"
-        picture = encoding.picture
-        vectors_TH = self._tower.encode(picture.tiles[len(encoding.done)], picture.width, picture.height)
-        mx.eval(vectors_TH)
-        encoding.done.append(vectors_TH)
-        if len(encoding.done) < len(picture.tiles):
+        picture, began = encoding.picture, time.perf_counter()
+        times = self._times.setdefault((picture.width, picture.height), TileTimes())
+        left = picture.tiles[encoding.tiles :]
+        chosen = left[: times.most(len(left), until - began)]
+        vectors_NTH = self._tower.encode(chosen, picture.width, picture.height)
+        mx.eval(vectors_NTH)
+        times.took(len(chosen), time.perf_counter() - began)
+        encoding.done.append(vectors_NTH.reshape(-1, vectors_NTH.shape[-1]))
+        encoding.tiles += len(chosen)
+        if len(chosen) < len(left):
             return
         whole_TH = mx.concatenate(encoding.done)
         mx.eval(whole_TH)

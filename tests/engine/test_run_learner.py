@@ -1,0 +1,114 @@
+"""A run's learner in the training service: what it is asked, and that another process goes on with it to the byte."""
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from shared.errors import ConflictError
+from tests.engine.test_trainer_optimize import OPTIONS, groups_of
+from trainer.gate import GateLimits
+from trainer.learn.compute import finished
+from trainer.learn.learner import Trained
+from trainer.learn.options import AdapterShape, Schedule
+from trainer.learn.packing import pack, unpack
+from trainer.learn.policy import Policy
+from trainer.learners.asks import (
+    Accept,
+    Asked,
+    Gaps,
+    Get,
+    LearnerOptions,
+    Packed,
+    Put,
+    Restore,
+    Revert,
+    Said,
+    Train,
+    TrainDone,
+)
+from trainer.learners.loop_learner import build_learner
+from trainer.service.run_learner import RunLearner, decoded
+from worker.engine.model.loader import LoadedModel
+
+PROBES = ((1, 2, 3, 4), (9, 8, 7))
+MADE = LearnerOptions(
+    AdapterShape(rank=4), replace(OPTIONS, schedule=Schedule(peak=1e-3), minibatches=2), GateLimits(), seed=3
+)
+
+
+@pytest.fixture
+def policy(llama: LoadedModel) -> Policy:
+    return Policy(llama.model, AdapterShape(rank=4))
+
+
+def run_learner(llama: LoadedModel, **changes: Any) -> RunLearner:
+    return RunLearner(llama.model, msgspec.msgpack.encode(replace(MADE, **changes)))
+
+
+def said(learner: RunLearner, asked: Asked) -> Said:
+    """Through bytes, both ways."""
+    answer = finished(learner.answer(decoded(msgspec.msgpack.encode(asked))))
+    return msgspec.msgpack.decode(answer, type=Said)  # type: ignore[arg-type]
+
+
+def test_a_train_step_in_a_service_is_that_of_a_learner_of_ones_own(llama: LoadedModel, policy: Policy) -> None:
+    own, hired = build_learner(llama.model, MADE), run_learner(llama)
+    for step in range(2):
+        groups = tuple(groups_of(policy, step))
+        expected: Trained = finished(own.train(groups, step, step, PROBES))
+        done = said(hired, Train(groups, step, step, PROBES))
+        assert isinstance(done, TrainDone)
+        assert unpack(done.weights)["weights"].keys() == expected.weights.keys()
+        assert all((unpack(done.weights)["weights"][name] == value).all() for name, value in expected.weights.items())
+        assert done.checks == expected.checks
+        assert replace(done.report, seconds=0) == replace(expected.report, seconds=0)
+        own.accept()
+        said(hired, Accept())
+    assert own.state() == hired.state()
+
+
+@pytest.mark.parametrize("then", [Accept(), Revert()], ids=["accepted", "reverted"])
+def test_another_process_goes_on_in_the_midst_of_a_train_step(llama: LoadedModel, policy: Policy, then: Asked) -> None:
+    first, second = run_learner(llama), run_learner(llama, seed=9)
+    best = finished(first.answer(Get("weights")))
+    weights = msgspec.msgpack.decode(best, type=Packed).data
+    for asked in (Put("best", weights), Put("origin", weights), Train(tuple(groups_of(policy, 0)), 0, 0, PROBES)):
+        said(first, asked)
+    second.restore(first.state())
+    for learner in (first, second):
+        said(learner, then)
+        said(learner, Train(tuple(groups_of(policy, 1)), 1, 1, PROBES))
+    assert first.state() == second.state()
+    kept = said(first, Get("snapshot"))
+    assert isinstance(kept, Packed)
+    third = run_learner(llama)
+    said(third, Restore(kept.data))
+    assert said(third, Get("snapshot")) == kept
+
+
+def test_what_is_of_another_adapter_is_refused_and_changes_nothing(llama: LoadedModel) -> None:
+    learner = run_learner(llama)
+    before = learner.state()
+    other = pack({"weights": {"x": np.zeros(3, np.float32)}})
+    for asked in (Put("present", other), Put("present", None), Put("best", b"1"), Restore(other), Gaps((), b"1")):
+        with pytest.raises(ConflictError):
+            said(learner, asked)
+    assert learner.state() == before
+    with pytest.raises(ConflictError, match="cannot be asked"):
+        decoded(b"\x81")
+    with pytest.raises(ValueError, match="cannot be read"):
+        RunLearner(llama.model, b"")
+
+
+def test_what_is_the_same_is_packed_once() -> None:
+    one = {"a": np.arange(1000.0), "count": np.array(3, np.uint64)}
+    groups = {"good": one, "present": {name: value.copy() for name, value in one.items()}, "none": {}}
+    data = pack(groups)
+    assert len(data) < 9000
+    found = unpack(data)
+    assert found.keys() == groups.keys() and found["none"] == {}
+    for name in ("good", "present"):
+        assert found[name]["count"].shape == () and (found[name]["a"] == one["a"]).all()

@@ -1,0 +1,114 @@
+"""The update of an adapter: gradients added up over microbatches, clipped, one AdamW step. All that trains one uses it.
+
+Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv 1711.05101; moments with bias correction.
+
+Invariants.
+- An update whose gradient or whose weights would not be finite changes nothing, neither weights nor moments.
+- What an update makes depends on weights, moments, gradient and constants alone, to the byte: gradients go in the order
+  of the model's parameters (`ordered`), because the last bits of their norm depend on it.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from trainer.state import Moments
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """The constants of one update."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    weight_decay: float = 0.0
+    eps: float = 1e-8
+    max_grad_norm: float = 0.0  # gradients are scaled down to this norm; 0: they are not
+    apart_rate: float = 0.0  # the learning rate of the parameters that learn apart
+
+
+class AdamSteps:
+    """AdamW over a module's trainable parameters, fp32; belongs to the module's thread.
+
+    `apart` names parameters that have a learning rate of their own: a value head's.
+    """
+
+    def __init__(self, model: nn.Module, apart: Callable[[str], bool] | None = None) -> None:
+        self._model, self._apart = model, apart
+        self.reset()
+
+    def reset(self) -> None:
+        """As before the first update."""
+        self._parts = [optim.AdamW(learning_rate=0.0, bias_correction=True)]
+        self._adam: Any = self._parts[0]
+        if (apart := self._apart) is not None:
+            self._parts.insert(0, optim.AdamW(learning_rate=0.0, bias_correction=True))
+            self._adam = optim.MultiOptimizer(self._parts, [lambda name, _: apart(name)])
+        self._adam.init(self._model.trainable_parameters())
+
+    @property
+    def count(self) -> int:
+        """Updates so far."""
+        return int(self._parts[-1].step.item())
+
+    def update(self, gradient: Any, sizes: StepSizes) -> tuple[float, bool]:
+        """One update; the gradient's norm before clipping, and whether anything was changed."""
+        # Without a bound the gradient is multiplied by 1.
+        clipped, norm = optim.clip_grad_norm(gradient, sizes.max_grad_norm or math.inf)
+        if not math.isfinite(norm.item()):
+            return norm.item(), False
+        before = self.kept()
+        for adam in self._parts:
+            adam.learning_rate = sizes.learning_rate
+            adam.betas, adam.eps, adam.weight_decay = list(sizes.betas), sizes.eps, sizes.weight_decay
+        if self._apart is not None:
+            self._parts[0].learning_rate = sizes.apart_rate
+        weights = self._adam.apply_gradients(clipped, self._model)
+        mx.eval(weights, self._adam.state)
+        if not all_finite(weights):
+            self.put_back(before)
+            return norm.item(), False
+        self._model.update(weights)
+        return norm.item(), True
+
+    def kept(self) -> Any:
+        """The present moments, to be put back by `put_back`; arrays are shared, since an update replaces them."""
+        return tree_map(lambda value: value, self._adam.state)
+
+    def put_back(self, kept: Any) -> None:
+        """Restore what `kept` gave: the moments from before an update that was refused."""
+        self._adam.state = kept
+
+    def moments(self) -> Moments:
+        """The state as plain data."""
+        return {name: np.array(value) for name, value in tree_flatten(self._adam.state)}
+
+    def load_moments(self, moments: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Continue with such a state; ValueError when it is another adapter's."""
+        mine = {name: tuple(value.shape) for name, value in tree_flatten(self._adam.state)}
+        if mine != {name: tuple(value.shape) for name, value in moments.items()}:
+            raise ValueError("the optimizer's moments do not fit this adapter")
+        self._adam.state = tree_unflatten([(name, mx.array(value)) for name, value in moments.items()])
+
+    def ordered(self, gradient: Mapping[str, npt.NDArray[Any]]) -> Any:
+        """A gradient that was kept by its parameters' names, as a tree in their order."""
+        names = [name for name, _ in tree_flatten(self._model.trainable_parameters())]
+        return tree_unflatten([(name, mx.array(gradient[name])) for name in names])
+
+
+def added(gradient: Any, more: Any) -> Any:
+    """The sum of two gradients of the same parameters; None is that of nothing."""
+    return more if gradient is None else tree_map(mx.add, gradient, more)
+
+
+def all_finite(tree: Any) -> bool:
+    """Whether all numbers of a tree of arrays are finite."""
+    return tree is None or all(bool(mx.isfinite(value).all().item()) for _, value in tree_flatten(tree))
