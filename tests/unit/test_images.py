@@ -266,7 +266,7 @@ async def test_compressed_answers_are_refused_before_they_grow(monkeypatch: pyte
 
     with pytest.raises(InvalidRequestError, match="compressed"):
         await served(monkeypatch, compressed)
-    assert await served(monkeypatch, lambda request: httpx.Response(200, content=b"abc")) == b"abc"
+    assert await served(monkeypatch, lambda request: httpx.Response(200, stream=httpx.ByteStream(b"abc"))) == b"abc"
 
 
 def test_a_body_may_be_long_by_its_images_alone() -> None:
