@@ -109,8 +109,12 @@ def _linger(ring: Ring, plan: ReplyPlan, unfinished: list[str]) -> None:
     task.add_done_callback(_lingering.discard)
 
 
-async def _cancel_unless_resumed(ring: Ring, plan: ReplyPlan, unfinished: list[str]) -> None:
+async def _grace() -> None:
     await asyncio.sleep(GRACE_S)
+
+
+async def _cancel_unless_resumed(ring: Ring, plan: ReplyPlan, unfinished: list[str]) -> None:
+    await _grace()
     if _left_last.get(plan.id) is not asyncio.current_task():
         return
     del _left_last[plan.id]

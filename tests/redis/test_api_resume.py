@@ -1,5 +1,7 @@
 """A stream goes on after its connection, and after its api process, are gone."""
 
+import asyncio
+
 import pytest
 
 from api.generation import resume as api_resume
@@ -104,16 +106,23 @@ async def test_a_stream_resumed_in_the_same_process_is_not_cancelled(
 async def test_the_time_of_grace_begins_with_the_last_client_that_leaves(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api_resume, "GRACE_S", 1.0)
+    graces: list[asyncio.Event] = []  # each over when it is set: a machine may be slower than any number of seconds
+
+    async def grace() -> None:
+        graces.append(asyncio.Event())
+        await graces[-1].wait()
+
+    monkeypatch.setattr(api_resume, "_grace", grace)
     async with working(redis_url, held) as worker, api(redis_url) as server:
         async with server.stream("/v1/completions", BODY) as begun:
             await read(begun, 3)
-        await wait_until(lambda: len(api_resume._lingering) == 1)
-        monkeypatch.setattr(api_resume, "GRACE_S", 600.0)
+        await wait_until(lambda: len(graces) == 1)
+        first = api_resume._left_last[begun.chunks[0]["id"]]
         async with server.resume(begun.chunks[0]["id"], begun.last_event_id) as resumed:
             await read(resumed, 1)
-        await wait_until(lambda: begun.chunks[0]["id"] not in api_resume._reading)
-        await wait_until(lambda: len(api_resume._lingering) == 2)  # before and after the second; the first one is over
+        await wait_until(lambda: len(graces) == 3)  # one began before the second client has read, one when it left
+        graces[0].set()
+        await first
         async with server.resume(begun.chunks[0]["id"], resumed.last_event_id) as again:
             worker.go.set()
             await again.all()

@@ -18,7 +18,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import numpy.typing as npt
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 from trainer.state import Moments
 
@@ -96,12 +96,12 @@ class AdamSteps:
         mine = {name: tuple(value.shape) for name, value in tree_flatten(self._adam.state)}
         if mine != {name: tuple(value.shape) for name, value in moments.items()}:
             raise ValueError("the optimizer's moments do not fit this adapter")
-        self._adam.state = tree_unflatten([(name, mx.array(value)) for name, value in moments.items()])
+        # In the present state's tree: it has empty places where a module has lists that are no parameters.
+        self._adam.state = tree_map_with_path(lambda name, _: mx.array(moments[name]), self._adam.state)
 
     def ordered(self, gradient: Mapping[str, npt.NDArray[Any]]) -> Any:
         """A gradient that was kept by its parameters' names, as a tree in their order."""
-        names = [name for name, _ in tree_flatten(self._model.trainable_parameters())]
-        return tree_unflatten([(name, mx.array(gradient[name])) for name in names])
+        return tree_map_with_path(lambda name, _: mx.array(gradient[name]), self._model.trainable_parameters())
 
 
 def added(gradient: Any, more: Any) -> Any:

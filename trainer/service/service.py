@@ -74,7 +74,7 @@ class LearnerService:
                     await asyncio.wait_for(self._stopping.wait(), _LOOK_S)
         finally:
             for learner in list(self._seats):
-                with contextlib.suppress(RedisError, OSError, LostError):
+                with contextlib.suppress(RedisError, OSError):
                     await self._let_go(learner, 0)
             renewing.cancel()
             await asyncio.gather(renewing, return_exceptions=True)
@@ -154,8 +154,12 @@ class LearnerService:
         await asyncio.wait([task], timeout=_LEAVE_S)
         task.cancel()  # what it was at is carried out again, by whoever takes the learner
         await asyncio.gather(task, return_exceptions=True)
-        await seat.store_state()
         self._turns.forget(learner)
+        try:
+            await seat.store_state()
+        except LostError:  # whoever has taken it looks after it
+            log.warning("learner.lost", learner=learner)
+            return
         await self._due.again([learner], in_ms)
         log.info("learner.left", learner=learner)
 
