@@ -11,7 +11,7 @@ from api.http.errors import error_responses, json_reply
 from api.ring.ring import Ring, TheRing
 from api.tinker.bodies import PathBody, TtlBody
 from api.tinker.names import ID, KINDS, SAVE_NAME, SEGMENTS, SavePath, keeper, spec_named
-from shared.errors import NotFoundError
+from shared.errors import ConflictError, NotFoundError
 from shared.learners import LearnerSpec, SaveInfo
 from shared.redis import keys
 
@@ -91,7 +91,8 @@ async def checkpoint_ttl(run: Run, segment: Segment, name: Name, body: TtlBody, 
     spec = await spec_named(ring, run)
     lives_s = min(body.ttl_seconds or keys.LEARNER_SAVE_TTL_S, keys.LEARNER_SAVE_TTL_S)
     info = await ring.learners.save_named(spec.id, KINDS[segment], name)
-    await ring.learners.keep_save(spec.id, info, lives_s)
+    if not await ring.learners.keep_save(spec.id, info, lives_s):
+        raise ConflictError(f"the checkpoint {name!r} was saved anew or deleted meanwhile; ask again")
     if info.version:
         await ring.adapters.pin(spec.adapter, info.version, f"save-{name}", lives_s)
     return json_reply({})

@@ -7,11 +7,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from mlx.utils import tree_flatten
+from safetensors.numpy import save as write_safetensors
 
 from shared.errors import ConflictError, InvalidRequestError
 from shared.learners import Datum, LearnerSpec, LossName, Pass, PassDone, Step, Values, checked
 from trainer.learn.compute import finished
 from trainer.service.learner import ServiceLearner
+from trainer.service.seat import DAMAGED
 from worker.engine.model.loader import LoadedModel
 
 Array = npt.NDArray[Any]
@@ -48,6 +50,21 @@ def data(loss: LossName, count: int = 5, seed: int = 0, targets: int = 0) -> tup
         return Datum(draw.integers(0, 200, length).astype("<i4").tobytes(), inputs)
 
     return tuple(datum() for _ in range(count))
+
+
+def test_a_state_that_is_damaged_is_told_as_such(llama: LoadedModel) -> None:
+    learning = moved(llama)
+    whole = learning.state()
+    for state in (
+        b"",
+        b"junk" * 100,
+        whole[:-7],
+        write_safetensors({"other": np.zeros(3)}),
+        learner(llama).state()[:40],
+    ):
+        with pytest.raises(DAMAGED):
+            learner(llama, 1).restore(state)
+    learner(llama, 1).restore(whole)
 
 
 def logps(learning: ServiceLearner, datum: Datum) -> Array:

@@ -113,6 +113,7 @@ for _ in range(50):
 
 LEARNED = {"prompt_ids": [5] * 100, "completion_ids": [5] * 150, "logprobs": [-0.123456] * 150, "reward": 1.0}
 
+_NO_COMMA = {"type": "image_url", "image_url": {"url": "data:image/png" + ";a=b" * 4_000_000}}
 _LARGE_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "iVBORw0K" * 2_000_000}}
 ASKED = {"model_id": "s:train:0", "seq_id": 1}
 DATUM = {"model_input": {"chunks": [{"tokens": [5]}]}, "loss_fn_inputs": {}}
@@ -132,6 +133,7 @@ WORST: dict[str, tuple[str, Any]] = {
         {"prompt": "a", "structured_outputs": {"grammar": "\n" * 200_000}},
     ),
     "a long message": ("/v1/chat/completions", chat(messages=[{"role": "user", "content": MEGABYTE}])),
+    "an image without a comma": ("/v1/chat/completions", chat(messages=[{"role": "user", "content": [_NO_COMMA]}])),
     "a large image": ("/v1/chat/completions", chat(messages=[{"role": "user", "content": [_LARGE_IMAGE]}])),
     "many messages": ("/v1/chat/completions", chat(messages=[_HI] * 4096)),
     "too many messages": ("/v1/chat/completions", chat(messages=[{"role": "user"}] * 9990)),

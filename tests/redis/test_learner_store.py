@@ -115,6 +115,23 @@ async def test_a_save_is_there_with_its_answer_and_until_it_expires(redis: Redis
         await store.saved("one", "a")
 
 
+async def test_what_is_asked_of_a_save_does_nothing_to_the_next_one_of_its_name(redis: Redis) -> None:
+    store = await made(redis, 3)
+    held = await taken(store)
+    infos = []
+    for number in (1, 2):
+        bytes_id = await store.put_saved("one", b"data %d" % number)
+        infos.append(SaveInfo(name="a", kind="state", created_ms=number, expires_ms=FAR_MS, bytes_id=bytes_id))
+        assert await store.tell(held, number, StepDone({}), save=infos[-1])
+    assert not await store.drop_save("one", infos[0]) and not await store.keep_save("one", infos[0], 60)
+    assert await store.saved("one", "a") == b"data 2"
+    assert await store.keep_save("one", infos[1], 60)
+    (kept,) = await store.saves("one")
+    assert kept.expires_ms < FAR_MS and await store.drop_save("one", kept)
+    assert not await store.keep_save("one", kept, 60), "nor does it come back"
+    assert await store.saves("one") == [] and not await redis.exists(keys.learner_saved("one", infos[1].bytes_id))
+
+
 async def test_a_dropped_learner_leaves_only_answers_and_its_service_is_refused(redis: Redis) -> None:
     store = await made(redis, 2)
     held = await taken(store)

@@ -16,10 +16,11 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import structlog
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE, prepared
-from shared.errors import ConflictError, NotFoundError, ParallmError
+from shared.errors import ConflictError, EngineError, NotFoundError, ParallmError
 from shared.learners import (
     Answer,
     Ask,
@@ -52,6 +53,14 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 _LOOK_S = (0.005, 0.25)  # pauses between looks for a request, first and longest
+DAMAGED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    SafetensorError,
+    ConflictError,
+    NotFoundError,
+)  # of a state: no way to read it
 _SAID = "said"  # a save: the last long answer to a run
 
 
@@ -103,8 +112,9 @@ class Seat:
                 state = await self._store.state(self._held)
                 learner = self._learner
                 await self._compute(at_once(lambda: learner.restore(state)))
-        except (ValueError, NotFoundError) as error:
-            self._learner, self._broken = None, Failed(f"this learner cannot be trained: {error}")
+        except DAMAGED as error:
+            kind = type(error).__name__
+            self._learner, self._broken = None, Failed(f"this learner cannot be trained: {kind}: {error}")
         self._last, self._whole, pause = time.monotonic(), True, _LOOK_S[0]
         while not self._leaving:
             found = await self._store.request(self._held.id, self._number + 1)
@@ -247,7 +257,10 @@ class Seat:
 
         with TemporaryDirectory(prefix="parallm-learner-") as name, working_for(spec.owner):
             folder = Path(name)
-            await asyncio.to_thread(write, folder)
+            try:
+                await asyncio.to_thread(write, folder)
+            except (OSError, SafetensorError) as error:
+                raise EngineError(f"the service could not write the version to its disk: {error}") from error
             with prepared(folder, shapes=self._card.modules, hidden_size=self._card.head_inputs) as adapter:
                 manifest = await self._adapters.publish(
                     spec.adapter, adapter, base_sha256=self._card.base_sha256, source="learner"

@@ -32,6 +32,7 @@ _create = Script("learner_create")
 _place = Script("learner_place")
 _take = Script("learner_take")
 _answer = Script("learner_answer")
+_change_save = Script("learner_change_save")
 _request_decoder = msgspec.msgpack.Decoder(Request)
 _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
@@ -132,21 +133,23 @@ class LearnerStore:
             raise NotFoundError(f"there is no save {name!r} of this learner, or its time to live is over")
         return info
 
-    async def drop_save(self, learner: str, info: SaveInfo) -> None:
-        """Forget a save."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hdel(keys.learner_saves(learner), f"{info.kind}/{info.name}")
-            pipe.delete(keys.learner_saved(learner, info.bytes_id))
-            await pipe.execute()
+    async def drop_save(self, learner: str, info: SaveInfo) -> bool:
+        """Forget a save; False when it is gone already, or another one has its name."""
+        return await self._change_save(learner, info, None, 0)
 
-    async def keep_save(self, learner: str, info: SaveInfo, lives_s: int) -> None:
-        """Let a save live for so long from now on."""
+    async def keep_save(self, learner: str, info: SaveInfo, lives_s: int) -> bool:
+        """Let a save live for so long from now on; False as for `drop_save`."""
         later = msgspec.structs.replace(info, expires_ms=1000 * (int(time.time()) + lives_s))
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(keys.learner_saves(learner), mapping={f"{info.kind}/{info.name}": msgspec.json.encode(later)})
-            pipe.expire(keys.learner_saves(learner), keys.LEARNER_SAVE_TTL_S)
-            pipe.expire(keys.learner_saved(learner, info.bytes_id), lives_s)
-            await pipe.execute()
+        return await self._change_save(learner, info, later, lives_s)
+
+    async def _change_save(self, learner: str, info: SaveInfo, later: SaveInfo | None, lives_s: int) -> bool:
+        name = f"{info.kind}/{info.name}"
+        raw = await ask(self._redis, "HGET", keys.learner_saves(learner), name)
+        if raw is None or msgspec.json.decode(raw, type=SaveInfo) != info:
+            return False
+        wanted = b"" if later is None else msgspec.json.encode(later)
+        names = [keys.learner_saves(learner), keys.learner_saved(learner, info.bytes_id)]
+        return bool(await _change_save(self._redis, names, [name, raw, wanted, lives_s, keys.LEARNER_SAVE_TTL_S]))
 
     async def drop(self, model: str, learner: str) -> None:
         """Forget a learner with all that it has; its answers go by themselves. A service that has it is refused."""
