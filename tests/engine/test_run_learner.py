@@ -31,7 +31,8 @@ from trainer.learners.asks import (
 )
 from trainer.learners.loop_learner import build_learner
 from trainer.service.run_learner import RunLearner, decoded
-from worker.engine.model.loader import LoadedModel
+from worker.engine.messages import EngineConfig
+from worker.engine.model.loader import LoadedModel, load_model
 
 PROBES = ((1, 2, 3, 4), (9, 8, 7))
 MADE = LearnerOptions(
@@ -112,3 +113,20 @@ def test_what_is_the_same_is_packed_once() -> None:
     assert found.keys() == groups.keys() and found["none"] == {}
     for name in ("good", "present"):
         assert found[name]["count"].shape == () and (found[name]["a"] == one["a"]).all()
+
+
+def test_one_that_was_resumed_takes_a_train_step_back_and_learns_on() -> None:
+    model = load_model(
+        EngineConfig("models/tiny", dtype="float32")
+    ).model  # whose tree has lists that are no parameters
+    groups = groups_of(Policy(model, AdapterShape(rank=4), seed=1))
+    first, second = (build_learner(model, MADE) for _ in range(2))
+    for step in range(2):
+        finished(first.train(groups, step, step, PROBES))
+        if step == 0:
+            first.accept()
+    second.resume(first.state())
+    for each in (first, second):
+        each.revert()
+        finished(each.train(groups, 2, 1, PROBES))
+    assert all(np.array_equal(second.weights()[name], weights) for name, weights in first.weights().items())

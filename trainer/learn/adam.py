@@ -96,8 +96,12 @@ class AdamSteps:
         mine = {name: tuple(value.shape) for name, value in tree_flatten(self._adam.state)}
         if mine != {name: tuple(value.shape) for name, value in moments.items()}:
             raise ValueError("the optimizer's moments do not fit this adapter")
+        self._adam.state = self.as_kept(moments)
+
+    def as_kept(self, moments: Mapping[str, npt.NDArray[Any]]) -> Any:
+        """What `kept` gave when `moments` told the same; for `put_back`."""
         # In the present state's tree: it has empty places where a module has lists that are no parameters.
-        self._adam.state = tree_map_with_path(lambda name, _: mx.array(moments[name]), self._adam.state)
+        return tree_map_with_path(lambda name, _: mx.array(moments[name]), self._adam.state)
 
     def ordered(self, gradient: Mapping[str, npt.NDArray[Any]]) -> Any:
         """A gradient that was kept by its parameters' names, as a tree in their order."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 
 from shared.adapters import GateCheck
 from shared.heads import HeadSpec
@@ -160,7 +160,7 @@ class Learner:
         self._policy.load(groups["weights"])
         self._optimizer.adam.load_moments(groups["moments"])
         self._good, self._best = groups["good"], groups.get("best")
-        self._before = tree_unflatten([(name, mx.array(value)) for name, value in groups["before"].items()])
+        self._before = self._optimizer.adam.as_kept(groups["before"])
         self._policy.origin = groups.get("origin")
         older = {int(name.removeprefix(_OLDER)): weights for name, weights in groups.items() if name.startswith(_OLDER)}
         self._older = OrderedDict(sorted(older.items()))

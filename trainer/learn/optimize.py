@@ -9,7 +9,7 @@ Invariants.
   bits depend on the batch that a token was decoded in, is left out, and an on-policy run repeats to the byte.
 - A gradient that is not finite changes nothing: the update is left out and the report says so.
 - With a value head (PPO) a pass before the first update says the values of all tokens. From these and the rewards come
-  advantages (GAE), which are then shifted and scaled to mean 0 and deviation 1 over the train step's tokens, and what
+  advantages (GAE), which are then shifted to mean 0 over the train step's tokens (`_with_advantages`), and what
   values should have been. So values are the present policy's, not those of the older one that may have sampled: they
   know more, and the ratio alone corrects for who sampled.
 - Two distances are reported apart. *Mismatch* is logpi_v - logmu with the weights v that sampled the token: other
