@@ -84,6 +84,7 @@ CONFIGS["qwen2_5_vl"] = {
     "model_type": "qwen2_5_vl",
     **_TEXT,
     **_QWEN_IDS,
+    "rope_theta": 30.0,  # so low that rows and columns tell within a few of them
     "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
     "tie_word_embeddings": False,
     "vision_config": {"model_type": "qwen2_5_vl", "window_size": 32, "fullatt_block_indexes": [1], **_QWEN},
