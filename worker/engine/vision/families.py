@@ -89,7 +89,7 @@ class Seeing(NamedTuple):
     """A model that was loaded with its tower."""
 
     model: Any  # mlx-lm's, of the language side
-    tower: Tower | QwenTower
+    tower: Tower | QwenTower | None  # None: the folder has none
 
 
 def is_vision(config: dict[str, Any]) -> bool:
@@ -124,6 +124,9 @@ def load_seeing(path: Path, config: dict[str, Any]) -> Seeing:
     vision = _vision(path, whole.config, config)
     if vision.family == "qwen":
         deep = len(getattr(whole.config.vision_config, "deepstack_visual_indexes", ()))
+        if whole.vision_tower is None:
+            log.warning("engine.images_refused family=%s: the folder has no weights of a tower", config["model_type"])
+            return Seeing(language.qwen(whole.language_model, 0), None)
         return Seeing(language.qwen(whole.language_model, deep), QwenTower(whole, vision))
     return Seeing(_language(whole.language_model), Tower(whole, vision))
 

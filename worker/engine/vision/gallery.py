@@ -36,7 +36,7 @@ class _Encoding:
     picture: Picture
     tiles: int = 0  # that are done
     done: list[mx.array] = field(default_factory=list)  # their vectors
-    layers: Iterator[list[mx.array]] | None = None  # under way, of a tower that goes by these
+    layers: Iterator[mx.array] | None = None  # under way, of a tower that goes by these
 
 
 @dataclass(eq=False)
@@ -207,7 +207,7 @@ class Gallery:
         if encoding.layers is None:
             encoding.layers = tower.layers(picture.tiles[0], picture.width, picture.height)
         for latest in encoding.layers:
-            encoding.done = latest
+            encoding.done = [latest]
             mx.eval(latest)
             if time.perf_counter() > until:
                 return None
