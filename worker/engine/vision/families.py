@@ -121,14 +121,13 @@ def load_seeing(path: Path, config: dict[str, Any]) -> Seeing:
     except ImportError as error:
         raise SetupError("a model with vision needs mlx-vlm: pip install 'mlx-parallm[vision]'") from error
     whole = load_model(path, lazy=True)
-    vision = _vision(path, whole.config, config)
-    if vision.family == "qwen":
-        deep = len(getattr(whole.config.vision_config, "deepstack_visual_indexes", ()))
-        if whole.vision_tower is None:
-            log.warning("engine.images_refused family=%s: the folder has no weights of a tower", config["model_type"])
-            return Seeing(language.qwen(whole.language_model, 0), None)
-        return Seeing(language.qwen(whole.language_model, deep), QwenTower(whole, vision))
-    return Seeing(_language(whole.language_model), Tower(whole, vision))
+    if FAMILIES[config["model_type"]] != "qwen":
+        return Seeing(_language(whole.language_model), Tower(whole, _vision(path, whole.config, config)))
+    if whole.vision_tower is None:
+        log.warning("engine.images_refused family=%s: the folder has no weights of a tower", config["model_type"])
+        return Seeing(language.qwen(whole.language_model, 0), None)
+    tower = QwenTower(whole, _vision(path, whole.config, config))
+    return Seeing(language.qwen(whole.language_model, tower.deep), tower)
 
 
 def _language(theirs: Any) -> Any:

@@ -39,6 +39,11 @@ class QwenTower:
         self._deep = tuple(getattr(self._tower, "deepstack_visual_indexes", ()))
 
     @property
+    def deep(self) -> int:
+        """How many layers of the language side are told of an image, besides its vectors."""
+        return len(self._deep)
+
+    @property
     def parts(self) -> tuple[Any, ...]:
         """Its modules."""
         return (self._tower,)
