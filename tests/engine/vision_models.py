@@ -25,6 +25,7 @@ from shared.sequences import SequenceSpec
 from tests.engine.conftest import spec
 from tests.engine.small_models import EOS, write_tokenizer
 from worker.engine.messages import Picture
+from worker.engine.vision.features import embeddings
 from worker.engine.vision.language import placement_of
 from worker.engine.vision.qwen import CLIP_MEAN, CLIP_STD
 
@@ -36,7 +37,7 @@ MARKS = {
 }
 MARKS["mistral3"] = MARKS["pixtral"]
 MARKS["qwen2_5_vl"] = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<end_of_utterance>"]
-MARKS["qwen3_vl"] = MARKS["qwen2_5_vl"]
+MARKS["qwen3_vl"] = MARKS["qwen3_vl_moe"] = MARKS["qwen2_5_vl"]
 MARKED_AS = {"idefics3": "smolvlm", "pixtral": "pixtral", "qwen": "qwen2_5_vl"}
 IMAGE_TOKEN_ID = EOS + 1
 TEMPLATE = (
@@ -96,11 +97,25 @@ CONFIGS["qwen3_vl"] = {
         "model_type": "qwen3_vl_text",
         "head_dim": 16,
         "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
         "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
         **_TEXT,
     },
     "vision_config": {"model_type": "qwen3_vl", "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
     | _QWEN,
+}
+CONFIGS["qwen3_vl_moe"] = CONFIGS["qwen3_vl"] | {
+    "model_type": "qwen3_vl_moe",
+    "text_config": {
+        **CONFIGS["qwen3_vl"]["text_config"],
+        "model_type": "qwen3_vl_moe_text",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 64,
+    },
+    "vision_config": CONFIGS["qwen3_vl"]["vision_config"] | {"model_type": "qwen3_vl_moe"},
 }
 CONFIGS["mistral3"] = {**CONFIGS["pixtral"], "model_type": "mistral3", "spatial_merge_size": 2}
 
@@ -212,7 +227,7 @@ def alone(model: Any, prompt_ids: tuple[int, ...], pictures: list[Image.Image], 
 def behind(model: Any, theirs: Any, prompt_ids: tuple[int, ...], pictures: list[Image.Image], said: list[int]) -> Any:
     """Logits [L, V] for each of the tokens said, of a language side fed with what mlx-vlm's model makes of the rest."""
     seen = theirs.get_input_embeddings(mx.array([prompt_ids]), **pixels(theirs, pictures))
-    told_1LH = model.model.embed_tokens(mx.array([said[:-1]]))
+    told_1LH = embeddings(model)(mx.array([said[:-1]]))
     fed_1LH, placement = mx.concatenate([seen.inputs_embeds, told_1LH], axis=1), placement_of(model)
     if placement is None:
         return model(None, input_embeddings=fed_1LH)[0, -len(said) :]

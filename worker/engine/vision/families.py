@@ -33,6 +33,7 @@ FAMILIES: dict[str, Family] = {  # by the model_type of a config
     "mistral3": "pixtral",  # whose patches are merged behind the tower
     "qwen2_5_vl": "qwen",
     "qwen3_vl": "qwen",
+    "qwen3_vl_moe": "qwen",
 }
 
 
@@ -121,13 +122,14 @@ def load_seeing(path: Path, config: dict[str, Any]) -> Seeing:
     except ImportError as error:
         raise SetupError("a model with vision needs mlx-vlm: pip install 'mlx-parallm[vision]'") from error
     whole = load_model(path, lazy=True)
-    if FAMILIES[config["model_type"]] != "qwen":
+    kind = config["model_type"]
+    if FAMILIES[kind] != "qwen":
         return Seeing(_language(whole.language_model), Tower(whole, _vision(path, whole.config, config)))
     if whole.vision_tower is None:
-        log.warning("engine.images_refused family=%s: the folder has no weights of a tower", config["model_type"])
-        return Seeing(language.qwen(whole.language_model, 0), None)
+        log.warning("engine.images_refused family=%s: the folder has no weights of a tower", kind)
+        return Seeing(language.qwen(whole.language_model, kind, 0), None)
     tower = QwenTower(whole, _vision(path, whole.config, config))
-    return Seeing(language.qwen(whole.language_model, tower.deep), tower)
+    return Seeing(language.qwen(whole.language_model, kind, tower.deep), tower)
 
 
 def _language(theirs: Any) -> Any:
