@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tests.engine.vision_models import (
     whole_model,
     write_vision_model,
 )
+from worker.engine.kv.kinds import kind_of, leaves
 from worker.engine.messages import DiskConfig, EngineConfig, Picture, RowRequest, SpeculationConfig
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.vision import qwen
@@ -79,6 +81,10 @@ class Gaze(Bench):
         for seq in names or self.shown:
             spec, pictures = self.shown[seq]
             assert self.tokens(seq) == alone(reference, spec.prompt_ids, pictures, spec.sampling.max_tokens), seq
+
+
+def is_cut(loaded: LoadedModel) -> bool:
+    return all(kind_of(leaf).is_cut for leaf in leaves(loaded.kv.new(loaded.model)))
 
 
 def test_as_many_tiles_are_encoded_at_once_as_stay_in_time() -> None:
@@ -173,7 +179,9 @@ def test_another_image_with_the_same_text_never_hits(seeing: LoadedModel, refere
     bench.ask("low", text, [picture(1)], detail="low")
     bench.run()
     assert bench.finish("same").cached_tokens > before + 16
-    assert bench.finish("other").cached_tokens == bench.finish("low").cached_tokens == before
+    assert bench.finish("low").cached_tokens == before
+    missed = {before} if is_cut(seeing) else {0}  # layers that cannot be cut are kept there once two rows go apart
+    assert bench.finish("other").cached_tokens in missed
     bench.check(reference, "first", "same", "other")
     assert bench.engine.stats().vision.encoded == 3
 
@@ -220,11 +228,12 @@ def test_rows_that_cannot_see_are_refused_and_the_others_go_on(seeing: LoadedMod
     bench.shown["good"] = good, [picture(1)]
     replace = msgspec.structs.replace
     (ref,) = good.images
+    last = max(at for at, each in enumerate(good.prompt_ids) if each == good.image_token)
     bad = {
         "missing": (good, ()),
         "count": (replace(good, prompt_ids=(*good.prompt_ids, good.image_token, 5)), sent),
         "foreign": (replace(good, images=(replace(ref, key=b"other"),)), sent),
-        "end": (replace(good, prompt_ids=good.prompt_ids[: -len(" Say it.") - 1]), sent),
+        "end": (replace(good, prompt_ids=good.prompt_ids[: last + 1]), sent),
         "tokens": (replace(good, images=(replace(ref, tokens=ref.tokens + 1),)), sent),
         "broken": (replace(good, images=()), ()),
     }
@@ -312,18 +321,32 @@ def test_a_folder_that_is_not_as_it_should_be_is_refused_in_words(tmp_path: Path
         load_model(EngineConfig(str(folder)))
 
 
-def test_of_a_qwen_without_a_tower_the_text_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = write_vision_model(tmp_path / "small", "qwen2_5_vl")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "lfm2_vl"])
+def test_of_a_folder_without_a_tower_the_text_is_served(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_vision_model(tmp_path / "small", family)
     weights = mx.load(str(folder / "model.safetensors"))
     text = {name: array for name, array in weights.items() if name.startswith("language_model")}
     mx.save_safetensors(str(folder / "model.safetensors"), text, {"format": "mlx"})
     (folder / "preprocessor_config.json").unlink()
     bench = Bench(load_model(EngineConfig(str(folder))))
-    assert bench.loaded.card.vision is None and "engine.images_refused family=qwen2_5_vl" in caplog.text
+    assert bench.loaded.card.vision is None and f"engine.images_refused family={family}" in caplog.text
     asked = spec("text", range(5, 25))
     bench.submit(asked)
     bench.run()
-    assert bench.tokens("text") == alone(whole_model("qwen2_5_vl"), asked.prompt_ids, [], asked.sampling.max_tokens)
+    assert bench.tokens("text") == alone(whole_model(family), asked.prompt_ids, [], asked.sampling.max_tokens)
+
+
+def test_without_mlx_vlm_the_text_is_served_of_what_mlx_lm_can_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlx_vlm.utils", None)
+    folder = write_vision_model(tmp_path / "mistral", "mistral3")
+    assert load_model(EngineConfig(str(folder))).card.vision is None
+    assert "engine.images_refused family=mistral3: to see, it needs mlx-vlm" in caplog.text
+    with pytest.raises(SetupError, match=r"needs mlx-vlm: pip install 'mlx-parallm\[vision\]'"):
+        load_model(EngineConfig(str(write_vision_model(tmp_path / "small"))))
 
 
 def test_of_mistral_3_only_what_runs_in_the_batch_is_seen_with(tmp_path: Path) -> None:
@@ -352,7 +375,7 @@ def test_of_mistral_3_only_what_runs_in_the_batch_is_seen_with(tmp_path: Path) -
         load_model(EngineConfig(str(folder)))
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl", "lfm2-vl"])
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl", "molmo"])
 def test_a_model_whose_tower_we_do_not_run_says_at_start_that_it_refuses_images(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

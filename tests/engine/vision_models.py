@@ -38,8 +38,12 @@ MARKS = {
 MARKS["mistral3"] = MARKS["pixtral"]
 MARKS["qwen2_5_vl"] = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<end_of_utterance>"]
 MARKS["qwen3_vl"] = MARKS["qwen3_vl_moe"] = MARKS["qwen2_5_vl"]
-MARKED_AS = {"idefics3": "smolvlm", "pixtral": "pixtral", "qwen": "qwen2_5_vl"}
+MARKS["lfm2_vl"] = ["<image>", "<|image_start|>", "<|img_thumbnail|>", "<|image_end|>", "<end_of_utterance>"] + [
+    f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)
+]
+MARKED_AS = {"lfm2": "lfm2_vl", "idefics3": "smolvlm", "pixtral": "pixtral", "qwen": "qwen2_5_vl"}
 IMAGE_TOKEN_ID = EOS + 1
+LFM2_IMAGES = {"tile_size": TILE, "encoder_patch_size": 8, "min_image_tokens": 2, "max_image_tokens": 4}
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{% if p.type == 'image' %}MARK{% else %}{{ p.text }}{% endif %}{% endfor %}"
@@ -117,6 +121,22 @@ CONFIGS["qwen3_vl_moe"] = CONFIGS["qwen3_vl"] | {
     },
     "vision_config": CONFIGS["qwen3_vl"]["vision_config"] | {"model_type": "qwen3_vl_moe"},
 }
+CONFIGS["lfm2_vl"] = {
+    "model_type": "lfm2_vl",
+    **_BOTH,
+    "downsample_factor": 2,
+    "projector_hidden_size": 48,
+    "text_config": _TEXT
+    | {
+        "model_type": "lfm2",
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "block_dim": 64,
+        "block_ff_dim": 128,
+        "block_multiple_of": 32,
+    },
+    "vision_config": {"model_type": "siglip2_vision_model", "num_patches": 16, **_SEEN},
+}
 CONFIGS["mistral3"] = {**CONFIGS["pixtral"], "model_type": "mistral3", "spatial_merge_size": 2}
 
 
@@ -132,6 +152,8 @@ def whole_model(family: str, seed: int = 0, config: dict[str, Any] | None = None
     whole = {name: value for name, value in config.items() if name in names or family == "smolvlm"}
     model = module.Model(module.ModelConfig(**{**whole, **parts}))
     model.update(tree_map(lambda array: array * 2 if array.ndim > 1 else array, model.parameters()))
+    if family == "lfm2_vl":
+        model.multi_modal_projector.linear_2.weight *= 8  # or what it sees is lost among its words
     return model
 
 
@@ -154,6 +176,8 @@ def write_vision_model(folder: Path, family: str = "smolvlm", *, seed: int = 0, 
         images["max_image_size"] = {"longest_edge": TILE}
     if family.startswith("qwen"):
         images = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 256, "longest_edge": LONGEST**2}}
+    if family == "lfm2_vl":
+        images = {"do_image_splitting": False, **LFM2_IMAGES}
     files = {
         "config.json": config,
         "tokenizer_config.json": {**settings, "chat_template": TEMPLATE.replace("MARK", MARKS[family][0])},
@@ -268,6 +292,11 @@ def pixels(model: Any, pictures: list[Image.Image]) -> dict[str, Any]:
         mean, std = (CLIP_MEAN, CLIP_STD) if model.config.model_type == "qwen2_5_vl" else ((0.5,) * 3, (0.5,) * 3)
         seen = Qwen3VLImageProcessor(8, 2, 2, 256, LONGEST**2, image_mean=list(mean), image_std=list(std))(pictures)
         return {name: mx.array(values) for name, values in seen.items()}
+    if model.config.model_type == "lfm2_vl":
+        from mlx_vlm.models.lfm2_vl.processing_lfm2_vl import Lfm2VlNumpyImageProcessor
+
+        seen = Lfm2VlNumpyImageProcessor(**LFM2_IMAGES)(pictures)
+        return {name: mx.array(seen[name]) for name in ("pixel_values", "pixel_attention_mask", "spatial_shapes")}
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
     seen = SmolVLMImageProcessorPil(size={"longest_edge": LONGEST}, max_image_size={"longest_edge": TILE})([pictures])

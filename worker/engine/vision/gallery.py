@@ -217,10 +217,16 @@ class Gallery:
     def _tiles(self, tower: Tower, encoding: _Encoding, until: float) -> Seen | None:
         """The image, once its last tile is through."""
         picture, began = encoding.picture, time.perf_counter()
-        times = self._times.setdefault((picture.width, picture.height), TileTimes())
         left = picture.tiles[encoding.tiles :]
-        chosen = left[: times.most(len(left), until - began)]
-        vectors_NTH = tower.encode(chosen, picture.width, picture.height)
+        size = picture.width, picture.height
+        square = tower.vision.tile, tower.vision.tile
+        if len(left) > 1 and size != square:
+            size, alike = square, left[:-1]
+        else:
+            alike = left
+        times = self._times.setdefault(size, TileTimes())
+        chosen = alike[: times.most(len(alike), until - began)]
+        vectors_NTH = tower.encode(chosen, *size)
         mx.eval(vectors_NTH)
         times.took(len(chosen), time.perf_counter() - began)
         encoding.done.append(vectors_NTH.reshape(-1, vectors_NTH.shape[-1]))
