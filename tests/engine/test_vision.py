@@ -32,7 +32,6 @@ from tests.engine.vision_models import (
 from worker.engine.kv.kinds import kind_of, leaves
 from worker.engine.messages import DiskConfig, EngineConfig, Picture, RowRequest, SpeculationConfig
 from worker.engine.model.loader import LoadedModel, load_model
-from worker.engine.vision import qwen
 from worker.engine.vision.families import check_known, is_vision
 from worker.engine.vision.gallery import TRIED_AGAIN, TileTimes
 from worker.engine.vision.positions import Grid, Spots
@@ -129,7 +128,7 @@ def test_vectors_are_mlx_vlms_in_whatever_pieces_an_image_is_encoded(
     tower = seeing.tower
     assert isinstance(tower, QwenTower)
     for pairs, width, height in ((1 << 27, 48, 64), (100, 80, 48), (1, 16, 32)):
-        monkeypatch.setattr(qwen, "MOST_PAIRS", pairs)
+        monkeypatch.setattr(tower, "most_pairs", pairs)
         shown = picture(1, width, height)
         *pieces, vectors_TH = tower.layers(shown.tobytes(), width, height)
         fed = pixels(reference, [shown])
@@ -237,8 +236,8 @@ def test_rows_that_cannot_see_are_refused_and_the_others_go_on(seeing: LoadedMod
         "tokens": (replace(good, images=(replace(ref, tokens=ref.tokens + 1),)), sent),
         "broken": (replace(good, images=()), ()),
     }
-    for name, (spec, pictures) in bad.items():
-        bench.send(replace(spec, id=name), pictures)
+    for name, (asked, pictures) in bad.items():
+        bench.send(replace(asked, id=name), pictures)
     short = [replaced(sent[0], tiles=[tile[:-7] for tile in sent[0].tiles])]
     bench.send(replace(good, id="short"), tuple(short))
     bench.send(good, sent)

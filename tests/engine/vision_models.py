@@ -157,10 +157,19 @@ def whole_model(family: str, seed: int = 0, config: dict[str, Any] | None = None
     return model
 
 
-def write_vision_model(folder: Path, family: str = "smolvlm", *, seed: int = 0, bits: int = 0) -> Path:
-    """A folder as a checkpoint has it."""
+def write_vision_model(
+    folder: Path,
+    family: str = "smolvlm",
+    *,
+    seed: int = 0,
+    bits: int = 0,
+    config: dict[str, Any] | None = None,
+    images: dict[str, Any] | None = None,
+) -> Path:
+    """A folder as a checkpoint has it; `images`: of the image processor, in place of what a small model has."""
     folder.mkdir(parents=True, exist_ok=True)
-    model, config = whole_model(family, seed), CONFIGS[family]
+    config = config or CONFIGS[family]
+    model = whole_model(family, seed, config)
     if bits:
         mlx.nn.quantize(model.language_model, group_size=32, bits=bits)
         config = {**config, "quantization": {"group_size": 32, "bits": bits}}
@@ -171,17 +180,17 @@ def write_vision_model(folder: Path, family: str = "smolvlm", *, seed: int = 0, 
     tokenizer.add_special_tokens(MARKS[family])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    images: dict[str, Any] = {"size": {"longest_edge": LONGEST}}
+    small: dict[str, Any] = {"size": {"longest_edge": LONGEST}}
     if family == "smolvlm":
-        images["max_image_size"] = {"longest_edge": TILE}
+        small["max_image_size"] = {"longest_edge": TILE}
     if family.startswith("qwen"):
-        images = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 256, "longest_edge": LONGEST**2}}
+        small = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 256, "longest_edge": LONGEST**2}}
     if family == "lfm2_vl":
-        images = {"do_image_splitting": False, **LFM2_IMAGES}
+        small = {"do_image_splitting": False, **LFM2_IMAGES}
     files = {
         "config.json": config,
         "tokenizer_config.json": {**settings, "chat_template": TEMPLATE.replace("MARK", MARKS[family][0])},
-        "preprocessor_config.json": images,
+        "preprocessor_config.json": images or small,
         "processor_config.json": {"image_seq_len": 4} if family == "smolvlm" else {},
     }
     for name, content in files.items():

@@ -62,18 +62,19 @@ class Placement:
     def __init__(self, frequencies_F: mx.array, axes_F: mx.array) -> None:
         """Radians per position, and which axis each of them follows (0: the image's place, 1: rows, 2: columns)."""
         self._frequencies_F, self._axes_F = frequencies_F, axes_F
-        self.shift_B: mx.array | None = None  # of each row
+        self._shift_B: mx.array | None = None  # of each row
+        self._moved: tuple[int | mx.array, int | mx.array] = (0, 0)  # where KV ends, and that with the shift
         self.turns: tuple[mx.array, mx.array] | None = None  # cosines and sines [B, 1, L, F] of each id
         self.deep: Sequence[mx.array] = ()  # [B, L, H] that is added behind each of the first layers
 
     @contextmanager
     def moved(self, shift_B: mx.array | None) -> Iterator[None]:
         """Rows of text, or behind their images, so far from where their KV says; None: no row is."""
-        self.shift_B = shift_B
+        self._shift_B, self._moved = shift_B, (0, 0 if shift_B is None else shift_B)
         try:
             yield
         finally:
-            self.shift_B = None
+            self._shift_B, self._moved = None, (0, 0)
 
     @contextmanager
     def spread(self, positions_3BL: mx.array, deep: Sequence[mx.array]) -> Iterator[None]:
@@ -85,6 +86,14 @@ class Placement:
             yield
         finally:
             self.turns, self.deep = None, ()
+
+    def place(self, offset: int | mx.array) -> int | mx.array:
+        """Where rows go on whose KV ends there; computed once for the queries and keys of a layer."""
+        if self._shift_B is None:
+            return offset
+        if offset is not self._moved[0]:
+            self._moved = offset, offset + self._shift_B
+        return self._moved[1]
 
 
 class PlacedRope(nn.Module):  # type: ignore[misc]
@@ -99,8 +108,8 @@ class PlacedRope(nn.Module):  # type: ignore[misc]
     def __call__(self, x_BHLD: mx.array, offset: int | mx.array = 0) -> mx.array:
         placement = self.placement
         if placement.turns is None:
-            offset = offset if placement.shift_B is None else offset + placement.shift_B
-            return mx.fast.rope(x_BHLD, self.dims, traditional=False, base=self.base, scale=1.0, offset=offset)
+            at = placement.place(offset)
+            return mx.fast.rope(x_BHLD, self.dims, traditional=False, base=self.base, scale=1.0, offset=at)
         cos, sin = placement.turns
         left, right = mx.split(x_BHLD.astype(mx.float32), 2, axis=-1)
         turned_BHLD = mx.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)

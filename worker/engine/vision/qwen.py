@@ -23,6 +23,7 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 MOST_PAIRS = 1 << 27  # of patches that see one another, in one piece: with 1,280 numbers each, 0.7 TFLOP
+CPU_PAIRS = 1 << 20
 
 
 class QwenTower:
@@ -35,6 +36,7 @@ class QwenTower:
 
         self.vision = vision
         self._tower = model.vision_tower
+        self.most_pairs = CPU_PAIRS if mx.default_device() == mx.Device(mx.cpu) else MOST_PAIRS
         self._turned, self._attended = apply_rotary_pos_emb_vision, ensure_fused_sdpa
         self._deep = tuple(getattr(self._tower, "deepstack_visual_indexes", ()))
 
@@ -97,7 +99,7 @@ class QwenTower:
                 each_PHD[begin:end].reshape(windows, size, attn.num_heads, -1).transpose(0, 2, 1, 3)
                 for each_PHD in (*turned, qkv_3PHD[2])
             )
-            step = size if windows > 1 else max(1, MOST_PAIRS // size)  # windows are small
+            step = size if windows > 1 else max(1, self.most_pairs // size)  # windows are small
             for first in range(0, size, step):
                 seen_WHLD = self._attended(queries[:, :, first : first + step], keys, values, attn.scale)
                 yield seen_WHLD.transpose(0, 2, 1, 3).reshape(-1, patches_PD.shape[-1])
