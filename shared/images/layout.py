@@ -13,6 +13,8 @@ the model allows; no marks. Sizes are rounded as in `smart_resize` of transforme
 LFM2-VL (arXiv 2511.23404): a small image is one picture of whole squares of patches; a larger one is cut into 2 to 10
 tiles, in the grid that is nearest to its proportions, and behind them comes the whole image as a small one would be.
 Sizes and grids are those of transformers' `Lfm2VlImageProcessor`.
+
+Gemma 3 (arXiv 2503.19786): an image is one square picture of a fixed size, whatever its proportions.
 """
 
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ MOST_PIXELS = 4096  # on a side, whatever the model asks for
 FAKE = "<fake_token_around_image>"
 WHOLE = "<global-img>"
 ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"
+SOFT, SOFT_END = "<image_soft_token>", "<end_of_image>"
 VIEWS, THUMBNAIL, VIEWS_END = "<|image_start|>", "<|img_thumbnail|>", "<|image_end|>"
 FEWEST_TILES, MOST_TILES = 2, 10  # of LFM2-VL, whatever the files say: some were made for processors without tiles
 
@@ -48,6 +51,10 @@ class Layout:
 
 def layout(vision: VisionSpec, width: int, height: int, detail: Detail) -> Layout:
     """What an image of so many pixels comes to; `low` is one tile, or a quarter of what each side may have."""
+    if vision.family == "gemma3":
+        text = f"\n\n{vision.image_token}{SOFT * vision.tile_tokens}{SOFT_END}\n\n"
+        square = vision.tile, vision.tile
+        return Layout(text, vision.tile_tokens, square, square, square)
     if vision.family == "lfm2":
         return _in_views(vision, width, height, detail)
     if vision.family == "qwen":

@@ -20,7 +20,7 @@ KEY_BYTES = 16
 MOST_IMAGES = 64  # of one sequence; an api may take fewer
 
 Detail = Literal["high", "low"]
-Family = Literal["idefics3", "pixtral", "qwen", "lfm2"]
+Family = Literal["idefics3", "pixtral", "qwen", "lfm2", "gemma3"]
 
 
 class VisionSpec(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -261,8 +261,8 @@ def test_drafts_are_checked_for_rows_with_images_as_for_others(seeing: LoadedMod
     assert bench.engine.stats().speculation.accepted > 0
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
-def test_positions_behind_an_image_are_the_rows_own_when_its_kv_comes_from_disk(
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "lfm2_vl", "gemma3"], indirect=True)
+def test_what_comes_behind_an_image_goes_on_from_kv_that_was_on_disk(
     seeing: LoadedModel, reference: Any, tmp_path: Path
 ) -> None:
     text = "Look at this one: <image> It is large, and much may be said of it before the end."
@@ -289,7 +289,7 @@ def test_a_model_that_drafts_has_no_eyes_and_changes_nothing(family: str, refere
     assert bench.engine.stats().speculation.model_accepted > 10
 
 
-@pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "lfm2_vl", "gemma3"])
 def test_a_quantised_checkpoint_is_seen_with(family: str, tmp_path: Path) -> None:
     folder = write_vision_model(tmp_path / "small", family, bits=8)
     loaded = load_model(EngineConfig(str(folder)))
@@ -320,7 +320,7 @@ def test_a_folder_that_is_not_as_it_should_be_is_refused_in_words(tmp_path: Path
         load_model(EngineConfig(str(folder)))
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "lfm2_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "lfm2_vl", "gemma3"])
 def test_of_a_folder_without_a_tower_the_text_is_served(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -343,9 +343,36 @@ def test_without_mlx_vlm_the_text_is_served_of_what_mlx_lm_can_load(
     monkeypatch.setitem(sys.modules, "mlx_vlm.utils", None)
     folder = write_vision_model(tmp_path / "mistral", "mistral3")
     assert load_model(EngineConfig(str(folder))).card.vision is None
-    assert "engine.images_refused family=mistral3: to see, it needs mlx-vlm" in caplog.text
+    assert "engine.images_refused family=mistral3: a model with vision needs mlx-vlm" in caplog.text
     with pytest.raises(SetupError, match=r"needs mlx-vlm: pip install 'mlx-parallm\[vision\]'"):
         load_model(EngineConfig(str(write_vision_model(tmp_path / "small"))))
+
+
+def test_gemma_3_sees_by_the_width_of_its_language_side_whose_embeddings_are_its_head(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_vision_model(tmp_path / "small", "gemma3")
+    file, config = folder / "config.json", json.loads((folder / "config.json").read_text())
+    from mlx_vlm.utils import load_model as load_whole
+
+    theirs = load_whole(folder)
+    del config["hidden_size"]  # without which mlx-vlm takes 2,048
+    file.write_text(json.dumps(config))
+    loaded = load_model(EngineConfig(str(folder)))
+    assert not any("lm_head" in name for name, _ in loaded.model.named_modules())
+    bench = Gaze(loaded)
+    bench.ask("one", WHAT, [picture(1)])
+    bench.run()
+    bench.check(theirs)
+    settings = folder / "preprocessor_config.json"
+    for wrong, words in (
+        ({"size": {"width": 64, "height": 64}}, "64 pixels do not fit a tower of 32"),
+        ({"do_pan_and_scan": True}, "pan and scan"),
+    ):
+        settings.write_text(json.dumps(wrong))
+        with pytest.raises(SetupError, match=words):
+            load_model(EngineConfig(str(folder)))
+    assert not is_vision({key: value for key, value in config.items() if key != "vision_config"})
 
 
 def test_of_mistral_3_only_what_runs_in_the_batch_is_seen_with(tmp_path: Path) -> None:
@@ -374,7 +401,7 @@ def test_of_mistral_3_only_what_runs_in_the_batch_is_seen_with(tmp_path: Path) -
         load_model(EngineConfig(str(folder)))
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl", "molmo"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "gemma3n", "molmo"])
 def test_a_model_whose_tower_we_do_not_run_says_at_start_that_it_refuses_images(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

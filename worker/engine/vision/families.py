@@ -21,7 +21,8 @@ from mlx_lm.models import llama
 
 from shared.errors import SetupError
 from shared.images.refs import Family, VisionSpec
-from worker.engine.vision import language, qwen
+from worker.engine.vision import gemma, language, qwen
+from worker.engine.vision.gemma import GemmaTower
 from worker.engine.vision.qwen import QwenTower
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,9 @@ FAMILIES: dict[str, Family] = {  # by the model_type of a config
     "qwen3_vl_moe": "qwen",
     "lfm2-vl": "lfm2",
     "lfm2_vl": "lfm2",
+    "gemma3": "gemma3",
 }
+LOADED_AS = {"lfm2_vl": "lfm2-vl"}  # by mlx-lm
 
 
 class Tower:
@@ -103,11 +106,14 @@ def _eyes(model: Any) -> tuple[Any, Any]:
     return model.vision_model, model.connector
 
 
+AnyTower = Tower | QwenTower | GemmaTower
+
+
 class Seeing(NamedTuple):
     """A model that was loaded with its tower."""
 
     model: Any  # mlx-lm's, of the language side
-    tower: Tower | QwenTower | None  # None: the folder has none
+    tower: AnyTower | None  # None: only its text is served
 
 
 def is_vision(config: dict[str, Any]) -> bool:
@@ -115,7 +121,7 @@ def is_vision(config: dict[str, Any]) -> bool:
     kind = config.get("model_type")
     if kind == "mistral3":  # Mistral 3.1 and 3.2; of Ministral 3 and Mistral 4, only mlx-lm's text is in the batch
         return bool((config.get("text_config") or {}).get("model_type") == "mistral")
-    if FAMILIES.get(str(kind)) == "lfm2" and not config.get("vision_config"):
+    if FAMILIES.get(str(kind)) in ("lfm2", "gemma3") and not config.get("vision_config"):
         return False  # as mlx-lm leaves a model that it has converted
     return kind in FAMILIES
 
@@ -135,39 +141,51 @@ def check_known(config: dict[str, Any]) -> None:
 
 
 def load_seeing(path: Path, config: dict[str, Any]) -> Seeing:
-    """Load a model of a known family; SetupError where files are missing, or mlx-vlm, if mlx-lm cannot do without."""
-    kind = config["model_type"]
+    """Load a model of a known family; where the tower is missing, or mlx-vlm, mlx-lm's of its language side.
+
+    SetupError where files are missing, or mlx-lm has no such model.
+    """
     try:
         from mlx_vlm.utils import load_model
-    except ImportError as error:
-        return _without_mlx_vlm(path, config, error)
+    except ImportError:
+        return _without_tower(path, config, "a model with vision needs mlx-vlm: pip install 'mlx-parallm[vision]'")
+    if not _has_tower(path):
+        return _without_tower(path, config, "the folder has no weights of a tower")
     whole = load_model(path, lazy=True)
-    if getattr(whole, "vision_tower", whole) is None:
-        log.warning("engine.images_refused family=%s: the folder has no weights of a tower", kind)
-        return Seeing(_language(whole.language_model, kind, 0), None)
-    vision = _vision(path, whole.config, config)
+    vision = _vision(path, whole, config)
     if vision.family == "qwen":
         tower = QwenTower(whole, vision)
-        return Seeing(_language(whole.language_model, kind, tower.deep), tower)
-    return Seeing(_language(whole.language_model, kind, 0), Tower(whole, vision))
+        return Seeing(_language(whole.language_model, config, tower.deep), tower)
+    eyes = (GemmaTower if vision.family == "gemma3" else Tower)(whole, vision)
+    return Seeing(_language(whole.language_model, config, 0), eyes)
 
 
-def _without_mlx_vlm(path: Path, config: dict[str, Any], error: ImportError) -> Seeing:
+def _has_tower(path: Path) -> bool:
+    """Whether its weights, of which only the names are read, are not of the language side alone."""
+    names = (name for file in path.glob("*.safetensors") for name in mx.load(str(file)))
+    return any("vision" in name or "visual" in name for name in names)
+
+
+def _without_tower(path: Path, config: dict[str, Any], why: str) -> Seeing:
     """Its text, where mlx-lm can load that."""
-    kind, needed = config["model_type"], "mlx-vlm: pip install 'mlx-parallm[vision]'"
+    kind = config["model_type"]
+    loaded_as = {"model_type": LOADED_AS.get(kind, kind)}
     try:
-        mlx_lm.utils._get_classes(config)
+        mlx_lm.utils._get_classes(config | loaded_as)
     except ValueError:
-        raise SetupError(f"a model with vision needs {needed}") from error
-    log.warning("engine.images_refused family=%s: to see, it needs %s", kind, needed)
-    return Seeing(mlx_lm.utils.load_model(path, lazy=True)[0], None)
+        raise SetupError(why) from None
+    log.warning("engine.images_refused family=%s: %s", kind, why)
+    return Seeing(mlx_lm.utils.load_model(path, lazy=True, model_config=loaded_as)[0], None)
 
 
-def _language(theirs: Any, kind: str, deep: int) -> Any:
+def _language(theirs: Any, config: dict[str, Any], deep: int) -> Any:
     """mlx-lm's model of mlx-vlm's language side; `deep`: of Qwen3-VL, how many layers are told of images."""
+    kind = config["model_type"]
     family = FAMILIES[kind]
     if family == "qwen":
         return language.qwen(theirs, kind, deep)
+    if family == "gemma3":
+        return language.gemma3(theirs, config.get("text_config") or {})
     return language.lfm2(theirs) if family == "lfm2" else _llama(theirs)
 
 
@@ -184,13 +202,16 @@ def _llama(theirs: Any) -> Any:
     return language.with_modules(ours, theirs)
 
 
-def _vision(path: Path, model: Any, config: dict[str, Any]) -> VisionSpec:
-    """From the files beside the weights."""
+def _vision(path: Path, whole: Any, config: dict[str, Any]) -> VisionSpec:
+    """From the files beside the weights; `whole`: mlx-vlm's model."""
+    model = whole.config
     images, prompts = _json(path / "preprocessor_config.json"), _json(path / "processor_config.json")
     if FAMILIES[config["model_type"]] == "lfm2":
         both = [each.get("image_processor") or each for each in (images, prompts)]
         return _lfm2(model, {**both[0], **both[1]})
     images = prompts.get("image_processor") or images
+    if FAMILIES[config["model_type"]] == "gemma3":
+        return gemma.spec(whole, images, prompts)
     if FAMILIES[config["model_type"]] == "qwen":
         return qwen.spec(model, images)
     if not isinstance(getattr(model, "vision_feature_layer", -1), int):

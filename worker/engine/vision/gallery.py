@@ -20,8 +20,9 @@ from shared.errors import EngineError, ParallmError, UnsupportedModelError
 from shared.images.refs import image_key
 from shared.sequences import SequenceSpec
 from worker.engine.messages import Picture, VisionStats
-from worker.engine.vision.families import Tower
+from worker.engine.vision.families import AnyTower, Tower
 from worker.engine.vision.features import ImageFeatures, Seen
+from worker.engine.vision.gemma import GemmaTower
 from worker.engine.vision.qwen import QwenTower
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class TileTimes:
 class Gallery:
     """Of one engine; without a tower it takes no images."""
 
-    def __init__(self, tower: Tower | QwenTower | None, limit_bytes: int) -> None:
+    def __init__(self, tower: AnyTower | None, limit_bytes: int) -> None:
         self._tower = tower
         self._limit = limit_bytes
         self._kept: OrderedDict[bytes, Seen] = OrderedDict()  # by key, least recently used first
@@ -188,10 +189,10 @@ class Gallery:
 
     def _advance(self, key: bytes, encoding: _Encoding, until: float) -> None:
         assert self._tower is not None, "images are refused without a tower"
-        if isinstance(self._tower, QwenTower):
-            seen = self._layers(self._tower, encoding, until)
-        else:
+        if isinstance(self._tower, Tower):
             seen = self._tiles(self._tower, encoding, until)
+        else:
+            seen = self._layers(self._tower, encoding, until)
         if seen is None:
             return
         mx.eval(seen.vectors_TH)
@@ -201,7 +202,7 @@ class Gallery:
         self._encoded += 1
         self._shrink()
 
-    def _layers(self, tower: QwenTower, encoding: _Encoding, until: float) -> Seen | None:
+    def _layers(self, tower: QwenTower | GemmaTower, encoding: _Encoding, until: float) -> Seen | None:
         """The image, once its last layer is through."""
         picture = encoding.picture
         if encoding.layers is None:
