@@ -278,20 +278,21 @@ def codec(family: str = "smolvlm") -> Tokenizer:
 
 
 def alone(model: Any, prompt_ids: tuple[int, ...], pictures: list[Image.Image], tokens: int) -> list[int]:
-    """Greedy tokens of mlx-vlm's model, fed with its own or transformers' pixels, without a cache."""
+    """Greedy tokens of mlx-vlm's model with its own cache, fed with its own or transformers' pixels."""
     said: list[int] = []
     if model.config.model_type.startswith("qwen"):
         return _alone_on_axes(model, prompt_ids, pictures, tokens)
-    embeddings = getattr(model.language_model, "model", model.language_model).embed_tokens
-    embedded_1LH = embeddings(mx.array([prompt_ids]))
+    side, ids_1L = model.language_model, mx.array([prompt_ids])
+    fed_1LH = getattr(side, "model", side).embed_tokens(ids_1L)
     if pictures:
-        embedded_1LH = model.get_input_embeddings(mx.array([prompt_ids]), **pixels(model, pictures)).inputs_embeds
-    for _ in range(tokens):
-        fed_1LH = mx.array(embedded_1LH)  # Gemma 3 changes what it is fed with
-        logits_1LV = model.language_model(None, inputs_embeds=fed_1LH).logits
+        fed_1LH = model.get_input_embeddings(ids_1L, **pixels(model, pictures)).inputs_embeds
+    cache = side.make_cache() if hasattr(side, "make_cache") else [KVCache() for _ in side.layers]
+    logits_1LV = side(ids_1L, inputs_embeds=fed_1LH, cache=cache).logits
+    while True:
         said.append(int(mx.argmax(logits_1LV[0, -1]).item()))
-        embedded_1LH = mx.concatenate([embedded_1LH, embeddings(mx.array([said[-1:]]))], axis=1)
-    return said
+        if len(said) == tokens:
+            return said
+        logits_1LV = side(mx.array([said[-1:]]), cache=cache).logits
 
 
 def behind(model: Any, theirs: Any, prompt_ids: tuple[int, ...], pictures: list[Image.Image], said: list[int]) -> Any:
