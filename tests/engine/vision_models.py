@@ -44,6 +44,7 @@ MARKS["lfm2_vl"] = ["<image>", "<|image_start|>", "<|img_thumbnail|>", "<|image_
 MARKS["gemma3"] = ["<image_soft_token>", "<start_of_image>", "<end_of_image>", "<end_of_utterance>"]
 MARKED_AS = {"gemma3": "gemma3", "lfm2": "lfm2_vl", "idefics3": "smolvlm", "pixtral": "pixtral", "qwen": "qwen2_5_vl"}
 IMAGE_TOKEN_ID = EOS + 1
+WHAT = "What is this? <image> Say it."
 LFM2_IMAGES = {"tile_size": TILE, "encoder_patch_size": 8, "min_image_tokens": 2, "max_image_tokens": 4}
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"

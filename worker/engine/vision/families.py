@@ -262,7 +262,7 @@ def _pixtral(model: Any, images: dict[str, Any], prompts: dict[str, Any]) -> Vis
 
 
 def _lfm2(model: Any, images: dict[str, Any]) -> VisionSpec:
-    """Whether images are cut into tiles is not asked: the files of mlx-vlm's older conversions deny it (layout.py)."""
+    """Whether images are cut into tiles is not asked: some files deny it for no reason (shared/images/layout.py)."""
     tile, patch = int(images.get("tile_size", 512)), int(images.get("encoder_patch_size", 16))
     side = patch * int(images.get("downsample_factor", 2))
     taken = int(model.vision_config.patch_size) * int(model.downsample_factor)
