@@ -36,7 +36,7 @@ def checked(data: bytes) -> Size:
 class Tiles(NamedTuple):
     """What a model sees of an image."""
 
-    width: int  # of each, in pixels
+    width: int  # of the last one, in pixels; those before it are squares of `VisionSpec.tile`
     height: int
     pictures: list[bytes]  # RGB bytes [height, width, 3]
 
@@ -45,7 +45,8 @@ def tiles(data: bytes, vision: VisionSpec, detail: Detail) -> Tiles:
     """The tiles of an image, the whole of it last; errors as in `checked`."""
     image = _decoded(data)
     cut, tile, filter_ = layout(vision, *image.size, detail), vision.tile, Image.Resampling(vision.resample)
-    image = image.resize(cut.resized, filter_)
+    if cut.resized != image.size:
+        image = image.resize(cut.resized, filter_)
     whole = image.resize(cut.whole, filter_)
     boxes = [
         (column * tile, row * tile, (column + 1) * tile, (row + 1) * tile)
@@ -53,7 +54,8 @@ def tiles(data: bytes, vision: VisionSpec, detail: Detail) -> Tiles:
         for column in range(cut.columns)
     ]
     found = [whole.crop(box).tobytes() for box in boxes]
-    return Tiles(*cut.last, [*found, whole.resize(cut.last, filter_).tobytes()])
+    last = (image if vision.family == "lfm2" else whole).resize(cut.last, filter_)
+    return Tiles(*cut.last, [*found, last.tobytes()])
 
 
 def _decoded(data: bytes) -> Image.Image:

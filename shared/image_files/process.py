@@ -27,7 +27,7 @@ class Question(msgspec.Struct, array_like=True):
 class Answer(msgspec.Struct, array_like=True):
     """What was asked for, or what is wrong with the file."""
 
-    width: int = 0  # of the image; of each tile
+    width: int = 0  # of the image; of its last tile
     height: int = 0
     tiles: list[bytes] = []
     complaint: str = ""

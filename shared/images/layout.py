@@ -9,10 +9,16 @@ Pixtral (arXiv 2410.07073): an image is one picture of whole patches in its own 
 
 Qwen2.5-VL and Qwen3-VL (arXiv 2502.13923, 2511.21631): one picture of whole squares of patches, with as many pixels as
 the model allows; no marks. Sizes are rounded as in `smart_resize` of transformers' `Qwen2VLImageProcessor`.
+
+LFM2-VL (arXiv 2511.23404): a small image is one picture of whole squares of patches; a larger one is cut into 2 to 10
+tiles, in the grid that is nearest to its proportions, and behind them comes the whole image as a small one would be.
+Sizes and grids are those of transformers' `Lfm2VlImageProcessor`.
+
+Gemma 3 (arXiv 2503.19786): an image is one square picture of a fixed size, whatever its proportions.
 """
 
 from dataclasses import dataclass
-from math import ceil, floor, sqrt
+from math import ceil, floor, inf, sqrt
 
 from shared.images.refs import Detail, VisionSpec
 
@@ -20,6 +26,9 @@ MOST_PIXELS = 4096  # on a side, whatever the model asks for
 FAKE = "<fake_token_around_image>"
 WHOLE = "<global-img>"
 ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"
+SOFT, SOFT_END = "<image_soft_token>", "<end_of_image>"
+VIEWS, THUMBNAIL, VIEWS_END = "<|image_start|>", "<|img_thumbnail|>", "<|image_end|>"
+FEWEST_TILES, MOST_TILES = 2, 10  # of LFM2-VL, whatever the files say: some were made for processors without tiles
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,12 @@ class Layout:
 
 def layout(vision: VisionSpec, width: int, height: int, detail: Detail) -> Layout:
     """What an image of so many pixels comes to; `low` is one tile, or a quarter of what each side may have."""
+    if vision.family == "gemma3":
+        text = f"\n\n{vision.image_token}{SOFT * vision.tile_tokens}{SOFT_END}\n\n"
+        square = vision.tile, vision.tile
+        return Layout(text, vision.tile_tokens, square, square, square)
+    if vision.family == "lfm2":
+        return _in_views(vision, width, height, detail)
     if vision.family == "qwen":
         return _in_squares(vision, width, height, vision.most_pixels // (16 if detail == "low" else 1))
     if vision.family == "pixtral":
@@ -71,17 +86,57 @@ def _in_patches(vision: VisionSpec, width: int, height: int, longest: int) -> La
 
 def _in_squares(vision: VisionSpec, width: int, height: int, most: int) -> Layout:
     tile, fewest = vision.tile, vision.fewest_pixels
-    most = max(most, fewest, tile * tile)
-    columns, rows = round(width / tile), round(height / tile)
-    if columns * rows * tile * tile > most:
-        ratio = sqrt(width * height / most)
-        columns, rows = (max(1, floor(side / ratio / tile)) for side in (width, height))
-    elif columns * rows * tile * tile < fewest:
-        ratio = sqrt(fewest / (width * height))
-        columns, rows = (ceil(side * ratio / tile) for side in (width, height))
-    columns, rows = max(1, columns), max(1, rows)
+    rough = round(width / tile), round(height / tile)
+    columns, rows = _squares(width, height, tile, rough, fewest, max(most, fewest, tile * tile))
     size = columns * tile, rows * tile
     return Layout(vision.image_token * (rows * columns), rows * columns, size, size, size)
+
+
+def _squares(width: int, height: int, side: int, rough: tuple[int, int], fewest: int, most: int) -> tuple[int, int]:
+    """How many of them go across and down; `rough`: by rounding."""
+    columns, rows = rough
+    if columns * rows * side * side > most:
+        ratio = sqrt(width * height / most)
+        columns, rows = (floor(each / ratio / side) for each in (width, height))
+    elif columns * rows * side * side < fewest:
+        ratio = sqrt(fewest / (width * height))
+        columns, rows = (ceil(each * ratio / side) for each in (width, height))
+    return max(1, columns), max(1, rows)
+
+
+def _in_views(vision: VisionSpec, width: int, height: int, detail: Detail) -> Layout:
+    side, tile, most = vision.vector_side, vision.tile, vision.most_pixels
+    rough = max(1, round(width / side)), max(1, round(height / side))
+    columns, rows = _squares(width, height, side, rough, vision.fewest_pixels, most)
+    seen, marks = (columns * side, rows * side), vision.image_token * (columns * rows)
+    # The official rule counts half a square at least, not one: no image that we take is so large and so thin.
+    if detail == "low" or rough[0] * rough[1] * side * side <= most * vision.tolerance:
+        return Layout(f"{VIEWS}{marks}{VIEWS_END}", columns * rows, seen, seen, seen)
+    across, down = _grid(width, height, tile)
+    tiles = "".join(
+        f"<|img_row_{row + 1}_col_{column + 1}|>{vision.image_token * vision.tile_tokens}"
+        for row in range(down)
+        for column in range(across)
+    )
+    text = f"{VIEWS}{tiles}{THUMBNAIL}{marks}{VIEWS_END}"
+    tokens = across * down * vision.tile_tokens + columns * rows
+    return Layout(text, tokens, (width, height), (across * tile, down * tile), seen, down, across)
+
+
+def _grid(width: int, height: int, tile: int) -> tuple[int, int]:
+    """Columns and rows of tiles: of grids that are as near to the proportions, a larger one for a larger image."""
+    grids = [
+        (across, count // across)
+        for count in range(FEWEST_TILES, MOST_TILES + 1)
+        for across in range(1, count + 1)
+        if count % across == 0
+    ]
+    nearest, best = inf, grids[0]
+    for across, down in grids:
+        off = abs(width / height - across / down)
+        if off < nearest or (off == nearest and width * height > 0.5 * tile * tile * across * down):
+            nearest, best = off, (across, down)
+    return best
 
 
 def _resized(width: int, height: int, longest: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Rows with images in the batch: the tokens of mlx-vlm alone, and never another image's KV."""
 
-import json
 import random
+import threading
 from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ import pytest
 
 pytest.importorskip("mlx_vlm")
 
-from shared.errors import EngineError, SetupError
+from shared.errors import EngineError
 from tests.engine.adapter_bench import AdapterBench
 from tests.engine.adapter_models import make_adapter
-from tests.engine.conftest import Bench, spec
+from tests.engine.vision_bench import Gaze
 from tests.engine.vision_models import (
     CONFIGS,
     IMAGE_TOKEN_ID,
+    WHAT,
     alone,
     behind,
     image_spec,
@@ -28,14 +29,14 @@ from tests.engine.vision_models import (
     whole_model,
     write_vision_model,
 )
-from worker.engine.messages import DiskConfig, EngineConfig, Picture, RowRequest, SpeculationConfig
+from worker.engine.kv.disk.folder import Folder
+from worker.engine.kv.kinds import kind_of, leaves
+from worker.engine.messages import DiskConfig, EngineConfig, RowRequest, SpeculationConfig
 from worker.engine.model.loader import LoadedModel, load_model
-from worker.engine.vision.families import check_known, is_vision
+from worker.engine.vision import album
 from worker.engine.vision.gallery import TRIED_AGAIN, TileTimes
 from worker.engine.vision.positions import Grid, Spots
 from worker.engine.vision.qwen import QwenTower
-
-WHAT = "What is this? <image> Say it."
 
 
 @pytest.fixture(scope="module")
@@ -56,28 +57,8 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-class Gaze(Bench):
-    """A bench whose sequences bring images."""
-
-    def __init__(self, loaded: LoadedModel, **config: object) -> None:
-        super().__init__(loaded, **({"block_size": 16} | config))
-        self.shown: dict[str, tuple[Any, list[Any]]] = {}
-
-    def ask(self, seq: str, text: str, pictures: list[Any] = (), *, group: str = "", **sampling: Any) -> None:  # type: ignore[assignment]
-        assert self.loaded.card.vision is not None
-        detail = sampling.pop("detail", "high")
-        spec, sent = image_spec(seq, self.loaded.card.vision, text, list(pictures), detail, **sampling)
-        spec = msgspec.structs.replace(spec, group=group)
-        self.shown[seq] = spec, list(pictures)
-        self.send(spec, sent)
-
-    def send(self, spec: Any, sent: tuple[Picture, ...]) -> None:
-        self.engine.submit([RowRequest(spec, pictures=sent)])
-
-    def check(self, reference: Any, *names: str) -> None:
-        for seq in names or self.shown:
-            spec, pictures = self.shown[seq]
-            assert self.tokens(seq) == alone(reference, spec.prompt_ids, pictures, spec.sampling.max_tokens), seq
+def is_cut(loaded: LoadedModel) -> bool:
+    return all(kind_of(leaf).is_cut for leaf in leaves(loaded.kv.new(loaded.model)))
 
 
 def test_as_many_tiles_are_encoded_at_once_as_stay_in_time() -> None:
@@ -172,7 +153,9 @@ def test_another_image_with_the_same_text_never_hits(seeing: LoadedModel, refere
     bench.ask("low", text, [picture(1)], detail="low")
     bench.run()
     assert bench.finish("same").cached_tokens > before + 16
-    assert bench.finish("other").cached_tokens == bench.finish("low").cached_tokens == before
+    assert bench.finish("low").cached_tokens == before
+    missed = {before} if is_cut(seeing) else {0}  # layers that cannot be cut are kept there once two rows go apart
+    assert bench.finish("other").cached_tokens in missed
     bench.check(reference, "first", "same", "other")
     assert bench.engine.stats().vision.encoded == 3
 
@@ -212,6 +195,49 @@ def test_few_kept_images_are_encoded_again(seeing: LoadedModel, reference: Any) 
     assert bench.engine.stats().vision.bytes == 0
 
 
+@pytest.mark.parametrize("family", ["smolvlm", "qwen3_vl"], indirect=True)
+def test_images_come_from_disk_and_damaged_files_are_encoded_again(
+    seeing: LoadedModel, reference: Any, tmp_path: Path
+) -> None:
+    for turn, encoded in enumerate((2, 0, 1, 0)):
+        bench = Gaze(seeing, disk=DiskConfig(str(tmp_path)), prefix_cache_bytes=0)
+        bench.ask("one", WHAT, [picture(1)], max_tokens=12)
+        bench.ask("two", WHAT, [picture(2, 64, 64)], max_tokens=12)
+        bench.run()
+        bench.check(reference)
+        bench.engine.close()
+        assert bench.engine.stats().vision.encoded == encoded, turn
+        files = sorted(tmp_path.glob("*/*.safetensors"))
+        assert len(files) == 2
+        if turn == 1:
+            data = bytearray(files[0].read_bytes())
+            data[-5] ^= 1
+            files[0].write_bytes(data)
+
+
+@pytest.mark.parametrize("family", ["smolvlm"], indirect=True)
+def test_a_disk_that_hangs_or_is_none_keeps_no_image_waiting(
+    seeing: LoadedModel, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(album, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(Folder, "read", lambda *_: hangs.wait(60) and b"")
+    made = album.Album(DiskConfig(str(tmp_path)), seeing.card, in_thread=True)
+    bench = Gaze(seeing)
+    bench.engine._gallery._album = made
+    bench.ask("one", WHAT, [picture(1)])
+    bench.run()
+    bench.check(reference)
+    hangs.set()
+    made.close()
+    monkeypatch.undo()
+    (tmp_path / "file").write_text("no folder")
+    bench = Gaze(seeing, disk=DiskConfig(str(tmp_path / "file")), prefix_cache_bytes=0)
+    bench.ask("one", WHAT, [picture(1)])
+    bench.run()
+    bench.check(reference)
+
+
 def test_rows_that_cannot_see_are_refused_and_the_others_go_on(seeing: LoadedModel, reference: Any) -> None:
     bench, vision = Gaze(seeing), seeing.card.vision
     assert vision is not None
@@ -219,11 +245,12 @@ def test_rows_that_cannot_see_are_refused_and_the_others_go_on(seeing: LoadedMod
     bench.shown["good"] = good, [picture(1)]
     replace = msgspec.structs.replace
     (ref,) = good.images
+    last = max(at for at, each in enumerate(good.prompt_ids) if each == good.image_token)
     bad = {
         "missing": (good, ()),
         "count": (replace(good, prompt_ids=(*good.prompt_ids, good.image_token, 5)), sent),
         "foreign": (replace(good, images=(replace(ref, key=b"other"),)), sent),
-        "end": (replace(good, prompt_ids=good.prompt_ids[: -len(" Say it.") - 1]), sent),
+        "end": (replace(good, prompt_ids=good.prompt_ids[: last + 1]), sent),
         "tokens": (replace(good, images=(replace(ref, tokens=ref.tokens + 1),)), sent),
         "broken": (replace(good, images=()), ()),
     }
@@ -252,8 +279,8 @@ def test_drafts_are_checked_for_rows_with_images_as_for_others(seeing: LoadedMod
     assert bench.engine.stats().speculation.accepted > 0
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
-def test_positions_behind_an_image_are_the_rows_own_when_its_kv_comes_from_disk(
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "lfm2_vl", "gemma3"], indirect=True)
+def test_what_comes_behind_an_image_goes_on_from_kv_that_was_on_disk(
     seeing: LoadedModel, reference: Any, tmp_path: Path
 ) -> None:
     text = "Look at this one: <image> It is large, and much may be said of it before the end."
@@ -278,94 +305,6 @@ def test_a_model_that_drafts_has_no_eyes_and_changes_nothing(family: str, refere
     bench.run()
     bench.check(reference)
     assert bench.engine.stats().speculation.model_accepted > 10
-
-
-@pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
-def test_a_quantised_checkpoint_is_seen_with(family: str, tmp_path: Path) -> None:
-    folder = write_vision_model(tmp_path / "small", family, bits=8)
-    loaded = load_model(EngineConfig(str(folder)))
-    assert loaded.card.quantization == "8 bits, groups of 32"
-    from mlx_vlm.utils import load_model as load_whole
-
-    bench = Gaze(loaded)
-    bench.ask("one", WHAT, [picture(1)])
-    bench.run()
-    bench.check(load_whole(folder))
-
-
-def test_a_folder_that_is_not_as_it_should_be_is_refused_in_words(tmp_path: Path) -> None:
-    folder = write_vision_model(tmp_path / "small")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "molmo"}))
-    with pytest.raises(
-        SetupError, match="family 'molmo' are not supported; these are: idefics3, smolvlm, pixtral, mistral3"
-    ):
-        load_model(EngineConfig(str(folder)))
-    (folder / "config.json").write_text(json.dumps(config))
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "chat_template.json").write_text(json.dumps({"chat_template": settings.pop("chat_template")}))
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert "<image>" in load_model(EngineConfig(str(folder))).tokenizer.chat_template
-    (folder / "processor_config.json").write_text(json.dumps({"image_seq_len": 64}))
-    with pytest.raises(SetupError, match="64 tokens a tile"):
-        load_model(EngineConfig(str(folder)))
-
-
-def test_of_a_qwen_without_a_tower_the_text_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = write_vision_model(tmp_path / "small", "qwen2_5_vl")
-    weights = mx.load(str(folder / "model.safetensors"))
-    text = {name: array for name, array in weights.items() if name.startswith("language_model")}
-    mx.save_safetensors(str(folder / "model.safetensors"), text, {"format": "mlx"})
-    (folder / "preprocessor_config.json").unlink()
-    bench = Bench(load_model(EngineConfig(str(folder))))
-    assert bench.loaded.card.vision is None and "engine.images_refused family=qwen2_5_vl" in caplog.text
-    asked = spec("text", range(5, 25))
-    bench.submit(asked)
-    bench.run()
-    assert bench.tokens("text") == alone(whole_model("qwen2_5_vl"), asked.prompt_ids, [], asked.sampling.max_tokens)
-
-
-def test_of_mistral_3_only_what_runs_in_the_batch_is_seen_with(tmp_path: Path) -> None:
-    folder = write_vision_model(tmp_path / "small", "mistral3")
-    file, config = folder / "config.json", json.loads((folder / "config.json").read_text())
-    for text in ("ministral3", "mistral4"):
-        assert not is_vision({**config, "text_config": {**config["text_config"], "model_type": text}})
-    tied = {**config, "text_config": {**config["text_config"], "tie_word_embeddings": True}}
-    file.write_text(json.dumps(tied))
-    weights = mx.load(str(folder / "model.safetensors"))
-    del weights["language_model.lm_head.weight"]
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    from mlx_vlm.utils import load_model as load_whole
-
-    bench = Gaze(load_model(EngineConfig(str(folder))))
-    bench.ask("one", WHAT, [picture(1)])
-    bench.run()
-    bench.check(load_whole(folder))
-    file.write_text(json.dumps({**tied, "vision_config": {**config["vision_config"], "image_size": 56}}))
-    (folder / "preprocessor_config.json").write_text(json.dumps({"size": {"longest_edge": 50}}))
-    with pytest.raises(SetupError, match="50 pixels in squares of 16 do not fit a tower of 56"):
-        load_model(EngineConfig(str(folder)))
-    del tied["text_config"]["rope_theta"]
-    file.write_text(json.dumps(tied))
-    with pytest.raises(SetupError, match="no rope_theta"):
-        load_model(EngineConfig(str(folder)))
-
-
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl", "lfm2-vl"])
-def test_a_model_whose_tower_we_do_not_run_says_at_start_that_it_refuses_images(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = {"model_type": kind, "text_config": {}, "vision_config": {"hidden_size": 8}}
-    assert not is_vision(config)
-    try:
-        check_known(config)
-    except SetupError as refusal:
-        assert f"family {kind!r} are not supported" in str(refusal)
-    else:
-        assert f"engine.images_refused family={kind}" in caplog.text
-    caplog.clear()
-    check_known({"model_type": "llama"})
-    assert not caplog.text
 
 
 def test_adapters_apply_to_rows_with_images(seeing: LoadedModel, reference: Any, tmp_path: Path) -> None:

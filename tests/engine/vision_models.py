@@ -38,8 +38,14 @@ MARKS = {
 MARKS["mistral3"] = MARKS["pixtral"]
 MARKS["qwen2_5_vl"] = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<end_of_utterance>"]
 MARKS["qwen3_vl"] = MARKS["qwen3_vl_moe"] = MARKS["qwen2_5_vl"]
-MARKED_AS = {"idefics3": "smolvlm", "pixtral": "pixtral", "qwen": "qwen2_5_vl"}
+MARKS["lfm2_vl"] = ["<image>", "<|image_start|>", "<|img_thumbnail|>", "<|image_end|>", "<end_of_utterance>"] + [
+    f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)
+]
+MARKS["gemma3"] = ["<image_soft_token>", "<start_of_image>", "<end_of_image>", "<end_of_utterance>"]
+MARKED_AS = {"gemma3": "gemma3", "lfm2": "lfm2_vl", "idefics3": "smolvlm", "pixtral": "pixtral", "qwen": "qwen2_5_vl"}
 IMAGE_TOKEN_ID = EOS + 1
+WHAT = "What is this? <image> Say it."
+LFM2_IMAGES = {"tile_size": TILE, "encoder_patch_size": 8, "min_image_tokens": 2, "max_image_tokens": 4}
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{% if p.type == 'image' %}MARK{% else %}{{ p.text }}{% endif %}{% endfor %}"
@@ -117,6 +123,45 @@ CONFIGS["qwen3_vl_moe"] = CONFIGS["qwen3_vl"] | {
     },
     "vision_config": CONFIGS["qwen3_vl"]["vision_config"] | {"model_type": "qwen3_vl_moe"},
 }
+CONFIGS["gemma3"] = {
+    "model_type": "gemma3",
+    "image_token_index": IMAGE_TOKEN_ID,
+    "vocab_size": 320,
+    "hidden_size": 64,  # mlx-vlm scales the images' vectors by it
+    "eos_token_id": EOS,
+    "text_config": _TEXT
+    | {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 20,
+        "sliding_window_pattern": 2,
+        "mm_tokens_per_image": 4,
+    },
+    "vision_config": {"model_type": "siglip_vision_model", "image_size": TILE, **_SEEN},
+}
+CONFIGS["lfm2_vl"] = {
+    "model_type": "lfm2_vl",
+    **_BOTH,
+    "downsample_factor": 2,
+    "projector_hidden_size": 48,
+    "text_config": _TEXT
+    | {
+        "model_type": "lfm2",
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "block_dim": 64,
+        "block_ff_dim": 128,
+        "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "norm_eps": 1e-5,
+    },
+    "vision_config": {"model_type": "siglip2_vision_model", "num_patches": 16, **_SEEN},
+}
 CONFIGS["mistral3"] = {**CONFIGS["pixtral"], "model_type": "mistral3", "spatial_merge_size": 2}
 
 
@@ -132,6 +177,15 @@ def whole_model(family: str, seed: int = 0, config: dict[str, Any] | None = None
     whole = {name: value for name, value in config.items() if name in names or family == "smolvlm"}
     model = module.Model(module.ModelConfig(**{**whole, **parts}))
     model.update(tree_map(lambda array: array * 2 if array.ndim > 1 else array, model.parameters()))
+    if family == "gemma3":
+        side = model.language_model
+        side.lm_head.weight = side.model.embed_tokens.weight  # as mlx-vlm loads it
+        for layer in side.layers:  # or it says again what it has read
+            layer.post_attention_layernorm.weight *= 8
+            layer.post_feedforward_layernorm.weight *= 8
+        model.multi_modal_projector.mm_input_projection_weight *= mx.random.normal((32, 64)) * 4
+    if family == "lfm2_vl":
+        model.multi_modal_projector.linear_2.weight *= 8  # or what it sees is lost among its words
     return model
 
 
@@ -163,9 +217,16 @@ def write_vision_model(
         small["max_image_size"] = {"longest_edge": TILE}
     if family.startswith("qwen"):
         small = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 256, "longest_edge": LONGEST**2}}
+    if family == "gemma3":
+        small = {"size": {"width": TILE, "height": TILE}}
+    if family == "lfm2_vl":
+        small = {"do_image_splitting": False, **LFM2_IMAGES}
     files = {
         "config.json": config,
-        "tokenizer_config.json": {**settings, "chat_template": TEMPLATE.replace("MARK", MARKS[family][0])},
+        "tokenizer_config.json": {
+            **settings,
+            "chat_template": TEMPLATE.replace("MARK", MARKS[family][family == "gemma3"]),
+        },
         "preprocessor_config.json": images or small,
         "processor_config.json": {"image_seq_len": 4} if family == "smolvlm" else {},
     }
@@ -218,19 +279,21 @@ def codec(family: str = "smolvlm") -> Tokenizer:
 
 
 def alone(model: Any, prompt_ids: tuple[int, ...], pictures: list[Image.Image], tokens: int) -> list[int]:
-    """Greedy tokens of mlx-vlm's model, fed with its own or transformers' pixels, without a cache."""
+    """Greedy tokens of mlx-vlm's model with its own cache, fed with its own or transformers' pixels."""
     said: list[int] = []
     if model.config.model_type.startswith("qwen"):
         return _alone_on_axes(model, prompt_ids, pictures, tokens)
-    embeddings = getattr(model.language_model, "model", model.language_model).embed_tokens
-    embedded_1LH = embeddings(mx.array([prompt_ids]))
+    side, ids_1L = model.language_model, mx.array([prompt_ids])
+    fed_1LH = getattr(side, "model", side).embed_tokens(ids_1L)
     if pictures:
-        embedded_1LH = model.get_input_embeddings(mx.array([prompt_ids]), **pixels(model, pictures)).inputs_embeds
-    for _ in range(tokens):
-        logits_1LV = model.language_model(None, inputs_embeds=embedded_1LH).logits
+        fed_1LH = model.get_input_embeddings(ids_1L, **pixels(model, pictures)).inputs_embeds
+    cache = side.make_cache() if hasattr(side, "make_cache") else [KVCache() for _ in side.layers]
+    logits_1LV = side(ids_1L, inputs_embeds=fed_1LH, cache=cache).logits
+    while True:
         said.append(int(mx.argmax(logits_1LV[0, -1]).item()))
-        embedded_1LH = mx.concatenate([embedded_1LH, embeddings(mx.array([said[-1:]]))], axis=1)
-    return said
+        if len(said) == tokens:
+            return said
+        logits_1LV = side(mx.array([said[-1:]]), cache=cache).logits
 
 
 def behind(model: Any, theirs: Any, prompt_ids: tuple[int, ...], pictures: list[Image.Image], said: list[int]) -> Any:
@@ -277,6 +340,16 @@ def pixels(model: Any, pictures: list[Image.Image]) -> dict[str, Any]:
         mean, std = (CLIP_MEAN, CLIP_STD) if model.config.model_type == "qwen2_5_vl" else ((0.5,) * 3, (0.5,) * 3)
         seen = Qwen3VLImageProcessor(8, 2, 2, 256, LONGEST**2, image_mean=list(mean), image_std=list(std))(pictures)
         return {name: mx.array(values) for name, values in seen.items()}
+    if model.config.model_type == "gemma3":
+        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+        seen = Gemma3ImageProcessorPil(size={"width": TILE, "height": TILE})(pictures)
+        return {"pixel_values": mx.array(np.stack(seen["pixel_values"])), "mask": mx.ones((1, 1))}
+    if model.config.model_type == "lfm2_vl":
+        from mlx_vlm.models.lfm2_vl.processing_lfm2_vl import Lfm2VlNumpyImageProcessor
+
+        seen = Lfm2VlNumpyImageProcessor(**LFM2_IMAGES)(pictures)
+        return {name: mx.array(seen[name]) for name in ("pixel_values", "pixel_attention_mask", "spatial_shapes")}
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
     seen = SmolVLMImageProcessorPil(size={"longest_edge": LONGEST}, max_image_size={"longest_edge": TILE})([pictures])

@@ -144,6 +144,36 @@ def test_tiles_are_those_of_transformers() -> None:
         assert np.abs((ours / 255 - 0.5) / 0.5 - np.array(result["pixel_values"][0])).max() < 1e-6
 
 
+def test_tiles_of_lfm2_are_those_of_mlx_vlm() -> None:
+    module = pytest.importorskip("mlx_vlm.models.lfm2_vl.processing_lfm2_vl")
+    theirs = module.Lfm2VlNumpyImageProcessor(
+        tile_size=32, encoder_patch_size=8, min_image_tokens=2, max_image_tokens=4
+    )
+    vision = VisionSpec(
+        "lfm2", "<image>", 9, 32, 0, 4, resample=3, fewest_pixels=512, most_pixels=1024, vector_side=16, tolerance=2.0
+    )
+    dice, of_one = random.Random(17), 0
+    for at in range(60):
+        width = dice.randint(4, 150 if at % 2 else 50)
+        height = dice.randint(width // 3 + 1, 3 * width)
+        shown = image(width, height, seed=at)
+        cut, found = layout(vision, width, height, "high"), tiles(file_of(shown), vision, "high")
+        result = theirs([shown])
+        assert (cut.rows or 1, cut.columns or 1) == (result["image_rows"][0], result["image_cols"][0])
+        assert (found.height // 8, found.width // 8) == tuple(result["spatial_shapes"][-1])
+        vectors = 4 * cut.rows * cut.columns + found.height * found.width // 256
+        assert cut.tokens == cut.text.count("<image>") == vectors
+        assert cut.text.count("<|img_row_") == cut.rows * cut.columns == len(found.pictures) - 1
+        for picture, patches in zip(found.pictures, result["pixel_values"], strict=True):
+            wide, high = (32, 32) if picture is not found.pictures[-1] else (found.width, found.height)
+            ours = np.frombuffer(picture, np.uint8).reshape(high // 8, 8, wide // 8, 8, 3).transpose(0, 2, 1, 3, 4)
+            packed = ours.reshape(-1, 192) / 255 * 2 - 1
+            assert np.abs(packed - patches[: len(packed)]).max() < 1e-6
+        assert layout(vision, width, height, "low").tiles == 1
+        of_one += cut.tiles == 1
+    assert 10 < of_one < 90
+
+
 def test_pixtrals_picture_is_that_of_mlx_vlm() -> None:
     module = pytest.importorskip("mlx_vlm.models.pixtral.image_processing_pixtral")
     theirs = module.PixtralImageProcessor({"longest_edge": 128}, {"height": 8, "width": 8})

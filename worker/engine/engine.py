@@ -62,7 +62,7 @@ class Engine:
         self._limits = Limits.of(loaded.card, loaded.kv_limit_bytes, loaded.draft_kv)
         bound_freed_memory(self._limits.kv_limit_bytes)
         self._model = RowModel(loaded.model, adapters, loaded.kv, loaded.heads)
-        self._gallery = Gallery(loaded.tower, config.image_cache_bytes)
+        self._gallery = Gallery(loaded.tower, config, loaded.card, in_thread=wake is not None)
         self._pieces = Pieces(ChunkSize(config.prefill_chunk, config.piece_s))
         self._class_turns = ClassTurns()
         score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
@@ -90,9 +90,8 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether the next turn has anything to do."""
-        stalled = self._stalled and len(self._rows) == len(self._waiting) and not self._gallery.busy
-        waits_only = self._frozen or stalled
-        return bool(self._events or self._loading or self.prefixes.busy or (self._rows and not waits_only))
+        waits = self._frozen or (self._stalled and len(self._rows) == len(self._waiting) and not self._gallery.busy)
+        return bool(self._events or self._loading or self.prefixes.busy or (self._rows and not waits))
 
     @property
     def has_rows(self) -> bool:
@@ -211,6 +210,7 @@ class Engine:
     def close(self, *, keep: bool = False) -> None:
         """End what runs beside the engine's thread; `keep` cached KV on disk, if there is one."""
         self._grammars.close()
+        self._gallery.end()
         with mx.stream(self._batch.stream):
             self.prefixes.close(keep=keep)
 

@@ -87,7 +87,7 @@ class Picture:
 
     key: bytes  # as its `ImageRef` says
     tiles: list[bytes]  # RGB bytes of each
-    width: int  # of each tile, in pixels
+    width: int  # of the last tile, in pixels; those before it are squares of `VisionSpec.tile`
     height: int
 
 

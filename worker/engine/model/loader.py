@@ -31,8 +31,7 @@ from worker.engine.model.draft import DraftModel, check_tokenizer
 from worker.engine.model.pooling import hidden_size
 from worker.engine.model.sites import module_shapes
 from worker.engine.scheduler import DraftKv
-from worker.engine.vision.families import Tower, chat_template, check_known, is_vision, load_seeing
-from worker.engine.vision.qwen import QwenTower
+from worker.engine.vision.families import AnyTower, chat_template, check_known, is_vision, load_seeing
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 _DEFAULT_CONTEXT = 4096
@@ -54,7 +53,7 @@ class LoadedModel:
     kv: KvLayout = field(default_factory=KvLayout)
     draft: DraftModel | None = None
     heads: Heads = field(default_factory=dict)  # of its own
-    tower: Tower | QwenTower | None = None  # that sees
+    tower: AnyTower | None = None  # that sees
 
     @property
     def draft_kv(self) -> DraftKv:
@@ -98,12 +97,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
     return LoadedModel(card, bundle, model, model_config, path, limit, kv, draft, heads, tower)
 
 
-def _read(
-    path: Path, config: EngineConfig
-) -> tuple[Any, TokenizerBundle, dict[str, Any], Heads, Tower | QwenTower | None]:
+def _read(path: Path, config: EngineConfig) -> tuple[Any, TokenizerBundle, dict[str, Any], Heads, AnyTower | None]:
     """The module with its weights in memory, its tokenizer, its config.json, its own heads, and what it sees with."""
     heads: Heads = {}
-    tower: Tower | QwenTower | None = None
+    tower: AnyTower | None = None
     try:
         described = mlx_lm.utils.load_config(path)
         if is_classifier(described):

@@ -21,7 +21,8 @@ from mlx_lm.models import llama
 
 from shared.errors import SetupError
 from shared.images.refs import Family, VisionSpec
-from worker.engine.vision import language, qwen
+from worker.engine.vision import gemma, language, qwen
+from worker.engine.vision.gemma import GemmaTower
 from worker.engine.vision.qwen import QwenTower
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,11 @@ FAMILIES: dict[str, Family] = {  # by the model_type of a config
     "qwen2_5_vl": "qwen",
     "qwen3_vl": "qwen",
     "qwen3_vl_moe": "qwen",
+    "lfm2-vl": "lfm2",
+    "lfm2_vl": "lfm2",
+    "gemma3": "gemma3",
 }
+LOADED_AS = {"lfm2_vl": "lfm2-vl"}  # by mlx-lm
 
 
 class Tower:
@@ -45,6 +50,7 @@ class Tower:
         self.vision = vision
         self._tower, self._projector = _eyes(model)
         self._layer = getattr(model, "vision_feature_layer", -1)
+        self._unshuffle = getattr(model, "pixel_unshuffle", None)
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -56,6 +62,8 @@ class Tower:
         vision = self.vision
         pixels_NSSC = mx.array(np.frombuffer(b"".join(tiles), np.uint8).reshape(-1, height, width, 3))
         scaled_NSSC = (pixels_NSSC.astype(mx.float32) * (1 / 255) - mx.array(vision.mean)) / mx.array(vision.std)
+        if vision.family == "lfm2":
+            return self._unshuffled(scaled_NSSC)
         if vision.family == "pixtral":
             *_, states = self._tower(scaled_NSSC, output_hidden_states=True)
             seen_NPD = states[self._layer]
@@ -66,6 +74,18 @@ class Tower:
         if "patch_merger" in self._projector:
             return self._merged(seen_NPD[0], width, height)[None]
         vectors_NTH: mx.array = self._projector(seen_NPD)
+        return vectors_NTH
+
+    def _unshuffled(self, scaled_NHWC: mx.array) -> mx.array:
+        """Vectors [N, T, H] of LFM2-VL, each of a square of patches; the tower takes any number of them."""
+        assert self._unshuffle is not None, "a model without this step"
+        side = self._tower.embeddings.patch_size
+        count, rows, columns = len(scaled_NHWC), scaled_NHWC.shape[1] // side, scaled_NHWC.shape[2] // side
+        cut_NRCSS3 = scaled_NHWC.reshape(count, rows, side, columns, side, 3).transpose(0, 1, 3, 2, 4, 5)
+        patches_NPD = cut_NRCSS3.reshape(count, rows * columns, -1)
+        *_, seen_NPD = self._tower(patches_NPD, spatial_shapes=mx.array([[rows, columns]] * count))
+        vectors_NRCH = self._projector(self._unshuffle(seen_NPD.reshape(count, rows, columns, -1)))
+        vectors_NTH: mx.array = vectors_NRCH.reshape(count, -1, vectors_NRCH.shape[-1])
         return vectors_NTH
 
     def _merged(self, seen_PD: mx.array, width: int, height: int) -> mx.array:
@@ -86,11 +106,14 @@ def _eyes(model: Any) -> tuple[Any, Any]:
     return model.vision_model, model.connector
 
 
+AnyTower = Tower | QwenTower | GemmaTower
+
+
 class Seeing(NamedTuple):
     """A model that was loaded with its tower."""
 
     model: Any  # mlx-lm's, of the language side
-    tower: Tower | QwenTower | None  # None: the folder has none
+    tower: AnyTower | None  # None: only its text is served
 
 
 def is_vision(config: dict[str, Any]) -> bool:
@@ -98,6 +121,8 @@ def is_vision(config: dict[str, Any]) -> bool:
     kind = config.get("model_type")
     if kind == "mistral3":  # Mistral 3.1 and 3.2; of Ministral 3 and Mistral 4, only mlx-lm's text is in the batch
         return bool((config.get("text_config") or {}).get("model_type") == "mistral")
+    if FAMILIES.get(str(kind)) in ("lfm2", "gemma3") and not config.get("vision_config"):
+        return False  # as mlx-lm leaves a model that it has converted
     return kind in FAMILIES
 
 
@@ -116,23 +141,55 @@ def check_known(config: dict[str, Any]) -> None:
 
 
 def load_seeing(path: Path, config: dict[str, Any]) -> Seeing:
-    """Load a model of a known family; SetupError where mlx-vlm is not installed, or files are missing."""
+    """Load a model of a known family; where the tower is missing, or mlx-vlm, mlx-lm's of its language side.
+
+    SetupError where files are missing, or mlx-lm has no such model.
+    """
     try:
         from mlx_vlm.utils import load_model
-    except ImportError as error:
-        raise SetupError("a model with vision needs mlx-vlm: pip install 'mlx-parallm[vision]'") from error
+    except ImportError:
+        return _without_tower(path, config, "a model with vision needs mlx-vlm: pip install 'mlx-parallm[vision]'")
+    if not _has_tower(path):
+        return _without_tower(path, config, "the folder has no weights of a tower")
     whole = load_model(path, lazy=True)
+    vision = _vision(path, whole, config)
+    if vision.family == "qwen":
+        tower = QwenTower(whole, vision)
+        return Seeing(_language(whole.language_model, config, tower.deep), tower)
+    eyes = (GemmaTower if vision.family == "gemma3" else Tower)(whole, vision)
+    return Seeing(_language(whole.language_model, config, 0), eyes)
+
+
+def _has_tower(path: Path) -> bool:
+    """Whether its weights, of which only the names are read, are not of the language side alone."""
+    names = (name for file in path.glob("*.safetensors") for name in mx.load(str(file)))
+    return any("vision" in name or "visual" in name for name in names)
+
+
+def _without_tower(path: Path, config: dict[str, Any], why: str) -> Seeing:
+    """Its text, where mlx-lm can load that."""
     kind = config["model_type"]
-    if FAMILIES[kind] != "qwen":
-        return Seeing(_language(whole.language_model), Tower(whole, _vision(path, whole.config, config)))
-    if whole.vision_tower is None:
-        log.warning("engine.images_refused family=%s: the folder has no weights of a tower", kind)
-        return Seeing(language.qwen(whole.language_model, kind, 0), None)
-    tower = QwenTower(whole, _vision(path, whole.config, config))
-    return Seeing(language.qwen(whole.language_model, kind, tower.deep), tower)
+    loaded_as = {"model_type": LOADED_AS.get(kind, kind)}
+    try:
+        mlx_lm.utils._get_classes(config | loaded_as)
+    except ValueError:
+        raise SetupError(why) from None
+    log.warning("engine.images_refused family=%s: %s", kind, why)
+    return Seeing(mlx_lm.utils.load_model(path, lazy=True, model_config=loaded_as)[0], None)
 
 
-def _language(theirs: Any) -> Any:
+def _language(theirs: Any, config: dict[str, Any], deep: int) -> Any:
+    """mlx-lm's model of mlx-vlm's language side; `deep`: of Qwen3-VL, how many layers are told of images."""
+    kind = config["model_type"]
+    family = FAMILIES[kind]
+    if family == "qwen":
+        return language.qwen(theirs, kind, deep)
+    if family == "gemma3":
+        return language.gemma3(theirs, config.get("text_config") or {})
+    return language.lfm2(theirs) if family == "lfm2" else _llama(theirs)
+
+
+def _llama(theirs: Any) -> Any:
     """mlx-lm's Llama with the modules of mlx-vlm's."""
     config = asdict(theirs.config)
     if config.get("use_qk_norm"):
@@ -145,10 +202,16 @@ def _language(theirs: Any) -> Any:
     return language.with_modules(ours, theirs)
 
 
-def _vision(path: Path, model: Any, config: dict[str, Any]) -> VisionSpec:
-    """From the files beside the weights."""
+def _vision(path: Path, whole: Any, config: dict[str, Any]) -> VisionSpec:
+    """From the files beside the weights; `whole`: mlx-vlm's model."""
+    model = whole.config
     images, prompts = _json(path / "preprocessor_config.json"), _json(path / "processor_config.json")
+    if FAMILIES[config["model_type"]] == "lfm2":
+        both = [each.get("image_processor") or each for each in (images, prompts)]
+        return _lfm2(model, {**both[0], **both[1]})
     images = prompts.get("image_processor") or images
+    if FAMILIES[config["model_type"]] == "gemma3":
+        return gemma.spec(whole, images, prompts)
     if FAMILIES[config["model_type"]] == "qwen":
         return qwen.spec(model, images)
     if not isinstance(getattr(model, "vision_feature_layer", -1), int):
@@ -195,6 +258,31 @@ def _pixtral(model: Any, images: dict[str, Any], prompts: dict[str, Any]) -> Vis
         mean=_three(images.get("image_mean") or [0.48145466, 0.4578275, 0.40821073]),
         std=_three(images.get("image_std") or [0.26862954, 0.26130258, 0.27577711]),
         resample=int(images.get("resample", 3)),
+    )
+
+
+def _lfm2(model: Any, images: dict[str, Any]) -> VisionSpec:
+    """Whether images are cut into tiles is not asked: some files deny it for no reason (shared/images/layout.py)."""
+    tile, patch = int(images.get("tile_size", 512)), int(images.get("encoder_patch_size", 16))
+    side = patch * int(images.get("downsample_factor", 2))
+    taken = int(model.vision_config.patch_size) * int(model.downsample_factor)
+    if side != taken or tile % side:
+        raise SetupError(f"preprocessor_config.json says {side} pixels a vector of tiles of {tile}, the tower {taken}")
+    fewest, most = int(images.get("min_image_tokens", 64)), int(images.get("max_image_tokens", 256))
+    return VisionSpec(
+        family="lfm2",
+        image_token="<image>",
+        image_token_id=int(model.image_token_index),
+        tile=tile,
+        longest_edge=0,
+        tile_tokens=(tile // side) ** 2,
+        mean=_three(images.get("image_mean")),
+        std=_three(images.get("image_std")),
+        resample=int(images.get("resample", 3)),
+        fewest_pixels=fewest * side * side,
+        most_pixels=most * side * side,
+        vector_side=side,
+        tolerance=float(images.get("max_pixels_tolerance", 2.0)),
     )
 
 

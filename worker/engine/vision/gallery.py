@@ -18,10 +18,12 @@ import mlx.core as mx
 
 from shared.errors import EngineError, ParallmError, UnsupportedModelError
 from shared.images.refs import image_key
-from shared.sequences import SequenceSpec
-from worker.engine.messages import Picture, VisionStats
-from worker.engine.vision.families import Tower
+from shared.sequences import ModelCard, SequenceSpec
+from worker.engine.messages import EngineConfig, Picture, VisionStats
+from worker.engine.vision.album import Album
+from worker.engine.vision.families import AnyTower, Tower
 from worker.engine.vision.features import ImageFeatures, Seen
+from worker.engine.vision.gemma import GemmaTower
 from worker.engine.vision.qwen import QwenTower
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ class _Encoding:
     tiles: int = 0  # that are done
     done: list[mx.array] = field(default_factory=list)  # their vectors
     layers: Iterator[mx.array] | None = None  # under way, of a tower that goes by these
+    looked: bool = False  # whether it is on disk
 
 
 @dataclass(eq=False)
@@ -86,9 +89,13 @@ class TileTimes:
 class Gallery:
     """Of one engine; without a tower it takes no images."""
 
-    def __init__(self, tower: Tower | QwenTower | None, limit_bytes: int) -> None:
+    def __init__(self, tower: AnyTower | None, config: EngineConfig, card: ModelCard, *, in_thread: bool) -> None:
+        """`in_thread`: where files are read and written, if there is a folder for them."""
         self._tower = tower
-        self._limit = limit_bytes
+        self._album: Album | None = None
+        if tower is not None and config.disk is not None:
+            self._album = Album(config.disk, card, in_thread=in_thread)
+        self._limit = config.image_cache_bytes
         self._kept: OrderedDict[bytes, Seen] = OrderedDict()  # by key, least recently used first
         self._waiting: OrderedDict[bytes, _Encoding] = OrderedDict()  # in order of arrival
         self._wanted: Counter[bytes] = Counter()  # by how many rows that wait
@@ -126,6 +133,9 @@ class Gallery:
         self._hits += len(viewing.keys) - len(unknown)
         self._wanted.update(viewing.keys)
         self._waiting.update((key, _Encoding(brought[key])) for key in brought if key in unknown)
+        if self._album is not None:
+            for key in unknown:
+                self._album.ask(key)
 
     def _refusal(self, viewing: Viewing) -> ParallmError | None:
         spec = viewing.spec
@@ -167,7 +177,8 @@ class Gallery:
             if self._wanted[key] <= 0:
                 del self._wanted[key]
                 self._failed.pop(key, None)
-                self._waiting.pop(key, None)
+                if self._waiting.pop(key, None) is not None and self._album is not None:
+                    self._album.take(key)
             if key in self._kept:
                 self._kept.move_to_end(key)
         self._shrink()
@@ -175,8 +186,8 @@ class Gallery:
     def work(self, seconds: float) -> None:
         """Encode for about so long, a tile at least; an image of which one fails is told to those that wait for it."""
         until = time.perf_counter() + seconds
-        while self._waiting:
-            key, encoding = next(iter(self._waiting.items()))
+        while (key := self._next()) is not None:
+            encoding = self._waiting[key]
             try:
                 self._advance(key, encoding, until)
             except Exception as error:
@@ -186,22 +197,44 @@ class Gallery:
             if time.perf_counter() > until:
                 return
 
+    def _next(self) -> bytes | None:
+        """The image that has waited longest, but for those that may come from disk."""
+        return next((key for key in self._waiting if self._album is None or not self._album.waits(key)), None)
+
     def _advance(self, key: bytes, encoding: _Encoding, until: float) -> None:
         assert self._tower is not None, "images are refused without a tower"
-        if isinstance(self._tower, QwenTower):
-            seen = self._layers(self._tower, encoding, until)
-        else:
+        if self._album is not None and not encoding.looked:
+            encoding.looked = True
+            vectors_TH = self._album.take(key)
+            if vectors_TH is not None:
+                size = encoding.picture.width, encoding.picture.height
+                self._hits += 1
+                self._take(key, Seen(vectors_TH, None if isinstance(self._tower, Tower) else self._tower.grid(*size)))
+                return
+        if isinstance(self._tower, Tower):
             seen = self._tiles(self._tower, encoding, until)
+        else:
+            seen = self._layers(self._tower, encoding, until)
         if seen is None:
             return
         mx.eval(seen.vectors_TH)
+        self._encoded += 1
+        if self._album is not None:
+            self._album.keep(key, seen.vectors_TH)
+        self._take(key, seen)
+
+    def _take(self, key: bytes, seen: Seen) -> None:
         del self._waiting[key]
         self._kept[key] = seen
         self._bytes += seen.vectors_TH.nbytes
-        self._encoded += 1
         self._shrink()
 
-    def _layers(self, tower: QwenTower, encoding: _Encoding, until: float) -> Seen | None:
+    def end(self) -> None:
+        """End what runs in threads."""
+        if self._album is not None:
+            self._album.close()
+
+    def _layers(self, tower: QwenTower | GemmaTower, encoding: _Encoding, until: float) -> Seen | None:
         """The image, once its last layer is through."""
         picture = encoding.picture
         if encoding.layers is None:
@@ -217,10 +250,16 @@ class Gallery:
     def _tiles(self, tower: Tower, encoding: _Encoding, until: float) -> Seen | None:
         """The image, once its last tile is through."""
         picture, began = encoding.picture, time.perf_counter()
-        times = self._times.setdefault((picture.width, picture.height), TileTimes())
         left = picture.tiles[encoding.tiles :]
-        chosen = left[: times.most(len(left), until - began)]
-        vectors_NTH = tower.encode(chosen, picture.width, picture.height)
+        size = picture.width, picture.height
+        square = tower.vision.tile, tower.vision.tile
+        if len(left) > 1 and size != square:
+            size, alike = square, left[:-1]
+        else:
+            alike = left
+        times = self._times.setdefault(size, TileTimes())
+        chosen = alike[: times.most(len(alike), until - began)]
+        vectors_NTH = tower.encode(chosen, *size)
         mx.eval(vectors_NTH)
         times.took(len(chosen), time.perf_counter() - began)
         encoding.done.append(vectors_NTH.reshape(-1, vectors_NTH.shape[-1]))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_unflatten
+from mlx_lm.models import gemma3 as gemma3_lm
 from mlx_lm.models import qwen2_vl, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe
 
+from shared.errors import SetupError
 from worker.engine.vision.positions import PlacedRope, Placement
 
 
@@ -32,6 +35,27 @@ def qwen(theirs: Any, family: str, deep: int) -> Any:
         layers[at].placement, layers[at].at = ours.placement, at
     for layer in layers:
         layer.self_attn.rope = PlacedRope(ours.placement, turning.dim, turning.base)
+    with_modules(ours.language_model, theirs)
+    return ours
+
+
+def lfm2(theirs: Any) -> Any:
+    """mlx-lm's model; SetupError for one with a head of its own, of which mlx-lm has none."""
+    if "lm_head" in theirs:
+        raise SetupError("an LFM2 whose head is not its embeddings is not supported")
+    of = import_module("mlx_lm.models.lfm2-vl")
+    ours = of.Model(of.ModelArgs(model_type="lfm2-vl", text_config=asdict(theirs.args)))
+    with_modules(ours.language_model, theirs)
+    return ours
+
+
+def gemma3(theirs: Any, text: dict[str, Any]) -> Any:
+    """mlx-lm's model; `text`: `text_config` as the checkpoint has it."""
+    known = asdict(theirs.config) | {"rope_theta": text.get("rope_theta", theirs.config.rope_global_base_freq)}
+    vocab = theirs.config.vocab_size
+    ours = gemma3_lm.Model(gemma3_lm.ModelArgs(model_type="gemma3", text_config=known, vocab_size=vocab))
+    theirs.pop("lm_head")  # which has the weights of the embeddings, whatever the checkpoint says
+    ours.language_model.sanitize({})
     with_modules(ours.language_model, theirs)
     return ours
 

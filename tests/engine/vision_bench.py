@@ -1,0 +1,34 @@
+"""A bench whose sequences bring images."""
+
+from typing import Any
+
+import msgspec
+
+from tests.engine.conftest import Bench
+from tests.engine.vision_models import alone, image_spec
+from worker.engine.messages import Picture, RowRequest
+from worker.engine.model.loader import LoadedModel
+
+
+class Gaze(Bench):
+    """Asks with pictures, and checks what mlx-vlm alone says."""
+
+    def __init__(self, loaded: LoadedModel, **config: object) -> None:
+        super().__init__(loaded, **({"block_size": 16} | config))
+        self.shown: dict[str, tuple[Any, list[Any]]] = {}
+
+    def ask(self, seq: str, text: str, pictures: list[Any] = (), *, group: str = "", **sampling: Any) -> None:  # type: ignore[assignment]
+        assert self.loaded.card.vision is not None
+        detail = sampling.pop("detail", "high")
+        spec, sent = image_spec(seq, self.loaded.card.vision, text, list(pictures), detail, **sampling)
+        spec = msgspec.structs.replace(spec, group=group)
+        self.shown[seq] = spec, list(pictures)
+        self.send(spec, sent)
+
+    def send(self, spec: Any, sent: tuple[Picture, ...]) -> None:
+        self.engine.submit([RowRequest(spec, pictures=sent)])
+
+    def check(self, reference: Any, *names: str) -> None:
+        for seq in names or self.shown:
+            spec, pictures = self.shown[seq]
+            assert self.tokens(seq) == alone(reference, spec.prompt_ids, pictures, spec.sampling.max_tokens), seq
