@@ -18,6 +18,9 @@ from tests.engine.vision_models import alone, codec, picture, png, whole_model, 
 from tests.waiting import wait_until
 
 
+INPUTS = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
     folder = write_vision_model(tmp_path_factory.mktemp("model") / MODEL)
@@ -88,6 +91,27 @@ def test_files_and_responses_bring_the_same_image(client: OpenAI, served: Ring) 
         model=MODEL, input="And now?", previous_response_id=answer.id, temperature=0, max_output_tokens=16
     )
     assert again.usage is not None and again.usage.input_tokens > 60, "the image is part of the history"
+
+
+def block(seed: int) -> dict[str, Any]:
+    data = base64.b64encode(png(picture(seed))).decode()
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
+def test_anthropics_messages_see_the_same_images(client: OpenAI, served: Ring) -> None:
+    file = client.files.create(file=("a.png", png(picture(3))), purpose="user_data")
+    content = [{"type": "text", "text": "A"}, block(1), {"type": "text", "text": "B"}]
+    content += [{"type": "image", "source": {"type": "file", "file_id": file.id}}, {"type": "text", "text": "C"}]
+    asked = {"model": MODEL, "max_tokens": 6, "temperature": 0, "messages": [{"role": "user", "content": content}]}
+    answer = httpx.post(served.url + "/v1/messages", json=asked).json()
+    assert answer["content"][0]["text"] == ask(client, "A", shown(1), "B", shown(3), "C").choices[0].message.content
+    uncounted = {"max_tokens", "temperature"}
+    count = {name: value for name, value in asked.items() if name not in uncounted}
+    counted = httpx.post(served.url + "/v1/messages/count_tokens", json=count)
+    assert counted.json()["input_tokens"] == sum(answer["usage"][name] for name in INPUTS)
+    content[1]["source"]["data"] = "AAAA"
+    refused = httpx.post(served.url + "/v1/messages", json=asked)
+    assert refused.status_code == 400 and refused.json()["error"]["message"].startswith("messages[0].content[1]: ")
 
 
 def test_what_is_no_image_is_a_400_that_names_it(client: OpenAI) -> None:

@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 
 from api.http.limits import check_beside_images
-from api.openai.images import _of_url
 from api.ring.image_fetch import ImageFetch, public_address
+from api.ring.named_images import _of_url
 from shared.errors import IncompatibleVersionError, InvalidRequestError, PayloadTooLargeError
 from shared.image_files.pixels import tiles
 from shared.image_files.reader import ImageReader
