@@ -1,8 +1,10 @@
 """Images over HTTP: a small model that sees, with random weights, through the openai client and a real ring."""
 
+import asyncio
 import base64
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +18,6 @@ pytest.importorskip("mlx_vlm")
 from tests.e2e.rings import MODEL, Ring, ring
 from tests.engine.vision_models import alone, codec, picture, png, whole_model, write_vision_model
 from tests.waiting import wait_until
-
 
 INPUTS = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 
@@ -91,6 +92,45 @@ def test_files_and_responses_bring_the_same_image(client: OpenAI, served: Ring) 
         model=MODEL, input="And now?", previous_response_id=answer.id, temperature=0, max_output_tokens=16
     )
     assert again.usage is not None and again.usage.input_tokens > 60, "the image is part of the history"
+
+
+def test_jobs_and_batches_see_what_a_chat_sees_and_keep_images_of_their_own(client: OpenAI, served: Ring) -> None:
+    said = ask(client, "A", shown(5), "B", shown(6), "C").choices[0].message.content
+    file = client.files.create(file=("a.png", png(picture(6))), purpose="user_data")
+    text = [{"type": "text", "text": each} for each in "ABC"]
+    parts = [text[0], shown(5), text[1], {"type": "file", "file": {"file_id": file.id}}, text[2]]
+    messages = [{"role": "user", "content": parts}]
+    job = {"kind": "rollout", "model": MODEL, "n": 2, "max_tokens": 6, "temperature": 0, "reward": {"name": "exact"}}
+    lines = [{"messages": messages, "reference": said}, "text alone"]
+    form = {"spec": json.dumps(job)}
+    files = {"file": ("a.jsonl", "\n".join(map(json.dumps, lines)))}
+    jobs = [httpx.post(served.url + "/v1/jobs", data=form, files=files).json()["id"]]
+    body = {**job, "prompts": [messages], "references": [said]}
+    jobs.append(httpx.post(served.url + "/v1/jobs", json=body).json()["id"])
+    asked = {"model": MODEL, "max_tokens": 6, "temperature": 0, "messages": messages}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": asked}
+    batch = client.batches.create(
+        input_file_id=client.files.create(file=("b.jsonl", json.dumps(line).encode()), purpose="batch").id,
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+    )
+    by_now(lambda: client.batches.retrieve(batch.id).status != "validating")
+    client.files.delete(file.id)  # what has been taken in needs it no more
+    for each in jobs:
+        by_now(lambda job=each: httpx.get(f"{served.url}/v1/jobs/{job}").json()["status"] == "succeeded")
+        results = httpx.get(f"{served.url}/v1/jobs/{each}/results").text.splitlines()
+        samples = [json.loads(result) for result in results]
+        assert [sample["text"] for sample in samples[:2]] == [said] * 2
+        assert samples[0]["reward"]["value"] == 1.0
+    by_now(lambda: client.batches.retrieve(batch.id).status == "completed")
+    output = client.batches.retrieve(batch.id).output_file_id
+    assert output is not None
+    answer = json.loads(client.files.content(output).text)["response"]["body"]
+    assert answer["choices"][0]["message"]["content"] == said
+
+
+def by_now(condition: Callable[[], bool]) -> None:
+    asyncio.run(wait_until(condition, 60))
 
 
 def block(seed: int) -> dict[str, Any]:
