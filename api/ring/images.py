@@ -19,6 +19,7 @@ from shared.redis.kept.kept_things import Terms
 
 PLACES = 2
 LARGE_BYTES = 1 << 20  # to hash it takes a millisecond
+THUMBNAIL_SIDE = 256  # pixels
 KNOWN = 1024  # images whose sizes are remembered
 
 
@@ -52,6 +53,11 @@ class ImageIntake:
     async def keep(self, sha256: bytes, data: bytes) -> None:
         """Keep an image that has been checked, for the tenant's sequences that name it."""
         await self._store.put(asker().tenant, sha256, data)
+
+    async def thumbnail(self, data: bytes) -> bytes:
+        """A small PNG of an image, for people."""
+        async with self._room.place():
+            return await self._reader.thumbnail(data, THUMBNAIL_SIDE)
 
     def close(self) -> None:
         """End the processes."""

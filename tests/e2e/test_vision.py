@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import io
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
+from PIL import Image
 
 pytest.importorskip("mlx_vlm")
 
@@ -19,6 +21,7 @@ from tests.e2e.rings import MODEL, Ring, ring
 from tests.engine.vision_models import alone, codec, picture, png, whole_model, write_vision_model
 from tests.waiting import wait_until
 
+SIZES = [picture(seed).size for seed in (5, 6)]
 INPUTS = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 
 
@@ -122,11 +125,19 @@ def test_jobs_and_batches_see_what_a_chat_sees_and_keep_images_of_their_own(clie
         samples = [json.loads(result) for result in results]
         assert [sample["text"] for sample in samples[:2]] == [said] * 2
         assert samples[0]["reward"]["value"] == 1.0
+        page = httpx.get(f"{served.url}/dashboard/jobs/{each}/samples/0").text
+        shown_images = re.findall(r'<img src="(/dashboard/jobs/[^"]+)"', page)
+        assert [read_size(httpx.get(served.url + found).content) for found in shown_images] == SIZES
+    assert httpx.get(served.url + shown_images[0][:-1] + "x").status_code == 404
     by_now(lambda: client.batches.retrieve(batch.id).status == "completed")
     output = client.batches.retrieve(batch.id).output_file_id
     assert output is not None
     answer = json.loads(client.files.content(output).text)["response"]["body"]
     assert answer["choices"][0]["message"]["content"] == said
+
+
+def read_size(file: bytes) -> tuple[int, int]:
+    return Image.open(io.BytesIO(file)).size
 
 
 def by_now(condition: Callable[[], bool]) -> None:

@@ -98,6 +98,14 @@ async def test_other_files_are_refused_in_words(reader: ImageReader) -> None:
     assert len(reader._idle) == 1, "the same process has answered all of them"
 
 
+async def test_thumbnails_keep_proportions_within_their_bound(reader: ImageReader) -> None:
+    for size, shown in ((400, 200), (128, 64)), ((30, 400), (10, 128)), ((40, 30), (40, 30)):
+        small = Image.open(io.BytesIO(await reader.thumbnail(file_of(image(*size), "JPEG"), 128)))
+        assert (small.format, small.size) == ("PNG", shown)
+    with pytest.raises(InvalidRequestError, match="no image"):
+        await reader.thumbnail(b"x", 128)
+
+
 async def test_damaged_files_of_all_kinds_are_answered_and_lose_nobody(reader: ImageReader) -> None:
     dice, answers = random.Random(17), set()
     whole = [file_of(image(), form) for form in ("PNG", "JPEG", "WEBP", "GIF", "BMP")]
