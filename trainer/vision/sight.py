@@ -7,6 +7,7 @@ longest ago go first; an image is shown anew with each group that has it.
 from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
+from typing import Any
 
 import mlx.core as mx
 
@@ -68,6 +69,11 @@ class Sight:
         while self._vector_bytes > self._most[1] and len(self._vectors) > 1:
             self._vector_bytes -= self._vectors.popitem(last=False)[1].nbytes
         return made
+
+
+def sight_of(tower: Any) -> Sight | None:
+    """None without a tower, and for one whose family places its vectors in more than one dimension (Qwen-VL)."""
+    return Sight(tower) if isinstance(tower, Tower) else None
 
 
 def _size(picture: Picture) -> int:
