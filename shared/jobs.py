@@ -10,6 +10,8 @@ from typing import Any, Literal, NewType
 import msgspec
 
 from shared.errors import InvalidRequestError
+from shared.images.chat import SizedImage
+from shared.images.refs import ImageRef
 from shared.sequences import AdapterPolicy, LogprobsMode, Pooling, SamplingParams, SequenceKind
 from shared.webhooks import Webhook
 
@@ -85,6 +87,8 @@ class LineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: SequenceKind = "generate"
     pooling: Pooling = "mean"
     prediction_ids: tuple[int, ...] = ()
+    images: tuple[ImageRef, ...] = ()  # of the prompt; their bytes are the job's
+    image_token: int = 0  # that stands for each vector of them
 
 
 class JobInput(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -99,6 +103,7 @@ class JobInput(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, Any] = {}
     request: LineRequest | None = None  # kind "batch"; None: the api has refused the line
     refused: str = ""  # why
+    images: tuple[SizedImage, ...] = ()  # of the messages, whose parts `{"type": "image"}` they are, in order
     reply: dict[str, Any] = {}  # kind "batch": what the api needs to write the answer; runners do not look at it
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from shared.frames import Finish, FinishReason, TokenEvent, TokenLogprob, VersionSpan, spans_of
+from shared.images.refs import ImageRef
 from shared.jobs import SamplingOverrides
 from shared.sequences import LEAST_TEMPERATURE, LogprobsMode, SamplingParams, SequenceResult, SequenceSpec, Timings
 from shared.splits import Arm
@@ -58,6 +59,8 @@ class Trajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     # Raw: the model's own, temperature 1 without filters. Processed: those of what was drawn from, which `drawn` says
     logprobs_mode: LogprobsMode = "raw_logprobs"
     drawn: Drawing | None = None  # None: from the model's own distribution
+    images: tuple[ImageRef, ...] = ()  # of the prompt
+    image_token: int = 0  # that stands for each vector of them
 
 
 class LiveTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -138,6 +141,8 @@ def trajectory_of(
         metadata=metadata,
         logprobs_mode=spec.sampling.logprobs_mode,
         drawn=drawing_of(spec.sampling),
+        images=spec.images,
+        image_token=spec.image_token,
     )
 
 

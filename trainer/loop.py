@@ -235,7 +235,7 @@ class TrainLoop:
     async def _probe_prompts(self) -> list[tuple[int, ...]]:
         environment = self.parts.held_out or self.parts.environment
         observations = [await environment.reset(index) for index in range(self.settings.probe_prompts)]
-        return [self.parts.conversation.prompt_ids(observation) for observation in observations]
+        return [(await self.parts.conversation.opening(observation)).ids for observation in observations]
 
     # -- one train step
 

@@ -11,6 +11,7 @@ from trainer.ring.ring import Ring
 from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import Environment
 from trainer.settings import TrainSettings
+from trainer.vision.sight import Sight
 
 
 def learner_options(settings: TrainSettings) -> LearnerOptions:
@@ -36,6 +37,7 @@ class Parts:
     environment: Environment
     held_out: Environment | None = None
     loggers: Loggers = field(default_factory=Loggers)
+    sight: Sight | None = None  # of a model that sees
 
 
 async def open_learner(parts: Parts, settings: TrainSettings) -> LoopLearner:
@@ -43,4 +45,4 @@ async def open_learner(parts: Parts, settings: TrainSettings) -> LoopLearner:
     options = learner_options(settings)
     if parts.ring.learners is not None:
         return await parts.ring.learners.open(options, settings.run_name, settings.folder)
-    return await HostLearner.open(parts.host, lambda: build_learner(parts.model, options))
+    return await HostLearner.open(parts.host, lambda: build_learner(parts.model, options, parts.sight))

@@ -1,7 +1,7 @@
 """One run on a ring, from its settings to its end: the same for a process of its own and for a trainer in a worker."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from typing import Any, NamedTuple
 
 import structlog
@@ -22,6 +22,8 @@ from trainer.rollouts.scorers import Judges, check_judges, open_scorer
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.versions.run_lock import run_lock
+from trainer.vision.pictures import Pictures
+from trainer.vision.sight import sight_of
 from worker.engine.model.loader import LoadedModel
 
 log = structlog.get_logger()
@@ -99,9 +101,11 @@ async def train(
             await check_judges(settings.reward_name, settings.reward_options, way.judges)
         if settings.held_out_reward:
             await check_judges(settings.held_out_reward, settings.held_out_reward_options, way.judges)
-        conversation = ChatEncoder(ring.codec, settings.chat_template_kwargs)
+        sight = None if loaded is None else sight_of(loaded.tower)
+        pictures = None if sight is None else stack.enter_context(closing(Pictures(sight)))
+        conversation = ChatEncoder(ring.codec, settings.chat_template_kwargs, pictures)
         model = None if loaded is None else loaded.model
-        parts = Parts(host, model, ring, conversation, found.environment, found.held_out, loggers)
+        parts = Parts(host, model, ring, conversation, found.environment, found.held_out, loggers, sight)
         await stack.enter_async_context(run_lock(settings.folder))
         training = TrainLoop(settings, parts)
         begun(training)

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from shared.errors import EngineError, InvalidRequestError
 from shared.image_files.reader import ImageReader
 from shared.images.refs import ImageRef, VisionSpec
+from shared.redis.jobs.images import job_image
 from shared.redis.kept.image_store import ImageStore
 from shared.redis.kept.kept_things import Terms
 from shared.sequences import SequenceSpec
@@ -25,6 +26,7 @@ class Pictures:
     """Of one worker."""
 
     def __init__(self, redis: Redis, vision: VisionSpec | None, kept_bytes: int = KEPT_BYTES) -> None:
+        self._redis = redis
         self._store = ImageStore(redis, Terms(1, 1))  # it only reads
         self._vision = vision
         self._reader = ImageReader()
@@ -40,21 +42,26 @@ class Pictures:
         if self._vision is None:
             raise EngineError("this worker takes no images")
         by_key = {image.key: image for image in spec.images}
-        return tuple([await self._picture(spec.tenant, image, self._vision) for image in by_key.values()])
+        return tuple([await self._picture(spec, image, self._vision) for image in by_key.values()])
 
     def close(self) -> None:
         """End the processes that read files."""
         self._reader.close()
 
-    async def _picture(self, tenant: str, image: ImageRef, vision: VisionSpec) -> Picture:
+    async def _picture(self, spec: SequenceSpec, image: ImageRef, vision: VisionSpec) -> Picture:
         async with self._alike.setdefault(image.key, asyncio.Lock()):
-            data = None if image.key in self._kept else await self._store.get(tenant, image.sha256)
+            data = None if image.key in self._kept else await self._bytes_of(spec, image.sha256)
             if data is not None:
                 self._keep(await self._read(data, image, vision))
             self._kept.move_to_end(image.key)
             picture = self._kept[image.key]
             self._shrink()
             return picture
+
+    async def _bytes_of(self, spec: SequenceSpec, sha256: bytes) -> bytes:
+        """A job has its images itself; what others send for their own jobs' sequences waits among the tenant's."""
+        own = await job_image(self._redis, spec.job, sha256) if spec.job else None
+        return await self._store.get(spec.tenant, sha256) if own is None else own
 
     async def _read(self, data: bytes, image: ImageRef, vision: VisionSpec) -> Picture:
         try:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from api.anthropic.body import CountRequest, MessagesRequest, PromptedFields
 from api.anthropic.message import PING, MessageWriter, lines, to_bytes
+from api.anthropic.turns import places_of_images
 from api.generation.choice import ReplyPlan
 from api.generation.plan import Asked, plan
 from api.generation.running import Generation, by_choice, gather_all
@@ -26,10 +27,13 @@ from api.http.errors import error_responses, from_validation
 from api.http.sse import SHUTTING_DOWN, EventStream
 from api.openai.bodies import ChatCompletionRequest
 from api.openai.chat import asked_of, unused_hints, with_unused
+from api.openai.images import named_images
 from api.openai.replies import stream_failure, written
+from api.ring.named_images import Keep, read_images
 from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
 from shared.errors import ContextLengthExceededError, InvalidRequestError
+from shared.sequences import ModelCard
 from shared.text.codec import TextCodec
 
 router = APIRouter(tags=["anthropic"], route_class=BodyRoute)
@@ -68,7 +72,7 @@ class TokenCount(BaseModel):
     responses=_described("A message object, or server-sent events when `stream` is true"),
 )
 async def create_message(body: MessagesRequest, request: Request, ring: TheRing) -> Response:
-    """Anthropic's Messages for text, thinking and tools."""
+    """Anthropic's Messages for text, images, thinking and tools."""
     target = await target_of(ring, body, request, split=True)
     codec = target.served.codec
     chat = await _chat(body, codec, request)
@@ -96,7 +100,8 @@ async def count_tokens(body: CountRequest, request: Request, ring: TheRing) -> T
     target = await find_job_target(ring, body.model, body.adapter or body.lora_adapter or "", "follow")
     codec = await ring.codecs.codec(target.card)
     chat = await _chat(body, codec, request)
-    return TokenCount(input_tokens=len((await _asked(ring, codec, chat)).prompts[0]))
+    asked = await _asked(ring, target.card, codec, body, chat, _unkept)
+    return TokenCount(input_tokens=len(asked.prompts[0]))
 
 
 async def _chat(body: PromptedFields, codec: TextCodec, request: Request) -> ChatCompletionRequest:
@@ -119,9 +124,22 @@ def takes_system_anywhere(codec: TextCodec) -> bool:
         return False
 
 
-async def _asked(ring: Ring, codec: TextCodec, chat: ChatCompletionRequest) -> Asked:
+async def _unkept(sha256: bytes, data: bytes) -> None:
+    """Of images that are only counted, nothing is kept."""
+
+
+async def _asked(
+    ring: Ring,
+    card: ModelCard,
+    codec: TextCodec,
+    body: PromptedFields,
+    chat: ChatCompletionRequest,
+    keep: Keep | None = None,
+) -> Asked:
+    places = zip(named_images(chat.messages), places_of_images(body.messages), strict=True)
+    images = await read_images(ring, card, [image._replace(where=where) for image, where in places], keep)
     try:
-        return await asked_of(codec, chat, ring.settings)
+        return await asked_of(codec, chat, ring.settings, images=images)
     except InvalidRequestError as error:
         raise _renamed(error) from None
 
@@ -133,7 +151,7 @@ async def _planned(
 
     Clients know a conversation that has become too long by the words of the error, and shorten it.
     """
-    asked = await _asked(ring, target.served.codec, chat)
+    asked = await _asked(ring, target.served.card, target.served.codec, body, chat)
     tokens, context = len(asked.prompts[0]), target.served.card.context_length
     most = min(ring.settings.max_prompt_tokens or context, context - 1)
     if tokens > most and body.truncate_prompt_tokens is None:

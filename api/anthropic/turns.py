@@ -6,10 +6,10 @@ in its prefix cache when the next turn is asked for.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
+from pydantic import BeforeValidator, Field, Tag, WithJsonSchema, model_validator
 
 from api.http.fields import HistoryModel, Off, RequestModel, complaint
 from api.openai.tools import by_type, known_type
@@ -55,6 +55,43 @@ def _parts(value: Any) -> Any:
 
 _ONE_OR_MANY = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})
 
+
+class ImageSource(HistoryModel):
+    """Where an image is: in the request, under a URL of a host that the server may fetch from, or in /v1/files."""
+
+    type: Literal["base64", "url", "file"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"] | None = Field(
+        default=None, description="of `base64`; the format is told by the content"
+    )
+    data: str | None = None
+    url: str | None = None
+    file_id: str | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> "ImageSource":
+        needed = {"base64": "data", "url": "url", "file": "file_id"}[self.type]
+        if getattr(self, needed) is None:
+            raise complaint(needed, f"a source of type '{self.type}' needs '{needed}'")
+        if self.type == "url" and not (self.url or "").lower().startswith("https:"):
+            raise complaint("url", "an image's URL begins with https:")
+        return self
+
+
+class ImageBlock(HistoryModel):
+    """An image of the user's, or one that a tool has brought."""
+
+    type: Literal["image"]
+    source: Annotated[ImageSource, known_type("base64", "url", "file")]
+
+    def part(self) -> dict[str, Any]:
+        """The part of a chat's message."""
+        source = self.source
+        if source.type == "file":
+            return {"type": "file", "file": {"file_id": source.file_id}}
+        url = source.url if source.type == "url" else f"data:{source.media_type or 'image/png'};base64,{source.data}"
+        return {"type": "image_url", "image_url": {"url": url}}
+
+
 Text = Annotated[list[Annotated[TextBlock, known_type("text")]], BeforeValidator(_parts), _ONE_OR_MANY]
 
 
@@ -67,9 +104,12 @@ class ToolReferenceBlock(HistoryModel):
 
 ResultPart = Annotated[
     Annotated[
-        Annotated[TextBlock, Tag("<text>")] | Annotated[ToolReferenceBlock, Tag("<tool_reference>")], by_type("text")
+        Annotated[TextBlock, Tag("<text>")]
+        | Annotated[ToolReferenceBlock, Tag("<tool_reference>")]
+        | Annotated[ImageBlock, Tag("<image>")],
+        by_type("text"),
     ],
-    known_type("text", "tool_reference"),
+    known_type("text", "tool_reference", "image"),
 ]
 
 
@@ -87,13 +127,14 @@ class ToolResultBlock(HistoryModel):
 Block = Annotated[
     Annotated[
         Annotated[TextBlock, Tag("<text>")]
+        | Annotated[ImageBlock, Tag("<image>")]
         | Annotated[ThinkingBlock, Tag("<thinking>")]
         | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
         | Annotated[ToolUseBlock, Tag("<tool_use>")]
         | Annotated[ToolResultBlock, Tag("<tool_result>")],
         by_type("text"),
     ],
-    known_type("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    known_type("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"),
 ]
 Blocks = Annotated[list[Block], BeforeValidator(_parts), _ONE_OR_MANY]
 
@@ -104,6 +145,13 @@ class Turn(HistoryModel):
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
+    @model_validator(mode="after")
+    def _seen_by_the_model(self) -> "Turn":
+        for number, block in enumerate(self.content if self.role != "user" else ()):
+            if isinstance(block, ImageBlock):
+                raise complaint(f"content[{number}]", "only a message of role 'user' has images")
+        return self
+
 
 def check_last(turns: Sequence[Turn]) -> None:
     """Refuse a last turn of the assistant that leaves nothing to go on with."""
@@ -111,6 +159,22 @@ def check_last(turns: Sequence[Turn]) -> None:
     if turns[-1].role == "assistant" and (not _text(last) or any(isinstance(each, ToolUseBlock) for each in last)):
         reason = "the last message is the assistant's, and the answer goes on with it: it must be text, not a tool use"
         raise complaint("messages", reason)
+
+
+def places_of_images(turns: Sequence[Turn]) -> Iterator[str]:
+    """Where the images of turns stand in the request, in the order that they have in the chat."""
+    for at, turn in enumerate(turns):
+        for number, block in enumerate(turn.content):
+            where = f"messages[{at}].content[{number}]"
+            if isinstance(block, ImageBlock):
+                yield where
+            elif isinstance(block, ToolResultBlock):
+                for inner, part in enumerate(block.content or ()):
+                    if isinstance(part, ImageBlock):
+                        yield f"{where}.content[{inner}]"
+
+
+Part = str | dict[str, Any]  # of a chat's message: text, or an image
 
 
 class ChatWriter:
@@ -136,26 +200,32 @@ class ChatWriter:
             self._add_answer(turn.content)
             return
         role = self._system_role if turn.role == "system" and self.chat else turn.role
-        texts = []
+        said: list[Part] = []
+        brought: list[Part] = []  # images of results, which the user shows behind them: those of tools are text alone
         for block in turn.content:
             if isinstance(block, TextBlock):
-                texts.append(block.text)
+                said.append(block.text)
+            elif isinstance(block, ImageBlock):
+                said.append(block.part())
             elif isinstance(block, ToolResultBlock):
-                self._say(role, texts)
-                texts = []
+                if said:
+                    self._say(role, [*brought, *said])
+                    brought, said = [], []
                 self.chat.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": self._result(block)})
-        if texts or not turn.content:
-            self._say(role, texts)
+                brought += [part.part() for part in block.content or () if isinstance(part, ImageBlock)]
+        if brought or said or not turn.content:
+            self._say(role, [*brought, *said])
 
-    def _say(self, role: str, texts: list[str]) -> None:
+    def _say(self, role: str, parts: list[Part]) -> None:
         if self.chat and self.chat[-1]["role"] == role:
-            texts = [self.chat.pop()["content"], *texts]
-        elif not texts:
+            earlier = self.chat.pop()["content"]
+            parts = [*(earlier if isinstance(earlier, list) else [earlier]), *parts]
+        elif not parts:
             return
-        self.chat.append({"role": role, "content": "\n".join(texts)})
+        self.chat.append({"role": role, "content": _content(parts)})
 
     def _result(self, block: ToolResultBlock) -> str:
-        parts = block.content or ()
+        parts = [part for part in block.content or () if not isinstance(part, ImageBlock)]
         text = "\n".join(part.text if isinstance(part, TextBlock) else self._definition(part) for part in parts)
         return f"Error: {text}" if block.is_error else text
 
@@ -184,6 +254,22 @@ class ChatWriter:
         if calls:
             message["tool_calls"] = calls
         self.chat.append(message)
+
+
+def _content(parts: Sequence[Part]) -> Any:
+    """Text, lines of which are broken between its parts; where there are images, the texts around them."""
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return "\n".join(texts)
+    joined: list[dict[str, Any]] = []
+    for part in parts:
+        if not isinstance(part, str):
+            joined.append(part)
+        elif joined and joined[-1]["type"] == "text":
+            joined[-1] = {"type": "text", "text": f"{joined[-1]['text']}\n{part}"}
+        else:
+            joined.append({"type": "text", "text": part})
+    return joined
 
 
 def without_telemetry(text: str) -> str:

@@ -18,14 +18,16 @@ from api.generation.target import Target
 from api.generation.work import Work
 from api.http.bodies import LONG_BYTES
 from api.http.errors import error_object, from_validation
-from api.http.limits import check_shape
+from api.http.limits import IMAGES, check_beside_images, check_shape
 from api.openai import chat, completions
 from api.openai.bodies import ChatCompletionRequest, CompletionRequest
 from api.openai.embeddings import EmbeddingRequest, embeddings_answer, plan_embeddings
+from api.openai.images import images_of
 from api.openai.replies import whole_body
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.planning import plan_response
 from api.openai.responses.writer import ResponseWriter
+from api.ring.named_images import Keep
 from api.ring.ring import Ring
 from api.ring.room import aside
 from shared.errors import (
@@ -88,7 +90,7 @@ def read_line(number: int, raw: bytes, endpoint: str, settings: ApiSettings) -> 
     """A line, or all that is wrong with its shape. A body that no request may have is not read: its line is refused."""
     try:
         line = _shape_decoder.decode(raw.removeprefix(_MARK) if number == 1 else raw)
-        refused = _too_much(line.body, settings)
+        refused = _too_much(line.body, endpoint, settings)
         body = {} if refused else _body_decoder.decode(line.body)
     except msgspec.ValidationError as error:
         return _shape_errors(number, raw) or [BatchError("invalid_line", str(error), None, number)]
@@ -120,14 +122,18 @@ def _shape_errors(number: int, raw: bytes) -> list[BatchError]:
     return errors
 
 
-def _too_much(body: msgspec.Raw, settings: ApiSettings) -> ParallmError | None:
+def _too_much(body: msgspec.Raw, endpoint: str, settings: ApiSettings) -> ParallmError | None:
     """Why the endpoint would not read this body."""
-    size = len(memoryview(body))
-    if size > settings.max_request_bytes:
-        return PayloadTooLargeError(f"the body has {size} bytes, and at most {settings.max_request_bytes} are read")
+    size, most = len(memoryview(body)), settings.max_request_bytes
+    if endpoint in IMAGES:
+        most = max(most, settings.max_image_request_bytes)
+    if size > most:
+        return PayloadTooLargeError(f"the body has {size} bytes, and at most {most} are read")
     try:
+        if size > settings.max_request_bytes:
+            check_beside_images(bytes(body), settings.max_request_bytes)
         check_shape(bytes(body), settings.max_json_values)
-    except InvalidRequestError as error:
+    except (InvalidRequestError, PayloadTooLargeError) as error:
         return error
     return None
 
@@ -138,8 +144,10 @@ def named_by(line: BatchLine) -> Named:
     return body.get("model"), body.get("adapter") or body.get("lora_adapter"), body.get("adapter_policy")
 
 
-async def planned(ring: Ring, line: BatchLine, named: Named, target: Target) -> list[JobInput]:
+async def planned(ring: Ring, line: BatchLine, named: Named, target: Target, keep: Keep) -> list[JobInput]:
     """What the job does for a line: an input for each choice, of which the first one knows how to answer.
+
+    `keep`: who takes the bytes of its images.
 
     A line that its endpoint refuses becomes an input that fails with the refusal.
     """
@@ -148,7 +156,7 @@ async def planned(ring: Ring, line: BatchLine, named: Named, target: Target) -> 
             raise line.refused
         if named_by(line) != named:
             raise InvalidRequestError("all lines of a batch name the same model and adapter", param="model")
-        return await _PLANNERS[line.url](ring, line, target)
+        return await _PLANNERS[line.url](ring, line, target, keep)
     except ValidationError as error:
         refusal: ParallmError = from_validation(error.errors())
     except ParallmError as error:
@@ -162,28 +170,29 @@ async def _valid(model: type[M], line: BatchLine) -> M:
     return await aside(model.model_validate, line.body) if line.size > LONG_BYTES else model.model_validate(line.body)
 
 
-async def _plan_chat(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
+async def _plan_chat(ring: Ring, line: BatchLine, target: Target, keep: Keep) -> list[JobInput]:
     body = await _valid(ChatCompletionRequest, line)
     _check_sampled(body, body.top_logprobs)
-    asked = await chat.asked_of(target.served.codec, body, ring.settings)
+    images = await images_of(ring, target.served.card, body.messages, keep)
+    asked = await chat.asked_of(target.served.codec, body, ring.settings, images=images)
     work, reply_plan = await plan(ring, body, target, asked)
     return _inputs(line, work, plan=_bare(reply_plan))
 
 
-async def _plan_completion(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
+async def _plan_completion(ring: Ring, line: BatchLine, target: Target, keep: Keep) -> list[JobInput]:
     body = await _valid(CompletionRequest, line)
     _check_sampled(body, body.logprobs)
     work, reply_plan = await plan(ring, body, target, await completions.asked_of(target.served.codec, body))
     return _inputs(line, work, plan=_bare(reply_plan))
 
 
-async def _plan_embedding(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
+async def _plan_embedding(ring: Ring, line: BatchLine, target: Target, keep: Keep) -> list[JobInput]:
     body = await _valid(EmbeddingRequest, line)
     work = await plan_embeddings(body, body.input, target, ring.settings)
     return _inputs(line, work, embedding=body.model_dump(exclude_none=True, exclude={"input"}))
 
 
-async def _plan_response(ring: Ring, line: BatchLine, target: Target) -> list[JobInput]:
+async def _plan_response(ring: Ring, line: BatchLine, target: Target, keep: Keep) -> list[JobInput]:
     body = await _valid(ResponseRequest, line)
     if body.stream:
         raise UnsupportedParameterError("a batch's answers are not streamed", param="stream")
@@ -192,12 +201,12 @@ async def _plan_response(ring: Ring, line: BatchLine, target: Target) -> list[Jo
             raise UnsupportedParameterError(
                 "the lines of a batch stand alone, and their answers in its file", param=name
             )
-    _, work, reply_plan = await plan_response(ring, body, target)
+    _, work, reply_plan = await plan_response(ring, body, target, keep=keep)
     asked = body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
     return _inputs(line, work, plan=_bare(reply_plan), response=asked)
 
 
-_PLANNERS: dict[str, Callable[[Ring, BatchLine, Target], Awaitable[list[JobInput]]]] = {
+_PLANNERS: dict[str, Callable[[Ring, BatchLine, Target, Keep], Awaitable[list[JobInput]]]] = {
     "/v1/chat/completions": _plan_chat,
     "/v1/completions": _plan_completion,
     "/v1/embeddings": _plan_embedding,
@@ -223,7 +232,9 @@ def _inputs(line: BatchLine, work: Work, **reply: Any) -> list[JobInput]:
     return [
         JobInput(
             prompt=spec.prompt_ids,
-            request=LineRequest(spec.sampling, spec.kind, spec.pooling, spec.prediction_ids),
+            request=LineRequest(
+                spec.sampling, spec.kind, spec.pooling, spec.prediction_ids, spec.images, spec.image_token
+            ),
             reply={} if at else first,
         )
         for at, spec in enumerate(specs)

@@ -21,6 +21,7 @@ from api.batches.lines import BatchLine, LineUsage, Named, answer, named_by, pla
 from api.generation.target import Target, find_target
 from api.http.bodies import LONG_BYTES
 from api.ring.caller import acting_for
+from api.ring.named_images import Keep
 from api.ring.ring import Ring
 from api.ring.room import aside
 from shared.errors import InvalidRequestError, ParallmError, ServiceUnavailableError, UnknownJobError
@@ -29,6 +30,7 @@ from shared.redis.connection.faults import reason
 from shared.redis.files.batch_store import BatchError, BatchRecord, BatchSpec, BatchState
 from shared.redis.files.file_store import FileWriter
 from shared.redis.jobs.ledger import JobLedger
+from shared.redis.jobs.store import new_job_id
 from shared.redis.keys import BATCH_LEASE_MS
 
 log = structlog.get_logger()
@@ -146,7 +148,7 @@ class BatchWork:
             named, at, count = await self._check_shapes(record)
             target = await self._target(record, named, at)
             job = JobSpec(
-                id="",
+                id=new_job_id(),
                 kind="batch",
                 model=target.served.card.name,
                 total_prompts=0,
@@ -157,7 +159,8 @@ class BatchWork:
                 created_ms=time.time_ns() // 1_000_000,
                 tenant=spec.tenant,
             )
-            lines = self._inputs(record, named, target)
+            images = self._ring.jobs.images(job.id, self._ring.settings.max_upload_bytes)
+            lines = self._inputs(record, named, target, images.keep)
             job_id, _ = await self._ring.jobs.create(job, lines, idempotency_key=_job_key(spec))
         except LinesRefusedError as refused:
             await self._store.end(spec.id, "failed", errors=refused.errors)
@@ -242,11 +245,11 @@ class BatchWork:
             told = BatchError(error.code or error.type, error.message, error.param, line)
             raise LinesRefusedError(told) from error
 
-    async def _inputs(self, record: BatchRecord, named: Named, target: Target) -> AsyncIterator[InputLine]:
+    async def _inputs(self, record: BatchRecord, named: Named, target: Target, keep: Keep) -> AsyncIterator[InputLine]:
         choices = size = 0
         async for number, line in self._lines(record):
             assert isinstance(line, BatchLine), "checked before"
-            for asked in await planned(self._ring, line, named, target):
+            for asked in await planned(self._ring, line, named, target, keep):
                 encoded = input_line(asked, "batch", number)
                 choices, size = choices + 1, size + len(encoded)
                 if choices > MAX_CHOICES or size > 2 * self._ring.settings.max_upload_bytes:

@@ -37,7 +37,7 @@ ROLE: dict[RoleName, Role] = {
     "worker": Role(
         (
             *_MODEL, *_ADAPTERS, *_FRAMES, "~parallm:tokenizer:*", "~parallm:pause", "~parallm:train*",
-            "~parallm:answer:*", "~parallm-peers:*",
+            "~parallm:answer:*", "~parallm-peers:*", "%R~parallm:kept:{*}:thing:*", "%R~parallm:job:{*}:images",
         ),
         (*_TELL, "&parallm:adapters:events", "&parallm:alerts"),
     ),

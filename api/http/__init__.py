@@ -6,6 +6,6 @@ names of this server), `auth.py` with `api_keys.py` (API keys), `admission.py` (
 stand open to a network without a key.
 
 For routes: `bodies.py` (long bodies are read beside the event loop), `fields.py` (field types of request bodies),
-`errors.py` (every error as OpenAI's object; `anthropic_errors.py`: as Anthropic's) and `sse.py` (server-sent events:
-bytes to the client).
+`content.py` (parts of messages), `errors.py` (every error as OpenAI's object; `anthropic_errors.py`: as Anthropic's)
+and `sse.py` (server-sent events: bytes to the client).
 """

@@ -22,14 +22,15 @@ NUMBERS = ("/v1/training/update", PASSES, "/api/v1/forward")  # long bodies of m
 PROTOBUF = "application/x-protobuf"
 BYTES_PER_NUMBER = 8
 BYTES_PER_OBJECT = 50
-IMAGES = frozenset({"/v1/chat/completions", "/v1/responses"})  # take `data:` URLs, which may be long
+# Take images as `data:` URLs or base64, which may be long
+IMAGES = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/jobs"})
 LARGE_BYTES = 1 << 18  # of a body: to look at its shape takes some 10 ms from here on
 
 UPLOADS = re.compile(
     r"/v1/files|/v1/jobs|/v1/adapters|/v1/adapters/[^/]+/versions|/upload_adapter|/update_adapter_weights"
 )
 _UNSAID = ("", "application/x-www-form-urlencoded")  # what `curl -d` says: only the dashboard takes such forms
-_IMAGE = re.compile(rb'"(?:url|image_url)"\s*+:\s*+"data:[^"\\]*+"', re.IGNORECASE)
+_IMAGE = re.compile(rb'"(?:url|image_url)"\s*+:\s*+"data:[^"\\]*+"|"data"\s*+:\s*+"[a-z0-9+/=]*+"', re.IGNORECASE)
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)  # possessive: one pass, whatever the text
 # A piece of JSON that is taken in one call, so that other threads get a turn in between; it never ends in a string.
 _PIECE = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.?)*+(?:"|\Z)){1,10000}+', re.DOTALL)

@@ -1,7 +1,7 @@
 """The body of POST /v1/jobs, and the lines of its uploads."""
 
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 from api.generation.sampling import MAX_TOP_LOGPROBS, StrictId
 from api.http.fields import LogitBias, RequestModel, Stop, complaint
 from api.http.limits import MAX_JSON_DEPTH, is_deep
+from api.jobs.images import Taking, has_parts
 from api.ring.room import aside
 from api.webhooks.body import WebhookBody
 from shared.errors import InvalidRequestError
@@ -148,7 +149,7 @@ class JobBody(RequestModel):
             top_logprobs=(self.top_logprobs if self.top_logprobs is not None else counted) or None,
         )
 
-    def inputs(self, card: ModelCard) -> Iterator[InputLine]:
+    async def inputs(self, card: ModelCard, taking: Taking) -> AsyncIterator[InputLine]:
         """The prompts of a JSON body, as the job store takes them."""
         each = self.metadata if isinstance(self.metadata, list) else None
         for i, prompt in enumerate(self.prompts or ()):
@@ -158,7 +159,9 @@ class JobBody(RequestModel):
                 completion=self.completions[i] if self.completions else None,
                 metadata=each[i] if each else {},
             )
-            yield input_line(_checked(given, card, f"prompts[{i}]"), self.kind, i + 1)
+            where = f"prompts[{i}]"
+            given = _checked(given, card, where)
+            yield input_line(await taking(given, where, "prompts") if has_parts(given) else given, self.kind, i + 1)
 
 
 class UploadLine(msgspec.Struct, forbid_unknown_fields=True):
@@ -178,24 +181,25 @@ class Upload(Protocol):
     async def read(self, size: int = -1) -> bytes: ...
 
 
-async def upload_inputs(file: Upload, card: ModelCard, kind: JobKind) -> AsyncIterator[InputLine]:
+async def upload_inputs(file: Upload, card: ModelCard, kind: JobKind, taking: Taking) -> AsyncIterator[InputLine]:
     """The lines of a JSONL upload, as the job store takes them; blank ones count in line numbers and are no prompts."""
     number = 0
     async for line in _lines(file):
         number += 1
-        if len(line) > LARGE_LINE_BYTES:
-            stored = await aside(_stored, line, number, card, kind)
-        else:
-            stored = _stored(line, number, card, kind)
-        if stored is not None:
+        large = len(line) > LARGE_LINE_BYTES
+        stored = await aside(_stored, line, number, card, kind) if large else _stored(line, number, card, kind)
+        if isinstance(stored, JobInput):
+            yield input_line(await taking(stored, f"line {number}", "file"), kind, number)
+        elif stored is not None:
             yield stored
 
 
-def _stored(line: bytes, number: int, card: ModelCard, kind: JobKind) -> InputLine | None:
-    """A line as the job store takes it; None for a blank one."""
+def _stored(line: bytes, number: int, card: ModelCard, kind: JobKind) -> InputLine | JobInput | None:
+    """A line as the job store takes it; as it is, where it has images that are to be read; None for a blank one."""
     if not line.strip():
         return None
-    return input_line(_checked(_input_of(line, number), card, f"line {number}"), kind, number)
+    given = _checked(_input_of(line, number), card, f"line {number}")
+    return given if has_parts(given) else input_line(given, kind, number)
 
 
 async def _lines(file: Upload) -> AsyncIterator[bytes]:

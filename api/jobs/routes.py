@@ -15,6 +15,7 @@ from api.http.bodies import LONG_BYTES
 from api.http.errors import error_responses, from_validation, json_reply
 from api.http.limits import check_shape, is_multipart
 from api.jobs.body import JobBody, upload_inputs
+from api.jobs.images import JobPictures, Taking
 from api.ring.caller import asker, key_name
 from api.ring.ring import Ring, ring_of
 from api.ring.room import aside
@@ -22,6 +23,7 @@ from api.webhooks.body import webhook_of
 from shared.adapters import AdapterRef
 from shared.errors import InvalidRequestError
 from shared.jobs import TERMINAL, JobSpec, JobStatus
+from shared.redis.jobs.store import new_job_id
 from shared.rewards.kinds import check
 
 router = APIRouter(tags=["jobs"])
@@ -80,7 +82,8 @@ async def submit_job(
         raise InvalidRequestError("'prompts' is required (or upload JSONL as multipart/form-data)", param="prompts")
     target = await _target(ring, body)
     spec = await _checked_spec(ring, body, target)
-    job_id, _ = await ring.jobs.create(spec, body.inputs(target.card), body.idempotency_key or idempotency_key)
+    inputs = body.inputs(target.card, _taking(ring, spec, target))
+    job_id, _ = await ring.jobs.create(spec, inputs, body.idempotency_key or idempotency_key)
     return await _accepted(ring, job_id)
 
 
@@ -96,7 +99,7 @@ async def _submit_upload(request: Request, ring: Ring, idempotency_key: str) -> 
             raise InvalidRequestError("'prompts' and a file exclude each other", param="prompts")
         target = await _target(ring, body)
         spec = await _checked_spec(ring, body, target)
-        inputs = upload_inputs(file, target.card, body.kind)
+        inputs = upload_inputs(file, target.card, body.kind, _taking(ring, spec, target))
         job_id, _ = await ring.jobs.create(spec, inputs, body.idempotency_key or idempotency_key)
     return await _accepted(ring, job_id)
 
@@ -120,10 +123,15 @@ async def _target(ring: Ring, body: JobBody) -> JobTarget:
 
 async def _checked_spec(ring: Ring, body: JobBody, target: JobTarget) -> JobSpec:
     spec = body.spec(target.card, target.adapter, ring.settings.logprobs_mode)
-    spec = msgspec.structs.replace(spec, tenant=asker().tenant)
+    spec = msgspec.structs.replace(spec, id=new_job_id(), tenant=asker().tenant)
     if spec.reward is not None:
         await check_scoring(ring, check(spec.reward), "reward.options")
     return msgspec.structs.replace(spec, key=key_name(), webhook=webhook_of(ring, body.webhook))
+
+
+def _taking(ring: Ring, spec: JobSpec, target: JobTarget) -> Taking:
+    images = ring.jobs.images(spec.id, ring.settings.max_upload_bytes)
+    return JobPictures(ring, target.card, spec.kind, images).taken
 
 
 async def _accepted(ring: Ring, job_id: str) -> Response:

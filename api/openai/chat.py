@@ -13,10 +13,11 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.openai.bodies import ChatCompletionRequest
 from api.openai.conversations import conversation
-from api.openai.images import ChatImages, images_of
+from api.openai.images import images_of
 from api.openai.replies import reply
 from api.openai.tools import ToolUse
 from api.ring.ring import TheRing
+from shared.images.chat import ChatImages
 from shared.process.settings import ApiSettings
 from shared.text.codec import TextCodec
 

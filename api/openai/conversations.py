@@ -14,10 +14,10 @@ import msgspec
 
 from api.generation.splitter import SplitPlan, Thinking
 from api.openai.bodies import ChatCompletionRequest, ChatFields, ChatMessage
-from api.openai.images import ChatImages
 from api.openai.tools import ToolUse
 from api.ring.room import LARGE_CHARS, LARGE_COUNT, aside
 from shared.errors import InvalidRequestError, UnsupportedParameterError
+from shared.images.chat import ChatImages
 from shared.text import grammar
 from shared.text.codec import TextCodec
 

@@ -6,8 +6,9 @@ Work whose time depends on what a client sent stays off the event loop: `room.py
 API keys (`caller.py` says whose work a task does), `grammars.py` checks grammars in processes that can be killed
 (`grammar_process.py`), and `ordered_scores.py` asks a job runner for rewards.
 
-Images are checked in such processes, too (`images.py`); `image_fetch.py` fetches them from hosts that the operator has
-named, where `public_addresses.py` says that the address is one of the internet's.
+Images are checked in such processes, too (`images.py`); `named_images.py` reads those that a request names, and
+`image_fetch.py` fetches them from hosts that the operator has named, where `public_addresses.py` says that the address
+is one of the internet's.
 
 `split_choices.py` chooses the version of an adapter whose requests are split over several.
 

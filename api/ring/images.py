@@ -19,11 +19,12 @@ from shared.redis.kept.kept_things import Terms
 
 PLACES = 2
 LARGE_BYTES = 1 << 20  # to hash it takes a millisecond
+THUMBNAIL_SIDE = 256  # pixels
 KNOWN = 1024  # images whose sizes are remembered
 
 
-class TakenImage(NamedTuple):
-    """An image that can be seen: its bytes are in Redis under this hash."""
+class CheckedImage(NamedTuple):
+    """An image that can be seen, and its hash."""
 
     sha256: bytes
     size: Size
@@ -38,8 +39,8 @@ class ImageIntake:
         self._room = Room(PLACES)
         self._known: OrderedDict[bytes, Size] = OrderedDict()
 
-    async def take(self, data: bytes) -> TakenImage:
-        """Check an image and keep its bytes; InvalidRequestError says what is wrong with it."""
+    async def checked(self, data: bytes) -> CheckedImage:
+        """Decode an image once; InvalidRequestError says what is wrong with it."""
         digest = (await aside(hashlib.sha256, data) if len(data) > LARGE_BYTES else hashlib.sha256(data)).digest()
         size = self._known.get(digest)
         if size is None:
@@ -47,8 +48,16 @@ class ImageIntake:
             self._known[digest] = size
             if len(self._known) > KNOWN:
                 self._known.popitem(last=False)
-        await self._store.put(asker().tenant, digest, data)
-        return TakenImage(digest, size)
+        return CheckedImage(digest, size)
+
+    async def keep(self, sha256: bytes, data: bytes) -> None:
+        """Keep an image that has been checked, for the tenant's sequences that name it."""
+        await self._store.put(asker().tenant, sha256, data)
+
+    async def thumbnail(self, data: bytes) -> bytes:
+        """A small PNG of an image, for people."""
+        async with self._room.place():
+            return await self._reader.thumbnail(data, THUMBNAIL_SIDE)
 
     def close(self) -> None:
         """End the processes."""

@@ -58,6 +58,14 @@ def tiles(data: bytes, vision: VisionSpec, detail: Detail) -> Tiles:
     return Tiles(*cut.last, [*found, last.tobytes()])
 
 
+def thumbnail(data: bytes, side: int) -> bytes:
+    """A PNG of the image, at most so many pixels on a side; errors as in `checked`."""
+    image, file = _decoded(data), io.BytesIO()
+    image.thumbnail((side, side))
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
 def _decoded(data: bytes) -> Image.Image:
     """In RGB; what is transparent is shown on white."""
     try:

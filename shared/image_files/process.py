@@ -11,17 +11,18 @@ import sys
 import msgspec
 
 from shared.errors import InvalidRequestError
-from shared.image_files.pixels import checked, tiles
+from shared.image_files.pixels import checked, thumbnail, tiles
 from shared.images.refs import Detail, VisionSpec
 from shared.process.call_pipe import CallPipe
 
 
 class Question(msgspec.Struct, array_like=True):
-    """A file; without a vision spec its size is asked for, else its tiles."""
+    """A file; asked for are its tiles, or a thumbnail, or neither: its size."""
 
     data: bytes
     vision: VisionSpec | None = None
     detail: Detail = "high"
+    thumbnail: int = 0  # pixels on its longer side
 
 
 class Answer(msgspec.Struct, array_like=True):
@@ -31,6 +32,7 @@ class Answer(msgspec.Struct, array_like=True):
     height: int = 0
     tiles: list[bytes] = []
     complaint: str = ""
+    thumbnail: bytes = b""  # PNG
 
 
 _question = msgspec.msgpack.Decoder(Question)
@@ -53,6 +55,8 @@ def answered(question: Question) -> Answer:
     try:
         if question.vision is not None:
             return Answer(*tiles(question.data, question.vision, question.detail))
+        if question.thumbnail:
+            return Answer(thumbnail=thumbnail(question.data, question.thumbnail))
         return Answer(*checked(question.data))
     except InvalidRequestError as error:
         return Answer(complaint=error.message)

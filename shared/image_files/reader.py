@@ -40,6 +40,10 @@ class ImageReader:
         answer = await self._ask(Question(data, vision, detail))
         return Tiles(answer.width, answer.height, answer.tiles)
 
+    async def thumbnail(self, data: bytes, side: int) -> bytes:
+        """A PNG of at most so many pixels on a side; errors as in `size`."""
+        return (await self._ask(Question(data, thumbnail=side))).thumbnail
+
     def close(self) -> None:
         """End the processes."""
         while self._idle:

@@ -161,6 +161,7 @@ def named_requests(owner: str, name: str) -> str:
 
 job = Key("parallm:job:{*}", "hash", "api", "7 d", "one job's spec, state, counts")
 job_inputs = Key("parallm:job:{*}:inputs", "list", "api", "7 d", "input lines, JSON")
+job_images = Key("parallm:job:{*}:images", "hash", "api", "7 d", "images of its prompts, by their SHA-256")
 # By job and chunk, RESULTS_PER_CHUNK ordinals a hash; with the chunk "": what these keys begin with
 job_results = Key("parallm:job:{*}:results:*", "hash", "job runner", "7 d", "trajectories, JSON, by ordinal")
 job_order = Key("parallm:job:{*}:order", "list", "job runner", "7 d", "ordinals as they were recorded")

@@ -127,6 +127,8 @@ class ServedRewards:
         async def one(sample: RewardSample) -> Reward:
             if missing := lacks(options, sample.prompt, sample.reference):
                 return Reward(name, None, error=missing)
+            if not isinstance(options, JudgeOptions) and _has_images(sample.prompt):
+                return Reward(name, None, error="the prompt has images, which this reward's model is not shown")
             ask = _Ask(self, sequence_class, deadline_ms)
             try:
                 async with asyncio.timeout_at(until), room:
@@ -362,6 +364,11 @@ class _Ask:
 def _size(prompt: Prompt | None) -> int:
     """About how many characters it has."""
     return len(prompt or ()) if prompt is None or isinstance(prompt, str) else sum(len(str(item)) for item in prompt)
+
+
+def _has_images(prompt: Prompt | None) -> bool:
+    contents = [item.get("content") for item in prompt or () if isinstance(item, dict)]
+    return any(part == {"type": "image"} for each in contents if isinstance(each, list) for part in each)
 
 
 def shown_chat(messages: Sequence[Message]) -> str:

@@ -33,7 +33,7 @@ MAY_BE_EMPTY = (
     "deadletters", "XPENDING", "CONSUMERS", "SLOWLOG", "queue:batch'", ":out:", "jobs:active", "$WORKER", ":finished:",
     "batches:pending", ":pins", ":collected'", ":trajectories'", "orders", ":answer:", ":limit:", "arq:",
     ":of:acme", "parallm:children", "parallm:named:", ":due", "{completions}", ":split",
-    ":live:", ":live-turn:", ":learner-service",
+    ":live:", ":live-turn:", ":learner-service", ":images",
 )  # fmt: skip
 MAY_BE_ABSENT = (
     "parallm:pause",

@@ -1,8 +1,11 @@
 """Images over HTTP: a small model that sees, with random weights, through the openai client and a real ring."""
 
+import asyncio
 import base64
+import io
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,12 +13,16 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
+from PIL import Image
 
 pytest.importorskip("mlx_vlm")
 
 from tests.e2e.rings import MODEL, Ring, ring
 from tests.engine.vision_models import alone, codec, picture, png, whole_model, write_vision_model
 from tests.waiting import wait_until
+
+SIZES = [picture(seed).size for seed in (5, 6)]
+INPUTS = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +95,74 @@ def test_files_and_responses_bring_the_same_image(client: OpenAI, served: Ring) 
         model=MODEL, input="And now?", previous_response_id=answer.id, temperature=0, max_output_tokens=16
     )
     assert again.usage is not None and again.usage.input_tokens > 60, "the image is part of the history"
+
+
+def test_jobs_and_batches_see_what_a_chat_sees_and_keep_images_of_their_own(client: OpenAI, served: Ring) -> None:
+    said = ask(client, "A", shown(5), "B", shown(6), "C").choices[0].message.content
+    file = client.files.create(file=("a.png", png(picture(6))), purpose="user_data")
+    text = [{"type": "text", "text": each} for each in "ABC"]
+    parts = [text[0], shown(5), text[1], {"type": "file", "file": {"file_id": file.id}}, text[2]]
+    messages = [{"role": "user", "content": parts}]
+    job = {"kind": "rollout", "model": MODEL, "n": 2, "max_tokens": 6, "temperature": 0, "reward": {"name": "exact"}}
+    lines = [{"messages": messages, "reference": said}, "text alone"]
+    form = {"spec": json.dumps(job)}
+    files = {"file": ("a.jsonl", "\n".join(map(json.dumps, lines)))}
+    jobs = [httpx.post(served.url + "/v1/jobs", data=form, files=files).json()["id"]]
+    body = {**job, "prompts": [messages], "references": [said]}
+    jobs.append(httpx.post(served.url + "/v1/jobs", json=body).json()["id"])
+    asked = {"model": MODEL, "max_tokens": 6, "temperature": 0, "messages": messages}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": asked}
+    batch = client.batches.create(
+        input_file_id=client.files.create(file=("b.jsonl", json.dumps(line).encode()), purpose="batch").id,
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+    )
+    by_now(lambda: client.batches.retrieve(batch.id).status != "validating")
+    client.files.delete(file.id)  # what has been taken in needs it no more
+    for each in jobs:
+        by_now(lambda job=each: httpx.get(f"{served.url}/v1/jobs/{job}").json()["status"] == "succeeded")
+        results = httpx.get(f"{served.url}/v1/jobs/{each}/results").text.splitlines()
+        samples = [json.loads(result) for result in results]
+        assert [sample["text"] for sample in samples[:2]] == [said] * 2
+        assert samples[0]["reward"]["value"] == 1.0
+        page = httpx.get(f"{served.url}/dashboard/jobs/{each}/samples/0").text
+        shown_images = re.findall(r'<img src="(/dashboard/jobs/[^"]+)"', page)
+        assert [read_size(httpx.get(served.url + found).content) for found in shown_images] == SIZES
+    assert httpx.get(served.url + shown_images[0][:-1] + "x").status_code == 404
+    by_now(lambda: client.batches.retrieve(batch.id).status == "completed")
+    output = client.batches.retrieve(batch.id).output_file_id
+    assert output is not None
+    answer = json.loads(client.files.content(output).text)["response"]["body"]
+    assert answer["choices"][0]["message"]["content"] == said
+
+
+def read_size(file: bytes) -> tuple[int, int]:
+    return Image.open(io.BytesIO(file)).size
+
+
+def by_now(condition: Callable[[], bool]) -> None:
+    asyncio.run(wait_until(condition, 60))
+
+
+def block(seed: int) -> dict[str, Any]:
+    data = base64.b64encode(png(picture(seed))).decode()
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
+def test_anthropics_messages_see_the_same_images(client: OpenAI, served: Ring) -> None:
+    file = client.files.create(file=("a.png", png(picture(3))), purpose="user_data")
+    content = [{"type": "text", "text": "A"}, block(1), {"type": "text", "text": "B"}]
+    content += [{"type": "image", "source": {"type": "file", "file_id": file.id}}, {"type": "text", "text": "C"}]
+    asked = {"model": MODEL, "max_tokens": 6, "temperature": 0, "messages": [{"role": "user", "content": content}]}
+    answer = httpx.post(served.url + "/v1/messages", json=asked).json()
+    assert answer["content"][0]["text"] == ask(client, "A", shown(1), "B", shown(3), "C").choices[0].message.content
+    uncounted = {"max_tokens", "temperature"}
+    count = {name: value for name, value in asked.items() if name not in uncounted}
+    counted = httpx.post(served.url + "/v1/messages/count_tokens", json=count)
+    assert counted.json()["input_tokens"] == sum(answer["usage"][name] for name in INPUTS)
+    content[1]["source"]["data"] = "AAAA"
+    refused = httpx.post(served.url + "/v1/messages", json=asked)
+    assert refused.status_code == 400 and refused.json()["error"]["message"].startswith("messages[0].content[1]: ")
 
 
 def test_what_is_no_image_is_a_400_that_names_it(client: OpenAI) -> None:

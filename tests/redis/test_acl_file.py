@@ -14,6 +14,7 @@ import redis
 
 from api.cli.acl import ROLES
 from api.serve.embedded_redis import find_binary
+from shared.redis import keys
 
 
 @contextlib.contextmanager
@@ -50,5 +51,7 @@ def test_a_server_starts_with_the_printed_file_and_knows_the_printed_passwords(t
         for role, credentials in urls.items():
             with contextlib.closing(redis.Redis.from_url(f"redis://{credentials}@127.0.0.1:{port}/0")) as client:
                 assert client.ping(), role
+                if role == "worker":  # it reads the images of prompts
+                    assert client.hget(keys.kept("a", "b"), "bytes") is client.hget(keys.job_images("j"), "b") is None
                 with pytest.raises(redis.exceptions.NoPermissionError):
                     client.execute_command("CONFIG", "GET", "*")

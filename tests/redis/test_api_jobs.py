@@ -21,6 +21,9 @@ from tests.unit.api_texts import bundle
 JOB = {"kind": "rollout", "model": MODEL, "reward": {"name": "exact"}}
 
 
+PART = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+
 @pytest.fixture
 async def server(redis_url: str) -> AsyncIterator[Api]:
     """An api, and no runner: jobs stay queued."""
@@ -155,6 +158,8 @@ async def test_an_upload_beyond_the_bound_is_refused(server: Api) -> None:
         ({**JOB, "prompts": ["a"], "model": "nobody"}, 404, "model"),
         ({**JOB, "prompts": ["a"], "surprise": 1}, 400, "surprise"),
         ({"kind": "rollout", "model": MODEL, "prompts": ["a"]}, 400, "reward"),
+        ({**JOB, "prompts": [[{"role": "user", "content": [PART]}]]}, 400, "prompts"),
+        ({**JOB, "prompts": [[{"role": "user", "content": [{"type": "image"}]}]]}, 400, "prompts"),
     ],
 )
 async def test_bad_jobs_are_refused_by_name(server: Api, body: dict[str, Any], status: int, param: str) -> None:

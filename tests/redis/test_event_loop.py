@@ -115,6 +115,7 @@ LEARNED = {"prompt_ids": [5] * 100, "completion_ids": [5] * 150, "logprobs": [-0
 
 _NO_COMMA = {"type": "image_url", "image_url": {"url": "data:image/png" + ";a=b" * 4_000_000}}
 _LARGE_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "iVBORw0K" * 2_000_000}}
+_BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0K" * 2_000_000}}
 ASKED = {"model_id": "s:train:0", "seq_id": 1}
 DATUM = {"model_input": {"chunks": [{"tokens": [5]}]}, "loss_fn_inputs": {}}
 PASSES = {"data": [DATUM] * 4096, "loss_fn": "ppo"}
@@ -170,6 +171,7 @@ WORST: dict[str, tuple[str, Any]] = {
         "/v1/messages",
         message(tools=[{"name": f"f{i}", "input_schema": TOOL} for i in range(115)], tool_choice={"type": "any"}),
     ),
+    "a large block": ("/v1/messages", message(messages=[{"role": "user", "content": [_BLOCK]}])),
     "turns to count": ("/v1/messages/count_tokens", {"model": MODEL, "messages": PARTS}),
     "many inputs": ("/v1/embeddings", {"model": MODEL, "input": ["ab " * 150] * 2000}),
     "a template of places": (
@@ -198,6 +200,10 @@ WORST: dict[str, tuple[str, Any]] = {
     "inputs to predict": ("/v1/predict", {"model": MODEL, "inputs": {"text": ["ab " * 300] * 1000}}),
     "tensors for a language model": ("/v1/predict", {"model": MODEL, "inputs": {"x": [[1.5] * 1000] * 190}}),
     "wrong prompts of a job": ("/v1/jobs", {"kind": "generate", "model": MODEL, "prompts": [[[]]] * 90_000}),
+    "a large image of a job": (
+        "/v1/jobs",
+        {"kind": "generate", "prompts": [[{"role": "user", "content": [_LARGE_IMAGE]}]]},
+    ),
     "prompts of a job": ("/v1/jobs", {"kind": "generate", "model": MODEL, "prompts": [[5]] * 49_000}),
     "feedback": ("/v1/feedback", {"id": "x", "rating": "up", "text": "x" * 900_000}),
     "unknown fields of feedback": ("/v1/feedback", {f"x{i}": 1 for i in range(60_000)}),

@@ -14,6 +14,7 @@ from shared.jobs import JobInput, JobUsage
 from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.redis.jobs import intake as job_intake
+from shared.redis.jobs.images import job_image
 from shared.redis.jobs.ledger import JobLedger, SampleRecord
 from shared.redis.jobs.store import JobStore
 from shared.trajectories import Reward
@@ -98,6 +99,39 @@ async def test_a_half_written_job_is_invisible_and_expires(redis: Redis) -> None
         await JobStore(redis).status("job-x")
     submitting.cancel()
     await asyncio.gather(submitting, return_exceptions=True)
+
+
+async def test_images_of_a_job_live_and_go_with_its_inputs(redis: Redis) -> None:
+    store = JobStore(redis)
+
+    async def inputs(job: str, fails: bool = False) -> AsyncIterator[bytes]:
+        images = store.images(job, most_bytes=10)
+        for data in (b"aaaa", b"bbbb", b"aaaa"):
+            await images.keep(data[:1] * 32, data)
+            assert 0 < await redis.ttl(keys.job_images(job)) <= job_intake.INTAKE_TTL_S
+        if fails:
+            await images.keep(b"c" * 32, b"ccc")
+        for line in prompts(1):
+            yield line
+
+    with pytest.raises(InvalidRequestError, match="more than 10 bytes"):
+        await store.create(spec(id="job-a"), inputs("job-a", fails=True))
+    assert not await redis.exists(keys.job_images("job-a"))
+    await store.create(spec(id="job-b"), inputs("job-b"), "key")
+    assert not (await store.create(spec(id="job-c"), inputs("job-c"), "key"))[1]
+    assert not await redis.exists(keys.job_images("job-c"))
+    assert await redis.ttl(keys.job_images("job-b")) == await redis.ttl(keys.job_inputs("job-b")) > 6 * keys.DAY_S
+    for key in (keys.job_images("job-b"), keys.job_inputs("job-b")):
+        await redis.expire(key, 100)
+    await JobLedger(redis).inputs("job-b", 0, 1)
+    assert await redis.ttl(keys.job_images("job-b")) > 6 * keys.DAY_S, "whoever works on the job renews them"
+    again = await store.submit_again("job-b")
+    assert await job_image(redis, again, b"b" * 32) == b"bbbb"
+    assert await redis.hlen(keys.job_images(again)) == 2
+    await store.cancel("job-b")
+    await store.delete("job-b")
+    assert not await redis.exists(keys.job_images("job-b"))
+    assert await job_image(redis, again, b"a" * 32) == b"aaaa"
 
 
 async def test_one_idempotency_key_makes_one_job(redis: Redis) -> None:

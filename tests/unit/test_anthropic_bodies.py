@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from api.anthropic.blocks import BlockWriter
 from api.anthropic.body import CountRequest, MessagesRequest
 from api.anthropic.routes import takes_system_anywhere
-from api.anthropic.turns import ChatWriter, without_telemetry
+from api.anthropic.turns import ChatWriter, places_of_images, without_telemetry
 from api.generation.splitter import CallPart, Piece
 from api.http.errors import from_validation
 from shared.errors import InvalidRequestError
@@ -208,8 +208,14 @@ def test_a_template_is_asked_whether_it_takes_what_the_system_says_in_the_middle
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
-RESULT = {"type": "tool_result", "tool_use_id": "x", "content": [IMAGE]}
+DOCUMENT = {"type": "document", "source": IMAGE["source"]}
+RESULT = {"type": "tool_result", "tool_use_id": "x", "content": [DOCUMENT]}
 TOOL = {"name": "f", "input_schema": {}}
+MEDIA, URL = "messages[0].content[0].source.media_type", "messages[0].content[0].source.url"
+
+
+def no_image(**fields: Any) -> dict[str, Any]:
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x", **fields}}
 
 
 @pytest.mark.parametrize(
@@ -219,8 +225,12 @@ TOOL = {"name": "f", "input_schema": {}}
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [DOCUMENT]}]}, "messages[0].content[0].type"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": [IMAGE]}]}, "messages[1].content[0]"),
+        ({"messages": [{"role": "user", "content": [no_image(type="text")]}]}, "messages[0].content[0].source.type"),
+        ({"messages": [{"role": "user", "content": [no_image(data=None)]}]}, "messages[0].content[0].source.data"),
+        ({"messages": [{"role": "user", "content": [no_image(media_type="image/tiff")]}]}, MEDIA),
+        ({"messages": [{"role": "user", "content": [no_image(type="url", url="http://x/a")]}]}, URL),
         ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages[0].content[0].content[0].type"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"system": [IMAGE]}, "system[0].type"),
@@ -306,3 +316,30 @@ def test_omitted_thinking_leaves_a_block_without_its_text() -> None:
     events = [*writer.take(PIECES[0]), *writer.take(PIECES[2]), *writer.end()]
     assert writer.blocks[0]["thinking"] == "" and writer.blocks[0]["signature"]
     assert [event["delta"]["type"] for event in events if "delta" in event] == ["signature_delta", "text_delta"]
+
+
+def test_images_stand_where_they_were_and_those_of_results_behind_them() -> None:
+    def shown(data: str) -> dict[str, Any]:
+        return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+    def part(data: str) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+    file = {"type": "image", "source": {"type": "file", "file_id": "file-a"}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [*text("a page"), shown("B")]}
+    turns = [
+        {"role": "user", "content": [*text("Look", "here"), shown("A"), *text("and")]},
+        {"role": "user", "content": [file]},
+        {"role": "assistant", "content": [USE]},
+        {"role": "user", "content": [result, {**result, "content": [shown("C")]}, shown("D"), *text("What?")]},
+    ]
+    first, _, page, empty, last = chat(turns)
+    assert first["content"] == [
+        {"type": "text", "text": "Look\nhere"}, part("A"), {"type": "text", "text": "and"},
+        {"type": "file", "file": {"file_id": "file-a"}},
+    ]  # fmt: skip
+    assert (page["content"], empty["content"]) == ("a page", "")
+    assert last["content"] == [part("B"), part("C"), part("D"), {"type": "text", "text": "What?"}]
+    where = list(places_of_images(request(messages=turns).messages))
+    assert where[:3] == ["messages[0].content[2]", "messages[1].content[0]", "messages[3].content[0].content[1]"]
+    assert len(where) == 5

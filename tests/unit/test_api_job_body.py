@@ -27,8 +27,12 @@ class File:
         return part
 
 
+async def unasked(*_: object) -> JobInput:
+    raise AssertionError("there are no images")
+
+
 async def inputs_of(data: bytes, kind: JobKind = "generate") -> list[JobInput]:
-    return [read_input(line) async for line in upload_inputs(File(data), CARD, kind)]
+    return [read_input(line) async for line in upload_inputs(File(data), CARD, kind, unasked)]
 
 
 def body(**fields: Any) -> JobBody:
@@ -78,7 +82,7 @@ async def test_a_score_job_needs_a_completion_in_every_line() -> None:
     with pytest.raises(InvalidRequestError, match="input line 3: a score job needs `completion`"):
         await inputs_of(b'{"prompt": "a", "completion": "b"}\n\n"a"\n', "score")
     with pytest.raises(InvalidRequestError, match="input line 1: a score job needs `completion`"):
-        list(body(kind="score").inputs(CARD))
+        [line async for line in body(kind="score").inputs(CARD, unasked)]
 
 
 async def test_blank_lines_are_no_prompts() -> None:
@@ -91,7 +95,7 @@ async def test_a_long_line_is_read_as_a_short_one() -> None:
     assert [item.reference for item in await inputs_of(b'"fine"\n' + long + b"\n")] == [None, 1]
 
 
-def test_prompts_and_what_belongs_to_them_become_inputs() -> None:
+async def test_prompts_and_what_belongs_to_them_become_inputs() -> None:
     job = body(
         kind="score",
         prompts=["a", MESSAGES, [1, 2]],
@@ -99,7 +103,7 @@ def test_prompts_and_what_belongs_to_them_become_inputs() -> None:
         references=["r", None, {"any": 1}],
         metadata=[{"i": 0}, {"i": 1}, {"i": 2}],
     )
-    inputs = [read_input(line) for line in job.inputs(CARD)]
+    inputs = [read_input(line) async for line in job.inputs(CARD, unasked)]
     assert inputs == [
         JobInput("a", "r", "x", {"i": 0}),
         JobInput(MESSAGES, None, [5], {"i": 1}),
@@ -108,9 +112,9 @@ def test_prompts_and_what_belongs_to_them_become_inputs() -> None:
     assert job.spec(CARD).metadata == {}
 
 
-def test_ids_outside_the_vocabulary_are_refused_with_their_place() -> None:
+async def test_ids_outside_the_vocabulary_are_refused_with_their_place() -> None:
     with pytest.raises(TokenOutOfRangeError, match=r"prompts\[1\]"):
-        list(body(prompts=["a", [100]]).inputs(CARD))
+        [line async for line in body(prompts=["a", [100]]).inputs(CARD, unasked)]
 
 
 @pytest.mark.parametrize(

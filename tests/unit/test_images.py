@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 
 from api.http.limits import check_beside_images
-from api.openai.images import _of_url
 from api.ring.image_fetch import ImageFetch, public_address
+from api.ring.named_images import _of_url
 from shared.errors import IncompatibleVersionError, InvalidRequestError, PayloadTooLargeError
 from shared.image_files.pixels import tiles
 from shared.image_files.reader import ImageReader
@@ -96,6 +96,14 @@ async def test_other_files_are_refused_in_words(reader: ImageReader) -> None:
             await reader.size(made())
             pytest.fail(name)
     assert len(reader._idle) == 1, "the same process has answered all of them"
+
+
+async def test_thumbnails_keep_proportions_within_their_bound(reader: ImageReader) -> None:
+    for size, shown in ((400, 200), (128, 64)), ((30, 400), (10, 128)), ((40, 30), (40, 30)):
+        small = Image.open(io.BytesIO(await reader.thumbnail(file_of(image(*size), "JPEG"), 128)))
+        assert (small.format, small.size) == ("PNG", shown)
+    with pytest.raises(InvalidRequestError, match="no image"):
+        await reader.thumbnail(b"x", 128)
 
 
 async def test_damaged_files_of_all_kinds_are_answered_and_lose_nobody(reader: ImageReader) -> None:

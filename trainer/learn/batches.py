@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from shared.images.refs import ImageRef
 from shared.trajectories import Drawing, Trajectory
 from trainer.learn.drawing import DrawnRows, corrected, rows_of
 from trainer.learn.options import AdvantageScale
@@ -49,6 +50,8 @@ class SampleGroup:
     id: str
     prompt_ids: tuple[int, ...]
     samples: tuple[Sample, ...]
+    images: tuple[ImageRef, ...] = ()  # of the prompt
+    image_token: int = 0  # that stands for each vector of them
 
     @property
     def tokens(self) -> int:
@@ -83,6 +86,8 @@ class Microbatch:
     positions: int  # padding left out
     tokens: int  # of completions
     drawn: DrawnRows | None = None  # None: all at temperature 1, unfiltered
+    images: tuple[bytes, ...] = ()  # keys of those of all prompts, one prompt after another
+    image_token: int = 0
 
 
 def group_advantages(rewards_G: npt.ArrayLike, scale: AdvantageScale = "mean") -> npt.NDArray[np.float32]:
@@ -149,7 +154,8 @@ def sample_groups(
         samples = [_sample(t, a, policy_steps, mask_overlong) for t, a in zip(chosen, advantages, strict=True)]
         taught = tuple(sample for sample in samples if any(sample.mask))
         if taught:
-            kept.append(SampleGroup(group.id, chosen[0].prompt_ids, taught))
+            first = chosen[0]
+            kept.append(SampleGroup(group.id, first.prompt_ids, taught, first.images, first.image_token))
         else:
             cut_off += 1
     return kept, Dropped(zero, few, failed, overlong, cut_off, first_problem)
@@ -244,6 +250,8 @@ def pad(groups: Sequence[SampleGroup], pad_id: int = 0, multiples: tuple[int, in
         positions=sum(group.tokens for group in groups),
         tokens=sum(len(sample.completion_ids) for _, sample in rows),
         drawn=rows_of([sample.drawn for _, sample in rows]),
+        images=tuple(image.key for group in groups for image in group.images),
+        image_token=max(group.image_token for group in groups),
     )
 
 

@@ -26,6 +26,7 @@ from trainer.learn.options import AdapterShape, OptimizeOptions, ValueOptions
 from trainer.learn.packing import pack, unpack
 from trainer.learn.policy import Policy
 from trainer.state import Arrays, Snapshot
+from trainer.vision.sight import Sight
 
 _OLDER = "older-"  # begins the names of earlier weights in a state
 
@@ -52,9 +53,10 @@ class Learner:
         seed: int = 0,
         checkpoint_layers: bool = False,
         remembered: int = 2,
+        sight: Sight | None = None,
     ) -> None:
         value = None if options.value is None else _head_of(model, options.value)
-        self._policy = Policy(model, shape, seed=seed, checkpoint_layers=checkpoint_layers, value=value)
+        self._policy = Policy(model, shape, seed=seed, checkpoint_layers=checkpoint_layers, value=value, sight=sight)
         self._optimizer = Optimizer(self._policy, options)
         self._limits = limits
         self._remembered = remembered

@@ -50,7 +50,7 @@ def measure(
     mismatch: list[np.ndarray[Any, Any]] = []
     staleness: list[np.ndarray[Any, Any]] = []
     for batch in batches:
-        arrays = to_arrays(batch)
+        arrays = to_arrays(batch, policy.sight)
         theta_BT = _logp(policy.model, scores, arrays)
         yield
         for step in sorted(set(batch.policy_step_BT[batch.mask_BT].tolist())):
@@ -130,7 +130,7 @@ def measure_gaps(
     gaps: dict[int, float] = {}
     for part in microbatches(samples, lambda: positions):
         batch = pad(part)
-        arrays = to_arrays(batch)
+        arrays = to_arrays(batch, policy.sight)
         with weights_in(policy, weights) as model:
             gap_BT = np.abs(_logp(model, scores, arrays).astype(np.float64) - batch.sampler_BT)
         rows = (sample for group in part for sample in group.samples)
@@ -161,7 +161,8 @@ def measure_parity(policy: Policy, trajectories: Sequence[Trajectory]) -> Genera
         length = len(trajectory.completion_ids)
         mask, steps, drawn = (True,) * length, (0,) * length, corrected(trajectory)
         sample = Sample(trajectory.completion_ids, trajectory.logprobs, mask, steps, 0.0, drawn)
-        arrays = to_arrays(pad([SampleGroup("", trajectory.prompt_ids, (sample,))]))
+        group = SampleGroup("", trajectory.prompt_ids, (sample,), trajectory.images, trajectory.image_token)
+        arrays = to_arrays(pad([group]), policy.sight)
         logp_BT = row_scores(policy.model, arrays, entropy=False).logp_BT
         difference_BT = mx.where(arrays.mask_BT, mx.abs(logp_BT - arrays.sampler_BT), 0.0)
         mx.eval(difference_BT)

@@ -205,7 +205,7 @@ class Optimizer:
         )
 
     def _prepare(self, asked: int, batch: Microbatch, policy_step: int, several: bool = False) -> _Prepared:
-        arrays = to_arrays(batch)
+        arrays = to_arrays(batch, self.policy.sight)
         old_BT, weight_BT, reference_BT, values_BT = arrays.sampler_BT, None, None, None
         own = self.options.ratio == "trainer"
         if several or own or self.policy.value is not None:

@@ -29,6 +29,7 @@ from shared.heads import VALUE, HeadSpec
 from trainer.learn.head_net import HeadNet
 from trainer.learn.options import AdapterShape
 from trainer.state import Arrays
+from trainer.vision.sight import Sight
 
 _LINEARS = (nn.Linear, nn.QuantizedLinear)
 _SWITCHES = (SwitchLinear, QuantizedSwitchLinear)
@@ -46,8 +47,13 @@ class Policy:
         seed: int = 0,
         checkpoint_layers: bool = False,
         value: HeadSpec | None = None,
+        sight: Sight | None = None,
     ) -> None:
-        """`shape`: None: the value head learns alone; `value`: of a head that learns beside, None: there is none."""
+        """`shape`: None: the value head learns alone; `value`: of a head that learns beside, None: there is none.
+
+        `sight`: what it sees images with, None: it sees none.
+        """
+        self.sight = sight
         self.shape = shape
         self.checkpoint_layers = checkpoint_layers
         self.base: Any = share_tree(model)

@@ -9,6 +9,7 @@ from trainer.learn.compute import ComputeHost, at_once
 from trainer.learn.learner import Learner, Trained
 from trainer.learners.asks import LearnerOptions
 from trainer.state import Arrays, Snapshot
+from trainer.vision.sight import Sight
 
 
 class LoopLearner(Protocol):
@@ -112,8 +113,8 @@ class HostLearner:
         await self._host.run(at_once(lambda: self._learner.restore(snapshot)))
 
 
-def build_learner(model: Any, options: LearnerOptions) -> Learner:
-    """A learner as a run wants it; ValueError when the model has no layers for the adapter."""
+def build_learner(model: Any, options: LearnerOptions, sight: Sight | None = None) -> Learner:
+    """A learner as a run wants it, which sees with `sight`; ValueError when the model has no layers for the adapter."""
     return Learner(
         model,
         options.shape,
@@ -122,4 +123,5 @@ def build_learner(model: Any, options: LearnerOptions) -> Learner:
         seed=options.seed,
         checkpoint_layers=options.checkpoint_layers,
         remembered=options.remembered,
+        sight=sight,
     )

@@ -23,6 +23,7 @@ from shared.errors import (
     ConflictError,
     ParallmError,
     ServiceUnavailableError,
+    SetupError,
     UnknownAdapterError,
     UnknownJobError,
 )
@@ -81,6 +82,8 @@ class HttpSource:
 
     async def generate(self, request: RolloutRequest) -> list[Trajectory]:
         """All samples of one prompt, in order; cancelling it cancels the job."""
+        if request.images:
+            raise SetupError("a run over HTTP learns from text alone: prompts with images need the ring's Redis")
         body = await self._body(request)
         submitting: asyncio.Task[JobStatus] | None = None
         try:

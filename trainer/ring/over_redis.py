@@ -20,6 +20,8 @@ from shared.adapter_files.tensors import read_tensors
 from shared.adapters import GateCheck
 from shared.owners import ADMINS
 from shared.redis.adapters.store import AdapterStore
+from shared.redis.kept.image_store import ImageStore
+from shared.redis.kept.kept_things import Terms
 from shared.redis.queue.sequence_calls import SequenceCalls
 from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.redis.training.board import TrainingBoard
@@ -33,6 +35,8 @@ from trainer.rollouts.groups import RolloutRequest
 
 log = structlog.get_logger()
 
+IMAGES = Terms(86_400, 1 << 30)  # of all runs together: those of groups under way; those used longest ago go
+
 
 class RingSource:
     """Generates through the sequence queue."""
@@ -42,9 +46,12 @@ class RingSource:
         self._codec = codec
         self._calls = calls
         self._store = AdapterStore(redis)
+        self._images = ImageStore(redis, IMAGES)
 
     async def generate(self, request: RolloutRequest) -> list[Trajectory]:
         """All samples of one prompt, in order; cancelling it cancels the sequences."""
+        for sha256, data in request.files.items():
+            await self._images.put(ADMINS, sha256, data)
         specs = await self._specs(request)
         results = await self._calls.call(specs)
         texts = [self._codec.decode(r.completion_ids) if r.text is None else r.text for r in results]
@@ -72,6 +79,8 @@ class RingSource:
                 enqueued_ms=now,
                 tenant=ADMINS,
                 has_next_turn=request.has_next_turn,
+                images=request.images,
+                image_token=request.image_token,
             )
             for sample in range(request.n)
         ]

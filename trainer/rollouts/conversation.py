@@ -6,32 +6,56 @@ probabilities of the sampler would belong to ids that nobody trained on.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from shared.errors import SetupError
 from shared.frames import VersionSpan
+from shared.images.refs import ImageRef
 from shared.jobs import Message
 from shared.text.codec import TextCodec
 from shared.trajectories import Trajectory
 from trainer.rollouts.environments import Observation, Outcome
+from trainer.vision.pictures import Pictures, has_images, plain
 
 _MARK = "\u2063reply\u2063"  # invisible separators: no template alters them
+
+
+class Opening(NamedTuple):
+    """The ids of a prompt, and the images that stand in it."""
+
+    ids: tuple[int, ...]
+    images: tuple[ImageRef, ...] = ()
+    image_token: int = 0
+    files: dict[bytes, bytes] = {}  # noqa: RUF012 - nobody writes to it; by hash
 
 
 class ChatEncoder:
     """Turns messages into ids with one model's tokenizer and chat template, and the template's `variables`."""
 
-    def __init__(self, codec: TextCodec, variables: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, codec: TextCodec, variables: Mapping[str, Any] | None = None, pictures: Pictures | None = None
+    ) -> None:
+        """`pictures`: reads the images of prompts; None: the policy sees none."""
         self._codec = codec
+        self._pictures = pictures
         self._variables = dict(variables or {})
 
-    def prompt_ids(self, observation: Observation) -> tuple[int, ...]:
-        """The ids that the first reply follows."""
-        if isinstance(observation.prompt, str):
-            return tuple(self._codec.encode(observation.prompt))
-        return tuple(self._codec.encode_chat(list(observation.prompt), **self._variables))
+    async def opening(self, observation: Observation) -> Opening:
+        """What the first reply follows."""
+        prompt = observation.prompt
+        if isinstance(prompt, str):
+            return Opening(tuple(self._codec.encode(prompt)))
+        if not has_images(prompt):
+            return Opening(tuple(self._codec.encode_chat(list(prompt), **self._variables)))
+        if self._pictures is None:
+            raise SetupError("a prompt has images, and this policy sees none (or its learner is not the run's own)")
+        chat = await self._pictures.of(prompt)
+        text = chat.images.expanded(self._codec.render_chat(chat.messages, **self._variables))
+        ids = self._codec.encode(text, add_special_tokens=False)
+        chat.images.check(ids)
+        return Opening(tuple(ids), chat.images.refs, chat.images.vision.image_token_id, chat.files)
 
     def text(self, completion_ids: Sequence[int]) -> str:
         """What the environment reads: the reply without special tokens."""
@@ -42,7 +66,9 @@ class ChatEncoder:
         if isinstance(observation.prompt, str):
             raise SetupError("an environment with text prompts has one turn; give chat messages instead")
         reply: Message = {"role": "assistant", "content": _MARK}
-        text = self._codec.render_chat([*observation.prompt, reply, *messages], **self._variables)
+        if has_images(messages):
+            raise SetupError("images come with an episode's first messages, not later")
+        text = self._codec.render_chat([*plain(observation.prompt), reply, *messages], **self._variables)
         _, mark, rest = text.rpartition(_MARK)
         if not mark:
             raise SetupError("the chat template leaves out earlier replies: no multi-turn training with it")

@@ -64,14 +64,18 @@ class Episodes:
         if self.curriculum is not None:
             metadata["task"] = task = self.curriculum.drawn(index).task
         observation = is_observation(self.environment.name, await self.environment.reset(task))
+        opening = await self.conversation.opening(observation)
         request = RolloutRequest(
             id=f"{options.run}-{index}",
-            prompt_ids=self.conversation.prompt_ids(observation),
+            prompt_ids=opening.ids,
             n=options.group_size,
             sampling=self._seeded(index),
             adapter=adapter,
             metadata=metadata,
             has_next_turn=options.max_turns > 1,
+            images=opening.images,
+            image_token=opening.image_token,
+            files=opening.files,
         )
         sampled = await self.source.generate(request)
         finished = await asyncio.gather(*(self._finish(request, observation, t) for t in sampled))
@@ -130,13 +134,17 @@ class Episodes:
             raise ValueError(f"the environment's question: {wrong}")
         seed = derived_seed(request.sampling.seed or 0, whole.sample_index, "asked", *place)
         sampling = SamplingOverrides(max_tokens=question.max_tokens, temperature=question.temperature, seed=seed)
+        opening = await self.conversation.opening(Observation(question.messages))
         asked = RolloutRequest(
             id=f"{request.id}-{whole.sample_index}-{place[0]}-asked-{place[1]}",
-            prompt_ids=self.conversation.prompt_ids(Observation(question.messages)),
+            prompt_ids=opening.ids,
             n=1,
             sampling=sampling,
             adapter=question.policy,
             metadata=request.metadata,
+            images=opening.images,
+            image_token=opening.image_token,
+            files=opening.files,
         )
         try:
             (said,) = await self.source.generate(asked)
@@ -157,6 +165,9 @@ class Episodes:
                 adapter=request.adapter,
                 metadata=request.metadata,
                 has_next_turn=turn + 1 < self.options.max_turns,
+                images=request.images,
+                image_token=request.image_token,
+                files=request.files,
             )
         )
         return trajectory

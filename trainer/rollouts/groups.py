@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
+from shared.images.refs import ImageRef
 from shared.jobs import SamplingOverrides
 from shared.trajectories import Trajectory
 from trainer.state import CurriculumBooks
@@ -29,6 +30,9 @@ class RolloutRequest:
     adapter: str  # a name (follows the latest version) or name@k (pinned)
     metadata: dict[str, Any] = field(default_factory=dict)
     has_next_turn: bool = False  # another request may begin with this prompt and a sample of it
+    images: tuple[ImageRef, ...] = ()  # of the prompt
+    image_token: int = 0  # that stands for each vector of them
+    files: dict[bytes, bytes] = field(default_factory=dict, repr=False)  # of the images, by hash
 
 
 class RolloutSource(Protocol):

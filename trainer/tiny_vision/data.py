@@ -61,6 +61,17 @@ def example(rng: random.Random, task: Task | None = None) -> Example:
     return Example(picture, asked, rng.choice(QUESTIONS[asked]), answers[asked])
 
 
+def counting(rng: random.Random) -> Example:
+    """What the model was not trained on: shapes of two colours, and how many there are of one of them."""
+    colour, other = rng.sample(sorted(COLOURS), 2)
+    picture = Image.new("RGB", (SIDE, SIDE), rng.choice(_GROUNDS))
+    draw = ImageDraw.Draw(picture)
+    shape, count, others = rng.choice(sorted(_SHAPES)), rng.randint(1, 4), rng.randint(0, 4)
+    for number, box in enumerate(_boxes(rng, count + others)):
+        _SHAPES[shape](draw, box, COLOURS[colour if number < count else other])
+    return Example(picture, "count", f"Count the {colour}.", str(count))
+
+
 def _draw_digit(draw: ImageDraw.ImageDraw, rng: random.Random, digit: str, colour: tuple[int, int, int]) -> None:
     size = rng.randint(48, 80)
     place = (SIDE // 2 + rng.randint(-12, 12), SIDE // 2 + rng.randint(-10, 10))

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shared.errors import ContextLengthExceededError, EmptyPromptError, InvalidRequestError, ParallmError
+from shared.errors import (
+    ContextLengthExceededError,
+    EmptyPromptError,
+    InvalidRequestError,
+    ParallmError,
+    UnsupportedModelError,
+)
+from shared.images.chat import ChatImages
+from shared.images.refs import ImageRef
 from shared.jobs import InputLine, JobInput, JobSpec, Prompt, read_input
 from shared.seeds import seed_in_job
 from shared.sequences import ModelCard, SamplingParams, SequenceKind, SequenceSpec, vocabulary_error
@@ -26,6 +34,8 @@ class PreparedPrompt:
     prompt_ids: tuple[int, ...] = ()
     score_ids: tuple[int, ...] = ()  # kind "score": the completion
     error: ParallmError | None = None
+    images: tuple[ImageRef, ...] = ()  # of the prompt
+    image_token: int = 0  # that stands for each vector of them
 
 
 def prepare(index: int, line: InputLine, spec: JobSpec, card: ModelCard, codec: TextCodec) -> PreparedPrompt:
@@ -38,14 +48,21 @@ def prepare(index: int, line: InputLine, spec: JobSpec, card: ModelCard, codec: 
         refused = None if source.request is not None else InvalidRequestError(source.refused)
         prompt_ids = tuple(item for item in source.prompt if isinstance(item, int))
         bare = msgspec.structs.replace(source, prompt=(), reply={})  # the cache keeps it
-        return PreparedPrompt(index, bare, prompt_ids, error=refused)
+        own = source.request
+        shown = ((), 0) if own is None else (own.images, own.image_token)
+        return PreparedPrompt(index, bare, prompt_ids, (), refused, *shown)
     try:
-        prompt_ids = _prompt_ids(source.prompt, codec)
+        images = _images(source, card)
+        prompt_ids = _prompt_ids(source.prompt, codec, images)
         score_ids = completion_ids(source.completion, codec) if spec.kind == "score" else ()
         _check(prompt_ids, score_ids, spec, card)
     except ParallmError as error:
         return PreparedPrompt(index, source, error=error)
-    return PreparedPrompt(index, source, prompt_ids, score_ids)
+    if images is None:
+        return PreparedPrompt(index, source, prompt_ids, score_ids)
+    return PreparedPrompt(
+        index, source, prompt_ids, score_ids, images=images.refs, image_token=images.vision.image_token_id
+    )
 
 
 def read_prompt(index: int, line: InputLine) -> PreparedPrompt:
@@ -63,7 +80,15 @@ def completion_ids(completion: str | list[int] | None, codec: TextCodec) -> tupl
     return tuple(completion or ())
 
 
-def _prompt_ids(prompt: Prompt, codec: TextCodec) -> tuple[int, ...]:
+def _images(source: JobInput, card: ModelCard) -> ChatImages | None:
+    if not source.images:
+        return None
+    if card.vision is None:  # any more: the job was taken in while it did
+        raise UnsupportedModelError(f"model '{card.name}' takes no images", param="prompt")
+    return ChatImages.of(card.vision, source.images)
+
+
+def _prompt_ids(prompt: Prompt, codec: TextCodec, images: ChatImages | None) -> tuple[int, ...]:
     if isinstance(prompt, str):
         return tuple(codec.encode(prompt))
     ids = [item for item in prompt if isinstance(item, int)]
@@ -71,7 +96,12 @@ def _prompt_ids(prompt: Prompt, codec: TextCodec) -> tuple[int, ...]:
         return tuple(ids)
     if ids:
         raise InvalidRequestError("a prompt is token ids or messages, not both", param="prompt")
-    return tuple(codec.encode_chat([item for item in prompt if not isinstance(item, int)]))
+    messages = [item for item in prompt if not isinstance(item, int)]
+    if images is None:
+        return tuple(codec.encode_chat(messages))
+    ids = codec.encode(images.expanded(codec.render_chat(messages)), add_special_tokens=False)
+    images.check(ids)
+    return tuple(ids)
 
 
 def _check(prompt_ids: Sequence[int], score_ids: Sequence[int], spec: JobSpec, card: ModelCard) -> None:
@@ -152,6 +182,8 @@ def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int, trace: str = "
             trace=trace,
             tenant=spec.tenant,
             has_next_turn=spec.has_next_turn,
+            images=prompt.images,
+            image_token=prompt.image_token,
         )
         for sample in range(spec.n)
     ]

@@ -78,6 +78,8 @@ def finished_trajectory(
         metadata=prompt.source.metadata,
         logprobs_mode="raw_logprobs" if scoring else drawn_with.logprobs_mode,
         drawn=None if scoring else drawing_of(drawn_with),
+        images=prompt.images,
+        image_token=prompt.image_token,
     )
 
 

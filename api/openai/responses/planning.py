@@ -14,6 +14,7 @@ from api.openai.chat import asked_of
 from api.openai.images import images_of
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.turns import turn_starts
+from api.ring.named_images import Keep
 from api.ring.ring import Ring
 from api.ring.room import LARGE_COUNT, aside
 from shared.errors import InvalidRequestError
@@ -50,14 +51,15 @@ def _renamed(error: InvalidRequestError) -> InvalidRequestError:
 
 
 async def plan_response(
-    ring: Ring, body: ResponseRequest, target: Target, begun: Sequence[int] = ()
+    ring: Ring, body: ResponseRequest, target: Target, begun: Sequence[int] = (), keep: Keep | None = None
 ) -> tuple[ChatCompletionRequest, Work, ReplyPlan]:
     """The chat that a request comes to, what to ask of the workers, and what to make of their tokens.
 
-    `begun`: ids of the last turn's prompt and answer, with which this one's begin if they mean the same text.
+    `begun`: ids of the last turn's prompt and answer, with which this one's begin if they mean the same text. `keep`:
+    who takes the bytes of its images; None: the tenant's.
     """
     try:
-        chat, asked = await _fitting(ring, body, target, begun)
+        chat, asked = await _fitting(ring, body, target, begun, keep)
         if body.store is False and chat.collect_trajectory is None:
             chat.collect_trajectory = False  # nor is it kept for feedback
         return chat, *await plan(ring, chat, target, asked)
@@ -66,7 +68,7 @@ async def plan_response(
 
 
 async def _fitting(
-    ring: Ring, body: ResponseRequest, target: Target, begun: Sequence[int]
+    ring: Ring, body: ResponseRequest, target: Target, begun: Sequence[int], keep: Keep | None
 ) -> tuple[ChatCompletionRequest, Asked]:
     """The chat; with `truncation: auto` without as few of its oldest turns as it takes to fit the context."""
     card, codec = target.served.card, target.served.codec
@@ -77,7 +79,7 @@ async def _fitting(
         last = len(turn_starts(body.messages())) - 1
     while True:  # the first look is at all of it, the others halve what is left
         chat = await chat_body(body, skipped)
-        images = await images_of(ring, card, chat.messages)
+        images = await images_of(ring, card, chat.messages, keep)
         asked = await asked_of(codec, chat, ring.settings, begun, images)
         fits = len(asked.prompts[0]) <= most
         if fits and (skipped == 0 or skipped - tried == 1):

@@ -2,12 +2,12 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Path, Query, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from api.ops.dashboard.parts import adapter_view, job_view, letters, training_views
 from api.ops.dashboard.render import HEADERS, DashboardRoute, Page, page, part
-from api.ops.dashboard.samples import SHOWN, SampleLine, sample_lines, sample_view, waiting_answers
+from api.ops.dashboard.samples import SHOWN, SampleLine, sample_lines, sample_view, thumbnail, waiting_answers
 from api.ops.dashboard.session import keys_of, may_look
 from api.ops.snapshot import TheSnapshots
 from api.ring.ring import Ring, ring_of
@@ -59,12 +59,23 @@ async def samples(job_id: str, ring: TheRing, after: Annotated[int, Query(ge=-1)
     return HTMLResponse(part("samples", job_id=job_id, lines=lines, more=_more(lines)), headers=HEADERS)
 
 
+@router.get("/jobs/{job_id}/images/{sha256}")
+async def image(
+    ring: TheRing,
+    job_id: Annotated[str, Path(max_length=200)],
+    sha256: Annotated[str, Path(max_length=64)],
+) -> Response:
+    """An image of a job's prompts, made small. A hash means the same bytes for ever."""
+    headers = {**HEADERS, "cache-control": "private, max-age=86400, immutable"}
+    return Response(await thumbnail(ring, job_id, sha256), headers=headers, media_type="image/png")
+
+
 @router.get("/jobs/{job_id}/samples/{ordinal}")
 async def sample(request: Request, job_id: str, ordinal: int, ring: TheRing, snapshots: TheSnapshots) -> Response:
     """One sample, token by token: a piece of the job's page, or a page of its own."""
     view = await sample_view(ring, await ring.jobs.status(job_id), ordinal)
     if request.headers.get("hx-request") == "true":
-        return HTMLResponse(part("sample", sample=view), headers=HEADERS)
+        return HTMLResponse(part("sample", job_id=job_id, sample=view), headers=HEADERS)
     about = Page(f"{job_id}, sample {ordinal}", "jobs")
     return page(request, "sample.html", about, ring=await snapshots.read(), job_id=job_id, sample=view)
 

@@ -6,11 +6,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from api.http.bodies import LONG_BYTES
 from api.ring.ring import Ring
 from api.ring.room import aside
 from shared.errors import NotFoundError, UnknownModelError
-from shared.jobs import JobStatus
+from shared.jobs import InputLine, JobStatus, read_input
 from shared.redis import keys
+from shared.redis.jobs.images import job_image
+from shared.redis.jobs.ledger import JobLedger
 from shared.redis.kept.answer_store import answers_of, live_of
 from shared.text.codec import TextCodec
 from shared.trajectories import Trajectory
@@ -19,6 +22,7 @@ BINS = 20
 HISTOGRAM_CHUNKS = 4  # of RESULTS_PER_CHUNK samples, spread over the job
 SHOWN = 25  # lines of a page
 SNIPPET = 160  # characters
+DIGEST_BYTES = 32
 
 _LOG_CONFIDENT = tuple(math.log(p) for p in (0.9, 0.5, 0.2, 0.05))  # part the five shades of a token
 
@@ -70,6 +74,7 @@ class SampleView(NamedTuple):
     prompt: str
     tokens: list[TokenView]
     versions: list[tuple[str, int]]  # and their colours
+    images: list[str]  # of the prompt: SHA-256 of each, hexadecimal
 
 
 class SampleLine(NamedTuple):
@@ -171,7 +176,37 @@ async def sample_view(ring: Ring, status: JobStatus, ordinal: int) -> SampleView
     versions = list(dict.fromkeys(span.version for span in trajectory.spans))
     colours = {version: i % 6 if version else -1 for i, version in enumerate(sorted(versions, key=_age))}
     tokens = [_token(codec, trajectory, at, colours) for at in range(len(trajectory.completion_ids))]
-    return SampleView(ordinal, trajectory, prompt, tokens, sorted(colours.items(), key=lambda item: _age(item[0])))
+    shown = sorted(colours.items(), key=lambda item: _age(item[0]))
+    return SampleView(ordinal, trajectory, prompt, tokens, shown, await _images(ring, status.id, trajectory))
+
+
+async def _images(ring: Ring, job_id: str, trajectory: Trajectory) -> list[str]:
+    """Those of its prompt, as far as the job's inputs are still there."""
+    (line,) = await JobLedger(ring.redis).inputs_at(job_id, [trajectory.prompt_index])
+    if line is None:
+        return []
+    named = await aside(_images_of, line) if len(line) > LONG_BYTES else _images_of(line)
+    return [image.hex() for image in named]
+
+
+def _images_of(line: InputLine) -> list[bytes]:
+    try:
+        given = read_input(line)
+    except RecursionError:  # a prompt that nobody can read
+        return []
+    return [image.sha256 for image in given.images or (given.request.images if given.request else ())]
+
+
+async def thumbnail(ring: Ring, job_id: str, sha256: str) -> bytes:
+    """A small PNG of an image of a job's prompts; NotFoundError when it has none of this hash."""
+    try:
+        digest = bytes.fromhex(sha256)
+    except ValueError:
+        digest = b""
+    data = await job_image(ring.redis, job_id, digest) if len(digest) == DIGEST_BYTES else None
+    if data is None:
+        raise NotFoundError(f"job {job_id} has no image {sha256[:64]}")
+    return await ring.images.thumbnail(data)
 
 
 async def _codec(ring: Ring, model: str) -> TextCodec | None:

@@ -103,7 +103,7 @@ async def _make_visible(redis: Redis, job_id: str) -> bool:
     added = [("ZADD", key, now, job_id) for key in (*listed, keys.active_jobs())]
     kept = [("EXPIRE", key, keys.JOB_TTL_S) for _, key, *_ in added]
     await ask_all(redis, [*added, *kept, *(("ZREMRANGEBYSCORE", key, "-inf", now - LISTED_S) for key in listed)])
-    return bool(await _publish(redis, [keys.job(job_id), keys.job_inputs(job_id)], [str(keys.JOB_TTL_S)]))
+    return bool(await _publish(redis, _names(job_id), [str(keys.JOB_TTL_S)]))
 
 
 async def _write(redis: Redis, spec: JobSpec, inputs: Inputs, request: str) -> None:
@@ -165,4 +165,8 @@ async def _lines(inputs: Inputs) -> AsyncIterator[InputLine]:
 
 
 async def _discard(redis: Redis, job_id: str) -> None:
-    await redis.delete(keys.job(job_id), keys.job_inputs(job_id))
+    await redis.delete(*_names(job_id))
+
+
+def _names(job_id: str) -> list[str]:
+    return [keys.job(job_id), keys.job_inputs(job_id), keys.job_images(job_id)]

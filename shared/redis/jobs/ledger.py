@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from shared.errors import UnknownJobError
 from shared.jobs import TERMINAL, InputLine, JobSpec, JobState, JobUsage
 from shared.redis import keys
-from shared.redis.connection.client import Script, ask, ask_all, members
+from shared.redis.connection.client import Argument, Script, ask, ask_all, members
 from shared.redis.due import webhooks
 from shared.trajectories import Reward
 
@@ -108,7 +108,8 @@ class JobLedger:
     async def inputs(self, job_id: str, start: int, count: int) -> list[InputLine]:
         """Input lines of prompts [start, start + count)."""
         key = keys.job_inputs(job_id)
-        commands = [("LRANGE", key, start, start + count - 1), ("EXPIRE", key, keys.JOB_TTL_S)]
+        renewed = [("EXPIRE", each, keys.JOB_TTL_S) for each in (key, keys.job_images(job_id))]
+        commands: list[tuple[Argument, ...]] = [("LRANGE", key, start, start + count - 1), *renewed]
         lines: list[InputLine] = (await ask_all(self._redis, commands))[0]
         return lines
 
@@ -148,7 +149,8 @@ class JobLedger:
         """End the job; False when it has ended, when success lacks samples, or when it has started (`only_queued`)."""
         rest = "failed" if state == "failed" else "expired" if state == "expired" else "cancelled"
         argv = [state, error, rest, str(keys.JOB_TTL_S), "1" if only_queued else "0"]
-        ended: bool = await _finish(self._redis, [keys.job(job_id), keys.job_inputs(job_id)], argv) == 1
+        names = [keys.job(job_id), keys.job_inputs(job_id), keys.job_images(job_id)]
+        ended: bool = await _finish(self._redis, names, argv) == 1
         if ended:
             with contextlib.suppress(UnknownJobError):  # whoever saw its end has deleted it
                 await self._keep_results(job_id)

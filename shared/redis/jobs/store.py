@@ -6,6 +6,7 @@ to live, counted from the job's last change, and an unfinished submission is gon
 """
 
 import secrets
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 
@@ -20,6 +21,7 @@ from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import Script, ask, ask_all
 from shared.redis.due import webhooks
 from shared.redis.jobs import intake as job_intake
+from shared.redis.jobs.images import JobImages, images_of
 from shared.redis.jobs.ledger import JobLedger, decode_job_spec, unknown_job
 from shared.redis.jobs.pins import pin, unpin
 from shared.redis.jobs.ticks import enqueue_tick
@@ -69,6 +71,10 @@ class JobStore:
             await enqueue_tick(self._redis, job_id, 0)
         return job_id, created
 
+    def images(self, job_id: str, most_bytes: int) -> JobImages:
+        """For a job that is to be created under this id with images in its inputs."""
+        return JobImages(self._redis, job_id, most_bytes, job_intake.INTAKE_TTL_S)
+
     async def submitted_under(self, idempotency_key: str, tenant: str = "") -> str:
         """The id of the job that the tenant submitted under this key; "" when there is none."""
         return await job_intake.known_job(self._redis, idempotency_key, tenant)
@@ -110,7 +116,8 @@ class JobStore:
         await unpin(self._adapters, spec)  # its runner may not have come to it yet
         chunks = range(-(-status.counts.total // keys.RESULTS_PER_CHUNK))
         whole = [keys.job_results(job_id, chunk) for chunk in chunks]
-        whole += [keys.job_inputs(job_id), keys.job_order(job_id), keys.finished(spec.model, job_id)]
+        whole += [keys.job_inputs(job_id), keys.job_images(job_id), keys.job_order(job_id)]
+        whole.append(keys.finished(spec.model, job_id))
         whole.append(keys.job(job_id))  # last: until then the delete may be repeated
         listed = [("ZREM", keys.jobs(tenant), job_id) for tenant in {"", spec.tenant}]
         await ask_all(self._redis, [*(("UNLINK", key) for key in whole), *listed])
@@ -125,9 +132,13 @@ class JobStore:
             deadline_ms=0,
             metadata={**spec.metadata, "retry_of": job_id},
         )
-        return (await self.create(fresh, self._inputs(job_id, spec.total_prompts)))[0]
+        return (await self.create(fresh, self._copied(job_id, fresh.id, spec.total_prompts)))[0]
 
-    async def _inputs(self, job_id: str, count: int) -> AsyncIterator[InputLine]:
+    async def _copied(self, job_id: str, fresh_id: str, count: int) -> AsyncIterator[InputLine]:
+        """The inputs, for a job that gets the images, too."""
+        theirs = self.images(fresh_id, sys.maxsize)
+        async for sha256, data in images_of(self._redis, job_id):
+            await theirs.keep(sha256, data)
         for start in range(0, count, INPUTS_AT_ONCE):
             for line in await self._ledger.inputs(job_id, start, min(INPUTS_AT_ONCE, count - start)):
                 yield line

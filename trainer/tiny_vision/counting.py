@@ -1,0 +1,41 @@
+"""A data set for reinforcement learning: `python -m trainer.tiny_vision.counting --out FOLDER`.
+
+Lines of messages with a picture and the right answer: `train.jsonl`, and `held_out.jsonl`, whose pictures are others.
+"""
+
+import argparse
+import base64
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from trainer.tiny_vision.data import Example, counting
+
+SIZES = {"train": 4096, "held_out": 512}
+
+
+def line_of(example: Example) -> dict[str, Any]:
+    """A line of a data set."""
+    file = io.BytesIO()
+    example.picture.save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": example.question}]
+    return {"messages": [{"role": "user", "content": parts}], "reference": example.answer}
+
+
+def main() -> None:
+    """Write both."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.tiny_vision.counting", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    folder: Path = parser.parse_args().out
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, size in SIZES.items():
+        rng = random.Random(f"counting {name}")
+        lines = (json.dumps(line_of(counting(rng))) + "\n" for _ in range(size))
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+
+
+if __name__ == "__main__":
+    main()
