@@ -119,7 +119,9 @@ class OptimizeOptions:
 class HeadSettings(BaseModel):
     """Part of TrainSettings: what `--mode reward` and `--loss ppo` alone know."""
 
-    head: str = Field(default=REWARD, description="mode reward: name of the head that learns")
+    head: str = Field(
+        default="", description="mode reward: name of the head that learns; default: reward, or policy if it acts"
+    )
     head_hidden: int = Field(
         default=0,
         ge=0,
@@ -251,13 +253,15 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
             if self.mode != "rl" and name not in {*own, *(_OF_PPO if self.mode == "ppo" else _OF_DATA), *shared}:
                 raise SetupError(f"--{name.replace('_', '-')} has no use with --mode {self.mode}")
         if self.mode not in ("rl", "ppo") and dataset is None:
-            what = {"reward": "pairs, scores or labels", "dpo": "pairs"}.get(self.mode, "messages or completions")
+            what = {"reward": "pairs, scores, labels or actions", "dpo": "pairs"}.get(
+                self.mode, "messages or completions"
+            )
             raise SetupError(f"--mode {self.mode} needs a --dataset of {what}")
         if self.mode == "distill":
             self._check_teacher(connect_to)
         self._check_feedback(feedback_policy(dataset), connect_to)
         try:
-            check_heads({self.head: HeadSpec("scalar")})
+            check_heads({self.head or REWARD: HeadSpec("scalar")})
         except ValueError as error:
             raise SetupError(f"--head: {error}") from error
 
