@@ -93,6 +93,7 @@ class AdapterShape:
     targets: tuple[str, ...] = ()  # ends of module paths such as "q_proj"; (): every linear inside a layer
 
 
+MemoryKind = Literal["", "lstm", "gru"]
 RatioBase = Literal["sampler", "trainer"]
 
 
@@ -139,6 +140,14 @@ class PpoSettings(BaseModel):
 
     network: Path | None = Field(
         default=None, description="mode ppo: JSON file that describes the network; default: two layers of 64, tanh"
+    )
+    memory: MemoryKind = Field(
+        default="", description="mode ppo, without network: the first of its layers is an lstm or a gru; default: tanh"
+    )
+    bptt_steps: int = Field(
+        default=16,
+        ge=1,
+        description="mode ppo, networks with memory: steps that a gradient goes back; a divisor of rollout_steps",
     )
     environment_copies: int = Field(
         default=256, ge=1, le=512, description="mode ppo: played at once, each a row of one request"

@@ -39,23 +39,22 @@ class Stepped:
 
 
 class CartPole:
-    """Carts with a pole each. Observations: position, speed, angle, angular speed.
+    """Carts with a pole each. Observations: position, speed, angle, angular speed; `masked`: position and angle alone.
 
     An action is 0 (push to the left) or 1; with `by_force` a vector of one number, -1 to 1, a share of the push.
     """
 
-    observes = 4
-
-    def __init__(self, carts: int, seed: int | list[int], *, by_force: bool = False) -> None:
+    def __init__(self, carts: int, seed: int | list[int], *, by_force: bool = False, masked: bool = False) -> None:
         self._draw = np.random.default_rng(seed)
-        self._by_force = by_force
+        self._by_force, self._shown = by_force, slice(None, None, 2 if masked else 1)
+        self.observes = 2 if masked else 4
         self._steps = np.zeros(carts, np.int64)
         self._state = self._begun(carts)
 
     @property
     def observations(self) -> Floats:
         """What is to be acted on now."""
-        return self._state.astype(np.float32)
+        return self._state[:, self._shown].astype(np.float32)
 
     @property
     def steps(self) -> npt.NDArray[np.int64]:

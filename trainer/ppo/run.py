@@ -28,11 +28,12 @@ from trainer import gate
 from trainer.learn.advantages import advantages, explained
 from trainer.learn.compute import ComputeHost, at_once
 from trainer.metrics import cut
-from trainer.ppo.acting import Actor, Floats, Player, Rollout, evaluate
+from trainer.ppo.acting import Actor, Player, evaluate
 from trainer.ppo.cart_pole import CartPole
 from trainer.ppo.learner import Learned, LearnerOptions, PpoLearner
-from trainer.ppo.losses import PpoOptions
+from trainer.ppo.losses import PpoOptions, Steps
 from trainer.ppo.network import check_learnable, described, first_weights, two_layers
+from trainer.ppo.sequences import steps_of
 from trainer.ring.board import RingBoard
 from trainer.ring.http_client import HttpApi
 from trainer.ring.over_http import HttpBoard, HttpSink
@@ -46,7 +47,7 @@ from trainer.versions.run_lock import run_lock
 
 log = structlog.get_logger()
 
-_BY_SIDE, _BY_FORCE = "cart-pole", "cart-pole-force"
+_BY_SIDE, _BY_FORCE, _MASKED = "cart-pole", "cart-pole-force", "cart-pole-masked"
 _DISCOUNT = 0.99
 _PROBES = 256  # rows that a worker is asked of a candidate
 _PLAYED, _EVALUATED = 1, 2  # what is drawn with a seed
@@ -89,13 +90,28 @@ async def train_network(settings: TrainSettings, host: ComputeHost, begun: "Call
 
 def network_of(settings: TrainSettings) -> NetworkSpec:
     """The network that learns; SetupError when it does not fit the environment."""
-    if settings.task not in (_BY_SIDE, _BY_FORCE):
-        raise SetupError(f"--mode ppo needs --task {_BY_SIDE} or {_BY_FORCE}")
-    is_discrete = settings.task == _BY_SIDE
-    fits: Any = {"observes": CartPole.observes, "actions": 2 if is_discrete else 1, "discrete": is_discrete}
-    network = two_layers(**fits) if settings.network is None else described(settings.network)
+    if settings.task not in (_BY_SIDE, _BY_FORCE, _MASKED):
+        raise SetupError(f"--mode ppo needs --task {_BY_SIDE}, {_BY_FORCE} or {_MASKED}")
+    if settings.memory and settings.network is not None:
+        raise SetupError("--memory is of the network that a run has without --network: describe its layers there")
+    is_discrete = settings.task != _BY_FORCE
+    observes = 2 if settings.task == _MASKED else 4
+    fits: Any = {"observes": observes, "actions": 2 if is_discrete else 1, "discrete": is_discrete}
+    if settings.network is None:
+        network = two_layers(**fits, memory=settings.memory)
+    else:
+        network = described(settings.network)
     check_learnable(network, **fits)
+    if settings.rollout_steps % sequence_length(settings, network):
+        raise SetupError(
+            f"--rollout-steps {settings.rollout_steps} is no multiple of --bptt-steps {settings.bptt_steps}"
+        )
     return network
+
+
+def sequence_length(settings: TrainSettings, network: NetworkSpec) -> int:
+    """Steps that are learned from together: those through which a gradient goes back."""
+    return settings.bptt_steps if network.state else 1
 
 
 def options_of(settings: TrainSettings) -> LearnerOptions:
@@ -127,8 +143,7 @@ class PpoRun:
         config = network_config(network)
         self._publisher = Publisher(self._sink, settings.folder, settings.adapter, config, "", self._disk)
         self._checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.keep_checkpoints)
-        self._is_discrete = settings.task == _BY_SIDE
-        self._actor = Actor(api, settings.adapter, next(iter(network.inputs)), discrete=self._is_discrete)
+        self._actor = Actor(api, settings.adapter, network)
         self._rejections = 0
         self._began = time.monotonic()
         self.state = RunState(settings.run_name, mode="ppo")
@@ -178,11 +193,13 @@ class PpoRun:
             await self._save()
         seed = [settings.seed, _PLAYED, self.state.train_step]
         environment = self._environment(settings.environment_copies, seed)
-        self._player = Player(self._actor, environment, self._discount, seed)
+        length = sequence_length(settings, self._network)
+        self._player = Player(self._actor, environment, self._discount, seed, length)
         log.info("train.begins", task=settings.task, train_step=self.state.train_step)
 
     def _environment(self, copies: int, seed: list[int]) -> CartPole:
-        return CartPole(copies, seed, by_force=not self._is_discrete)
+        task = self._settings.task
+        return CartPole(copies, seed, by_force=task == _BY_FORCE, masked=task == _MASKED)
 
     def _load(self) -> Checkpoint | None:
         """Where the run goes on; None: it begins. SetupError when the folder holds another run."""
@@ -234,7 +251,7 @@ class PpoRun:
                 episodes=len(rollout.returns),
                 mean_return=float(np.mean(rollout.returns)) if rollout.returns else None,
                 learned=learned._asdict(),
-                explained=explained(steps["values_B"], steps["returns_B"]),
+                explained=explained(steps.values_BL.reshape(-1), steps.returns_BL.reshape(-1)),
                 off_policy=rollout.rewards_TN.shape[1] * sum(each != acting for each in rollout.versions_T),
                 version=state.version,
                 gate=problem,
@@ -261,18 +278,17 @@ class PpoRun:
 
     # -- versions
 
-    async def _serve(self, steps: dict[str, Any], learned: Learned) -> str:
+    async def _serve(self, steps: Steps, learned: Learned) -> str:
         """Make what was learned the latest version, or go back and say why; ParallmError after too many rejections."""
         weights = await self._host.run(at_once(self._learner.weights))
-        observed, actions = steps["observed_BI"], steps["actions"]
-        logp, _ = await self._host.run(at_once(lambda: self._learner.policy(weights, observed, actions)))
-        apart = (logp - steps["logp_B"]).astype(np.float64)
+        logp, _ = await self._host.run(at_once(lambda: self._learner.policy(weights, steps)))
+        apart = (logp - steps.logp_BL).astype(np.float64)
         checks = [
             gate.finite_gradients(learned.left_out),
             gate.at_most("probe_kl", float(np.mean(np.exp(apart) - 1 - apart)), self._settings.max_probe_kl),
         ]
         metrics = {"loss": learned.loss, "entropy": learned.entropy, "kl": learned.kl}
-        problem = await self._publish(weights, checks, metrics, observed[:_PROBES])
+        problem = await self._publish(weights, checks, metrics, steps.taken(slice(_PROBES)))
         if not problem:
             self._rejections = 0
             await self._host.run(at_once(self._learner.accept))
@@ -288,7 +304,7 @@ class PpoRun:
         return problem
 
     async def _publish(
-        self, weights: Arrays, checks: list[GateCheck], metrics: dict[str, float], probes: Floats | None = None
+        self, weights: Arrays, checks: list[GateCheck], metrics: dict[str, float], probes: Steps | None = None
     ) -> str:
         """Serve a version; else why it was rejected. ConflictError when somebody else has moved the latest."""
         state = self.state
@@ -306,10 +322,17 @@ class PpoRun:
         state.swaps += 1
         return ""
 
-    async def _parity(self, version: int, weights: Arrays, probes: Floats) -> GateCheck:
-        """Whether a worker that has loaded the version computes what we compute."""
-        said = await self._actor.act(probes, version=version)
-        logp, values = await self._host.run(at_once(lambda: self._learner.policy(weights, probes, said.actions)))
+    async def _parity(self, version: int, weights: Arrays, probes: Steps) -> GateCheck:
+        """Whether a worker that has loaded the version computes what we compute, of the first step of sequences."""
+        said = await self._actor.act(probes.observed_BLI[:, 0], probes.state, version=version)
+        first = probes._replace(
+            observed_BLI=probes.observed_BLI[:, :1],
+            begins_BL=np.zeros_like(probes.begins_BL[:, :1]),
+            actions=said.actions[:, None],
+            logp_BL=said.logp[:, None],
+        )
+        logp, values = await self._host.run(at_once(lambda: self._learner.policy(weights, first)))
+        logp, values = logp[:, 0], values[:, 0]
         gap = float(np.mean(np.abs(logp - said.logp)) + np.mean(np.abs(values - said.values) / (1 + np.abs(values))))
         return gate.at_most("reload_parity", gap, self._settings.max_parity)
 
@@ -340,17 +363,3 @@ class PpoRun:
     def _append(self, line: bytes) -> None:
         with (self._settings.folder / "metrics.jsonl").open("ab") as file:
             file.write(line)
-
-
-def steps_of(rollout: Rollout, advantages_TN: Floats) -> dict[str, Any]:
-    """What is learned from, a row for each step, under the names of `trainer.ppo.losses.Steps`."""
-    advantages_B = advantages_TN.reshape(-1)
-    values_B = rollout.values_TN.reshape(-1)
-    return {
-        "observed_BI": rollout.observed_TNI.reshape(len(values_B), -1),
-        "actions": rollout.actions_TN.reshape(len(values_B), *rollout.actions_TN.shape[2:]),
-        "logp_B": rollout.logp_TN.reshape(-1),
-        "values_B": values_B,
-        "advantages_B": (advantages_B - advantages_B.mean()) / (advantages_B.std() + 1e-8),
-        "returns_B": advantages_B + values_B,
-    }
